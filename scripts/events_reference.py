@@ -280,8 +280,8 @@ FAILURES: Texts = {
 
 DROPPED: Texts = {
     "zero_advantage": ("all rewards of the group are equal", "see ZERO_ADVANTAGE if they are most"),
-    "easy": ("every rollout of the group was worth 1 (`orchestrator.buffer.online_difficulty_filtering`)", NOTHING),
-    "hard": ("every rollout of the group was worth 0 (`orchestrator.buffer.online_difficulty_filtering`)", NOTHING),
+    "easy": ("the mean reward of the group is exactly 1 (`orchestrator.buffer.online_difficulty_filtering`)", NOTHING),
+    "hard": ("the mean reward of the group is exactly 0 (`orchestrator.buffer.online_difficulty_filtering`)", NOTHING),
     "stale": ("older than `orchestrator.max_off_policy_steps` versions", "see GROUPS_STALE"),
     "surplus": ("more groups were whole than the batch takes (`oversampling_factor`)", NOTHING),
     "error": ("its rollouts failed in two attempts", "see `rollouts_failed`"),

@@ -5,6 +5,7 @@ from typing import Any
 
 from millrace.algorithms.base import Algorithm, Credit, Credited, ScalarAdvantage
 from millrace.algorithms.custom import Custom
+from millrace.algorithms.filters import Filtered, count_found
 from millrace.algorithms.grpo import Grpo
 from millrace.algorithms.max_rl import MaxRl
 from millrace.algorithms.opd import Opd
@@ -32,12 +33,14 @@ def make_algorithms(settings: OrchestratorConfig, code: CustomCode) -> dict[str,
 
     Loads the user's functions: InvalidSpecError says what is wrong with one. It may take as long as their imports do.
     """
-    shared = _make(settings.algo, ALGORITHMS, code)
-    return {env.name: _make(env.algo, ADVANTAGES, code) if env.algo else shared for env in settings.env}
 
+    def made(config: AdvantageConfig, classes: Mapping[str, Any]) -> Algorithm:
+        is_custom = config.type == "custom"
+        algorithm = Custom.load(config, code) if is_custom else classes[config.type].from_config(config)
+        return Filtered(algorithm, settings.filters) if settings.filters else algorithm
 
-def _make(config: AdvantageConfig, classes: Mapping[str, Any], code: CustomCode) -> Algorithm:
-    return Custom.load(config, code) if config.type == "custom" else classes[config.type].from_config(config)
+    shared = made(settings.algo, ALGORITHMS)
+    return {env.name: made(env.algo, ADVANTAGES) if env.algo else shared for env in settings.env}
 
 
 __all__ = [
@@ -47,6 +50,7 @@ __all__ = [
     "Credit",
     "Credited",
     "Custom",
+    "Filtered",
     "Grpo",
     "MaxRl",
     "Opd",
@@ -54,5 +58,6 @@ __all__ = [
     "ReinforcePlusPlus",
     "Rloo",
     "ScalarAdvantage",
+    "count_found",
     "make_algorithms",
 ]

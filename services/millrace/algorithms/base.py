@@ -13,7 +13,7 @@ from typing import Protocol, Self
 import numpy as np
 
 from millrace.algorithms.overlong import OverlongPenalty
-from millrace.config.sections.algo import AdvantageConfig, AlgoConfig
+from millrace.config.sections.algo import AdvantageConfig
 from millrace.rollouts.types import Rollout, Sample
 
 
@@ -31,6 +31,12 @@ class Credit:
     rl_weights: np.ndarray | None = None
     ce_weights: np.ndarray | None = None
     reference_kl: float = 0.0
+
+    @property
+    def trains_nothing(self) -> bool:
+        """Whether every token has weight 0."""
+        has_rl = self.rl_weights is None or bool(self.rl_weights.any())
+        return not has_rl and (self.ce_weights is None or not self.ce_weights.any())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,11 +56,6 @@ class Credited:
 
 class Algorithm(Protocol):
     """Turns rollouts into credit for each of their samples."""
-
-    @classmethod
-    def from_config(cls, config: AlgoConfig) -> Self:
-        """As `[orchestrator.algo]` says."""
-        ...
 
     def credit(self, group: Sequence[Rollout]) -> list[list[Credit]]:
         """Return, for each rollout of a group in order, one `Credit` per sample of it."""

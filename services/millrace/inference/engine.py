@@ -76,6 +76,10 @@ class SamplingParams:
     `temperature` 0 is greedy. `top_k` 0, `top_p` 1 and `min_p` 0 are off. `seed` None draws a random one; a seed gives
     the same tokens whatever else is in the batch, up to floating-point rounding. Stop tokens stay part of the
     completion. `stop` are stop strings; the engine stops after the token that completes one.
+
+    `repetition_penalty` divides the logits above 0 of tokens that are in prompt or completion, and multiplies those
+    below; `presence_penalty` is taken off the logits of tokens of the completion, `frequency_penalty` as often as they
+    are in it. No stop token is sampled before `min_tokens` are there. Log-probs are those of what is left.
     """
 
     max_tokens: int
@@ -87,6 +91,16 @@ class SamplingParams:
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    min_tokens: int = 0
+
+    @property
+    def has_penalties(self) -> bool:
+        """Whether logits change with what has been sampled."""
+        penalties = (self.repetition_penalty - 1, self.presence_penalty, self.frequency_penalty, self.min_tokens)
+        return any(penalties)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

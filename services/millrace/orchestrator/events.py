@@ -40,14 +40,22 @@ class RunEvents:
         step: int,
         num_trained: int,
         dropped: Mapping[str, int],
+        filtered: Mapping[str, int],
         num_tokens: int,
         chain_hash: str,
         pools: PoolSizes | None = None,
     ) -> None:
         """Record a committed batch; `chain_hash` (hex) is that behind it, `pools` are there where tasks move."""
-        self.meters.batch_committed(num_trained=num_trained, dropped=dropped, num_tokens=num_tokens, pools=pools)
+        self.meters.batch_committed(num_trained=num_trained, dropped=dropped, filtered=filtered, num_tokens=num_tokens)
+        if pools is not None:
+            self.meters.tasks(pools)
         body = event_pb2.BatchCommitted(
-            step=step, num_trained=num_trained, dropped=dropped, num_tokens=num_tokens, chain_hash=chain_hash
+            step=step,
+            num_trained=num_trained,
+            dropped=dropped,
+            filtered=filtered,
+            num_tokens=num_tokens,
+            chain_hash=chain_hash,
         )
         if pools is not None:
             body.num_easy_tasks, body.num_normal_tasks = pools.easy, pools.normal

@@ -28,6 +28,12 @@ GROUPS = Counter(
     ["run", "outcome"],
     registry=None,
 )
+FILTERED = Counter(
+    "millrace_orchestrator_rollouts_filtered_total",
+    "Rollouts of committed batches' groups that a filter found, by its type.",
+    ["run", "filter"],
+    registry=None,
+)
 BATCHES = Counter(
     "millrace_orchestrator_batches_committed_total", "Batches committed to the log.", ["run"], registry=None
 )
@@ -70,7 +76,7 @@ TASKS = Gauge(
     ["run", "pool"],
     registry=None,
 )
-_OF_RUN = (ROLLOUTS, GROUPS, BATCHES, TOKENS, STALENESS, LEASES, GIVEN_UP, DAMAGED, TASKS)
+_OF_RUN = (ROLLOUTS, GROUPS, FILTERED, BATCHES, TOKENS, STALENESS, LEASES, GIVEN_UP, DAMAGED, TASKS)
 COUNTED = (*_OF_RUN, RUNS_FAILED)
 
 _COMPONENTS = ("orchestrator", "env-server", "trainer")
@@ -111,18 +117,22 @@ class RunMeters:
         ROLLOUTS.labels(self.run, _env_label(rollout.env), rollout.status.value).inc()
 
     def batch_committed(
-        self, *, num_trained: int, dropped: Mapping[str, int], num_tokens: int, pools: PoolSizes | None = None
+        self, *, num_trained: int, dropped: Mapping[str, int], filtered: Mapping[str, int], num_tokens: int
     ) -> None:
         """A batch is in the log."""
-        if pools is not None:
-            for pool, count in (("easy", pools.easy), ("normal", pools.normal), ("hard", pools.hard)):
-                TASKS.labels(self.run, pool).set(count)
+        for name, count in filtered.items():
+            FILTERED.labels(self.run, name).inc(count)
         self._batches.committed(time.monotonic())
         BATCHES.labels(self.run).inc()
         TOKENS.labels(self.run).inc(num_tokens)
         GROUPS.labels(self.run, "trained").inc(num_trained)
         for reason, count in dropped.items():
             GROUPS.labels(self.run, reason).inc(count)
+
+    def tasks(self, pools: PoolSizes) -> None:
+        """How many tasks are in which pool behind the newest batch."""
+        for pool, count in (("easy", pools.easy), ("normal", pools.normal), ("hard", pools.hard)):
+            TASKS.labels(self.run, pool).set(count)
 
     def trained(self, plays: Iterable[Play], *, step: int) -> None:
         """These groups are in the batch of that step."""

@@ -23,6 +23,7 @@ from millrace.trainer.checkpoint.manifest import Author
 from millrace.trainer.checkpoint.resume import Resumed, describe, require_batches, resume
 from millrace.trainer.checkpoint.store import CheckpointStore
 from millrace.trainer.gang.distributed import Gang
+from millrace.trainer.learning.batch import BatchLayout
 from millrace.trainer.learning.learner import Learner
 from millrace.trainer.log.background import BackgroundLoop
 from millrace.trainer.log.batches import POLL_S, Batches
@@ -148,8 +149,7 @@ def prepare(context: JobContext, names: Names, client: LogClient, record: bytes)
             run_uid=names.uid,
             run_hash=client.run_hash,
             previous_chain_hash=position.chain_hash,
-            micro_batch_tokens=learner.config.micro_batch_tokens,
-            seq_len=learner.config.model.seq_len,
+            layout=BatchLayout.of(learner.config),
             mender=Mender(publisher.mend, context.damage, publisher.raise_failure),
         ),
         publisher=publisher,

@@ -5,12 +5,11 @@
        └─────────────────────────── the orchestrator cuts batch n + 1 ◀───────────────────────────────────────────┘
 
 Publishing and saving go on beside the next step. Version 0 is the start model; step n consumes batch n and turns
-version n into version n + 1. A closing header ends the run: its samples are the final evaluation's rollouts, and
-scoring them shows how far trainer and engine agree.
+version n into version n + 1, in one optimizer step or, with minibatches, several. A closing header ends the run: its
+samples are the final evaluation's rollouts, and scoring them shows how far trainer and engine agree.
 """
 
 import logging
-import math
 import time
 from dataclasses import asdict, dataclass
 
@@ -20,6 +19,7 @@ from millrace.errors import InvalidStateError
 from millrace.telemetry import faults
 from millrace.telemetry.faults import Point
 from millrace.trainer.learning.alarms import NotFinite, describe_not_finite, find_not_finite
+from millrace.trainer.learning.batch import Minibatch
 from millrace.trainer.learning.learner import Learner
 from millrace.trainer.learning.metrics import StepMetrics
 from millrace.trainer.learning.optimizer import OptimizerReport
@@ -63,17 +63,17 @@ def train(run: Training) -> None:
 class Learned:
     """What a step measured and what it did to the weights.
 
-    If it was skipped, `not_finite` is what was not finite (loss, entropy, gradient), and `cause` says where.
+    If something was skipped, `not_finite` is what was not finite first (loss, entropy, gradient), and `cause` where.
     """
 
-    metrics: dict[str, float]
+    metrics: StepMetrics
     report: OptimizerReport
     not_finite: str = ""
     cause: str = ""
 
 
 def step(run: Training, batch: Batch) -> None:
-    """One optimizer step, its policy version, and its report."""
+    """Learn from a batch, publish the policy version that it makes, and report."""
     began = time.monotonic()
     learned = learn(run, batch)
     faults.reach(Point.TRAINER_AFTER_STEP, step=batch.step)
@@ -83,15 +83,29 @@ def step(run: Training, batch: Batch) -> None:
     publish_s = run.publisher.publish(run.position.version, step=batch.step)
     checkpoint_s = run.save_due_checkpoint()
     phases = Phases(forward_backward_s=forward_backward_s, publish_s=publish_s, checkpoint_s=checkpoint_s)
-    run.reporter.step_completed(batch, metrics=learned.metrics, optimizer=learned.report, phases=phases)
+    run.reporter.step_completed(batch, metrics=learned.metrics.values(), optimizer=learned.report, phases=phases)
     _warn(run, batch, learned)
     run.on_progress(run.position.version)
     require_learning(run, learned)
 
 
 def learn(run: Learner, batch: Batch) -> Learned:
-    """Apply the batch to the weights, or leave them as they are where its numbers are not finite."""
-    metrics, found = forward_backward(run, batch)
+    """Apply the batch to the weights, one minibatch after the other; what is not finite leaves them as they are."""
+    first, *others = batch.minibatches
+    minibatches = [first, *run.with_proximal(others)]  # before the first one changes the policy
+    learned = [_learn(run, batch, each) for each in minibatches]
+    bad = next((each for each in learned if each.not_finite), learned[0])
+    return Learned(
+        metrics=StepMetrics.merged([each.metrics for each in learned]),
+        report=OptimizerReport.merged([each.report for each in learned]),
+        not_finite=bad.not_finite,
+        cause=bad.cause,
+    )
+
+
+def _learn(run: Learner, batch: Batch, minibatch: Minibatch) -> Learned:
+    """One optimizer step."""
+    metrics, found = forward_backward(run, batch, minibatch)
     report = run.optimizer.step(batch.step, skips=bool(found))
     if found:
         cause = describe_not_finite(batch.header, found)
@@ -103,14 +117,14 @@ def learn(run: Learner, batch: Batch) -> Learned:
 
 
 def forward_backward(
-    run: Learner, batch: Batch, *, loss_of: LossFunction | None = None
-) -> tuple[dict[str, float], list[NotFinite]]:
-    """Accumulate the gradient of the batch's loss; the step's metrics and the samples that are not finite.
+    run: Learner, batch: Batch, minibatch: Minibatch, *, loss_of: LossFunction | None = None
+) -> tuple[StepMetrics, list[NotFinite]]:
+    """Accumulate the gradient of a minibatch's loss; its metrics and the samples that are not finite.
 
     Both are over all ranks. `loss_of` takes the place of the run's own loss.
     """
     counts = [0.0, 0.0, 0.0]
-    for micro_batch in batch.micro_batches:
+    for micro_batch in minibatch.micro_batches:
         counts[0] += micro_batch.num_rl_tokens
         counts[1] += micro_batch.num_rl_samples
         counts[2] += micro_batch.num_ce_tokens
@@ -118,13 +132,13 @@ def forward_backward(
     rl_divisor = divisor(run.config.loss, num_tokens=num_rl_tokens, num_samples=num_rl_samples)
     metrics, not_finite = StepMetrics(batch.header.envs), list[NotFinite]()
     with run.learning():
-        for micro_batch, rows in zip(batch.micro_batches, batch.rows, strict=True):
+        for micro_batch, rows in zip(minibatch.micro_batches, minibatch.rows, strict=True):
             inputs, logprobs_BT, entropy_BT = run.loss_inputs(micro_batch)
             losses = (loss_of or run.loss_of)(inputs, run.config.loss)
             loss = total_loss(losses, rl_divisor=rl_divisor, num_ce_tokens=num_ce_tokens)
             loss.backward()
             faults.reach(Point.TRAINER_MID_BACKWARD, step=batch.step)
-            metrics.add_reference(inputs)
+            metrics.add_reference(micro_batch, inputs)
             if not metrics.add(
                 micro_batch, losses=losses, loss=loss, trainer_logprobs_BT=logprobs_BT, entropy_BT=entropy_BT
             ):
@@ -132,7 +146,7 @@ def forward_backward(
                     micro_batch, rows, losses=losses, trainer_logprobs_BT=logprobs_BT, entropy_BT=entropy_BT
                 )
     reduced = metrics.reduce(run.gang)
-    if math.isfinite(reduced["loss/mean"]) and math.isfinite(reduced.get("entropy/mean", 0.0)):
+    if reduced.is_finite:
         return reduced, []
     everywhere = run.gang.agree(lambda: [asdict(each) for each in not_finite])
     return reduced, [NotFinite(**each) for part in everywhere for each in part]
@@ -186,14 +200,21 @@ def close(run: Training, batch: Batch) -> None:
 
 def _warn(run: Training, batch: Batch, learned: Learned) -> None:
     """Warn of a step that changed nothing, and of trainer and engine that drift apart."""
-    if learned.not_finite:
+    report, name = learned.report, f"{learned.not_finite.upper()}_NOT_FINITE"
+    if learned.not_finite and not report.was_skipped:
         run.reporter.warning(
-            f"{learned.not_finite.upper()}_NOT_FINITE",
+            name,
+            f"{report.num_skipped} of the {report.num_steps} minibatches of step {batch.step} changed nothing: "
+            f"{learned.cause}; lower trainer.optim.lr, or look at the batch's samples",
+        )
+    elif learned.not_finite:
+        run.reporter.warning(
+            name,
             f"step {batch.step} was skipped: {learned.cause}; version {batch.step + 1} has the weights of version "
             f"{batch.step}. The run ends after {run.config.max_skipped_steps} such steps in a row, this is number "
             f"{run.position.num_skipped}; lower trainer.optim.lr, or look at the batch's samples",
         )
-    elif trend := run.kl_trend.add(batch.step, learned.metrics.get("mismatch_kl/mean", 0.0)):
+    elif trend := run.kl_trend.add(batch.step, learned.metrics.values().get("mismatch_kl/mean", 0.0)):
         run.reporter.warning(
             "KL_EXPLODING",
             f"{trend}: trainer and engine disagree more and more on the tokens that are trained on; lower "

@@ -81,7 +81,7 @@ class Reporter:
         metrics |= {
             "optim/lr": optimizer.lr,
             "optim/grad_norm": optimizer.grad_norm,
-            "optim/skipped": float(optimizer.was_skipped),
+            "optim/skipped": optimizer.num_skipped / optimizer.num_steps,
             "perf/throughput": throughput,
             "perf/throughput_per_gpu": throughput / self._world_size,
             **{_TIMES[phase]: time_s for phase, time_s in seconds.items()},

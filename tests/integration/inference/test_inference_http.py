@@ -173,7 +173,8 @@ async def test_a_prompt_that_is_too_long_is_what_verifiers_call_overlong(client)
     [
         ({"temperature": -1}, "temperature"),
         ({"extra_body": {"min_p": 2}}, "min_p"),
-        ({"extra_body": {"repetition_penalty": 1.2}}, "repetition_penalty"),
+        ({"extra_body": {"repetition_penalty": 0}}, "repetition_penalty"),
+        ({"extra_body": {"logit_bias": {"3": 1}}}, "logit_bias"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"response_format": {"type": "json_object"}}, "response_format"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, "text parts"),

@@ -221,6 +221,33 @@ async def test_refilling_that_never_finds_a_group_ends_the_run(stack) -> None:
     assert events[-1].state_changed.error.reason == "NO_ADVANTAGE"
 
 
+@pytest.mark.parametrize("filter_zero_advantages", [True, "refill"])
+async def test_filters_that_leave_nothing_are_named(stack, filter_zero_advantages) -> None:
+    await workers(stack, shape=lambda rollout: replace(rollout, is_truncated=True))
+    filters = [{"type": "truncated", "action": "drop"}]
+    run = await create(stack, filters=filters, filter_zero_advantages=filter_zero_advantages)
+    events = await watch(stack, run, timeout_s=WITHIN_S)
+    warned = [body.message for body in bodies(events, "warning") if body.reason == "ZERO_ADVANTAGE"]
+    group_or_batch = 4 if filter_zero_advantages == "refill" else 8
+    found = (
+        f"orchestrator.filters leave nothing of a group: they found {group_or_batch} of {group_or_batch} (truncated)"
+    )
+    assert found in warned[0] and events[-1].state_changed.error.reason == "NO_ADVANTAGE"
+    assert found in events[-1].state_changed.error.message
+
+
+async def test_what_filters_found_is_counted_and_left_out(stack) -> None:
+    await workers(stack, shape=lambda rollout: replace(rollout, is_truncated=rollout.member == 0))
+    run = await create(stack, filters=[{"type": "truncated", "action": "mask"}])
+    events = await watch(stack, run)
+    assert events[-1].state_changed.new_state == run_pb2.RUN_STATE_SUCCEEDED
+    committed = bodies(events, "batch_committed")
+    assert committed and all(dict(batch.filtered) == {"truncated": 2} for batch in committed)
+    headers, _ = await load_headers(await log_of(stack, run))
+    members = {sample.member for header in headers[:-1] for sample in header.samples}
+    assert members and 0 not in members
+
+
 async def test_batches_without_one_rollout_that_came_to_its_own_end_are_told(stack) -> None:
     await workers(stack, shape=lambda rollout: replace(rollout, is_truncated=True))
     run = await create(stack)

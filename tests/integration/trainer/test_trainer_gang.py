@@ -45,8 +45,9 @@ def _steps(recorder: Recorder) -> list[Any]:
         {},
         {"loss": {"kl": {"coef": 0.1}, "entropy_coef": 0.01}},
         {"loss": {"kl": {"coef": 0.1, "place": "reward"}}, "model": {"seq_len": 32, "lora": {"rank": 2}}},
+        {"minibatches": 2, "loss": {"type": "ppo", "correction": [{"type": "token_tis"}]}},
     ],
-    ids=["default", "near the start model", "near the base of adapters"],
+    ids=["default", "near the start model", "near the base of adapters", "minibatches"],
 )
 def test_two_ranks_equal_one_and_resume_bit_for_bit(
     new_recorder: Callable[[], Recorder], make_config: Any, keys: dict[str, Any]

@@ -352,11 +352,8 @@ ALGORITHMS = [
         "on-policy distillation",
         f"{E2E}/test_distillation.py::test_a_student_comes_near_its_teacher_although_its_orchestrator_dies",
     ),
-    shown(
-        "P",
-        "a loss of one's own, over a log",
-        f"{WITH}/trainer/test_trainer_replay.py::test_metrics_under_another_loss_beside_the_originals",
-        now="works in part",
+    effect(
+        "P", f"{RL} --trainer.loss.type custom --trainer.loss.import-path my.losses:fn", "trainer.loss.type", "custom"
     ),
     later("R", f"{RL} --trainer.loss.ratio-type sequence", "trainer.loss.ratio_type"),
     key("R", "orchestrator.algo.type", "opo", "opo"),
@@ -364,7 +361,7 @@ ALGORITHMS = [
     refused("R", f"{RL} --orchestrator.algo.type cispo --dry-run", 'must be "grpo" or'),
     key("R", "orchestrator.algo.type", "max_rl", "max_rl"),
     later("R", f"{RL} --trainer.optim.type muon", "trainer.optim.type"),
-    later("R", f"{RL} --orchestrator.mask-truncated-completions", "orchestrator.mask_truncated_completions"),
+    effect("R", f"{RL} --orchestrator.mask-truncated-completions", "orchestrator.filters.0.action", "mask"),
     key("A", "orchestrator.buffer.easy-threshold", "0.8", 0.8),
     later("A", f"{RL} --orchestrator.algo.type sft", "orchestrator.algo.type"),
 ]

@@ -1,5 +1,6 @@
 """Sampling: what `extra_body` may say, and what it is refused for."""
 
+import json
 from typing import Any
 
 import pytest
@@ -55,6 +56,54 @@ def test_evaluations_may_have_penalties_and_seeds() -> None:
     assert found.orchestrator.eval is not None
     sent = settings._sampling(found.orchestrator.eval.sampling)
     assert (sent.repetition_penalty, sent.extra_body_json) == (1.1, '{"seed": 3}')
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("repetition_penalty", 1.1), ("presence_penalty", 0.5), ("frequency_penalty", -0.5), ("min_tokens", 4)],
+)
+def test_what_biases_training_has_to_be_allowed(key: str, value: float) -> None:
+    with pytest.raises(InvalidSpecError, match="allow_biased_sampling = true") as caught:
+        validate_document(document({key: value}))
+    assert [each.field for each in caught.value.violations] == [f"orchestrator.sampling.{key}"]
+    allowed = validate_document(document({key: value, "allow_biased_sampling": True}, {})).orchestrator
+    assert allowed.eval is not None
+    sent, evaluated = settings._sampling(allowed.sampling), settings._sampling(allowed.eval.sampling)
+    if key == "repetition_penalty":
+        assert sent.repetition_penalty == value and evaluated.repetition_penalty == 1
+    else:
+        assert sent.extra_body_json == json.dumps({key: value}) and not evaluated.extra_body_json
+
+
+def test_stop_texts_need_no_leave_and_are_those_of_evaluations_too() -> None:
+    found = validate_document(document({"stop": ["</a>"]}, {})).orchestrator
+    assert found.eval is not None
+    for sampling in (found.sampling, found.eval.sampling):
+        assert settings._sampling(sampling).extra_body_json == '{"stop": ["</a>"]}'
+
+
+@pytest.mark.parametrize(("kind", "middle"), [("linear", 0.75), ("cosine", 0.75)])
+def test_a_schedule_of_temperatures_by_hand(kind: str, middle: float) -> None:
+    schedule = {"type": kind, "start_temperature": 1.0, "end_temperature": 0.5, "total_steps": 5}
+    at = settings.plays_of_training(validate_document(document({"temp_scheduler": schedule})).orchestrator).sampling_at
+    assert [at(step).temperature for step in (0, 2, 4, 9)] == pytest.approx([1.0, middle, 0.5, 0.5])
+    assert at(1).temperature == pytest.approx(0.875 if kind == "linear" else 0.75 + 0.25 * 0.5**0.5)
+
+
+@pytest.mark.parametrize(
+    ("sampling", "says"),
+    [
+        ({"temp_scheduler": {"start_temperature": 1.0, "end_temperature": 0.5}}, "is required without `max_steps`"),
+        (
+            {"temperature": 0.7, "temp_scheduler": {"start_temperature": 1, "end_temperature": 0.5, "total_steps": 4}},
+            "has no effect beside `temp_scheduler`",
+        ),
+        ({"temp_scheduler": {"start_temperature": 0.0, "end_temperature": 0.5, "total_steps": 4}}, "start_temperature"),
+    ],
+)
+def test_contradictions_of_a_schedule_are_refused(sampling: dict[str, Any], says: str) -> None:
+    with pytest.raises(InvalidSpecError, match=says):
+        validate_document(document(sampling))
 
 
 def test_truncation_is_taken_over_from_where_other_servers_have_it() -> None:

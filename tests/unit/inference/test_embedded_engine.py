@@ -106,6 +106,43 @@ async def test_a_seed_gives_the_same_tokens_alone_and_in_a_crowd(engine):
     assert alone.token_ids.tolist() != other.token_ids.tolist()
 
 
+async def test_penalties_are_those_of_their_row_and_its_log_probs_say_so(engine, make_model):
+    import torch
+
+    penalties = {"repetition_penalty": 1.3, "frequency_penalty": 0.5}
+    plain, other = request(7, seed=5, max_tokens=16), request(8, temperature=0.0, max_tokens=16)
+    alone = await engine.generate(replace(plain, request_id="alone"))
+    sampling = replace(plain.sampling, ignore_eos=True, **penalties)
+    among, got, _ = await asyncio.gather(
+        engine.generate(plain),
+        engine.generate(replace(plain, request_id="penalised", sampling=sampling)),
+        engine.generate(other),
+    )
+    assert among.token_ids.tolist() == alone.token_ids.tolist(), "a neighbour's penalties are not its own"
+    prompt, tokens = list(plain.prompt_token_ids), got.token_ids.tolist()
+    model = make_model(0)
+    for at, (token, logprob) in enumerate(zip(tokens, got.logprobs.tolist(), strict=True)):
+        with torch.inference_mode():
+            logits = model(input_ids=torch.tensor([prompt + tokens[:at]])).logits[0, -1].double().tolist()
+        for seen in set(prompt + tokens[:at]):
+            logits[seen] *= 1 / 1.3 if logits[seen] > 0 else 1.3
+        for seen in tokens[:at]:
+            logits[seen] -= 0.5
+        assert logprob == pytest.approx(float(torch.log_softmax(torch.tensor(logits), -1)[token]), abs=1e-4)
+
+
+async def test_no_completion_ends_before_its_least_length(engine):
+    free = await engine.generate(request(9, temperature=0.0, max_tokens=30))
+    stop = int(free.token_ids[1])
+    item = request(9, temperature=0.0, max_tokens=30)
+    first = await engine.generate(
+        replace(item, request_id="soon", sampling=replace(item.sampling, stop_token_ids=(stop,)))
+    )
+    late = replace(item.sampling, stop_token_ids=(stop,), min_tokens=12)
+    second = await engine.generate(replace(item, request_id="late", sampling=late))
+    assert len(first.token_ids) <= 2 and len(second.token_ids) >= 12 and stop not in second.token_ids[:12].tolist()
+
+
 async def test_stop_tokens_and_stop_strings_end_a_completion(engine, model_dir):
     from millrace.inference.model_files import load_tokenizer
 

@@ -6,7 +6,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from millrace.inference.embedded.sampling import Limits, sample, uniforms
+from millrace.inference.embedded.sampling import Limits, penalised, sample, uniforms
+from millrace.inference.engine import SamplingParams
 
 VOCAB = 11
 
@@ -115,3 +116,34 @@ def test_uniforms_are_uniform_and_differ_by_seed_and_counter():
     assert ((counts - expected) ** 2 / expected).sum() < 60  # chi-square, 19 degrees of freedom: p < 1e-5
     rows = numbers.reshape(seeds.shape)
     assert abs(np.corrcoef(rows[:, 0], rows[:, 1])[0, 1]) < 0.25
+
+
+PROMPT, COMPLETION = np.array([1, 2], np.int64), np.array([3, 3, 4], np.int64)
+
+
+def behind_penalties(logits: torch.Tensor, **keys: float) -> torch.Tensor:
+    params = SamplingParams(max_tokens=8, **keys)  # type: ignore[arg-type]
+    assert params.has_penalties
+    return penalised(logits, params, prompt=PROMPT, completion=COMPLETION, stop_ids=np.array([7, -1], np.int64))
+
+
+def test_the_repetition_penalty_is_that_of_transformers() -> None:
+    from transformers import RepetitionPenaltyLogitsProcessor
+
+    logits = torch.randn(VOCAB, generator=torch.Generator().manual_seed(3))
+    tokens = torch.from_numpy(np.concatenate([PROMPT, COMPLETION]))[None]
+    wanted = RepetitionPenaltyLogitsProcessor(1.7)(tokens, logits[None].clone())[0]
+    assert torch.equal(behind_penalties(logits, repetition_penalty=1.7), wanted)
+
+
+def test_presence_and_frequency_by_hand() -> None:
+    """Token 3 is in the completion twice, token 4 once; those of the prompt count for neither."""
+    logits = torch.zeros(VOCAB)
+    found = behind_penalties(logits, presence_penalty=0.5, frequency_penalty=0.25)
+    assert found[3] == -1.0 and found[4] == -0.75 and not found[[0, 1, 2, 5, 6, 7, 8, 9, 10]].any()
+    assert not logits.any(), "the model's own logits stay as they are"
+
+
+def test_no_stop_token_before_the_least_length() -> None:
+    assert torch.isneginf(behind_penalties(torch.zeros(VOCAB), min_tokens=4)).nonzero().tolist() == [[7]]
+    assert not torch.isneginf(behind_penalties(torch.zeros(VOCAB), min_tokens=3)).any()

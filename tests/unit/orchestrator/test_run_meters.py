@@ -124,7 +124,7 @@ async def test_an_orchestrator_that_claims_a_run_goes_on_counting(monkeypatch: p
     for state in (STARTING, RUNNING):
         counted.state_changed(state)
         assert counted.seconds_since_batch == pytest.approx(3000, abs=60)
-    counted.batch_committed(num_trained=1, dropped={}, num_tokens=1)
+    counted.batch_committed(num_trained=1, dropped={}, filtered={}, num_tokens=1)
     assert counted.seconds_since_batch == pytest.approx(0, abs=60)
 
 

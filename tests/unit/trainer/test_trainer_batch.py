@@ -182,7 +182,7 @@ def test_a_sampled_token_that_is_cut_away_is_counted_and_masked() -> None:
         trainer_logprobs_BT=logprobs_BT.detach(),
         entropy_BT=entropy_BT,
     )
-    found = metrics.reduce(Gang())
+    found = metrics.reduce(Gang()).values()
     outside = int((logprobs_BT[0, 3:] == -math.inf).sum())
     assert found["is_outside_support/mean"] == pytest.approx(outside / 11)
     assert math.isfinite(found["mismatch_kl/mean"]) and math.isfinite(found["mismatch_kl/max"])
@@ -199,7 +199,7 @@ def test_masked_advantages_are_shares_of_the_masked_tokens() -> None:
     metrics.add(
         micro_batch, losses=losses, loss=losses.rl.sum(), trainer_logprobs_BT=logprobs_BT, entropy_BT=logprobs_BT * 0
     )
-    found = metrics.reduce(Gang())
+    found = metrics.reduce(Gang()).values()
     assert found["is_masked/mean"] == pytest.approx(3 / 4)
     assert found["masked_advantage_positive/mean"] == pytest.approx(2 / 3)
     assert found["masked_advantage_negative/mean"] == pytest.approx(1 / 3)
@@ -215,6 +215,60 @@ def test_a_log_ratio_to_a_reference_is_that_of_the_trainers_policy() -> None:
     # 0.5 * (teacher - behaviour) = 0.5 was recorded, the trainer is at -1 and the behaviour policy was at -1.5.
     assert advantages[1].tolist() == pytest.approx([0, 0, 0.25, 0.25, 0.25])
     assert not advantages.requires_grad
+
+
+def test_a_token_that_only_the_policy_before_the_batch_left_out_counts_as_unmoved() -> None:
+    micro_batch = build_micro_batch([_sample(5)], seq_len=5, device=CPU)
+    proximal_BT = torch.tensor([[0.0, 0.0, -math.inf, -2.0, -2.0]])
+    inputs = replace(micro_batch, proximal_logprobs_BT=proximal_BT).loss_inputs(torch.full((1, 5), -1.0))
+    assert inputs.proximal_logprobs is not None
+    assert inputs.proximal_logprobs[0, 2:].tolist() == [-1.0, -2.0, -2.0]
+    assert inputs.proximal_log_ratio[0].tolist() == [0.0, 0.0, 0.5, -0.5, -0.5]
+
+
+def test_what_several_steps_measured_is_what_one_of_all_rows_would_have() -> None:
+    """Apart from the loss, of which each step has its own mean: its metric is the mean of these."""
+
+    def measured(*lengths: int) -> StepMetrics:
+        micro_batch = build_micro_batch([_sample(n, seed=n) for n in lengths], seq_len=9, device=CPU)
+        logprobs_BT = -0.1 * micro_batch.token_ids_BT.float()
+        losses = token_losses(micro_batch.loss_inputs(logprobs_BT), LossConfig())
+        metrics = StepMetrics(["e"])
+        loss = losses.rl.sum() / micro_batch.num_rl_tokens
+        entropy_BT = logprobs_BT.exp()
+        metrics.add(micro_batch, losses=losses, loss=loss, trainer_logprobs_BT=logprobs_BT, entropy_BT=entropy_BT)
+        return metrics.reduce(Gang())
+
+    whole, parts = measured(4, 7, 9), [measured(4, 9), measured(7)]
+    merged, wanted = StepMetrics.merged(parts).values(), whole.values()
+    assert merged.pop("loss/mean") == pytest.approx(sum(part.values()["loss/mean"] for part in parts) / 2)
+    wanted.pop("loss/mean")
+    assert merged == pytest.approx(wanted)
+    assert StepMetrics.merged([whole]).values() == whole.values()
+
+
+def test_metrics_by_environment_and_the_spread_of_the_advantages() -> None:
+    """Environment a: two tokens, one of them clipped. b: three, none."""
+    samples = [replace(_sample(4), env="a"), replace(_sample(5), env="b")]
+    micro_batch = build_micro_batch(samples, seq_len=5, device=CPU)
+    micro_batch.inference_logprobs_BT[:, 2:] = -1.0
+    micro_batch.advantages_BT[0], micro_batch.advantages_BT[1] = 1.0, -0.5
+    logprobs_BT = torch.full((2, 5), -1.0)
+    logprobs_BT[0, 3] = 0.0
+    inputs = replace(micro_batch.loss_inputs(logprobs_BT), reference_logprobs=torch.full((2, 5), -1.0))
+    losses = token_losses(inputs, LossConfig.model_validate({"type": "ppo"}))
+    metrics = StepMetrics(["a", "b"])
+    metrics.add_reference(micro_batch, inputs)
+    metrics.add(
+        micro_batch, losses=losses, loss=losses.rl.sum(), trainer_logprobs_BT=logprobs_BT, entropy_BT=logprobs_BT * 0
+    )
+    found = metrics.reduce(Gang()).values()
+    assert [found[f"is_masked/{env}/mean"] for env in ("a", "b", "all")] == pytest.approx([1 / 2, 0, 1 / 5])
+    k3 = math.exp(-1) - 1 + 1
+    assert [found[f"reference_kl/{env}/mean"] for env in ("a", "b", "all")] == pytest.approx([k3 / 2, 0, k3 / 5])
+    assert found["advantage/mean"] == pytest.approx(0.1)
+    assert found["advantage/std"] == pytest.approx((2 / 5 * 0.9**2 + 3 / 5 * 0.6**2) ** 0.5)
+    assert "advantage_squared/mean" not in found and "ratio_squared/mean" not in found
 
 
 def test_ratios_and_their_effective_sample_size() -> None:
@@ -233,7 +287,7 @@ def test_ratios_and_their_effective_sample_size() -> None:
             trainer_logprobs_BT=logprobs_BT,
             entropy_BT=logprobs_BT * 0,
         )
-        return metrics.reduce(Gang())
+        return metrics.reduce(Gang()).values()
 
     found = measured(logprobs_BT)
     assert (found["ratio/min"], found["ratio/max"]) == (pytest.approx(0.5), pytest.approx(2.0))

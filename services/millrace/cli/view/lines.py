@@ -84,7 +84,8 @@ def event_line(event: event_pb2.Event, progress: Progress) -> str:
             batch = event.batch_committed
             dropped = ", ".join(f"{number} {reason}" for reason, number in sorted(batch.dropped.items()))
             line = f"batch of step {batch.step + 1} committed  {batch.num_trained} trained"
-            return f"{line}, dropped: {dropped}" if dropped else line
+            found = ", ".join(f"{number} {name}" for name, number in sorted(batch.filtered.items()))
+            return line + (f", dropped: {dropped}" if dropped else "") + (f", filters found: {found}" if found else "")
         case "warning":
             return f"warning: {event.warning.message} [{event.warning.reason}]"
         case "wait_reported":

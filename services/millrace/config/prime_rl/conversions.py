@@ -1,5 +1,6 @@
 """Values of prime-rl that are written in another form here: environments, evaluations, counts of GPUs."""
 
+import math
 from typing import Any
 
 from millrace.config.layers import MAX_SECTIONS
@@ -115,6 +116,27 @@ def validation(target: Target, path: Path, value: Any) -> None:
         target.refuse(path, value, "must be a table, as `[orchestrator.eval]`")
 
 
+def truncated_mask(target: Target, path: Path, value: Any) -> None:
+    """Rollouts that were cut at a token limit are not trained on: `[[orchestrator.filters]] type = "truncated"`."""
+    if _is_on(target, path, value):
+        target.note(path, Effect.MEANS, 'is `[[orchestrator.filters]] type = "truncated"` here')
+        target.deferred["truncated"] = (path, {"type": "truncated", "action": "mask"})
+
+
+def enforced(target: Target, path: Path, value: Any) -> None:
+    """`enforce = true` is `action = "mask"`, and false is `action = "count"`."""
+    target.put((*path[:-1], "action"), "mask" if _is_on(target, path, value) else "count", source=path)
+
+
+def logprob_offset(target: Target, path: Path, value: Any) -> None:
+    """Nats below a uniform choice among 151,936 tokens; here that is one number, `logprob_threshold`."""
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        target.put((*path[:-1], "logprob_threshold"), round(-math.log(151_936) - value, 3), source=path)
+        target.note(path, Effect.MEANS, "is `logprob_threshold` here, for a vocabulary of 151,936 tokens")
+    else:
+        target.refuse(path, value, "must be a number")
+
+
 def eval_base_model(target: Target, path: Path, value: Any) -> None:
     """`eval_base_model = false` leaves out the evaluation before the first step."""
     target.put(("orchestrator", "eval", "skip_first_step"), value is False, source=path)
@@ -182,6 +204,9 @@ def finish(target: Target) -> None:
             env.setdefault("weight", each)
     if "val" in deferred:
         _validation(target, *deferred["val"], training)
+    if "truncated" in deferred:
+        path, each = deferred["truncated"]
+        target.put(("orchestrator", "filters"), [*_list(tree, "orchestrator", "filters"), each], source=path)
     if "renderer" in deferred:
         path, name = deferred["renderer"]
         text = "the engine's own chat template counts here"
@@ -242,6 +267,13 @@ def _gpu_ids(target: Target) -> None:
             target.put((to,), list(range(first, first + count)), source=path)
             target.note(path, Effect.MEANS, f"is `{to}` here")
         first += count
+
+
+def _is_on(target: Target, path: Path, value: Any) -> bool:
+    """The value of a switch; a flag without a value is on."""
+    if value not in (True, False, "", "true", "false"):
+        target.refuse(path, value, "must be true or false")
+    return value in (True, "", "true")
 
 
 def _list(tree: dict[str, Any], *path: str | int) -> list[dict[str, Any]]:

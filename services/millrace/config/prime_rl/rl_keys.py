@@ -30,7 +30,6 @@ LOSS = (
     '[{{type = "token_mask", low = 0.125, high = 8.0}}]'
 )
 ADVANTAGE = "only `orchestrator.algo.type` chooses how advantages are made: this is not there yet"
-FILTERS = "groups without any advantage are left out (`filter_zero_advantages`); there are no other filters yet"
 BUFFER_TYPE = (
     "prime-rl's {value} buffer is not here: for difficulty-pool leave the type out and write easy_threshold and "
     "hard_threshold, for online-difficulty write online_difficulty_filtering = true"
@@ -158,7 +157,7 @@ SPLIT_2025: dict[str, Meaning] = {
     "orchestrator.eval.max_concurrent": nothing(FLIGHT),
     "orchestrator.eval.eval_base_model": converted(conversions.eval_base_model),
     "orchestrator.micro_batch_size": converted(conversions.micro_batch_size),
-    "orchestrator.mask_truncated_completions": later("truncated rollouts are trained on: no effect yet", False),
+    "orchestrator.mask_truncated_completions": converted(conversions.truncated_mask),
     "orchestrator.mask_env_responses": nothing("only sampled tokens are trained on", True),
     "orchestrator.rollouts_per_prompt": moved("orchestrator.rollouts_per_example"),
     "orchestrator.ckpt": moved("ckpt", "is part of every checkpoint: `[ckpt]`"),
@@ -190,7 +189,8 @@ ONE_FILE: dict[str, Meaning] = {
     "orchestrator.env_ratios": converted(conversions.ratios),
     "orchestrator.buffer.env_ratios": converted(conversions.ratios),
     "orchestrator.advantage": blocks(ADVANTAGE, {}),
-    "orchestrator.filters": later(FILTERS),
+    "orchestrator.filters[].enforce": converted(conversions.enforced),
+    "orchestrator.filters[].logprob_offset": converted(conversions.logprob_offset),
     "orchestrator.model.lora": nothing("an adapter is named by its policy"),
     "orchestrator.teacher_model": blocks('name the teacher in `orchestrator.algo.teacher`, with `type = "opd"`'),
     "orchestrator.eval.retry": nothing("what is lost is played again"),
@@ -240,9 +240,6 @@ HEAD: dict[str, Meaning] = {
     "orchestrator.train.group_size": moved("orchestrator.rollouts_per_example"),
     "orchestrator.train.num_workers": nothing("env-servers start workers as they need them"),
     "orchestrator.eval.source": converted(conversions.eval_sources),
-    "orchestrator.sampling.repetition_penalty": refused(
-        "changes what is sampled in a way that the trainer does not compute; leave it out", 1
-    ),
     "orchestrator.eval.sampling.reasoning_effort": moved("orchestrator.eval.sampling.extra_body.reasoning_effort"),
     "orchestrator.algo.type": converted(conversions.algorithm, is_native=True),
     **same(

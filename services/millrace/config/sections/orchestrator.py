@@ -9,6 +9,7 @@ from millrace.config.rules import BrokenRule, broken
 from millrace.config.section import IDENTIFIER_PATTERN, ConfigSection, FreeTable, option, required, table
 from millrace.config.sections.algo import COMPARING, AlgoConfig, EnvAlgoConfig
 from millrace.config.sections.buffer import BufferConfig
+from millrace.config.sections.filters import FilterConfig
 from millrace.config.sections.shared import DEFAULT_MODEL, SHARED_MODEL
 from millrace.config.sections.trainer import DEFAULT_SEQ_LEN
 from millrace.config.tree import Facts, Limit, Path, dotted
@@ -35,10 +36,27 @@ MAX_FAILURE_WINDOW = 4096
 """Most groups of a failure window: every batch header carries it, a few bytes a group."""
 
 
+class TemperatureSchedule(ConfigSection):
+    """The temperature of training rollouts by the step that they are planned for; each one records its own."""
+
+    type: Literal["linear", "cosine"] = option("linear", "A straight line, or half a cosine.")
+    start_temperature: float = required("That of step 0.", gt=0)
+    end_temperature: float = required("That of the last step, and of all behind it.", gt=0)
+    total_steps: int | None = option(
+        None,
+        "Steps from the first to the last; `max_steps` if left out.",
+        facts=Facts(default_text="`max_steps`"),
+        ge=1,
+    )
+
+
 class SamplingConfig(ConfigSection):
     """How the policy is sampled in training rollouts."""
 
     temperature: float = option(1.0, "The trainer divides its logits by the same value.", gt=0)
+    temp_scheduler: TemperatureSchedule | None = option(
+        None, "Change the temperature with the steps, in the place of `temperature`; constant if left out."
+    )
     max_tokens: int | None = option(
         None,
         "Most tokens sampled per turn; whatever fits if left out.",
@@ -55,6 +73,20 @@ class SamplingConfig(ConfigSection):
     top_k: int = option(0, "Sample from this many of the likeliest tokens; 0 or -1 is all.", ge=-1, lt=2**31)
     min_p: float = option(
         0.0, "Sample from tokens with at least this share of the likeliest one's probability; 0 is all.", ge=0, le=1
+    )
+    repetition_penalty: float = option(
+        1.0, "Divides the logits of tokens that are in prompt or reply already.", gt=0, le=100
+    )
+    presence_penalty: float = option(0.0, "Taken off the logits of tokens that are in the reply already.", ge=-2, le=2)
+    frequency_penalty: float = option(
+        0.0, "Taken off the logits of tokens of the reply, as often as they are in it.", ge=-2, le=2
+    )
+    min_tokens: int = option(0, "No reply ends before this many tokens.", ge=0, lt=2**31)
+    stop: list[str] = table(list, "A reply ends behind the token that completes one of these texts.")
+    allow_biased_sampling: bool = option(
+        False,
+        "Train on replies that penalties or `min_tokens` changed, although the trainer does not compute these: "
+        "its log-probabilities are then those of another distribution.",
     )
     extra_body: FreeTable = table(
         dict, "More fields of the request to the engine, passed on as they are; none that changes what is sampled."
@@ -93,7 +125,15 @@ class EvalSamplingConfig(ConfigSection):
         le=1,
     )
     repetition_penalty: float = option(
-        1.0, "Divides the logits of tokens that are there already; not on the embedded engine.", gt=0, le=100
+        1.0, "Divides the logits of tokens that are in prompt or reply already.", gt=0, le=100
+    )
+    presence_penalty: float = option(0.0, "Taken off the logits of tokens that are in the reply already.", ge=-2, le=2)
+    frequency_penalty: float = option(
+        0.0, "Taken off the logits of tokens of the reply, as often as they are in it.", ge=-2, le=2
+    )
+    min_tokens: int = option(0, "No reply ends before this many tokens.", ge=0, lt=2**31)
+    stop: list[str] = table(
+        list, "A reply ends behind the token that completes one of these texts.", facts=_as_in_training("stop")
     )
     extra_body: FreeTable = table(
         dict, "More fields of the request to the engine.", facts=_as_in_training("extra_body")
@@ -240,6 +280,9 @@ class OrchestratorConfig(ConfigSection):
         "so that batches stay full. False: they are trained on.",
     )
     buffer: BufferConfig = table(BufferConfig, "Which tasks are drawn, by what their groups were worth.")
+    filters: list[FilterConfig] = table(
+        list, "Rollouts that are not trained on as they are (`[[orchestrator.filters]]`); none if left out."
+    )
     max_failed_share: float = option(
         0.9,
         "Share of failed rollouts, over the last `orchestrator.failure_window` groups, from which the run fails: it "
@@ -293,10 +336,40 @@ class OrchestratorConfig(ConfigSection):
             message = "has no meaning for opd: it learns from every task, whatever its reward; leave it out"
             yield broken(message, f"orchestrator.buffer.{key}", _ALGO)
         yield from extra_body_rules(self.sampling, "orchestrator.sampling", is_training=True)
+        yield from self._bias_rules()
+        if self.sampling.temp_scheduler is not None:
+            yield from self._temperature_rules(self.sampling.temp_scheduler)
         yield from env_names(self.env, ("orchestrator", "env"), reserved=(_ALL,))
         if self.eval:
             yield from extra_body_rules(self.eval.sampling, "orchestrator.eval.sampling")
             yield from self._eval_rules(self.eval)
+
+    def _temperature_rules(self, schedule: TemperatureSchedule) -> Iterator[BrokenRule]:
+        """A schedule has an end, and the temperature to itself."""
+        where = "orchestrator.sampling.temp_scheduler"
+        if schedule.total_steps is None and self.max_steps is None:
+            yield broken(
+                "is required without `max_steps`: set it to the last step of the schedule", f"{where}.total_steps"
+            )
+        if self.sampling.temperature != 1.0:
+            yield broken(
+                "has no effect beside `temp_scheduler`; leave it out", "orchestrator.sampling.temperature", where
+            )
+        if self.algo.type == "opd":
+            message = "has no meaning for opd: the teacher's log-probabilities are those of temperature 1; leave it out"
+            yield broken(message, where, _ALGO)
+
+    def _bias_rules(self) -> Iterator[BrokenRule]:
+        """What is sampled is what the trainer computes, unless it is allowed to differ."""
+        if self.sampling.allow_biased_sampling:
+            return
+        for name, neutral in _BIASING.items():
+            if getattr(self.sampling, name) != neutral:
+                yield broken(
+                    "changes what is sampled in a way that the trainer does not compute, which biases what is learned; "
+                    "leave it out, or set `orchestrator.sampling.allow_biased_sampling = true`",
+                    f"orchestrator.sampling.{name}",
+                )
 
     def _algo_rules(self) -> Iterator[BrokenRule]:
         """Algorithms that compare have something to compare; what they need is there."""
@@ -310,6 +383,14 @@ class OrchestratorConfig(ConfigSection):
                 _ALGO,
             )
         yield from self.algo.broken_rules("orchestrator.algo")
+        for index, each in enumerate(self.filters):
+            for key, other, message in each.misplaced():
+                paths = tuple(("orchestrator", "filters", index, name) for name in (key, other))
+                yield BrokenRule(paths=paths, message=message)
+            if each.action == "penalise" and self.algo.type == "opd":
+                path: Path = ("orchestrator", "filters", index, "action")
+                message = "lowers rewards, and opd has none; use mask or drop"
+                yield BrokenRule(paths=(path, ("orchestrator", "algo", "type")), message=message)
         for index, env in enumerate(self.env):
             if env.algo is None:
                 continue
@@ -375,6 +456,8 @@ class OrchestratorConfig(ConfigSection):
 # Fields of a request that have a key of their own, that Millrace sets, or that change what is sampled.
 _OWN_KEYS = ("temperature", "top_p", "max_tokens", "max_completion_tokens", "repetition_penalty")
 _TAKEN_OVER = ("top_k", "min_p")
+_BIASING = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0, "min_tokens": 0}
+"""Sampling keys that the trainer does not compute, and their values without effect."""
 _ONE_EACH = ("n", "best_of", "use_beam_search", "stream", "logprobs", "top_logprobs", "return_token_ids")
 _CHANGE_SAMPLING = (
     *("presence_penalty", "frequency_penalty", "logit_bias", "bad_words", "allowed_token_ids", "min_tokens"),

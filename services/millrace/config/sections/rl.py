@@ -1,8 +1,9 @@
 """The config of an RL run: what all parts share, and one section per service."""
 
+from collections.abc import Iterator
 from typing import Any
 
-from millrace.config.rules import BrokenRule
+from millrace.config.rules import BrokenRule, broken
 from millrace.config.section import option, required, table
 from millrace.config.sections.inference import InferenceConfig
 from millrace.config.sections.orchestrator import OrchestratorConfig
@@ -36,8 +37,22 @@ class RLConfig(SharedKeys):
             *self.orchestrator.broken_rules(),
             *schedule,
             *self.trainer.loss.broken_rules("trainer.loss"),
+            *self._too_many_minibatches(),
             *super().broken_rules(),
         ]
+
+    def _too_many_minibatches(self) -> Iterator[BrokenRule]:
+        """More parts of a batch than it has groups, which stay whole: their advantages compare their rollouts."""
+        groups, minibatches = self.orchestrator.groups_per_step, self.trainer.minibatches
+        if minibatches > max(groups, 1):
+            size, group = "orchestrator.batch_size", "orchestrator.rollouts_per_example"
+            yield broken(
+                f"must be at most the groups of a batch, which are {groups} (`{size}` / `{group}`): every optimizer "
+                "step learns from whole groups; lower it, or raise the batch size",
+                "trainer.minibatches",
+                size,
+                group,
+            )
 
     def with_model(self, name: str) -> "RLConfig":
         """The same run with another model, such as the absolute path of a relative one; all services' names change."""

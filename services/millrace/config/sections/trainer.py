@@ -255,6 +255,12 @@ class TrainerConfig(ConfigSection):
         "run ends as FAILED, with the first token that is not finite.",
         ge=1,
     )
+    minibatches: int = option(
+        1,
+        "Optimizer steps per batch: its groups are dealt to so many parts, and each part is learned from once, at the "
+        "learning rate of the batch, which makes one version.",
+        ge=1,
+    )
     determinism: Literal["auto", "strict", "best_effort"] = option(
         "auto",
         "strict: a step that is replayed has to give the same policy bit for bit, or the run stops. best_effort: a "

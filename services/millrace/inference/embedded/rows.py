@@ -97,6 +97,7 @@ class RowTable:
         self.seed = np.zeros(0, np.uint64)
         self.stop_ids = np.zeros((0, 1), np.int64)
         self.has_stop_strings = np.zeros(0, np.bool_)
+        self.has_penalties = np.zeros(0, np.bool_)
 
     def add(self, entries: Sequence[Running], eos_token_ids: Sequence[int]) -> slice:
         """Append requests; return their rows. All or nothing: an error leaves the table as it was."""
@@ -123,6 +124,7 @@ class RowTable:
             self.stop_ids[row] = _NO_TOKEN
             self.stop_ids[row, : len(stop)] = stop
             self.has_stop_strings[row] = bool(sampling.stop)
+            self.has_penalties[row] = sampling.has_penalties
         self.running.extend(entries)
         self.count = count  # only now: rows beyond the count are nobody's, so a half-written one is harmless
         return slice(first, count)
@@ -138,6 +140,10 @@ class RowTable:
         ends |= self.length[rows] >= self.limit[rows]
         ends |= ~np.isfinite(logprobs)
         return ends
+
+    def prompt(self, row: int) -> np.ndarray:
+        """The prompt, int64, a view."""
+        return self.tokens[row, : self.prompt_length[row]]
 
     def completion(self, row: int) -> np.ndarray:
         """The completion so far, int64, a view."""
@@ -180,6 +186,7 @@ class RowTable:
             self.seed,
             self.stop_ids,
             self.has_stop_strings,
+            self.has_penalties,
         )
 
     def _reserve(self, rows: int, length: int, stops: int) -> None:
@@ -196,7 +203,7 @@ class RowTable:
             "stop_ids": grow_column(self.stop_ids, (rows, stops), fill=_NO_TOKEN),
         }
         scalars = ("length", "prompt_length", "limit", "temperature", "top_p", "top_k", "min_p", "seed")
-        for name in (*scalars, "has_stop_strings"):
+        for name in (*scalars, "has_stop_strings", "has_penalties"):
             grown[name] = grow_column(getattr(self, name), (rows,))
         for name, column in grown.items():  # memory can run out above, so that columns would differ in length
             setattr(self, name, column)

@@ -5,12 +5,14 @@ One uniform number per request and token decides, by inversion of the cumulative
 no random state has to move when requests join and leave.
 """
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from millrace.inference.engine import SamplingParams
 from millrace.rollouts.truncation import kept_tokens
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
@@ -34,6 +36,30 @@ class Limits:
     top_p: NDArray[np.float32]
     top_k: NDArray[np.int32]
     min_p: NDArray[np.float32]
+
+
+def penalised(
+    logits_V: torch.Tensor,
+    sampling: SamplingParams,
+    *,
+    prompt: NDArray[np.int64],
+    completion: NDArray[np.int64],
+    stop_ids: NDArray[np.int64],
+) -> torch.Tensor:
+    """The logits of a row behind its penalties, float32 [V], in vLLM's order; `stop_ids` may be padded with -1."""
+    logits_V = logits_V.float().clone()
+    if sampling.repetition_penalty != 1:
+        seen = torch.from_numpy(np.unique(np.concatenate([prompt, completion])))
+        values = logits_V[seen]
+        penalty = sampling.repetition_penalty
+        logits_V[seen] = torch.where(values > 0, values / penalty, values * penalty)
+    if sampling.frequency_penalty or sampling.presence_penalty:
+        ids, counts = np.unique(completion, return_counts=True)
+        taken = sampling.frequency_penalty * counts + sampling.presence_penalty
+        logits_V[torch.from_numpy(ids)] -= torch.from_numpy(taken.astype(np.float32))
+    if len(completion) < sampling.min_tokens:
+        logits_V[torch.from_numpy(stop_ids[stop_ids >= 0])] = -math.inf
+    return logits_V
 
 
 def sample(

@@ -16,7 +16,7 @@ import torch
 from millrace.errors import InternalError
 from millrace.inference.embedded.kv_cache import RowCache
 from millrace.inference.embedded.rows import RowTable, Running
-from millrace.inference.embedded.sampling import Limits, sample, uniforms
+from millrace.inference.embedded.sampling import Limits, penalised, sample, uniforms
 from millrace.inference.embedded.turns import Turns
 from millrace.inference.engine import FinishReason, InflightMode, PolicyIdentity
 from millrace.telemetry import faults
@@ -229,7 +229,7 @@ class Scheduler:
         """Sample one token per row; return the rows that end with it."""
         table = self._rows
         tokens, logprobs = sample(
-            logits,
+            self._penalised(rows, logits),
             temperatures_B=table.temperature[rows],
             limits_B=Limits(top_p=table.top_p[rows], top_k=table.top_k[rows], min_p=table.min_p[rows]),
             uniforms_B=uniforms(table.seed[rows], table.length[rows] - table.prompt_length[rows]),
@@ -241,6 +241,22 @@ class Scheduler:
                 if table.has_stop_strings[row] and self._stop_string(row) is not None:
                     ends[row - rows.start] = True
         return (np.flatnonzero(ends) + rows.start).tolist() if ends.any() else []
+
+    def _penalised(self, rows: slice, logits: torch.Tensor) -> torch.Tensor:
+        """The logits behind the penalties of those rows that have any."""
+        table = self._rows
+        if not table.has_penalties[rows].any():
+            return logits
+        logits = logits.float().clone()
+        for row in np.flatnonzero(table.has_penalties[rows]) + rows.start:
+            logits[row - rows.start] = penalised(
+                logits[row - rows.start],
+                table.running[row].request.sampling,
+                prompt=table.prompt(row),
+                completion=table.completion(row),
+                stop_ids=table.stop_ids[row],
+            )
+        return logits
 
     def _stop_string(self, row: int) -> str | None:
         """The stop string that the completion's last token completes, or None."""

@@ -11,10 +11,6 @@ _MAX_SHOWN_CHARS = 200
 
 # Fields that change what is sampled and that this engine does not implement: refused unless neutral.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "min_tokens": (0,),
-    "presence_penalty": (0,),
-    "frequency_penalty": (0,),
-    "repetition_penalty": (1,),
     "logit_bias": ({},),
     "bad_words": ([],),
     "allowed_token_ids": (),
@@ -68,6 +64,10 @@ class SamplingBody(Body):
     top_p: float | None = Field(default=None, gt=0, le=1)
     top_k: int | None = Field(default=None, ge=-1, lt=2**31)
     min_p: float | None = Field(default=None, ge=0, le=1)
+    repetition_penalty: float | None = Field(default=None, gt=0, le=100)
+    presence_penalty: float | None = Field(default=None, ge=-2, le=2)
+    frequency_penalty: float | None = Field(default=None, ge=-2, le=2)
+    min_tokens: int | None = Field(default=None, ge=0, lt=2**31)
     seed: int | None = Field(default=None, ge=-(2**63), lt=2**63)
     stop: str | Texts | None = None
     stop_token_ids: Tokens | None = Field(default=None, max_length=MAX_STOP_TOKENS)
@@ -99,6 +99,10 @@ class SamplingBody(Body):
             top_p=1.0 if self.top_p is None else self.top_p,
             top_k=max(0, self.top_k or 0),
             min_p=self.min_p or 0.0,
+            repetition_penalty=1.0 if self.repetition_penalty is None else self.repetition_penalty,
+            presence_penalty=self.presence_penalty or 0.0,
+            frequency_penalty=self.frequency_penalty or 0.0,
+            min_tokens=self.min_tokens or 0,
             seed=None if self.seed is None else self.seed + choice,
             stop=(self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ()),
             stop_token_ids=tuple(self.stop_token_ids or ()),

@@ -149,7 +149,7 @@ class BatchWriter:
         await self._hold_lease()
         self._book.settle(batch.resolved)
         if not batch.samples:
-            await self.count_empty()
+            await self.count_empty(filtered=batch.filtered, num_rollouts=len(batch.rewards))
             return
         self.num_empty = 0
         header = self._header(batch_pb2.BATCH_KIND_TRAIN)
@@ -162,6 +162,7 @@ class BatchWriter:
             step=batch.step,
             num_trained=num_trained,
             dropped=dropped,
+            filtered=batch.filtered,
             num_tokens=header.num_tokens,
             chain_hash=self.chain.hex(),
             pools=self.pool_sizes(self.pools),
@@ -191,13 +192,20 @@ class BatchWriter:
         await self._write(header, score_samples(evaluation, seq_len=self._seq_len))
         self.closing = header
 
-    async def count_empty(self, filtered: Mapping[str, int] | None = None) -> None:
+    async def count_empty(
+        self,
+        *,
+        filtered: Mapping[str, int] | None = None,
+        num_rollouts: int = 0,
+        replaced: Mapping[str, int] | None = None,
+    ) -> None:
         """Tell of one more batch, or a batch's worth of groups, without any advantage; InternalError if it is one too
-        many. `filtered` says why groups were replaced before the cut.
+        many. `filtered` are the batch's rollouts that filters found, by type, of `num_rollouts`; `replaced` says why
+        groups were replaced before the cut.
         """
         self.num_empty += 1
         step = self._book.step
-        why, remedy = _nothing_to_learn(filtered or {})
+        why, remedy = _nothing_to_learn(filtered or {}, num_rollouts, replaced or {})
         if is_told(self.num_empty):
             await self._context.events.warning(
                 "ZERO_ADVANTAGE",
@@ -263,18 +271,22 @@ class BatchWriter:
             )
 
 
-def _nothing_to_learn(filtered: Mapping[str, int]) -> tuple[str, str]:
-    """Why nothing is learned, and the remedy; `filtered` counts groups that a filter replaced, by reason."""
-    easy, hard = filtered.get("easy", 0), filtered.get("hard", 0)
+def _nothing_to_learn(filtered: Mapping[str, int], num_rollouts: int, replaced: Mapping[str, int]) -> tuple[str, str]:
+    """Why nothing is learned, and the remedy."""
+    easy, hard = replaced.get("easy", 0), replaced.get("hard", 0)
     if easy or hard:
         return (
             "`orchestrator.buffer.online_difficulty_filtering` lets nothing pass: of the last "
-            f"{sum(filtered.values())} groups {hard} had the mean reward 0 and {easy} the mean reward 1",
+            f"{sum(replaced.values())} groups {hard} had the mean reward 0 and {easy} the mean reward 1",
             "check the reward function, take tasks that are easier or harder for this model, or raise "
             "orchestrator.rollouts_per_example",
         )
+    why = "in every group all rewards are equal"
+    if filtered:
+        found = ", ".join(f"{count} of {num_rollouts} ({name})" for name, count in sorted(filtered.items()))
+        why = f"all rewards are equal, or orchestrator.filters leave nothing of a group: they found {found}"
     return (
-        "in every group all rewards are equal, so there is nothing to learn from",
+        f"{why}, so there is nothing to learn from",
         "check the reward function, or raise orchestrator.rollouts_per_example or the temperature",
     )
 

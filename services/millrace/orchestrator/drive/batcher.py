@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from millrace.algorithms import Algorithm, Credit, Credited
+from millrace.algorithms import Algorithm, Credit, Credited, count_found
 from millrace.config import ZeroAdvantageFilter
+from millrace.config.sections.filters import FilterConfig
 from millrace.decoding import Fields, decode_object
 from millrace.errors import CorruptObjectError
 from millrace.internal.v1 import batch_pb2
@@ -27,6 +28,8 @@ class CutBatch:
     samples: list[TrainSample]
     rewards: list[float]
     resolved: list[Resolved] = field(default_factory=list)
+    filtered: Counter[str] = field(default_factory=Counter)
+    """Rollouts that filters found, by type."""
 
 
 def credit_group(group: Play, algorithm: Algorithm, *, seq_len: int) -> list[Credited]:
@@ -70,22 +73,25 @@ def cut(
     step: int,
     filter_zero_advantages: ZeroAdvantageFilter,
     seq_len: int,
+    filters: Sequence[FilterConfig] = (),
 ) -> CutBatch:
     """Make a batch of whole groups, with the algorithm of each one's environment.
 
     An algorithm that several environments share finishes all of their samples together. Only then are samples without
     an advantage left out, if the config lets the batch shrink. A group of which nothing is left is resolved as dropped.
-    Where batches are refilled, such groups were replaced before the cut, and the others stay whole.
+    Where batches are refilled, such groups were replaced before the cut, and the others stay whole, but for samples of
+    which filters leave nothing.
     """
     is_shrinking = filter_zero_advantages in (True, "shrink")
     batch = CutBatch(step=step, samples=[], rewards=[])
     credited = [credit_group(group, algorithms[group.task.env], seq_len=seq_len) for group in groups]
     credits = iter(finish([item for items in credited for item in items], algorithms))
     for group, items in zip(groups, credited, strict=True):
-        final = [(item, next(credits)) for item in items]
+        final = [(item, credit) for item in items if not (credit := next(credits)).trains_nothing]
         kept = [(item, credit) for item, credit in final if not is_shrinking or has_advantage(item)]
         batch.samples += [train_sample(item.rollout, item.sample, credit, seq_len=seq_len) for item, credit in kept]
         batch.rewards += [rollout.reward for rollout in group.rollouts()]
+        batch.filtered += count_found(group.rollouts(), filters)
         batch.resolved.append(Resolved.of(group, "" if kept else "zero_advantage"))
     return batch
 

@@ -28,7 +28,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from millrace.algorithms import Algorithm
+from millrace.algorithms import Algorithm, count_found
 from millrace.config import OrchestratorConfig
 from millrace.errors import InvalidStateError
 from millrace.orchestrator.drive.batch_writer import BatchWriter
@@ -202,7 +202,9 @@ class RolloutLoop:
             self.num_equal_in_a_row += 1
             self.filtered_in_a_row[reason] += 1
             if self.num_equal_in_a_row % self.rule.groups_per_step == 0:
-                await self.writer.count_empty(self.filtered_in_a_row)
+                rollouts, replaced = group.rollouts(), self.filtered_in_a_row
+                found = count_found(rollouts, self.settings.filters)
+                await self.writer.count_empty(filtered=found, num_rollouts=len(rollouts), replaced=replaced)
 
     async def drop(self, groups: Sequence[Play], *, reason: str) -> None:
         """Drop groups and stop those that are still being played."""
@@ -233,6 +235,7 @@ class RolloutLoop:
             step=self.book.step,
             filter_zero_advantages=self.settings.filter_zero_advantages,
             seq_len=self.settings.seq_len,
+            filters=self.settings.filters,
         )
         if self.rule.async_level == 0:
             surplus = [group for group in (*self.book.open, *self.book.whole) if group not in groups]

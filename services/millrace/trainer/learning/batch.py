@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from millrace.config.sections.trainer import TrainerConfig
 from millrace.rollouts.truncation import kept_tokens
 from millrace.rollouts.types import FULL, TrainSample
 from millrace.trainer.losses.base import LossInputs, outside_support
@@ -58,6 +59,7 @@ class MicroBatch:
     weight is not 0, the cross-entropy component where its weight is not 0. `versions_B` are the oldest and newest
     policy version of each row's sampled tokens. A temperature of 0 (greedy) is 1 here, as engines report its log-probs.
     `truncation_B` is None where no row was sampled from a truncated distribution; `reference_kl_B` is that of `Credit`.
+    `proximal_logprobs_BT` are those of `LossInputs`, as the model computes them.
     """
 
     token_ids_BT: torch.Tensor
@@ -73,6 +75,7 @@ class MicroBatch:
     reference_kl_B: torch.Tensor
     env_B: tuple[str, ...]
     versions_B: tuple[tuple[int, int], ...]
+    proximal_logprobs_BT: torch.Tensor | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -103,6 +106,9 @@ class MicroBatch:
         """
         is_outside_BT = outside_support(trainer_logprobs_BT)
         logprobs_BT = torch.where(is_outside_BT, self.inference_logprobs_BT, trainer_logprobs_BT)
+        proximal_BT = self.proximal_logprobs_BT
+        if proximal_BT is not None:  # a token that only the policy before the batch had left out counts as unmoved
+            proximal_BT = torch.where(outside_support(proximal_BT), logprobs_BT.detach(), proximal_BT)
         moved_BT = (logprobs_BT.detach() - self.inference_logprobs_BT) * self.loss_mask_BT
         return LossInputs(
             trainer_logprobs=logprobs_BT,
@@ -111,6 +117,7 @@ class MicroBatch:
             loss_mask=self.loss_mask_BT & ~is_outside_BT,
             rl_weights=self.rl_weights_BT,
             ce_weights=self.ce_weights_BT * ~is_outside_BT,
+            proximal_logprobs=proximal_BT,
             entropy=entropy_BT,
             reference_logprobs=reference_logprobs_BT,
         )
@@ -126,6 +133,47 @@ class MicroBatch:
         needed = (self.loss_mask_BT | (self.ce_weights_BT != 0)).any(dim=0)
         columns = torch.nonzero(needed)
         return max(1, int(columns[0])) if len(columns) else needed.numel()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Minibatch:
+    """What one optimizer step learns from: this rank's share of it.
+
+    `rows` has for each micro-batch the places of its rows in the header's sample table.
+    """
+
+    micro_batches: list[MicroBatch]
+    rows: list[list[int]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchLayout:
+    """How batches are cut: samples at `seq_len`, the batch into minibatches, and these into micro-batches."""
+
+    seq_len: int
+    micro_batch_tokens: int
+    minibatches: int = 1
+
+    @classmethod
+    def of(cls, config: TrainerConfig) -> "BatchLayout":
+        """That of a run."""
+        return cls(
+            seq_len=config.model.seq_len,
+            micro_batch_tokens=config.micro_batch_tokens,
+            minibatches=config.minibatches,
+        )
+
+
+def plan_minibatches(ordinals: Sequence[int], count: int) -> list[list[int]]:
+    """Sample indices by minibatch: whole groups, dealt in turn in the order of their ordinals.
+
+    A pure function of the sample table. Fewer groups than `count` make fewer minibatches, but at least one.
+    """
+    places = {ordinal: place for place, ordinal in enumerate(sorted(set(ordinals)))}
+    minibatches: list[list[int]] = [[] for _ in range(max(min(count, len(places)), 1))]
+    for index, ordinal in enumerate(ordinals):
+        minibatches[places[ordinal] % len(minibatches)].append(index)
+    return minibatches
 
 
 def plan_micro_batches(lengths: Sequence[int], *, max_tokens: int, world_size: int = 1) -> list[list[list[int]]]:

@@ -1,8 +1,8 @@
 """What a training step computes with: model, optimizer, and their state as tensors by name."""
 
 import contextlib
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -17,7 +17,7 @@ from millrace.policies.digest import digest_hex, policy_digest, tensor_digest
 from millrace.policies.tensors import TensorBytes
 from millrace.trainer.gang.determinism import seed_rank, set_determinism
 from millrace.trainer.gang.distributed import Gang
-from millrace.trainer.learning.batch import MicroBatch
+from millrace.trainer.learning.batch import MicroBatch, Minibatch
 from millrace.trainer.learning.forward import token_logprobs
 from millrace.trainer.learning.optimizer import PolicyOptimizer
 from millrace.trainer.learning.reference import Reference, StartModel, UnadaptedModel
@@ -100,6 +100,18 @@ class Learner:
     def logprobs(self, micro_batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
         """Log-probs and entropies of a micro-batch under the live model, [B, T]."""
         return token_logprobs(self.model, micro_batch)
+
+    @torch.no_grad()
+    def with_proximal(self, minibatches: Sequence[Minibatch]) -> list[Minibatch]:
+        """The same with the log-probs of the live policy as those before the batch, if the loss asks for them."""
+        if not self.config.loss.correction and self.config.loss.type != "custom":
+            return list(minibatches)
+        return [
+            replace(
+                each, micro_batches=[replace(m, proximal_logprobs_BT=self.logprobs(m)[0]) for m in each.micro_batches]
+            )
+            for each in minibatches
+        ]
 
     def loss_inputs(self, micro_batch: MicroBatch) -> tuple[LossInputs, torch.Tensor, torch.Tensor]:
         """What the loss of a micro-batch is computed from, and its log-probs and entropies, [B, T]."""

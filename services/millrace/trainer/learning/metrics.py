@@ -26,9 +26,11 @@ _MEANS = (
     "ratio",
     "ratio_squared",
     "reference_kl",
+    "advantage",
+    "advantage_squared",
 )
 _MAX_LOG_RATIO = 20.0
-_BY_ENV = ("mismatch_kl", "entropy")
+_BY_ENV = ("mismatch_kl", "entropy", "is_masked", "reference_kl")
 
 
 class StepMetrics:
@@ -42,6 +44,7 @@ class StepMetrics:
         self._maxima = {"loss": -float("inf"), "mismatch_kl": 0.0, "ratio": 0.0, "-ratio": -float("inf")}
         self._loss_squares = 0.0
         self._total_loss = 0.0
+        self._num_steps = 1
 
     @torch.no_grad()
     def add(
@@ -61,45 +64,67 @@ class StepMetrics:
         own_loss = float(loss)
         self._total_loss += own_loss
         self._add("loss", losses.rl + losses.ce, members | losses.ce_members)
-        self._add("mismatch_kl", losses.mismatch_kl, sampled)
+        self._add_by_env("mismatch_kl", losses.mismatch_kl, sampled, micro_batch)
         self._add("masked_mismatch_kl", losses.mismatch_kl, is_masked)
         self._add("unmasked_mismatch_kl", losses.mismatch_kl, members & ~is_masked)
-        self._add("is_masked", is_masked, members)
+        self._add_by_env("is_masked", is_masked, members, micro_batch)
         self._add("is_masked_low", losses.is_masked_low, members)
         self._add("is_masked_high", losses.is_masked_high, members)
         self._add("masked_advantage_positive", losses.is_masked_high, is_masked)
         self._add("masked_advantage_negative", losses.is_masked_low & (losses.advantages != 0), is_masked)
+        self._add("advantage", losses.advantages, members)
+        self._add("advantage_squared", losses.advantages.double() ** 2, members)
         self._add_ratio(trainer_logprobs_BT - micro_batch.inference_logprobs_BT, members)
         if micro_batch.truncation_B is not None:
             self._add("is_outside_support", is_outside, micro_batch.loss_mask_BT)
-        own_entropy = self._add("entropy", entropy_BT, sampled)
+        own_entropy = self._add_by_env("entropy", entropy_BT, sampled, micro_batch)
         self._add("nll", -trainer_logprobs_BT, losses.ce_members)
-        for env in self._envs:
-            rows = torch.tensor([name == env for name in micro_batch.env_B], device=sampled.device)[:, None]
-            self._add(f"mismatch_kl/{env}", losses.mismatch_kl, sampled & rows)
-            self._add(f"entropy/{env}", entropy_BT, sampled & rows)
         return math.isfinite(own_loss) and math.isfinite(own_entropy)
 
     @torch.no_grad()
-    def add_reference(self, inputs: LossInputs) -> None:
+    def add_reference(self, micro_batch: MicroBatch, inputs: LossInputs) -> None:
         """Add how far the policy is from its start model, where the run compares with it: k3 of the log-ratio."""
         if (log_ratio_BT := log_ratio_to_reference(inputs)) is not None:
-            self._add("reference_kl", k3(-log_ratio_BT), inputs.rl_members)
+            self._add_by_env("reference_kl", k3(-log_ratio_BT), inputs.rl_members, micro_batch)
 
-    def reduce(self, gang: Gang) -> dict[str, float]:
-        """The metrics of the whole batch; a mean over no tokens is left out. Collective in a gang."""
-        names = list(self._sums)
+    def reduce(self, gang: Gang) -> "StepMetrics":
+        """What all ranks measured together. Collective in a gang."""
+        whole, names = StepMetrics(self._envs), list(self._sums)
         reduced = gang.sum([*self._sums.values(), *self._counts.values(), self._loss_squares, self._total_loss])
-        sums = dict(zip(names, reduced[: len(names)], strict=True))
-        counts = dict(zip(names, reduced[len(names) : 2 * len(names)], strict=True))
-        maxima = dict(zip(self._maxima, gang.max(list(self._maxima.values())), strict=True))
-        means = {name: sums[name] / counts[name] for name in names if counts[name]}
+        whole._sums = dict(zip(names, reduced[: len(names)], strict=True))
+        whole._counts = dict(zip(names, reduced[len(names) : 2 * len(names)], strict=True))
+        whole._loss_squares, whole._total_loss = reduced[-2:]
+        whole._maxima = dict(zip(self._maxima, gang.max(list(self._maxima.values())), strict=True))
+        return whole
+
+    @classmethod
+    def merged(cls, steps: Sequence["StepMetrics"]) -> "StepMetrics":
+        """What several optimizer steps measured, as one; its loss is their mean."""
+        first, *others = steps
+        whole = cls(first._envs)
+        whole._num_steps = len(steps)
+        whole._sums = {name: sum((s._sums[name] for s in others), value) for name, value in first._sums.items()}
+        whole._counts = {name: sum((s._counts[name] for s in others), value) for name, value in first._counts.items()}
+        whole._maxima = {name: max(s._maxima[name] for s in steps) for name in first._maxima}
+        whole._loss_squares = sum(s._loss_squares for s in steps)
+        whole._total_loss = sum(s._total_loss for s in steps)
+        return whole
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether the loss is a finite number, and so are the entropies."""
+        return math.isfinite(self._total_loss) and math.isfinite(self._sums["entropy"])
+
+    def values(self) -> dict[str, float]:
+        """The metrics by name; a mean over no tokens is left out."""
+        sums, counts, maxima = self._sums, self._counts, self._maxima
+        means = {name: sums[name] / counts[name] for name in sums if counts[name]}
         metrics = {f"{name}/mean": value for name, value in means.items()}
         if counts["loss"]:
-            variance = reduced[-2] / counts["loss"] - means["loss"] ** 2
+            variance = self._loss_squares / counts["loss"] - means["loss"] ** 2
             metrics["loss/std"] = max(variance, 0.0) ** 0.5
             metrics["loss/max"] = maxima["loss"]
-        metrics["loss/mean"] = reduced[-1]
+        metrics["loss/mean"] = self._total_loss / self._num_steps
         for name in _BY_ENV:  # prime-rl's dashboards read `<name>/all/mean`
             if f"{name}/mean" in metrics:
                 metrics[f"{name}/all/mean"] = metrics[f"{name}/mean"]
@@ -109,6 +134,9 @@ class StepMetrics:
             metrics["ratio/max"], metrics["ratio/min"] = maxima["ratio"], -maxima["-ratio"]
             squared = metrics.pop("ratio_squared/mean")
             metrics["ess/mean"] = means["ratio"] ** 2 / squared if squared else 0.0
+        if counts["advantage"]:
+            variance = metrics.pop("advantage_squared/mean") - means["advantage"] ** 2
+            metrics["advantage/std"] = max(variance, 0.0) ** 0.5
         if means.get("entropy"):
             metrics["kl_ent_ratio/mean"] = means["mismatch_kl"] / means["entropy"]
         return metrics
@@ -120,6 +148,13 @@ class StepMetrics:
         self._add("ratio_squared", ratio_BT**2, members)
         if (selected := ratio_BT[members]).numel():
             self._maxima["-ratio"] = max(self._maxima["-ratio"], -float(selected.min()))
+
+    def _add_by_env(self, name: str, values: torch.Tensor, members: torch.Tensor, micro_batch: MicroBatch) -> float:
+        """Add what is measured at some tokens, and once more for each environment; its sum."""
+        for env in self._envs:
+            rows = torch.tensor([each == env for each in micro_batch.env_B], device=members.device)[:, None]
+            self._add(f"{name}/{env}", values, members & rows)
+        return self._add(name, values, members)
 
     def _add(self, name: str, values: torch.Tensor, members: torch.Tensor) -> float:
         """Add what is measured at some tokens; its sum."""

@@ -1,7 +1,9 @@
 """AdamW on float32 master weights, with gradient clipping and the schedule."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import fmean
 
 import torch
 from torch import nn
@@ -13,11 +15,31 @@ from millrace.trainer.learning.scheduler import learning_rate
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerReport:
-    """What one step did. `was_skipped`: loss or gradient was not finite, so the weights were left as they were."""
+    """What the optimizer steps of one batch did. `num_skipped` of them left the weights as they were.
+
+    Their loss or gradient was not finite. `grad_norm` is the mean over the others, if there are any.
+    """
 
     lr: float
     grad_norm: float
-    was_skipped: bool
+    num_steps: int = 1
+    num_skipped: int = 0
+
+    @property
+    def was_skipped(self) -> bool:
+        """Whether nothing changed at all."""
+        return self.num_skipped == self.num_steps
+
+    @classmethod
+    def merged(cls, steps: Sequence["OptimizerReport"]) -> "OptimizerReport":
+        """That of several steps, as one."""
+        taken = [each for each in steps if not each.was_skipped] or steps
+        return cls(
+            lr=steps[0].lr,
+            grad_norm=fmean(each.grad_norm for each in taken),
+            num_steps=sum(each.num_steps for each in steps),
+            num_skipped=sum(each.num_skipped for each in steps),
+        )
 
 
 class PolicyOptimizer:
@@ -46,7 +68,7 @@ class PolicyOptimizer:
             }
 
     def step(self, step: int, *, skips: bool = False) -> OptimizerReport:
-        """Clip the gradient, apply it as optimizer step `step` (from 0) and clear it.
+        """Clip the gradient, apply it at the learning rate of step `step` (from 0) and clear it.
 
         A learning rate of 0 writes nothing: even AdamW's `p * 1 - 0` could turn -0.0 into 0.0. A gradient that is not
         finite writes nothing either, and neither does a step that `skips`; the report says so, and so must the caller.
@@ -60,7 +82,7 @@ class PolicyOptimizer:
                 group["lr"] = lr
             self._adamw.step()
         self._adamw.zero_grad(set_to_none=True)
-        return OptimizerReport(lr=lr, grad_norm=grad_norm, was_skipped=was_skipped)
+        return OptimizerReport(lr=lr, grad_norm=grad_norm, num_skipped=int(was_skipped))
 
     def state_tensors(self) -> dict[str, dict[str, torch.Tensor]]:
         """The state as live tensors, by parameter name; filling them in place restores it."""

@@ -17,7 +17,14 @@ from millrace.rollouts.batch_wire import chunks_for, decode_header, unpack_batch
 from millrace.rollouts.types import TrainSample
 from millrace.runlog.records.frontier import chain_hash
 from millrace.trainer.gang.distributed import Gang
-from millrace.trainer.learning.batch import MicroBatch, build_micro_batch, plan_micro_batches
+from millrace.trainer.learning.batch import (
+    BatchLayout,
+    MicroBatch,
+    Minibatch,
+    build_micro_batch,
+    plan_micro_batches,
+    plan_minibatches,
+)
 from millrace.trainer.log.stop import StopRequested
 
 POLL_S = 0.5  # how soon a stop is noticed while there is no batch
@@ -61,16 +68,14 @@ class BatchLog(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
-    """A committed batch, or the closing header. `micro_batches` are this rank's share of the samples.
+    """A committed batch, or the closing header, which is one minibatch.
 
-    `rows` has for each micro-batch the places of its rows in the header's sample table.
     `chain_hash` is H(step); `wait_s` the seconds without a batch to work on, `load_s` those to read and pad it.
     """
 
     header: batch_pb2.BatchHeader
     chain_hash: bytes
-    micro_batches: list[MicroBatch]
-    rows: list[list[int]]
+    minibatches: list[Minibatch]
     wait_s: float
     load_s: float
 
@@ -84,6 +89,11 @@ class Batch:
         """Whether the run ends here; the samples then are to be scored, not trained on."""
         return self.header.kind == batch_pb2.BATCH_KIND_CLOSE
 
+    @property
+    def micro_batches(self) -> list[MicroBatch]:
+        """This rank's share of the samples."""
+        return [micro_batch for minibatch in self.minibatches for micro_batch in minibatch.micro_batches]
+
 
 class Batches:
     """Reads batches from a step on, at every rank of a gang."""
@@ -96,8 +106,7 @@ class Batches:
         run_uid: str,
         run_hash: str,
         previous_chain_hash: bytes,
-        micro_batch_tokens: int,
-        seq_len: int,
+        layout: BatchLayout,
         mender: PolicyMender | None = None,
     ) -> None:
         self._log = batch_log
@@ -105,8 +114,7 @@ class Batches:
         self._run_uid = run_uid
         self._run_hash = run_hash
         self._chain_hash = previous_chain_hash
-        self._micro_batch_tokens = micro_batch_tokens
-        self._seq_len = seq_len
+        self._layout = layout
         self._mender = mender
 
     def follow(self, start_step: int) -> Iterator[Batch]:
@@ -131,14 +139,13 @@ class Batches:
             self._chain_hash = chain_hash(self._chain_hash, data)
         self._verify(header, step, header.revision)
         self._chain_hash = chain_hash(self._chain_hash, header_bytes)
-        rows, micro_batches = self._micro_batches(header)
+        minibatches = self._minibatches(header)
         if header.kind != batch_pb2.BATCH_KIND_CLOSE and self._gang.is_leader:
             self._log.prefetch(step + 1)
         return Batch(
             header=header,
             chain_hash=self._chain_hash,
-            micro_batches=micro_batches,
-            rows=rows,
+            minibatches=minibatches,
             wait_s=arrived - began,
             load_s=time.monotonic() - arrived,
         )
@@ -168,18 +175,31 @@ class Batches:
                 case _:
                     raise InternalError(f"rank 0 sent {told[:4]!r} while batch {step} was awaited")
 
-    def _micro_batches(self, header: batch_pb2.BatchHeader) -> tuple[list[list[int]], list[MicroBatch]]:
-        """This rank's samples, read, verified and padded; first their places in the sample table."""
-        lengths = [min(entry.length, self._seq_len) for entry in header.samples]
-        plan = plan_micro_batches(lengths, max_tokens=self._micro_batch_tokens, world_size=self._gang.world_size)
-        mine = plan[self._gang.rank]
-        indices = [index for micro_batch in mine for index in micro_batch]
+    def _minibatches(self, header: batch_pb2.BatchHeader) -> list[Minibatch]:
+        """This rank's samples, read, verified and padded."""
+        layout, is_closing = self._layout, header.kind == batch_pb2.BATCH_KIND_CLOSE
+        count = 1 if is_closing else layout.minibatches
+        plans = [
+            self._plan(header, part) for part in plan_minibatches([entry.ordinal for entry in header.samples], count)
+        ]
+        indices = [index for plan in plans for rows in plan for index in rows]
         chunks = self._log.read_chunks(header.step, chunks_for(header, indices))
         samples: dict[int, TrainSample] = dict(zip(indices, unpack_batch(header, chunks, only=indices), strict=True))
-        return mine, [
-            build_micro_batch([samples[index] for index in part], seq_len=self._seq_len, device=self._gang.device)
-            for part in mine
-        ]
+
+        def build(rows: list[int]) -> MicroBatch:
+            mine = [samples[index] for index in rows]
+            return build_micro_batch(mine, seq_len=layout.seq_len, device=self._gang.device)
+
+        return [Minibatch(micro_batches=[build(rows) for rows in plan], rows=plan) for plan in plans]
+
+    def _plan(self, header: batch_pb2.BatchHeader, part: Sequence[int]) -> list[list[int]]:
+        """This rank's micro-batches of some samples, each as their places in the sample table."""
+        plan = plan_micro_batches(
+            [min(header.samples[index].length, self._layout.seq_len) for index in part],
+            max_tokens=self._layout.micro_batch_tokens,
+            world_size=self._gang.world_size,
+        )
+        return [[part[place] for place in rows] for rows in plan[self._gang.rank]]
 
     def _verify(self, header: batch_pb2.BatchHeader, step: int, revision: int) -> None:
         """CorruptObjectError unless the header continues this run's chain at this step."""

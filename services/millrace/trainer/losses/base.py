@@ -23,8 +23,9 @@ from millrace.config.sections.loss import LossConfig
 class LossInputs:
     """Per-token tensors of one shape, [B, T]: a row is a sample. `loss_mask` is bool: 1 where the policy sampled.
 
-    `entropy` of the policy is there, with its gradient, where it has a part in the loss; `reference_logprobs` are those
-    of the start model where the run compares with it.
+    `proximal_logprobs` are those of the policy before the batch where it is another one than the trainer's and the loss
+    asks for it: from the second optimizer step of a batch on. `entropy` of the policy is there, with its gradient,
+    where it has a part in the loss; `reference_logprobs` are those of the start model where the run compares with it.
     """
 
     trainer_logprobs: torch.Tensor
@@ -33,6 +34,7 @@ class LossInputs:
     loss_mask: torch.Tensor
     rl_weights: torch.Tensor
     ce_weights: torch.Tensor
+    proximal_logprobs: torch.Tensor | None = None
     entropy: torch.Tensor | None = None
     reference_logprobs: torch.Tensor | None = None
 
@@ -45,6 +47,12 @@ class LossInputs:
     def log_ratio(self) -> torch.Tensor:
         """l, with its gradient; 0 outside of the mask, where the inference log-prob is none."""
         return torch.where(self.loss_mask, self.trainer_logprobs - self.inference_logprobs, 0.0)
+
+    @property
+    def proximal_log_ratio(self) -> torch.Tensor:
+        """p - i, with p the log-prob under the policy before the batch; 0 outside of the mask. It has no gradient."""
+        proximal = self.trainer_logprobs if self.proximal_logprobs is None else self.proximal_logprobs
+        return torch.where(self.loss_mask, proximal - self.inference_logprobs, 0.0).detach()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,7 +8,7 @@ from millrace.trainer.losses.corrections import ratio_of
 
 
 def importance_sampling(inputs: LossInputs, config: LossConfig) -> Multiplier:
-    """f = r; with a correction that weighs by the ratio, 1."""
+    """f = r; with a correction that weighs by the ratio, what is left of it."""
     members = inputs.rl_members
     nothing = torch.zeros_like(members)
     return Multiplier(factor=torch.where(members, ratio_of(inputs, config), 0.0), low=nothing, high=nothing)

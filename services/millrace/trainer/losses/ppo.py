@@ -1,7 +1,7 @@
 """`ppo`: the clipped surrogate (arXiv:1707.06347), clip-higher (arXiv:2503.14476), dual clip (arXiv:1912.09729).
 
-GRPO and DAPO use it. With a correction that weighs by the ratio, this is decoupled PPO: the policy before the step
-takes the place of the one that sampled, and with one step per batch nothing is clipped.
+GRPO and DAPO use it. With a correction that weighs by the ratio, this is decoupled PPO: the policy before the batch
+takes the place of the one that sampled, and nothing is clipped in the first optimizer step of a batch.
 """
 
 import torch

@@ -7,6 +7,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 
 import numpy as np
 import torch
@@ -31,7 +32,9 @@ from millrace.trainer.checkpoint.resume import describe, first_whole, restore
 from millrace.trainer.checkpoint.store import CheckpointStore
 from millrace.trainer.gang.distributed import Gang
 from millrace.trainer.job import parse_config
+from millrace.trainer.learning.batch import BatchLayout
 from millrace.trainer.learning.learner import Learner
+from millrace.trainer.learning.metrics import StepMetrics
 from millrace.trainer.learning.optimizer import whole_norm
 from millrace.trainer.log.batches import Batch, Batches
 from millrace.trainer.log.store_log import StoreLog
@@ -93,8 +96,7 @@ class Replayer:
             run_uid=names.uid,
             run_hash=record.run_hash,
             previous_chain_hash=start.chain_hash,
-            micro_batch_tokens=config.trainer.micro_batch_tokens,
-            seq_len=config.trainer.model.seq_len,
+            layout=BatchLayout.of(config.trainer),
         )
         yield cls(
             learner,
@@ -113,17 +115,22 @@ class Replayer:
         learned = learn(self._learner, batch)
         report = learned.report
         self.version = batch.step + 1
-        return learned.metrics | {"optim/lr": report.lr, "optim/grad_norm": report.grad_norm}
+        return learned.metrics.values() | {"optim/lr": report.lr, "optim/grad_norm": report.grad_norm}
 
     def try_loss(self, batch: Batch, loss_of: LossFunction) -> dict[str, float]:
-        """The metrics that the next step would have under another loss; changes nothing."""
+        """The metrics that the next step would have under another loss; changes nothing.
+
+        Of several minibatches, each is computed with the weights before the batch.
+        """
         random_state = torch.get_rng_state()
-        metrics, _ = forward_backward(self._learner, batch, loss_of=loss_of)
-        gradients = [p.grad for p in self._learner.model.parameters() if p.grad is not None]
-        norm = whole_norm(torch.nn.utils.get_total_norm(gradients))
-        self._learner.model.zero_grad(set_to_none=True)
+        metrics, norms = list[StepMetrics](), list[float]()
+        for minibatch in batch.minibatches:
+            metrics.append(forward_backward(self._learner, batch, minibatch, loss_of=loss_of)[0])
+            gradients = [p.grad for p in self._learner.model.parameters() if p.grad is not None]
+            norms.append(whole_norm(torch.nn.utils.get_total_norm(gradients)))
+            self._learner.model.zero_grad(set_to_none=True)
         torch.set_rng_state(random_state)  # the run's own loss sees the same dropout
-        return metrics | {"optim/grad_norm": norm}
+        return StepMetrics.merged(metrics).values() | {"optim/grad_norm": fmean(norms)}
 
     def tensors(self) -> dict[str, TensorBytes]:
         """The weights of `version` as they would be published; views of the live ones on a CPU."""

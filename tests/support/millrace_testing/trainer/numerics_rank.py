@@ -8,10 +8,11 @@ import torch
 from safetensors.torch import save_file
 
 from millrace.config.sections.rl import RLConfig
+from millrace.custom_code import CustomCode
 from millrace.internal.v1 import batch_pb2
 from millrace.rollouts.types import TrainSample
 from millrace.trainer.gang.distributed import Gang
-from millrace.trainer.learning.batch import build_micro_batch
+from millrace.trainer.learning.batch import Minibatch, build_micro_batch
 from millrace.trainer.learning.learner import Learner, state_tensors
 from millrace.trainer.log.batches import Batch
 from millrace.trainer.loop import forward_backward
@@ -30,7 +31,10 @@ def main(configs: Path, facts: Path) -> None:
 
 def compute(config: RLConfig, gang: Gang) -> dict[str, torch.Tensor]:
     """Log-probs and entropies by sample, of this rank's; gradients and the state after a step, whole, and the loss."""
-    learner = Learner.of_start_model(config, gang=gang, directory=Path(config.trainer.model.name))
+    directory = Path(config.trainer.model.name)
+    learner = Learner.of_start_model(
+        config, gang=gang, directory=directory, start_directory=directory, code=CustomCode()
+    )
     mine = range(gang.rank, len(_LENGTHS), gang.world_size)
     micro_batches = [build_micro_batch([_sample(index)], seq_len=32, device=gang.device) for index in mine]
     facts: dict[str, torch.Tensor] = {}
@@ -39,9 +43,10 @@ def compute(config: RLConfig, gang: Gang) -> dict[str, torch.Tensor]:
             facts[f"logprobs.{index}"], facts[f"entropy.{index}"] = learner.logprobs(micro_batch)
     header = batch_pb2.BatchHeader(envs=["a"])
     rows = [[index] for index in mine]
-    batch = Batch(header=header, chain_hash=b"", micro_batches=micro_batches, rows=rows, wait_s=0.0, load_s=0.0)
-    metrics, _ = forward_backward(learner, batch)
-    facts["loss"] = torch.tensor(metrics["loss/mean"], dtype=torch.float64)
+    minibatch = Minibatch(micro_batches=micro_batches, rows=rows)
+    batch = Batch(header=header, chain_hash=b"", minibatches=[minibatch], wait_s=0.0, load_s=0.0)
+    metrics, _ = forward_backward(learner, batch, minibatch)
+    facts["loss"] = torch.tensor(metrics.values()["loss/mean"], dtype=torch.float64)
     for name, parameter in learner.model.named_parameters():
         if parameter.requires_grad:
             assert parameter.grad is not None

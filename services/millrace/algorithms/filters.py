@@ -1,0 +1,84 @@
+"""Rollouts that are left out, or compared with a lower reward, by what was sampled: `[[orchestrator.filters]]`.
+
+Repetition as in MiniMax-M1 (arXiv:2506.13585, section 3.2), gibberish as in arXiv:2510.02387, section 5.2. What a
+filter finds follows from the rollout alone, so a successor, a replay and a fork find the same.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from millrace.algorithms.base import Algorithm, Credit, Credited
+from millrace.config.sections.filters import FilterConfig
+from millrace.rollouts.types import Rollout, Sample
+
+
+class Filtered:
+    """An algorithm behind filters."""
+
+    def __init__(self, algorithm: Algorithm, filters: Sequence[FilterConfig]) -> None:
+        self._algorithm = algorithm
+        self._filters = filters
+
+    def credit(self, group: Sequence[Rollout]) -> list[list[Credit]]:
+        """See `Algorithm.credit`: what is masked or dropped gets credit that trains nothing."""
+        actions = [_actions(rollout, self._filters) for rollout in group]
+        compared = [
+            replace(rollout, reward=rollout.reward - penalty)
+            if (penalty := _penalty(rollout, self._filters))
+            else rollout
+            for rollout, action in zip(group, actions, strict=True)
+            if "drop" not in action
+        ]
+        credits = iter(self._algorithm.credit(compared))
+        credited = []
+        for rollout, action in zip(group, actions, strict=True):
+            own = [_nothing(sample) for sample in rollout.samples] if "drop" in action else next(credits)
+            credited.append([_nothing(sample) for sample in rollout.samples] if "mask" in action else own)
+        return credited
+
+    def finish(self, batch: Sequence[Credited]) -> list[Credit]:
+        """See `Algorithm.finish`: what is left out has no part in what is computed over the batch."""
+        finished = iter(self._algorithm.finish([item for item in batch if not item.credit.trains_nothing]))
+        return [item.credit if item.credit.trains_nothing else next(finished) for item in batch]
+
+
+def count_found(rollouts: Sequence[Rollout], filters: Sequence[FilterConfig]) -> Counter[str]:
+    """How many rollouts each filter finds, by type."""
+    return Counter(each.type for rollout in rollouts for each in filters if _finds(each, rollout))
+
+
+def _actions(rollout: Rollout, filters: Sequence[FilterConfig]) -> set[str]:
+    return {each.action for each in filters if _finds(each, rollout)}
+
+
+def _penalty(rollout: Rollout, filters: Sequence[FilterConfig]) -> float:
+    return sum(each.penalty for each in filters if each.action == "penalise" and _finds(each, rollout))
+
+
+def _finds(config: FilterConfig, rollout: Rollout) -> bool:
+    if config.type == "truncated":
+        return rollout.is_truncated
+    finds = _repeats if config.type == "repetition" else _is_gibberish
+    return any(finds(config, sample) for sample in rollout.samples)
+
+
+def _repeats(config: FilterConfig, sample: Sample) -> bool:
+    """Whether `window` sampled tokens in a row were each likelier than the threshold."""
+    is_sure = sample.inference_logprobs[sample.loss_mask == 1] > np.log(config.prob_threshold)
+    if len(is_sure) < config.window:
+        return False
+    sums = np.concatenate([[0], np.cumsum(is_sure)])
+    return bool((sums[config.window :] - sums[: -config.window] == config.window).any())
+
+
+def _is_gibberish(config: FilterConfig, sample: Sample) -> bool:
+    is_rare = sample.token_ids > config.token_id_threshold
+    return bool((is_rare & (sample.inference_logprobs < config.logprob_threshold) & (sample.loss_mask == 1)).any())
+
+
+def _nothing(sample: Sample) -> Credit:
+    zeros = np.zeros(sample.num_tokens, dtype=np.float32)
+    return Credit(advantages=zeros, rl_weights=zeros)
