@@ -111,6 +111,10 @@ WARNINGS: Texts = {
         "inference is slower than the trainer: groups are older than `orchestrator.max_off_policy_steps`",
         "add replicas, or raise it",
     ),
+    "HISTORY_REWRITTEN": (
+        "`trajectory_strategy` is `interleaved`, but a chat template that rewrites earlier turns split rollouts",
+        'use a template that keeps earlier turns as they were, or `orchestrator.trajectory_strategy = "branching"`',
+    ),
     "KL_EXPLODING": (
         "engine and trainer disagree ten times more than before on the tokens of a batch, or by more than 0.5 nats",
         "lower `trainer.optim.lr` or `async_level`, or raise `trainer.loss.kl_tau`",

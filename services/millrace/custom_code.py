@@ -36,6 +36,20 @@ class CustomCode:
         """Whether a module may be loaded."""
         return any(each == ANY or f"{module}.".startswith(f"{each}.") for each in self.modules)
 
+    def require(self, import_path: str, *, field: str, service: str = "this service") -> None:
+        """InvalidSpecError if `service`, which may load these modules, may not load the one of `my.module:fn`."""
+        name = import_path.partition(":")[0]
+        if self.allows(name):
+            return
+        allowed = f"allows {', '.join(self.modules)}" if self.modules else "is not set, which allows none"
+        raise bad_code(
+            field,
+            import_path,
+            f"{service} may not load the module {name!r}: MILLRACE_CUSTOM_CODE {allowed}",
+            reason="CUSTOM_CODE_NOT_ALLOWED",
+            remedy=f"the operator adds {name} to MILLRACE_CUSTOM_CODE of the service, and starts it again",
+        )
+
     def load(self, import_path: str, *, field: str, remedy: str = "") -> Callable[..., Any]:
         """Return the function `fn` of `my.module:fn`; InvalidSpecError names `field` and says what is wrong.
 
@@ -45,15 +59,7 @@ class CustomCode:
         module_name, _, name = import_path.partition(":")
         if not module_name or not name.isidentifier():
             raise bad_code(field, import_path, "must be module:function, such as my.module:fn", remedy=remedy)
-        if not self.allows(module_name):
-            allowed = f"allows {', '.join(self.modules)}" if self.modules else "is not set, which allows none"
-            raise bad_code(
-                field,
-                import_path,
-                f"this service may not load the module {module_name!r}: MILLRACE_CUSTOM_CODE {allowed}",
-                reason="CUSTOM_CODE_NOT_ALLOWED",
-                remedy=f"the operator adds {module_name} to MILLRACE_CUSTOM_CODE of the service, and starts it again",
-            )
+        self.require(import_path, field=field)
         try:
             module = _imported(module_name)
         except Exception as error:  # a user's module may raise anything while it is imported

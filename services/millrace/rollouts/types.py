@@ -187,6 +187,14 @@ class Rollout:
     """In the archive only: its member was there already, so it was discarded."""
 
     @property
+    def rewritten_turn(self) -> int | None:
+        """The first turn, from 1, whose prompt did not begin with all tokens before it; None if every turn's did."""
+        if len(self.samples) < 2:
+            return None
+        starts = np.diff(self.samples[0].loss_mask.astype(np.int8), prepend=0) == 1
+        return int(np.count_nonzero(starts)) + 1
+
+    @property
     def is_environment_failure(self) -> bool:
         """Whether it failed, and not because of what it ran on: engines, workers, stores, restarts."""
         is_blameless = self.status in (RolloutStatus.OK, RolloutStatus.CANCELLED, RolloutStatus.ENGINE_LOST)

@@ -47,7 +47,11 @@ def run(settings: Settings) -> int:
     slot, silence = worker_slot(settings.advertise or settings.listen or ""), SilenceTeller()
     worker_id = new_worker_id("trainer") if is_leader else f"rank-{os.environ['RANK']}-{uuid.uuid4().hex[:8]}"
     description = Worker(
-        worker_id=worker_id, kind=WORKER_KIND_TRAINER, min_log_format=FORMAT_MAJOR, max_log_format=FORMAT_MAJOR
+        worker_id=worker_id,
+        kind=WORKER_KIND_TRAINER,
+        min_log_format=FORMAT_MAJOR,
+        max_log_format=FORMAT_MAJOR,
+        custom_modules=CustomCode.parse(settings.custom_code).modules,
     )
     with BackgroundLoop() as background:
         registered = RegisteredWorker(

@@ -37,6 +37,7 @@ from millrace.runlog.records.revisions import has_ended
 from millrace.runlog.redis.connection import open_redis
 from millrace.runlog.redis.log import RunLog
 from millrace.storage.local import LocalStore
+from millrace_testing import thinking_template
 from millrace_testing.patience import patient
 
 FIXTURES = Path(__file__).parents[2] / "fixtures" / "environments"
@@ -48,7 +49,8 @@ LOAD_S = 240.0
 def environments_on_path(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Workers are children of this process: they inherit its PYTHONPATH."""
     before = os.environ.get("PYTHONPATH")
-    paths = [str(FIXTURES / name) for name in ("faulty_v0", "faulty_v1", "rev_text_v1", "spying_env", "hungry_env")]
+    names = ("faulty_v0", "faulty_v1", "rev_text_v1", "duel_v1", "spying_env", "hungry_env")
+    paths = [str(FIXTURES / name) for name in names]
     os.environ["PYTHONPATH"] = os.pathsep.join([*paths, *([before] if before else [])])
     os.environ["FAULTY_MARKER"] = str(tmp_path_factory.mktemp("faulty") / "marker")
     os.environ["OMP_NUM_THREADS"] = "1"
@@ -135,6 +137,12 @@ class FakeEngine:
             case "retokenized":
                 # The template rewrites earlier turns: the next prompt does not extend the tokens that were sampled.
                 answer["prompt_token_ids"] = [len(body["messages"]), *encode_chat(body["messages"])]
+            case "keeps" | "strips":
+                template = thinking_template.STRIPS if mode == "strips" else thinking_template.KEEPS
+                answer["prompt_token_ids"] = thinking_template.prompt_encoder(template)(body["messages"])
+                choice["token_ids"] = [*reply.encode(), *thinking_template.END.encode()]
+                choice["logprobs"] = {"content": [_logprob(i, -0.5) for i in choice["token_ids"]]}
+                choice["policy_spans"] = _spans(len(choice["token_ids"]))
         return web.json_response(answer)
 
     async def _failure(self, mode: str, request: web.Request) -> web.StreamResponse | None:
@@ -168,6 +176,8 @@ class FakeEngine:
         content = str(messages[-1].get("content") or "")
         if mode == "lookup":
             return content[-1] if len(messages) == 1 else content
+        if mode in ("keeps", "strips"):
+            return f"<think>{len(messages)}</think>{content[-1]}"
         return content[::-1]
 
     async def generate(self, request: web.Request) -> web.StreamResponse:

@@ -110,6 +110,24 @@ async def test_turns_that_were_retokenized_are_split(server: Any) -> None:
     assert len(rollout.samples) == 2
 
 
+async def test_a_template_that_strips_thoughts_begins_a_sample_per_turn(server: Any) -> None:
+    """The second turn's prompt has lost the first one's thought, so it is no continuation of what was sampled."""
+    await server.open("code-lookup")
+    kept = await server.play_one("code-lookup", 0, mode="keeps")
+    assert kept.status is RolloutStatus.OK and len(kept.samples) == 1 and kept.rewritten_turn is None
+    split = await server.play_one("code-lookup", 0, mode="strips")
+    assert split.status is RolloutStatus.OK and split.rewritten_turn == 2
+    texts = [bytes(sample.token_ids.tolist()).decode() for sample in split.samples]
+    trained = [
+        bytes(sample.token_ids[sample.loss_mask == 1].tolist()).decode() for sample in (*split.samples, *kept.samples)
+    ]
+    first, second = "<think>1</think>", "<think>3</think>"
+    assert [text.count("<think>") for text in texts] == [1, 1] and first in texts[0] and second in texts[1]
+    assert trained[0].startswith(first) and trained[1].startswith(second), "each turn is trained once"
+    assert trained[0].count("</s>") == trained[1].count("</s>") == 1
+    assert trained[2] == trained[0] + trained[1] and split.num_loss_tokens == kept.num_loss_tokens
+
+
 async def test_empty_text_with_tokens_is_trained_on(server: Any) -> None:
     """Ending at once is a choice of the policy: dropping it would hide it from the reward."""
     await server.open("reverse-text")
@@ -302,6 +320,15 @@ async def test_group_reward_that_raises_fails_every_member(server: Any) -> None:
     rollouts = await server.play(server.request("faulty-v0", MODES.index("reward_raises"), args=args, size=3))
     for rollout in rollouts:
         assert_failed(rollout, RolloutStatus.ENV_ERROR, "RewardError", "group reward bug")
+
+
+async def test_group_reward_that_is_no_number_fails_every_member(server: Any) -> None:
+    args = {"kind": "group"}
+    await server.open("faulty-v0", args)
+    first, *others = await server.play(server.request("faulty-v0", MODES.index("reward_nan"), args=args, size=3))
+    assert_failed(first, RolloutStatus.ENV_ERROR, "NonFiniteReward", "(compared = nan)")
+    for rollout in others:
+        assert_failed(rollout, RolloutStatus.ENV_ERROR, "GroupMemberFailed", "NonFiniteReward: the reward is nan")
 
 
 async def test_member_that_raises_fails_a_group_with_group_rewards(server: Any) -> None:

@@ -23,6 +23,9 @@ MODES = [
     "block_forever",
     "sleep",
     "exit",
+    "reward_nan",
+    "reward_inf",
+    "metric_nan",
 ]
 
 
@@ -120,6 +123,18 @@ async def test_task_code_that_raises(server: Any, mode: str, error_type: str, te
     assert_failed(await faulty(server, mode), RolloutStatus.ENV_ERROR, error_type, text)
 
 
+@pytest.mark.parametrize("value", ["nan", "inf"])
+async def test_rewards_that_are_no_finite_numbers_are_failures(server: Any, value: str) -> None:
+    text = f"the reward is {value} (reward/one = {value}), not a finite number"
+    assert_failed(await faulty(server, f"reward_{value}"), RolloutStatus.ENV_ERROR, "NonFiniteReward", text)
+
+
+async def test_metrics_that_are_no_finite_numbers_are_left_out(server: Any) -> None:
+    rollout = await faulty(server, "metric_nan")
+    assert rollout.status is RolloutStatus.OK and rollout.reward == 1.0
+    assert "two" not in rollout.metrics and rollout.metrics["reward/one"] == 1.0
+
+
 @pytest.mark.parametrize(("mode", "stage"), [("setup_slow", "setup"), ("reward_slow", "scoring")])
 async def test_timeouts_of_the_environment(server: Any, mode: str, stage: str) -> None:
     args = {"env": {"agent": {"timeout": {"setup": 1.0, "scoring": 1.0}}}}
@@ -164,6 +179,43 @@ async def test_v1_plays_an_external_endpoint_without_tokens(server: Any) -> None
     rollout = await server.play_one("rev-text-v1", 0, args=args, mode="noids", **changes)
     assert rollout.status is RolloutStatus.OK, rollout.error
     assert rollout.reward > 0 and rollout.samples == ()
+
+
+@pytest.mark.parametrize(
+    ("env_id", "env", "text"),
+    [
+        ("rev-text-v1", {"id": "best-of-n", "n": 3}, "args.env.n: must be 1: an episode of 3 attempts has 3 trainable"),
+        ("duel-v1", {}, "args.env: DuelEnv trains 2 of its roles (white, black), and Millrace trains one trace per"),
+        ("duel-v1", {"trained": []}, "args.env: DuelEnv trains 0 of its roles (none), and"),
+    ],
+)
+async def test_not_one_trainable_trace_is_refused_when_loaded(server: Any, env_id: str, env: Any, text: str) -> None:
+    opened = await server.open(env_id, {"env": env})
+    assert opened.state == env_service_pb2.ENV_STATE_FAILED and text in opened.error_message, opened
+
+
+@pytest.mark.parametrize(
+    ("env_id", "env"), [("rev-text-v1", {"id": "best-of-n", "n": 1}), ("duel-v1", {"trained": ["black"]})]
+)
+async def test_one_trained_role_of_several_is_played(server: Any, env_id: str, env: Any) -> None:
+    opened = await server.open(env_id, {"env": env})
+    assert opened.state == env_service_pb2.ENV_STATE_READY, opened
+    rollout = await server.play_one(env_id, 2, args={"env": env})
+    assert rollout.status is RolloutStatus.OK, rollout.error
+    assert len(rollout.samples) == 1 and rollout.reward == rollout.metrics["reward/similarity"]
+
+
+async def test_traces_that_only_an_episode_shows_fail_their_rollout(server: Any) -> None:
+    args = {"env": {"trained": ["white"], "plays": 2}}
+    opened = await server.open("duel-v1", args)
+    assert opened.state == env_service_pb2.ENV_STATE_READY, opened
+    rollout = await server.play_one("duel-v1", 0, args=args)
+    assert_failed(rollout, RolloutStatus.ENV_ERROR, "MultipleTraces", "2 trainable traces, and Millrace trains one")
+
+
+async def test_roles_that_cannot_be_told_before_an_episode_are_left_to_it(server: Any) -> None:
+    opened = await server.open("duel-v1", {"env": {"setup_asks_more": True}})
+    assert opened.state == env_service_pb2.ENV_STATE_READY, opened
 
 
 async def test_v0_with_a_renderer_has_exact_turns(server: Any) -> None:

@@ -4,11 +4,13 @@ from pathlib import Path
 
 import pytest
 
+from millrace.config.load import validate_document
 from millrace.errors import InvalidSpecError
 from millrace.internal.v1 import batch_pb2
 from millrace.rollouts.batch_wire import unpack_batch
-from millrace.v1 import run_pb2
-from millrace_testing.orchestrator.runs import bodies, create, watch
+from millrace.rpc.channel import call
+from millrace.v1 import run_pb2, run_service_pb2
+from millrace_testing.orchestrator.runs import CONFIG, bodies, create, watch
 
 MODULE = """
 calls = []
@@ -41,6 +43,18 @@ async def test_who_may_submit_runs_may_not_thereby_run_code(stack) -> None:
     with pytest.raises(InvalidSpecError, match="MILLRACE_CUSTOM_CODE is not set") as raised:
         await create(stack, run_id="refused", algo=algo("by_reward"))
     assert raised.value.violations[0].field == "orchestrator.algo.import_path"
+
+
+async def test_a_loss_that_no_trainer_may_load_is_refused_when_it_is_submitted(stack) -> None:
+    document = {**CONFIG, "trainer": {"loss": {"type": "custom", "import_path": "own_losses:fn"}}}
+    config = validate_document(document).resolved_json()
+    request = run_service_pb2.CreateRunRequest(kind=run_pb2.RUN_KIND_RL, config_json=config, validate_only=True)
+    await call(stack.runs.CreateRun, request)  # whether the next trainer may is not known yet
+    await stack.trainer()
+    with pytest.raises(InvalidSpecError, match="the trainer may not load the module 'own_losses'") as raised:
+        await call(stack.runs.CreateRun, request)
+    assert raised.value.reason == "CUSTOM_CODE_NOT_ALLOWED"
+    assert raised.value.violations[0].field == "trainer.loss.import_path"
 
 
 async def test_the_log_has_what_the_function_returned(allowing) -> None:

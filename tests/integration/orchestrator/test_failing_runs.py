@@ -3,6 +3,7 @@
 import asyncio
 import json
 import time
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -255,6 +256,21 @@ async def test_batches_without_one_rollout_that_came_to_its_own_end_are_told(sta
     warned = [body.message for body in bodies(events, "warning") if body.reason == "ALL_TRUNCATED"]
     assert len(warned) == 2 and "orchestrator.sampling.max_tokens" in warned[0], "at the batches 1 and 2 of 3"
     assert events[-1].state_changed.new_state == run_pb2.RUN_STATE_SUCCEEDED
+
+
+@pytest.mark.parametrize("strategy", ["interleaved", "branching"])
+async def test_rewritten_history_is_told_where_one_sample_is_expected(stack, strategy) -> None:
+    await workers(stack, shape=lambda rollout: replace(rollout, samples=rollout.samples * 2))
+    run = await create(stack, trajectory_strategy=strategy)
+    events = await watch(stack, run)
+    assert events[-1].state_changed.new_state == run_pb2.RUN_STATE_SUCCEEDED
+    warned = [body.message for body in bodies(events, "warning") if body.reason == "HISTORY_REWRITTEN"]
+    assert len(warned) == (2 if strategy == "interleaved" else 0), "at the batches 1 and 2 of 3"
+    assert all("8 of 8 rollouts" in text and "of turn 2 does not" in text for text in warned)
+    headers, _ = await load_headers(await log_of(stack, run))
+    for header in headers[:-1]:
+        counts = Counter((sample.ordinal, sample.member) for sample in header.samples)
+        assert counts and set(counts.values()) == {2}, "never one sample made of two, never one left out"
 
 
 async def test_groups_that_are_all_too_old_are_told(stack) -> None:

@@ -24,6 +24,8 @@ from millrace.v1 import run_pb2, run_service_pb2
 from millrace_testing.orchestrator.runs import bodies, config_json, create, watch
 from millrace_testing.patience import patient
 
+TRAIN = rollout_pb2.PURPOSE_TRAIN
+
 
 async def test_a_run_goes_from_queued_to_succeeded(stack) -> None:
     env, _, trainer = await stack.env_server(), await stack.inference(), await stack.trainer()
@@ -47,6 +49,18 @@ async def test_a_run_goes_from_queued_to_succeeded(stack) -> None:
     assert close.resolved_below == 6 + len(close.resolutions)
     assert len(close.samples) == 6, "the final evaluation's rollouts go to the trainer for scoring"
     assert env.requests[0].purpose == rollout_pb2.PURPOSE_EVAL
+
+
+async def test_the_temperature_follows_the_step_that_a_rollout_is_planned_for(stack) -> None:
+    env, _, trainer = await stack.env_server(), await stack.inference(), await stack.trainer()
+    schedule = {"start_temperature": 1.0, "end_temperature": 0.5, "total_steps": 3}
+    run = await create(stack, sampling={"temp_scheduler": schedule})
+    events = await watch(stack, run)
+    assert events[-1].state_changed.new_state == run_pb2.RUN_STATE_SUCCEEDED
+    asked = [(each.planned_step, each.sampling.temperature) for each in env.requests if each.purpose == TRAIN]
+    assert {step for step, _ in asked} >= {0, 1, 2} and all(t == [1.0, 0.75, 0.5][min(step, 2)] for step, t in asked)
+    trained = {sample.temperature for header in trainer.headers[:-1] for sample in header.samples}
+    assert trained == {1.0, 0.75, 0.5}, "the trainer divides by each rollout's own"
 
 
 async def test_an_ended_run_is_sealed_also_where_that_failed_at_its_end(stack, monkeypatch) -> None:

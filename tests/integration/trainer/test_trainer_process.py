@@ -26,10 +26,11 @@ async def test_a_trainer_process_from_registration_to_sigterm(
     orchestrator: FakeOrchestrator, trainers: TrainerProcesses, recorder: Recorder, make_config: Any
 ) -> None:
     recorder.record(make_config(ckpt={"interval": 2}), steps=3)
-    process = trainers.start(recorder)
+    process = trainers.start(recorder, MILLRACE_CUSTOM_CODE="my_losses, team.rl")
     await orchestrator.until(lambda status: True)
     assert orchestrator.worker.kind == worker_service_pb2.WORKER_KIND_TRAINER
     assert orchestrator.worker.slot.endswith(f"/{trainers.listen}")
+    assert list(orchestrator.worker.custom_modules) == ["my_losses", "team.rl"]
     orchestrator.run_uid = recorder.uid
     await orchestrator.until(lambda status: status.is_finished)
     assert orchestrator.status.run_uid == recorder.uid

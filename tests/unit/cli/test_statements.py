@@ -300,7 +300,7 @@ KEYS = [
     key("R", "trainer.model.optimization-dtype", "bfloat16", "bfloat16", "trainer.model.dtype"),
     later("R", f"{RL} --trainer.model.reduce-dtype bfloat16", "trainer.model.reduce_dtype"),
     later("R", f"{RL} --trainer.model.fsdp-cpu-offload", "trainer.model.fsdp_cpu_offload"),
-    effect("R", f"{RL} --orchestrator.trajectory-strategy interleaved"),
+    key("R", "orchestrator.trajectory-strategy", "interleaved", "interleaved"),
     effect(
         "R",
         f"{RL} --orchestrator.buffer.online-difficulty-filtering",

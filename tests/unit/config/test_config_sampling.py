@@ -82,6 +82,30 @@ def test_stop_texts_need_no_leave_and_are_those_of_evaluations_too() -> None:
         assert settings._sampling(sampling).extra_body_json == '{"stop": ["</a>"]}'
 
 
+@pytest.mark.parametrize(("kind", "middle"), [("linear", 0.75), ("cosine", 0.75)])
+def test_a_schedule_of_temperatures_by_hand(kind: str, middle: float) -> None:
+    schedule = {"type": kind, "start_temperature": 1.0, "end_temperature": 0.5, "total_steps": 5}
+    at = settings.plays_of_training(validate_document(document({"temp_scheduler": schedule})).orchestrator).sampling_at
+    assert [at(step).temperature for step in (0, 2, 4, 9)] == pytest.approx([1.0, middle, 0.5, 0.5])
+    assert at(1).temperature == pytest.approx(0.875 if kind == "linear" else 0.75 + 0.25 * 0.5**0.5)
+
+
+@pytest.mark.parametrize(
+    ("sampling", "says"),
+    [
+        ({"temp_scheduler": {"start_temperature": 1.0, "end_temperature": 0.5}}, "is required without `max_steps`"),
+        (
+            {"temperature": 0.7, "temp_scheduler": {"start_temperature": 1, "end_temperature": 0.5, "total_steps": 4}},
+            "has no effect beside `temp_scheduler`",
+        ),
+        ({"temp_scheduler": {"start_temperature": 0.0, "end_temperature": 0.5, "total_steps": 4}}, "start_temperature"),
+    ],
+)
+def test_contradictions_of_a_schedule_are_refused(sampling: dict[str, Any], says: str) -> None:
+    with pytest.raises(InvalidSpecError, match=says):
+        validate_document(document(sampling))
+
+
 def test_truncation_is_taken_over_from_where_other_servers_have_it() -> None:
     plain = validate_document(document({"top_k": 5, "min_p": 0.1, "top_p": 0.9}))
     other = validate_document(document({"top_p": 0.9, "extra_body": {"top_k": 5, "min_p": 0.1, "stop": "x"}}))

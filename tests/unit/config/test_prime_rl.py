@@ -154,7 +154,6 @@ EXCEPTIONS = {
 """Keys of features that are built later, accepted with a warning: take a key out when it gets its effect."""
 
 NOTHING_TO_CHOOSE = {
-    "orchestrator.trajectory_strategy": "branching",
     "trainer.weight_broadcast.type": "nccl",
     "rollout_transport.type": "zmq",
     "slurm.job_name": "x",

@@ -19,7 +19,8 @@ from millrace.env_server.adapters.samples import (
 )
 from millrace.env_server.adapters.samples_v1 import branch_samples
 from millrace.env_server.adapters.span_log import MAX_ROLLOUTS, SpanLog, Spans
-from millrace.rollouts.types import PolicySpan
+from millrace.rollouts.types import PolicySpan, Sample
+from millrace_testing.thinking_template import END, KEEPS, STRIPS, prompt_encoder
 
 
 def span(start: int, end: int, version: int = 1) -> PolicySpan:
@@ -49,6 +50,27 @@ def test_a_turn_that_does_not_extend_begins_a_new_sample(prompt: list[int]) -> N
     assert first.token_ids.tolist() == [1, 2, 3, 4]
     assert second.token_ids.tolist() == [*prompt, 7]
     assert second.policy_spans == (span(len(prompt), len(prompt) + 1),)
+
+
+def test_a_template_that_strips_thoughts_splits_where_it_rewrites() -> None:
+    replies = ["<think>a</think>b", "<think>c</think>d", "<think>e</think>f"]
+
+    def samples(template: str) -> tuple[Sample, ...]:
+        encode, messages, turns = prompt_encoder(template), [{"role": "user", "content": "q"}], []
+        for reply in replies:
+            turns.append(turn(encode(messages), list(f"{reply}{END}".encode())))
+            messages += [{"role": "assistant", "content": reply}, {"role": "user", "content": "more"}]
+        return merge_turns(turns, requires_spans=True)
+
+    [whole] = samples(KEEPS)
+    parts = samples(STRIPS)
+    texts = [bytes(part.token_ids.tolist()).decode() for part in parts]
+    assert texts[0] == "<user>q</s><assistant><think>a</think>b</s>"
+    assert texts[1] == "<user>q</s><assistant>b</s><user>more</s><assistant><think>c</think>d</s>"
+    assert texts[2].startswith("<user>q</s><assistant>b</s><user>more</s><assistant>d</s>")
+    trained = [bytes(part.token_ids[part.loss_mask == 1].tolist()).decode() for part in parts]
+    assert trained == [f"{reply}{END}" for reply in replies], "every sampled token is trained once"
+    assert bytes(whole.token_ids[whole.loss_mask == 1].tolist()).decode() == "".join(trained)
 
 
 ids = st.lists(st.integers(0, 3), min_size=1, max_size=4)

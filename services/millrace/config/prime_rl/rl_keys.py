@@ -166,9 +166,6 @@ SPLIT_2025: dict[str, Meaning] = {
 """Split files of 2025: one per service, `[environment]`, `[monitor.wandb]`, counts of evaluations as lists."""
 
 ONE_FILE: dict[str, Meaning] = {
-    "orchestrator.trajectory_strategy": nothing(
-        "a rollout is one sample while its prompt only grows, and several where it is rewritten", "interleaved"
-    ),
     "orchestrator.buffer.online_difficulty_filtering": converted(conversions.difficulty_filter),
     **same(
         later(BUFFER, 0),

@@ -29,16 +29,34 @@ def _as_in_training(name: str, **facts: Any) -> Facts:
     return Facts(follows=f"orchestrator.sampling.{name}", default_text="as in `orchestrator.sampling`", **facts)
 
 
+TrajectoryStrategy = Literal["branching", "interleaved"]
 ZeroAdvantageFilter = Literal[True, False, "refill", "shrink"]
 """What happens to samples without an advantage; true means shrink."""
 MAX_FAILURE_WINDOW = 4096
 """Most groups of a failure window: every batch header carries it, a few bytes a group."""
 
 
+class TemperatureSchedule(ConfigSection):
+    """The temperature of training rollouts by the step that they are planned for; each one records its own."""
+
+    type: Literal["linear", "cosine"] = option("linear", "A straight line, or half a cosine.")
+    start_temperature: float = required("That of step 0.", gt=0)
+    end_temperature: float = required("That of the last step, and of all behind it.", gt=0)
+    total_steps: int | None = option(
+        None,
+        "Steps from the first to the last; `max_steps` if left out.",
+        facts=Facts(default_text="`max_steps`"),
+        ge=1,
+    )
+
+
 class SamplingConfig(ConfigSection):
     """How the policy is sampled in training rollouts."""
 
     temperature: float = option(1.0, "The trainer divides its logits by the same value.", gt=0)
+    temp_scheduler: TemperatureSchedule | None = option(
+        None, "Change the temperature with the steps, in the place of `temperature`; constant if left out."
+    )
     max_tokens: int | None = option(
         None,
         "Most tokens sampled per turn; whatever fits if left out.",
@@ -255,6 +273,12 @@ class OrchestratorConfig(ConfigSection):
         ge=2,
     )
     seed: int = option(0, "Seed of the task order.", facts=Facts(shared="seed"), ge=0)
+    trajectory_strategy: TrajectoryStrategy = option(
+        "branching",
+        "A rollout is one sample while each turn's prompt begins with all tokens before it. Where the chat template "
+        "rewrites history (thinking models), the turn begins a sample of its own, with its exact tokens and the "
+        "rollout's credit. `interleaved`: the same, with a warning, for who expects one sample per rollout.",
+    )
     filter_zero_advantages: ZeroAdvantageFilter = option(
         True,
         "What happens to samples whose advantages are all zero. `shrink`, or true: they are left out, and the batch "
@@ -313,10 +337,27 @@ class OrchestratorConfig(ConfigSection):
         yield from self._algo_rules()
         yield from extra_body_rules(self.sampling, "orchestrator.sampling", is_training=True)
         yield from self._bias_rules()
+        if self.sampling.temp_scheduler is not None:
+            yield from self._temperature_rules(self.sampling.temp_scheduler)
         yield from env_names(self.env, ("orchestrator", "env"), reserved=(_ALL,))
         if self.eval:
             yield from extra_body_rules(self.eval.sampling, "orchestrator.eval.sampling")
             yield from self._eval_rules(self.eval)
+
+    def _temperature_rules(self, schedule: TemperatureSchedule) -> Iterator[BrokenRule]:
+        """A schedule has an end, and the temperature to itself."""
+        where = "orchestrator.sampling.temp_scheduler"
+        if schedule.total_steps is None and self.max_steps is None:
+            yield broken(
+                "is required without `max_steps`: set it to the last step of the schedule", f"{where}.total_steps"
+            )
+        if self.sampling.temperature != 1.0:
+            yield broken(
+                "has no effect beside `temp_scheduler`; leave it out", "orchestrator.sampling.temperature", where
+            )
+        if self.algo.type == "opd":
+            message = "has no meaning for opd: the teacher's log-probabilities are those of temperature 1; leave it out"
+            yield broken(message, where, _ALGO)
 
     def _bias_rules(self) -> Iterator[BrokenRule]:
         """What is sampled is what the trainer computes, unless it is allowed to differ."""

@@ -33,6 +33,7 @@ from millrace.env_server.adapters.samples_v1 import branch_samples
 from millrace.env_server.adapters.span_log import SPANS
 from millrace.env_server.adapters.tasks import TaskTable, build_task_table, no_tasks
 from millrace.env_server.adapters.text_only import other_part, refusal
+from millrace.env_server.adapters.trainable_v1 import check_one_trainable
 from millrace.env_server.engine_loss import ENGINE_LOST_MARK
 from millrace.env_server.requests import LoadedEnv, PlayRequest
 from millrace.rollouts.types import RolloutStatus
@@ -76,6 +77,7 @@ class V1Adapter:
         eval_args = own.pop(V1_EVAL_ARGS, None)
         num_tasks = int(own.pop(V1_NUM_TASKS, _DEFAULT_NUM_TASKS))
         env = vf.load_environment(_config(env_id, own, extra))
+        check_one_trainable(env)
         eval_taskset = None
         if eval_args is not None:
             eval_taskset = vf.load_taskset(_config(env_id, {**own, **eval_args}, extra).taskset)
@@ -180,7 +182,10 @@ def _outcome(episode: Any, *, requires_spans: bool, has_tokens: bool) -> Outcome
     if failure := _failure(episode, trace, played):
         return failure
     if len(traces) != 1:
-        message = f"the episode has {len(traces)} trainable traces; Millrace trains one per rollout"
+        message = (
+            f"the episode has {len(traces)} trainable traces, and Millrace trains one per rollout; let the environment "
+            "run one trainable agent once per episode (`Env.setup` marks the others `trainable = False`)"
+        )
         return failed(RolloutStatus.ENV_ERROR, "MultipleTraces", message, of=played)
     if not has_tokens:
         return checked(played)

@@ -23,6 +23,7 @@ from millrace.errors import (
     UnavailableError,
     Violation,
 )
+from millrace.orchestrator.api.custom_loss import require_loadable_loss
 from millrace.orchestrator.api.environments import check_environments
 from millrace.orchestrator.api.watch import EventFeed
 from millrace.orchestrator.explain.why import explain, unanswered
@@ -267,7 +268,10 @@ class RunServicer(run_service_pb2_grpc.RunServiceServicer):
 
         with waits.shared("configs of {n} new runs to be checked", waits_on="orchestrator", quiet_s=1.0):
             async with self._validating:
-                return await asyncio.to_thread(check)
+                config, record = await asyncio.to_thread(check)
+        if isinstance(config, RLConfig):
+            require_loadable_loss(config, self._registry)
+        return config, record
 
     def _name_of(self, uid: str) -> str:
         known = self._catalog.known(uid)

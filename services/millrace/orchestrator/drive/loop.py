@@ -77,6 +77,7 @@ class RolloutLoop:
     teaching: set[int] = field(default_factory=set)
     """Ordinals of whole groups that have an advantage; filled only where batches are refilled."""
     num_truncated_in_a_row: int = 0
+    num_rewritten: int = 0
 
     async def run(self) -> None:
         """Cut and commit batches until `max_steps` or until the run is asked to stop."""
@@ -206,6 +207,7 @@ class RolloutLoop:
         if self.book.step > batch.step:  # else no group had an advantage, and nothing is trained
             self.events.meters.trained(groups, step=batch.step)
             await self.note_truncated(groups, step=batch.step)
+            await self.note_rewritten(groups, step=batch.step)
         self.num_stale_in_a_row = 0
 
     async def note_truncated(self, groups: Sequence[Play], *, step: int) -> None:
@@ -218,6 +220,24 @@ class RolloutLoop:
                 f"every rollout of batch {step} was cut at its token limit ({self.num_truncated_in_a_row} batches in a "
                 "row): the policy never ends by itself, or has no room to; raise orchestrator.sampling.max_tokens and "
                 "orchestrator.seq_len, or see whether the prompts use the model's own chat template",
+            )
+
+    async def note_rewritten(self, groups: Sequence[Play], *, step: int) -> None:
+        """Where one sample per rollout is expected, warn of batches with rollouts that are several."""
+        if self.settings.trajectory_strategy != "interleaved":
+            return
+        rollouts = [rollout for group in groups for rollout in group.rollouts()]
+        rewritten = [rollout for rollout in rollouts if rollout.rewritten_turn is not None]
+        self.num_rewritten += bool(rewritten)
+        if rewritten and is_told(self.num_rewritten):
+            first = rewritten[0]
+            await self.events.warning(
+                "HISTORY_REWRITTEN",
+                f"{len(rewritten)} of {len(rollouts)} rollouts of batch {step} are several samples, such as ordinal "
+                f"{first.ordinal} of environment {first.env!r}: the prompt of turn {first.rewritten_turn} does not "
+                "begin with the tokens before it, so that turn is trained in a sample of its own, in the context in "
+                "which it was sampled; use a chat template that keeps earlier turns as they were (one that strips "
+                '`<think>` does not), or say orchestrator.trajectory_strategy = "branching"',
             )
 
     async def wait_for_change(self) -> None:

@@ -148,7 +148,7 @@ class Player:
             task_index=play.task.task_index,
             base_url=replica.http_url,
             model=replica.model,
-            sampling=settings.sampling,
+            sampling=settings.sampling_at(play.planned_step),
             rollout_timeout_seconds=settings.rollout_timeout_s,
             epoch=self._run.epoch,
             generation=self._run.generation,

@@ -2,6 +2,7 @@
 
 import json
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -46,6 +47,17 @@ class PlaySettings:
     """Attempts in a row that may be lost before that counts as a failure; None: as many as it takes."""
     hopeless: frozenset[RolloutStatus] = frozenset()
     """Outcomes of one member that end the whole play at once, because another attempt cannot change them."""
+    temperature_at: Callable[[int], float] | None = None
+    """The temperature by planned step, where it is not the same for all."""
+
+    def sampling_at(self, planned_step: int) -> env_service_pb2.Sampling:
+        """How what is planned for a step is sampled."""
+        if self.temperature_at is None:
+            return self.sampling
+        changed = env_service_pb2.Sampling()
+        changed.CopyFrom(self.sampling)
+        changed.temperature = self.temperature_at(planned_step)
+        return changed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,7 +95,23 @@ def plays_of_training(config: OrchestratorConfig) -> PlaySettings:
         rest_timeout_s=PLAY_SLACK_S,
         replica_grace_s=REPLICA_GRACE_S,
         hopeless=frozenset({RolloutStatus.PROMPT_TOO_LONG, RolloutStatus.QUARANTINED}),
+        temperature_at=_temperature_at(config),
     )
+
+
+def _temperature_at(config: OrchestratorConfig) -> Callable[[int], float] | None:
+    """A pure function of the planned step, which every rollout records: a successor and a fork sample alike."""
+    schedule = config.sampling.temp_scheduler
+    if schedule is None:
+        return None
+    last = max((schedule.total_steps or config.max_steps or 1) - 1, 1)
+
+    def at(step: int) -> float:
+        done = min(step / last, 1.0)
+        share = done if schedule.type == "linear" else (1 - math.cos(math.pi * done)) / 2
+        return schedule.start_temperature + share * (schedule.end_temperature - schedule.start_temperature)
+
+    return at
 
 
 def of_training(config: OrchestratorConfig) -> EvalSettings | None:
@@ -148,7 +176,10 @@ def _sampling(config: SamplingConfig | EvalSamplingConfig | FixedSamplingConfig)
     extra = dict(config.extra_body)
     if not isinstance(config, FixedSamplingConfig):
         fields = {
-            name: getattr(config, name) for name in ("presence_penalty", "frequency_penalty", "min_tokens", "stop")
+            "presence_penalty": config.presence_penalty,
+            "frequency_penalty": config.frequency_penalty,
+            "min_tokens": config.min_tokens,
+            "stop": config.stop,
         }
         extra |= {name: value for name, value in fields.items() if value}
     top_k, min_p = _taken(extra, "top_k"), _taken(extra, "min_p")  # where other servers' users write them

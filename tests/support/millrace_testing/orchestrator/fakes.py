@@ -189,6 +189,7 @@ def make_rollout(
         purpose=Purpose.TRAIN if request.purpose == rollout_pb2.PURPOSE_TRAIN else Purpose.EVAL,
         eval_id=request.eval_id,
         ordinal=request.ordinal,
+        temperature=request.sampling.temperature,
         member=member,
         attempt=request.attempt,
         group_size=request.group_size,

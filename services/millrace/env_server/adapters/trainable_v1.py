@@ -1,0 +1,93 @@
+"""Whether the episodes of a v1 environment end with the one trainable trace that a rollout is made of.
+
+An environment of several trained roles, or of several attempts at a task in one episode, has more than one. That is
+said when the environment is loaded: else every rollout of it would fail, one by one.
+"""
+
+import asyncio
+import logging
+from collections.abc import Iterator, Mapping
+from types import SimpleNamespace
+from typing import Any
+
+from verifiers.v1.configs.agent import AgentConfig
+
+from millrace.env_server.adapters.env_args import V1_ENV
+from millrace.errors import InvalidSpecError, Violation
+
+_SETUP_S = 10.0
+_BEST_OF_N = "BestOfNEnvConfig"
+_LIMIT = "Millrace trains one trace per rollout"
+
+logger = logging.getLogger(__name__)
+
+
+class _Roles:
+    """Stands in for the agents of an episode: each is trainable until `Env.setup` says otherwise."""
+
+    def __init__(self, configs: Mapping[str, AgentConfig]) -> None:
+        self._roles = {
+            name: SimpleNamespace(name=name, config=config, trainable=True) for name, config in configs.items()
+        }
+
+    def __getattr__(self, name: str) -> SimpleNamespace:
+        if name.startswith("_") or name not in self._roles:
+            raise AttributeError(name)
+        return self._roles[name]
+
+    def __iter__(self) -> Iterator[SimpleNamespace]:
+        return iter(self._roles.values())
+
+    def __len__(self) -> int:
+        return len(self._roles)
+
+
+def check_one_trainable(env: Any) -> None:
+    """Refuse an environment whose config already says that an episode has not one trainable trace.
+
+    What only its code decides is found out by the rollouts. Must run outside of an event loop. Raises InvalidSpecError.
+    """
+    if wrong := [*_several_attempts(env.config), *_not_one_role(env)]:
+        raise InvalidSpecError(wrong)
+
+
+def _several_attempts(config: Any) -> Iterator[Violation]:
+    keys = ["attempts", *(["n"] if any(base.__name__ == _BEST_OF_N for base in type(config).__mro__) else [])]
+    for key in keys:
+        count = getattr(config, key, 1)
+        if isinstance(count, int) and count > 1:
+            message = (
+                f"must be 1: an episode of {count} attempts has {count} trainable traces, and {_LIMIT}; for several "
+                "attempts at a task that are compared with each other use `orchestrator.rollouts_per_example`"
+            )
+            yield Violation(field=f"args.{V1_ENV}.{key}", value=str(count), message=message)
+
+
+def _not_one_role(env: Any) -> Iterator[Violation]:
+    configs = {name: value for name, value in env.config if isinstance(value, AgentConfig)}
+    trained = _trained_roles(env, configs)
+    if trained is None or len(trained) == 1:
+        return
+    names = ", ".join(trained) or "none"
+    kind = type(env).__name__
+    message = (
+        f"{kind} trains {len(trained)} of its roles ({names}), and {_LIMIT}; let `{kind}.setup` mark all roles but one "
+        f"`trainable = False`, or set `args.{V1_ENV}.id` to an environment with one trained role"
+    )
+    yield Violation(field=f"args.{V1_ENV}", message=message)
+
+
+def _trained_roles(env: Any, configs: Mapping[str, AgentConfig]) -> list[str] | None:
+    """The roles that `Env.setup` leaves trainable; None where it does what only a real episode's agents can."""
+    roles = _Roles(configs)
+
+    async def set_up() -> None:
+        async with asyncio.timeout(_SETUP_S):
+            await env.setup(roles)
+
+    try:
+        asyncio.run(set_up())
+    except Exception as error:  # environment code: its episodes will say what is wrong with it
+        logger.debug("the roles of the environment cannot be told before an episode", exc_info=error)
+        return None
+    return [role.name for role in roles if role.trainable]
