@@ -233,6 +233,10 @@ FAILURES: Texts = {
         "ten batches in a row, or as many groups where batches are refilled, had no group with different rewards",
         "as for ZERO_ADVANTAGE",
     ),
+    "NO_TASKS_LEFT": (
+        "every task is easy or hard (`orchestrator.buffer`), and what was played makes no batch",
+        "move `easy_threshold` or `hard_threshold`, add tasks, or fork the run with an `easy_fraction`",
+    ),
     "POLICY_ABANDONED": (
         "the trainer was stopped before it committed a version",
         "nothing: who trains next publishes it",
@@ -280,6 +284,8 @@ FAILURES: Texts = {
 
 DROPPED: Texts = {
     "zero_advantage": ("all rewards of the group are equal", "see ZERO_ADVANTAGE if they are most"),
+    "easy": ("the mean reward of the group is exactly 1 (`orchestrator.buffer.online_difficulty_filtering`)", NOTHING),
+    "hard": ("the mean reward of the group is exactly 0 (`orchestrator.buffer.online_difficulty_filtering`)", NOTHING),
     "stale": ("older than `orchestrator.max_off_policy_steps` versions", "see GROUPS_STALE"),
     "surplus": ("more groups were whole than the batch takes (`oversampling_factor`)", NOTHING),
     "error": ("its rollouts failed in two attempts", "see `rollouts_failed`"),

@@ -32,8 +32,8 @@ def server(warm) -> Iterator[dict[str, str]]:
     assert warm.processes() == [], "failed runs leave nothing behind"
 
 
-def faulty(mode: str) -> list[str]:
-    return ["--orchestrator.env", json.dumps([{"id": "faulty-v0", "args": {"modes": [mode]}}])]
+def faulty(mode: str, **args: str) -> list[str]:
+    return ["--orchestrator.env", json.dumps([{"id": "faulty-v0", "args": {"modes": [mode], **args}}])]
 
 
 REFUSED = ["--orchestrator.sampling.extra-body", json.dumps({"tool_choice": "required"})]
@@ -42,6 +42,7 @@ MISTAKES = {
     "reward-nan": (faulty("reward_nan"), ("nan", "env_error", "millrace env check")),
     "tool-throws": (faulty("tool_error"), ("tool broke", "env_error")),
     "timeout": ([*faulty("sleep"), "--orchestrator.rollout-timeout-s", "1"], ("within 1 s", "rollout_timeout_s")),
+    "image": (faulty("ok", kind="image"), ("image_url", "faulty-v0", "env_error", "text alone")),
     "refused": (REFUSED, ("tool_choice", "model_error", "orchestrator.sampling")),
 }
 

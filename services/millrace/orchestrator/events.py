@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 
+from millrace.orchestrator.play.buffer import PoolSizes
 from millrace.orchestrator.play.failures import EnvCount
 from millrace.orchestrator.run_meters import RunMeters
 from millrace.runlog import EventWriter
@@ -42,9 +43,12 @@ class RunEvents:
         filtered: Mapping[str, int],
         num_tokens: int,
         chain_hash: str,
+        pools: PoolSizes | None = None,
     ) -> None:
-        """Record a committed batch; `chain_hash` (hex) is that behind it."""
+        """Record a committed batch; `chain_hash` (hex) is that behind it, `pools` are there where tasks move."""
         self.meters.batch_committed(num_trained=num_trained, dropped=dropped, filtered=filtered, num_tokens=num_tokens)
+        if pools is not None:
+            self.meters.tasks(pools)
         body = event_pb2.BatchCommitted(
             step=step,
             num_trained=num_trained,
@@ -53,6 +57,9 @@ class RunEvents:
             num_tokens=num_tokens,
             chain_hash=chain_hash,
         )
+        if pools is not None:
+            body.num_easy_tasks, body.num_normal_tasks = pools.easy, pools.normal
+            body.num_hard_tasks = pools.hard
         await self._writer.write(event_pb2.Event(batch_committed=body))
 
     async def rollouts_failed(self, count: EnvCount) -> None:

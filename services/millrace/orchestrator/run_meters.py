@@ -7,8 +7,9 @@ scrape still finds them.
 import time
 from collections.abc import Iterable, Mapping
 
-from prometheus_client import Counter, Histogram
+from prometheus_client import Counter, Gauge, Histogram
 
+from millrace.orchestrator.play.buffer import PoolSizes
 from millrace.orchestrator.play.play import Play
 from millrace.rollouts.types import Rollout
 from millrace.runlog.events.run_status import BatchAge
@@ -68,7 +69,14 @@ DAMAGED = Counter(
     ["run", "stream"],
     registry=None,
 )
-_OF_RUN = (ROLLOUTS, GROUPS, FILTERED, BATCHES, TOKENS, STALENESS, LEASES, GIVEN_UP, DAMAGED)
+TASKS = Gauge(
+    "millrace_orchestrator_tasks",
+    "Training tasks by pool (easy, normal, hard) behind the newest batch; only where `orchestrator.buffer` has a "
+    "threshold.",
+    ["run", "pool"],
+    registry=None,
+)
+_OF_RUN = (ROLLOUTS, GROUPS, FILTERED, BATCHES, TOKENS, STALENESS, LEASES, GIVEN_UP, DAMAGED, TASKS)
 COUNTED = (*_OF_RUN, RUNS_FAILED)
 
 _COMPONENTS = ("orchestrator", "env-server", "trainer")
@@ -120,6 +128,11 @@ class RunMeters:
         GROUPS.labels(self.run, "trained").inc(num_trained)
         for reason, count in dropped.items():
             GROUPS.labels(self.run, reason).inc(count)
+
+    def tasks(self, pools: PoolSizes) -> None:
+        """How many tasks are in which pool behind the newest batch."""
+        for pool, count in (("easy", pools.easy), ("normal", pools.normal), ("hard", pools.hard)):
+            TASKS.labels(self.run, pool).set(count)
 
     def trained(self, plays: Iterable[Play], *, step: int) -> None:
         """These groups are in the batch of that step."""

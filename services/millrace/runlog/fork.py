@@ -12,6 +12,7 @@ same request, and two that run at once write the same bytes.
 """
 
 import hashlib
+import json
 import logging
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -56,6 +57,8 @@ class ForkPlan:
     """Steps that the parent could be forked at without a replay."""
     chain_hash: bytes
     frontier: Frontier
+    orchestrator_state: str = ""
+    """What the parent's orchestrator kept at `base_step`, JSON; empty where it draws tasks by nothing of that."""
 
     def to_json(self) -> dict[str, Any]:
         """The `parent` of the fork's run.json, as `origin` reads it."""
@@ -67,6 +70,7 @@ class ForkPlan:
             "chain_hash": self.chain_hash.hex(),
             "resolved_below": self.frontier.resolved_below,
             "resolved_above": sorted(self.frontier.resolved_above),
+            **({"orchestrator_state": self.orchestrator_state} if self.orchestrator_state else {}),
         }
 
 
@@ -84,7 +88,7 @@ def plan_fork(store: ObjectStore, parent: Names, *, name: str, step: int) -> For
             metadata={"oldest": str(kept[0] if kept else ""), "newest": str(num_steps)},
         )
     base_step = max(candidate for candidate in kept if candidate <= step)
-    chain, frontier = _state_before(store, parent, origin, base_step)
+    chain, frontier, state = _state_before(store, parent, origin, base_step)
     plan = ForkPlan(
         uid=parent.uid,
         name=name,
@@ -93,6 +97,7 @@ def plan_fork(store: ObjectStore, parent: Names, *, name: str, step: int) -> For
         checkpoints=tuple(kept),
         chain_hash=chain,
         frontier=frontier,
+        orchestrator_state=_drawing_state(state),
     )
     if store.head(parent.checkpoint_manifest(base_step)) is not None:
         manifest = _load_manifest(store, parent.checkpoint_manifest(base_step))
@@ -284,13 +289,21 @@ def _has_batch(store: ObjectStore, names: Names, step: int) -> bool:
     return all(store.head(chunk.key) is not None for chunk in header.chunks)
 
 
-def _state_before(store: ObjectStore, names: Names, origin: RunOrigin, step: int) -> tuple[bytes, Frontier]:
-    """H(step - 1) and the ordinals that are resolved before `step`."""
+def _state_before(store: ObjectStore, names: Names, origin: RunOrigin, step: int) -> tuple[bytes, Frontier, bytes]:
+    """H(step - 1), the ordinals that are resolved before `step`, and what the orchestrator kept there."""
     if step == origin.base_step:
-        return origin.chain_hash, origin.frontier
+        return origin.chain_hash, origin.frontier, origin.orchestrator_state
     data = _last_header(store, names, step - 1)
     header = decode_header(data)
-    return chain_hash(header.previous_chain_hash, data), Frontier.from_header(header)
+    return chain_hash(header.previous_chain_hash, data), Frontier.from_header(header), header.orchestrator_state
+
+
+def _drawing_state(state: bytes) -> str:
+    """What of an orchestrator's state says which tasks come next; empty if nothing does. Counts stay the parent's."""
+    kept = decode_object(state or b"{}", what="the orchestrator's state in a header", reason="HEADER_CORRUPT")
+    if "pools" not in kept:
+        return ""
+    return json.dumps({"num_duplicates": 0, "read_until": "", "pools": kept["pools"]}, sort_keys=True)
 
 
 def _last_header(store: ObjectStore, names: Names, step: int) -> bytes:

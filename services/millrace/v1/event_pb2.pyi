@@ -173,7 +173,7 @@ class CheckpointSaved(_message.Message):
     def __init__(self, step: _Optional[int] = ..., uri: _Optional[str] = ..., size_bytes: _Optional[int] = ..., manifest_sha256: _Optional[str] = ...) -> None: ...
 
 class BatchCommitted(_message.Message):
-    __slots__ = ("step", "num_trained", "dropped", "num_tokens", "chain_hash", "filtered")
+    __slots__ = ("step", "num_trained", "dropped", "num_tokens", "chain_hash", "filtered", "num_easy_tasks", "num_normal_tasks", "num_hard_tasks")
     class DroppedEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -194,13 +194,19 @@ class BatchCommitted(_message.Message):
     NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
     CHAIN_HASH_FIELD_NUMBER: _ClassVar[int]
     FILTERED_FIELD_NUMBER: _ClassVar[int]
+    NUM_EASY_TASKS_FIELD_NUMBER: _ClassVar[int]
+    NUM_NORMAL_TASKS_FIELD_NUMBER: _ClassVar[int]
+    NUM_HARD_TASKS_FIELD_NUMBER: _ClassVar[int]
     step: int
     num_trained: int
     dropped: _containers.ScalarMap[str, int]
     num_tokens: int
     chain_hash: str
     filtered: _containers.ScalarMap[str, int]
-    def __init__(self, step: _Optional[int] = ..., num_trained: _Optional[int] = ..., dropped: _Optional[_Mapping[str, int]] = ..., num_tokens: _Optional[int] = ..., chain_hash: _Optional[str] = ..., filtered: _Optional[_Mapping[str, int]] = ...) -> None: ...
+    num_easy_tasks: int
+    num_normal_tasks: int
+    num_hard_tasks: int
+    def __init__(self, step: _Optional[int] = ..., num_trained: _Optional[int] = ..., dropped: _Optional[_Mapping[str, int]] = ..., num_tokens: _Optional[int] = ..., chain_hash: _Optional[str] = ..., filtered: _Optional[_Mapping[str, int]] = ..., num_easy_tasks: _Optional[int] = ..., num_normal_tasks: _Optional[int] = ..., num_hard_tasks: _Optional[int] = ...) -> None: ...
 
 class RolloutsFailed(_message.Message):
     __slots__ = ("environment", "message")

@@ -92,7 +92,7 @@ class RunParent(_message.Message):
     def __init__(self, name: _Optional[str] = ..., uid: _Optional[str] = ..., step: _Optional[int] = ...) -> None: ...
 
 class RunProgress(_message.Message):
-    __slots__ = ("step", "max_steps", "policy_version", "min_inference_version", "num_rollouts", "num_tokens", "reward", "environments")
+    __slots__ = ("step", "max_steps", "policy_version", "min_inference_version", "num_rollouts", "num_tokens", "reward", "environments", "num_easy_tasks", "num_normal_tasks", "num_hard_tasks", "num_groups", "num_groups_dropped")
     STEP_FIELD_NUMBER: _ClassVar[int]
     MAX_STEPS_FIELD_NUMBER: _ClassVar[int]
     POLICY_VERSION_FIELD_NUMBER: _ClassVar[int]
@@ -101,6 +101,11 @@ class RunProgress(_message.Message):
     NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
     REWARD_FIELD_NUMBER: _ClassVar[int]
     ENVIRONMENTS_FIELD_NUMBER: _ClassVar[int]
+    NUM_EASY_TASKS_FIELD_NUMBER: _ClassVar[int]
+    NUM_NORMAL_TASKS_FIELD_NUMBER: _ClassVar[int]
+    NUM_HARD_TASKS_FIELD_NUMBER: _ClassVar[int]
+    NUM_GROUPS_FIELD_NUMBER: _ClassVar[int]
+    NUM_GROUPS_DROPPED_FIELD_NUMBER: _ClassVar[int]
     step: int
     max_steps: int
     policy_version: int
@@ -109,7 +114,12 @@ class RunProgress(_message.Message):
     num_tokens: int
     reward: float
     environments: _containers.RepeatedCompositeFieldContainer[EnvRollouts]
-    def __init__(self, step: _Optional[int] = ..., max_steps: _Optional[int] = ..., policy_version: _Optional[int] = ..., min_inference_version: _Optional[int] = ..., num_rollouts: _Optional[int] = ..., num_tokens: _Optional[int] = ..., reward: _Optional[float] = ..., environments: _Optional[_Iterable[_Union[EnvRollouts, _Mapping]]] = ...) -> None: ...
+    num_easy_tasks: int
+    num_normal_tasks: int
+    num_hard_tasks: int
+    num_groups: int
+    num_groups_dropped: int
+    def __init__(self, step: _Optional[int] = ..., max_steps: _Optional[int] = ..., policy_version: _Optional[int] = ..., min_inference_version: _Optional[int] = ..., num_rollouts: _Optional[int] = ..., num_tokens: _Optional[int] = ..., reward: _Optional[float] = ..., environments: _Optional[_Iterable[_Union[EnvRollouts, _Mapping]]] = ..., num_easy_tasks: _Optional[int] = ..., num_normal_tasks: _Optional[int] = ..., num_hard_tasks: _Optional[int] = ..., num_groups: _Optional[int] = ..., num_groups_dropped: _Optional[int] = ...) -> None: ...
 
 class EnvRollouts(_message.Message):
     __slots__ = ("env", "num_rollouts", "num_failed", "failed", "num_recent", "num_recent_failed", "first_error", "frames")

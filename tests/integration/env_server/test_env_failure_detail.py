@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 
+from millrace.internal.v1 import rollout_pb2
 from millrace.rollouts.types import RolloutStatus
 
 pytestmark = [
@@ -14,7 +15,7 @@ pytestmark = [
 
 # By generation: the environment, and where its modes stand among its tasks.
 V0 = {"reward_raises": 1, "reward_nan": 2, "setup_vferror": 3, "setup_raises": 4, "resp_raises": 5, "exit": 8}
-V1 = {"setup_raises": 1, "stop_raises": 2, "reward_raises": 3}
+V1 = {"setup_raises": 1, "stop_raises": 2, "reward_raises": 3, "image": 12, "parts": 13}
 
 
 @pytest.mark.parametrize(
@@ -82,3 +83,41 @@ async def test_an_environment_that_ends_its_worker_is_to_blame(server: Any) -> N
     rollout = await server.play_one("faulty-v0", 0, args={"modes": ["exit", "ok"]})
     assert rollout.status is RolloutStatus.WORKER_DIED and "exit code 17" in rollout.error.message
     assert rollout.is_environment_failure
+
+
+@pytest.mark.parametrize(
+    ("env", "task", "args"),
+    [
+        ("faulty-v0", 0, {"kind": "image", "modes": ["ok"]}),
+        ("faulty-v0", 0, {"kind": "image", "modes": ["ok"], "renderer": "default"}),
+        ("faulty-v0", 0, {"modes": ["image_reply"]}),
+        ("faulty-v1", V1["image"], {}),
+    ],
+    ids=["v0", "v0-renderer", "v0-second-turn", "v1"],
+)
+async def test_an_image_is_refused_before_it_meets_the_template(
+    server: Any, env: str, task: int, args: dict[str, Any]
+) -> None:
+    await server.open(env, args)
+    asked = len(server.engine.requests)
+    rollout = await server.play_one(env, task, args=args)
+    assert (rollout.status, rollout.error.type) == (RolloutStatus.ENV_ERROR, "NotTextError"), rollout.error
+    assert "content part 'image_url'" in rollout.error.message and "--client.base-url" in rollout.error.message
+    assert rollout.is_environment_failure and rollout.samples == ()
+    assert len(server.engine.requests) - asked == (1 if "image_reply" in str(args) else 0)
+
+
+async def test_an_endpoint_of_others_is_sent_the_image(server: Any) -> None:
+    args = {"kind": "image", "modes": ["ok"]}
+    await server.open("faulty-v0", args)
+    changes = {"purpose": rollout_pb2.PURPOSE_EVAL, "eval_id": "images", "is_external": True}
+    rollout = await server.play_one("faulty-v0", 0, args=args, use_train_tasks=True, **changes)
+    assert rollout.status is RolloutStatus.OK, rollout.error
+    assert server.engine.requests[-1]["messages"][0]["content"][1]["type"] == "image_url"
+
+
+async def test_text_in_parts_is_played_as_one_text(server: Any, tokenizer: Any) -> None:
+    await server.open("faulty-v1")
+    rollout = await server.play_one("faulty-v1", V1["parts"])
+    assert rollout.status is RolloutStatus.OK, rollout.error
+    assert "he\nllo" in tokenizer.decode(rollout.samples[0].token_ids.tolist())

@@ -301,12 +301,7 @@ KEYS = [
     later("R", f"{RL} --trainer.model.reduce-dtype bfloat16", "trainer.model.reduce_dtype"),
     later("R", f"{RL} --trainer.model.fsdp-cpu-offload", "trainer.model.fsdp_cpu_offload"),
     key("R", "orchestrator.trajectory-strategy", "interleaved", "interleaved"),
-    effect(
-        "R",
-        f"{RL} --orchestrator.buffer.online-difficulty-filtering",
-        "orchestrator.filter_zero_advantages",
-        "refill",
-    ),
+    key("R", "orchestrator.buffer.online-difficulty-filtering", "true", True),
     key("R", "inference.model.enable-auto-tool-choice", "true", True, "inference.vllm.enable_auto_tool_choice"),
     shown(
         "R",
@@ -351,12 +346,7 @@ ALGORITHMS = [
         "constant rewards end the run",
         f"{WITH}/orchestrator/test_failing_runs.py::test_equal_rewards_are_told_at_the_first_batch",
     ),
-    effect(
-        "P",
-        f"{RL} --orchestrator.buffer.online-difficulty-filtering",
-        "orchestrator.filter_zero_advantages",
-        "refill",
-    ),
+    key("P", "orchestrator.buffer.online-difficulty-filtering", "true", True),
     shown(
         "P",
         "on-policy distillation",
@@ -372,7 +362,7 @@ ALGORITHMS = [
     key("R", "orchestrator.algo.type", "max_rl", "max_rl"),
     later("R", f"{RL} --trainer.optim.type muon", "trainer.optim.type"),
     effect("R", f"{RL} --orchestrator.mask-truncated-completions", "orchestrator.filters.0.action", "mask"),
-    later("A", f"{RL} --orchestrator.buffer.easy-threshold 0.8", "orchestrator.buffer.easy_threshold"),
+    key("A", "orchestrator.buffer.easy-threshold", "0.8", 0.8),
     later("A", f"{RL} --orchestrator.algo.type sft", "orchestrator.algo.type"),
 ]
 SCALE = [

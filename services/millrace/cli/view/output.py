@@ -42,6 +42,7 @@ def run_details(run: run_pb2.Run, checkpoints: Sequence[checkpoint_pb2.Checkpoin
         ("reward", _reward(run)),
         ("policy", f"v{progress.policy_version}, served at least v{progress.min_inference_version}"),
         ("rollouts", f"{progress.num_rollouts} with {count(progress.num_tokens)} tokens"),
+        *((label, text) for label, text in (("groups", _groups(progress)), ("tasks", _tasks(progress))) if text),
         *(("failed", failed_rollouts(each)) for each in progress.environments),
         ("created", _time(run.create_time.ToDatetime(datetime.UTC)) if run.HasField("create_time") else "–"),
         ("age", _age(run, now)),
@@ -55,6 +56,20 @@ def run_details(run: run_pb2.Run, checkpoints: Sequence[checkpoint_pb2.Checkpoin
     if run.HasField("error"):
         lines.append(("error", f"{run.error.message} [{run.error.reason}] ({run.error.component})"))
     return "\n".join(f"{label:<12} {value}" for label, value in lines)
+
+
+def _groups(progress: run_pb2.RunProgress) -> str:
+    """What share of the groups was thrown away; empty before the first batch."""
+    if not progress.num_groups:
+        return ""
+    share = progress.num_groups_dropped / progress.num_groups
+    return f"{progress.num_groups} played, {progress.num_groups_dropped} of them thrown away ({share:.0%})"
+
+
+def _tasks(progress: run_pb2.RunProgress) -> str:
+    """How many tasks are in which pool; empty where none can move."""
+    counts = (progress.num_easy_tasks, progress.num_normal_tasks, progress.num_hard_tasks)
+    return "{} easy, {} normal, {} hard".format(*counts) if any(counts) else ""
 
 
 def failed_rollouts(each: run_pb2.EnvRollouts) -> str:

@@ -116,13 +116,6 @@ def validation(target: Target, path: Path, value: Any) -> None:
         target.refuse(path, value, "must be a table, as `[orchestrator.eval]`")
 
 
-def difficulty_filter(target: Target, path: Path, value: Any) -> None:
-    """Groups of equal rewards, not only of all 0 or all 1, are replaced: `filter_zero_advantages = "refill"`."""
-    if _is_on(target, path, value):
-        target.note(path, Effect.MEANS, 'is `filter_zero_advantages = "refill"`: groups of equal rewards are replaced')
-        target.put(("orchestrator", "filter_zero_advantages"), "refill", source=path)
-
-
 def truncated_mask(target: Target, path: Path, value: Any) -> None:
     """Rollouts that were cut at a token limit are not trained on: `[[orchestrator.filters]] type = "truncated"`."""
     if _is_on(target, path, value):

@@ -30,7 +30,10 @@ LOSS = (
     '[{{type = "token_mask", low = 0.125, high = 8.0}}]'
 )
 ADVANTAGE = "only `orchestrator.algo.type` chooses how advantages are made: this is not there yet"
-BUFFER = "tasks are drawn evenly: there are no pools by difficulty yet"
+BUFFER_TYPE = (
+    "prime-rl's {value} buffer is not here: for difficulty-pool leave the type out and write easy_threshold and "
+    "hard_threshold, for online-difficulty write online_difficulty_filtering = true"
+)
 VISION = "models with images are not trained yet"
 
 
@@ -166,15 +169,19 @@ SPLIT_2025: dict[str, Meaning] = {
 """Split files of 2025: one per service, `[environment]`, `[monitor.wandb]`, counts of evaluations as lists."""
 
 ONE_FILE: dict[str, Meaning] = {
-    "orchestrator.buffer.online_difficulty_filtering": converted(conversions.difficulty_filter),
-    **same(
-        later(BUFFER, 0),
-        "orchestrator.buffer.",
-        "type seed easy_threshold hard_threshold easy_fraction hard_fraction easy_border hard_border min_reward "
-        "max_reward oversampling_factor from_scratch",
+    "orchestrator.buffer.seed": moved("orchestrator.seed"),
+    "orchestrator.buffer.oversampling_factor": moved("orchestrator.oversampling_factor"),
+    "orchestrator.buffer.type": only(BUFFER_TYPE, "simple"),
+    "orchestrator.buffer.hash_keys": nothing("tasks are known by their index and their task set's digest"),
+    "orchestrator.buffer.from_scratch": nothing("the pools follow from the run's own log", True),
+    "orchestrator.buffer.skip_verification": refused(
+        "rewards are always computed; leave it out, and the thresholds too if no task shall be moved", False
     ),
-    **same(nothing("tasks are known by environment and number", []), "orchestrator.buffer.", "hash_keys"),
-    **same(nothing("every task that is played is scored", False), "orchestrator.buffer.", "skip_verification"),
+    **same(
+        refused("groups are filtered at a mean of exactly 0 or 1: write online_difficulty_filtering = true instead"),
+        "orchestrator.buffer.",
+        "min_reward max_reward",
+    ),
     "orchestrator.val": converted(conversions.validation),
     "orchestrator.env_ratios": converted(conversions.ratios),
     "orchestrator.buffer.env_ratios": converted(conversions.ratios),

@@ -8,6 +8,7 @@ from pydantic import model_validator
 from millrace.config.rules import BrokenRule, broken
 from millrace.config.section import IDENTIFIER_PATTERN, ConfigSection, FreeTable, option, required, table
 from millrace.config.sections.algo import COMPARING, AlgoConfig, EnvAlgoConfig
+from millrace.config.sections.buffer import BufferConfig
 from millrace.config.sections.filters import FilterConfig
 from millrace.config.sections.shared import DEFAULT_MODEL, SHARED_MODEL
 from millrace.config.sections.trainer import DEFAULT_SEQ_LEN
@@ -285,6 +286,7 @@ class OrchestratorConfig(ConfigSection):
         "gets smaller. `refill`: a group of which all are zero is replaced by another task's before the batch is cut, "
         "so that batches stay full. False: they are trained on.",
     )
+    buffer: BufferConfig = table(BufferConfig, "Which tasks are drawn, by what their groups were worth.")
     filters: list[FilterConfig] = table(
         list, "Rollouts that are not trained on as they are (`[[orchestrator.filters]]`); none if left out."
     )
@@ -335,6 +337,11 @@ class OrchestratorConfig(ConfigSection):
             message = f"must be a multiple of `{_GROUP}`, which is {group}; use {near}"
             yield broken(message, "orchestrator.batch_size", _GROUP)
         yield from self._algo_rules()
+        yield from self.buffer.broken_rules(num_envs=len(self.env))
+        if self.algo.type == "opd" and (self.buffer.online_difficulty_filtering or self.buffer.has_pools):
+            key = "online_difficulty_filtering" if self.buffer.online_difficulty_filtering else "easy_threshold"
+            message = "has no meaning for opd: it learns from every task, whatever its reward; leave it out"
+            yield broken(message, f"orchestrator.buffer.{key}", _ALGO)
         yield from extra_body_rules(self.sampling, "orchestrator.sampling", is_training=True)
         yield from self._bias_rules()
         if self.sampling.temp_scheduler is not None:

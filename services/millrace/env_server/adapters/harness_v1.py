@@ -13,6 +13,8 @@ import verifiers.v1 as vf
 from verifiers.v1.dialects.chat import message_to_wire
 from verifiers.v1.runtimes import ProgramResult
 
+from millrace.env_server.adapters.text_only import with_plain_text
+
 # A plugin id is looked up as a top-level module; `register` makes this module answer to it.
 HARNESS_ID = "millrace_inprocess"
 _SHOWN_CHARS = 500
@@ -60,7 +62,7 @@ class InprocessHarness(vf.Harness[InprocessHarnessConfig]):
         if isinstance(prompt, str):
             messages.append({"role": "user", "content": prompt})
         else:
-            messages += [message_to_wire(message) for message in prompt or ()]
+            messages += [with_plain_text(message_to_wire(message)) for message in prompt or ()]
         reply = await _client().post(
             f"{endpoint}/chat/completions",
             headers={"Authorization": f"Bearer {secret}"},

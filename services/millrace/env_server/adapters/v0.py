@@ -36,6 +36,7 @@ from millrace.env_server.adapters.rewards_v0 import RewardFailure, recorded_rewa
 from millrace.env_server.adapters.samples import MissingTokensError, Turn, merge_turns
 from millrace.env_server.adapters.span_log import SPANS
 from millrace.env_server.adapters.tasks import TaskTable, build_task_table, no_tasks
+from millrace.env_server.adapters.text_only import other_part, refusal
 from millrace.env_server.engine_loss import ENGINE_LOST_MARK
 from millrace.env_server.requests import LoadedEnv, PlayRequest, Sampling
 from millrace.rollouts.types import RolloutStatus
@@ -49,6 +50,10 @@ RETRIES_METRIC = "endpoint_retries"
 """Metric of rollouts of external endpoints: tries of model calls that were in vain."""
 # As a column the error is the exception itself, and not what the library writes of it.
 _STATE_COLUMNS = ["trajectory", "timed_out", "error"]
+
+
+class NotTextError(vf.Error):
+    """The environment sends what is not text to an engine of ours."""
 
 
 class V0Adapter:
@@ -118,14 +123,15 @@ class V0Adapter:
             if self._session is None:
                 raise RuntimeError("the adapter was not started")
             if renderer:
-                self._clients[key] = _renderer_client(request.base_url, tokenizer_dir, renderer)
+                client = _renderer_client(request.base_url, tokenizer_dir, renderer)
             else:
-                self._clients[key] = LeanClient(
+                client = LeanClient(
                     request.base_url,
                     self._session,
                     is_external=request.is_external,
                     api_key=os.environ[request.api_key_var] if request.api_key_var else "",
                 )
+            self._clients[key] = client if request.is_external else _text_only(client)
         return self._clients[key]
 
     def _choose_renderer(self, tokenizer_dir: str) -> str:
@@ -168,6 +174,19 @@ def fail_together(outcomes: Sequence[Outcome]) -> list[Outcome]:
         is_infrastructure=broken.is_infrastructure,
     )
     return [failed_like(error, of=each) if each.status is RolloutStatus.OK else each for each in outcomes]
+
+
+def _text_only(client: Client) -> Client:
+    """The client, of whichever route, which from now on refuses content parts that are not text."""
+    stock = client.get_response
+
+    async def get_response(prompt: Any, *args: Any, **kwargs: Any) -> Any:
+        if kind := other_part(prompt if isinstance(prompt, list) else ()):
+            raise NotTextError(refusal(kind))
+        return await stock(prompt, *args, **kwargs)
+
+    client.get_response = get_response
+    return client
 
 
 def _renderer_client(base_url: str, tokenizer_dir: str, renderer: str) -> Client:
@@ -256,7 +275,9 @@ def _judged(output: Mapping[str, Any], reward_errors: Sequence[RewardFailure]) -
 
 def _error_outcome(error: BaseException, played: Outcome) -> Outcome:
     kind, message = type(error).__name__, repr(ErrorChain(error))
-    if ENGINE_LOST_MARK in message:
+    if isinstance(error, NotTextError):
+        message, status = str(error), RolloutStatus.ENV_ERROR
+    elif ENGINE_LOST_MARK in message:
         kind, status = "EngineLostError", RolloutStatus.ENGINE_LOST
     elif kind == "OverlongPromptError":
         status = RolloutStatus.PROMPT_TOO_LONG

@@ -15,6 +15,7 @@ from types import ModuleType
 from typing import Any, Self
 
 import verifiers.v1 as vf
+from verifiers.v1.clients.train import TrainClient
 from verifiers.v1.configs.agent import AgentConfig
 
 from millrace.env_server.adapters import harness_v1
@@ -31,6 +32,7 @@ from millrace.env_server.adapters.samples import MissingTokensError
 from millrace.env_server.adapters.samples_v1 import branch_samples
 from millrace.env_server.adapters.span_log import SPANS
 from millrace.env_server.adapters.tasks import TaskTable, build_task_table, no_tasks
+from millrace.env_server.adapters.text_only import other_part, refusal
 from millrace.env_server.adapters.trainable_v1 import check_one_trainable
 from millrace.env_server.engine_loss import ENGINE_LOST_MARK
 from millrace.env_server.requests import LoadedEnv, PlayRequest
@@ -48,6 +50,10 @@ def exports_taskset(module: ModuleType) -> bool:
     """Whether the module's `__all__` names a Taskset class."""
     exported = (getattr(module, name, None) for name in getattr(module, "__all__", ()))
     return any(isinstance(thing, type) and issubclass(thing, vf.Taskset) for thing in exported)
+
+
+class NotTextError(vf.TaskError):
+    """The environment sends what is not text to an engine of ours."""
 
 
 class V1Adapter:
@@ -82,6 +88,7 @@ class V1Adapter:
         os.environ.setdefault(_API_KEY_VARIABLE, "EMPTY")
         install_span_capture()
         _keep_whole_traces()
+        _refuse_other_parts()
         await self._stack.enter_async_context(self._env.serving())
 
     async def close(self) -> None:
@@ -145,6 +152,18 @@ def _keep_whole_traces() -> None:
             self.errors[-1].traceback = trace_text(error)
 
     vf.TaskError.__init__, vf.Trace.record_error = init, record_error
+
+
+def _refuse_other_parts() -> None:
+    """Have the train client refuse content parts that are not text; the relaying one takes them."""
+    stock = TrainClient.get_response
+
+    async def get_response(self: Any, dialect: Any, body: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        if kind := other_part(body.get("messages") or ()):
+            raise NotTextError(refusal(kind))
+        return await stock(self, dialect, body, *args, **kwargs)
+
+    TrainClient.get_response = get_response
 
 
 def _table(taskset: Any, num_tasks: int) -> TaskTable:

@@ -16,6 +16,7 @@ from millrace.orchestrator.drive.policy_driver import PolicyDriver
 from millrace.orchestrator.drive.trainer_watch import Trainer, TrainerWatch
 from millrace.orchestrator.play.admission import AdmissionRule
 from millrace.orchestrator.play.book import Book
+from millrace.orchestrator.play.buffer import TaskBuffer
 from millrace.orchestrator.play.env_servers import EnvServers, env_spec
 from millrace.orchestrator.play.evals import Evaluation, Evaluator
 from millrace.orchestrator.play.failures import Failures
@@ -25,7 +26,7 @@ from millrace.orchestrator.play.player import Player, RunIdentity
 from millrace.orchestrator.play.rollout_stream import RolloutStream
 from millrace.orchestrator.play.routing import Policies, Router
 from millrace.orchestrator.play.settings import of_run, of_training, plays_of_training
-from millrace.orchestrator.play.tasks import TaskOrder, TaskSource
+from millrace.orchestrator.play.tasks import TaskSource
 from millrace.orchestrator.run_context import RunContext
 from millrace.rollouts.types import Rollout
 
@@ -108,7 +109,15 @@ def assemble(context: RunContext, config: RLConfig | EvalRunConfig) -> RunParts:
         stream=stream,
         player=player,
         evals=evals,
-        writer=BatchWriter(context, book=book, envs=envs, stream=stream, failures=failures, seq_len=seq_len),
+        writer=BatchWriter(
+            context,
+            book=book,
+            envs=envs,
+            stream=stream,
+            failures=failures,
+            seq_len=seq_len,
+            buffer=None if training is None else training.orchestrator.buffer,
+        ),
         damage=damage,
         specs=env_specs(config),
     )
@@ -120,23 +129,25 @@ def make_loop(
     """The loop of a run whose environments are open, with the algorithm of each."""
     settings = config.orchestrator
     opened = {spec.name: parts.envs.envs[spec.name] for spec in parts.specs}
-    order = TaskOrder(
-        [
-            TaskSource(
-                env=env.name,
-                num_tasks=opened[env.name].num_train,
-                digest=opened[env.name].train_digest,
-                weight=env.weight,
-            )
-            for env in settings.env
-        ],
-        seed=settings.seed,
-    )
+    sources = [
+        TaskSource(
+            env=env.name,
+            num_tasks=opened[env.name].num_train,
+            digest=opened[env.name].train_digest,
+            weight=env.weight,
+        )
+        for env in settings.env
+    ]
+    writer = parts.writer
+    writer.opened({source.env: source.digest for source in sources})
+    buffer = TaskBuffer(sources, settings.buffer, seed=settings.seed, pools=lambda: writer.pools)
+    if settings.buffer.has_pools:
+        writer.pool_sizes = buffer.sizes
     rule = _rule(config)
     plays = plays_of_training(settings)
 
     def make_play(ordinal: int, planned_step: int) -> Play:
-        task = order.task(ordinal)
+        task = buffer.task(ordinal)
         return Play(
             task=task,
             group_size=settings.rollouts_per_example,
@@ -144,12 +155,14 @@ def make_loop(
             planned_step=planned_step,
             min_version=rule.min_version(planned_step=planned_step),
             is_scored_whole=opened[task.env].requires_group,
+            is_drawn_by_pools=settings.buffer.changes_draws,
         )
 
     return RolloutLoop(
         max_steps=parts.max_steps,
         rule=rule,
         make_play=make_play,
+        is_exhausted=buffer.is_exhausted,
         book=parts.book,
         failures=parts.failures,
         player=parts.player,

@@ -4,9 +4,10 @@ Nothing counts before its header object exists in the store.
 """
 
 import asyncio
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, TypeVar
 
+from millrace.config.sections.buffer import BufferConfig
 from millrace.errors import FencedError, InternalError
 from millrace.internal.v1 import batch_pb2
 from millrace.orchestrator.drive.batcher import (
@@ -19,8 +20,10 @@ from millrace.orchestrator.drive.batcher import (
 )
 from millrace.orchestrator.events import is_told
 from millrace.orchestrator.play.book import Book
+from millrace.orchestrator.play.buffer import PoolSizes, thresholds_of
 from millrace.orchestrator.play.env_servers import EnvServers
 from millrace.orchestrator.play.failures import Failures
+from millrace.orchestrator.play.pools import Pools
 from millrace.orchestrator.play.rollout_stream import RolloutStream
 from millrace.orchestrator.run_context import RunContext
 from millrace.rollouts.batch_wire import pack_batch
@@ -54,7 +57,9 @@ class BatchWriter:
         stream: RolloutStream,
         failures: Failures,
         seq_len: int,
+        buffer: BufferConfig | None = None,
     ) -> None:
+        """`buffer`: what moves tasks between pools; None where nothing is drawn by them."""
         self._context = context
         self._log = context.log
         self._book = book
@@ -62,6 +67,12 @@ class BatchWriter:
         self._stream = stream
         self._failures = failures
         self._seq_len = seq_len
+        self._buffer = buffer
+        self.pools = Pools()
+        """Which tasks are easy and hard behind the newest header."""
+        self.pool_sizes: Callable[[Pools], PoolSizes | None] = lambda pools: None
+        """How many tasks are in which pool; known once the environments are open."""
+        self._next_pools: Pools | None = None
         self.lineage = 0
         """Lineage of the newest published policy; the driver keeps it up to date."""
         self.closing: batch_pb2.BatchHeader | None = None
@@ -87,6 +98,8 @@ class BatchWriter:
         self.num_reopened = committed.num_reopened
         if last is None:
             self._book.restore(step=origin.base_step, frontier=origin.frontier)
+            pools = decode_state(origin.orchestrator_state).pools
+            self._restore_pools(pools, step=origin.base_step, begins_anew=True)
             return
         is_closing = last.kind == batch_pb2.BATCH_KIND_CLOSE
         self.closing = last if is_closing and not committed.is_reopened else None
@@ -99,6 +112,36 @@ class BatchWriter:
             frontier=Frontier.from_header(last),
             num_duplicates=state.num_duplicates,
             counted_until=state.read_until,
+        )
+        is_forked = last.writer_epoch == 0  # copied: the fork has committed nothing of its own
+        self._restore_pools(state.pools, step=self._book.step, begins_anew=is_forked or committed.is_reopened)
+
+    def _restore_pools(self, pools: Pools | None, *, step: int, begins_anew: bool) -> None:
+        """Go on with the pools of the log; where a run begins anew, a share of the easy and hard tasks returns."""
+        self.pools, config = pools or Pools(step=step), self._buffer
+        if begins_anew and config is not None and pools is not None:
+            self.pools = pools.begun_anew(
+                easy_fraction=config.easy_fraction,
+                hard_fraction=config.hard_fraction,
+                seed=self._context.record.training.seed,
+                step=step,
+            )
+
+    def opened(self, digests: Mapping[str, str]) -> None:
+        """The environments are known, with the digests of their training tasks: other tasks' pools count no more."""
+        self.pools = self.pools.of_task_sets(digests)
+
+    def _pools_behind(self, step: int, frontier: Frontier) -> Pools | None:
+        """The pools behind the header that resolves what is pending; None where nothing is drawn by them."""
+        if self._buffer is None or not self._buffer.changes_draws:
+            return None
+        ordered = sorted(self._book.pending, key=lambda item: item.ordinal)
+        return self.pools.after(
+            [item.result for item in ordered if item.result is not None],
+            thresholds_of(self._buffer),
+            step=step,
+            drawn_below=self._book.drawn_below,
+            resolved_below=frontier.resolved_below,
         )
 
     async def commit(self, batch: CutBatch) -> None:
@@ -122,6 +165,7 @@ class BatchWriter:
             filtered=batch.filtered,
             num_tokens=header.num_tokens,
             chain_hash=self.chain.hex(),
+            pools=self.pool_sizes(self.pools),
         )
         # What was dropped while the commit was under way is in no header yet.
         if self._context.lease.may_write:  # else the next commit trims, or a successor that needs more than we know
@@ -148,33 +192,37 @@ class BatchWriter:
         await self._write(header, score_samples(evaluation, seq_len=self._seq_len))
         self.closing = header
 
-    async def count_empty(self, *, filtered: Mapping[str, int] | None = None, num_rollouts: int = 0) -> None:
+    async def count_empty(
+        self,
+        *,
+        filtered: Mapping[str, int] | None = None,
+        num_rollouts: int = 0,
+        replaced: Mapping[str, int] | None = None,
+    ) -> None:
         """Tell of one more batch, or a batch's worth of groups, without any advantage; InternalError if it is one too
-        many. `filtered` are the batch's rollouts that filters found, by type, of `num_rollouts`.
+        many. `filtered` are the batch's rollouts that filters found, by type, of `num_rollouts`; `replaced` says why
+        groups were replaced before the cut.
         """
-        why = "in every group all rewards are equal"
-        if filtered:
-            found = ", ".join(f"{count} of {num_rollouts} ({name})" for name, count in sorted(filtered.items()))
-            why = f"all rewards are equal, or orchestrator.filters leave nothing of a group: they found {found}"
         self.num_empty += 1
         step = self._book.step
+        why, remedy = _nothing_to_learn(filtered or {}, num_rollouts, replaced or {})
         if is_told(self.num_empty):
             await self._context.events.warning(
                 "ZERO_ADVANTAGE",
-                f"{self.num_empty} batches in a row at step {step} had no advantage: {why}, "
-                f"so there is nothing to learn from; the run fails after {MAX_EMPTY_BATCHES}. Check the reward "
-                "function, or raise orchestrator.rollouts_per_example or the temperature",
+                f"{self.num_empty} batches in a row at step {step} had no advantage: {why}; the run fails after "
+                f"{MAX_EMPTY_BATCHES}. {remedy[0].upper()}{remedy[1:]}",
             )
         if self.num_empty >= MAX_EMPTY_BATCHES:
             raise InternalError(
-                f"{MAX_EMPTY_BATCHES} batches in a row at step {step} had no advantage: {why}, so "
-                "there is nothing to learn from",
+                f"{MAX_EMPTY_BATCHES} batches in a row at step {step} had no advantage: {why}",
                 reason="NO_ADVANTAGE",
-                remedy="check the reward function, or raise orchestrator.rollouts_per_example or the temperature",
+                remedy=remedy,
             )
 
     def _header(self, kind: batch_pb2.BatchKind) -> batch_pb2.BatchHeader:
         book, context = self._book, self._context
+        frontier = book.frontier.resolve(item.ordinal for item in book.pending)
+        self._next_pools = self._pools_behind(book.step + (kind == batch_pb2.BATCH_KIND_TRAIN), frontier)
         header = batch_pb2.BatchHeader(
             run_uid=self._log.uid,
             kind=kind,
@@ -191,9 +239,10 @@ class BatchWriter:
                 read_until=self._stream.newest,
                 scored_whole=[name for name, env in self._envs.envs.items() if env.requires_group],
                 failures=self._failures.tally,
+                pools=self._next_pools,
             ),
         )
-        book.frontier.resolve(item.ordinal for item in book.pending).fill(header)
+        frontier.fill(header)
         return header
 
     async def _write(self, header: batch_pb2.BatchHeader, samples: Sequence[TrainSample]) -> None:
@@ -207,6 +256,7 @@ class BatchWriter:
                 commit_batch(self._log, self._context.epoch, header, chunks, archive, known=self.known)
             )
             self.chain = chain_hash(self.chain, header_bytes)
+        self.pools = self._next_pools or self.pools
         self._revision = 0
 
     async def _hold_lease(self) -> None:
@@ -219,6 +269,26 @@ class BatchWriter:
                 reason="LEASE_LOST",
                 remedy="that one continues the run",
             )
+
+
+def _nothing_to_learn(filtered: Mapping[str, int], num_rollouts: int, replaced: Mapping[str, int]) -> tuple[str, str]:
+    """Why nothing is learned, and the remedy."""
+    easy, hard = replaced.get("easy", 0), replaced.get("hard", 0)
+    if easy or hard:
+        return (
+            "`orchestrator.buffer.online_difficulty_filtering` lets nothing pass: of the last "
+            f"{sum(replaced.values())} groups {hard} had the mean reward 0 and {easy} the mean reward 1",
+            "check the reward function, take tasks that are easier or harder for this model, or raise "
+            "orchestrator.rollouts_per_example",
+        )
+    why = "in every group all rewards are equal"
+    if filtered:
+        found = ", ".join(f"{count} of {num_rollouts} ({name})" for name, count in sorted(filtered.items()))
+        why = f"all rewards are equal, or orchestrator.filters leave nothing of a group: they found {found}"
+    return (
+        f"{why}, so there is nothing to learn from",
+        "check the reward function, or raise orchestrator.rollouts_per_example or the temperature",
+    )
 
 
 async def _finish(work: Coroutine[Any, Any, T]) -> T:

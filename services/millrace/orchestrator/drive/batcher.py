@@ -16,6 +16,7 @@ from millrace.internal.v1 import batch_pb2
 from millrace.orchestrator.play.book import Resolved
 from millrace.orchestrator.play.failures import Tally, decode_tally, encode_tally
 from millrace.orchestrator.play.play import Play
+from millrace.orchestrator.play.pools import Pools
 from millrace.rollouts.types import Rollout, Sample, TrainSample
 
 
@@ -150,15 +151,23 @@ class WriterState:
     num_duplicates: int = 0
     read_until: str = ""
     failures: Tally = field(default_factory=Tally)
+    pools: Pools | None = None
 
 
 def encode_state(
-    *, next_ordinal: int, num_duplicates: int, read_until: str, failures: Tally, scored_whole: Sequence[str] = ()
+    *,
+    next_ordinal: int,
+    num_duplicates: int,
+    read_until: str,
+    failures: Tally,
+    scored_whole: Sequence[str] = (),
+    pools: Pools | None = None,
 ) -> bytes:
     """The bounded orchestrator state of a header, for people and audits; a successor goes on counting with it.
 
     `read_until` is the newest entry of the rollout stream that was read: duplicates up to there are counted.
-    `scored_whole` are the environments whose groups must come from one attempt.
+    `scored_whole` are the environments whose groups must come from one attempt; `pools` are there where draws depend
+    on them.
     """
     state = {
         "next_ordinal": next_ordinal,
@@ -167,6 +176,8 @@ def encode_state(
         "scored_whole": sorted(scored_whole),
         "failures": encode_tally(failures),
     }
+    if pools is not None:
+        state["pools"] = pools.to_json()
     return json.dumps(state, sort_keys=True).encode()
 
 
@@ -177,7 +188,9 @@ def decode_state(data: bytes) -> WriterState:
     what, reason = "the orchestrator's state in the last header", "HEADER_CORRUPT"
     fields = Fields(decode_object(data, what=what, reason=reason))
     try:
+        pools = fields.inner("pools") if fields.has("pools") else None
         return WriterState(
+            pools=None if pools is None else Pools.from_json(pools),
             num_duplicates=fields.integer("num_duplicates"),
             read_until=fields.text("read_until"),
             failures=decode_tally(fields.inner("failures")) if fields.has("failures") else Tally(),

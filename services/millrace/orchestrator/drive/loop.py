@@ -24,11 +24,13 @@ its end: what the log holds is never generated twice.
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from millrace.algorithms import Algorithm, count_found
 from millrace.config import OrchestratorConfig
+from millrace.errors import InvalidStateError
 from millrace.orchestrator.drive.batch_writer import BatchWriter
 from millrace.orchestrator.drive.batcher import cut, teaches
 from millrace.orchestrator.events import RunEvents, is_told
@@ -71,11 +73,15 @@ class RolloutLoop:
     """Time after which a play counts as lost."""
     is_stopping: Callable[[], bool]
     """Whether the run was asked to pause or to end."""
+    is_exhausted: Callable[[int], bool] = lambda ordinal: False
+    """Whether an ordinal has no task left to draw."""
     wait: LastingWait = field(default_factory=LastingWait)
     num_stale_in_a_row: int = 0
     num_equal_in_a_row: int = 0
     teaching: set[int] = field(default_factory=set)
-    """Ordinals of whole groups that have an advantage; filled only where batches are refilled."""
+    """Ordinals of whole groups that are kept; filled only where batches are refilled."""
+    filtered_in_a_row: Counter[str] = field(default_factory=Counter)
+    """Why groups were replaced since one was kept."""
     num_truncated_in_a_row: int = 0
     num_rewritten: int = 0
 
@@ -117,9 +123,22 @@ class RolloutLoop:
                 return
             planned = self.rule.planned_step(step=self.book.step, num_ahead=len(plays))
             ordinal = self.book.next_ordinal()
+            if self.is_exhausted(ordinal):
+                self.require_groups()
+                return
             group = plays[ordinal] = self.make_play(ordinal, planned)
             if not await self.player.place(group, plays.values()):
                 return  # it stays open, and `place_open` tries again
+
+    def require_groups(self) -> None:
+        """InvalidStateError if every task is retired and what is there makes no batch."""
+        if not self.book.open and len(self.book.whole) < self.rule.groups_per_step:
+            raise InvalidStateError(
+                f"no task is left to draw for batch {self.book.step}: every one is easy or hard",
+                reason="NO_TASKS_LEFT",
+                remedy="the policy may have learned what these tasks teach; else move orchestrator.buffer."
+                "easy_threshold or hard_threshold, add tasks, or fork the run with an easy_fraction or hard_fraction",
+            )
 
     async def drain(self) -> None:
         """Before a pause: let open groups finish for a while; what is whole or finished in part stays in the log."""
@@ -149,25 +168,44 @@ class RolloutLoop:
                 "inference is slower than the trainer; add replicas, or raise orchestrator.max_off_policy_steps",
             )
 
+    @property
+    def is_refilling(self) -> bool:
+        """Whether whole groups are dropped before the cut for what they are worth."""
+        buffer = self.settings.buffer
+        return self.settings.filter_zero_advantages == "refill" or buffer.online_difficulty_filtering
+
+    def verdict(self, group: Play) -> str:
+        """Why a whole group is replaced by another task's; empty if it is kept."""
+        if self.settings.buffer.online_difficulty_filtering:
+            rewards = [rollout.reward for rollout in group.rollouts()]
+            if (mean := sum(rewards) / len(rewards)) in (0.0, 1.0):
+                return "easy" if mean else "hard"
+        if self.settings.filter_zero_advantages != "refill":
+            return ""
+        is_taught = teaches(group, self.algorithms[group.task.env], seq_len=self.settings.seq_len)
+        return "" if is_taught else "zero_advantage"
+
     async def drop_equal(self) -> None:
-        """Where batches are refilled, drop every whole group without an advantage: admission draws another instead.
+        """Where batches are refilled, drop every whole group that is filtered: admission draws another instead.
 
         What a group is worth follows from its rollouts alone, so a successor drops and counts the same groups.
         """
-        if self.settings.filter_zero_advantages != "refill":
+        if not self.is_refilling:
             return
         self.teaching &= self.book.plays.keys()
         for group in [group for group in self.book.whole if group.ordinal not in self.teaching]:
-            if teaches(group, self.algorithms[group.task.env], seq_len=self.settings.seq_len):
+            if not (reason := self.verdict(group)):
                 self.teaching.add(group.ordinal)
                 self.num_equal_in_a_row = self.writer.num_empty = 0
+                self.filtered_in_a_row.clear()
                 continue
-            await self.drop([group], reason="zero_advantage")
+            await self.drop([group], reason=reason)
             self.num_equal_in_a_row += 1
+            self.filtered_in_a_row[reason] += 1
             if self.num_equal_in_a_row % self.rule.groups_per_step == 0:
-                rollouts = group.rollouts()
+                rollouts, replaced = group.rollouts(), self.filtered_in_a_row
                 found = count_found(rollouts, self.settings.filters)
-                await self.writer.count_empty(filtered=found, num_rollouts=len(rollouts))
+                await self.writer.count_empty(filtered=found, num_rollouts=len(rollouts), replaced=replaced)
 
     async def drop(self, groups: Sequence[Play], *, reason: str) -> None:
         """Drop groups and stop those that are still being played."""
@@ -186,7 +224,7 @@ class RolloutLoop:
         if served is None or not self.rule.may_cut(step=self.book.step, served_version=served):
             return []
         ready = [group for group in self.book.whole if self.is_eligible(group)]
-        if self.settings.filter_zero_advantages == "refill":  # a group may have become whole since they were looked at
+        if self.is_refilling:  # a group may have become whole since they were looked at
             ready = [group for group in ready if group.ordinal in self.teaching]
         return ready[:need] if len(ready) >= need else []
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 
 from millrace.errors import MillraceError
 from millrace.orchestrator.play.play import Arrival, Play, PlayState
+from millrace.orchestrator.play.pools import GroupResult
 from millrace.orchestrator.play.rollout_stream import entry_key
 from millrace.rollouts.types import Purpose, Rollout, RolloutStatus
 from millrace.runlog import Frontier
@@ -30,12 +31,25 @@ class Resolved:
     reason: str = ""
     """Empty: trained."""
     attempts: int = 1
+    result: GroupResult | None = None
+    """What its group was worth; None unless every member came."""
 
     @classmethod
     def of(cls, play: Play, reason: str) -> "Resolved":
         """How `play` ends: trained if `reason` is empty, else dropped for it."""
-        task_id = next((rollout.task_id for rollout in play.members.values()), f"{play.task.task_index}")
-        return cls(ordinal=play.ordinal, env=play.task.env, task_id=task_id, reason=reason, attempts=play.attempt + 1)
+        task, rewards = play.task, [rollout.reward for rollout in play.rollouts()]
+        task_id = next((rollout.task_id for rollout in play.members.values()), f"{task.task_index}")
+        result = None
+        if not play.missing:
+            result = GroupResult(env=task.env, task_index=task.task_index, reward=sum(rewards) / len(rewards))
+        return cls(
+            ordinal=play.ordinal,
+            env=task.env,
+            task_id=task_id,
+            reason=reason,
+            attempts=play.attempt + 1,
+            result=result,
+        )
 
 
 class Book:
@@ -87,6 +101,12 @@ class Book:
     def pending(self) -> Sequence[Resolved]:
         """What the next header resolves."""
         return self._pending
+
+    @property
+    def drawn_below(self) -> int:
+        """An ordinal above every one that is played or resolved."""
+        known = [*self.plays, *self.frontier.resolved_above, *self._committing]
+        return max([self.cursor, *(ordinal + 1 for ordinal in known), *(item.ordinal + 1 for item in self._pending)])
 
     def is_resolved(self, ordinal: int) -> bool:
         """Whether an ordinal is resolved: by a committed header, by the one under way, or for the next one."""

@@ -76,6 +76,9 @@ class Play:
     """Oldest policy version that a replica may serve to get it."""
     is_scored_whole: bool = False
     """Its environment compares the members, so all must come from one attempt."""
+    is_drawn_by_pools: bool = False
+    """A predecessor may have drawn another task for the ordinal, of which no header knew, and its env-server may play
+    on: what comes of that is discarded."""
     state: PlayState = PlayState.UNPLACED
     reason: str = ""
     """Why it was resolved without becoming whole, in the words of a resolution."""
@@ -196,6 +199,8 @@ class Play:
         play, and two orchestrators may have given the same number to two plays.
         """
         if not self.is_open or rollout.group_size != self.group_size or rollout.member in self.members:
+            return False
+        if self.is_drawn_by_pools and (rollout.env, rollout.task_index) != (self.task.env, self.task.task_index):
             return False
         if not self.is_scored_whole:
             return True

@@ -76,6 +76,10 @@ class RunStatus:
     """Batches committed."""
     dropped: dict[str, int] = field(default_factory=dict)
     """Ordinals dropped, by reason."""
+    num_trained_groups: int = 0
+    """Ordinals trained."""
+    tasks: tuple[int, int, int] = (0, 0, 0)
+    """Easy, normal and hard training tasks; all 0 where none can move."""
     policy_version: int = 0
     """Newest published version."""
     served: dict[str, int] = field(default_factory=dict)
@@ -118,6 +122,10 @@ class RunStatus:
         progress.step, progress.policy_version = self.num_steps, self.policy_version
         progress.num_rollouts, progress.num_tokens = self.num_rollouts, self.num_tokens
         progress.reward = self.reward
+        easy, normal, hard = map(_counted, self.tasks)
+        progress.num_easy_tasks, progress.num_normal_tasks, progress.num_hard_tasks = easy, normal, hard
+        dropped = _counted(sum(self.dropped.values()))
+        progress.num_groups_dropped, progress.num_groups = dropped, _counted(dropped + self.num_trained_groups)
         progress.min_inference_version = self.inference_version or 0
         del progress.environments[:]
         progress.environments.extend(self.environments[name] for name in sorted(self.environments))
@@ -142,6 +150,8 @@ class RunStatus:
                 self.committed = max(self.committed, batch.step + 1)
                 for reason, number in batch.dropped.items():
                     self.dropped[reason] = self.dropped.get(reason, 0) + number
+                self.num_trained_groups += batch.num_trained
+                self.tasks = (batch.num_easy_tasks, batch.num_normal_tasks, batch.num_hard_tasks)
                 self.batches.committed(self.last_time, is_last=0 < self.max_steps <= batch.step + 1)
             case "step_completed":
                 self._add_step(event.step_completed)

@@ -22,6 +22,8 @@ class RunOrigin:
     """For a fork: the chain hash of the parent before `base_step`."""
     frontier: Frontier = field(default_factory=Frontier)
     """The ordinals that are resolved before the first header."""
+    orchestrator_state: bytes = b""
+    """For a fork: the state of the orchestrator in the parent's header before `base_step`."""
 
 
 def require_exists(store: ObjectStore, names: Names) -> None:
@@ -57,7 +59,8 @@ def parse_origin(run_json: bytes, *, where: str) -> RunOrigin:
         if not 0 <= base_step < 1 << 63:
             raise ValueError(f"base_step is {base_step}")
         frontier = Frontier(int(parent.get("resolved_below", 0)), frozenset(map(int, parent.get("resolved_above", ()))))
-        return RunOrigin(base_step, genesis_hash(chain, run_json), chain, frontier)
+        state = parent.get("orchestrator_state", "")
+        return RunOrigin(base_step, genesis_hash(chain, run_json), chain, frontier, str(state).encode())
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
         raise CorruptObjectError(
             f"{where} names no usable parent: {error!r}",

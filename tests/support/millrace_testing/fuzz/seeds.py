@@ -246,6 +246,9 @@ def corpus() -> Iterator[tuple[str, bytes]]:
     yield "run_hash", run
     yield "run_json", run
     yield "header_state", json.dumps({"num_duplicates": 1, "read_until": "1-2", "scored_whole": []}).encode()
+    pools = {"placed": [{"env": "a", "pool": "easy", "tasks": [3]}, {"env": "a", "pool": "hard", "bitmap": "Bg=="}]}
+    pools |= {"recent": [{"drawn_below": 9, "step": 2, **pools}], "step": 1, "drawn_below": 9, "digests": {"a": "d"}}
+    yield "header_state", json.dumps({"num_duplicates": 0, "read_until": "", "pools": pools}).encode()
     yield "policy_manifest", _policy()
     yield (
         "adapter_config",

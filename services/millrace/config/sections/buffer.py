@@ -1,0 +1,87 @@
+"""`[orchestrator.buffer]`: which tasks are drawn, by what their groups were worth."""
+
+from collections.abc import Iterator
+
+from millrace.config.rules import BrokenRule, broken
+from millrace.config.section import ConfigSection, option, required, table
+from millrace.config.tree import Facts
+
+_AT = "orchestrator.buffer."
+
+
+class RatioConfig(ConfigSection):
+    """Ratios of the environments from a step on."""
+
+    step: int = required("Tasks that are drawn at this step or later, until the next entry.", ge=0)
+    env_ratios: list[float] = required(
+        "Share of the tasks drawn from each environment, in the order of `[[orchestrator.env]]`; 0 is none.",
+        min_length=1,
+    )
+
+
+class BufferConfig(ConfigSection):
+    """Easy, normal and hard tasks: only normal ones are drawn. What a task is follows from the log alone."""
+
+    easy_threshold: float | None = option(
+        None,
+        "A task whose group has at least this mean reward is easy from then on, and not drawn again in this run.",
+        facts=Facts(default_text="off", aliases=("easy_border",)),
+    )
+    hard_threshold: float | None = option(
+        None,
+        "A task whose group has at most this mean reward is hard from then on, and not drawn again in this run.",
+        facts=Facts(default_text="off", aliases=("hard_border",)),
+    )
+    easy_fraction: float = option(
+        0.0,
+        "Share of the easy tasks, chosen at random, that are normal again where a run begins anew: a fork, or a failed "
+        "run that is resumed. A restart of the orchestrator is neither.",
+        ge=0,
+        le=1,
+    )
+    hard_fraction: float = option(0.0, "Likewise for hard tasks.", ge=0, le=1)
+    online_difficulty_filtering: bool = option(
+        False,
+        "Replace a group whose mean reward is exactly 0 or 1 by another task's before the batch is cut, so that "
+        "batches stay full.",
+    )
+    schedule: list[RatioConfig] = table(
+        list,
+        "Ratios of the environments that change on the way (`[[orchestrator.buffer.schedule]]`); before its first step "
+        "`weight` of each `[[orchestrator.env]]` counts.",
+    )
+
+    @property
+    def has_pools(self) -> bool:
+        """Whether any task can become easy or hard."""
+        return self.easy_threshold is not None or self.hard_threshold is not None
+
+    @property
+    def changes_draws(self) -> bool:
+        """Whether what is drawn depends on the log; else it is the task order's."""
+        return self.has_pools or bool(self.schedule)
+
+    def broken_rules(self, *, num_envs: int) -> Iterator[BrokenRule]:
+        """Rules over several keys that do not hold."""
+        easy, hard = self.easy_threshold, self.hard_threshold
+        if easy is not None and hard is not None and easy <= hard:
+            message = f"must be above `{_AT}hard_threshold`, which is {hard}: else a task would be easy and hard"
+            yield broken(message, f"{_AT}easy_threshold", f"{_AT}hard_threshold")
+        for pool, threshold, fraction in (("easy", easy, self.easy_fraction), ("hard", hard, self.hard_fraction)):
+            if fraction and threshold is None:
+                message = f"needs `{_AT}{pool}_threshold`: without it no task is {pool}; set it, or leave this out"
+                yield broken(message, f"{_AT}{pool}_fraction", f"{_AT}{pool}_threshold")
+        schedule, where = f"{_AT}schedule", "orchestrator.env"
+        steps = [entry.step for entry in self.schedule]
+        if steps != sorted(set(steps)):
+            yield broken("must have ascending steps, each once; put its entries in order", schedule)
+        for entry in self.schedule:
+            if len(entry.env_ratios) != num_envs:
+                message = (
+                    f"has {len(entry.env_ratios)} env_ratios at step {entry.step}, but there are {num_envs} training "
+                    "environments; name one for each, 0 for none"
+                )
+                yield broken(message, schedule, where)
+            elif min(entry.env_ratios) < 0 or not sum(entry.env_ratios):
+                message = f"has env_ratios at step {entry.step} that are below 0, or all 0; let one be above 0"
+                yield broken(message, schedule)

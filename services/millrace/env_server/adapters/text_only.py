@@ -1,0 +1,39 @@
+"""Engines of ours are asked with text alone: a rollout's tokens are all that a trainer gets to see of its messages.
+
+Without this check an image fails wherever the chat template or the engine meets it first, in words that name neither.
+"""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+
+def other_part(messages: Iterable[Any]) -> str:
+    """Type of the first content part that is not text, as `image_url`; "" if all are. Messages: mappings or models."""
+    for message in messages:
+        content = _field(message, "content")
+        for part in content if isinstance(content, list | tuple) else ():
+            kind = "text" if isinstance(part, str) else str(_field(part, "type") or "of no type")
+            if kind != "text":
+                return kind
+    return ""
+
+
+def refusal(kind: str) -> str:
+    """What is said of a part of that type."""
+    return (
+        f"a message of the environment has a content part {kind!r}, and Millrace plays and trains on text alone; "
+        "leave such parts out of its prompts and replies, or evaluate it at an endpoint that takes them "
+        "(millrace eval --client.base-url)"
+    )
+
+
+def with_plain_text(message: dict[str, Any]) -> dict[str, Any]:
+    """The message with text parts joined by line ends, as our engine does it: many templates take one string only."""
+    content = message.get("content")
+    if not isinstance(content, list) or other_part([message]):
+        return message
+    return {**message, "content": "\n".join(part if isinstance(part, str) else part["text"] for part in content)}
+
+
+def _field(thing: Any, name: str) -> Any:
+    return thing.get(name) if isinstance(thing, Mapping) else getattr(thing, name, None)
