@@ -37,3 +37,8 @@ def with_plain_text(message: dict[str, Any]) -> dict[str, Any]:
 
 def _field(thing: Any, name: str) -> Any:
     return thing.get(name) if isinstance(thing, Mapping) else getattr(thing, name, None)
+
+
+def not_text_error(base: type[Exception]) -> type[Exception]:
+    """`NotTextError`, the environment's own mistake, as an error that this generation of `verifiers` keeps apart."""
+    return type("NotTextError", (base,), {"__doc__": "The environment sends what is not text to an engine of ours."})

@@ -36,7 +36,7 @@ from millrace.env_server.adapters.rewards_v0 import RewardFailure, recorded_rewa
 from millrace.env_server.adapters.samples import MissingTokensError, Turn, merge_turns
 from millrace.env_server.adapters.span_log import SPANS
 from millrace.env_server.adapters.tasks import TaskTable, build_task_table, no_tasks
-from millrace.env_server.adapters.text_only import other_part, refusal
+from millrace.env_server.adapters.text_only import not_text_error, other_part, refusal
 from millrace.env_server.engine_loss import ENGINE_LOST_MARK
 from millrace.env_server.requests import LoadedEnv, PlayRequest, Sampling
 from millrace.rollouts.types import RolloutStatus
@@ -52,8 +52,7 @@ RETRIES_METRIC = "endpoint_retries"
 _STATE_COLUMNS = ["trajectory", "timed_out", "error"]
 
 
-class NotTextError(vf.Error):
-    """The environment sends what is not text to an engine of ours."""
+_NotTextError = not_text_error(vf.Error)
 
 
 class V0Adapter:
@@ -182,7 +181,7 @@ def _text_only(client: Client) -> Client:
 
     async def get_response(prompt: Any, *args: Any, **kwargs: Any) -> Any:
         if kind := other_part(prompt if isinstance(prompt, list) else ()):
-            raise NotTextError(refusal(kind))
+            raise _NotTextError(refusal(kind))
         return await stock(prompt, *args, **kwargs)
 
     client.get_response = get_response
@@ -275,7 +274,7 @@ def _judged(output: Mapping[str, Any], reward_errors: Sequence[RewardFailure]) -
 
 def _error_outcome(error: BaseException, played: Outcome) -> Outcome:
     kind, message = type(error).__name__, repr(ErrorChain(error))
-    if isinstance(error, NotTextError):
+    if isinstance(error, _NotTextError):
         message, status = str(error), RolloutStatus.ENV_ERROR
     elif ENGINE_LOST_MARK in message:
         kind, status = "EngineLostError", RolloutStatus.ENGINE_LOST

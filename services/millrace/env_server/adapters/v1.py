@@ -32,7 +32,7 @@ from millrace.env_server.adapters.samples import MissingTokensError
 from millrace.env_server.adapters.samples_v1 import branch_samples
 from millrace.env_server.adapters.span_log import SPANS
 from millrace.env_server.adapters.tasks import TaskTable, build_task_table, no_tasks
-from millrace.env_server.adapters.text_only import other_part, refusal
+from millrace.env_server.adapters.text_only import not_text_error, other_part, refusal
 from millrace.env_server.adapters.trainable_v1 import check_one_trainable
 from millrace.env_server.engine_loss import ENGINE_LOST_MARK
 from millrace.env_server.requests import LoadedEnv, PlayRequest
@@ -52,8 +52,7 @@ def exports_taskset(module: ModuleType) -> bool:
     return any(isinstance(thing, type) and issubclass(thing, vf.Taskset) for thing in exported)
 
 
-class NotTextError(vf.TaskError):
-    """The environment sends what is not text to an engine of ours."""
+_NotTextError = not_text_error(vf.TaskError)
 
 
 class V1Adapter:
@@ -160,7 +159,7 @@ def _refuse_other_parts() -> None:
 
     async def get_response(self: Any, dialect: Any, body: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         if kind := other_part(body.get("messages") or ()):
-            raise NotTextError(refusal(kind))
+            raise _NotTextError(refusal(kind))
         return await stock(self, dialect, body, *args, **kwargs)
 
     TrainClient.get_response = get_response
