@@ -10,6 +10,13 @@ from millrace.config.section import IDENTIFIER_PATTERN, ConfigSection, FreeTable
 from millrace.config.sections.algo import COMPARING, AlgoConfig, EnvAlgoConfig
 from millrace.config.sections.buffer import BufferConfig
 from millrace.config.sections.filters import FilterConfig
+from millrace.config.sections.sampling import (
+    TAKEN_OVER,
+    EvalSamplingConfig,
+    SamplingConfig,
+    bias_rules,
+    sampling_rules,
+)
 from millrace.config.sections.shared import DEFAULT_MODEL, SHARED_MODEL
 from millrace.config.sections.trainer import DEFAULT_SEQ_LEN
 from millrace.config.tree import Facts, Limit, Path, dotted
@@ -20,125 +27,11 @@ _AS_FOR_ALL = "as for all environments"
 _GROUP = "orchestrator.rollouts_per_example"
 _ALGO = "orchestrator.algo.type"
 _ROLLOUTS = Facts(aliases=("group_size",))
-_ROOM = Limit(
-    "below", "orchestrator.seq_len", " and counts the prompt too; lower it, or raise `seq_len`", is_clamped=True
-)
-
-
-def _as_in_training(name: str, **facts: Any) -> Facts:
-    """A key of evaluations that is that of training where it is left out."""
-    return Facts(follows=f"orchestrator.sampling.{name}", default_text="as in `orchestrator.sampling`", **facts)
-
-
 TrajectoryStrategy = Literal["branching", "interleaved"]
 ZeroAdvantageFilter = Literal[True, False, "refill", "shrink"]
 """What happens to samples without an advantage; true means shrink."""
 MAX_FAILURE_WINDOW = 4096
 """Most groups of a failure window: every batch header carries it, a few bytes a group."""
-
-
-class TemperatureSchedule(ConfigSection):
-    """The temperature of training rollouts by the step that they are planned for; each one records its own."""
-
-    type: Literal["linear", "cosine"] = option("linear", "A straight line, or half a cosine.")
-    start_temperature: float = required("That of step 0.", gt=0)
-    end_temperature: float = required("That of the last step, and of all behind it.", gt=0)
-    total_steps: int | None = option(
-        None,
-        "Steps from the first to the last; `max_steps` if left out.",
-        facts=Facts(default_text="`max_steps`"),
-        ge=1,
-    )
-
-
-class SamplingConfig(ConfigSection):
-    """How the policy is sampled in training rollouts."""
-
-    temperature: float = option(1.0, "The trainer divides its logits by the same value.", gt=0)
-    temp_scheduler: TemperatureSchedule | None = option(
-        None, "Change the temperature with the steps, in the place of `temperature`; constant if left out."
-    )
-    max_tokens: int | None = option(
-        None,
-        "Most tokens sampled per turn; whatever fits if left out.",
-        facts=Facts(aliases=("max_completion_tokens",), limit=_ROOM),
-        ge=1,
-    )
-    top_p: float = option(
-        1.0,
-        "Sample from the smallest set of tokens with this much probability. Log-probabilities, the engine's and the "
-        "trainer's, are those of what is left, renormalised.",
-        gt=0,
-        le=1,
-    )
-    top_k: int = option(0, "Sample from this many of the likeliest tokens; 0 or -1 is all.", ge=-1, lt=2**31)
-    min_p: float = option(
-        0.0, "Sample from tokens with at least this share of the likeliest one's probability; 0 is all.", ge=0, le=1
-    )
-    repetition_penalty: float = option(
-        1.0, "Divides the logits of tokens that are in prompt or reply already.", gt=0, le=100
-    )
-    presence_penalty: float = option(0.0, "Taken off the logits of tokens that are in the reply already.", ge=-2, le=2)
-    frequency_penalty: float = option(
-        0.0, "Taken off the logits of tokens of the reply, as often as they are in it.", ge=-2, le=2
-    )
-    min_tokens: int = option(0, "No reply ends before this many tokens.", ge=0, lt=2**31)
-    stop: list[str] = table(list, "A reply ends behind the token that completes one of these texts.")
-    allow_biased_sampling: bool = option(
-        False,
-        "Train on replies that penalties or `min_tokens` changed, although the trainer does not compute these: "
-        "its log-probabilities are then those of another distribution.",
-    )
-    extra_body: FreeTable = table(
-        dict, "More fields of the request to the engine, passed on as they are; none that changes what is sampled."
-    )
-
-
-class EvalSamplingConfig(ConfigSection):
-    """How the policy is sampled in evaluations. What is left out is taken from `orchestrator.sampling`."""
-
-    temperature: float = option(1.0, "0 takes the likeliest token.", facts=_as_in_training("temperature"), ge=0)
-    max_tokens: int | None = option(
-        None,
-        "Most tokens sampled per turn.",
-        facts=_as_in_training("max_tokens", aliases=("max_completion_tokens",), limit=_ROOM),
-        ge=1,
-    )
-    top_p: float = option(
-        1.0,
-        "Sample from the smallest set of tokens with this much probability.",
-        facts=_as_in_training("top_p"),
-        gt=0,
-        le=1,
-    )
-    top_k: int = option(
-        0,
-        "Sample from this many of the likeliest tokens; 0 or -1 is all.",
-        facts=_as_in_training("top_k"),
-        ge=-1,
-        lt=2**31,
-    )
-    min_p: float = option(
-        0.0,
-        "Sample from tokens with at least this share of the likeliest one's probability.",
-        facts=_as_in_training("min_p"),
-        ge=0,
-        le=1,
-    )
-    repetition_penalty: float = option(
-        1.0, "Divides the logits of tokens that are in prompt or reply already.", gt=0, le=100
-    )
-    presence_penalty: float = option(0.0, "Taken off the logits of tokens that are in the reply already.", ge=-2, le=2)
-    frequency_penalty: float = option(
-        0.0, "Taken off the logits of tokens of the reply, as often as they are in it.", ge=-2, le=2
-    )
-    min_tokens: int = option(0, "No reply ends before this many tokens.", ge=0, lt=2**31)
-    stop: list[str] = table(
-        list, "A reply ends behind the token that completes one of these texts.", facts=_as_in_training("stop")
-    )
-    extra_body: FreeTable = table(
-        dict, "More fields of the request to the engine.", facts=_as_in_training("extra_body")
-    )
 
 
 class NamedEnv(ConfigSection):
@@ -342,41 +235,28 @@ class OrchestratorConfig(ConfigSection):
             key = "online_difficulty_filtering" if self.buffer.online_difficulty_filtering else "easy_threshold"
             message = "has no meaning for opd: it learns from every task, whatever its reward; leave it out"
             yield broken(message, f"orchestrator.buffer.{key}", _ALGO)
-        yield from extra_body_rules(self.sampling, "orchestrator.sampling", is_training=True)
-        yield from self._bias_rules()
-        if self.sampling.temp_scheduler is not None:
-            yield from self._temperature_rules(self.sampling.temp_scheduler)
+        yield from sampling_rules(self.sampling, "orchestrator.sampling", is_training=True)
+        yield from self._sampling_rules()
         yield from env_names(self.env, ("orchestrator", "env"), reserved=(_ALL,))
         if self.eval:
-            yield from extra_body_rules(self.eval.sampling, "orchestrator.eval.sampling")
+            yield from sampling_rules(self.eval.sampling, "orchestrator.eval.sampling")
             yield from self._eval_rules(self.eval)
 
-    def _temperature_rules(self, schedule: TemperatureSchedule) -> Iterator[BrokenRule]:
-        """A schedule has an end, and the temperature to itself."""
-        where = "orchestrator.sampling.temp_scheduler"
+    def _sampling_rules(self) -> Iterator[BrokenRule]:
+        """What is sampled is what the trainer computes, and a schedule of temperatures has an end."""
+        yield from bias_rules(self.sampling)
+        schedule, where = self.sampling.temp_scheduler, "orchestrator.sampling.temp_scheduler"
+        if schedule is None:
+            return
         if schedule.total_steps is None and self.max_steps is None:
-            yield broken(
-                "is required without `max_steps`: set it to the last step of the schedule", f"{where}.total_steps"
-            )
+            message = "is required without `max_steps`: set it to the last step of the schedule"
+            yield broken(message, f"{where}.total_steps")
         if self.sampling.temperature != 1.0:
-            yield broken(
-                "has no effect beside `temp_scheduler`; leave it out", "orchestrator.sampling.temperature", where
-            )
+            message = "has no effect beside `temp_scheduler`; leave it out"
+            yield broken(message, "orchestrator.sampling.temperature", where)
         if self.algo.type == "opd":
             message = "has no meaning for opd: the teacher's log-probabilities are those of temperature 1; leave it out"
             yield broken(message, where, _ALGO)
-
-    def _bias_rules(self) -> Iterator[BrokenRule]:
-        """What is sampled is what the trainer computes, unless it is allowed to differ."""
-        if self.sampling.allow_biased_sampling:
-            return
-        for name, neutral in _BIASING.items():
-            if getattr(self.sampling, name) != neutral:
-                yield broken(
-                    "changes what is sampled in a way that the trainer does not compute, which biases what is learned; "
-                    "leave it out, or set `orchestrator.sampling.allow_biased_sampling = true`",
-                    f"orchestrator.sampling.{name}",
-                )
 
     def _algo_rules(self) -> Iterator[BrokenRule]:
         """Algorithms that compare have something to compare; what they need is there."""
@@ -417,7 +297,7 @@ class OrchestratorConfig(ConfigSection):
             yield broken(message, teacher, _ALGO)
         else:
             yield from self.algo.teacher.broken_rules(teacher)
-        taken = [value for name in _TAKEN_OVER if isinstance(value := self.sampling.extra_body.get(name), int | float)]
+        taken = [value for name in TAKEN_OVER if isinstance(value := self.sampling.extra_body.get(name), int | float)]
         if self.sampling.top_p < 1 or max(self.sampling.top_k, self.sampling.min_p, *taken) > 0:
             yield broken(
                 "must be off for opd: the teacher's log-probabilities are those of its full distribution",
@@ -458,46 +338,6 @@ class OrchestratorConfig(ConfigSection):
                         message=f"must be equal to `orchestrator.env[{first}].{key}`, because both environments are "
                         f"called `{env.name}`; leave [[orchestrator.eval.env]] out, or give this one another `name`",
                     )
-
-
-# Fields of a request that have a key of their own, that Millrace sets, or that change what is sampled.
-_OWN_KEYS = ("temperature", "top_p", "max_tokens", "max_completion_tokens", "repetition_penalty")
-_TAKEN_OVER = ("top_k", "min_p")
-_BIASING = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0, "min_tokens": 0}
-"""Sampling keys that the trainer does not compute, and their values without effect."""
-_ONE_EACH = ("n", "best_of", "use_beam_search", "stream", "logprobs", "top_logprobs", "return_token_ids")
-_CHANGE_SAMPLING = (
-    *("presence_penalty", "frequency_penalty", "logit_bias", "bad_words", "allowed_token_ids", "min_tokens"),
-    *("logits_processors", "response_format", "structured_outputs"),
-    *("guided_json", "guided_regex", "guided_choice", "guided_grammar"),
-)
-
-
-def extra_body_rules(sampling: Any, where: str, *, is_training: bool = False) -> Iterator[BrokenRule]:
-    """Lengths that contradict, and what `extra_body` may not say: what other keys say, what the trainer must know."""
-    if sampling.max_tokens is not None and sampling.min_tokens > sampling.max_tokens:
-        message = f"must be at most `{where}.max_tokens`, which is {sampling.max_tokens}"
-        yield broken(message, f"{where}.min_tokens", f"{where}.max_tokens")
-    for name, value in sampling.extra_body.items():
-        path = f"{where}.extra_body.{name}"
-        key = "max_tokens" if name == "max_completion_tokens" else name
-        if name in _ONE_EACH:
-            yield broken("is set by Millrace: a request has one answer, whole, with its tokens and log-probs", path)
-        elif is_training and name == "seed":
-            yield broken("would give all rollouts of a group the same tokens; leave it out", path)
-        elif is_training and (name in _CHANGE_SAMPLING or name == "repetition_penalty"):
-            yield broken("changes what is sampled in a way that the trainer does not compute; leave it out", path)
-        elif name in _OWN_KEYS:
-            yield broken(f"has a key of its own: write `{where}.{key}`", path)
-        elif name in _TAKEN_OVER:
-            known = getattr(sampling, name)
-            is_number = isinstance(value, int if name == "top_k" else int | float) and not isinstance(value, bool)
-            low, high = (-1, 2**31 - 1) if name == "top_k" else (0, 1)
-            if not is_number or not low <= value <= high:
-                kind = "a whole number" if name == "top_k" else "a number"
-                yield broken(f"must be {kind} of {low} to {high}: write `{where}.{name}`", path)
-            elif known > 0 and known != value:
-                yield broken(f"differs from `{where}.{name}`; leave this one out", path)
 
 
 def env_names(envs: Sequence[NamedEnv], path: Path, *, reserved: tuple[str, ...] = ()) -> Iterator[BrokenRule]:

@@ -8,7 +8,7 @@ from typing import Any
 
 from millrace.config import EvalRunConfig, OrchestratorConfig
 from millrace.config.sections.eval import FixedSamplingConfig
-from millrace.config.sections.orchestrator import EvalSamplingConfig, SamplingConfig
+from millrace.config.sections.sampling import EvalSamplingConfig, SamplingConfig
 from millrace.internal.v1 import env_service_pb2
 from millrace.rollouts.types import Purpose, RolloutStatus
 

@@ -1,0 +1,182 @@
+"""`[orchestrator.sampling]` and `[orchestrator.eval.sampling]`: how the policy is sampled."""
+
+from collections.abc import Iterator
+from typing import Any, Literal
+
+from millrace.config.rules import BrokenRule, broken
+from millrace.config.section import ConfigSection, FreeTable, option, required, table
+from millrace.config.tree import Facts, Limit
+
+_ROOM = Limit(
+    "below", "orchestrator.seq_len", " and counts the prompt too; lower it, or raise `seq_len`", is_clamped=True
+)
+
+
+def _as_in_training(name: str, **facts: Any) -> Facts:
+    """A key of evaluations that is that of training where it is left out."""
+    return Facts(follows=f"orchestrator.sampling.{name}", default_text="as in `orchestrator.sampling`", **facts)
+
+
+class TemperatureSchedule(ConfigSection):
+    """The temperature of training rollouts by the step that they are planned for; each one records its own."""
+
+    type: Literal["linear", "cosine"] = option("linear", "A straight line, or half a cosine.")
+    start_temperature: float = required("That of step 0.", gt=0)
+    end_temperature: float = required("That of the last step, and of all behind it.", gt=0)
+    total_steps: int | None = option(
+        None,
+        "Steps from the first to the last; `max_steps` if left out.",
+        facts=Facts(default_text="`max_steps`"),
+        ge=1,
+    )
+
+
+class SamplingConfig(ConfigSection):
+    """How the policy is sampled in training rollouts."""
+
+    temperature: float = option(1.0, "The trainer divides its logits by the same value.", gt=0)
+    temp_scheduler: TemperatureSchedule | None = option(
+        None, "Change the temperature with the steps, in the place of `temperature`; constant if left out."
+    )
+    max_tokens: int | None = option(
+        None,
+        "Most tokens sampled per turn; whatever fits if left out.",
+        facts=Facts(aliases=("max_completion_tokens",), limit=_ROOM),
+        ge=1,
+    )
+    top_p: float = option(
+        1.0,
+        "Sample from the smallest set of tokens with this much probability. Log-probabilities, the engine's and the "
+        "trainer's, are those of what is left, renormalised.",
+        gt=0,
+        le=1,
+    )
+    top_k: int = option(0, "Sample from this many of the likeliest tokens; 0 or -1 is all.", ge=-1, lt=2**31)
+    min_p: float = option(
+        0.0, "Sample from tokens with at least this share of the likeliest one's probability; 0 is all.", ge=0, le=1
+    )
+    repetition_penalty: float = option(
+        1.0, "Divides the logits of tokens that are in prompt or reply already.", gt=0, le=100
+    )
+    presence_penalty: float = option(0.0, "Taken off the logits of tokens that are in the reply already.", ge=-2, le=2)
+    frequency_penalty: float = option(
+        0.0, "Taken off the logits of tokens of the reply, as often as they are in it.", ge=-2, le=2
+    )
+    min_tokens: int = option(0, "No reply ends before this many tokens.", ge=0, lt=2**31)
+    stop: list[str] = table(list, "A reply ends behind the token that completes one of these texts.")
+    allow_biased_sampling: bool = option(
+        False,
+        "Train on replies that penalties or `min_tokens` changed, although the trainer does not compute these: "
+        "its log-probabilities are then those of another distribution.",
+    )
+    extra_body: FreeTable = table(
+        dict, "More fields of the request to the engine, passed on as they are; none that changes what is sampled."
+    )
+
+
+class EvalSamplingConfig(ConfigSection):
+    """How the policy is sampled in evaluations. What is left out is taken from `orchestrator.sampling`."""
+
+    temperature: float = option(1.0, "0 takes the likeliest token.", facts=_as_in_training("temperature"), ge=0)
+    max_tokens: int | None = option(
+        None,
+        "Most tokens sampled per turn.",
+        facts=_as_in_training("max_tokens", aliases=("max_completion_tokens",), limit=_ROOM),
+        ge=1,
+    )
+    top_p: float = option(
+        1.0,
+        "Sample from the smallest set of tokens with this much probability.",
+        facts=_as_in_training("top_p"),
+        gt=0,
+        le=1,
+    )
+    top_k: int = option(
+        0,
+        "Sample from this many of the likeliest tokens; 0 or -1 is all.",
+        facts=_as_in_training("top_k"),
+        ge=-1,
+        lt=2**31,
+    )
+    min_p: float = option(
+        0.0,
+        "Sample from tokens with at least this share of the likeliest one's probability.",
+        facts=_as_in_training("min_p"),
+        ge=0,
+        le=1,
+    )
+    repetition_penalty: float = option(
+        1.0, "Divides the logits of tokens that are in prompt or reply already.", gt=0, le=100
+    )
+    presence_penalty: float = option(0.0, "Taken off the logits of tokens that are in the reply already.", ge=-2, le=2)
+    frequency_penalty: float = option(
+        0.0, "Taken off the logits of tokens of the reply, as often as they are in it.", ge=-2, le=2
+    )
+    min_tokens: int = option(0, "No reply ends before this many tokens.", ge=0, lt=2**31)
+    stop: list[str] = table(
+        list, "A reply ends behind the token that completes one of these texts.", facts=_as_in_training("stop")
+    )
+    extra_body: FreeTable = table(
+        dict, "More fields of the request to the engine.", facts=_as_in_training("extra_body")
+    )
+
+
+# Fields of a request that have a key of their own, that Millrace sets, or that change what is sampled.
+_OWN_KEYS = ("temperature", "top_p", "max_tokens", "max_completion_tokens", "repetition_penalty")
+TAKEN_OVER = ("top_k", "min_p")
+"""Fields of `extra_body` that count as the keys of that name."""
+_BIASING = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0, "min_tokens": 0}
+"""Sampling keys that the trainer does not compute, and their values without effect."""
+_ONE_EACH = ("n", "best_of", "use_beam_search", "stream", "logprobs", "top_logprobs", "return_token_ids")
+_CHANGE_SAMPLING = (
+    *("presence_penalty", "frequency_penalty", "logit_bias", "bad_words", "allowed_token_ids", "min_tokens"),
+    *("logits_processors", "response_format", "structured_outputs"),
+    *("guided_json", "guided_regex", "guided_choice", "guided_grammar"),
+)
+
+
+def sampling_rules(
+    sampling: SamplingConfig | EvalSamplingConfig, where: str, *, is_training: bool = False
+) -> Iterator[BrokenRule]:
+    """Rules over several keys of a sampling section that do not hold; `where` is its path."""
+    if sampling.max_tokens is not None and sampling.min_tokens > sampling.max_tokens:
+        message = f"must be at most `{where}.max_tokens`, which is {sampling.max_tokens}"
+        yield broken(message, f"{where}.min_tokens", f"{where}.max_tokens")
+    yield from extra_body_rules(sampling, where, is_training=is_training)
+
+
+def bias_rules(sampling: SamplingConfig) -> Iterator[BrokenRule]:
+    """What is sampled is what the trainer computes, unless it is allowed to differ."""
+    if sampling.allow_biased_sampling:
+        return
+    for name, neutral in _BIASING.items():
+        if getattr(sampling, name) != neutral:
+            yield broken(
+                "changes what is sampled in a way that the trainer does not compute, which biases what is learned; "
+                "leave it out, or set `orchestrator.sampling.allow_biased_sampling = true`",
+                f"orchestrator.sampling.{name}",
+            )
+
+
+def extra_body_rules(sampling: Any, where: str, *, is_training: bool = False) -> Iterator[BrokenRule]:
+    """What `extra_body` of a sampling section may not say: what other keys say, and what the trainer must know."""
+    for name, value in sampling.extra_body.items():
+        path = f"{where}.extra_body.{name}"
+        key = "max_tokens" if name == "max_completion_tokens" else name
+        if name in _ONE_EACH:
+            yield broken("is set by Millrace: a request has one answer, whole, with its tokens and log-probs", path)
+        elif is_training and name == "seed":
+            yield broken("would give all rollouts of a group the same tokens; leave it out", path)
+        elif is_training and (name in _CHANGE_SAMPLING or name == "repetition_penalty"):
+            yield broken("changes what is sampled in a way that the trainer does not compute; leave it out", path)
+        elif name in _OWN_KEYS:
+            yield broken(f"has a key of its own: write `{where}.{key}`", path)
+        elif name in TAKEN_OVER:
+            known = getattr(sampling, name)
+            is_number = isinstance(value, int if name == "top_k" else int | float) and not isinstance(value, bool)
+            low, high = (-1, 2**31 - 1) if name == "top_k" else (0, 1)
+            if not is_number or not low <= value <= high:
+                kind = "a whole number" if name == "top_k" else "a number"
+                yield broken(f"must be {kind} of {low} to {high}: write `{where}.{name}`", path)
+            elif known > 0 and known != value:
+                yield broken(f"differs from `{where}.{name}`; leave this one out", path)
