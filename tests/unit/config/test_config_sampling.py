@@ -83,6 +83,15 @@ def test_what_biases_training_has_to_be_allowed(key: str, value: float) -> None:
         assert sent.extra_body_json == json.dumps({key: value}) and not evaluated.extra_body_json
 
 
+def test_a_teacher_allows_no_bias_and_a_key_is_said_once() -> None:
+    biased = document({"min_tokens": 2, "allow_biased_sampling": True})
+    biased["orchestrator"]["algo"] = {"type": "opd", "teacher": {"model": "t", "base_url": "http://127.0.0.1:1/v1"}}
+    with pytest.raises(InvalidSpecError, match="has no meaning for opd: the teacher's"):
+        validate_document(biased)
+    with pytest.raises(InvalidSpecError, match=r"is set by `orchestrator\.eval\.sampling\.stop`, too"):
+        validate_document(document({}, {"stop": ["a"], "extra_body": {"stop": ["b"]}}))
+
+
 def test_stop_texts_need_no_leave_and_are_those_of_evaluations_too() -> None:
     found = validate_document(document({"stop": ["</a>"]}, {})).orchestrator
     assert found.eval is not None

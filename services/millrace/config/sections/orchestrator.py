@@ -244,7 +244,7 @@ class OrchestratorConfig(ConfigSection):
 
     def _sampling_rules(self) -> Iterator[BrokenRule]:
         """What is sampled is what the trainer computes, and a schedule of temperatures has an end."""
-        yield from bias_rules(self.sampling)
+        yield from bias_rules(self.sampling, has_teacher=self.algo.type == "opd")
         schedule, where = self.sampling.temp_scheduler, "orchestrator.sampling.temp_scheduler"
         if schedule is None:
             return

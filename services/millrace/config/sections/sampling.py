@@ -17,12 +17,18 @@ def _as_in_training(name: str, **facts: Any) -> Facts:
     return Facts(follows=f"orchestrator.sampling.{name}", default_text="as in `orchestrator.sampling`", **facts)
 
 
+MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-6, 100.0
+"""What engines take; logits divided by less leave float32."""
+
+
 class TemperatureSchedule(ConfigSection):
     """The temperature of training rollouts by the step that they are planned for; each one records its own."""
 
     type: Literal["linear", "cosine"] = option("linear", "A straight line, or half a cosine.")
-    start_temperature: float = required("That of step 0.", gt=0)
-    end_temperature: float = required("That of the last step, and of all behind it.", gt=0)
+    start_temperature: float = required("That of step 0.", ge=MIN_TEMPERATURE, le=MAX_TEMPERATURE)
+    end_temperature: float = required(
+        "That of the last step, and of all behind it.", ge=MIN_TEMPERATURE, le=MAX_TEMPERATURE
+    )
     total_steps: int | None = option(
         None,
         "Steps from the first to the last; `max_steps` if left out.",
@@ -145,12 +151,13 @@ def sampling_rules(
     yield from extra_body_rules(sampling, where, is_training=is_training)
 
 
-def bias_rules(sampling: SamplingConfig) -> Iterator[BrokenRule]:
-    """What is sampled is what the trainer computes, unless it is allowed to differ."""
-    if sampling.allow_biased_sampling:
-        return
-    for name, neutral in _BIASING.items():
-        if getattr(sampling, name) != neutral:
+def bias_rules(sampling: SamplingConfig, *, has_teacher: bool) -> Iterator[BrokenRule]:
+    """What is sampled is what the trainer computes, unless it is allowed to differ, which a teacher's never may."""
+    for name in (name for name, neutral in _BIASING.items() if getattr(sampling, name) != neutral):
+        if has_teacher:
+            message = "has no meaning for opd: the teacher's log-probabilities are those without it; leave it out"
+            yield broken(message, f"orchestrator.sampling.{name}")
+        elif not sampling.allow_biased_sampling:
             yield broken(
                 "changes what is sampled in a way that the trainer does not compute, which biases what is learned; "
                 "leave it out, or set `orchestrator.sampling.allow_biased_sampling = true`",
@@ -169,6 +176,8 @@ def extra_body_rules(sampling: Any, where: str, *, is_training: bool = False) ->
             yield broken("would give all rollouts of a group the same tokens; leave it out", path)
         elif is_training and (name in _CHANGE_SAMPLING or name == "repetition_penalty"):
             yield broken("changes what is sampled in a way that the trainer does not compute; leave it out", path)
+        elif getattr(sampling, name, None) and name in ("presence_penalty", "frequency_penalty", "min_tokens", "stop"):
+            yield broken(f"is set by `{where}.{name}`, too; leave this one out", path)
         elif name in _OWN_KEYS:
             yield broken(f"has a key of its own: write `{where}.{key}`", path)
         elif name in TAKEN_OVER:

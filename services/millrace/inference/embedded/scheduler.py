@@ -263,7 +263,7 @@ class Scheduler:
         if not self._rows.has_stop_strings[row] or self._decoder is None:
             return None
         sampling, completion = self._rows.running[row].request.sampling, self._rows.completion(row)
-        if len(completion) < sampling.min_tokens:
+        if sampling.min_tokens and len(completion) <= sampling.min_tokens:  # as vLLM counts
             return None
         stops = sampling.stop
         window = max(len(stop.encode()) for stop in stops) + _TAIL_EXTRA_TOKENS  # a token is at least one byte

@@ -59,7 +59,13 @@ def completion_text(tokenizer: PreTrainedTokenizerBase, generation: Generation, 
     if is_stopped and not isinstance(generation.stop_reason, str) and not sampling.include_stop_str_in_output:
         ids.pop()
     text = str(tokenizer.decode(ids, skip_special_tokens=sampling.skip_special_tokens))
-    if is_stopped and isinstance(stop := generation.stop_reason, str) and (at := text.find(stop)) >= 0:
+    if is_stopped and isinstance(stop := generation.stop_reason, str):
+        begin = 0
+        if sampling.min_tokens:  # what stood there before the least length ended nothing
+            before = str(tokenizer.decode(ids[:-1], skip_special_tokens=sampling.skip_special_tokens))
+            begin = max(0, len(before) - len(stop) + 1)
+        if (at := text.find(stop, begin)) < 0:
+            return text
         text = text[: at + len(stop)] if sampling.include_stop_str_in_output else text[:at]
     return text
 

@@ -100,7 +100,7 @@ def plays_of_training(config: OrchestratorConfig) -> PlaySettings:
 
 
 def _temperature_at(config: OrchestratorConfig) -> Callable[[int], float] | None:
-    """A pure function of the planned step, which every rollout records: a successor and a fork sample alike."""
+    """A function of the planned step alone; every rollout records its own, and the trainer divides by that."""
     schedule = config.sampling.temp_scheduler
     if schedule is None:
         return None
