@@ -78,3 +78,9 @@ def test_text_ends_before_what_stopped_it(tokenizer, text, reason, stop_reason, 
     done = generation(tokenizer.encode(text), reason, stop_reason)
     sampling = SamplingBody(include_stop_str_in_output=included)
     assert responses.completion_text(tokenizer, done, sampling) == expected
+
+
+def test_a_stop_text_that_came_too_early_is_no_end(tokenizer):
+    done = generation(tokenizer.encode("abca"), FinishReason.STOP, "a")
+    assert responses.completion_text(tokenizer, done, SamplingBody(stop=["a"], min_tokens=3)) == "abc"
+    assert responses.completion_text(tokenizer, done, SamplingBody(stop=["a"])) == ""
