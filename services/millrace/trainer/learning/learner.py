@@ -99,7 +99,8 @@ class Learner:
 
     def logprobs(self, micro_batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
         """Log-probs and entropies of a micro-batch under the live model, [B, T]."""
-        return token_logprobs(self.model, micro_batch)
+        is_learned = self.config.loss.entropy_coef > 0
+        return token_logprobs(self.model, micro_batch, is_entropy_learned=is_learned)
 
     @torch.no_grad()
     def with_proximal(self, minibatches: Sequence[Minibatch]) -> list[Minibatch]:
@@ -116,11 +117,9 @@ class Learner:
     def loss_inputs(self, micro_batch: MicroBatch) -> tuple[LossInputs, torch.Tensor, torch.Tensor]:
         """What the loss of a micro-batch is computed from, and its log-probs and entropies, [B, T]."""
         reference_BT = None if self.reference is None else self.reference.logprobs(micro_batch)
-        is_learned = self.config.loss.entropy_coef > 0
-        logprobs_BT, entropy_BT = token_logprobs(self.model, micro_batch, is_entropy_learned=is_learned)
-        inputs = micro_batch.loss_inputs(
-            logprobs_BT, entropy_BT=entropy_BT if is_learned else None, reference_logprobs_BT=reference_BT
-        )
+        logprobs_BT, entropy_BT = self.logprobs(micro_batch)
+        learned_BT = entropy_BT if self.config.loss.entropy_coef > 0 else None
+        inputs = micro_batch.loss_inputs(logprobs_BT, entropy_BT=learned_BT, reference_logprobs_BT=reference_BT)
         return inputs, logprobs_BT, entropy_BT
 
     @contextlib.contextmanager
