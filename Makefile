@@ -1,11 +1,11 @@
 # `make demo` runs the main job, `make test` the tests; both set up .venv first.
-.PHONY: help setup setup-dev setup-vllm demo test test-long test-unit test-vllm test-compose test-slow test-pythons soak torture fuzz lint format types protos bench chart clean
+.PHONY: help setup setup-dev setup-vllm demo test test-long test-unit test-vllm test-environments test-compose gpu test-browser screenshots test-slow equality test-presets test-pythons soak torture fuzz lint format types protos bench chart clean
 
 PY := .venv/bin/python
 ENGINE ?= embedded
 # Tests mostly wait: twice as many at a time as there are processors, which nproc takes from OMP_NUM_THREADS if it can.
 TEST_JOBS ?= $(shell n=$$((2 * $$(env -u OMP_NUM_THREADS nproc))); echo $$((n < 24 ? n : 24)))
-PYTEST_JOBS = --durations=40 --durations-min=5 -n $(TEST_JOBS) --dist loadfile --no-loadscope-reorder
+PYTEST_JOBS = --durations=40 --durations-min=5 -p millrace_testing.cpu_by_file -n $(TEST_JOBS) --dist loadfile --no-loadscope-reorder
 # Collecting all other files costs every worker 20 s.
 LONG_FILES = $(shell grep -rl --include='test_*.py' 'mark\.long' tests)
 FUZZ_SECONDS ?= 60
@@ -29,19 +29,42 @@ demo: setup ## Train a tiny model with RL on this machine; ENGINE=vllm, ARGS="--
 	@ENGINE=$(ENGINE) scripts/demo.sh $(ARGS)
 
 test: setup-dev ## Run the default test suite, several files at a time (TEST_JOBS).
-	$(PY) -m pytest $(PYTEST_JOBS) -m "not long and not slow and not gpu and not vllm and not compose"
+	$(PY) -m pytest $(PYTEST_JOBS) -m "not long and not presets and not slow and not gpu and not vllm and not environments and not compose and not browser"
 
 test-long: setup-dev ## Run the tests of whole stacks that take long and rarely fail.
-	$(PY) -m pytest $(PYTEST_JOBS) $(LONG_FILES) -m "long and not slow and not gpu and not vllm and not compose"
+	@scripts/install_prometheus.sh
+	$(PY) -m pytest $(PYTEST_JOBS) $(LONG_FILES) -m "long and not slow and not gpu and not vllm and not environments and not compose"
 
 test-unit: setup-dev ## Run the tests that need no services.
 	$(PY) -m pytest tests/unit tests/contract
 
+gpu: setup-dev ## Run the tests that need NVIDIA GPUs, and write outputs/gpu.txt: what ran, and what was skipped and why.
+	@mkdir -p outputs
+	bash -o pipefail -c '$(PY) -m pytest tests/gpu -m gpu -v -rA 2>&1 | tee outputs/gpu.txt'
+
+test-browser: setup-dev ## Run the tests of the dashboard in the distribution's Chromium, which is installed if it can be.
+	@scripts/install_chromium.sh
+	$(PY) -m pytest tests/browser -m browser
+
+screenshots: setup-dev ## Take pictures of every page of the dashboard, into outputs/screenshots.
+	@scripts/install_chromium.sh
+	$(PY) tests/browser/screenshots.py outputs/screenshots
+
 test-slow: setup-dev ## Run the tests that take minutes.
-	$(PY) -m pytest -m "slow and not vllm"
+	$(PY) -m pytest -m "slow and not vllm and not environments and not browser"
+
+equality: setup-dev ## Print how far each layout of ranks is from one rank (MODELS: dense tied odd moe; some minutes each).
+	$(PY) -m millrace_testing.trainer.equality $(MODELS)
+
+test-presets: setup-dev ## Run every preset of docs/algorithms.md on whole stacks: exact data, kills, replay, the example.
+	$(PY) -m pytest tests/chaos/test_presets.py tests/e2e/test_algorithms.py -m "not long"
 
 test-vllm: setup-dev setup-vllm ## Run the tests of real vLLM; `make setup-vllm` installs it (2.5 GB, minutes).
 	$(PY) -m pytest -m "vllm and not slow" -rs
+
+test-environments: setup-dev ## Train on public task packages (reasoning-gym, textarena), and play with other releases of verifiers; installs them into .venv-environments and .venv-verifiers-*.
+	@scripts/setup_environments.sh
+	$(PY) -m pytest -m environments tests/e2e/test_public_environments.py tests/integration/env_server/test_env_other_pins.py
 
 test-compose: setup-dev ## Build the images and test the compose stacks; gets a Docker engine on Debian as root.
 	@tests/compose/run.sh $(PY)

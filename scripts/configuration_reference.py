@@ -84,7 +84,7 @@ _DIFFERENCES = """
 * `inference.server.port` is any free port by default, not 8000: engines are found by registration.
 * `inference.*` is about the stack that `millrace rl` starts; a stack that runs already keeps its own settings.
 * `inference.engine`, `inference.max_num_seqs`, `orchestrator.rollout_timeout_s`, `trainer.determinism`,
-  `trainer.micro_batch_tokens`, `trainer.model.dtype` and `trainer.model.publish_dtype` are additions.
+  `trainer.micro_batch_tokens`, `trainer.model.dtype`, `trainer.model.publish_dtype` and `trainer.pack` are additions.
 * Addresses and credentials of services, Redis and the object store are not part of a run: they are `MILLRACE_*`
   variables of the processes.
 """

@@ -26,6 +26,9 @@ _BY_VALUE = {
 }
 _BY_VALUE |= {"LORA_SAVED_UNKNOWN", "TEACHER_TOKENIZER_DIFFERS", "TEACHER_VOCABULARY_DIFFERS", "TEACHER_REFUSED"}
 _CAUGHT = {"EVAL_FAILED", "TRAINER_FINISH_TIMEOUT"}  # errors that become warnings; the first only during training
+_CAUGHT |= {"EXTRA_MISSING", "WANDB_EXPORTER_DIED", "WANDB_REFUSED", "WANDB_UNREACHABLE"}  # reports of the exporter
+_CAUGHT |= {"TRACES_EXPORTER_DIED", "TRACES_UNREACHABLE"}
+_ANSWERED = {"TRAINER_FINISH_TIMEOUT", "TOOL_ARGUMENTS_INVALID"}  # end no run: a warning, and what a policy is told
 _NOT_FINITE = ("LOSS", "ENTROPY", "GRADIENT")
 
 _INTRODUCTION = """# Events
@@ -75,6 +78,31 @@ EVENTS: Texts = {
 }
 
 WARNINGS: Texts = {
+    "EXTRA_MISSING": (
+        "`[wandb]` is set, or OpenTelemetry's variables ask for traces, and the orchestrator lacks the library",
+        "`pip install 'millrace[wandb]'` or `'millrace[otel]'` where the orchestrator runs; later, "
+        "`millrace run export RUN --to wandb`",
+    ),
+    "TRACES_EXPORTER_DIED": (
+        "the process that sends traces died; it is started again with the steps of the last five minutes",
+        "see the orchestrator's log if it keeps happening",
+    ),
+    "TRACES_UNREACHABLE": (
+        "the collector of OTEL_EXPORTER_OTLP_ENDPOINT does not take traces; they are sent once it does",
+        "nothing if it passes; else see that it listens there for OTLP over HTTP, and takes the headers",
+    ),
+    "WANDB_EXPORTER_DIED": (
+        "the process that writes to W&B died; it is started again, and nothing of the run is lost",
+        "see the orchestrator's log if it keeps happening; `millrace run export RUN --to wandb` writes everything",
+    ),
+    "WANDB_REFUSED": (
+        "W&B refuses the key, or it may not write to that project; the run goes on",
+        "set WANDB_API_KEY, or WANDB_API_KEY_FILE, of the orchestrator, and see `wandb.entity`",
+    ),
+    "WANDB_UNREACHABLE": (
+        "W&B does not answer; the run goes on, and what it did not get is written once it does",
+        "nothing if it passes; else see WANDB_BASE_URL and the orchestrator's network",
+    ),
     "ALL_TRUNCATED": (
         "every rollout of a batch was cut at its token limit",
         "raise `orchestrator.sampling.max_tokens` and `seq_len`, or use the model's own chat template",
@@ -111,9 +139,19 @@ WARNINGS: Texts = {
         "inference is slower than the trainer: groups are older than `orchestrator.max_off_policy_steps`",
         "add replicas, or raise it",
     ),
+    "NO_TURN_REWARDS": (
+        '`credit` is `"turn"`, but no turn of an environment has a reward of its own',
+        'let the environment reward its steps (`state.add_step_reward`), or set `orchestrator.algo.credit = "rollout"`',
+    ),
     "HISTORY_REWRITTEN": (
         "`trajectory_strategy` is `interleaved`, but a chat template that rewrites earlier turns split rollouts",
         'use a template that keeps earlier turns as they were, or `orchestrator.trajectory_strategy = "branching"`',
+    ),
+    "COMPILE_FAILED": (
+        "`trainer.model.compile` is on, and a block could not be compiled; it runs eagerly, at the speed of a run "
+        "without the key, and learns the same",
+        "the message has the cause: most often there is no C++ compiler (CPU) or Triton (GPU) in the trainer's image; "
+        "or leave the key out",
     ),
     "KL_EXPLODING": (
         "engine and trainer disagree ten times more than before on the tokens of a batch, or by more than 0.5 nats",
@@ -124,8 +162,9 @@ WARNINGS: Texts = {
         "lower `trainer.optim.lr`; look at the sample that the message names: its advantage, its log-probs",
     ),
     "NEW_LINEAGE": (
-        "after a resume, published versions could not be computed again bit for bit",
-        'nothing; `trainer.determinism = "strict"` avoids it',
+        "after a resume, published versions could not be computed again bit for bit, or a strict run goes on with "
+        "another number of ranks",
+        'nothing; `trainer.determinism = "strict"`, and as many ranks as before, avoid it',
     ),
     "ORCHESTRATOR_BACK": ("the orchestrator answers the trainer again", NOTHING),
     "ORCHESTRATOR_REPLACED": (
@@ -156,6 +195,11 @@ WARNINGS: Texts = {
     "SCORE_OTHER_VERSION": (
         "some tokens of the final evaluation are of another version and were not scored",
         "nothing; `mismatch_kl` is of the others",
+    ),
+    "TOKEN_LOG_NOT_STORED": (
+        "the trainer's log-probs of a step, and perhaps of those behind it, are not in the store; nothing else is "
+        "touched, and the dashboard shows no difference of trainer and engine for these steps",
+        "the message has the cause; lower `trainer.token_log.share` if the object is too large or the store too slow",
     ),
     "TRAINER_FINISH_TIMEOUT": (
         "the run is over, and the trainer did not say that it has written everything",
@@ -198,6 +242,10 @@ FAILURES: Texts = {
         "restore it from a replica of the bucket, or fork again",
     ),
     "ENV_ARGS_INVALID": ("`args` of an environment are no JSON object", "mend `orchestrator.env.args`"),
+    "ENV_IMAGE_MISSING": (
+        "no env-server announces the image that `orchestrator.env.image` names",
+        "start one from it with `MILLRACE_ENV_IMAGE` (with the chart: a pool of `envServer.pools`), or correct the key",
+    ),
     "ENV_KILLS_WORKERS": (
         "the environment ends its worker process again and again (memory, a crash, an exit)",
         "see the env-server's log; mend the environment, or raise the limits of its workers",
@@ -221,6 +269,14 @@ FAILURES: Texts = {
     ),
     "GANG_MESSAGE_INVALID": ("the ranks of one trainer run different releases", "install the same one on every rank"),
     "HEADER_CORRUPT": ("the log's last header cannot be read", "`millrace run repair RUN`"),
+    "MODEL_CONFIG_INVALID": (
+        "the `config.json` of the model is damaged or no JSON object",
+        "restore the file of the model that `model.name` says",
+    ),
+    "LAYOUT_IMPOSSIBLE": (
+        "the ranks, or the model's heads, experts or layers, cannot be cut as `dp_replicate`, `cp`, `tp` and `ep` say",
+        "each line says what to set, or start another number of ranks",
+    ),
     "LORA_SAVED_TIED": ("`modules_to_save` names one end of a tied weight", "leave it out"),
     "LORA_SAVED_UNKNOWN": ("`modules_to_save` fits no layer of the model", "name layers of this model"),
     "LORA_TARGET_UNKNOWN": ("`target_modules` fits no layer of the model", "name layers of this model"),
@@ -236,6 +292,10 @@ FAILURES: Texts = {
     "NO_TASKS_LEFT": (
         "every task is easy or hard (`orchestrator.buffer`), and what was played makes no batch",
         "move `easy_threshold` or `hard_threshold`, add tasks, or fork the run with an `easy_fraction`",
+    ),
+    "PACK_UNSUPPORTED": (
+        '`trainer.pack.mode = "always"`, and the model mixes the samples of one row',
+        'set it to "auto" or "never"',
     ),
     "POLICY_ABANDONED": (
         "the trainer was stopped before it committed a version",
@@ -302,7 +362,7 @@ def render() -> str:
     bodies, fields = _proto()
     _require_all("events of event.proto", set(bodies), EVENTS)
     _require_all("warnings in the code", _warnings() | _CAUGHT, WARNINGS)
-    _require_all("reasons of failed runs in the code", _failures() - {"TRAINER_FINISH_TIMEOUT"} | _by_value(), FAILURES)
+    _require_all("reasons of failed runs in the code", _failures() - _ANSWERED | _by_value(), FAILURES)
     _require_all("drop reasons in the code", _drops(), DROPPED)
     text = _INTRODUCTION + "\n## Kinds\n\n| Event | Says | Fields | Cause | What to do |\n|---|---|---|---|---|\n"
     for name, (message, says) in bodies.items():

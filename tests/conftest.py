@@ -1,6 +1,7 @@
 """Fixtures shared by all tests: a real Redis, real object stores, and names that no other test uses."""
 
 import fcntl
+import gc
 import os
 import shutil
 import socket
@@ -25,6 +26,8 @@ from millrace.telemetry import waits
 
 _SERVER_START_S = 60.0
 _VENV_VLLM = Path(__file__).resolve().parents[1] / ".venv-vllm" / "bin" / "python"
+_REPOSITORY = Path(__file__).resolve().parents[1]
+_PUBLIC_ENVIRONMENTS = _REPOSITORY / ".venv-environments"
 _WAITS_END_S = 5.0  # threads that were told to stop are given that long
 
 # Shared machines are slow at times; that is no finding. No example database: a test run leaves nothing in the tree.
@@ -48,9 +51,25 @@ def no_wait_is_left_behind() -> Iterator[None]:
         time.sleep(0.01)
 
 
+@pytest.fixture(autouse=True)
+def no_process_group_is_left_behind() -> Iterator[None]:
+    """A process has one default process group: what one test leaves would be the failure of another."""
+    yield
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is not None and distributed.is_initialized():
+        distributed.destroy_process_group()
+        pytest.fail("the test is over, and its process group is not: end it with Gang.leave()")
+
+
 @pytest.fixture(scope="session")
 def redis_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """A real Redis-compatible server for the session. Tests share it: each uses its own run uid or prefix."""
+    """A real Redis-compatible server for the session. Tests share it: each uses its own run uid or prefix.
+
+    MILLRACE_TEST_REDIS_URL names another one, as tests/compose/test_containers.py does.
+    """
+    if url := os.environ.get("MILLRACE_TEST_REDIS_URL"):
+        yield url
+        return
     with EmbeddedRedis(tmp_path_factory.mktemp("redis"), append_only="none") as server:
         yield server.url
 
@@ -105,12 +124,45 @@ def s3_store(s3_endpoint: str, monkeypatch: pytest.MonkeyPatch, request: pytest.
     return store
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Collecting makes millions of objects that live as long as the process: the collector would look through them
+    again and again, and find nothing.
+    """
+    gc.disable()
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Tests have their garbage collected, and only theirs."""
+    gc.freeze()
+    gc.enable()
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Who asks for vLLM's interpreter is a test of vLLM."""
+    """Who asks for vLLM's interpreter is a test of vLLM, and who asks for public task packages is one of those."""
     for item in items:
-        if "vllm_python" in getattr(item, "fixturenames", ()):
+        names = getattr(item, "fixturenames", ())
+        if "vllm_python" in names:
             item.add_marker(pytest.mark.vllm)
+        if "public_environments" in names or "pinned_pythons" in names:
+            item.add_marker(pytest.mark.environments)
+
+
+@pytest.fixture(scope="session")
+def public_environments() -> Path:
+    """The directory of public task packages."""
+    if not (_PUBLIC_ENVIRONMENTS / ".millrace-setup").exists():
+        pytest.skip("no public task packages: run scripts/setup_environments.sh")
+    return _PUBLIC_ENVIRONMENTS
+
+
+@pytest.fixture(scope="session")
+def pinned_pythons() -> dict[str, str]:
+    """Interpreters with other releases of verifiers than ours, by release."""
+    places = {release: _REPOSITORY / f".venv-verifiers-{release}" for release in ("0.1", "0.4")}
+    if not all((place / ".millrace-setup").exists() for place in places.values()):
+        pytest.skip("no other releases of verifiers: run scripts/setup_environments.sh")
+    return {release: str(place / "bin" / "python") for release, place in places.items()}
 
 
 @pytest.fixture(scope="session")

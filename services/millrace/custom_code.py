@@ -1,6 +1,6 @@
 """Functions of a user's own that a config names as `my.module:fn`, loaded only where the service allows their modules.
 
-Whoever may submit runs must not thereby run code in the services: `MILLRACE_CUSTOM_CODE` lists the modules that a
+A user who may submit runs must not thereby run code in the services: `MILLRACE_CUSTOM_CODE` lists the modules that a
 process may load, and is empty unless the operator sets it.
 """
 

@@ -12,12 +12,10 @@ from pathlib import Path
 import pytest
 
 from millrace.local import preloads
-from millrace.policies.digest import digest_hex, policy_digest, tensor_digest
 from millrace.runlog import Names
-from millrace.storage import ObjectStore
 from millrace.telemetry.faults import Point
-from millrace.trainer.replay.steps import Replayer
 from millrace.v1 import run_pb2
+from millrace_testing.chaos.policies import published, recomputed
 from millrace_testing.chaos.run import ChaosRun
 from millrace_testing.chaos.stack import PREFIX, ChaosStack
 
@@ -47,31 +45,6 @@ if "millrace.trainer.main" in sys.orig_argv and Path({marker!r}).exists():
 """
 
 
-def _published(store: ObjectStore, names: Names) -> dict[int, str]:
-    """Digest by version."""
-    found: dict[int, str] = {}
-    for prefix in store.list_prefixes(names.policies):
-        manifest = json.loads(store.get(prefix + "manifest.json"))
-        assert manifest["version"] not in found, "a version is published twice"
-        found[manifest["version"]] = manifest["digest"]
-    return found
-
-
-def _recomputed(store: ObjectStore, names: Names) -> dict[int, str]:
-    """Digest by version of one unbroken training over the run's log."""
-    digests: dict[int, str] = {}
-    with Replayer.open(store, names, step=0) as replayer:
-        assert replayer.start == 0
-        for version in range(STEPS + 1):
-            if version:
-                replayer.advance(replayer.read())
-            tensors = replayer.tensors().items()
-            digests[version] = policy_digest(
-                {name: (tensor.dtype, tensor.shape, digest_hex(tensor_digest(tensor))) for name, tensor in tensors}
-            )
-    return digests
-
-
 def test_a_run_whose_trainer_dies_everywhere_equals_an_unbroken_one(chaos: ChaosStack) -> None:
     model = chaos.directory / "dropout-model"
     shutil.copytree(chaos.workplace.path / "outputs/reverse-text/sft/model", model)
@@ -94,9 +67,9 @@ def test_a_run_whose_trainer_dies_everywhere_equals_an_unbroken_one(chaos: Chaos
     for record, point in zip(records, KILLS, strict=True):
         print(f"{point.value}: next progress after {run.recovery_s(record['time']):.1f} s")
     names = Names(PREFIX, run.uid)
-    published = _published(chaos.store(), names)
-    assert sorted(published) == list(range(STEPS + 1)) and len(set(published.values())) == STEPS + 1
-    assert _recomputed(chaos.store(), names) == published
+    made = published(chaos.store(), names)
+    assert sorted(made) == list(range(STEPS + 1)) and len(set(made.values())) == STEPS + 1
+    assert recomputed(chaos.store(), names, steps=STEPS) == made
 
 
 def _killed_and_replaced_by_another(make_chaos, tmp_path: Path, determinism: str) -> tuple[ChaosStack, ChaosRun]:
@@ -114,16 +87,16 @@ def _killed_and_replaced_by_another(make_chaos, tmp_path: Path, determinism: str
 def test_under_strict_a_trainer_that_differs_fails_the_run(make_chaos, tmp_path: Path) -> None:
     stack, run = _killed_and_replaced_by_another(make_chaos, tmp_path, "strict")
     change = run.wait_state(run_pb2.RUN_STATE_FAILED).state_changed
-    published = _published(stack.store(), Names(PREFIX, run.uid))
+    made = published(stack.store(), Names(PREFIX, run.uid))
     assert "POLICY_DIGEST_MISMATCH" in (change.reason, change.error.reason)
     message = change.error.message
-    assert published[3] in message and "0-3" in message and "this trainer computed" in message
-    assert sorted(published) == [0, 1, 2, 3, 4]
+    assert made[3] in message and "0-3" in message and "this trainer computed" in message
+    assert sorted(made) == [0, 1, 2, 3, 4]
 
 
 def test_under_best_effort_a_trainer_that_differs_begins_a_lineage(make_chaos, tmp_path: Path) -> None:
     stack, run = _killed_and_replaced_by_another(make_chaos, tmp_path, "best_effort")
     stack.finish(run)
     assert [reason for reason, _ in run.warnings()].count("NEW_LINEAGE") >= 1
-    published = [(e.policy_published.lineage, e.policy_published.version) for e in run.of("policy_published")]
-    assert published[-1] == (1, 6) and (1, 5) in published and (0, 5) not in published
+    made = [(e.policy_published.lineage, e.policy_published.version) for e in run.of("policy_published")]
+    assert made[-1] == (1, 6) and (1, 5) in made and (0, 5) not in made

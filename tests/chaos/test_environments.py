@@ -76,7 +76,7 @@ def isolated(warm: Workplace, level: str, **env: str) -> Iterator[ChaosStack]:
     if level != "none":
         env["MILLRACE_ENV_CONNECT_PORTS"] = str(http_port)
     stack = ChaosStack(Passable(place.path), level, env=env)
-    stack.address, stack._http_port = f"127.0.0.1:{port}", http_port
+    stack.address, stack.http_port = f"127.0.0.1:{port}", http_port
     try:
         with stack:
             yield stack

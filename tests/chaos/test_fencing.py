@@ -100,7 +100,7 @@ def spare_trainer(first: ChaosStack) -> Iterator[Path]:
         process.wait()
 
 
-@pytest.mark.parametrize("is_wiped", [False, True], ids=["", "Redis wiped"])
+@pytest.mark.parametrize("is_wiped", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["", "Redis wiped"])
 def test_two_trainers(first: ChaosStack, spare_trainer: Path, is_wiped: bool) -> None:
     fault = first.arm(Point.TRAINER_AFTER_MANIFEST, Action.FREEZE, when={"version": 3})
     run = first.submit(max_steps=6)
@@ -161,7 +161,10 @@ def second_stack(warm, first_stack: ChaosStack) -> Iterator[ChaosStack]:
 
 @pytest.mark.parametrize(
     ("point", "is_wiped"),
-    [(Point.ORCHESTRATOR_MID_COMMIT, False), (Point.ORCHESTRATOR_AFTER_HEADER, True)],
+    [
+        pytest.param(Point.ORCHESTRATOR_MID_COMMIT, False, marks=pytest.mark.slow),
+        (Point.ORCHESTRATOR_AFTER_HEADER, True),
+    ],
     ids=["before the header", "before the append, Redis wiped"],
 )
 def test_two_orchestrators(first: ChaosStack, second_stack: ChaosStack, point: Point, is_wiped: bool) -> None:

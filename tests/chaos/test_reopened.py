@@ -62,7 +62,7 @@ def repair(chaos: ChaosStack, run: ChaosRun, *options: str) -> list[dict]:
     return json.loads(said[said.index("{") :])["repairs"]
 
 
-@pytest.mark.parametrize("point", POINTS)
+@pytest.mark.parametrize("point", [POINTS[0], *(pytest.param(point, marks=pytest.mark.slow) for point in POINTS[1:])])
 def test_a_run_that_a_damaged_store_ended_is_repaired_and_resumed(
     chaos: ChaosStack, tmp_path: Path, point: Point
 ) -> None:

@@ -10,6 +10,7 @@ import pytest
 
 from millrace.env_server.settings import EnvServerSettings
 from millrace.inference.settings import InferenceSettings
+from millrace.orchestrator.drive.exports import traces_wanted
 from millrace.rpc.access import ServerAccess
 from millrace.rpc.tokens import new_token, token_line
 from millrace.telemetry.settings import Settings, parse_address, variable_name
@@ -18,6 +19,7 @@ SERVICES = Path(__file__).parents[2] / "services" / "millrace"
 ENTRIES = {
     "orchestrator": "orchestrator",
     "env-server": "env_server",
+    "env-server-pool": "env_server",
     "inference": "inference",
     "trainer": "trainer",
     "trainer-worker": "trainer",
@@ -29,6 +31,10 @@ _OF_LIBRARIES = {
     "HF_TOKEN",
     "HOME",
     "OMP_NUM_THREADS",
+    "OTEL_EXPORTER_OTLP_ENDPOINT",
+    "OTEL_EXPORTER_OTLP_HEADERS",
+    "OTEL_TRACES_SAMPLER",
+    "OTEL_TRACES_SAMPLER_ARG",
     "PIP_CONFIG_FILE",
     "PIP_DISABLE_PIP_VERSION_CHECK",
     "PIP_NO_CACHE_DIR",
@@ -164,3 +170,18 @@ def test_flags_of_vllm(render):
     flags = json.loads(environ["MILLRACE_VLLM_FLAGS"])
     assert (flags["master_addr"], flags["node_rank"]) == ("demo-millrace-inference-0.inference.rl", "0")
     assert (flags["nnodes"], flags["tensor_parallel_size"]) == (2, 8)
+
+
+def test_traces_are_sent_where_a_collector_is_named_and_nowhere_else(render):
+    """By the orchestrator alone, and in the words that its exporter takes."""
+    made = render("external-stores")
+    for pod in made.pods:
+        names = {item["name"] for item in pod.spec["containers"][0].get("env", []) if item["name"].startswith("OTEL_")}
+        assert bool(names) == (pod.component == "orchestrator"), pod.owner
+    variables = made.pod("orchestrator").spec["containers"][0]["env"]
+    assert traces_wanted(_environ(made.pod("orchestrator").spec["containers"][0]))
+    by_name = {item["name"]: item for item in variables}
+    assert by_name["OTEL_TRACES_SAMPLER_ARG"]["value"] == "0.1"
+    headers = by_name["OTEL_EXPORTER_OTLP_HEADERS"]["valueFrom"]["secretKeyRef"]
+    assert headers == {"name": "collector", "key": "headers"}
+    assert not traces_wanted(_environ(render("cpu").pod("orchestrator").spec["containers"][0]))

@@ -86,7 +86,7 @@ def test_another_pod_is_another_jobset(render):
     def name(*sets):
         return render("multi-node", *sets).of_kind("JobSet")[0]["metadata"]["name"]
 
-    assert name() != name("trainer.image.tag=other")
+    assert name() != name("trainer.image.tag=other-cuda")
     assert name() != name("trainer.nodes=8")
     assert name() == name("inference.replicas=3"), "an upgrade of something else leaves the gang alone"
 

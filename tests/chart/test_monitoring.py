@@ -89,6 +89,17 @@ def _rules(made) -> list[dict]:
     return [rule for group in item["spec"]["groups"] for rule in group["rules"]]
 
 
+def _dashboard(made) -> dict:
+    (item,) = (each for each in made.of_kind("ConfigMap") if each["metadata"]["name"].endswith("-grafana"))
+    return json.loads(item["data"]["millrace.json"])
+
+
+def _panels(render) -> list[tuple[str, str]]:
+    """Title and query of everything that the dashboard draws."""
+    panels = _dashboard(render("multi-node"))["panels"]
+    return [(panel["title"], target["expr"]) for panel in panels for target in panel["targets"]]
+
+
 def _expressions(render) -> list[str]:
     found = [rule["expr"] for case in WITH_RULES for rule in _rules(render(case))]
     for item in render("multi-node").of_kind("ScaledObject"):
@@ -103,6 +114,19 @@ def test_rules_and_queries_use_metrics_that_exist(render, exported):
         assert _metrics(expression) <= ours.keys() | VLLM | PROCESS, expression
         for name, labels in _matchers(expression):
             assert labels <= ours[name], f"{name} has no such label: {expression}"
+
+
+def test_the_dashboard_draws_metrics_that_exist(render, exported):
+    ours = {name: labels for service in exported.values() for name, labels in service.items()}
+    panels = _panels(render)
+    assert len(panels) > 15 and len({panel["id"] for panel in _dashboard(render("multi-node"))["panels"]}) > 12
+    for title, query in panels:
+        assert _metrics(query) and _metrics(query) <= ours.keys() | VLLM, title
+        for name, labels in _matchers(query):
+            assert labels <= ours[name], f"{title}: {name} has no such label"
+        for by in re.findall(r"by \(([^)]*)\)", query):
+            known = set().union(*(ours.get(name, set()) for name in _metrics(query))) | {"le"}
+            assert {label.strip() for label in by.split(",")} <= known, title
 
 
 def test_every_service_says_when_it_started():

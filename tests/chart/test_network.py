@@ -22,8 +22,12 @@ CALLS = {
     ("inference", "object-store", 8333),
     ("trainer", "object-store", 8333),
 }
-PORTS = {"orchestrator": [50051, 9090], "env-server": [50052, 9090], "inference": [50053, 8000]}
+PORTS = {"orchestrator": [50051, 8080, 9090], "env-server": [50052, 9090], "inference": [50053, 8000]}
+PORTS["env-server-pool"] = PORTS["env-server"]
 PORTS |= {"trainer": [50054, 9090], "redis": [6379], "object-store": [8333]}
+
+
+POOL = ("envServer.pools[0].name=own", "envServer.pools[0].image.repository=own", "envServer.pools[0].image.tag=v1")
 
 
 def _matches(selector: dict, labels: dict[str, str]) -> bool:
@@ -81,12 +85,19 @@ def test_the_addresses_that_pods_tell_are_names_of_a_headless_service(render):
         assert environment["MILLRACE_ADVERTISE"].startswith(f"$(POD_NAME).{service['metadata']['name']}.rl.svc:")
 
 
-@pytest.mark.parametrize("caller", ["orchestrator", "env-server", "inference", "trainer", "helm-test"])
+def _as_env_server(component: str) -> str:
+    """Pools call, and are called, as the other env-servers are."""
+    return component.removesuffix("-pool")
+
+
+@pytest.mark.parametrize(
+    "caller", ["orchestrator", "env-server", "env-server-pool", "inference", "trainer", "helm-test"]
+)
 def test_policies_allow_what_is_needed_and_nothing_else(render, caller):
-    made = render("cpu")
+    made = render("cpu", *POOL)
     for callee, ports in PORTS.items():
         for port in ports:
-            expected = (caller, callee, port) in CALLS
+            expected = (_as_env_server(caller), _as_env_server(callee), port) in CALLS
             assert _may_call(made, caller, callee, port) == expected, f"{caller} -> {callee}:{port}"
 
 
@@ -128,10 +139,42 @@ def test_only_the_public_api_is_published(render):
     assert rule["matches"] == [{"method": {"service": "millrace.v1.RunService"}}]
 
 
+def test_the_dashboard_has_a_service_and_nobody_else_is_published_with_it(render):
+    made = render("cpu")
+    (port,) = made.one("Service", "orchestrator-dashboard")["spec"]["ports"]
+    assert (port["port"], port["targetPort"], port["appProtocol"]) == (8080, "dashboard", "http")
+    (api,) = made.one("Service", "-orchestrator")["spec"]["ports"]
+    assert api["port"] == 50051
+    assert not made.of_kind("Ingress")
+
+
+def test_the_ingress_of_the_dashboard_reaches_it(render):
+    made = render("external-stores")
+    ingress = made.one("Ingress", "orchestrator-dashboard")
+    assert ingress["metadata"]["annotations"]["nginx.ingress.kubernetes.io/backend-protocol"] == "HTTPS"
+    (rule,) = ingress["spec"]["rules"]
+    (path,) = rule["http"]["paths"]
+    service = made.one("Service", "orchestrator-dashboard")
+    assert path["backend"]["service"] == {"name": service["metadata"]["name"], "port": {"name": "dashboard"}}
+    assert ingress["spec"]["tls"] == [{"hosts": [rule["host"]], "secretName": "dashboard-example-com"}]
+    rules = made.one("NetworkPolicy", "orchestrator")["spec"]["ingress"]
+    (peers,) = [item["from"] for item in rules if [port["port"] for port in item["ports"]] == [8080]]
+    assert peers == [{"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "ingress-nginx"}}}]
+
+
+def test_without_the_dashboard_nothing_of_it_is_left(render):
+    made = render("cpu", "orchestrator.dashboard.enabled=false")
+    assert not [item for item in made.of_kind("Service") if item["metadata"]["name"].endswith("dashboard")]
+    (container,) = made.pod("orchestrator").spec["containers"]
+    assert "dashboard" not in {port["name"] for port in container["ports"]}
+    assert "MILLRACE_DASHBOARD_LISTEN" not in {item["name"] for item in container["env"]}
+
+
 def test_certificates_have_the_names_that_callers_use(render):
     made = render("multi-node")
     names = made.of_kind("Certificate")[0]["spec"]["dnsNames"]
     environment = {item["name"]: item.get("value") for item in made.pod("inference").spec["containers"][0]["env"]}
-    for address in (environment["MILLRACE_ORCHESTRATOR"], environment["MILLRACE_ADVERTISE"]):
+    dashboard = made.one("Service", "orchestrator-dashboard")["metadata"]["name"] + ".rl.svc:8080"
+    for address in (environment["MILLRACE_ORCHESTRATOR"], environment["MILLRACE_ADVERTISE"], dashboard):
         host = address.rpartition(":")[0]
         assert host in names or f"*.{host.partition('.')[2]}" in names, host

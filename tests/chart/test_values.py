@@ -56,6 +56,30 @@ def _tables(value, path=()):
         ("monitoring.serviceMonitor.enabled=true", "serviceMonitor.enabled needs networkPolicy.metricsClients"),
         ("trainer.exampleModel.enabled=false", "helmTest.run needs trainer.exampleModel.enabled"),
         ("orchestrator.ingress.enabled=true", "orchestrator.ingress.enabled needs a host"),
+        ("orchestrator.dashboard.ingress.enabled=true", "orchestrator.dashboard.ingress.enabled needs a host"),
+        ("orchestrator.dashboard.ingress.enabled=true", "ingress.enabled needs auth.existingSecret: without tokens"),
+        ("orchestrator.dashboard.ingress.enabled=true", "ingress.enabled needs networkPolicy.dashboardClients"),
+        (
+            "orchestrator.dashboard.ingress.enabled=true,orchestrator.dashboard.enabled=false",
+            "ingress.enabled needs orchestrator.dashboard.enabled",
+        ),
+        (
+            "orchestrator.dashboard.ingress.enabled=true,tls.requireClientCertificates=true",
+            "requireClientCertificates shuts out orchestrator.dashboard.ingress",
+        ),
+        ("monitoring.traces.endpoint=collector:4318", "monitoring.traces.endpoint: Does not match pattern"),
+        ("monitoring.traces.existingSecret=x", "monitoring.traces.existingSecret needs monitoring.traces.endpoint"),
+        ("envServer.pythons={venvs}", "envServer.pythons.0: Does not match pattern"),
+        ("envServer.pools[0].name=own", "envServer.pools.0: image is required"),
+        (
+            "envServer.pools[0].name=own,envServer.pools[0].image.repository=own",
+            "envServer.pools: own needs image.repository and image.tag or image.digest",
+        ),
+        (
+            "envServer.pools[0].name=a,envServer.pools[0].image.repository=x,envServer.pools[0].image.tag=v1,"
+            "envServer.pools[1].name=a,envServer.pools[1].image.repository=y,envServer.pools[1].image.tag=v1",
+            "envServer.pools has two that are called a",
+        ),
         ("orchestrator.replicas=2", "orchestrator: Additional property replicas is not allowed"),
     ],
 )
@@ -123,3 +147,10 @@ def test_every_value_is_used_by_a_template():
             continue  # copied as they are
         for key in table:
             assert key in used, f"{'.'.join((*path, key))} does nothing"
+
+
+def test_gpus_without_an_image_that_can_use_them_are_refused(helm):
+    made = helm("template", "m", str(CHART), "--set", "trainer.gpu.count=2,inference.gpu.count=1")
+    assert made.returncode != 0
+    assert "trainer.gpu.count is 2" in made.stderr and "inference.gpu.count is 1" in made.stderr
+    assert "-cuda" in made.stderr

@@ -18,6 +18,10 @@ clean() { # what tests that were killed have left would start again with the eng
       docker volume prune --force --filter "$filter" >/dev/null || true
       docker network prune --force --filter "$filter" >/dev/null || true
     done
+    containers=$(docker ps --all --quiet --filter label=millrace.test) # of millrace_testing/containers.py
+    # shellcheck disable=SC2086
+    [ -z "$containers" ] || docker rm --force --volumes $containers >/dev/null || true
+    docker volume prune --force --filter label=millrace.test >/dev/null || true
   fi
   tests/compose/engine.sh stop # which keeps the images of this run
 }

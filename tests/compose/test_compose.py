@@ -131,6 +131,22 @@ def test_the_gpu_override_puts_vllm_and_the_trainer_on_gpus_and_changes_nothing_
         assert all(service.get(key) == plain["services"][name].get(key) for key in kept)
 
 
+def test_the_image_override_adds_env_servers_that_announce_their_image(
+    images: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only as a file: what an env-server does with the variable is tested as a process."""
+    monkeypatch.setenv("MILLRACE_ENV_IMAGE", "registry.example.com/team/own-env:1.2")
+    both = ("docker-compose.yml", "docker-compose.env-image.yml")
+    plain, more = (_config(Deployment(project="millracetest", port=1, files=files)) for files in (both[:1], both))
+    own = more["services"].pop("env-server-own")
+    assert more["services"] == plain["services"]
+    assert own["image"] == own["environment"].pop("MILLRACE_ENV_IMAGE") == "registry.example.com/team/own-env:1.2"
+    other = plain["services"]["env-server"]
+    assert "build" not in own and own["environment"] == other["environment"]
+    kept = {"restart", "read_only", "cap_drop", "security_opt", "depends_on", "volumes", "tmpfs", "networks"}
+    assert all(own.get(key) == other.get(key) for key in kept)
+
+
 def _config(stack: Deployment) -> dict[str, Any]:
     try:
         return json.loads(stack.compose("config", "--format", "json"))
@@ -153,7 +169,7 @@ def test_no_service_runs_as_root_or_may_become_it(deployment: Deployment) -> Non
         for bindings in deployment.inspect(container)["NetworkSettings"]["Ports"].values()
         for binding in bindings or []
     ]
-    assert ports == ["127.0.0.1"], "the API, on loopback, and nothing else"
+    assert ports == 2 * ["127.0.0.1"], "the API and the dashboard, on loopback, and nothing else"
 
 
 def test_a_run_learns_although_everything_is_killed_once(deployment: Deployment) -> None:

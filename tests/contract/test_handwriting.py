@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-SERVICES = Path(__file__).parents[2] / "services" / "millrace"
+TESTS = Path(__file__).parents[1]
+SERVICES = TESTS.parent / "services" / "millrace"
 # What follows a verb and not a plural noun: "Reads a file" is the third person, "Reads of a file" is not.
 OBJECT = re.compile(r"[A-Z][a-z]+,? (?:an?|the|its?|what|all|every|each|this|one|them|for|with the)\b")
 
@@ -92,6 +93,62 @@ def test_private_names_stay_in_their_module() -> None:
         if alias.name.startswith("_") and not alias.name.startswith("__")
     ]
     assert not taken, f"what another module uses has a public name: {taken}"
+
+
+FOREIGN = {
+    "_exit": "of os: ends a process without its farewell",
+    "_getframe": "of sys: who calls the clock",
+    "_replace": "of named tuples, which document it",
+    "_dynamo": "of torch: its compiler, which has no public name for counters and resets",
+    "_cdata": "of torch: the address of a storage, by which one is known again",
+    "_get_fsdp_state": "of torch: FSDP shows nowhere else what it offloads",
+    "_fsdp_param_group": "of torch: as above",
+    "_collector_to_names": "of prometheus_client: metrics that have no values yet have labels there only",
+    "_labelnames": "of prometheus_client: as above",
+}
+"""What tests take of others that begins with an underscore."""
+
+
+def _private(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """Line and name of what is private and not of the class that takes it."""
+    for node in ast.walk(tree):
+        match node:
+            case ast.Attribute(value=ast.Name(id="self" | "cls")):
+                continue
+            case ast.Attribute(attr=name):
+                names = [name]
+            case ast.ImportFrom(names=aliases):
+                names = [alias.name for alias in aliases]
+            case ast.Call(func=ast.Name(id="getattr" | "setattr") | ast.Attribute(attr="setattr"), args=args):
+                texts = [arg.value for arg in args if isinstance(arg, ast.Constant) and isinstance(arg.value, str)]
+                names = [text.rpartition(".")[2] for text in texts[:1]]
+            case _:
+                continue
+        yield from ((node.lineno, name) for name in names if re.match(r"_[a-z]", name))
+
+
+def test_tests_use_what_is_public() -> None:
+    found = [
+        (f"{path.relative_to(TESTS)}:{line}", name)
+        for path in sorted(TESTS.rglob("*.py"))
+        for line, name in _private(ast.parse(path.read_text()))
+    ]
+    taken = [f"{place}: {name}" for place, name in found if name not in FOREIGN]
+    assert not taken, f"test by what others can see: {taken}"
+    assert not FOREIGN.keys() - {name for _, name in found}, "nothing takes these any more"
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "engine._thread.join()",
+        "patch.setattr(engine, '_step', die)",
+        "from millrace.a import _b",
+        "setattr(a, '_b', 1)",
+    ],
+)
+def test_what_is_private_is_seen(line: str) -> None:
+    assert [name for _, name in _private(ast.parse(line))]
 
 
 def test_broad_excepts_say_why() -> None:

@@ -28,6 +28,8 @@ def test_the_contracts_see_a_sideways_import(tmp_path: Path) -> None:
         "env_server",
         "inference",
         "trainer",
+        "dashboard",
+        "exports",
         "rpc",
         "runlog",
         "policies",

@@ -6,6 +6,8 @@ from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+
 import millrace
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -37,6 +39,28 @@ def test_a_word_of_the_vocabulary_has_one_entry() -> None:
     terms = _terms((ROOT / "docs" / "vocabulary.md").read_text())
     assert len(terms) > 30
     assert not sorted({term for term in terms if terms.count(term) > 1})
+
+
+RETIRED = re.compile(
+    r"\b(wish(es|ed)?|heed(s|ed)?|bur(y|ies|ied)|doom(s|ed)?|recall(s|ed)?|know_base|told_to|whoever)\b"
+    r"|beside the serving|\bdef _?let_go\b",
+    re.IGNORECASE,
+)
+"""Words of a former private dialect: write intent, apply, reap, abort, fetch, background verification. (`let_go` is the
+name of a field of worker_service.proto, which stays.)"""
+
+
+def test_retired_words_stay_retired() -> None:
+    files = [path for path in SERVICES.rglob("*.py") if "_pb2" not in path.name]
+    files += (ROOT / "docs").rglob("*.md")
+    assert not [
+        f"{path.relative_to(ROOT)}: {found[0]}" for path in files for found in RETIRED.finditer(path.read_text())
+    ]
+
+
+@pytest.mark.parametrize("text", ["Whoever asks", "it was doomed", "def let_go(self)", "self.told_to(x)"])
+def test_a_retired_word_is_seen(text: str) -> None:
+    assert RETIRED.search(text)
 
 
 def _files_named(text: str) -> Iterator[str]:

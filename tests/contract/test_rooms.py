@@ -1,6 +1,7 @@
 """The layout of the packages: none is crowded, nothing imports in a circle, and arrows between rooms run down."""
 
 import ast
+import functools
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -37,7 +38,10 @@ def _imports(name: str) -> set[str]:
     return {each for each in found if each in MODULES and each != name}
 
 
-IMPORTS = {name: _imports(name) for name in MODULES}
+@functools.cache
+def _graph() -> Graph:
+    """Of all modules. Every process of a test run imports this file, and only one of them needs what it reads."""
+    return {name: _imports(name) for name in MODULES}
 
 
 def _circles(graph: Graph) -> list[list[str]]:
@@ -82,7 +86,7 @@ def _rooms(package: str) -> Graph:
     graph: defaultdict[str, set[str]] = defaultdict(set)
     for name in _inside(package):
         ours = _room(package, name)
-        theirs = {_room(package, each) for each in IMPORTS[name] if each.startswith(f"{package}.")}
+        theirs = {_room(package, each) for each in _graph()[name] if each.startswith(f"{package}.")}
         graph[ours] |= theirs - {ours}
     return graph
 
@@ -94,7 +98,7 @@ def test_a_package_is_not_crowded(package: str) -> None:
 
 
 def test_modules_do_not_import_each_other_in_a_circle() -> None:
-    assert _circles(IMPORTS) == []
+    assert _circles(_graph()) == []
 
 
 @pytest.mark.parametrize("package", PACKAGES)

@@ -4,24 +4,21 @@ import asyncio
 import json
 import os
 import signal
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 import numpy as np
 import pytest
 
 from millrace.internal.v1 import batch_pb2
-from millrace.local.ports import free_ports
-from millrace.local.redis import die_with_parent
 from millrace.rollouts.batch_wire import decode_header
 from millrace.rollouts.types import RolloutStatus
 from millrace.rollouts.wire import decode_archive
 from millrace.runlog.audit import audit_run
 from millrace.runlog.names import Names
 from millrace.storage import open_store
+from millrace_testing import teachers
 from millrace_testing.workplaces import Workplace
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(280)]
@@ -58,34 +55,8 @@ args = {{ num_train = 512, num_eval = 8 }}
 @pytest.fixture(scope="module")
 def teacher(warm: Workplace, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The base URL of an engine that serves the warmed-up model to every client that shows the key."""
-    port, http_port = free_ports(2)
-    directory = tmp_path_factory.mktemp("teacher")
-    (directory / "key").write_text(KEY)
-    (directory / "key").chmod(0o600)
-    with (directory / "engine.log").open("w") as output:
-        process = warm.popen(
-            *("-m", "millrace.inference.main"),
-            stdout=output,
-            preexec_fn=die_with_parent,
-            env={
-                "MILLRACE_MODEL": str(warm.path / "outputs" / "reverse-text" / "sft" / "model"),
-                "MILLRACE_MODEL_NAME": "good",
-                "MILLRACE_LISTEN": f"127.0.0.1:{port}",
-                "MILLRACE_HTTP_LISTEN": f"127.0.0.1:{http_port}",
-                "MILLRACE_WORKER_TOKEN_FILE": str(directory / "key"),
-                "MILLRACE_DRAIN_S": "0",
-            },
-        )
-    url = f"http://127.0.0.1:{http_port}/v1"
-    try:
-        ends = time.monotonic() + 90
-        while not asyncio.run(_serves(url)):
-            assert process.poll() is None and time.monotonic() < ends, (directory / "engine.log").read_text()[-2000:]
-            time.sleep(0.2)
+    with teachers.serving(warm, tmp_path_factory.mktemp("teacher"), key=KEY) as url:
         yield url
-    finally:
-        process.terminate()
-        process.wait(20)
 
 
 def student_place(warm: Workplace, path: Path) -> Workplace:
@@ -100,15 +71,6 @@ def student_place(warm: Workplace, path: Path) -> Workplace:
     student.save_pretrained(place.path / "start")
     AutoTokenizer.from_pretrained(models / "base").save_pretrained(place.path / "start")
     return place
-
-
-async def _serves(url: str) -> bool:
-    async with aiohttp.ClientSession(headers={"Authorization": f"Bearer {KEY}"}) as session:
-        try:
-            async with session.get(f"{url}/models") as reply:
-                return reply.status == 200
-        except aiohttp.ClientError:
-            return False
 
 
 def test_a_student_comes_near_its_teacher_although_its_orchestrator_dies(

@@ -1,14 +1,19 @@
 """Other kinds of environments through the whole system: two turns with a tool, and the v1 generation."""
 
 import json
+import os
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
+from transformers import AutoTokenizer
 
 from millrace.rollouts.types import RolloutStatus
 from millrace.rollouts.wire import decode_archive
 from millrace.storage.local import LocalStore
+from millrace_testing import tool_callers
+from millrace_testing.workplaces import Workplace
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 STEPS, BATCH, GROUP = 2, 32, 8
@@ -40,6 +45,11 @@ def train(workplace, environment: dict, *argv: str, **options) -> tuple[dict, li
         **options,
     )
     return summary, archived(workplace, summary)
+
+
+def roles_of(rollout) -> list[str]:
+    """Who wrote each message."""
+    return [message["role"] for message in json.loads(rollout.messages_json)]
 
 
 def num_sampled_parts(sample) -> int:
@@ -74,8 +84,7 @@ def test_two_turns_and_a_tool_give_exact_tokens(warm) -> None:
     assert len(twice) >= MIN_OK // 2
     for rollout in twice:
         assert sum(num_sampled_parts(sample) for sample in rollout.samples) == 2
-        roles = [message["role"] for message in json.loads(rollout.messages_json)]
-        assert roles == ["user", "assistant", "user", "assistant"]
+        assert roles_of(rollout) == ["user", "assistant", "user", "assistant"]
 
 
 @pytest.mark.long
@@ -90,3 +99,45 @@ def test_a_v1_taskset_trains(warm) -> None:
     )
     good = check_common(summary, rollouts)
     assert len({rollout.task_id for rollout in good}) >= MIN_OK // GROUP
+
+
+@pytest.fixture(scope="module")
+def caller(make_workplace: Callable[[str], Workplace]) -> Workplace:
+    """The tiny model has learned by heart how to call: nothing here is told what to say."""
+    workplace = make_workplace("caller")
+    tool_callers.warm_up(workplace)
+    return workplace
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("environment", ["letter-tools", "letter-mcp"])
+def test_a_tool_env_trains_a_model_that_calls_its_tool(caller: Workplace, environment: str) -> None:
+    """A `ToolEnv`, whose tool is a function, and an `MCPEnv`, whose tool is a server over pipes."""
+    workplace = caller
+    fixtures = REPOSITORY / "tests" / "fixtures" / "environments"
+    paths = [fixtures / "letter_tools", fixtures / "letter_mcp", REPOSITORY / "environments" / "code_lookup"]
+    summary, rollouts = train(
+        workplace,
+        {"id": environment},
+        *("--model.name", tool_callers.MODEL, "--seq-len", "320", "--orchestrator.sampling.max-tokens", "90"),
+        *("--orchestrator.sampling.temperature", "0.7"),  # at 1.0 half of the replies of so small a model are calls
+        *("--inference.engine", "embedded", "--inference.model.tool-call-parser", "hermes"),
+        *("--inference.model.enable-auto-tool-choice", "true"),
+        env={"PYTHONPATH": os.pathsep.join(map(str, paths))},
+        timeout_s=600,
+    )
+    good = check_common(summary, rollouts)
+    called = [rollout for rollout in good if "tool" in roles_of(rollout)]
+    assert len(called) >= MIN_OK // 2
+    tokenizer = AutoTokenizer.from_pretrained(workplace.path / tool_callers.MODEL)
+    for rollout in called:
+        roles = roles_of(rollout)
+        assert roles[:3] == ["user", "assistant", "tool"] and len(roles) == 2 * rollout.num_turns
+        assert sum(num_sampled_parts(sample) for sample in rollout.samples) == rollout.num_turns
+        text = tokenizer.decode(rollout.samples[0].token_ids.tolist())
+        assert text.startswith("<|im_start|>system\nlook<|im_end|>\n"), "the tools of the environment are in the prompt"
+    # Calls that the template writes as the policy did leave the turns in one sample.
+    whole = [rollout for rollout in called if len(rollout.samples) == 1 and rollout.num_turns == 2]
+    assert len(whole) >= len(called) // 2
+    assert max(rollout.reward for rollout in whole) > 0

@@ -42,7 +42,6 @@ MISTAKES = {
     "reward-nan": (faulty("reward_nan"), ("nan", "env_error", "millrace env check")),
     "tool-throws": (faulty("tool_error"), ("tool broke", "env_error")),
     "timeout": ([*faulty("sleep"), "--orchestrator.rollout-timeout-s", "1"], ("within 1 s", "rollout_timeout_s")),
-    "image": (faulty("ok", kind="image"), ("image_url", "faulty-v0", "env_error", "text alone")),
     "refused": (REFUSED, ("tool_choice", "model_error", "orchestrator.sampling")),
 }
 
@@ -68,6 +67,20 @@ def test_a_mistake_ends_the_run_and_is_named(warm, server, mistake: str) -> None
     assert "the first: " in warm.millrace("run", "show", mistake, env=server)
     assert texts[0] in warm.millrace("run", "why", mistake, env=server)
     assert len(output.splitlines()) < 100
+
+
+@pytest.mark.long
+def test_images_are_refused_when_the_environment_is_loaded(warm, server) -> None:
+    options = faulty("ok", kind="image")
+    code, output = warm.attempt(
+        *("-m", "millrace.cli", "rl", "@", warm.rl_toml, "--name", "image", *SMALL, NO_FIRST_EVAL, *options), env=server
+    )
+    assert code == 1, output[-3000:]
+    end = next(line for line in output.splitlines() if line.startswith("Error: "))
+    assert "Error: runs/image failed: " in end and "[ENV_LOAD_FAILED] (env-server)" in end
+    for text in ("image_url", "faulty-v0", "text alone"):
+        assert text in end, text
+    assert "image_url" in warm.millrace("run", "why", "image", env=server)
 
 
 @pytest.mark.long

@@ -107,7 +107,14 @@ def test_there_are_guides_with_commands() -> None:
 
 @pytest.mark.long
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("guide", GUIDES, ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "guide",
+    [
+        pytest.param(guide, marks=pytest.mark.slow) if guide.stem == "debugging_learning" else pytest.param(guide)
+        for guide in GUIDES
+    ],  # the slow one trains for minutes
+    ids=lambda guide: guide.stem,
+)
 def test_a_guide_works_as_it_is_written(guide: Path, reader: Reader) -> None:
     output = ""
     for block in blocks_of(guide):

@@ -12,7 +12,7 @@ from millrace.internal.v1 import batch_pb2
 from millrace.local.ports import free_ports
 
 
-@pytest.mark.long  # tests/chaos/test_kills.py kills each of its processes
+@pytest.mark.slow  # tests/chaos/test_kills.py kills each of its processes
 @pytest.mark.timeout(280)
 def test_kill_9_of_the_whole_stack_loses_and_repeats_nothing(warm) -> None:
     port, http_port = free_ports(2)

@@ -11,6 +11,9 @@ pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
 WITHIN_S = 560.0
 """A demo takes a minute on two idle cores; beside three other long tests it takes ten times that."""
 
+CONTROL_STEPS = 30
+"""Enough for every counter to be seen moving; without a learning rate each step is like the others."""
+
 KEYS = (
     "reward_before",
     "reward_after",
@@ -44,11 +47,12 @@ def test_held_out_reward_rises(seed: int, make_warm) -> None:
 
 def test_without_learning_rate_nothing_changes(warm) -> None:
     with scraping(warm.path) as scrapes:
-        summary, _ = warm.train("--trainer.optim.lr", "0", timeout_s=WITHIN_S)
+        steps = ("--max-steps", str(CONTROL_STEPS))
+        summary, _ = warm.train("--trainer.optim.lr", "0", *steps, timeout_s=WITHIN_S)
     # 256 rollouts of the same 64 tasks before and after: the difference of the means has a deviation of about 0.02.
     assert abs(summary["reward_after"] - summary["reward_before"]) < 0.06
     policies = sorted((warm.path / summary["checkpoint_path"]).parents[1].glob("policies/*/manifest.json"))
-    assert len(policies) == 81
+    assert len(policies) == CONTROL_STEPS + 1
     digests = {json.loads(manifest.read_text())["digest"] for manifest in policies}
     assert len(digests) == 1, "with learning rate 0 every version has the same weights, bit for bit"
     _check_metrics(scrapes)
@@ -57,12 +61,12 @@ def test_without_learning_rate_nothing_changes(warm) -> None:
 def _check_metrics(scrapes: Scrapes) -> None:
     """What every service told Prometheus in the middle of the run moved, and was what the run did."""
     series = {
-        ("orchestrator", "millrace_orchestrator_batches_committed_total"): 80,
-        ("trainer", "millrace_trainer_steps_total"): 80,
-        ("trainer", "millrace_trainer_publish_duration_seconds_count"): 81,
-        ("inference", "millrace_inference_policy_version"): 80,
-        ("inference", "millrace_inference_pause_duration_seconds_count"): 81,
-        ("env-server", "millrace_env_server_append_duration_seconds_count"): 80 * 256 + 512,
+        ("orchestrator", "millrace_orchestrator_batches_committed_total"): CONTROL_STEPS,
+        ("trainer", "millrace_trainer_steps_total"): CONTROL_STEPS,
+        ("trainer", "millrace_trainer_publish_duration_seconds_count"): CONTROL_STEPS + 1,
+        ("inference", "millrace_inference_policy_version"): CONTROL_STEPS,
+        ("inference", "millrace_inference_pause_duration_seconds_count"): CONTROL_STEPS + 1,
+        ("env-server", "millrace_env_server_append_duration_seconds_count"): CONTROL_STEPS * 256 + 512,
     }
     (run,) = {labels for _, labels in _keys(scrapes, "orchestrator", "millrace_orchestrator_batches_committed_total")}
     for (service, name), most in series.items():

@@ -110,11 +110,36 @@ against the code); the others are for the libraries below it, or are used by a l
 {{- end }}
 {{- end -}}
 
+{{/* Where the traces of every run go. The headers are one secret, because a token is in them. */}}
+{{- define "millrace.env.traces" -}}
+{{- with .Values.monitoring.traces }}
+{{- if .endpoint }}
+- name: OTEL_EXPORTER_OTLP_ENDPOINT
+  value: {{ .endpoint | quote }}
+- name: OTEL_TRACES_SAMPLER
+  value: traceidratio
+- name: OTEL_TRACES_SAMPLER_ARG
+  value: {{ .share | quote }}
+{{- if .existingSecret }}
+- name: OTEL_EXPORTER_OTLP_HEADERS
+  valueFrom:
+    secretKeyRef:
+      name: {{ .existingSecret }}
+      key: {{ .existingSecretKeys.headers }}
+{{- end }}
+{{- end }}
+{{- end }}
+{{- end -}}
+
 {{- define "millrace.env.orchestrator" -}}
 {{- $root := . -}}
 {{ include "millrace.env.common" (list $root .Values.orchestrator) }}
 - name: MILLRACE_LISTEN
   value: "0.0.0.0:50051"
+{{- if .Values.orchestrator.dashboard.enabled }}
+- name: MILLRACE_DASHBOARD_LISTEN
+  value: "0.0.0.0:8080"
+{{- end }}
 {{- include "millrace.env.metrics" . }}
 {{ include "millrace.env.redis" . }}
 {{ include "millrace.env.store" . }}
@@ -126,24 +151,35 @@ against the code); the others are for the libraries below it, or are used by a l
       name: {{ . }}
       key: {{ $root.Values.wandb.existingSecretKeys.apiKey }}
 {{- end }}
+{{- include "millrace.env.traces" . }}
 {{- include "millrace.env.huggingFace" (list . "orchestrator") }}
 {{- with .Values.orchestrator.env }}
 {{ toYaml . }}
 {{- end }}
 {{- end -}}
 
+{{/* (dict "root" $ "component" "env-server" "values" .Values.envServer); a pool says its image: "announced" true. */}}
 {{- define "millrace.env.envServer" -}}
-{{- $values := .Values.envServer -}}
-{{ include "millrace.env.podName" . }}
-{{ include "millrace.env.common" (list . $values) }}
+{{- $root := .root -}}
+{{- $values := .values -}}
+{{ include "millrace.env.podName" $root }}
+{{ include "millrace.env.common" (list $root $values) }}
 - name: MILLRACE_LISTEN
   value: "0.0.0.0:50052"
-{{- include "millrace.env.metrics" . }}
+{{- include "millrace.env.metrics" $root }}
 - name: MILLRACE_ADVERTISE
-  value: "$(POD_NAME).{{ include "millrace.component" (list . "env-server") }}.{{ .Release.Namespace }}.svc:50052"
-{{ include "millrace.env.orchestratorAddress" . }}
-{{ include "millrace.env.redis" . }}
-{{ include "millrace.env.store" . }}
+  value: "$(POD_NAME).{{ include "millrace.component" (list $root .component) }}.{{ $root.Release.Namespace }}.svc:50052"
+{{ include "millrace.env.orchestratorAddress" $root }}
+{{ include "millrace.env.redis" $root }}
+{{ include "millrace.env.store" $root }}
+{{- if .announced }}
+- name: MILLRACE_ENV_IMAGE # runs name it as orchestrator.env.image
+  value: {{ include "millrace.image" (list $root $values.image) | quote }}
+{{- end }}
+{{- with $values.pythons }}
+- name: MILLRACE_ENV_PYTHONS
+  value: {{ join ":" . | quote }}
+{{- end }}
 - name: MILLRACE_ENV_WORKERS
   value: {{ $values.workers | quote }}
 - name: MILLRACE_ENV_CAPACITY
@@ -154,11 +190,11 @@ against the code); the others are for the libraries below it, or are used by a l
   value: /var/lib/millrace/spool
 - name: MILLRACE_SPOOL_BYTES
   value: {{ $values.spool.maxBytes | int64 | quote }}
-{{- if include "millrace.hasEnvironments" . }}
+{{- if include "millrace.hasEnvironments" $values }}
 - name: PYTHONPATH
   value: /opt/environments/python
 {{- end }}
-{{- include "millrace.env.huggingFace" (list . "env-server") }}
+{{- include "millrace.env.huggingFace" (list $root "env-server") }}
 {{- with $values.env }}
 {{ toYaml . }}
 {{- end }}
@@ -228,6 +264,10 @@ against the code); the others are for the libraries below it, or are used by a l
 {{ include "millrace.env.store" . }}
 - name: OMP_NUM_THREADS
   value: {{ $values.threads | quote }}
+{{- if gt (int $values.gpu.count) 0 }}
+- name: MILLRACE_TRAINER_DEVICE # a GPU that cannot be used ends the start: nothing trains on the CPU instead
+  value: cuda
+{{- end }}
 {{- if gt (int $values.nodes) 1 }}
 - name: TORCH_DISABLE_SHARE_RDZV_TCP_STORE # else a restarted gang finds the addresses of dead ranks
   value: "1"

@@ -55,17 +55,53 @@
 {{- $wrong = append $wrong (printf "%s.autoscaling.minReplicas is above maxReplicas" $name) -}}
 {{- end -}}
 {{- end -}}
+{{- $pools := list -}}
+{{- range .Values.envServer.pools -}}
+{{- if has .name $pools -}}
+{{- $wrong = append $wrong (printf "envServer.pools has two that are called %s" .name) -}}
+{{- end -}}
+{{- $pools = append $pools .name -}}
+{{- if or (empty .image.repository) (and (empty .image.tag) (empty .image.digest)) -}}
+{{- $wrong = append $wrong (printf "envServer.pools: %s needs image.repository and image.tag or image.digest: the tag of the Millrace images is not its own" .name) -}}
+{{- end -}}
+{{- end -}}
 {{- if and .Values.orchestrator.grpcRoute.enabled (empty .Values.orchestrator.grpcRoute.parentRefs) -}}
 {{- $wrong = append $wrong "orchestrator.grpcRoute.enabled needs parentRefs: the gateway to attach to" -}}
 {{- end -}}
 {{- if and .Values.orchestrator.ingress.enabled (empty .Values.orchestrator.ingress.host) -}}
 {{- $wrong = append $wrong "orchestrator.ingress.enabled needs a host" -}}
 {{- end -}}
+{{- with .Values.orchestrator.dashboard }}
+{{- if and .ingress.enabled (not .enabled) -}}
+{{- $wrong = append $wrong "orchestrator.dashboard.ingress.enabled needs orchestrator.dashboard.enabled" -}}
+{{- end -}}
+{{- if and .ingress.enabled (empty .ingress.host) -}}
+{{- $wrong = append $wrong "orchestrator.dashboard.ingress.enabled needs a host" -}}
+{{- end -}}
+{{- if and .ingress.enabled (empty $.Values.auth.existingSecret) -}}
+{{- $wrong = append $wrong "orchestrator.dashboard.ingress.enabled needs auth.existingSecret: without tokens the dashboard answers to addresses and localhost, and to no host name" -}}
+{{- end -}}
+{{- if and .ingress.enabled $.Values.tls.requireClientCertificates -}}
+{{- $wrong = append $wrong "tls.requireClientCertificates shuts out orchestrator.dashboard.ingress, which shows no certificate of this CA" -}}
+{{- end -}}
+{{- if and .ingress.enabled $.Values.networkPolicy.enabled (empty $.Values.networkPolicy.dashboardClients) -}}
+{{- $wrong = append $wrong "orchestrator.dashboard.ingress.enabled needs networkPolicy.dashboardClients: the policies let nobody else in; name the ingress controller's namespace or pods, such as [{namespaceSelector: {matchLabels: {kubernetes.io/metadata.name: ingress-nginx}}}]" -}}
+{{- end -}}
+{{- end -}}
+{{- if and .Values.monitoring.traces.existingSecret (empty .Values.monitoring.traces.endpoint) -}}
+{{- $wrong = append $wrong "monitoring.traces.existingSecret needs monitoring.traces.endpoint: headers of which collector?" -}}
+{{- end -}}
 {{- if and .Values.helmTest.run.enabled (not .Values.trainer.exampleModel.enabled) (empty .Values.helmTest.run.model) -}}
 {{- $wrong = append $wrong "helmTest.run needs trainer.exampleModel.enabled or helmTest.run.model: the two steps train some model" -}}
 {{- end -}}
 {{- if and .Values.auth.existingSecret (empty .Values.helmTest.tokenSecret) .Values.helmTest.enabled -}}
 {{- $wrong = append $wrong "auth.existingSecret is set, so `helm test` needs helmTest.tokenSecret (a token in plain), or helmTest.enabled false" -}}
+{{- end -}}
+{{- range $name, $part := dict "inference" .Values.inference "trainer" .Values.trainer -}}
+{{- $tag := $part.image.tag | default $.Values.image.tag -}}
+{{- if and (gt (int $part.gpu.count) 0) (not (contains "cuda" $tag)) (empty $part.image.digest) -}}
+{{- $wrong = append $wrong (printf "%s.gpu.count is %d, and the image's tag %q has no CUDA: set %s.image.tag to one that ends in -cuda" $name (int $part.gpu.count) $tag $name) -}}
+{{- end -}}
 {{- end -}}
 {{- if $wrong -}}
 {{- fail (printf "\n\nthese values contradict each other:\n  - %s\n" (join "\n  - " $wrong)) -}}

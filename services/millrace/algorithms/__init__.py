@@ -7,9 +7,11 @@ from millrace.algorithms.base import Algorithm, Credit, Credited, ScalarAdvantag
 from millrace.algorithms.custom import Custom
 from millrace.algorithms.filters import Filtered, count_found
 from millrace.algorithms.grpo import Grpo
+from millrace.algorithms.hierarchical_grpo import HierarchicalGrpo
 from millrace.algorithms.max_rl import MaxRl
 from millrace.algorithms.opd import Opd
 from millrace.algorithms.opo import Opo
+from millrace.algorithms.rae import Baselines, Rae
 from millrace.algorithms.reinforce_pp import ReinforcePlusPlus
 from millrace.algorithms.rloo import Rloo
 from millrace.config.sections.algo import AdvantageConfig
@@ -24,7 +26,9 @@ ADVANTAGES: dict[str, type[ScalarAdvantage]] = {
     "max_rl": MaxRl,
 }
 """Those with a formula over rewards, which an environment may have one of its own of (`[[orchestrator.env]] algo`)."""
-ALGORITHMS: dict[str, type[Algorithm]] = {**ADVANTAGES, "opd": Opd}
+PER_AGENT: dict[str, type[Rae | HierarchicalGrpo]] = {"rae": Rae, "hierarchical_grpo": HierarchicalGrpo}
+"""Those that give each trained agent of a rollout an advantage of its own; they may be of an environment, too."""
+ALGORITHMS: dict[str, type[Algorithm]] = {**ADVANTAGES, **PER_AGENT, "opd": Opd}
 """From `[orchestrator.algo] type` to the class. A new algorithm is one file, one line here, one test."""
 
 
@@ -40,21 +44,26 @@ def make_algorithms(settings: OrchestratorConfig, code: CustomCode) -> dict[str,
         return Filtered(algorithm, settings.filters) if settings.filters else algorithm
 
     shared = made(settings.algo, ALGORITHMS)
-    return {env.name: made(env.algo, ADVANTAGES) if env.algo else shared for env in settings.env}
+    own = {**ADVANTAGES, **PER_AGENT}
+    return {env.name: made(env.algo, own) if env.algo else shared for env in settings.env}
 
 
 __all__ = [
     "ADVANTAGES",
     "ALGORITHMS",
+    "PER_AGENT",
     "Algorithm",
+    "Baselines",
     "Credit",
     "Credited",
     "Custom",
     "Filtered",
     "Grpo",
+    "HierarchicalGrpo",
     "MaxRl",
     "Opd",
     "Opo",
+    "Rae",
     "ReinforcePlusPlus",
     "Rloo",
     "ScalarAdvantage",

@@ -14,7 +14,7 @@ import numpy as np
 
 from millrace.algorithms.overlong import OverlongPenalty
 from millrace.config.sections.algo import AdvantageConfig
-from millrace.rollouts.types import Rollout, Sample
+from millrace.rollouts.types import Rollout, Sample, Trace
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,6 +47,20 @@ class Credited:
     sample: Sample
     credit: Credit
     num_tokens: int
+    place: int = 0
+    """Index of its trace in the rollout."""
+    baseline: float = 0.0
+    """What its trace's reward is compared with, where that is known before the batch."""
+
+    @property
+    def trace(self) -> Trace:
+        """Its trace."""
+        return self.rollout.agent_traces[self.place]
+
+    @property
+    def trace_key(self) -> tuple[int, int, int]:
+        """What names its trace in the run: the ordinal, the member, and the place in the rollout."""
+        return self.rollout.ordinal, self.rollout.member, self.place
 
     @property
     def sampled(self) -> np.ndarray:
@@ -69,13 +83,14 @@ class Algorithm(Protocol):
 class ScalarAdvantage(ABC):
     """An algorithm that gives every sampled token of a rollout the same advantage, from rewards and lengths alone."""
 
-    def __init__(self, *, overlong: OverlongPenalty | None = None) -> None:
-        self._overlong = overlong
+    def __init__(self, *, overlong: OverlongPenalty | None = None, by_turn: bool = False) -> None:
+        """`by_turn`: turns get credit of their own, see `_credit_turns`."""
+        self._overlong, self._by_turn = overlong, by_turn
 
     @classmethod
     def from_config(cls, config: AdvantageConfig) -> Self:
         """As `[orchestrator.algo]` says."""
-        return cls(overlong=OverlongPenalty.from_config(config))
+        return cls(overlong=OverlongPenalty.from_config(config), by_turn=config.credit == "turn")
 
     @abstractmethod
     def advantages(self, rewards: np.ndarray, lengths: np.ndarray) -> np.ndarray:
@@ -95,13 +110,37 @@ class ScalarAdvantage(ABC):
         """Return one `Credit` per sample; where rewards are compared, one alone or equal ones get advantage 0."""
         rewards = self.shaped_rewards(group)
         lengths = np.asarray([rollout.num_loss_tokens for rollout in group], dtype=np.int64)
-        advantages = np.zeros(len(rewards))
-        if len(rewards) and (not self.compares or (rewards != rewards[0]).any()):
-            advantages = self.advantages(rewards - rewards[0] if self.is_shift_invariant else rewards, lengths)
+        if self._by_turn and any(rollout.has_turn_rewards for rollout in group):
+            return self._credit_turns(group, rewards, lengths)
         return [
             [Credit(advantages=broadcast(float(advantage), sample)) for sample in rollout.samples]
-            for rollout, advantage in zip(group, advantages, strict=True)
+            for rollout, advantage in zip(group, self._compared(rewards, lengths), strict=True)
         ]
+
+    def _compared(self, rewards: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+        if not len(rewards) or (self.compares and not (rewards != rewards[0]).any()):
+            return np.zeros(len(rewards))
+        return self.advantages(rewards - rewards[0] if self.is_shift_invariant else rewards, lengths)
+
+    def _credit_turns(self, group: Sequence[Rollout], rewards: np.ndarray, lengths: np.ndarray) -> list[list[Credit]]:
+        """Give every turn the advantage of the reward to go: the rollout's, less what earlier turns have earned.
+
+        What was earned before a turn cannot be its doing (the policy gradient theorem, Sutton et al. 1999). It is
+        compared with that of the rollouts of the group which came to the same turn: a baseline of the time step
+        (Greensmith et al. 2004). One alone there gets 0.
+        """
+        turns = [[turn for sample in rollout.samples for turn in sample.turns] for rollout in group]
+        to_go = [
+            total - np.concatenate([[0.0], np.cumsum([turn.reward for turn in own])])
+            for total, own in zip(rewards, turns, strict=True)
+        ]
+        advantages = [np.zeros(max(1, len(own))) for own in turns]
+        for number in range(max(len(each) for each in advantages)):
+            there = [at for at, each in enumerate(advantages) if number < len(each)]
+            compared = self._compared(np.asarray([to_go[at][number] for at in there]), lengths[there])
+            for at, advantage in zip(there, compared, strict=True):
+                advantages[at][number] = advantage
+        return [_by_turn(rollout, each) for rollout, each in zip(group, advantages, strict=True)]
 
     def shaped_rewards(self, rollouts: Sequence[Rollout]) -> np.ndarray:
         """Return the rewards that are compared, float64 [N]: with the punishment of long responses if there is one."""
@@ -113,6 +152,21 @@ class ScalarAdvantage(ABC):
     def finish(self, batch: Sequence[Credited]) -> list[Credit]:
         """Return the groups' credit as it is."""
         return [item.credit for item in batch]
+
+
+def _by_turn(rollout: Rollout, advantages: np.ndarray) -> list[Credit]:
+    """Spread one scalar per turn, float64 [turns], over the sampled tokens of each; without turns there is one."""
+    credits, at = [], 0
+    for sample in rollout.samples:
+        if not sample.turns:
+            credits.append(Credit(advantages=broadcast(float(advantages[0]), sample)))
+            continue
+        sizes = np.diff([turn.end for turn in sample.turns], prepend=0)
+        spread = np.zeros(sample.num_tokens)
+        spread[: sample.turns[-1].end] = np.repeat(advantages[at : at + len(sizes)], sizes)
+        credits.append(Credit(advantages=np.where(sample.loss_mask == 1, spread, 0.0).astype(np.float32)))
+        at += len(sizes)
+    return credits
 
 
 def broadcast(advantage: float, sample: Sample) -> np.ndarray:

@@ -6,7 +6,6 @@ filter finds follows from the rollout alone, so a successor, a replay and a fork
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import replace
 
 import numpy as np
 
@@ -26,9 +25,7 @@ class Filtered:
         """See `Algorithm.credit`: what is masked or dropped gets credit that trains nothing."""
         actions = [_actions(rollout, self._filters) for rollout in group]
         compared = [
-            replace(rollout, reward=rollout.reward - penalty)
-            if (penalty := _penalty(rollout, self._filters))
-            else rollout
+            rollout.penalised(penalty) if (penalty := _penalty(rollout, self._filters)) else rollout
             for rollout, action in zip(group, actions, strict=True)
             if "drop" not in action
         ]

@@ -27,15 +27,20 @@ class Grpo(ScalarAdvantage):
         std_norm: Literal["none", "group", "batch"] = "none",
         leave_one_out: bool = False,
         overlong: OverlongPenalty | None = None,
+        by_turn: bool = False,
     ) -> None:
-        super().__init__(overlong=overlong)
+        super().__init__(overlong=overlong, by_turn=by_turn)
         self._std_norm, self._leave_one_out = std_norm, leave_one_out
 
     @classmethod
     def from_config(cls, config: AdvantageConfig) -> Self:
         """As `[orchestrator.algo]` says."""
-        overlong = OverlongPenalty.from_config(config)
-        return cls(std_norm=config.std_norm, leave_one_out=config.leave_one_out, overlong=overlong)
+        return cls(
+            std_norm=config.std_norm,
+            leave_one_out=config.leave_one_out,
+            overlong=OverlongPenalty.from_config(config),
+            by_turn=config.credit == "turn",
+        )
 
     def advantages(self, rewards: np.ndarray, lengths: np.ndarray) -> np.ndarray:
         """Return the advantages of a group, float64 [G]."""

@@ -31,7 +31,7 @@ class CheckResult:
 async def examine(
     server: str, origin: str, *, directory: Path = DEFAULT_DIRECTORY, environ: Mapping[str, str] = os.environ
 ) -> list[CheckResult]:
-    """API, Redis and object store, in that order; nothing raises but broken settings (InvalidSpecError).
+    """API, Redis, object store and GPUs, in that order; nothing raises but broken settings (InvalidSpecError).
 
     What the environment does not name is that of the stack in `directory`, if that is the server.
     """
@@ -48,7 +48,25 @@ async def examine(
         results.append(await _asked("object store", lambda: _store(store_url, settings.prefix)))
     else:
         results.append(_skipped("object store", "MILLRACE_STORE_URL", directory))
+    results.append(await _asked("GPUs", _gpus))
     return results
+
+
+async def _gpus() -> str:
+    """GPUs of this machine and their driver; InvalidStateError if the kernel shows a GPU and nvidia-smi none."""
+    from millrace.local.gpus import DEVICE, driver_version, machine_gpus
+
+    found = await asyncio.to_thread(machine_gpus)
+    driver, is_there = driver_version(), await asyncio.to_thread(DEVICE.exists)
+    if found:
+        return f"{len(found)} of NVIDIA, driver {driver or 'unknown'} (wheels of CUDA 13 need 580 or newer)"
+    if is_there:
+        raise InvalidStateError(
+            f"the kernel shows a GPU (driver {driver or 'unknown'}), and nvidia-smi lists none",
+            reason="GPU_UNUSABLE",
+            remedy="mend the driver; wheels of CUDA 13 need 580 or newer",
+        )
+    return "none on this machine: the trainer computes on the CPU"
 
 
 def _redis_of(stack: Mapping[str, Any]) -> str | None:

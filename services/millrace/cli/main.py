@@ -18,6 +18,10 @@ from millrace.cli.lazy import LazyGroup
 _COMMANDS = {
     "rl": ("millrace.cli.commands.rl:rl", "Train with reinforcement learning: millrace rl @ rl.toml"),
     "sft": ("millrace.cli.commands.sft:sft", "Fine-tune on prompts and completions: millrace sft @ sft.toml"),
+    "estimate": (
+        "millrace.cli.commands.estimate:estimate",
+        "Say what a run takes of GPU memory and time: millrace estimate @ rl.toml",
+    ),
     "inference": (
         "millrace.cli.commands.inference:inference",
         "Run one inference replica: millrace inference @ infer.toml",
@@ -28,9 +32,10 @@ _COMMANDS = {
     "config": ("millrace.cli.commands.config:config", "Translate config files of prime-rl."),
     "eval": ("millrace.cli.commands.eval:evaluate", "Evaluate a fixed model or an endpoint: millrace eval @ eval.toml"),
     "up": ("millrace.cli.commands.up:up", "Start the one-machine stack and leave it running."),
+    "dashboard": ("millrace.cli.commands.stack.dashboard:dashboard", "Open the dashboard of a stack or a deployment."),
     "run": ("millrace.cli.commands.run:run", "Submit, list, show, watch and cancel runs; ask why one waits."),
     "env": ("millrace.cli.commands.env_check:env", "Try an environment before a run needs it: millrace env check ID"),
-    "doctor": ("millrace.cli.commands.doctor:doctor", "Check that API, Redis and object store are fit for runs."),
+    "doctor": ("millrace.cli.commands.stack.doctor:doctor", "Check that API, Redis and object store are fit for runs."),
     "token": ("millrace.cli.commands.token:token", "Make bearer tokens for protected servers."),
     "version": ("millrace.cli.commands.version:version", "Show the versions of Millrace and of what it stands on."),
 }

@@ -1,17 +1,19 @@
-"""Runs: create, get, list, cancel, pause, resume, fork, audit, watch, explain, checkpoints."""
+"""Runs: create, get, list, cancel, pause, resume, fork, audit, watch, explain, checkpoints, and what their logs say."""
 
 import asyncio
 import contextlib
 import time
 import uuid
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from typing import Any
 
 from millrace.backoff import Backoff
+from millrace.client.columns import Columns, metric_columns, rollout_columns
 from millrace.client.configs import RunConfigLike, config_json
-from millrace.errors import InvalidStateError, MillraceError, UnavailableError
+from millrace.errors import InvalidSpecError, InvalidStateError, MillraceError, UnavailableError, Violation
 from millrace.rpc.channel import call, stream
 from millrace.runlog.events.run_status import is_terminal, state_name
-from millrace.v1 import audit_pb2, checkpoint_pb2, event_pb2, run_pb2
+from millrace.v1 import audit_pb2, checkpoint_pb2, event_pb2, metric_pb2, rollout_pb2, run_pb2
 from millrace.v1 import run_service_pb2 as rs
 from millrace.v1.run_service_pb2_grpc import RunServiceStub
 
@@ -25,6 +27,10 @@ GIVE_UP_S = 120.0
 WHY_QUEUED_PERIOD_S = 2.0
 _BACKOFF = Backoff(0.2, 5.0, spread=(0.7, 1.3))
 _PAGE_SIZE = 200
+LIST_TIMEOUT_S = 35.0  # longer than the server gives its reader
+READ_LOG_S = 1800.0  # an index of a million rollouts takes minutes
+_LIST_PAGE_SIZE = 1000
+_INDEX_GROWING = "INDEX_GROWING"
 
 OnReconnect = Callable[[UnavailableError, float], None]
 RunStateLike = run_pb2.RunState | str
@@ -159,6 +165,84 @@ class RunsClient:
             token = response.next_page_token
             if not token:
                 return found
+
+    async def metrics(
+        self, name: str, *, names: Sequence[str] = (), on_note: Callable[[str], None] | None = None
+    ) -> Columns:
+        """Metrics by step as columns, for `pandas.DataFrame`; `names` leaves all others out.
+
+        `on_note` is told how far the server is with reading a log that nobody has looked at yet.
+        """
+        steps: list[metric_pb2.StepMetrics] = []
+        request = rs.ListMetricsRequest(parent=name, page_size=_LIST_PAGE_SIZE, names=names)
+        while True:
+            response = await self._read_log(self._stub.ListMetrics, request, on_note)
+            steps.extend(response.steps)
+            request.page_token = response.next_page_token
+            if not request.page_token:
+                return metric_columns(steps)
+
+    async def rollouts(
+        self,
+        name: str,
+        *,
+        order_by: str = "",
+        limit: int = 0,
+        on_note: Callable[[str], None] | None = None,
+        **filters: str | float,
+    ) -> Columns:
+        """Rollouts as columns, for `pandas.DataFrame`; `limit` 0 is all, over as many pages as it takes.
+
+        Filters are those of `ListRolloutsRequest`, such as `env="letters", min_reward=0.5`; `order_by="reward desc"`.
+        `on_note` is told of batches that cannot be read, and how far the server is with reading the log.
+        """
+        found: list[rollout_pb2.Rollout] = []
+        texts = {key: str(value) for key, value in filters.items()}
+        request = rs.ListRolloutsRequest(parent=name, filter=texts, order_by=order_by, page_size=_LIST_PAGE_SIZE)
+        while True:
+            if limit:
+                request.page_size = min(_LIST_PAGE_SIZE, limit - len(found))
+            response = await self._read_log(self._stub.ListRollouts, request, on_note)
+            if not request.page_token and on_note is not None:
+                for each in response.unreadable:
+                    on_note(f"the rollouts of step {each.step} are missing: {each.problem}")
+            found.extend(response.rollouts)
+            request.page_token = response.next_page_token
+            if not request.page_token or (limit and len(found) >= limit):
+                return rollout_columns(found)
+
+    async def lineage(
+        self,
+        name: str,
+        *,
+        rollout: str | None = None,
+        version: int | None = None,
+        on_note: Callable[[str], None] | None = None,
+    ) -> rs.GetLineageResponse:
+        """From a rollout (its id, such as `12-3`) or a policy version back to what made it, and forward.
+
+        NotFoundError says why there is none; give exactly one of the two.
+        """
+        request = rs.GetLineageRequest(name=name, rollout=rollout, version=version)
+        if rollout is not None and version is not None:
+            wrong = Violation(field="rollout, version", message="exactly one of them must be given")
+            raise InvalidSpecError([wrong], remedy="leave one out")
+        return await self._read_log(self._stub.GetLineage, request, on_note)
+
+    async def _read_log(self, method: Any, request: Any, on_note: Callable[[str], None] | None) -> Any:
+        """The answer of a method that reads the log; asked again while the server reads it for the first time."""
+        begun, num_asked = time.monotonic(), 0
+        # unregistered wait: tells its caller how far the server is (`on_note`), and gives up after READ_LOG_S
+        while True:
+            try:
+                return await call(method, request, timeout_s=LIST_TIMEOUT_S, to=self._to)
+            except UnavailableError as error:
+                if error.reason != _INDEX_GROWING or time.monotonic() - begun > READ_LOG_S:
+                    raise
+                if on_note is not None:
+                    on_note(error.message)
+            num_asked += 1
+            await asyncio.sleep(_BACKOFF.after(num_asked))
 
     async def watch(
         self,

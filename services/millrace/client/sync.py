@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Self
 
 from millrace.client.client import Client
+from millrace.client.columns import Columns
 from millrace.client.configs import RunConfigLike
 from millrace.client.runs import RunStateLike
 from millrace.rpc.access import ClientAccess
@@ -83,6 +84,18 @@ class SyncRuns:
     def checkpoints(self, name: str) -> Sequence[checkpoint_pb2.Checkpoint]:
         """All checkpoints of a run, oldest first."""
         return self._runner.run(self._runs.checkpoints(name))
+
+    def metrics(self, name: str, **options: Any) -> Columns:
+        """Metrics by step as columns, for `pandas.DataFrame`."""
+        return self._runner.run(self._runs.metrics(name, **options))
+
+    def rollouts(self, name: str, **options: Any) -> Columns:
+        """Rollouts as columns, for `pandas.DataFrame`."""
+        return self._runner.run(self._runs.rollouts(name, **options))
+
+    def lineage(self, name: str, **options: Any) -> rs.GetLineageResponse:
+        """From a rollout or a policy version back to what made it, and forward."""
+        return self._runner.run(self._runs.lineage(name, **options))
 
     def watch(self, name: str, *, after: str = "", **options: Any) -> Iterator[event_pb2.Event]:
         """Every event behind `after`, then new ones as they come; ends after the terminal state."""

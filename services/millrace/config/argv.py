@@ -68,6 +68,8 @@ class _Reader:
         self._reserved = reserved
         self._cwd = cwd
         self._result = CommandLine()
+        self._table: tuple[str, SchemaKey] | None = None
+        """The flag just read, if it is a section's that stands alone."""
 
     def read(self) -> CommandLine:
         """Read all arguments."""
@@ -81,8 +83,18 @@ class _Reader:
             elif argument.endswith((".toml", ".json")):
                 self._wrong(argument, f"is not a flag; to read the file, write `@ {argument}`")
             else:
-                self._wrong(argument, "belongs to no flag; write `--key value`, or `@ file.toml` for a file")
+                self._wrong(argument, self._stray(argument))
         return self._result
+
+    def _stray(self, argument: str) -> str:
+        """What is wrong with an argument that no flag takes."""
+        if self._table is None:
+            return "belongs to no flag; write `--key value`, or `@ file.toml` for a file"
+        name, node = self._table
+        keys = " or ".join(f"`--{name}.{key}`" for key in list(node.children)[:2])
+        return (
+            f"belongs to no flag: `--{name}` is a table and stands alone; set a key of it ({keys}), or pass it as JSON"
+        )
 
     def _peek(self) -> str | None:
         """The next argument if it can be a value: not a flag and not a file."""
@@ -110,6 +122,7 @@ class _Reader:
 
     def _flag(self, name: str, value: str | None) -> None:
         """Read one flag and the value behind it."""
+        self._table = None
         kebab = name.replace("_", "-")
         key = Key(name.split("."), self._schema)
         is_section_file = value is None and self._file_follows(key.node)  # `--orchestrator @ file` is no address
@@ -122,6 +135,8 @@ class _Reader:
             self._file(self._arguments.pop(), key.path)
         elif value is None and (bare := self._bare(key.node)) is not None:
             self._put(name, key, bare)
+            if bare == {} and key.node is not None:
+                self._table = (name, key.node)
         elif value is None and key.is_free and self._peek() is None:
             self._put(name, key, True)
         else:
@@ -151,7 +166,9 @@ class _Reader:
             return None
         if node.kind is Kind.SECTION and (following is None or not (following.startswith("{") or is_none(following))):
             return {}
-        return True if node.is_switch and (following is None or not node.is_value_of_switch(following)) else None
+        if not node.is_switch or (following is not None and node.is_value_of_switch(following)):
+            return None
+        return None if node.is_optional and following is not None and is_none(following) else True
 
     def _switched_off(self, name: str) -> Key | None:
         """The key that `--no-a.b` or `--a.no-b` switches off; None if the name is neither."""

@@ -10,7 +10,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from millrace.config.tree import Path, dotted, schema_tree
+from millrace.config.tree import Path, SchemaKey, dotted, schema_tree
 
 LOADING = "loading"
 """Key of pydantic's validation context where a document is filled already and its rules are checked afterwards."""
@@ -31,21 +31,37 @@ def broken(message: str, *keys: str) -> BrokenRule:
 
 
 def declared_rules(config: BaseModel) -> Iterator[BrokenRule]:
-    """The declared rules that do not hold; keys in lists declare none."""
+    """The declared rules that do not hold, in every item of a list as well."""
     for node in schema_tree(type(config)).walk():
-        limit, only = node.facts.limit, node.facts.only_for
-        value = value_at(config, node.path) if limit or only else None
-        if limit and value is not None:
-            other = node.other(limit.key)
-            bound = value_at(config, other)
-            if bound is not None and not _HOLDS[limit.words](value, bound):
-                message = f"must be {limit.words} `{dotted(other)}`, which is {bound}{limit.why}"
-                yield BrokenRule(paths=(node.path, other), message=message)
-        if only and value and value != node.default:
-            other = node.other(only.key)
-            if (chosen := value_at(config, other)) not in only.values:
-                says = only.says.format(value=chosen, values=" or ".join(map(str, only.values)))
-                yield BrokenRule(paths=(node.path, other), message=says)
+        if node.facts.limit or node.facts.only_for:
+            for path in _places(config, node.path):
+                yield from _declared_of(config, node, path)
+
+
+def _declared_of(config: BaseModel, node: SchemaKey, path: Path) -> Iterator[BrokenRule]:
+    limit, only, value = node.facts.limit, node.facts.only_for, value_at(config, path)
+    if limit and value is not None:
+        other = node.other(limit.key, at=path)
+        bound = value_at(config, other)
+        if bound is not None and not _HOLDS[limit.words](value, bound):
+            message = f"must be {limit.words} `{dotted(other)}`, which is {bound}{limit.why}"
+            yield BrokenRule(paths=(path, other), message=message)
+    if only and value and value != node.default:
+        other = node.other(only.key, at=path)
+        if (chosen := value_at(config, other)) not in only.values:
+            says = only.says.format(value=chosen, values=" or ".join(map(str, only.values)))
+            yield BrokenRule(paths=(path, other), message=says)
+
+
+def _places(config: BaseModel, path: Path) -> Iterator[Path]:
+    """Where the key of a schema's path stands: the path itself, or, within lists, one of each item."""
+    for at in range(1, len(path)):
+        items = value_at(config, path[:at])
+        if isinstance(items, list):
+            for index, item in enumerate(items):
+                yield from ((*path[:at], index, *rest) for rest in _places(item, path[at:]))
+            return
+    yield path
 
 
 def value_at(config: BaseModel, path: Path) -> Any:

@@ -18,6 +18,8 @@ from millrace.config.tree import Facts, dotted, facts_of
 
 IDENTIFIER_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9_./@-]*$"
 IMPORT_PATH_PATTERN = r"^[A-Za-z_][A-Za-z0-9_.]*:[A-Za-z_][A-Za-z0-9_]*$"
+IMAGE_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9_.:/@-]{0,511}$"
+"""A reference to a container image, as it is announced: registry, repository, tag or digest."""
 RUN_NAME_PATTERN = r"^[a-z]([a-z0-9-]{0,61}[a-z0-9])?$"
 
 

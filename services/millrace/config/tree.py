@@ -126,9 +126,9 @@ class SchemaKey:
         text = f"{self.description} {' and '.join(bounds).capitalize()}." if bounds else self.description
         return f"{text} Shared: `{self.facts.shared}`." if self.facts.shared else text
 
-    def other(self, key: str) -> tuple[str, ...]:
-        """The path of a key that this key's facts name."""
-        return (*self.path[:-1], key[1:]) if key.startswith(".") else tuple(key.split("."))
+    def other(self, key: str, *, at: Path | None = None) -> Path:
+        """The path of a key that this key's facts name; `at` is where this one stands, if that is within a list."""
+        return (*(at or self.path)[:-1], key[1:]) if key.startswith(".") else tuple(key.split("."))
 
     def child(self, key: str) -> "SchemaKey | None":
         """The child of that name or alias."""

@@ -17,6 +17,7 @@ from urllib.parse import urlsplit
 import httpx
 
 from millrace.rpc.access import ClientAccess
+from millrace.rpc.keep_alive import SOCKET_OPTIONS
 from millrace.rpc.tls import Stamp, client_context
 from millrace.rpc.tokens import WorkersFile
 from millrace.telemetry.settings import Settings
@@ -74,7 +75,10 @@ class EngineAccess:
         loop = asyncio.get_running_loop()
         known = self._clients.get(loop)
         if known is None or known[0] is not context:
-            fresh = httpx.AsyncClient(verify=context, timeout=_TIMEOUT, limits=_LIMITS, trust_env=False)
+            transport = httpx.AsyncHTTPTransport(
+                verify=context, limits=_LIMITS, trust_env=False, socket_options=SOCKET_OPTIONS
+            )
+            fresh = httpx.AsyncClient(transport=transport, timeout=_TIMEOUT, trust_env=False)
             known = self._clients[loop] = (context, fresh)
         return known[1]
 

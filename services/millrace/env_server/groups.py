@@ -6,8 +6,8 @@ from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from millrace.env_server.requests import PlayRequest
 from millrace.errors import FencedError
+from millrace.rollouts.requests import PlayedGroup, PlayRequest
 from millrace.rollouts.types import Purpose
 
 # Keys of finished groups, so that a repeated call does not play them again. At 300 bytes each this is 6 MB.
@@ -37,6 +37,20 @@ class PlayingGroup:
     def key(self) -> GroupKey:
         """Its identity."""
         return group_key(self.request)
+
+    def described(self) -> PlayedGroup:
+        """What the orchestrator is told of it."""
+        request = self.request
+        return PlayedGroup(
+            purpose=request.purpose,
+            eval_id=request.eval_id,
+            ordinal=request.ordinal,
+            attempt=request.attempt,
+            members=sorted(self.left),
+            age_seconds=time.monotonic() - self.began,
+            planned_step=request.planned_step,
+            base_url=request.base_url,
+        )
 
 
 def group_key(request: PlayRequest) -> GroupKey:

@@ -11,7 +11,7 @@ from millrace.env_server.isolation import landlock
 from millrace.env_server.isolation.confinement import Confinement
 from millrace.env_server.isolation.inherited import teacher_key_problem
 from millrace.env_server.meters import registry_of
-from millrace.env_server.service import EnvService
+from millrace.env_server.service import Admits, EnvService
 from millrace.env_server.settings import EnvServerSettings
 from millrace.env_server.spool.files import Spool
 from millrace.env_server.spool.sink import RolloutSink
@@ -64,6 +64,7 @@ async def run(settings: Settings, own: EnvServerSettings, confinement: Confineme
             capacity=own.capacity,
             limits=PoolLimits(num_workers=own.num_workers, num_probes=own.num_probes),
             teachers=teachers,
+            admits=Admits(pythons=own.pythons, image=own.image),
         )
         keeper = WarmKeeper(service=service, limits=WarmLimits(idle_s=own.idle_s, num_workers=own.idle_workers))
         try:
@@ -126,6 +127,7 @@ class _EnvWorker:
             min_log_format=FORMAT_MAJOR,
             max_log_format=FORMAT_MAJOR,
             capacity=service.capacity,
+            env_image=service.admits.image,
         )
         self._registered = RegisteredWorker(settings, worker, self._report, on_assignments=self._note_assignments)
 

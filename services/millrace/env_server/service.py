@@ -4,7 +4,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import grpc.aio
 
@@ -13,23 +13,19 @@ from millrace.env_server.adapters.env_args import parse_args
 from millrace.env_server.adapters.outcome import failed, make_rollout
 from millrace.env_server.adapters.tasks import canonical_json
 from millrace.env_server.groups import Groups, PlayingGroup, group_key
+from millrace.env_server.image import require_image
+from millrace.env_server.interpreters.allowed import require_allowed
 from millrace.env_server.isolation.inherited import api_key_problem, teacher_key_problem
-from millrace.env_server.requests import EnvSpec, PlayRequest
 from millrace.env_server.spool.sink import RolloutSink
 from millrace.env_server.teacher.scorer import Teachers
 from millrace.env_server.tokenizer_files import TokenizerFiles
-from millrace.env_server.wire import (
-    check_play,
-    env_from_wire,
-    group_to_wire,
-    invalid_request,
-    play_from_wire,
-    tasks_to_wire,
-)
+from millrace.env_server.wire import check_play, invalid_request, tasks_to_wire
 from millrace.env_server.workers.pool import EnvPool, PlayAbandonedError, PoolLimits
 from millrace.env_server.workers.starter import WorkerStarter
 from millrace.errors import CapacityError, InvalidStateError, MillraceError, UnavailableError
 from millrace.internal.v1 import env_service_pb2, env_service_pb2_grpc
+from millrace.rollouts.request_wire import env_from_wire, group_to_wire, play_from_wire
+from millrace.rollouts.requests import EnvSpec, PlayRequest
 from millrace.rollouts.types import Rollout, RolloutStatus
 from millrace.rollouts.wire import purpose_to_wire
 from millrace.telemetry import waits
@@ -37,12 +33,23 @@ from millrace.telemetry import waits
 logger = logging.getLogger(__name__)
 
 DEFAULT_CAPACITY = 512
+_JUDGE_KEY = "judge.api_key_var"  # as the config spells it, in the table of the environment
 # A new OpenEnv does not try a failed environment again before this time (stated in env_service.proto).
 _RETRY_FAILED_S = 30.0
 # ListPlaying answers that much before its caller stops to listen; without a caller's deadline after the second.
 _ANSWER_BEFORE_S = 1.0
 _CATCH_UP_S = 8.0
 _DRAIN_POLL_S = 0.05
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Admits:
+    """Which environments an env-server plays."""
+
+    pythons: Sequence[str] = ()
+    """Where interpreters lie that environments may name."""
+    image: str = ""
+    """Container image that it announces, "" if none: it plays the environments that name it, and no others."""
 
 
 class EnvService(env_service_pb2_grpc.EnvServiceServicer):
@@ -58,8 +65,9 @@ class EnvService(env_service_pb2_grpc.EnvServiceServicer):
         capacity: int = DEFAULT_CAPACITY,
         limits: PoolLimits | None = None,
         teachers: Teachers | None = None,
+        admits: Admits | None = None,
     ) -> None:
-        """Without `teachers` no rollout is scored."""
+        """Without `teachers` no rollout is scored. `admits`: which environments it plays."""
         self.groups = Groups()
         self.capacity = capacity
         self.is_leaving = False
@@ -70,7 +78,8 @@ class EnvService(env_service_pb2_grpc.EnvServiceServicer):
         self._worker_id = worker_id
         self._limits = limits or PoolLimits()
         self._starter = starter
-        self._pools: dict[bytes, EnvPool] = {}
+        self.admits = admits or Admits()
+        self._pools: dict[tuple[object, ...], EnvPool] = {}
         self._closing: set[asyncio.Task[None]] = set()
 
     @property
@@ -127,6 +136,7 @@ class EnvService(env_service_pb2_grpc.EnvServiceServicer):
         wrong = [
             ("api_key_var", request.api_key_var, api_key_problem(request.api_key_var)),
             ("teacher_key_var", request.teacher_key_var, teacher_key_problem(request.teacher_key_var)),
+            (_JUDGE_KEY, request.env.judge_key_var, api_key_problem(request.env.judge_key_var)),
         ]
         if wrong := [each for each in wrong if each[2]]:
             raise invalid_request(wrong, source="OpenEnvRequest")
@@ -160,7 +170,7 @@ class EnvService(env_service_pb2_grpc.EnvServiceServicer):
         left_s = context.time_remaining()
         timeout_s = _CATCH_UP_S if left_s is None else max(0.0, left_s - _ANSWER_BEFORE_S)
         await self._sink.catch_up(request.run_uid, request.log_instance, timeout_s=timeout_s)
-        groups = [group_to_wire(group) for group in self.groups.of_run(request.run_uid)]
+        groups = [group_to_wire(group.described()) for group in self.groups.of_run(request.run_uid)]
         return env_service_pb2.ListPlayingResponse(groups=groups)
 
     async def CancelGroups(
@@ -193,8 +203,13 @@ class EnvService(env_service_pb2_grpc.EnvServiceServicer):
             )
 
     def _pool(self, env: EnvSpec) -> EnvPool:
-        """The environment's pool, by id and args; one that failed long enough ago is tried again."""
-        key = env.id.encode() + b"\0" + canonical_json(parse_args(env))
+        """The environment's pool, by what its workers load; one that failed long enough ago is tried again.
+
+        InvalidSpecError if it names an interpreter that this env-server may not use, or another image than its own.
+        """
+        require_image(env.image, self.admits.image)
+        require_allowed(env.python, self.admits.pythons)
+        key = (*env.loaded_as, canonical_json(parse_args(env)))
         pool = self._pools.get(key)
         if pool is not None and pool.failure is not None and time.monotonic() - pool.failed_at > _RETRY_FAILED_S:
             closing = asyncio.create_task(pool.close())

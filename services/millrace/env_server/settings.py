@@ -10,6 +10,8 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
+from millrace.env_server.image import IMAGE_VARIABLE, parse_image
+from millrace.env_server.interpreters.allowed import PYTHONS_VARIABLE, parse_pythons
 from millrace.env_server.isolation import landlock, namespaces
 from millrace.env_server.isolation.check import why_no_container
 from millrace.env_server.isolation.confinement import Confinement, Isolation
@@ -119,6 +121,10 @@ class EnvServerSettings:
     """TCP ports that workers may connect to: the engines' own, and those of what environments call. Empty: all."""
     visible: tuple[str, ...] = _variable(VISIBLE_VARIABLE, _paths, ())
     """Paths that workers of level `container` see, beside what programs need: data of environments."""
+    image: str = _variable(IMAGE_VARIABLE, parse_image, "")
+    """Container image that this env-server runs: it plays the environments that name it, and no others."""
+    pythons: tuple[str, ...] = _variable(PYTHONS_VARIABLE, parse_pythons, ())
+    """Directories below which environments may name an interpreter of their own; `*` is all, empty none."""
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str]) -> "EnvServerSettings":

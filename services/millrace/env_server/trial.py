@@ -11,13 +11,15 @@ import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 
+from millrace.env_server.image import require_image
+from millrace.env_server.interpreters.allowed import ANY, require_allowed
 from millrace.env_server.isolation.inherited import api_key_problem
-from millrace.env_server.requests import EnvSpec, LoadedEnv, PlayRequest, Sampling
 from millrace.env_server.settings import EnvServerSettings
 from millrace.env_server.stub_model import NAME, stub_model
 from millrace.env_server.workers.pool import EnvPool, PoolLimits
 from millrace.env_server.workers.starter import WorkerStarter
 from millrace.errors import InvalidSpecError, InvalidStateError, Violation
+from millrace.rollouts.requests import EnvSpec, LoadedEnv, PlayRequest, Sampling
 from millrace.rollouts.types import Purpose, Rollout
 
 _POLL_S = 0.05
@@ -95,7 +97,11 @@ async def opened(env: EnvSpec, note_start: Callable[[], object] = lambda: None) 
 
     `note_start` is called when it begins.
     """
-    starter = WorkerStarter(EnvServerSettings.from_env(os.environ).confinement(), forks=False)
+    settings = EnvServerSettings.from_env(os.environ)
+    # A command runs as its user, who may run whatever is here, unless the variable says what the env-server may.
+    require_image(env.image, settings.image)
+    require_allowed(env.python, settings.pythons or (ANY,))
+    starter = WorkerStarter(settings.confinement(), forks=False)
     pool = EnvPool(env, PoolLimits(), starter)
     try:
         note_start()

@@ -1,53 +1,19 @@
-"""Requests, loaded environments and what is played on the wire of the env-server and of its workers."""
+"""Loaded environments on the wire of the env-server and of its workers, and the limits of what is asked."""
 
-import time
 from collections.abc import Sequence
-from dataclasses import fields
-from typing import Any
 
 from millrace.decoding import decode_object
 from millrace.env_server.adapters.env_args import MAX_ARGS_BYTES
-from millrace.env_server.groups import PlayingGroup
 from millrace.env_server.isolation.inherited import api_key_problem
-from millrace.env_server.requests import EnvSpec, LoadedEnv, PlayRequest, Sampling, TaskSet
 from millrace.errors import CorruptObjectError, InvalidSpecError, Violation
 from millrace.internal.v1 import env_service_pb2, env_worker_pb2, rollout_pb2
-from millrace.rollouts.wire import purpose_from_wire, purpose_to_wire
+from millrace.rollouts.requests import LoadedEnv, TaskSet
 from millrace.runlog.names import Names
 
 MAX_GROUP_SIZE = 65_536
 # Longest deadline of a rollout.
 _MAX_ROLLOUT_S = 30 * 86_400.0
 _MAX_PENALTY = 100  # vLLM takes any; larger ones are mistakes
-
-
-def env_from_wire(message: env_service_pb2.EnvSpec) -> EnvSpec:
-    """The environment that a message names."""
-    return EnvSpec(**_values(message, EnvSpec))
-
-
-def env_to_wire(env: EnvSpec) -> env_service_pb2.EnvSpec:
-    """The message that names the environment."""
-    return env_service_pb2.EnvSpec(**_values(env, EnvSpec))
-
-
-def play_from_wire(message: env_service_pb2.PlayGroupRequest) -> PlayRequest:
-    """The request of a message; its limits are those of `check_play`."""
-    values = _values(message, PlayRequest)
-    values["purpose"] = purpose_from_wire(message.purpose)
-    values["members"] = tuple(message.members)
-    values["env"] = env_from_wire(message.env)
-    values["sampling"] = Sampling(**_values(message.sampling, Sampling))
-    return PlayRequest(**values)
-
-
-def play_to_wire(request: PlayRequest) -> env_service_pb2.PlayGroupRequest:
-    """The message of a request."""
-    values = _values(request, PlayRequest)
-    values["purpose"] = purpose_to_wire(request.purpose)
-    values["env"] = env_to_wire(request.env)
-    values["sampling"] = env_service_pb2.Sampling(**_values(request.sampling, Sampling))
-    return env_service_pb2.PlayGroupRequest(**values)
 
 
 def loaded_from_wire(message: env_worker_pb2.EnvLoaded) -> LoadedEnv:
@@ -75,26 +41,6 @@ def loaded_to_wire(loaded: LoadedEnv) -> env_worker_pb2.EnvLoaded:
 def tasks_to_wire(tasks: TaskSet) -> env_service_pb2.TaskSet:
     """A task set without the ids."""
     return env_service_pb2.TaskSet(num_tasks=len(tasks), digest=tasks.digest)
-
-
-def group_to_wire(group: PlayingGroup) -> env_service_pb2.PlayingGroup:
-    """A group as ListPlaying shows it."""
-    request = group.request
-    return env_service_pb2.PlayingGroup(
-        purpose=purpose_to_wire(request.purpose),
-        eval_id=request.eval_id,
-        ordinal=request.ordinal,
-        attempt=request.attempt,
-        members=sorted(group.left),
-        age_seconds=time.monotonic() - group.began,
-        planned_step=request.planned_step,
-        base_url=request.base_url,
-    )
-
-
-def _values(source: Any, kind: Any) -> dict[str, Any]:
-    """The fields of `kind`, which have the same names on either side."""
-    return {part.name: getattr(source, part.name) for part in fields(kind)}
 
 
 def invalid_request(wrong: Sequence[tuple[str, object, str]], *, source: str = "PlayGroupRequest") -> InvalidSpecError:

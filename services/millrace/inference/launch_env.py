@@ -26,6 +26,7 @@ TYPED_FLAGS: Mapping[str, str] = {
     "inference.model.chat_template": "chat_template",
     "inference.model.tool_call_parser": "tool_call_parser",
     "inference.model.reasoning_parser": "reasoning_parser",
+    "inference.model.enable_auto_tool_choice": "enable_auto_tool_choice",
     "inference.parallel.tp": "tensor_parallel_size",
     "inference.parallel.dp": "data_parallel_size",
     "inference.max_num_seqs": "max_num_seqs",
@@ -57,6 +58,7 @@ def vllm_flags(config: InferenceConfig, *, max_model_len: int | None = None) -> 
         "inference.model.chat_template": model.chat_template,
         "inference.model.tool_call_parser": model.tool_call_parser,
         "inference.model.reasoning_parser": model.reasoning_parser,
+        "inference.model.enable_auto_tool_choice": model.enable_auto_tool_choice,
         "inference.parallel.tp": config.parallel.tp if config.parallel.tp > 1 else None,
         "inference.parallel.dp": config.parallel.dp if config.parallel.dp > 1 else None,
         "inference.gpu_memory_utilization": config.gpu_memory_utilization,
@@ -64,8 +66,9 @@ def vllm_flags(config: InferenceConfig, *, max_model_len: int | None = None) -> 
     flags = {key: value for key, value in typed.items() if value is not None}
     if "max_num_seqs" not in named:
         flags["inference.max_num_seqs"] = config.max_num_seqs
-    if model.tool_call_parser is not None and "enable_auto_tool_choice" not in named:
-        named["enable_auto_tool_choice"] = True
+    is_chosen = model.enable_auto_tool_choice is not None or "enable_auto_tool_choice" in named
+    if model.tool_call_parser is not None and not is_chosen:
+        flags["inference.model.enable_auto_tool_choice"] = True
     return flags | {f"inference.vllm.{name}": value for name, value in named.items()}
 
 
@@ -77,9 +80,16 @@ def engine_environ(config: InferenceConfig, *, max_model_len: int | None = None)
     if config.engine == "vllm":
         flags = vllm_flags(config, max_model_len=max_model_len)
         return {"MILLRACE_ENGINE": "vllm", "MILLRACE_VLLM_FLAGS": json.dumps(flags)}
-    environ = {"MILLRACE_ENGINE": "embedded", "MILLRACE_MAX_NUM_SEQS": str(config.max_num_seqs)}
-    longest = config.model.max_model_len or max_model_len
-    return environ if longest is None else {**environ, "MILLRACE_MAX_MODEL_LEN": str(longest)}
+    model, auto = config.model, config.model.enable_auto_tool_choice
+    given = {
+        "MILLRACE_MAX_NUM_SEQS": config.max_num_seqs,
+        "MILLRACE_MAX_MODEL_LEN": model.max_model_len or max_model_len,
+        "MILLRACE_TOOL_CALL_PARSER": model.tool_call_parser,
+        "MILLRACE_REASONING_PARSER": model.reasoning_parser,
+        "MILLRACE_ENABLE_AUTO_TOOL_CHOICE": None if auto is None else int(auto),
+    }
+    texts = {variable: str(value) for variable, value in given.items() if value is not None}
+    return {"MILLRACE_ENGINE": "embedded", **texts}
 
 
 def with_engine(config: InferenceConfig, environ: Mapping[str, str]) -> InferenceConfig:

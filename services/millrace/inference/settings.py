@@ -6,7 +6,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from millrace.config.sections.inference import EMBEDDED_PARSERS
 from millrace.errors import InvalidSpecError, Violation
+
+_SWITCH = {"1": True, "0": False}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,6 +28,12 @@ class InferenceSettings:
     """`MILLRACE_MODEL`: a Hugging Face directory to serve as version 0 until a run's policy replaces it."""
     model_name: str | None = None
     """`MILLRACE_MODEL_NAME`: a model name that the HTTP API answers to besides `policy`; by default MILLRACE_MODEL."""
+    tool_call_parser: str | None = None
+    """`MILLRACE_TOOL_CALL_PARSER`: how tool calls stand in what the model writes, by vLLM's name."""
+    reasoning_parser: str | None = None
+    """`MILLRACE_REASONING_PARSER`: the same of reasoning."""
+    enable_auto_tool_choice: bool | None = None
+    """`MILLRACE_ENABLE_AUTO_TOOL_CHOICE`: 1 or 0, whether the model may choose to call the tools of a request."""
     engine: str = "embedded"
     """`MILLRACE_ENGINE`: embedded or vllm."""
     vllm_flags: Mapping[str, Any] = field(default_factory=dict)
@@ -44,7 +53,7 @@ class InferenceSettings:
             "num_threads": "OMP_NUM_THREADS",
             "vllm_start_s": "MILLRACE_VLLM_START_S",
         }
-        values: dict[str, int] = {}
+        values: dict[str, Any] = {}
         violations: list[Violation] = []
         for name, variable in numbers.items():
             text = environ.get(variable, "")
@@ -55,6 +64,7 @@ class InferenceSettings:
         engine = environ.get("MILLRACE_ENGINE") or "embedded"
         if engine not in ("embedded", "vllm"):
             violations.append(_wrong("MILLRACE_ENGINE", engine, "must be embedded or vllm"))
+        values |= _parsers(environ, violations, engine=engine)
         model = environ.get("MILLRACE_MODEL", "")
         is_path = engine != "vllm" or model.startswith((".", "/", "~")) or Path(model).is_dir()  # else a Hub id
         if model and is_path and not (Path(model) / "config.json").is_file():
@@ -66,7 +76,7 @@ class InferenceSettings:
         return cls(
             **values,
             engine=engine,
-            vllm_flags=_with_limits(flags, values),
+            vllm_flags=_with_shared(flags, values),
             model_dir=Path(model) if model and engine == "embedded" else None,
             vllm_model=model if model and engine == "vllm" else None,
             model_name=environ.get("MILLRACE_MODEL_NAME") or model or None,
@@ -75,6 +85,24 @@ class InferenceSettings:
 
 def _wrong(variable: str, value: str, message: str) -> Violation:
     return Violation(field=variable, value=value, message=message, source="environment")
+
+
+def _parsers(environ: Mapping[str, str], violations: list[Violation], *, engine: str) -> dict[str, Any]:
+    """The parsers of what the model writes; what is wrong with them goes to `violations`."""
+    found: dict[str, Any] = {}
+    for name, known in EMBEDDED_PARSERS.items():
+        variable = f"MILLRACE_{name.upper()}"
+        if not (text := environ.get(variable, "")):
+            continue
+        if engine == "embedded" and text not in known:
+            violations.append(_wrong(variable, text, f"the embedded engine has {', '.join(known)}"))
+        found[name] = text
+    variable = "MILLRACE_ENABLE_AUTO_TOOL_CHOICE"
+    if text := environ.get(variable, ""):
+        if text not in _SWITCH:
+            violations.append(_wrong(variable, text, "must be 1 or 0"))
+        found["enable_auto_tool_choice"] = _SWITCH.get(text)
+    return found
 
 
 def _json_table(text: str, violations: list[Violation]) -> dict[str, Any]:
@@ -92,8 +120,8 @@ def _json_table(text: str, violations: list[Violation]) -> dict[str, Any]:
     return table
 
 
-def _with_limits(flags: Mapping[str, Any], values: Mapping[str, int]) -> dict[str, Any]:
-    """The flags, and the limits that are variables of both engines where no flag says otherwise."""
+def _with_shared(flags: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
+    """The flags, and what is a variable of both engines where no flag says otherwise."""
     names = {key.rpartition(".")[2].replace("-", "_") for key in flags}
-    limits = ("max_num_seqs", "max_model_len")
-    return {name: values[name] for name in limits if name in values and name not in names} | dict(flags)
+    shared = ("max_num_seqs", "max_model_len", *EMBEDDED_PARSERS, "enable_auto_tool_choice")
+    return {name: values[name] for name in shared if name in values and name not in names} | dict(flags)

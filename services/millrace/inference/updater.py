@@ -36,7 +36,8 @@ from millrace.policies.proof import mismatch
 from millrace.policies.pull import pull_files
 from millrace.policies.staged import StagedPolicy, Stager
 from millrace.storage.base import ObjectStore
-from millrace.telemetry import waits
+from millrace.telemetry import progress, waits
+from millrace.telemetry.progress import Doing
 
 logger = logging.getLogger(__name__)
 
@@ -225,11 +226,11 @@ class PolicyUpdater:
         began = time.monotonic()
         self._set(UpdateState.FETCHING)
         fields = {"run": desired.run_uid, "lineage": desired.lineage, "version": desired.version}
-        what = f"policy {desired.version} to be downloaded"
-        downloading = waits.waiting(what, waits_on="object store", deadline_s=_FETCH_DEADLINE_S)
+        what = f"policy {desired.version}"
+        downloading = progress.work(Doing.DOWNLOAD, what, waits_on="object store", deadline_s=_FETCH_DEADLINE_S)
         try:
-            with waits.of_run(desired.run_uid), downloading as wait:
-                await self._update(desired, wait)
+            with waits.of_run(desired.run_uid), downloading as work:
+                await self._update(desired, work)
         except Exception as error:  # whatever a bad policy causes must leave the replica alive and say why
             is_broken = self._engine.status().state is EngineState.FAILED
             state = UpdateState.BROKEN if is_broken else UpdateState.UPDATE_FAILED
@@ -246,7 +247,7 @@ class PolicyUpdater:
             meters.policy_updated(**seconds, fetched_bytes=self._fetched_bytes)
             logger.info("policy updated", extra=fields)
 
-    async def _update(self, desired: DesiredPolicy, wait: waits.Waiting) -> None:
+    async def _update(self, desired: DesiredPolicy, work: progress.LongWork) -> None:
         if self._engine.status().state is EngineState.FAILED:
             self._forget()  # it failed between two updates, perhaps for damaged memory: nothing here is trusted
         staged = await self._stage(desired)
@@ -254,12 +255,12 @@ class PolicyUpdater:
         files = tuple((entry.name, entry.sha256) for entry in staged.manifest.files)
         is_same_model = self._served is not None and self._served.run_uid == desired.run_uid
         if is_same_model and files == self._held_files and self._engine.status().state is EngineState.READY:
-            wait.update(reason=f"policy {desired.version} to be applied by its engine", waits_on="")
+            work.turn_to(Doing.APPLY, f"policy {desired.version}", waits_on="")
             staged = self._against_held(staged)
             await self._engine.check(staged)
             await self._apply(desired, staged)
         else:
-            wait.update(reason=f"policy {desired.version} to be loaded by its engine")
+            work.turn_to(Doing.LOAD, f"policy {desired.version}")
             await self._load(desired, staged)
             self._held_files = files
         self._fetched_bytes, self._full_bytes = self._base_bytes + staged.fetched_bytes, staged.full_bytes

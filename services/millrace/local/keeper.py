@@ -9,12 +9,14 @@ It begins when every process was ready once: a death before is an error of the s
 import asyncio
 import time
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import NoReturn
 
 from millrace.errors import first_error
 from millrace.local import liveness
 from millrace.local.liveness import Answer, AnswerHistory, LivenessAction, Probe
 from millrace.local.restarts import SETTLED_AFTER_S, ExitKind, Lives
+from millrace.local.rotation import keep_bounded
 from millrace.processes.supervisor import Child, Supervisor, describe_death
 from millrace.processes.table import is_stopped
 from millrace.telemetry import waits
@@ -55,6 +57,8 @@ class Keeper:
         self.lives = {name: Lives(settled_after_s=settled.get(name, SETTLED_AFTER_S)) for name in probes}
         self._is_restarting = is_restarting
         self._heard_at: dict[str, float] = {}
+        self.logs: Path | None = None
+        """A directory whose logs are kept bounded meanwhile."""
 
     def restarts(self) -> dict[str, int]:
         """How often each process was started again."""
@@ -70,6 +74,8 @@ class Keeper:
                 if self._has_liveness:
                     for name in self.probes:
                         tasks.create_task(self._check(name), name=f"liveness of {name}")
+                if self.logs is not None:
+                    tasks.create_task(keep_bounded(self.logs, note=self._note), name="rotation of logs")
                 while True:
                     child = await self._supervisor.next_death()
                     tasks.create_task(self._revive(child), name=f"restart of {child.spec.name}")

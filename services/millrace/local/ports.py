@@ -1,13 +1,23 @@
 """Ports of the one-machine stack: free ones for what nobody configured, a clear error for those that are taken."""
 
+import contextlib
+import fcntl
+import os
 import random
 import socket
+import struct
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
 
 from millrace.errors import UnavailableError
 
 # Below the range that Linux takes outgoing connections from (32768 on): services bind ten seconds after the choice.
 _RANGE = (20000, 32000)
 _TRIES = 200
+_HELD_S = 60.0  # a port that was given out is nobody else's until the service that it is for has been started
+_TIME = struct.Struct("<d")
 
 
 def is_free(host: str, port: int) -> bool:
@@ -23,19 +33,57 @@ def is_free(host: str, port: int) -> bool:
 
 
 def free_ports(count: int, *, host: str = "127.0.0.1") -> list[int]:
-    """Distinct ports that are free now. Another program may still take one before it is bound: say so then."""
+    """Distinct ports that are free now, and that no other process of this user was given within the last minute.
+
+    A foreign program may still take one before it is bound: say so then.
+    """
     chosen: list[int] = []
-    for _ in range(_TRIES):
-        port = random.randrange(*_RANGE)
-        if port not in chosen and is_free(host, port):
-            chosen.append(port)
-            if len(chosen) == count:
-                return chosen
+    with _given_out() as times:
+        for _ in range(_TRIES):
+            port = random.randrange(*_RANGE)
+            if port not in chosen and not _is_held(times, port) and is_free(host, port):
+                chosen.append(port)
+                if len(chosen) == count:
+                    _hold(times, chosen)
+                    return chosen
     raise UnavailableError(
         f"found no {count} free ports on {host} between {_RANGE[0]} and {_RANGE[1]} in {_TRIES} tries",
         reason="NO_FREE_PORT",
         remedy="end other servers on this machine",
     )
+
+
+@contextlib.contextmanager
+def _given_out() -> Iterator[int | None]:
+    """The locked file with the time at which each port of the range was given out; None if there can be none.
+
+    Two stacks that start at once choose a dozen ports each, seconds before they bind them.
+    """
+    path = Path(tempfile.gettempdir()) / f"millrace-ports-{os.getuid()}"
+    try:
+        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    except OSError:  # a read-only machine, or another user's file: chance alone keeps stacks apart
+        yield None
+        return
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX)  # held for milliseconds
+        yield file
+    finally:
+        os.close(file)
+
+
+def _is_held(times: int | None, port: int) -> bool:
+    if times is None:
+        return False
+    found = os.pread(times, _TIME.size, (port - _RANGE[0]) * _TIME.size)
+    return len(found) == _TIME.size and 0 <= time.time() - _TIME.unpack(found)[0] < _HELD_S
+
+
+def _hold(times: int | None, ports: list[int]) -> None:
+    if times is not None:
+        with contextlib.suppress(OSError):  # a full disk
+            for port in ports:
+                os.pwrite(times, _TIME.pack(time.time()), (port - _RANGE[0]) * _TIME.size)
 
 
 def free_port(host: str = "127.0.0.1") -> int:

@@ -4,11 +4,11 @@
         await stack.start()
         await stack.guard(work(stack.address))     # ends with ProcessDiedError when a process cannot be kept alive
 
-Everything lies in one directory: `logs/<process>.log`, `store/` (the object store), `redis/`, `spool/` (finished
-rollouts of the env-server), `scratch/` (checkpoints on their way), `logs/stack.log` (what died, was started again or
-does not answer), and `stack.json`: where the stack listens, which file holds the URL of its Redis, the pids. Services
-start at the same time, because each spends seconds on imports. Once all were ready, what dies is started again (see
-`millrace.local.keeper`).
+Everything lies in one directory: `logs/<process>.log` (bounded, see `millrace.local.rotation`), `store/` (the object
+store), `redis/`, `spool/` (finished rollouts of the env-server), `scratch/` (checkpoints on their way),
+`logs/stack.log` (what died, was started again or does not answer), and `stack.json`: where the stack listens, which
+file holds the URL of its Redis, the pids. Services start at the same time, because each spends seconds on imports.
+Once all were ready, what dies is started again (see `millrace.local.keeper`).
 """
 
 import asyncio
@@ -24,13 +24,12 @@ from typing import IO, Any, NoReturn, Self, TypeVar
 
 from millrace.errors import UnavailableError
 from millrace.inference.launch_env import engine_python
-from millrace.local import preloads
+from millrace.local import gpus, preloads
 from millrace.local.directory import hold_directory
 from millrace.local.identity import StackId
 from millrace.local.keeper import Keeper
 from millrace.local.liveness import Answer, Probe, probe_redis, probe_service
 from millrace.local.ports import free_ports, require_free
-from millrace.local.preflight import check_redis, check_store
 from millrace.local.redis import READY_POLL_S, EmbeddedRedis
 from millrace.processes import parent_death
 from millrace.processes.forked import ForkServerClient
@@ -73,6 +72,8 @@ class StackOptions:
     http_host: str = HOST
     http_port: int | None = None
     """Where the engine's HTTP API listens."""
+    dashboard_port: int | None = None
+    """Where the dashboard listens, on loopback."""
     engine: str = "embedded"
     """embedded or vllm; the process of the latter runs in the interpreter that has vLLM."""
     engine_environ: Mapping[str, str] = field(default_factory=dict)
@@ -134,6 +135,7 @@ class LocalStack:
         self._lock: IO[str] | None = None
         self._redis_url_file = options.redis_url_file
         self._where: dict[str, object] = {}
+        self._dashboard = ""
         self._log_sizes: dict[str, int] = {}
         self.keeper: Keeper | None = None
         self._keeping: asyncio.Task[NoReturn] | None = None
@@ -152,6 +154,11 @@ class LocalStack:
     def http_url(self) -> str:
         """The engine's HTTP API, once started."""
         return str(self._where["http"])
+
+    @property
+    def dashboard_url(self) -> str:
+        """The dashboard, once started."""
+        return str(self._where["dashboard"])
 
     async def __aenter__(self) -> Self:
         self.directory.mkdir(parents=True, exist_ok=True)
@@ -180,9 +187,16 @@ class LocalStack:
         time; ProcessDiedError for one that dies.
         """
         self._engine_python = engine_python(self.options.engine, self._environ)
+        if any(self.options.gpus.values()):
+            gpus.require(self.options.gpus, gpus.machine_gpus(self._environ))
         ports = self._choose_ports()
+        self._start_fork_server()  # it imports while Redis starts
         probes: dict[str, Probe] = {}
         if redis_url := self.options.redis_url:
+            from millrace.local.preflight import (
+                check_redis,
+            )  # its client costs 0.1 s, and only what others run needs it
+
             await check_redis(redis_url)
         else:
             redis = await self._start_redis(ports["redis"])
@@ -190,6 +204,8 @@ class LocalStack:
             self._redis_url_file = str(redis.url_file)
         store_url = self.options.store_url or (self.directory / "store").as_uri()
         if self.options.store_url:
+            from millrace.local.preflight import check_store
+
             await check_store(store_url, prefix=self.options.prefix)
         else:
             (self.directory / "store").mkdir(exist_ok=True)
@@ -197,7 +213,7 @@ class LocalStack:
         exported = {name: f"{HOST}:{ports[f'metrics of {name}']}" for name in self._modules if name != "inference"}
         self.address = addresses["orchestrator"] = self.options.listen or addresses["orchestrator"]
         http = f"{self.options.http_host}:{ports['http']}"
-        self._start_fork_server()
+        self._dashboard = f"{HOST}:{ports['dashboard']}"
         for name in self._modules:
             path = self.logs / f"{name}.log"
             self._log_sizes[name] = path.stat().st_size if path.exists() else 0
@@ -207,6 +223,7 @@ class LocalStack:
         self._where = {
             "address": self.address,
             "http": f"{scheme}://{http}/v1",
+            "dashboard": f"{scheme}://{self._dashboard}",
             "metrics": {name: f"{scheme}://{at}/metrics" for name, at in {**exported, "inference": http}.items()},
             "logs": str(self.logs),
             "pid": os.getpid(),
@@ -214,15 +231,19 @@ class LocalStack:
             "redis": redact(redis_url),
             "redis_url_file": self._redis_url_file,
             "store": store_url,
-            "settings": {
-                "inference.engine": self.options.engine,
-                "inference.server.port": self.options.http_port,
-                "log.level": self.options.log_level.lower(),
-                "log.json_logging": self.options.log_json,
-            },
+            "settings": self._settings(),
         }
         access = self._peers()
         self._keep({**probes, **{name: probe_service(address, access) for name, address in addresses.items()}})
+
+    def _settings(self) -> dict[str, Any]:
+        """Keys of a config that the running stack has decided."""
+        return {
+            "inference.engine": self.options.engine,
+            "inference.server.port": self.options.http_port,
+            "log.level": self.options.log_level.lower(),
+            "log.json_logging": self.options.log_json,
+        }
 
     async def guard(self, work: Coroutine[Any, Any, T]) -> T:
         """Await `work` while the stack lives; ProcessDiedError as soon as a process is dead for good."""
@@ -244,6 +265,7 @@ class LocalStack:
             has_liveness=self.options.has_liveness,
             settled_after_s={"inference": VLLM_SETTLED_AFTER_S} if self.options.engine == "vllm" else {},
         )
+        self.keeper.logs = self.logs
         self._write_json()
         self._tell("the stack is ready", is_shown=False)
         self._keeping = asyncio.create_task(self.keeper.run(), name="keeper of the stack")
@@ -284,10 +306,14 @@ class LocalStack:
                 purpose="the inference engine's HTTP API",
                 option="--inference.server.port (millrace rl) or --http-port (millrace up)",
             )
-        names = ["redis", "http", *self._modules, *(f"metrics of {name}" for name in self._modules)]
+        if self.options.dashboard_port:
+            require_free(HOST, self.options.dashboard_port, purpose="the dashboard", option="--dashboard-port")
+        names = ["redis", "http", "dashboard", *self._modules, *(f"metrics of {name}" for name in self._modules)]
         ports = dict(zip(names, free_ports(len(names)), strict=True))
         if self.options.http_port:
             ports["http"] = self.options.http_port
+        if self.options.dashboard_port:
+            ports["dashboard"] = self.options.dashboard_port
         return ports
 
     async def _start_redis(self, port: int) -> EmbeddedRedis:
@@ -327,6 +353,7 @@ class LocalStack:
             orchestrator=None if name == "orchestrator" else addresses["orchestrator"],
             http_listen=http if name == "inference" else None,
             metrics_listen=exported.get(name),
+            dashboard_listen=(self._dashboard or None) if name == "orchestrator" else None,
             log_level=self.options.log_level.upper(),
             log_json=self.options.log_json,
             drain_s=0.0,  # nobody balances load in front of these
@@ -338,12 +365,13 @@ class LocalStack:
         if name == "inference" and self.options.engine == "vllm":
             inherited.pop("PYTHONDONTWRITEBYTECODE", None)  # vLLM imports in 16 s without bytecode, in 8 s with it
         python = self._engine_python if name == "inference" else sys.executable
+        ranks = self._ranks(name)
         return ProcessSpec(
             name=name,
-            argv=[python, "-m", self._modules[name]],
+            argv=[python, *ranks, "-m", self._modules[name]],
             env={**self._defaults(), **inherited, **settings.to_environ(), **self._own(name)},
             log_path=self.logs / f"{name}.log",
-            module=self._modules[name] if python == sys.executable else None,
+            module=self._modules[name] if python == sys.executable and not ranks else None,
         )
 
     def _defaults(self) -> dict[str, str]:
@@ -368,7 +396,17 @@ class LocalStack:
         """The variables that only this service reads."""
         ids = self.options.gpus.get(name)
         visible = {} if ids is None else {"CUDA_VISIBLE_DEVICES": ",".join(map(str, ids))}
+        if name == "trainer" and ids:
+            visible["MILLRACE_TRAINER_DEVICE"] = "cuda"  # no CPU in silence
         return {**visible, **self._settings_of(name)}
+
+    def _ranks(self, name: str) -> list[str]:
+        """What starts a gang of the trainer, one rank per GPU; nothing for one process."""
+        count = len(self.options.gpus.get(name, ()))
+        if name != "trainer" or count < 2:
+            return []
+        where = ["--master-addr=127.0.0.1", f"--master-port={free_ports(1)[0]}"]
+        return ["-m", "torch.distributed.run", f"--nproc-per-node={count}", *where]
 
     def _settings_of(self, name: str) -> dict[str, str]:
         match name:
@@ -377,7 +415,8 @@ class LocalStack:
             case "orchestrator" | "trainer":  # the user's own process: their code may run in it
                 return {} if "MILLRACE_CUSTOM_CODE" in self._environ else {"MILLRACE_CUSTOM_CODE": "*"}
             case "env-server":
-                return {"MILLRACE_SPOOL_DIR": str(self.directory / "spool")}
+                own = {} if "MILLRACE_ENV_PYTHONS" in self._environ else {"MILLRACE_ENV_PYTHONS": "*"}
+                return {"MILLRACE_SPOOL_DIR": str(self.directory / "spool"), **own}
             case _:
                 return {}
 

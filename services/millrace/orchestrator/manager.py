@@ -15,6 +15,7 @@ from millrace.internal.v1 import worker_service_pb2
 from millrace.orchestrator import run_meters
 from millrace.orchestrator.drive.assembly import RunParts
 from millrace.orchestrator.drive.eval_run import EvalRunDriver
+from millrace.orchestrator.drive.exports import RunExports
 from millrace.orchestrator.drive.run_driver import RunDriver
 from millrace.orchestrator.drive.train_run import TrainRunDriver
 from millrace.orchestrator.events import RunEvents
@@ -97,6 +98,9 @@ class RunManager:
         self._wake = asyncio.Event()
         self.slot = ""
         """Place that only one orchestrator can have at a time: leases of a predecessor there are taken over at once."""
+
+        self.store_url = ""
+        """Where other processes of ours find the store; empty: nothing is exported."""
 
     def wake(self) -> None:
         """Look for open runs now."""
@@ -255,7 +259,13 @@ class RunManager:
                 run_meters.lease_acquired(view.record.name)
                 logger.info("run claimed", extra={"run": view.record.name, "epoch": epoch.number})
                 await tell_takeover(context, owner=self._owner, spoke_at=view.status.spoke_at)
-                await self._keep(claim, driver, lease, run_log, Watchdog.of(driver.parts, owner=self._owner))
+                exported = RunExports(context, store_url=self.store_url)
+                try:
+                    await self._keep(claim, driver, lease, run_log, Watchdog.of(driver.parts, owner=self._owner))
+                    if not driver.is_paused:
+                        await exported.finish()
+                finally:
+                    await exported.close()
             except Exception as error:  # looked at only: `_safely` is the edge that reports it
                 if _is_gone(all_errors(error)):
                     self._kept_events[uid] = events  # goes on by itself as soon as the log is rebuilt
@@ -282,15 +292,7 @@ class RunManager:
     async def _events(self, view: RunView) -> RunEvents:
         """The writer of the run's events: that of the drive before, if it ended because the log was gone."""
         kept = self._kept_events.pop(view.record.uid, None)
-        if kept is not None:
-            return kept
-        # With a log of its own: it adopts a rebuilt one in place, which the driver must notice by itself.
-        events = RunEvents(
-            EventWriter(await self._catalog.open_log(view.record.uid), self._owner), run=view.record.name
-        )
-        events.state = view.status.state
-        events.meters.resume(view.status.batches.moved)
-        return events
+        return kept or await resumed_events(self._catalog, view, owner=self._owner)
 
     async def _queue_again(self, view: RunView) -> None:
         """Record that a resumed run waits for a trainer."""
@@ -373,6 +375,17 @@ class RunManager:
 
 def _is_gone(causes: Iterable[BaseException]) -> bool:
     return any(isinstance(cause, LogGoneError) for cause in causes)
+
+
+async def resumed_events(catalog: RunCatalog, view: RunView, *, owner: str) -> RunEvents:
+    """The writer of a run's events, which goes on from what the run's log says.
+
+    With a log of its own: it adopts a rebuilt one in place, which the driver must notice by itself.
+    """
+    events = RunEvents(EventWriter(await catalog.open_log(view.record.uid), owner), run=view.record.name)
+    events.state = view.status.state
+    events.meters.resume(view.status.batches.moved)
+    return events
 
 
 async def _try_to(what: str, work: Awaitable[None]) -> None:

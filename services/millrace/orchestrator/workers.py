@@ -5,6 +5,7 @@ with an empty registry knows all of them within one heartbeat interval.
 """
 
 import asyncio
+import contextlib
 import logging
 import re
 import time
@@ -13,6 +14,7 @@ from dataclasses import dataclass, field
 
 import grpc
 
+from millrace.config.section import IMAGE_PATTERN
 from millrace.errors import CapacityError, InvalidSpecError, Violation
 from millrace.internal.v1 import policy_pb2, policy_service_pb2, worker_service_pb2, worker_service_pb2_grpc
 from millrace.telemetry.settings import parse_address
@@ -60,6 +62,8 @@ class WorkerRecord:
     """It drains: it gets nothing new."""
     run_uid: str = ""
     """Run that this trainer or replica is given to; empty when free. Env-servers serve every run."""
+    news: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set while the worker has something to hear that it should not wait for."""
 
     @property
     def worker_id(self) -> str:
@@ -75,6 +79,13 @@ class WorkerRecord:
     def reported(self) -> str:
         """Run that a trainer says it works on and has not finished; empty for the others."""
         return self.trainer.run_uid if self.trainer is not None and not self.trainer.is_finished else ""
+
+    async def hold(self, longest_s: float) -> None:
+        """Return when there is something new for the worker to hear, after `longest_s` in any case."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(longest_s):
+                await self.news.wait()
+        self.news.clear()
 
     def is_over(self, run_uid: str) -> bool:
         """Whether it is a trainer that says that it has finished that run, or given it up."""
@@ -175,6 +186,7 @@ class WorkerRegistry:
             if limit is not None and len(mine) >= limit:
                 break
             record.run_uid = run_uid
+            record.news.set()
             mine.append(record)
         return len(mine)
 
@@ -183,6 +195,7 @@ class WorkerRegistry:
         for record in self.by_id.values():
             if record.run_uid == run_uid:
                 record.run_uid = ""
+                record.news.set()
         self._resolved_below.pop(run_uid, None)
         self._log_instances.pop(run_uid, None)
         self._damaged.pop(run_uid, None)
@@ -192,6 +205,7 @@ class WorkerRegistry:
         """Take the run's workers of a kind from it; it goes on with others, or with these once they are free."""
         for record in self.owned(kind, run_uid):
             record.run_uid = ""
+            record.news.set()
         self.notify()
 
     def goes_on(self, run_uid: str) -> None:
@@ -204,6 +218,8 @@ class WorkerRegistry:
         self._retired[run_uid] = _Retired(until=time.monotonic() + RETIRED_S, has_ended=has_ended)
         while len(self._retired) > MAX_RETIRED:
             del self._retired[next(iter(self._retired))]
+        for record in self.by_id.values():
+            record.news.set()
         self.notify()
 
     def set_watermark(self, run_uid: str, resolved_below: int) -> None:
@@ -315,8 +331,11 @@ class WorkerServicer(worker_service_pb2_grpc.WorkerServiceServicer):
     async def Heartbeat(
         self, request: worker_service_pb2.HeartbeatRequest, context: grpc.aio.ServicerContext
     ) -> worker_service_pb2.HeartbeatResponse:
-        """Renew a worker's lease and answer its assignments."""
+        """Renew a worker's lease and answer its assignments: as soon as they are new, if it asks to hold the answer."""
         record = self._registry.heartbeat(request)
+        if record is not None and request.hold_seconds > 0:
+            await record.hold(min(request.hold_seconds, HEARTBEAT_S))
+            record = self._registry.by_id.get(request.worker_id)  # it may be gone meanwhile
         if record is None:
             return worker_service_pb2.HeartbeatResponse(register_again=True)
         return worker_service_pb2.HeartbeatResponse(
@@ -339,5 +358,8 @@ def _check_worker(worker: worker_service_pb2.Worker) -> None:
     if worker.http_url and not _URL.fullmatch(worker.http_url):
         message = "must be a URL such as http://10.0.0.1:8000/v1"
         wrong.append(Violation(field="worker.http_url", value=worker.http_url[:200], message=message))
+    if worker.env_image and not re.fullmatch(IMAGE_PATTERN, worker.env_image):
+        message = "must be the name of a container image, such as registry.example.com/team/my-env:1.2"
+        wrong.append(Violation(field="worker.env_image", value=worker.env_image[:200], message=message))
     if wrong:
         raise InvalidSpecError(wrong, reason="REQUEST_INVALID")

@@ -11,6 +11,7 @@ from millrace.errors import CorruptObjectError, NotFoundError
 from millrace.policies.manifest import FileEntry, ObjectEntry, PolicyManifest, sha256_hex
 from millrace.storage.base import ObjectStore
 from millrace.storage.commit_points import newest_revision, revision_key
+from millrace.telemetry import progress
 
 RANGE_BYTES = 16 << 20
 NUM_CONNECTIONS = 8
@@ -73,10 +74,12 @@ def read_objects(
 
     What is read is as long as the entries say, so `require_sizes` must have looked at them. Raises CorruptObjectError
     if the sha256 of an object is not the entry's, NotFoundError if it is gone. Holds at most `2 * connections` ranges.
+    What is read counts for the long work of the caller, if it has named any (`telemetry/progress.py`).
     """
     pending: deque[tuple[ObjectEntry, int, Future[bytes]]] = deque()
     ranges = _ranges(objects, range_bytes)
     digests = {entry.key: hashlib.sha256() for entry in objects}
+    progress.expect(sum(entry.size_bytes for entry in objects))
     pool = ThreadPoolExecutor(connections, thread_name_prefix="policy-fetch")
     try:
         while True:
@@ -95,6 +98,7 @@ def read_objects(
                 raise
             digests[entry.key].update(data)
             take(entry, offset, data)
+            progress.add(len(data))
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
     for entry in objects:

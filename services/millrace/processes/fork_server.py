@@ -10,8 +10,9 @@ imports, in the order of its arguments, and answers in between. A module whose i
 then started in the ordinary way shows the error. It ends when its channel does.
 
 It is asked with `{"id", "module", "argv", "env", "marks", "files"}`: `files` are the numbers that the open files which
-come with it shall have in the child. It says `{"id", "pid"}` or `{"id", "refused"}`; `{"loaded"}` when everything is
-imported, and `{"ended", "code", "peak_bytes"}` (the code as subprocess has it) for each end of a child.
+come with it shall have in the child. `{"id", "module", "preload"}` names one more import. It says `{"id", "pid"}` or
+`{"id", "refused"}`; `{"loaded"}` when everything is imported, and `{"ended", "code", "peak_bytes"}` (the code as
+subprocess has it) for each end of a child.
 """
 
 import contextlib
@@ -85,7 +86,7 @@ class ForkServer:
                     self._reap(number)
                 else:
                     self._take()
-            wait = wait and not self._asked
+            wait = wait and not self._asked and not self._order
 
     def _take(self) -> None:
         received = None
@@ -94,10 +95,13 @@ class ForkServer:
         if received is None:
             os._exit(0)  # the client is gone; nothing here is worth an orderly end
         message, files = received
-        if message["module"] in self._loading:
-            self._asked.append(received)
-        else:
+        if message["module"] not in self._loading:
             self._refuse(message, files, "not among the modules of this fork server")
+        elif "preload" in message:
+            self._order.append((message["module"], message["preload"]))
+            self._loading[message["module"]].append(message["preload"])
+        else:
+            self._asked.append(received)
 
     def _reap(self, descriptor: int) -> None:
         pid = self._children.pop(descriptor)

@@ -157,6 +157,12 @@ class ForkServerClient:
         self._channel, self._loaded = ours, asyncio.Event()
         ours.listen(self._take, self._lose)
 
+    def preload(self, module: str, need: str) -> None:
+        """Import this, too, before the next process of `module` is forked. Without a server nothing happens."""
+        if self._channel is not None:
+            with contextlib.suppress(OSError):  # it is gone, which `_lose` is told of
+                self._channel.send({"id": next(self._numbers), "module": module, "preload": need})
+
     async def fork(
         self,
         module: str,

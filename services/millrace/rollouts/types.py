@@ -5,7 +5,7 @@ Columns are numpy arrays over the T tokens of a sample, prompts included; nothin
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
 from typing import TypeAlias
 
@@ -20,6 +20,7 @@ MAX_ERROR_MESSAGE_CHARS = 2000  # bound of `RolloutError.message`, stated in rol
 MAX_ERROR_FRAMES_CHARS = 1000  # bound of `RolloutError.frames`, stated in rollout.proto
 MAX_MESSAGES_JSON_BYTES = 64 * 1024  # bound of `Rollout.messages_json`, stated in rollout.proto
 MAX_SAMPLING_JSON_CHARS = 64 << 10
+MAX_AGENT_CHARS = 256
 
 
 class Purpose(StrEnum):
@@ -52,6 +53,14 @@ class PolicySpan:
     version: int
     start: int
     end: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TurnReward:
+    """What the environment gave for the turn whose sampled tokens end before `end`; part of the rollout's reward."""
+
+    end: int
+    reward: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,6 +101,8 @@ class Sample:
     loss_mask: Uint8Array
     inference_logprobs: Float32Array
     policy_spans: tuple[PolicySpan, ...] = ()
+    turns: tuple[TurnReward, ...] = ()
+    """Its model calls, in order, where the environment gave any turn of the rollout a reward of its own."""
     teacher_logprobs: Float32Array | None = None
     """float32 [T] of the teacher of a distillation, 0 where the mask is 0; kept beside the log (`scores.py`)."""
 
@@ -149,6 +160,16 @@ FULL = Truncation()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Trace:
+    """What one agent did in a rollout: its reward, and how many of the rollout's samples and turns are its own."""
+
+    agent: str
+    reward: float
+    num_samples: int
+    num_turns: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Rollout:
     """One complete play of a task; the fields are those of `millrace.internal.v1.Rollout`."""
 
@@ -185,13 +206,40 @@ class Rollout:
     """In the archive only: id of its entry in the rollout stream."""
     is_duplicate: bool = False
     """In the archive only: its member was there already, so it was discarded."""
+    traces: tuple[Trace, ...] = ()
+    """What each of several trained agents did, their samples in this order; empty where one agent did everything."""
+
+    @property
+    def agent_traces(self) -> tuple[Trace, ...]:
+        """Its traces; where one agent did everything, a single one of no name."""
+        return self.traces or (Trace(agent="", reward=self.reward, num_samples=len(self.samples)),)
+
+    def penalised(self, penalty: float) -> "Rollout":
+        """The rollout with a lower reward of every trace."""
+        traces = tuple(replace(trace, reward=trace.reward - penalty) for trace in self.traces)
+        return replace(self, reward=self.reward - penalty, traces=traces)
+
+    @property
+    def trace_of_sample(self) -> list[int]:
+        """Of each sample, the index of its trace."""
+        return [index for index, trace in enumerate(self.agent_traces) for _ in range(trace.num_samples)]
+
+    @property
+    def has_turn_rewards(self) -> bool:
+        """Whether the environment gave any of its turns a reward of its own."""
+        return any(sample.turns for sample in self.samples)
 
     @property
     def rewritten_turn(self) -> int | None:
-        """The first turn, from 1, whose prompt did not begin with all tokens before it; None if every turn's did."""
-        if len(self.samples) < 2:
+        """The first turn, from 1, whose prompt did not begin with all tokens before it; None if every turn's did.
+
+        Turns are counted within a trace.
+        """
+        owners = self.trace_of_sample
+        first = next((at for at in range(1, len(owners)) if owners[at] == owners[at - 1]), None)
+        if first is None:
             return None
-        starts = np.diff(self.samples[0].loss_mask.astype(np.int8), prepend=0) == 1
+        starts = np.diff(self.samples[first - 1].loss_mask.astype(np.int8), prepend=0) == 1
         return int(np.count_nonzero(starts)) + 1
 
     @property

@@ -8,6 +8,9 @@
     reflection, unknown methods      one of the two
     grpc.health.v1, GET /health      nothing: they tell serving or not serving
 
+A token whose line says `access=read` opens what reads (`READING_METHODS`, `GET /v1/models`, `GET /metrics`) and nothing
+else.
+
 With MILLRACE_TLS_CLIENT_CA every caller must show a certificate of that CA as well (mTLS), or instead of a token where
 no file of tokens is set. What is set is demanded everywhere, also on loopback; what must be set but is not keeps a
 server from starting, unless MILLRACE_INSECURE=1. See docs/security.md.
@@ -22,7 +25,13 @@ from typing import Any, Self
 
 import grpc
 
-from millrace.errors import InvalidSpecError, InvalidStateError, UnauthenticatedError, Violation
+from millrace.errors import (
+    InvalidSpecError,
+    InvalidStateError,
+    PermissionDeniedError,
+    UnauthenticatedError,
+    Violation,
+)
 from millrace.rpc.tls import ClientFiles, ServerFiles
 from millrace.rpc.tokens import AcceptedToken, SecretFile, TokensFile, WorkersFile
 from millrace.telemetry.settings import Settings, parse_address, variable_name
@@ -49,6 +58,16 @@ _ENGINE_PATHS = frozenset(
     }
 )
 
+_READING_PATHS = frozenset({"/v1/models", METRICS_PATH})
+READING_METHODS = frozenset(
+    f"/millrace.v1.RunService/{name}"
+    for name in (
+        *("GetRun", "ListRuns", "AuditRun", "WatchRun", "ListCheckpoints", "ExplainRun"),
+        *("ListMetrics", "ListRollouts", "GetLineage"),
+    )
+)
+"""What a token that may only read may call of the public API. A method that is not named here writes."""
+
 Find = Callable[[str], AcceptedToken | None]
 
 
@@ -58,6 +77,15 @@ def denied() -> UnauthenticatedError:
         "a valid bearer token is required",
         reason="UNAUTHENTICATED",
         remedy="give one with MILLRACE_TOKEN_FILE or --token-file; `millrace token new` makes them",
+    )
+
+
+def read_only() -> PermissionDeniedError:
+    """The answer to a caller whose token is accepted, but for reading."""
+    return PermissionDeniedError(
+        "this token may only read: its line in the server's tokens file says access=read",
+        reason="READ_ONLY_TOKEN",
+        remedy="use a token that may write; `millrace token new` without --read-only makes one",
     )
 
 
@@ -80,6 +108,8 @@ class Grant:
     """Name of the token's line; empty where none is demanded."""
     holds: Callable[[], bool]
     """Whether it still is: tokens expire and are revoked while streams run."""
+    may_write: Callable[[], bool] = lambda: True
+    """Whether the caller may change something, by the token's line of now."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,7 +176,7 @@ class ServerAccess:
             )
 
     def admit(self, method: str, metadata: Sequence[tuple[str, str | bytes]]) -> Grant:
-        """Let a gRPC call in, or raise `denied()`; the certificate was asked for before, where one is demanded."""
+        """Let a gRPC call in, or raise `denied()` or `read_only()`; certificates were asked for before, if demanded."""
         if method.startswith(_HEALTH):
             return _free()
         if method.startswith(_PUBLIC_PACKAGE):
@@ -156,10 +186,13 @@ class ServerAccess:
         else:
             kinds = [PUBLIC, WORKER]
         values = [value for key, value in metadata if key == AUTHORIZATION and isinstance(value, str)]
-        return self._admit(kinds, values)
+        grant = self._admit(kinds, values)
+        if kinds == [PUBLIC] and method not in READING_METHODS and not grant.may_write():
+            raise read_only()
+        return grant
 
     def admit_http(self, path: str, authorization: str | None) -> Grant:
-        """Let an HTTP request in, or raise `denied()`."""
+        """Let an HTTP request in, or raise `denied()` or `read_only()`."""
         has_mtls = self.tls is not None and self.tls.client_ca is not None
         for_scrapers = self.metrics_tokens if path == METRICS_PATH else None
         is_open = self.worker_tokens is None and (has_mtls or self.tokens is None) and for_scrapers is None
@@ -171,7 +204,10 @@ class ServerAccess:
         if path in _ENGINE_PATHS:
             ways += [] if self.tokens is None else [self.tokens.find]
             ways += [] if self.worker_tokens is None else [self.worker_tokens.find_engine]
-        return _granted(ways, [] if authorization is None else [authorization])
+        grant = _granted(ways, [] if authorization is None else [authorization])
+        if path not in _READING_PATHS and not grant.may_write():
+            raise read_only()
+        return grant
 
     def admit_metrics(self, authorization: str | None) -> Grant:
         """Let somebody read the metrics of a service that has no HTTP API, or raise `denied()`. Env workers may not."""
@@ -196,7 +232,11 @@ def _granted(ways: Sequence[Find], authorizations: Sequence[str]) -> Grant:
     accepted = find()
     if accepted is None:
         raise denied()
-    return Grant(name=accepted.name, holds=lambda: find() is not None)
+    return Grant(
+        name=accepted.name,
+        holds=lambda: find() is not None,
+        may_write=lambda: (now := find()) is not None and now.may_write,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,7 +1,8 @@
 """Tokens on the way: the interceptor that asks callers for theirs, and those that show ours.
 
 The gate stands before everything else. A call that is not let in gets the same answer whether its method exists or not,
-and none of its request is read. A stream is asked again before each message, because tokens expire and are revoked.
+and none of its request is read; one whose token may only read hears so. A stream is asked again before each message,
+because tokens expire and are revoked.
 """
 
 import contextlib
@@ -12,7 +13,7 @@ from typing import Any
 import grpc
 import grpc.aio
 
-from millrace.errors import UnauthenticatedError
+from millrace.errors import MillraceError, PermissionDeniedError, UnauthenticatedError
 from millrace.rpc import status
 from millrace.rpc.access import AUTHORIZATION, ClientAccess, Grant, ServerAccess, denied
 from millrace.rpc.interceptors import request_id_of
@@ -21,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 
 class Gate(grpc.aio.ServerInterceptor):
-    """Lets calls in or answers UNAUTHENTICATED; the first interceptor of a server."""
+    """Lets calls in or answers UNAUTHENTICATED or PERMISSION_DENIED; the first interceptor of a server."""
 
     def __init__(self, access: ServerAccess) -> None:
         self._access = access
@@ -37,8 +38,8 @@ class Gate(grpc.aio.ServerInterceptor):
         request_id = request_id_of(metadata)
         try:
             grant = self._access.admit(method, metadata)
-        except UnauthenticatedError:
-            return _refusal(method, request_id)
+        except (UnauthenticatedError, PermissionDeniedError) as error:
+            return _refusal(error, method, request_id)
         handler = await continuation(handler_call_details)
         if handler is None or not handler.response_streaming:
             return handler
@@ -51,12 +52,13 @@ class Gate(grpc.aio.ServerInterceptor):
         )
 
 
-def _refusal(method: str, request_id: str) -> grpc.RpcMethodHandler:
+def _refusal(error: MillraceError, method: str, request_id: str) -> grpc.RpcMethodHandler:
     """End calls of every arity without reading a message."""
 
     async def refuse(_: Any, context: grpc.aio.ServicerContext) -> AsyncIterator[bytes]:
-        logger.info("call refused", extra={"method": method, "peer": context.peer(), "request_id": request_id})
-        await status.abort(context, denied(), request_id=request_id)
+        fields = {"method": method, "reason": error.reason, "peer": context.peer(), "request_id": request_id}
+        logger.info("call refused", extra=fields)
+        await status.abort(context, error, request_id=request_id)
         yield b""  # never reached: makes it a generator
 
     return grpc.stream_stream_rpc_method_handler(refuse)

@@ -41,13 +41,14 @@ class RegisteredWorker:
         *,
         on_assignments: OnAssignments = _ignore,
         on_silence: OnSilence | None = None,
+        is_held: bool = False,
         stopping: asyncio.Event | None = None,
         http_url: Callable[[str], str] | None = None,
     ) -> None:
         """Take what is registered: `worker` has id, kind, log formats and capacity; its address is added later.
 
-        The address follows from the settings and the port. `http_url` makes the registered URL from the host under
-        which others reach this process.
+        The address follows from the settings and the port. `is_held` has assignments heard at once (`WorkerAgent`).
+        `http_url` makes the registered URL from the host under which others reach this process.
         """
         self.stopping = stopping or asyncio.Event()
         """Set it to end; signals do so where they are handled."""
@@ -57,6 +58,7 @@ class RegisteredWorker:
         self._report = report
         self._on_assignments = on_assignments
         self._on_silence = on_silence
+        self._is_held = is_held
         self._http_url = http_url
         self._agent: WorkerAgent | None = None
         self._started = asyncio.Event()
@@ -144,6 +146,7 @@ class RegisteredWorker:
                 self._report,
                 self._on_assignments,
                 on_silence=self._on_silence,
+                is_held=self._is_held,
             )
         self._started.set()
 

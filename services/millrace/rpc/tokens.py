@@ -2,7 +2,8 @@
 
 Two kinds of file, both mounted secrets:
 
-    the tokens file of a server     one accepted token per line, as its hash: `sha256:<64 hex> NAME [expires=RFC3339]`
+    the tokens file of a server     one accepted token per line, as its hash:
+                                    `sha256:<64 hex> NAME [access=read] [expires=RFC3339]`
     a secret file of a bearer       the token itself, one per line; the first is sent, and where the file is also what
                                     a server accepts (the workers' token), all of them are accepted
 
@@ -35,7 +36,8 @@ MAX_TOKEN_CHARS = 4096
 MAX_FILE_BYTES = 1 << 20
 _RACY_S = 2.0  # a file written as recently may change again without a visible change of its stamp
 _LINE = re.compile(
-    r"sha256:(?P<hash>[0-9a-f]{64})\s+(?P<name>[A-Za-z0-9][A-Za-z0-9._@-]{0,63})(?:\s+expires=(?P<expires>\S+))?"
+    r"sha256:(?P<hash>[0-9a-f]{64})\s+(?P<name>[A-Za-z0-9][A-Za-z0-9._@-]{0,63})"
+    r"(?:\s+access=(?P<access>read|write))?(?:\s+expires=(?P<expires>\S+))?"
 )
 _TOKEN = re.compile(r"[A-Za-z0-9._~+/=-]+")  # what RFC 6750 allows behind "Bearer"
 _DURATION = re.compile(r"(?P<count>[1-9]\d{0,5})(?P<unit>[smhdw])")
@@ -54,6 +56,8 @@ class AcceptedToken:
     """Who has it; for logs."""
     expires: float | None = None
     """Seconds since 1970 from which on it is refused; None is never."""
+    may_write: bool = True
+    """Whether it may change something, and not only read."""
 
 
 def new_token() -> str:
@@ -75,9 +79,11 @@ def engine_token(worker_token: str) -> str:
     return TOKEN_PREFIX + base64.urlsafe_b64encode(key).decode().rstrip("=")
 
 
-def token_line(token: str, name: str, *, expires: datetime | None = None) -> str:
+def token_line(token: str, name: str, *, expires: datetime | None = None, may_write: bool = True) -> str:
     """The line of a tokens file that accepts the token; ValueError if the name is malformed."""
     text = f"sha256:{token_digest(token).hex()} {name}"
+    if not may_write:
+        text += " access=read"
     if expires is not None:
         text += f" expires={expires.astimezone(UTC).isoformat(timespec='seconds').replace('+00:00', 'Z')}"
     parse_line(text)
@@ -89,9 +95,15 @@ def parse_line(text: str) -> AcceptedToken:
     match = _LINE.fullmatch(text.strip())
     if match is None:
         raise ValueError(
-            "must be `sha256:<64 hex digits> NAME [expires=RFC3339]`; `millrace token new` prints such lines"
+            "must be `sha256:<64 hex digits> NAME [access=read] [expires=RFC3339]`; "
+            "`millrace token new` prints such lines"
         )
-    return AcceptedToken(digest=bytes.fromhex(match["hash"]), name=match["name"], expires=_expiry(match["expires"]))
+    return AcceptedToken(
+        digest=bytes.fromhex(match["hash"]),
+        name=match["name"],
+        expires=_expiry(match["expires"]),
+        may_write=match["access"] != "read",
+    )
 
 
 def _expiry(text: str | None) -> float | None:

@@ -1,7 +1,8 @@
 """A worker's connection to the orchestrator: register, report, be told what to do, and survive its restarts.
 
 Used by env-server, inference and trainer. Heartbeats are level-triggered: each reply says everything that the worker
-shall do, so a lost one costs one interval and nothing else.
+shall do, so a lost one costs one interval and nothing else. A worker whose work begins with an assignment (the trainer)
+lets the orchestrator hold the answer for an interval, and so hears of it at once.
 
     UNREGISTERED --RegisterWorker--> REGISTERED --Heartbeat every heartbeat_seconds--> REGISTERED
          ^  ^ no answer: wait, 0.2 s to 5 s                       | register_again (the orchestrator restarted)
@@ -108,8 +109,12 @@ class WorkerAgent:
         rpc_timeout_s: float = RPC_TIMEOUT_S,
         on_silence: OnSilence | None = None,
         silent_s: float = SILENT_S,
+        is_held: bool = False,
     ) -> None:
-        """Make an agent; `report`, `on_assignments` and `on_silence` are called on the event loop of `run`."""
+        """Make an agent; `report`, `on_assignments` and `on_silence` are called on the event loop of `run`.
+
+        `is_held` has the orchestrator answer a heartbeat when there is something new, or after an interval.
+        """
         self._to = f"the orchestrator at {address_of_orchestrator}"
         self._address = address_of_orchestrator
         self._worker = worker
@@ -118,6 +123,7 @@ class WorkerAgent:
         self._rpc_timeout_s = rpc_timeout_s
         self._on_silence = on_silence
         self._silent_s = silent_s
+        self._is_held = is_held
         self._interval_s = MAX_INTERVAL_S
         self._is_registered = False
         self._last_contact: float | None = None
@@ -159,7 +165,9 @@ class WorkerAgent:
                     await self._register(stub)
                 self._wake.clear()
                 num_asked = self._num_asked
-                reply = await self._heartbeat(stub)
+                reply = await self._heartbeat(stub, is_urgent=num_asked > self._num_told)
+                if reply is None:
+                    continue
                 if reply.register_again:
                     self._is_registered = False
                     logger.info("registering again", extra={"worker_id": self._worker.worker_id})
@@ -172,7 +180,7 @@ class WorkerAgent:
                 answered, self._answered = self._answered, asyncio.Event()
                 answered.set()
                 with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(self._interval_s):
+                    async with asyncio.timeout(MIN_INTERVAL_S if self._is_held else self._interval_s):
                         await self._wake.wait()
 
     async def _register(self, stub: WorkerServiceStub) -> None:
@@ -185,16 +193,24 @@ class WorkerAgent:
         fields = {"worker_id": self._worker.worker_id, "orchestrator": self._address, "interval_s": self._interval_s}
         logger.info("registered", extra=fields)
 
-    async def _heartbeat(self, stub: WorkerServiceStub) -> HeartbeatResponse:
+    async def _heartbeat(self, stub: WorkerServiceStub, *, is_urgent: bool) -> HeartbeatResponse | None:
+        """The answer to one heartbeat; None if somebody asked for one at once while the orchestrator held it."""
+        hold_s = min(self._interval_s, self._rpc_timeout_s / 2) if self._is_held and not is_urgent else 0.0
+
         def request() -> HeartbeatRequest:
             heartbeat = self._report()
             heartbeat.worker_id = self._worker.worker_id
+            heartbeat.hold_seconds = hold_s
             if not heartbeat.waits:
                 heartbeat.waits.extend(to_proto(waits.snapshot(self._worker.worker_id)[:MAX_WAITS]))
             return heartbeat
 
+        asked = self._until_answered("an answer from", stub.Heartbeat, request)
         try:
-            return await self._until_answered("an answer from", stub.Heartbeat, request)
+            if not hold_s:
+                return await asked
+            answered, _ = await first_of(asked, self._wake.wait())  # bounded by the call's own deadline
+            return None if answered is None else answered.result()
         except errors.NotFoundError:
             return HeartbeatResponse(register_again=True)
 

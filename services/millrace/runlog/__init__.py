@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from millrace.runlog.records.epochs import Epoch
     from millrace.runlog.records.frontier import ZERO_CHAIN_HASH, Frontier, chain_hash
     from millrace.runlog.records.intents import Intent
-    from millrace.runlog.recovery.recover import load_committed, load_headers, reappend_committed, reappend_policies
+    from millrace.runlog.recovery.recover import reappend_committed, reappend_policies
     from millrace.runlog.redis.connection import open_redis
     from millrace.runlog.redis.lease import Lease
     from millrace.runlog.redis.log import AppendResult, Entry, RunLog
@@ -27,7 +27,7 @@ _HOMES = {
     "records.epochs": ("Epoch",),
     "records.frontier": ("ZERO_CHAIN_HASH", "Frontier", "chain_hash"),
     "records.intents": ("Intent",),
-    "recovery.recover": ("load_committed", "load_headers", "reappend_committed", "reappend_policies"),
+    "recovery.recover": ("reappend_committed", "reappend_policies"),
     "redis.connection": ("open_redis",),
     "redis.lease": ("Lease",),
     "redis.log": ("AppendResult", "Entry", "RunLog"),
@@ -48,8 +48,6 @@ __all__ = [
     "Stream",
     "chain_hash",
     "commit_batch",
-    "load_committed",
-    "load_headers",
     "new_uid",
     "open_redis",
     "reappend_committed",

@@ -299,11 +299,11 @@ def _state_before(store: ObjectStore, names: Names, origin: RunOrigin, step: int
 
 
 def _drawing_state(state: bytes) -> str:
-    """What of an orchestrator's state says which tasks come next; empty if nothing does. Counts stay the parent's."""
+    """What of an orchestrator's state says which tasks come next and what rewards are compared with; empty if
+    nothing does. Counts stay the parent's."""
     kept = decode_object(state or b"{}", what="the orchestrator's state in a header", reason="HEADER_CORRUPT")
-    if "pools" not in kept:
-        return ""
-    return json.dumps({"num_duplicates": 0, "read_until": "", "pools": kept["pools"]}, sort_keys=True)
+    drawing = {name: kept[name] for name in ("pools", "baselines") if name in kept}
+    return json.dumps({"num_duplicates": 0, "read_until": "", **drawing}, sort_keys=True) if drawing else ""
 
 
 def _last_header(store: ObjectStore, names: Names, step: int) -> bytes:

@@ -43,6 +43,11 @@ def check_request_id(request_id: str) -> str:
     return _check(_REQUEST_ID, request_id, "request_id", "1 to 128 letters, digits, '.', '_', '-'")
 
 
+def rollout_id(step: int, revision: int, place: int) -> str:
+    """What names a rollout in lists: the step and revision of the header that resolved it, its place in the archive."""
+    return f"{step}{f'r{revision}' if revision else ''}-{place}"
+
+
 @dataclass(frozen=True, slots=True)
 class Deployment:
     """Names that belong to a deployment or tenant rather than to one run."""
@@ -220,6 +225,14 @@ class Names:
     def scores(self, digest: str) -> str:
         """A teacher's log-probs of one rollout's tokens, by the digest of those tokens; written before its entry."""
         return f"{self.root}scores/{digest}.bin"
+
+    def token_logs(self, step: int) -> str:
+        """Prefix of what the trainer computed of a step's tokens."""
+        return f"{self.root}token_logs/{step:08d}/"
+
+    def token_log(self, step: int, lineage: int) -> str:
+        """Create-only: log-probs and entropies of sampled tokens of a step, by the trainer of a lineage."""
+        return f"{self.token_logs(step)}{lineage:04d}.bin"
 
     @property
     def policies(self) -> str:

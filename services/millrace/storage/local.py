@@ -10,7 +10,6 @@ import errno
 import fcntl
 import os
 import secrets
-import shutil
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,6 +19,7 @@ from millrace.errors import CapacityError, CorruptObjectError, NotFoundError
 from millrace.storage.base import MAX_GET_BYTES, ObjectInfo, check_key, check_prefix, is_text, require_size
 from millrace.storage.disk import io_errors, key_is_directory, make_parent
 from millrace.storage.retry import RetryPolicy, TransientError
+from millrace.telemetry import progress
 
 _TMP = ".tmp"
 _STALE_TMP_S = 60.0  # younger files may be between their creation and their lock
@@ -131,7 +131,7 @@ class LocalStore:
 
         def copy(file: BinaryIO) -> None:
             with path.open("rb") as source:
-                shutil.copyfileobj(source, file, _COPY_BYTES)
+                _copy(source, file)
 
         with io_errors(path, "read"):
             size_bytes = path.stat().st_size
@@ -146,7 +146,7 @@ class LocalStore:
         with source, io_errors(path, "write", needed_bytes=os.fstat(source.fileno()).st_size):
             try:
                 with part.open("xb") as file:
-                    shutil.copyfileobj(source, file, _COPY_BYTES)
+                    _copy(source, file)
                 os.replace(part, path)
             finally:
                 part.unlink(missing_ok=True)
@@ -246,11 +246,12 @@ def _entries(directory: Path, base: str) -> list[tuple[str, bool]]:
 
     What has a name that is no text is nobody's object.
     """
-    try:
-        with os.scandir(directory) as found:
-            entries = [(entry.name, entry.is_dir(follow_symlinks=False)) for entry in found if is_text(entry.name)]
-    except (FileNotFoundError, NotADirectoryError):
-        return []
+    with io_errors(directory, "list"):
+        try:
+            with os.scandir(directory) as found:
+                entries = [(entry.name, entry.is_dir(follow_symlinks=False)) for entry in found if is_text(entry.name)]
+        except (FileNotFoundError, NotADirectoryError):
+            return []
     if not base:
         entries = [entry for entry in entries if entry[0] != _TMP]
     return sorted(entries, key=lambda entry: f"{entry[0]}/".encode() if entry[1] else entry[0].encode())
@@ -308,3 +309,11 @@ def _make_directories(directory: Path, root: Path) -> None:
 
 def _info(key: str, stat: os.stat_result) -> ObjectInfo:
     return ObjectInfo(key=key, size_bytes=stat.st_size, modified=stat.st_mtime)
+
+
+def _copy(source: BinaryIO, target: BinaryIO) -> None:
+    """Copy a file to its end; it counts for the long work of the caller."""
+    with progress.tried() as count:
+        while data := source.read(_COPY_BYTES):
+            target.write(data)
+            count(len(data))

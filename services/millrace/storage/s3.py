@@ -18,12 +18,14 @@ import boto3
 from boto3.s3.transfer import TransferConfig, create_transfer_manager
 from botocore.config import Config
 from botocore.exceptions import ClientError
+from s3transfer.subscribers import BaseSubscriber
 
 from millrace.errors import CorruptObjectError
 from millrace.storage.base import MAX_GET_BYTES, ObjectInfo, check_key, check_prefix, require_size
 from millrace.storage.disk import io_errors, make_parent
 from millrace.storage.retry import ATTEMPT_S, RetryPolicy, TransientError
 from millrace.storage.s3_errors import ABSENT, CLIENT_ERRORS, error_code, http_status, translate
+from millrace.telemetry import progress
 
 T = TypeVar("T")
 
@@ -36,6 +38,17 @@ COPY_BYTES = 64 << 10  # small, so that a trickle is noticed
 TRANSFER = TransferConfig(
     multipart_threshold=_MULTIPART_BYTES, multipart_chunksize=16 << 20, max_concurrency=4, use_threads=True
 )
+
+
+class _Counted(BaseSubscriber):
+    """Counts what an upload has sent; what is sent again was taken back before."""
+
+    def __init__(self, count: Callable[[int], None]) -> None:
+        self._count = count
+
+    def on_progress(self, future: Any, bytes_transferred: int, **_: Any) -> None:
+        """See `BaseSubscriber.on_progress`."""
+        self._count(bytes_transferred)
 
 
 class S3Store:
@@ -205,8 +218,8 @@ class S3Store:
     def _upload(self, path: Path, name: str) -> None:
         # Not `client.upload_file`: that wraps the server's answer in an error of its own, and while the manager still
         # tidies up, the answer is raised once more on the way out and lost from it.
-        with create_transfer_manager(self.client, TRANSFER) as manager:
-            manager.upload(str(path), self._bucket, name).result()
+        with progress.tried() as count, create_transfer_manager(self.client, TRANSFER) as manager:
+            manager.upload(str(path), self._bucket, name, subscribers=[_Counted(count)]).result()
 
     def get_file(self, key: str, path: Path) -> None:
         """See `ObjectStore.get_file`."""
@@ -217,10 +230,11 @@ class S3Store:
             found = self.client.get_object(Bucket=self._bucket, Key=name)
             with io_errors(part, "write", needed_bytes=found["ContentLength"]):
                 file = part.open("wb")
-            with file:
+            with file, progress.tried() as count:
                 for data in self._receive(found):
                     with io_errors(part, "write", needed_bytes=found["ContentLength"]):
                         file.write(data)
+                    count(len(data))
                 with io_errors(part, "write", needed_bytes=found["ContentLength"]):
                     file.flush()
 

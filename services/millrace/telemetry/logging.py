@@ -22,13 +22,18 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
+from logging.handlers import RotatingFileHandler
 from typing import Any, TextIO
 
 from millrace.errors import InvalidSpecError, Violation
 from millrace.telemetry.redact import redact, secrets_of
 
 LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
-_STANDARD = frozenset(logging.makeLogRecord({}).__dict__) | {"message", "asctime", "taskName"}
+FILE_VARIABLE, FILE_BYTES = "MILLRACE_LOG_FILE", 64 << 20
+"""A file that has the lines, too, and its size; `FILE.1` has as much of what was before."""
+FILE_ONLY = "is_file_only"
+"""In `extra`: this line is not for stderr, where the same is shown in another way."""
+_STANDARD = frozenset(logging.makeLogRecord({}).__dict__) | {"message", "asctime", "taskName", FILE_ONLY}
 _QUIET = ("aiohttp.access", "asyncio", "boto3", "botocore", "urllib3", "s3transfer", "filelock", "httpx", "httpcore")
 _FIELDS: ContextVar[Mapping[str, Any]] = ContextVar("millrace_log_fields", default={})  # noqa: B039 - never mutated
 _WINDOW_S, _LINES_PER_WINDOW = 60.0, 20
@@ -65,7 +70,8 @@ def setup(
 ) -> None:
     """Configure the root logger of this process; a second call replaces the first.
 
-    Level and format come from `MILLRACE_LOG_LEVEL` and `MILLRACE_LOG_JSON` unless given; lines go to stderr.
+    Level and format come from `MILLRACE_LOG_LEVEL` and `MILLRACE_LOG_JSON` unless given; lines go to stderr, and to the
+    file that `MILLRACE_LOG_FILE` names.
     """
     environ = os.environ if environ is None else environ
     level = (level or environ.get("MILLRACE_LOG_LEVEL") or "INFO").upper()
@@ -75,13 +81,19 @@ def setup(
     if json_lines is None:
         json_lines = environ.get("MILLRACE_LOG_JSON", "").lower() in _BOOLEANS
     secrets = secrets_of(environ)
-    handler = logging.StreamHandler(stream or sys.stderr)
-    handler.setFormatter(JsonFormatter(service, secrets) if json_lines else PlainFormatter(service, secrets))
-    handler.addFilter(RateLimit())
+    handlers: list[logging.Handler] = [logging.StreamHandler(stream or sys.stderr)]
+    handlers[0].addFilter(lambda record: not getattr(record, FILE_ONLY, False))
+    if path := environ.get(FILE_VARIABLE):
+        handlers.append(RotatingFileHandler(path, maxBytes=FILE_BYTES, backupCount=1, encoding="utf-8"))
     root = logging.getLogger()
     for old in list(root.handlers):
         root.removeHandler(old)
-    root.addHandler(handler)
+        if isinstance(old, RotatingFileHandler):
+            old.close()
+    for handler in handlers:
+        handler.setFormatter(JsonFormatter(service, secrets) if json_lines else PlainFormatter(service, secrets))
+        handler.addFilter(RateLimit())
+        root.addHandler(handler)
     root.setLevel(level)
     for name in _QUIET:
         logging.getLogger(name).setLevel(max(logging.WARNING, root.level))

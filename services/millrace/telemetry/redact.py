@@ -1,12 +1,16 @@
 """Secrets do not reach a log: URL passwords, bearer tokens, `password=…` pairs, and values of secret variables."""
 
 import json
+import math
 import os
 import re
 from collections.abc import Mapping
+from typing import Any
 from urllib.parse import unquote
 
 MASK = "***"
+MAX_CHARS = 256 << 10
+"""Most characters of one text that `masked` gives."""
 _MIN_SECRET_CHARS = 8  # shorter values ("1", "true") would blot out ordinary text
 
 # redis://user:password@host: everything from the colon up to the last @ before a slash or blank.
@@ -40,13 +44,18 @@ def secrets_of(environ: Mapping[str, str]) -> tuple[str, ...]:
     """
     found: set[str] = set()
     for name, value in environ.items():
-        if _SECRET_NAME.search(name.upper()):
+        if is_secret_name(name):
             found.add(value)
         for match in _URL_PASSWORD.finditer(value):
             found.update((match["secret"], unquote(match["secret"])))
     secret = {value for value in found if len(value) >= _MIN_SECRET_CHARS}
     quoted = {form[1:-1] for value in secret for form in (json.dumps(value), repr(value))}
     return _longest_first(secret | quoted)
+
+
+def is_secret_name(name: str) -> bool:
+    """Whether what has this name, a variable or a key of a config, must not be shown."""
+    return _SECRET_NAME.search(name.upper()) is not None
 
 
 def redact(text: str, *, secrets: tuple[str, ...] | None = None) -> str:
@@ -61,6 +70,29 @@ def redact(text: str, *, secrets: tuple[str, ...] | None = None) -> str:
     text = _BEARER.sub(rf"\g<head>{MASK}", text)
     text = _TOKEN.sub(MASK, text)
     return _PAIR.sub(rf"\g<head>{MASK}", text)
+
+
+def masked(value: Any, secrets: tuple[str, ...]) -> Any:
+    """The plain value without secrets: neither in its texts, nor under names of secrets. Texts have an end, numbers are
+    finite or None."""
+    match value:
+        case str():
+            text = redact(value if len(value) <= MAX_CHARS else f"{value[:MAX_CHARS]}…", secrets=secrets)
+            return text.encode(errors="replace").decode() if not text.isascii() else text
+        case dict():
+            return {str(name): _field(str(name), item, secrets) for name, item in value.items()}
+        case list() | tuple():
+            return [masked(item, secrets) for item in value]
+        case float():
+            return value if math.isfinite(value) else None
+        case _:
+            return value
+
+
+def _field(name: str, value: Any, secrets: tuple[str, ...]) -> Any:
+    if isinstance(value, str) and value and is_secret_name(name):
+        return MASK
+    return masked(value, secrets)
 
 
 def _longest_first(values: set[str]) -> tuple[str, ...]:

@@ -114,6 +114,8 @@ class Settings:
     """Inference: host:port of its HTTP API."""
     metrics_listen: str | None = _variable(_address)
     """Orchestrator, env-server, trainer: host:port of `GET /metrics` for Prometheus; off if not set."""
+    dashboard_listen: str | None = _variable(_address)
+    """Orchestrator: host:port of the dashboard; off if not set."""
     advertise: str | None = _variable(_address)
     """host:port under which others reach this process's gRPC server, if it is not `listen`."""
     log_level: str = _variable(_level, "INFO")

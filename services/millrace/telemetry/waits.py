@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Protocol, Self
 
+from millrace.telemetry.logging import bind
 from millrace.telemetry.standstill import METER
 
 COUNT = "{n}"
@@ -261,10 +262,11 @@ _RUN: ContextVar[str] = ContextVar("millrace_waits_run", default="")
 
 @contextlib.contextmanager
 def of_run(uid: str) -> Iterator[None]:
-    """Waits that begin in this block, and in tasks and calls to other loops that are made in it, are of this run."""
+    """Waits and log lines of this block, and of tasks and calls to other loops that are made in it, are of this run."""
     token = _RUN.set(uid)
     try:
-        yield
+        with bind(run=uid):
+            yield
     finally:
         _RUN.reset(token)
 

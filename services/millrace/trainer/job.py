@@ -29,6 +29,7 @@ from millrace.trainer.log.background import BackgroundLoop
 from millrace.trainer.log.batches import POLL_S, Batches
 from millrace.trainer.log.client import LogClient
 from millrace.trainer.log.stop import StopRequested
+from millrace.trainer.log.token_log import TokenLogWriter
 from millrace.trainer.loop import train
 from millrace.trainer.model.pretrained import policy_files, resolve_model_directory, with_tokenizer
 from millrace.trainer.publish.lora import AdapterBase
@@ -126,12 +127,11 @@ def prepare(context: JobContext, names: Names, client: LogClient, record: bytes)
         is_strict=learner.is_strict,
         base_digest=learner.base_digest,
     )
-    reporter = Reporter(client if gang.is_leader else None, world_size=gang.world_size)
+    reporter = Reporter(client if gang.is_leader else None, world_size=gang.world_size, utilization=learner.utilization)
     position, lineage = begin(context, names, record, found, reporter)
     skips_from = gang.from_leader(lambda: last_reopened(context.store, names))
     position.num_skipped = min(position.num_skipped, max(position.version - skips_from, 0))
-    plan = agree_on_plan(context, names, start_step=position.version, lineage=lineage, strict=learner.is_strict)
-    warn_of_new_lineage(plan, position, lineage=lineage, reporter=reporter)
+    plan = plan_versions(context, names, learner, found, position, lineage=lineage, reporter=reporter)
     publisher = make_publisher(context, names, client, learner, directory=directory, plan=plan)
     return Training(
         config=learner.config,
@@ -141,19 +141,14 @@ def prepare(context: JobContext, names: Names, client: LogClient, record: bytes)
         is_strict=learner.is_strict,
         loss_of=learner.loss_of,
         reference=learner.reference,
+        packing=learner.packing,
+        expert_load=learner.expert_load,
         adapter=learner.adapter,
         base_digest=learner.base_digest,
-        batches=Batches(
-            client,
-            gang=gang,
-            run_uid=names.uid,
-            run_hash=client.run_hash,
-            previous_chain_hash=position.chain_hash,
-            layout=BatchLayout.of(learner.config),
-            mender=Mender(publisher.mend, context.damage, publisher.raise_failure),
-        ),
+        batches=make_batches(context, names, client, learner, publisher=publisher, chain_hash=position.chain_hash),
         publisher=publisher,
         checkpointer=make_checkpointer(checkpoints, client, learner, reporter),
+        token_logs=make_token_logs(context, names, learner, plan=plan, reporter=reporter),
         reporter=reporter,
         position=position,
         skips_from=skips_from,
@@ -194,6 +189,21 @@ def require_whole_history(names: Names, origin: RunOrigin, found: Resumed) -> No
         )
 
 
+def make_batches(
+    context: JobContext, names: Names, client: LogClient, learner: Learner, *, publisher: Publisher, chain_hash: bytes
+) -> Batches:
+    """The batches behind the one whose chain hash that is; damaged versions are published anew between two of them."""
+    return Batches(
+        client,
+        gang=context.gang,
+        run_uid=names.uid,
+        run_hash=client.run_hash,
+        previous_chain_hash=chain_hash,
+        layout=BatchLayout.of(learner.config, learner.packing),
+        mender=Mender(publisher.mend, context.damage, publisher.raise_failure),
+    )
+
+
 def make_checkpointer(
     checkpoints: CheckpointStore, client: LogClient, learner: Learner, reporter: Reporter
 ) -> Checkpointer:
@@ -206,6 +216,20 @@ def make_checkpointer(
     )
     return Checkpointer(
         checkpoints, learner.config.ckpt, gang=learner.gang, author=author, on_saved=reporter.checkpoint_saved
+    )
+
+
+def make_token_logs(
+    context: JobContext, names: Names, learner: Learner, *, plan: PublishPlan, reporter: Reporter
+) -> TokenLogWriter:
+    """What stores log-probs of the steps, beside the versions of the same lineage."""
+    return TokenLogWriter(
+        context.store,
+        names,
+        share=learner.config.token_log.share,
+        lineage=plan.lineage,
+        gang=context.gang,
+        on_problem=lambda message: reporter.warning("TOKEN_LOG_NOT_STORED", message),
     )
 
 
@@ -268,6 +292,36 @@ def parse_config(run_json: bytes, *, uid: str) -> RLConfig:
         ) from error
 
 
+def plan_versions(
+    context: JobContext,
+    names: Names,
+    learner: Learner,
+    found: Resumed,
+    position: Position,
+    *,
+    lineage: int,
+    reporter: Reporter,
+) -> PublishPlan:
+    """What to publish from a position on; a strict run with other ranks than before begins a lineage.
+
+    Collective in a gang.
+    """
+    gang, is_strict = context.gang, learner.is_strict
+    num_ranks = gang.world_size if found.manifest is None else found.manifest.world_size
+    is_relaid = is_strict and num_ranks != gang.world_size
+    start = position.version
+    plan = agree_on_plan(context, names, start_step=start, lineage=lineage, strict=is_strict, is_relaid=is_relaid)
+    if is_relaid and plan.lineage > lineage:
+        reporter.warning(
+            "NEW_LINEAGE",
+            f"the run goes on from {found.start} with other ranks than those that saved it, {gang.world_size} instead "
+            f"of {num_ranks}, and may not be bit-exact: version {plan.first_version} begins lineage {plan.lineage}",
+        )
+    else:
+        warn_of_new_lineage(plan, position, lineage=lineage, reporter=reporter)
+    return plan
+
+
 def warn_of_new_lineage(plan: PublishPlan, position: Position, *, lineage: int, reporter: Reporter) -> None:
     """Report that versions which exist will be trained again, perhaps with other bits."""
     if plan.lineage > lineage and plan.first_version > position.version:
@@ -278,13 +332,21 @@ def warn_of_new_lineage(plan: PublishPlan, position: Position, *, lineage: int, 
         )
 
 
-def agree_on_plan(context: JobContext, names: Names, *, start_step: int, lineage: int, strict: bool) -> PublishPlan:
+def agree_on_plan(
+    context: JobContext, names: Names, *, start_step: int, lineage: int, strict: bool, is_relaid: bool
+) -> PublishPlan:
     """Rank 0 looks at what is published; every rank follows the same plan."""
 
     def plan() -> dict[str, Any]:
         published = newest_published(context.store, names)
         return asdict(
-            plan_publishing(start_step=start_step, start_lineage=lineage, published=published, is_strict=strict)
+            plan_publishing(
+                start_step=start_step,
+                start_lineage=lineage,
+                published=published,
+                is_strict=strict,
+                is_relaid=is_relaid,
+            )
         )
 
     return PublishPlan(**context.gang.from_leader(plan))

@@ -24,9 +24,11 @@ from millrace.trainer.learning.learner import Learner
 from millrace.trainer.learning.metrics import StepMetrics
 from millrace.trainer.learning.optimizer import OptimizerReport
 from millrace.trainer.learning.score import Score
+from millrace.trainer.learning.token_rows import TokenRows
 from millrace.trainer.log.batches import Batch
 from millrace.trainer.log.stop import StopRequested
 from millrace.trainer.losses import LossFunction, divisor, total_loss
+from millrace.trainer.model.compiled import is_compiled, take_failures
 from millrace.trainer.reporter import Phases
 from millrace.trainer.training import Position, Training
 from millrace.v1 import event_pb2
@@ -40,7 +42,7 @@ def train(run: Training) -> None:
     Raises StopRequested, with a checkpoint saved if the run has checkpoints, when asked to release the run before that.
     """
     stopped: StopRequested | None = None
-    with run.checkpointer, run.publisher:
+    with run.checkpointer, run.publisher, run.token_logs:
         start = run.position.version
         run.publisher.publish(start)
         run.reporter.start()
@@ -75,8 +77,10 @@ class Learned:
 def step(run: Training, batch: Batch) -> None:
     """Learn from a batch, publish the policy version that it makes, and report."""
     began = time.monotonic()
-    learned = learn(run, batch)
+    rows = run.token_logs.collect(batch)
+    learned = learn(run, batch, rows=rows)
     faults.reach(Point.TRAINER_AFTER_STEP, step=batch.step)
+    run.token_logs.write(batch, rows)
     forward_backward_s = time.monotonic() - began
     counts = learned.report.was_skipped and batch.step >= run.skips_from
     run.position = Position(batch.step + 1, batch.chain_hash, run.position.num_skipped + 1 if counts else 0)
@@ -85,15 +89,19 @@ def step(run: Training, batch: Batch) -> None:
     phases = Phases(forward_backward_s=forward_backward_s, publish_s=publish_s, checkpoint_s=checkpoint_s)
     run.reporter.step_completed(batch, metrics=learned.metrics.values(), optimizer=learned.report, phases=phases)
     _warn(run, batch, learned)
+    _warn_of_compiler(run)
     run.on_progress(run.position.version)
     require_learning(run, learned)
 
 
-def learn(run: Learner, batch: Batch) -> Learned:
-    """Apply the batch to the weights, one minibatch after the other; what is not finite leaves them as they are."""
+def learn(run: Learner, batch: Batch, *, rows: TokenRows | None = None) -> Learned:
+    """Apply the batch to the weights, one minibatch after the other; what is not finite leaves them as they are.
+
+    `rows` take the log-probs of the samples that are logged, as each one's own minibatch has them.
+    """
     first, *others = batch.minibatches
     minibatches = [first, *run.with_proximal(others)]  # before the first one changes the policy
-    learned = [_learn(run, batch, each) for each in minibatches]
+    learned = [_learn(run, batch, each, rows) for each in minibatches]
     bad = next((each for each in learned if each.not_finite), learned[0])
     return Learned(
         metrics=StepMetrics.merged([each.metrics for each in learned]),
@@ -103,9 +111,9 @@ def learn(run: Learner, batch: Batch) -> Learned:
     )
 
 
-def _learn(run: Learner, batch: Batch, minibatch: Minibatch) -> Learned:
+def _learn(run: Learner, batch: Batch, minibatch: Minibatch, rows: TokenRows | None) -> Learned:
     """One optimizer step."""
-    metrics, found = forward_backward(run, batch, minibatch)
+    metrics, found = forward_backward(run, batch, minibatch, rows=rows)
     report = run.optimizer.step(batch.step, skips=bool(found))
     if found:
         cause = describe_not_finite(batch.header, found)
@@ -117,7 +125,12 @@ def _learn(run: Learner, batch: Batch, minibatch: Minibatch) -> Learned:
 
 
 def forward_backward(
-    run: Learner, batch: Batch, minibatch: Minibatch, *, loss_of: LossFunction | None = None
+    run: Learner,
+    batch: Batch,
+    minibatch: Minibatch,
+    *,
+    loss_of: LossFunction | None = None,
+    rows: TokenRows | None = None,
 ) -> tuple[StepMetrics, list[NotFinite]]:
     """Accumulate the gradient of a minibatch's loss; its metrics and the samples that are not finite.
 
@@ -128,28 +141,31 @@ def forward_backward(
         counts[0] += micro_batch.num_rl_tokens
         counts[1] += micro_batch.num_rl_samples
         counts[2] += micro_batch.num_ce_tokens
-    num_rl_tokens, num_rl_samples, num_ce_tokens = (int(count) for count in run.gang.sum(counts))
+    num_rl_tokens, num_rl_samples, num_ce_tokens = (int(count) for count in run.gang.sum_of_data(counts))
     rl_divisor = divisor(run.config.loss, num_tokens=num_rl_tokens, num_samples=num_rl_samples)
     metrics, not_finite = StepMetrics(batch.header.envs), list[NotFinite]()
     with run.learning():
-        for micro_batch, rows in zip(minibatch.micro_batches, minibatch.rows, strict=True):
+        for micro_batch, samples in zip(minibatch.micro_batches, minibatch.samples, strict=True):
             inputs, logprobs_BT, entropy_BT = run.loss_inputs(micro_batch)
             losses = (loss_of or run.loss_of)(inputs, run.config.loss)
             loss = total_loss(losses, rl_divisor=rl_divisor, num_ce_tokens=num_ce_tokens)
             loss.backward()
             faults.reach(Point.TRAINER_MID_BACKWARD, step=batch.step)
             metrics.add_reference(micro_batch, inputs)
+            if rows is not None:
+                rows.add(micro_batch, samples, logprobs_BT=logprobs_BT, entropy_BT=entropy_BT)
             if not metrics.add(
                 micro_batch, losses=losses, loss=loss, trainer_logprobs_BT=logprobs_BT, entropy_BT=entropy_BT
             ):
                 not_finite += find_not_finite(
-                    micro_batch, rows, losses=losses, trainer_logprobs_BT=logprobs_BT, entropy_BT=entropy_BT
+                    micro_batch, samples, losses=losses, trainer_logprobs_BT=logprobs_BT, entropy_BT=entropy_BT
                 )
+    metrics.add_expert_load(run.expert_load)
     reduced = metrics.reduce(run.gang)
     if reduced.is_finite:
         return reduced, []
     everywhere = run.gang.agree(lambda: [asdict(each) for each in not_finite])
-    return reduced, [NotFinite(**each) for part in everywhere for each in part]
+    return reduced, sorted({NotFinite(**each) for part in everywhere for each in part})
 
 
 def require_learning(run: Training, learned: Learned | None = None) -> None:
@@ -196,6 +212,15 @@ def close(run: Training, batch: Batch) -> None:
             )
     run.save_last_checkpoint()
     logger.info("run ended", extra={"version": version, "outcome": batch.header.outcome})
+
+
+def _warn_of_compiler(run: Training) -> None:
+    """Warn of blocks that did not compile, at whichever rank. Collective in a gang."""
+    if not is_compiled(run.model):
+        return
+    failures = run.gang.agree(lambda: take_failures(run.model))
+    for failure in sorted({each for part in failures for each in part}):
+        run.reporter.warning("COMPILE_FAILED", failure)
 
 
 def _warn(run: Training, batch: Batch, learned: Learned) -> None:

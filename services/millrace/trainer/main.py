@@ -1,7 +1,7 @@
 """The trainer's process: `python -m millrace.trainer.main`, or `millrace-trainer`.
 
 Without arguments it is a worker that waits for runs. `sft --config FILE` fine-tunes a model on prompts and completions
-as a resolved SFT config (JSON) says, and exits.
+as a resolved SFT config (JSON) says, and exits; `bench --config FILE` takes steps on fake samples.
 """
 
 import argparse
@@ -18,7 +18,8 @@ from millrace.telemetry.settings import Settings
 def main(argv: Sequence[str] | None = None) -> NoReturn:
     """Run and exit with the code of the error that ended it (0, 130 for Ctrl-C)."""
     arguments = _parser().parse_args(argv)
-    run_service(lambda: _sft(arguments.config) if arguments.command == "sft" else _worker())
+    jobs = {"sft": _sft, "bench": _bench}
+    run_service(lambda: jobs[arguments.command](arguments.config) if arguments.command else _worker())
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -26,6 +27,8 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command")
     sft = commands.add_parser("sft", help="supervised fine-tuning from a resolved config")
     sft.add_argument("--config", type=Path, required=True, help="the resolved SFT config, a JSON file")
+    bench = commands.add_parser("bench", help="steps on fake samples, timed")
+    bench.add_argument("--config", type=Path, required=True, help="what `millrace trainer --bench` writes, a JSON file")
     return parser
 
 
@@ -39,6 +42,12 @@ def _worker() -> int:
 
 def _sft(path: Path) -> int:
     from millrace.trainer.sft.main import run
+
+    return run(path)
+
+
+def _bench(path: Path) -> int:
+    from millrace.trainer.bench.main import run
 
     return run(path)
 

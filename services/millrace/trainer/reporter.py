@@ -10,6 +10,7 @@ import torch
 from millrace.internal.v1 import batch_pb2
 from millrace.trainer import meters
 from millrace.trainer.checkpoint.checkpointer import SavedCheckpoint
+from millrace.trainer.learning.flops import Utilization
 from millrace.trainer.learning.optimizer import OptimizerReport
 from millrace.trainer.log.batches import Batch
 from millrace.trainer.publish.publisher import PolicyLog
@@ -50,8 +51,11 @@ def staleness(header: batch_pb2.BatchHeader) -> tuple[float, int]:
 class Reporter:
     """Writes step reports; only rank 0 has one with a log."""
 
-    def __init__(self, log_client: PolicyLog | None, *, world_size: int) -> None:
+    def __init__(
+        self, log_client: PolicyLog | None, *, world_size: int, utilization: Utilization | None = None
+    ) -> None:
         self._log_client = log_client
+        self._utilization = utilization
         self._world_size = world_size
         self._last = time.monotonic()
 
@@ -86,6 +90,8 @@ class Reporter:
             "perf/throughput_per_gpu": throughput / self._world_size,
             **{_TIMES[phase]: time_s for phase, time_s in seconds.items()},
         }
+        if self._utilization is not None:
+            metrics["perf/mfu"] = self._utilization.mfu((each.length for each in header.samples), seconds=step_s)
         if torch.cuda.is_available():
             metrics["perf/peak_memory"] = torch.cuda.max_memory_allocated() / 2**30
         self._write(_completed(batch, metrics, step_s=step_s))

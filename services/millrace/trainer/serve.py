@@ -55,7 +55,7 @@ def run(settings: Settings) -> int:
     )
     with BackgroundLoop() as background:
         registered = RegisteredWorker(
-            settings, description, worker.report, on_assignments=worker.hear, on_silence=silence.hear
+            settings, description, worker.report, on_assignments=worker.hear, on_silence=silence.hear, is_held=True
         )
         companions = _Companions(settings, background, worker, registered)
         if is_leader:

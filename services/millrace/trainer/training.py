@@ -8,6 +8,7 @@ from millrace.trainer.checkpoint.checkpointer import Checkpointer
 from millrace.trainer.learning.alarms import KlTrend
 from millrace.trainer.learning.learner import Learner, state_tensors
 from millrace.trainer.log.batches import Batches
+from millrace.trainer.log.token_log import TokenLogWriter
 from millrace.trainer.publish.publisher import Publisher
 from millrace.trainer.reporter import Reporter
 
@@ -35,6 +36,7 @@ class Training(Learner):
     batches: Batches
     publisher: Publisher
     checkpointer: Checkpointer
+    token_logs: TokenLogWriter
     reporter: Reporter
     position: Position
     on_progress: Callable[[int], None]

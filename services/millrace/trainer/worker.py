@@ -9,7 +9,9 @@ exist, a digest that differs) is reported and not repeated. In a gang an unexpec
 that torchrun starts the gang anew: the other ranks may be stuck in a collective.
 """
 
+import contextlib
 import logging
+import queue
 import threading
 import time
 from collections.abc import Callable
@@ -21,7 +23,6 @@ from millrace.internal.v1.policy_pb2 import PolicyEntry
 from millrace.internal.v1.worker_service_pb2 import Assignment, HeartbeatRequest, HeartbeatResponse, TrainerStatus
 from millrace.rpc.health import PROCESS, HealthBoard
 from millrace.telemetry import waits
-from millrace.telemetry.logging import bind
 from millrace.trainer import meters
 from millrace.trainer.log.stop import StopRequested
 
@@ -31,6 +32,8 @@ T = TypeVar("T")
 
 RunJob = Callable[[str], None]
 
+IDLE_LOOK_S = 0.2
+"""How often an idle trainer looks for what no assignment says: that a paused run goes on."""
 _POLL_S = 0.2
 _RETRY_S = 1.0
 # An orchestrator that restarted knows no assignments until it has claimed its runs again; the run is kept meanwhile.
@@ -93,6 +96,7 @@ class TrainerWorker:
         self._last_progress = clock()
         self._slowest_step_s = 0.0
         self._idle = waits.LastingWait()
+        self._news: queue.SimpleQueue[None] = queue.SimpleQueue()  # its `put` may interrupt itself in a signal handler
 
     @property
     def is_working(self) -> bool:
@@ -121,16 +125,19 @@ class TrainerWorker:
         """Take what the orchestrator wants: one run, or none; and which runs are paused or over."""
         self._unwanted = frozenset(response.let_go)
         assignment = response.assignments[0] if response.assignments else Assignment()
-        self._assigned = assignment.run_uid
+        is_new, self._assigned = assignment.run_uid != self._assigned, assignment.run_uid
         self._damage = (assignment.damaged_policy, assignment.num_damage_reports)
         if self._assigned:
             self._assigned_at = self._clock()
+        if is_new:
+            self._news.put(None)
 
     # From signal handlers and from the job.
 
     def stop(self) -> None:
         """Ask to release the run and to end."""
         self.stopping.set()
+        self._news.put(None)
 
     def should_stop(self) -> bool:
         """Whether the job shall release the run; asked while it waits for a batch, which is progress of a kind."""
@@ -190,7 +197,8 @@ class TrainerWorker:
             return f"work {assigned}"
         reason = f"note to be taken of the end of run {assigned}" if assigned else "a run to be assigned (it is idle)"
         self._idle.on(reason, waits_on="orchestrator", key=assigned)
-        self.stopping.wait(_POLL_S)
+        with contextlib.suppress(queue.Empty):
+            self._news.get(timeout=IDLE_LOOK_S)
         return "idle"
 
     def _work(self, uid: str, run_job: RunJob) -> None:
@@ -198,7 +206,7 @@ class TrainerWorker:
         self._status = Status(run_uid=uid)
         self._slowest_step_s, self._last_progress = 0.0, self._clock()
         self._board.expect_progress(PROCESS, within_s=_FIRST_STEP_WITHIN_S)
-        with bind(run=uid), waits.of_run(uid):
+        with waits.of_run(uid):
             try:
                 logger.info("run begins")
                 run_job(uid)

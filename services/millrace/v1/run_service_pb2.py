@@ -25,10 +25,13 @@ _sym_db = _symbol_database.Default()
 from millrace.v1 import audit_pb2 as millrace_dot_v1_dot_audit__pb2
 from millrace.v1 import checkpoint_pb2 as millrace_dot_v1_dot_checkpoint__pb2
 from millrace.v1 import event_pb2 as millrace_dot_v1_dot_event__pb2
+from millrace.v1 import lineage_pb2 as millrace_dot_v1_dot_lineage__pb2
+from millrace.v1 import metric_pb2 as millrace_dot_v1_dot_metric__pb2
+from millrace.v1 import rollout_pb2 as millrace_dot_v1_dot_rollout__pb2
 from millrace.v1 import run_pb2 as millrace_dot_v1_dot_run__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1dmillrace/v1/run_service.proto\x12\x0bmillrace.v1\x1a\x17millrace/v1/audit.proto\x1a\x1cmillrace/v1/checkpoint.proto\x1a\x17millrace/v1/event.proto\x1a\x15millrace/v1/run.proto\"\x8c\x02\n\x10\x43reateRunRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\"\n\x04kind\x18\x02 \x01(\x0e\x32\x14.millrace.v1.RunKind\x12\x13\n\x0b\x63onfig_json\x18\x03 \x01(\t\x12\x12\n\nrequest_id\x18\x04 \x01(\t\x12\x15\n\rvalidate_only\x18\x05 \x01(\x08\x12\x39\n\x06labels\x18\x06 \x03(\x0b\x32).millrace.v1.CreateRunRequest.LabelsEntry\x12\x1a\n\x12\x63heck_environments\x18\x07 \x01(\x08\x1a-\n\x0bLabelsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"2\n\x11\x43reateRunResponse\x12\x1d\n\x03run\x18\x01 \x01(\x0b\x32\x10.millrace.v1.Run\"\x1d\n\rGetRunRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\"/\n\x0eGetRunResponse\x12\x1d\n\x03run\x18\x01 \x01(\x0b\x32\x10.millrace.v1.Run\"_\n\x0fListRunsRequest\x12\x11\n\tpage_size\x18\x01 \x01(\x05\x12\x12\n\npage_token\x18\x02 \x01(\t\x12%\n\x06states\x18\x03 \x03(\x0e\x32\x15.millrace.v1.RunState\"K\n\x10ListRunsResponse\x12\x1e\n\x04runs\x18\x01 \x03(\x0b\x32\x10.millrace.v1.Run\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\"D\n\x10\x43\x61ncelRunRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x0e\n\x06reason\x18\x03 \x01(\t\"2\n\x11\x43\x61ncelRunResponse\x12\x1d\n\x03run\x18\x01 \x01(\x0b\x32\x10.millrace.v1.Run\".\n\x0fWatchRunRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05\x61\x66ter\x18\x02 \x01(\t\"5\n\x10WatchRunResponse\x12!\n\x05\x65vent\x18\x01 \x01(\x0b\x32\x12.millrace.v1.Event\"O\n\x16ListCheckpointsRequest\x12\x0e\n\x06parent\x18\x01 \x01(\t\x12\x11\n\tpage_size\x18\x02 \x01(\x05\x12\x12\n\npage_token\x18\x03 \x01(\t\"`\n\x17ListCheckpointsResponse\x12,\n\x0b\x63heckpoints\x18\x01 \x03(\x0b\x32\x17.millrace.v1.Checkpoint\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\"!\n\x11\x45xplainRunRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\"G\n\x12\x45xplainRunResponse\x12 \n\x05waits\x18\x01 \x03(\x0b\x32\x11.millrace.v1.Wait\x12\x0f\n\x07summary\x18\x02 \x01(\t\"C\n\x0fPauseRunRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x0e\n\x06reason\x18\x03 \x01(\t\"1\n\x10PauseRunResponse\x12\x1d\n\x03run\x18\x01 \x01(\x0b\x32\x10.millrace.v1.Run\"4\n\x10ResumeRunRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x12\n\nrequest_id\x18\x02 \x01(\t\"2\n\x11ResumeRunResponse\x12\x1d\n\x03run\x18\x01 \x01(\x0b\x32\x10.millrace.v1.Run\"\xcd\x01\n\x0e\x46orkRunRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04step\x18\x02 \x01(\x04\x12\x0e\n\x06run_id\x18\x03 \x01(\t\x12\x13\n\x0b\x63onfig_json\x18\x04 \x01(\t\x12\x12\n\nrequest_id\x18\x05 \x01(\t\x12\x37\n\x06labels\x18\x06 \x03(\x0b\x32\'.millrace.v1.ForkRunRequest.LabelsEntry\x1a-\n\x0bLabelsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"0\n\x0f\x46orkRunResponse\x12\x1d\n\x03run\x18\x01 \x01(\x0b\x32\x10.millrace.v1.Run\"\x1f\n\x0f\x41uditRunRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\"<\n\x10\x41uditRunResponse\x12(\n\x06report\x18\x01 \x01(\x0b\x32\x18.millrace.v1.AuditReport2\xcc\x06\n\nRunService\x12J\n\tCreateRun\x12\x1d.millrace.v1.CreateRunRequest\x1a\x1e.millrace.v1.CreateRunResponse\x12\x41\n\x06GetRun\x12\x1a.millrace.v1.GetRunRequest\x1a\x1b.millrace.v1.GetRunResponse\x12G\n\x08ListRuns\x12\x1c.millrace.v1.ListRunsRequest\x1a\x1d.millrace.v1.ListRunsResponse\x12J\n\tCancelRun\x12\x1d.millrace.v1.CancelRunRequest\x1a\x1e.millrace.v1.CancelRunResponse\x12G\n\x08PauseRun\x12\x1c.millrace.v1.PauseRunRequest\x1a\x1d.millrace.v1.PauseRunResponse\x12J\n\tResumeRun\x12\x1d.millrace.v1.ResumeRunRequest\x1a\x1e.millrace.v1.ResumeRunResponse\x12\x44\n\x07\x46orkRun\x12\x1b.millrace.v1.ForkRunRequest\x1a\x1c.millrace.v1.ForkRunResponse\x12G\n\x08\x41uditRun\x12\x1c.millrace.v1.AuditRunRequest\x1a\x1d.millrace.v1.AuditRunResponse\x12I\n\x08WatchRun\x12\x1c.millrace.v1.WatchRunRequest\x1a\x1d.millrace.v1.WatchRunResponse0\x01\x12\\\n\x0fListCheckpoints\x12#.millrace.v1.ListCheckpointsRequest\x1a$.millrace.v1.ListCheckpointsResponse\x12M\n\nExplainRun\x12\x1e.millrace.v1.ExplainRunRequest\x1a\x1f.millrace.v1.ExplainRunResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1dmillrace/v1/run_service.proto\x12\x0bmillrace.v1\x1a\x17millrace/v1/audit.proto\x1a\x1cmillrace/v1/checkpoint.proto\x1a\x17millrace/v1/event.proto\x1a\x19millrace/v1/lineage.proto\x1a\x18millrace/v1/metric.proto\x1a\x19millrace/v1/rollout.proto\x1a\x15millrace/v1/run.proto\"\x8c\x02\n\x10\x43reateRunRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\"\n\x04kind\x18\x02 \x01(\x0e\x32\x14.millrace.v1.RunKind\x12\x13\n\x0b\x63onfig_json\x18\x03 \x01(\t\x12\x12\n\nrequest_id\x18\x04 \x01(\t\x12\x15\n\rvalidate_only\x18\x05 \x01(\x08\x12\x39\n\x06labels\x18\x06 \x03(\x0b\x32).millrace.v1.CreateRunRequest.LabelsEntry\x12\x1a\n\x12\x63heck_environments\x18\x07 \x01(\x08\x1a-\n\x0bLabelsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"2\n\x11\x43reateRunResponse\x12\x1d\n\x03run\x18\x01 \x01(\x0b\x32\x10.millrace.v1.Run\"\x1d\n\rGetRunRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\"/\n\x0eGetRunResponse\x12\x1d\n\x03run\x18\x01 \x01(\x0b\x32\x10.millrace.v1.Run\"_\n\x0fListRunsRequest\x12\x11\n\tpage_size\x18\x01 \x01(\x05\x12\x12\n\npage_token\x18\x02 \x01(\t\x12%\n\x06states\x18\x03 \x03(\x0e\x32\x15.millrace.v1.RunState\"K\n\x10ListRunsResponse\x12\x1e\n\x04runs\x18\x01 \x03(\x0b\x32\x10.millrace.v1.Run\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\"D\n\x10\x43\x61ncelRunRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x0e\n\x06reason\x18\x03 \x01(\t\"2\n\x11\x43\x61ncelRunResponse\x12\x1d\n\x03run\x18\x01 \x01(\x0b\x32\x10.millrace.v1.Run\".\n\x0fWatchRunRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05\x61\x66ter\x18\x02 \x01(\t\"5\n\x10WatchRunResponse\x12!\n\x05\x65vent\x18\x01 \x01(\x0b\x32\x12.millrace.v1.Event\"O\n\x16ListCheckpointsRequest\x12\x0e\n\x06parent\x18\x01 \x01(\t\x12\x11\n\tpage_size\x18\x02 \x01(\x05\x12\x12\n\npage_token\x18\x03 \x01(\t\"`\n\x17ListCheckpointsResponse\x12,\n\x0b\x63heckpoints\x18\x01 \x03(\x0b\x32\x17.millrace.v1.Checkpoint\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\"!\n\x11\x45xplainRunRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\"G\n\x12\x45xplainRunResponse\x12 \n\x05waits\x18\x01 \x03(\x0b\x32\x11.millrace.v1.Wait\x12\x0f\n\x07summary\x18\x02 \x01(\t\"C\n\x0fPauseRunRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x0e\n\x06reason\x18\x03 \x01(\t\"1\n\x10PauseRunResponse\x12\x1d\n\x03run\x18\x01 \x01(\x0b\x32\x10.millrace.v1.Run\"4\n\x10ResumeRunRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x12\n\nrequest_id\x18\x02 \x01(\t\"2\n\x11ResumeRunResponse\x12\x1d\n\x03run\x18\x01 \x01(\x0b\x32\x10.millrace.v1.Run\"\xcd\x01\n\x0e\x46orkRunRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04step\x18\x02 \x01(\x04\x12\x0e\n\x06run_id\x18\x03 \x01(\t\x12\x13\n\x0b\x63onfig_json\x18\x04 \x01(\t\x12\x12\n\nrequest_id\x18\x05 \x01(\t\x12\x37\n\x06labels\x18\x06 \x03(\x0b\x32\'.millrace.v1.ForkRunRequest.LabelsEntry\x1a-\n\x0bLabelsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"0\n\x0f\x46orkRunResponse\x12\x1d\n\x03run\x18\x01 \x01(\x0b\x32\x10.millrace.v1.Run\"\x1f\n\x0f\x41uditRunRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\"<\n\x10\x41uditRunResponse\x12(\n\x06report\x18\x01 \x01(\x0b\x32\x18.millrace.v1.AuditReport\"Z\n\x12ListMetricsRequest\x12\x0e\n\x06parent\x18\x01 \x01(\t\x12\x11\n\tpage_size\x18\x02 \x01(\x05\x12\x12\n\npage_token\x18\x03 \x01(\t\x12\r\n\x05names\x18\x04 \x03(\t\"W\n\x13ListMetricsResponse\x12\'\n\x05steps\x18\x01 \x03(\x0b\x32\x18.millrace.v1.StepMetrics\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\"\xcb\x01\n\x13ListRolloutsRequest\x12\x0e\n\x06parent\x18\x01 \x01(\t\x12\x11\n\tpage_size\x18\x02 \x01(\x05\x12\x12\n\npage_token\x18\x03 \x01(\t\x12<\n\x06\x66ilter\x18\x04 \x03(\x0b\x32,.millrace.v1.ListRolloutsRequest.FilterEntry\x12\x10\n\x08order_by\x18\x05 \x01(\t\x1a-\n\x0b\x46ilterEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"\x9d\x01\n\x14ListRolloutsResponse\x12&\n\x08rollouts\x18\x01 \x03(\x0b\x32\x14.millrace.v1.Rollout\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\x12\x12\n\ntotal_size\x18\x03 \x01(\x04\x12\x30\n\nunreadable\x18\x04 \x03(\x0b\x32\x1c.millrace.v1.UnreadableBatch\"R\n\x11GetLineageRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x11\n\x07rollout\x18\x02 \x01(\tH\x00\x12\x11\n\x07version\x18\x03 \x01(\x04H\x00\x42\t\n\x07subject\"\x7f\n\x12GetLineageResponse\x12.\n\x07rollout\x18\x01 \x01(\x0b\x32\x1b.millrace.v1.RolloutLineageH\x00\x12.\n\x07version\x18\x02 \x01(\x0b\x32\x1b.millrace.v1.VersionLineageH\x00\x42\t\n\x07lineage2\xc2\x08\n\nRunService\x12J\n\tCreateRun\x12\x1d.millrace.v1.CreateRunRequest\x1a\x1e.millrace.v1.CreateRunResponse\x12\x41\n\x06GetRun\x12\x1a.millrace.v1.GetRunRequest\x1a\x1b.millrace.v1.GetRunResponse\x12G\n\x08ListRuns\x12\x1c.millrace.v1.ListRunsRequest\x1a\x1d.millrace.v1.ListRunsResponse\x12J\n\tCancelRun\x12\x1d.millrace.v1.CancelRunRequest\x1a\x1e.millrace.v1.CancelRunResponse\x12G\n\x08PauseRun\x12\x1c.millrace.v1.PauseRunRequest\x1a\x1d.millrace.v1.PauseRunResponse\x12J\n\tResumeRun\x12\x1d.millrace.v1.ResumeRunRequest\x1a\x1e.millrace.v1.ResumeRunResponse\x12\x44\n\x07\x46orkRun\x12\x1b.millrace.v1.ForkRunRequest\x1a\x1c.millrace.v1.ForkRunResponse\x12G\n\x08\x41uditRun\x12\x1c.millrace.v1.AuditRunRequest\x1a\x1d.millrace.v1.AuditRunResponse\x12I\n\x08WatchRun\x12\x1c.millrace.v1.WatchRunRequest\x1a\x1d.millrace.v1.WatchRunResponse0\x01\x12\\\n\x0fListCheckpoints\x12#.millrace.v1.ListCheckpointsRequest\x1a$.millrace.v1.ListCheckpointsResponse\x12M\n\nExplainRun\x12\x1e.millrace.v1.ExplainRunRequest\x1a\x1f.millrace.v1.ExplainRunResponse\x12P\n\x0bListMetrics\x12\x1f.millrace.v1.ListMetricsRequest\x1a .millrace.v1.ListMetricsResponse\x12S\n\x0cListRollouts\x12 .millrace.v1.ListRolloutsRequest\x1a!.millrace.v1.ListRolloutsResponse\x12M\n\nGetLineage\x12\x1e.millrace.v1.GetLineageRequest\x1a\x1f.millrace.v1.GetLineageResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -39,54 +42,70 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_CREATERUNREQUEST_LABELSENTRY']._serialized_options = b'8\001'
   _globals['_FORKRUNREQUEST_LABELSENTRY']._loaded_options = None
   _globals['_FORKRUNREQUEST_LABELSENTRY']._serialized_options = b'8\001'
-  _globals['_CREATERUNREQUEST']._serialized_start=150
-  _globals['_CREATERUNREQUEST']._serialized_end=418
-  _globals['_CREATERUNREQUEST_LABELSENTRY']._serialized_start=373
-  _globals['_CREATERUNREQUEST_LABELSENTRY']._serialized_end=418
-  _globals['_CREATERUNRESPONSE']._serialized_start=420
-  _globals['_CREATERUNRESPONSE']._serialized_end=470
-  _globals['_GETRUNREQUEST']._serialized_start=472
-  _globals['_GETRUNREQUEST']._serialized_end=501
-  _globals['_GETRUNRESPONSE']._serialized_start=503
-  _globals['_GETRUNRESPONSE']._serialized_end=550
-  _globals['_LISTRUNSREQUEST']._serialized_start=552
-  _globals['_LISTRUNSREQUEST']._serialized_end=647
-  _globals['_LISTRUNSRESPONSE']._serialized_start=649
-  _globals['_LISTRUNSRESPONSE']._serialized_end=724
-  _globals['_CANCELRUNREQUEST']._serialized_start=726
-  _globals['_CANCELRUNREQUEST']._serialized_end=794
-  _globals['_CANCELRUNRESPONSE']._serialized_start=796
-  _globals['_CANCELRUNRESPONSE']._serialized_end=846
-  _globals['_WATCHRUNREQUEST']._serialized_start=848
-  _globals['_WATCHRUNREQUEST']._serialized_end=894
-  _globals['_WATCHRUNRESPONSE']._serialized_start=896
-  _globals['_WATCHRUNRESPONSE']._serialized_end=949
-  _globals['_LISTCHECKPOINTSREQUEST']._serialized_start=951
-  _globals['_LISTCHECKPOINTSREQUEST']._serialized_end=1030
-  _globals['_LISTCHECKPOINTSRESPONSE']._serialized_start=1032
-  _globals['_LISTCHECKPOINTSRESPONSE']._serialized_end=1128
-  _globals['_EXPLAINRUNREQUEST']._serialized_start=1130
-  _globals['_EXPLAINRUNREQUEST']._serialized_end=1163
-  _globals['_EXPLAINRUNRESPONSE']._serialized_start=1165
-  _globals['_EXPLAINRUNRESPONSE']._serialized_end=1236
-  _globals['_PAUSERUNREQUEST']._serialized_start=1238
-  _globals['_PAUSERUNREQUEST']._serialized_end=1305
-  _globals['_PAUSERUNRESPONSE']._serialized_start=1307
-  _globals['_PAUSERUNRESPONSE']._serialized_end=1356
-  _globals['_RESUMERUNREQUEST']._serialized_start=1358
-  _globals['_RESUMERUNREQUEST']._serialized_end=1410
-  _globals['_RESUMERUNRESPONSE']._serialized_start=1412
-  _globals['_RESUMERUNRESPONSE']._serialized_end=1462
-  _globals['_FORKRUNREQUEST']._serialized_start=1465
-  _globals['_FORKRUNREQUEST']._serialized_end=1670
-  _globals['_FORKRUNREQUEST_LABELSENTRY']._serialized_start=373
-  _globals['_FORKRUNREQUEST_LABELSENTRY']._serialized_end=418
-  _globals['_FORKRUNRESPONSE']._serialized_start=1672
-  _globals['_FORKRUNRESPONSE']._serialized_end=1720
-  _globals['_AUDITRUNREQUEST']._serialized_start=1722
-  _globals['_AUDITRUNREQUEST']._serialized_end=1753
-  _globals['_AUDITRUNRESPONSE']._serialized_start=1755
-  _globals['_AUDITRUNRESPONSE']._serialized_end=1815
-  _globals['_RUNSERVICE']._serialized_start=1818
-  _globals['_RUNSERVICE']._serialized_end=2662
+  _globals['_LISTROLLOUTSREQUEST_FILTERENTRY']._loaded_options = None
+  _globals['_LISTROLLOUTSREQUEST_FILTERENTRY']._serialized_options = b'8\001'
+  _globals['_CREATERUNREQUEST']._serialized_start=230
+  _globals['_CREATERUNREQUEST']._serialized_end=498
+  _globals['_CREATERUNREQUEST_LABELSENTRY']._serialized_start=453
+  _globals['_CREATERUNREQUEST_LABELSENTRY']._serialized_end=498
+  _globals['_CREATERUNRESPONSE']._serialized_start=500
+  _globals['_CREATERUNRESPONSE']._serialized_end=550
+  _globals['_GETRUNREQUEST']._serialized_start=552
+  _globals['_GETRUNREQUEST']._serialized_end=581
+  _globals['_GETRUNRESPONSE']._serialized_start=583
+  _globals['_GETRUNRESPONSE']._serialized_end=630
+  _globals['_LISTRUNSREQUEST']._serialized_start=632
+  _globals['_LISTRUNSREQUEST']._serialized_end=727
+  _globals['_LISTRUNSRESPONSE']._serialized_start=729
+  _globals['_LISTRUNSRESPONSE']._serialized_end=804
+  _globals['_CANCELRUNREQUEST']._serialized_start=806
+  _globals['_CANCELRUNREQUEST']._serialized_end=874
+  _globals['_CANCELRUNRESPONSE']._serialized_start=876
+  _globals['_CANCELRUNRESPONSE']._serialized_end=926
+  _globals['_WATCHRUNREQUEST']._serialized_start=928
+  _globals['_WATCHRUNREQUEST']._serialized_end=974
+  _globals['_WATCHRUNRESPONSE']._serialized_start=976
+  _globals['_WATCHRUNRESPONSE']._serialized_end=1029
+  _globals['_LISTCHECKPOINTSREQUEST']._serialized_start=1031
+  _globals['_LISTCHECKPOINTSREQUEST']._serialized_end=1110
+  _globals['_LISTCHECKPOINTSRESPONSE']._serialized_start=1112
+  _globals['_LISTCHECKPOINTSRESPONSE']._serialized_end=1208
+  _globals['_EXPLAINRUNREQUEST']._serialized_start=1210
+  _globals['_EXPLAINRUNREQUEST']._serialized_end=1243
+  _globals['_EXPLAINRUNRESPONSE']._serialized_start=1245
+  _globals['_EXPLAINRUNRESPONSE']._serialized_end=1316
+  _globals['_PAUSERUNREQUEST']._serialized_start=1318
+  _globals['_PAUSERUNREQUEST']._serialized_end=1385
+  _globals['_PAUSERUNRESPONSE']._serialized_start=1387
+  _globals['_PAUSERUNRESPONSE']._serialized_end=1436
+  _globals['_RESUMERUNREQUEST']._serialized_start=1438
+  _globals['_RESUMERUNREQUEST']._serialized_end=1490
+  _globals['_RESUMERUNRESPONSE']._serialized_start=1492
+  _globals['_RESUMERUNRESPONSE']._serialized_end=1542
+  _globals['_FORKRUNREQUEST']._serialized_start=1545
+  _globals['_FORKRUNREQUEST']._serialized_end=1750
+  _globals['_FORKRUNREQUEST_LABELSENTRY']._serialized_start=453
+  _globals['_FORKRUNREQUEST_LABELSENTRY']._serialized_end=498
+  _globals['_FORKRUNRESPONSE']._serialized_start=1752
+  _globals['_FORKRUNRESPONSE']._serialized_end=1800
+  _globals['_AUDITRUNREQUEST']._serialized_start=1802
+  _globals['_AUDITRUNREQUEST']._serialized_end=1833
+  _globals['_AUDITRUNRESPONSE']._serialized_start=1835
+  _globals['_AUDITRUNRESPONSE']._serialized_end=1895
+  _globals['_LISTMETRICSREQUEST']._serialized_start=1897
+  _globals['_LISTMETRICSREQUEST']._serialized_end=1987
+  _globals['_LISTMETRICSRESPONSE']._serialized_start=1989
+  _globals['_LISTMETRICSRESPONSE']._serialized_end=2076
+  _globals['_LISTROLLOUTSREQUEST']._serialized_start=2079
+  _globals['_LISTROLLOUTSREQUEST']._serialized_end=2282
+  _globals['_LISTROLLOUTSREQUEST_FILTERENTRY']._serialized_start=2237
+  _globals['_LISTROLLOUTSREQUEST_FILTERENTRY']._serialized_end=2282
+  _globals['_LISTROLLOUTSRESPONSE']._serialized_start=2285
+  _globals['_LISTROLLOUTSRESPONSE']._serialized_end=2442
+  _globals['_GETLINEAGEREQUEST']._serialized_start=2444
+  _globals['_GETLINEAGEREQUEST']._serialized_end=2526
+  _globals['_GETLINEAGERESPONSE']._serialized_start=2528
+  _globals['_GETLINEAGERESPONSE']._serialized_end=2655
+  _globals['_RUNSERVICE']._serialized_start=2658
+  _globals['_RUNSERVICE']._serialized_end=3748
 # @@protoc_insertion_point(module_scope)

@@ -1,6 +1,9 @@
 from millrace.v1 import audit_pb2 as _audit_pb2
 from millrace.v1 import checkpoint_pb2 as _checkpoint_pb2
 from millrace.v1 import event_pb2 as _event_pb2
+from millrace.v1 import lineage_pb2 as _lineage_pb2
+from millrace.v1 import metric_pb2 as _metric_pb2
+from millrace.v1 import rollout_pb2 as _rollout_pb2
 from millrace.v1 import run_pb2 as _run_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf import descriptor as _descriptor
@@ -203,3 +206,74 @@ class AuditRunResponse(_message.Message):
     REPORT_FIELD_NUMBER: _ClassVar[int]
     report: _audit_pb2.AuditReport
     def __init__(self, report: _Optional[_Union[_audit_pb2.AuditReport, _Mapping]] = ...) -> None: ...
+
+class ListMetricsRequest(_message.Message):
+    __slots__ = ("parent", "page_size", "page_token", "names")
+    PARENT_FIELD_NUMBER: _ClassVar[int]
+    PAGE_SIZE_FIELD_NUMBER: _ClassVar[int]
+    PAGE_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    NAMES_FIELD_NUMBER: _ClassVar[int]
+    parent: str
+    page_size: int
+    page_token: str
+    names: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, parent: _Optional[str] = ..., page_size: _Optional[int] = ..., page_token: _Optional[str] = ..., names: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class ListMetricsResponse(_message.Message):
+    __slots__ = ("steps", "next_page_token")
+    STEPS_FIELD_NUMBER: _ClassVar[int]
+    NEXT_PAGE_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    steps: _containers.RepeatedCompositeFieldContainer[_metric_pb2.StepMetrics]
+    next_page_token: str
+    def __init__(self, steps: _Optional[_Iterable[_Union[_metric_pb2.StepMetrics, _Mapping]]] = ..., next_page_token: _Optional[str] = ...) -> None: ...
+
+class ListRolloutsRequest(_message.Message):
+    __slots__ = ("parent", "page_size", "page_token", "filter", "order_by")
+    class FilterEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: str
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
+    PARENT_FIELD_NUMBER: _ClassVar[int]
+    PAGE_SIZE_FIELD_NUMBER: _ClassVar[int]
+    PAGE_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    FILTER_FIELD_NUMBER: _ClassVar[int]
+    ORDER_BY_FIELD_NUMBER: _ClassVar[int]
+    parent: str
+    page_size: int
+    page_token: str
+    filter: _containers.ScalarMap[str, str]
+    order_by: str
+    def __init__(self, parent: _Optional[str] = ..., page_size: _Optional[int] = ..., page_token: _Optional[str] = ..., filter: _Optional[_Mapping[str, str]] = ..., order_by: _Optional[str] = ...) -> None: ...
+
+class ListRolloutsResponse(_message.Message):
+    __slots__ = ("rollouts", "next_page_token", "total_size", "unreadable")
+    ROLLOUTS_FIELD_NUMBER: _ClassVar[int]
+    NEXT_PAGE_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    TOTAL_SIZE_FIELD_NUMBER: _ClassVar[int]
+    UNREADABLE_FIELD_NUMBER: _ClassVar[int]
+    rollouts: _containers.RepeatedCompositeFieldContainer[_rollout_pb2.Rollout]
+    next_page_token: str
+    total_size: int
+    unreadable: _containers.RepeatedCompositeFieldContainer[_rollout_pb2.UnreadableBatch]
+    def __init__(self, rollouts: _Optional[_Iterable[_Union[_rollout_pb2.Rollout, _Mapping]]] = ..., next_page_token: _Optional[str] = ..., total_size: _Optional[int] = ..., unreadable: _Optional[_Iterable[_Union[_rollout_pb2.UnreadableBatch, _Mapping]]] = ...) -> None: ...
+
+class GetLineageRequest(_message.Message):
+    __slots__ = ("name", "rollout", "version")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    ROLLOUT_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    rollout: str
+    version: int
+    def __init__(self, name: _Optional[str] = ..., rollout: _Optional[str] = ..., version: _Optional[int] = ...) -> None: ...
+
+class GetLineageResponse(_message.Message):
+    __slots__ = ("rollout", "version")
+    ROLLOUT_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    rollout: _lineage_pb2.RolloutLineage
+    version: _lineage_pb2.VersionLineage
+    def __init__(self, rollout: _Optional[_Union[_lineage_pb2.RolloutLineage, _Mapping]] = ..., version: _Optional[_Union[_lineage_pb2.VersionLineage, _Mapping]] = ...) -> None: ...

@@ -90,6 +90,21 @@ class RunServiceStub(object):
                 request_serializer=millrace_dot_v1_dot_run__service__pb2.ExplainRunRequest.SerializeToString,
                 response_deserializer=millrace_dot_v1_dot_run__service__pb2.ExplainRunResponse.FromString,
                 _registered_method=True)
+        self.ListMetrics = channel.unary_unary(
+                '/millrace.v1.RunService/ListMetrics',
+                request_serializer=millrace_dot_v1_dot_run__service__pb2.ListMetricsRequest.SerializeToString,
+                response_deserializer=millrace_dot_v1_dot_run__service__pb2.ListMetricsResponse.FromString,
+                _registered_method=True)
+        self.ListRollouts = channel.unary_unary(
+                '/millrace.v1.RunService/ListRollouts',
+                request_serializer=millrace_dot_v1_dot_run__service__pb2.ListRolloutsRequest.SerializeToString,
+                response_deserializer=millrace_dot_v1_dot_run__service__pb2.ListRolloutsResponse.FromString,
+                _registered_method=True)
+        self.GetLineage = channel.unary_unary(
+                '/millrace.v1.RunService/GetLineage',
+                request_serializer=millrace_dot_v1_dot_run__service__pb2.GetLineageRequest.SerializeToString,
+                response_deserializer=millrace_dot_v1_dot_run__service__pb2.GetLineageResponse.FromString,
+                _registered_method=True)
 
 
 class RunServiceServicer(object):
@@ -173,6 +188,28 @@ class RunServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ListMetrics(self, request, context):
+        """Lists a run's metrics by step, oldest first. Of a live run they are up to ten seconds behind, as in all that
+        follows. UNAVAILABLE with the reason INDEX_GROWING while the log is read for the first time: ask again.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListRollouts(self, request, context):
+        """Lists the rollouts that committed batches resolved. What is committed after the first page is in none of them.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetLineage(self, request, context):
+        """Traces a rollout to the policy versions that made it and to what came of it, or a version in both directions.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_RunServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -230,6 +267,21 @@ def add_RunServiceServicer_to_server(servicer, server):
                     servicer.ExplainRun,
                     request_deserializer=millrace_dot_v1_dot_run__service__pb2.ExplainRunRequest.FromString,
                     response_serializer=millrace_dot_v1_dot_run__service__pb2.ExplainRunResponse.SerializeToString,
+            ),
+            'ListMetrics': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListMetrics,
+                    request_deserializer=millrace_dot_v1_dot_run__service__pb2.ListMetricsRequest.FromString,
+                    response_serializer=millrace_dot_v1_dot_run__service__pb2.ListMetricsResponse.SerializeToString,
+            ),
+            'ListRollouts': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListRollouts,
+                    request_deserializer=millrace_dot_v1_dot_run__service__pb2.ListRolloutsRequest.FromString,
+                    response_serializer=millrace_dot_v1_dot_run__service__pb2.ListRolloutsResponse.SerializeToString,
+            ),
+            'GetLineage': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetLineage,
+                    request_deserializer=millrace_dot_v1_dot_run__service__pb2.GetLineageRequest.FromString,
+                    response_serializer=millrace_dot_v1_dot_run__service__pb2.GetLineageResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -530,6 +582,87 @@ class RunService(object):
             '/millrace.v1.RunService/ExplainRun',
             millrace_dot_v1_dot_run__service__pb2.ExplainRunRequest.SerializeToString,
             millrace_dot_v1_dot_run__service__pb2.ExplainRunResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListMetrics(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/millrace.v1.RunService/ListMetrics',
+            millrace_dot_v1_dot_run__service__pb2.ListMetricsRequest.SerializeToString,
+            millrace_dot_v1_dot_run__service__pb2.ListMetricsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListRollouts(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/millrace.v1.RunService/ListRollouts',
+            millrace_dot_v1_dot_run__service__pb2.ListRolloutsRequest.SerializeToString,
+            millrace_dot_v1_dot_run__service__pb2.ListRolloutsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetLineage(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/millrace.v1.RunService/GetLineage',
+            millrace_dot_v1_dot_run__service__pb2.GetLineageRequest.SerializeToString,
+            millrace_dot_v1_dot_run__service__pb2.GetLineageResponse.FromString,
             options,
             channel_credentials,
             insecure,

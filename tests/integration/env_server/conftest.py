@@ -16,7 +16,7 @@ import pytest_asyncio
 from aiohttp import web
 
 from millrace.env_server.isolation.inherited import teacher_key_problem
-from millrace.env_server.service import EnvService
+from millrace.env_server.service import Admits, EnvService
 from millrace.env_server.spool.files import Spool
 from millrace.env_server.spool.sink import RolloutSink
 from millrace.env_server.teacher.scorer import Teachers
@@ -49,8 +49,7 @@ LOAD_S = 240.0
 def environments_on_path(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Workers are children of this process: they inherit its PYTHONPATH."""
     before = os.environ.get("PYTHONPATH")
-    names = ("faulty_v0", "faulty_v1", "rev_text_v1", "duel_v1", "spying_env", "hungry_env")
-    paths = [str(FIXTURES / name) for name in names]
+    paths = sorted(str(each) for each in FIXTURES.iterdir() if each.is_dir())
     os.environ["PYTHONPATH"] = os.pathsep.join([*paths, *([before] if before else [])])
     os.environ["FAULTY_MARKER"] = str(tmp_path_factory.mktemp("faulty") / "marker")
     os.environ["OMP_NUM_THREADS"] = "1"
@@ -58,6 +57,10 @@ def environments_on_path(tmp_path_factory: pytest.TempPathFactory) -> Iterator[N
     os.environ.pop("PYTHONPATH")
     if before:
         os.environ["PYTHONPATH"] = before
+
+
+TAKES_SEVERAL, PYTHON = "takes_several_traces", "python"
+"""Keys of the args of `Server.open` and `play_one` that are the spec's own."""
 
 
 def encode_chat(messages: list[dict[str, Any]]) -> list[int]:
@@ -132,6 +135,14 @@ class FakeEngine:
                 choice |= {"token_ids": [IM_END], "message": {"role": "assistant", "content": ""}}
                 choice["logprobs"] = {"content": [_logprob(IM_END, -0.1)]}
                 choice["policy_spans"] = _spans(1)
+            case "tools" if body["messages"][-1]["role"] != "tool":
+                # It asks the only tool, about the last word that was said.
+                [tool] = body["tools"]
+                name = str(body["messages"][-1]["content"]).split()[-1]
+                function = {"name": tool["function"]["name"], "arguments": json.dumps({"name": name})}
+                call = {"id": "call_0", "type": "function", "function": function}
+                choice["message"] = {"role": "assistant", "content": "", "tool_calls": [call]}
+                choice["finish_reason"] = "tool_calls"
             case "twochoices":
                 answer["choices"] = [choice, choice]
             case "retokenized":
@@ -174,6 +185,8 @@ class FakeEngine:
     @staticmethod
     def _reply(mode: str, messages: list[dict[str, Any]]) -> str:
         content = str(messages[-1].get("content") or "")
+        if mode == "tools":
+            return content
         if mode == "lookup":
             return content[-1] if len(messages) == 1 else content
         if mode in ("keeps", "strips"):
@@ -245,7 +258,9 @@ class Server:
 
     async def open(self, env_id: str, args: dict[str, Any] | None = None, *, wait: bool = True) -> Any:
         """OpenEnv until it is not LOADING any more."""
-        spec = self.spec(env_id, args)
+        return await self.open_spec(self.spec(env_id, args), wait=wait)
+
+    async def open_spec(self, spec: env_service_pb2.EnvSpec, *, wait: bool = True) -> Any:
         async with asyncio.timeout(LOAD_S):
             while True:
                 reply = await call(self.stub.OpenEnv, env_service_pb2.OpenEnvRequest(env=spec), timeout_s=60)
@@ -259,7 +274,16 @@ class Server:
 
     @staticmethod
     def spec(env_id: str, args: dict[str, Any] | None = None) -> env_service_pb2.EnvSpec:
-        return env_service_pb2.EnvSpec(name=env_id, id=env_id, args_json=json.dumps(args or {}))
+        own = dict(args or {})
+        takes_several = own.pop(TAKES_SEVERAL, False)
+        own_python = own.pop(PYTHON, "")
+        return env_service_pb2.EnvSpec(
+            name=env_id,
+            id=env_id,
+            args_json=json.dumps(own),
+            takes_several_traces=takes_several,
+            python=own_python,
+        )
 
     def request(self, env_id: str, task_index: int, **changes: Any) -> env_service_pb2.PlayGroupRequest:
         """A group of one with a new ordinal; `mode`, `args`, `size` and fields of the request may be given."""
@@ -389,6 +413,7 @@ async def server(
         capacity=64,
         limits=PoolLimits(blocked_grace_s=4.0),
         teachers=teachers,
+        admits=Admits(pythons=["*"]),
     )
 
     def register(grpc_server: grpc.aio.Server, draining: asyncio.Event) -> list[str]:

@@ -20,10 +20,10 @@ from millrace.env_server.isolation import namespaces
 from millrace.env_server.isolation.check import why_no_container
 from millrace.env_server.isolation.confinement import Confinement, Isolation
 from millrace.env_server.isolation.visible import visible_to_workers
-from millrace.env_server.requests import EnvSpec, PlayRequest, Sampling
 from millrace.env_server.workers.pool import EnvPool, PoolLimits
 from millrace.env_server.workers.starter import WorkerStarter
 from millrace.env_server.workers.worker_process import WorkerProcess
+from millrace.rollouts.requests import EnvSpec, PlayRequest, Sampling
 from millrace.rollouts.types import Purpose, Rollout, RolloutStatus
 
 NOBODY = 65534

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from millrace.internal.v1 import rollout_pb2
+from millrace.internal.v1 import env_service_pb2, rollout_pb2
 from millrace.rollouts.types import RolloutStatus
 
 pytestmark = [
@@ -105,6 +105,24 @@ async def test_an_image_is_refused_before_it_meets_the_template(
     assert "content part 'image_url'" in rollout.error.message and "--client.base-url" in rollout.error.message
     assert rollout.is_environment_failure and rollout.samples == ()
     assert len(server.engine.requests) - asked == (1 if "image_reply" in str(args) else 0)
+
+
+@pytest.mark.parametrize(
+    ("env", "task", "args"),
+    [("faulty-v0", 1, {"kind": "image", "modes": ["ok", "image"]}), ("faulty-v1", V1["image"], {})],
+    ids=["v0", "v1"],
+)
+async def test_a_task_with_an_image_is_refused_when_the_environment_is_loaded(
+    server: Any, env: str, task: int, args: dict[str, Any]
+) -> None:
+    """Where it is played at our engines alone; a run's environment is."""
+    spec = server.spec(env, args)
+    spec.is_text_only = True
+    opened = await server.open_spec(spec)
+    assert opened.state == env_service_pb2.ENV_STATE_FAILED
+    assert opened.error_type == "InvalidSpecError"
+    said = f"orchestrator.env.id: its training task {task}: a message of the environment has a content part 'image_url'"
+    assert said in opened.error_message and "--client.base-url" in opened.error_message, opened.error_message
 
 
 async def test_an_endpoint_of_others_is_sent_the_image(server: Any) -> None:

@@ -14,11 +14,11 @@ import pytest
 
 from millrace.env_server.isolation import landlock
 from millrace.env_server.isolation.confinement import Confinement, Isolation
-from millrace.env_server.requests import EnvSpec
 from millrace.env_server.workers.starter import WorkerStarter
 from millrace.env_server.workers.template import WorkerTemplate
 from millrace.env_server.workers.worker_process import WorkerProcess
 from millrace.processes.forked import ForkServerError
+from millrace.rollouts.requests import EnvSpec
 
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(600)]
 

@@ -14,12 +14,13 @@ import pytest_asyncio
 
 from millrace.env_server.isolation.confinement import Confinement
 from millrace.env_server.isolation.limits import WorkerLimits
-from millrace.env_server.requests import EnvSpec, PlayRequest, Sampling
 from millrace.env_server.warm import WarmKeeper, WarmLimits
 from millrace.env_server.workers.pool import KILLS_WORKERS, EnvPool, PoolLimits
 from millrace.env_server.workers.starter import WorkerStarter
+from millrace.rollouts.requests import EnvSpec, PlayRequest, Sampling
 from millrace.rollouts.types import Purpose, Rollout, RolloutStatus
 from millrace_testing.patience import patient
+from millrace_testing.polling import until
 
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(900)]
 
@@ -103,9 +104,7 @@ async def test_an_environment_of_which_most_tasks_kill_is_given_up(starter: Work
         assert len(pool.quarantined_tasks) < 20, "it does not try them all"
         late = [rollout for rollout in rollouts if rollout.status == FAILED]
         assert late and {rollout.error.type for rollout in late} == {KILLS_WORKERS}
-        async with asyncio.timeout(120):
-            while pool.num_workers:
-                await asyncio.sleep(0.05)
+        await until(lambda: not pool.num_workers, timeout_s=120)
 
 
 async def test_eight_gigabytes_at_once_fail_that_rollout_alone(limited: WorkerStarter, engine: Any) -> None:
@@ -156,9 +155,7 @@ async def test_an_idle_environment_rests_and_wakes(starter: WorkerStarter, engin
         assert pool.num_workers and not pool.is_resting, "a live run plays it"
         keeper.live_runs = frozenset()
         keeper.look()
-        async with asyncio.timeout(120):
-            while not worker.is_ended or worker.started.directory.exists():
-                await asyncio.sleep(0.02)
+        await until(lambda: worker.is_ended and not worker.started.directory.exists(), timeout_s=120)
         assert pool.is_resting and not os.path.exists(f"/proc/{worker.process.pid}")
         assert (await play(pool, engine, 0)).status == OK and pool.quarantined_tasks == (bad,)
         assert (await play(pool, engine, 1)).status == QUARANTINED and pool.num_deaths == 1

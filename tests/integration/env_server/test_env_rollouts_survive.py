@@ -24,6 +24,7 @@ from millrace.runlog.redis.connection import open_redis
 from millrace.runlog.redis.log import RunLog
 from millrace.storage.local import LocalStore
 from millrace.telemetry import waits
+from millrace_testing.polling import until
 
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(600)]
 
@@ -112,17 +113,13 @@ async def test_what_is_appended_stays_until_the_watermark_passes(setup: Setup) -
     assert len(setup.sink.spool.of_run(setup.uid)) == 5
     setup.sink.note_run(setup.uid, 3, "")
     setup.sink.note_run(setup.uid, 2, "")  # an older heartbeat: watermarks never go back
-    async with asyncio.timeout(120):
-        while len(setup.sink.spool.of_run(setup.uid)) > 2:
-            await asyncio.sleep(0.01)
+    await until(lambda: len(setup.sink.spool.of_run(setup.uid)) <= 2, timeout_s=120)
     assert sorted((kept.is_eval, kept.ordinal) for kept in setup.sink.spool.of_run(setup.uid)) == [(0, 3), (1, 0)]
     assert not await setup.sink.append(setup.rollout(2))  # a straggler of a resolved ordinal
     setup.sink.end_run(setup.uid)
     assert not setup.sink.spool.run_uids and setup.sink.num_orphans == 0, "at once"
     assert not await setup.sink.append(setup.rollout(5)), "a straggler"
-    async with asyncio.timeout(120):
-        while (setup.directory / setup.uid).exists():
-            await asyncio.sleep(0.01)
+    await until(lambda: not (setup.directory / setup.uid).exists(), timeout_s=120)
     setup.sink.note_run(setup.uid, 4, "")  # it had failed, and was reopened
     assert await setup.sink.append(setup.rollout(5))
 
@@ -131,14 +128,12 @@ async def test_a_successor_appends_what_the_log_lacks_and_nothing_twice(setup: S
     await setup.sink.append(setup.rollout(0))
     await setup.wipe()
     unappended = [asyncio.create_task(setup.sink.append(setup.rollout(ordinal))) for ordinal in (1, 2)]
-    async with asyncio.timeout(120):
-        while setup.sink.num_pending < 2:
-            await asyncio.sleep(0.01)
+    await until(lambda: setup.sink.num_pending >= 2, timeout_s=120)
     for task in unappended:
         task.cancel()
     await setup.sink.close()  # before the log is there, or this process might append it a second time
     await setup.rebuild()
-    await setup.log.append_rollout(encode_rollout(setup.rollout(1)))  # its answer was lost
+    await setup.log.append_rollouts([encode_rollout(setup.rollout(1))])  # its answer was lost
     setup.sink = sink = setup.make_sink()
     assert sink.num_orphans == 3  # they count against the capacity until they are in the log
     await sink.recover(timeout_s=60)
@@ -190,14 +185,16 @@ async def test_appends_that_run_during_a_comparison_happen_once(setup: Setup) ->
 
 async def test_a_damaged_file_is_not_appended_and_the_others_are(setup: Setup) -> None:
     await setup.wipe()
-    tasks = [asyncio.create_task(setup.sink.append(setup.rollout(ordinal))) for ordinal in range(3)]
+    tasks = []
     async with asyncio.timeout(120):
-        while len(list(setup.directory.glob("*/*.rollout"))) < 3:
-            await asyncio.sleep(0.01)
+        for ordinal in range(3):  # one by one, because those that finish together share a file
+            tasks.append(asyncio.create_task(setup.sink.append(setup.rollout(ordinal))))
+            while not list(setup.directory.glob(f"*/{ordinal:012d}-*.rollouts")):
+                await asyncio.sleep(0.01)
     for task in tasks:
         task.cancel()
     await setup.sink.close()
-    [torn] = setup.directory.glob("*/t-000000000001-*.rollout")
+    [torn] = setup.directory.glob("*/000000000001-*.rollouts")
     torn.write_bytes(b"")
     await setup.rebuild()
     setup.sink = setup.make_sink()
@@ -215,9 +212,7 @@ async def test_a_run_that_ended_while_nobody_told_us_is_forgotten(setup: Setup) 
         names = Names("test", setup.uid)
         assert has_ended(setup.store, names) is (step == 5)
     sink = await setup.restart(look_for_end_s=0.05)
-    async with asyncio.timeout(120):
-        while sink.spool.run_uids:
-            await asyncio.sleep(0.02)
+    await until(lambda: not sink.spool.run_uids, timeout_s=120)
     assert await setup.ordinals() == {0: 1}
 
 

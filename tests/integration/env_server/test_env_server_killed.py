@@ -1,6 +1,7 @@
 """The env-server as a process that is killed, stopped, or has a full disk, over a Redis that loses everything."""
 
 import asyncio
+import contextlib
 import os
 import resource
 import signal
@@ -17,6 +18,7 @@ import pytest
 import pytest_asyncio
 import redis.asyncio as redis_asyncio
 
+from millrace.env_server.spool.records import Record, scan_file
 from millrace.errors import CapacityError, UnavailableError
 from millrace.internal.v1 import (
     env_service_pb2,
@@ -36,6 +38,7 @@ from millrace.storage.local import LocalStore
 from millrace.telemetry import faults
 from millrace.telemetry.faults import Fault, Point
 from millrace_testing.patience import patient
+from millrace_testing.polling import until
 from millrace_testing.processes import env_workers_of
 
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(600)]
@@ -82,9 +85,7 @@ class Place:
         self.process = await asyncio.create_subprocess_exec(
             sys.executable, "-m", "millrace.env_server.main", env=self.environ
         )
-        async with asyncio.timeout(START_S):
-            while len(self.orchestrator.registered) == before:
-                await asyncio.sleep(0.05)
+        await until(lambda: len(self.orchestrator.registered) != before, timeout_s=START_S)
         worker = self.orchestrator.registered[-1]
         if self.channel is not None:
             await self.channel.close()
@@ -143,8 +144,13 @@ class Place:
         async with asyncio.timeout(120):
             return await self.process.wait()
 
-    def spooled(self) -> list[Path]:
-        return sorted(self.directory.glob("*/*.rollout"))
+    def spooled(self) -> list[Record]:
+        """The rollouts in the files."""
+        found: list[Record] = []
+        for path in self.directory.glob("*/*.rollouts"):
+            with contextlib.suppress(FileNotFoundError):  # deleted meanwhile
+                found += scan_file(path)[0]
+        return found
 
 
 def is_running(pid: int) -> bool:
@@ -214,23 +220,19 @@ async def test_killed_mid_episode_leaves_no_worker_and_no_rollout(place: Place, 
     faults.arm(tmp_path / "faults", Fault(point=Point.ENV_SERVER_MID_EPISODE, skip=1))
     await place.play(0, mode=11)  # long_sleep: 2 s
     assert await place.died_of() == -signal.SIGKILL
-    async with asyncio.timeout(120):
-        while any(map(is_running, workers)):
-            await asyncio.sleep(0.05)
+    await until(lambda: not any(map(is_running, workers)), timeout_s=120)
     assert place.spooled() == [] and not await place.in_log()
 
 
 async def test_a_wiped_redis_gets_back_what_is_unresolved(place: Place) -> None:
     worker = await place.start()
     assert worker.slot.endswith(worker.address)
-    for ordinal in range(6):
+    for ordinal in range(6):  # one after the other: what finishes together is one file, deleted with its last rollout
         await place.play(ordinal)
-    await place.until_in_log(24)
+        await place.until_in_log(4 * (ordinal + 1))
     resolved = worker_service_pb2.Assignment(run_uid=place.log.uid, resolved_below=2)
     place.orchestrator.assignments = [resolved]
-    async with asyncio.timeout(120):
-        while len(place.spooled()) > 16:
-            await asyncio.sleep(0.05)
+    await until(lambda: len(place.spooled()) <= 16, timeout_s=120)
     await place.redis.flushall()
     place.log = await open_or_rebuild(place.redis, place.store, prefix="test", uid=place.log.uid, owner="test")
     assert await place.resync(await place.log.read_instance()) == []
@@ -254,18 +256,17 @@ async def test_a_full_disk_and_a_full_spool_take_no_groups_and_lose_nothing(plac
     await place.play(0)
     assert await place.until_in_log(4) == {(0, member): 1 for member in range(4)}
     assert place.spooled() == []
-    async with asyncio.timeout(120):
-        while not any("room for 4 finished rollouts" in wait.reason for wait in place.orchestrator.reported.waits):
-            await asyncio.sleep(0.05)
+    await until(
+        lambda: any("room for 4 finished rollouts" in wait.reason for wait in place.orchestrator.reported.waits),
+        timeout_s=120,
+    )
     with pytest.raises(CapacityError, match="4 finished rollouts could not be written") as caught:
         await place.play(1)
     assert caught.value.reason == "SPOOL_UNWRITABLE"
     resource.prlimit(place.process.pid, resource.RLIMIT_FSIZE, (soft, hard))
-    async with asyncio.timeout(120):
-        while len(place.spooled()) < 4:
-            await asyncio.sleep(0.05)
+    await until(lambda: len(place.spooled()) >= 4, timeout_s=120)
     ordinal = 1
-    while sum(path.stat().st_size for path in place.spooled()) < 5000:
+    while sum(record.size_bytes for record in place.spooled()) < 5000:
         await place.play(ordinal, size=1)
         await place.until_in_log(4 + ordinal)
         ordinal += 1
@@ -274,9 +275,7 @@ async def test_a_full_disk_and_a_full_spool_take_no_groups_and_lose_nothing(plac
     assert caught.value.reason == "SPOOL_FULL"
     resolved = worker_service_pb2.Assignment(run_uid=place.log.uid, resolved_below=ordinal)
     place.orchestrator.assignments = [resolved]
-    async with asyncio.timeout(120):
-        while place.spooled():
-            await asyncio.sleep(0.05)
+    await until(lambda: not place.spooled(), timeout_s=120)
     assert not await place.play(ordinal)
 
 
@@ -285,9 +284,7 @@ async def test_sigterm_finishes_what_is_played_and_takes_nothing_new(place: Plac
     await place.play(0, mode=11)  # long_sleep: 2 s
     assert place.process is not None and not place.orchestrator.reported.is_leaving
     place.process.send_signal(signal.SIGTERM)
-    async with asyncio.timeout(1.5):
-        while not place.orchestrator.reported.is_leaving:
-            await asyncio.sleep(0.02)
+    await until(lambda: place.orchestrator.reported.is_leaving, timeout_s=1.5)
     with pytest.raises(UnavailableError) as caught:
         await place.play(1)
     assert caught.value.reason == "DRAINING"

@@ -13,9 +13,13 @@ import grpc.aio
 import pytest
 import pytest_asyncio
 
+from millrace.errors import InvalidSpecError
 from millrace.internal.v1 import env_service_pb2, env_service_pb2_grpc, worker_service_pb2, worker_service_pb2_grpc
 from millrace.rpc.channel import call, open_channel
+from millrace_testing.polling import until
 from millrace_testing.processes import env_workers_of
+
+IMAGE = "registry.example.com/team/own-env:1.2"
 
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(600)]
 
@@ -49,6 +53,7 @@ async def process(redis_url: str, tmp_path: Path) -> AsyncIterator[tuple[asyncio
         "MILLRACE_LISTEN": "127.0.0.1:0",
         "MILLRACE_DRAIN_S": "0",
         "MILLRACE_ENV_CAPACITY": "32",
+        "MILLRACE_ENV_IMAGE": IMAGE,
     }
     running = await asyncio.create_subprocess_exec(sys.executable, "-m", "millrace.env_server.main", env=environ)
     yield running, orchestrator
@@ -62,7 +67,7 @@ async def open_environment(orchestrator: Orchestrator) -> worker_service_pb2.Wor
     worker = await asyncio.wait_for(orchestrator.worker, 120)
     async with open_channel(worker.address) as channel:
         stub = env_service_pb2_grpc.EnvServiceStub(channel)
-        spec = env_service_pb2.EnvSpec(name="r", id="reverse-text")
+        spec = env_service_pb2.EnvSpec(name="r", id="reverse-text", image=IMAGE)
         async with asyncio.timeout(120):
             state = env_service_pb2.ENV_STATE_LOADING
             while state == env_service_pb2.ENV_STATE_LOADING:
@@ -77,15 +82,19 @@ async def wait_gone(pids: list[int]) -> None:
         stat = Path(f"/proc/{pid}/stat")
         return stat.exists() and stat.read_text().rsplit(")", 1)[1].split()[0] != "Z"
 
-    async with asyncio.timeout(120):
-        while any(is_running(pid) for pid in pids):
-            await asyncio.sleep(0.1)
+    await until(lambda: not any(is_running(pid) for pid in pids), timeout_s=120)
 
 
 async def test_registers_serves_and_drains(process: tuple[Any, Orchestrator]) -> None:
     running, orchestrator = process
     worker = await open_environment(orchestrator)
     assert worker.kind == worker_service_pb2.WORKER_KIND_ENV_SERVER and worker.capacity == 32
+    assert worker.env_image == IMAGE
+    async with open_channel(worker.address) as channel:
+        spec = env_service_pb2.EnvSpec(name="r", id="reverse-text")
+        request = env_service_pb2.OpenEnvRequest(env=spec)
+        with pytest.raises(InvalidSpecError, match=f"plays only environments of {IMAGE}"):
+            await call(env_service_pb2_grpc.EnvServiceStub(channel).OpenEnv, request, timeout_s=60)
     pids = env_workers_of(running.pid)
     assert len(pids) == 1
     running.send_signal(signal.SIGTERM)

@@ -19,6 +19,7 @@ from millrace.runlog.names import Stream
 from millrace.runlog.redis.log import RunLog
 from millrace.telemetry import waits
 from millrace_testing.patience import patient
+from millrace_testing.polling import until
 
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(600)]
 
@@ -158,16 +159,12 @@ async def test_rollouts_survive_a_log_that_is_gone(server: Any) -> None:
     await server.log.redis.delete(names.meta)
     request = server.request("faulty-v0", 0, size=2)
     await play_group(server, request)
-    async with asyncio.timeout(120):
-        while not any("append of rollout" in wait.reason for wait in waits.snapshot("test")):
-            await asyncio.sleep(0.1)
+    await until(lambda: any("append of rollout" in wait.reason for wait in waits.snapshot("test")), timeout_s=120)
     assert server.service.groups.num_rollouts == 2
     await server.log.redis.hset(names.meta, mapping=meta)
     rollouts = await server.collect(request)
     assert {rollout.status for rollout in rollouts} == {RolloutStatus.OK}
-    async with asyncio.timeout(120):
-        while server.service.groups.num_rollouts:
-            await asyncio.sleep(0.05)
+    await until(lambda: not server.service.groups.num_rollouts, timeout_s=120)
 
 
 async def test_kept_rollouts_are_given_up_when_their_ordinal_is_resolved(server: Any) -> None:
@@ -180,9 +177,7 @@ async def test_kept_rollouts_are_given_up_when_their_ordinal_is_resolved(server:
     await asyncio.sleep(1.0)
     assert server.service.groups.num_rollouts == 1
     server.sink.note_run(server.log.uid, request.ordinal + 1, "")
-    async with asyncio.timeout(120):
-        while server.service.groups.num_rollouts:
-            await asyncio.sleep(0.05)
+    await until(lambda: not server.service.groups.num_rollouts, timeout_s=120)
     await server.log.redis.hset(names.meta, mapping=meta)
     server.log = await RunLog.open(server.log.redis, server.store, prefix="test", uid=server.log.uid)
 

@@ -1,6 +1,5 @@
 """v0 environments: our own two, and one test per row of the failure table."""
 
-import asyncio
 import json
 import re
 import time
@@ -15,6 +14,7 @@ from millrace.orchestrator.play.env_servers import PLAY_TIMEOUT_S
 from millrace.rollouts.types import PolicySpan, Purpose, Rollout, RolloutStatus
 from millrace.rpc.channel import call
 from millrace_testing.patience import patient
+from millrace_testing.polling import until
 
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(600)]
 
@@ -190,9 +190,7 @@ async def test_engine_that_never_answers_ends_at_the_deadline_and_is_let_go(serv
     await server.open("reverse-text")
     rollout = await server.play_one("reverse-text", 0, mode="hang", rollout_timeout_seconds=1.0)
     assert_failed(rollout, RolloutStatus.TIMEOUT, "RolloutTimeout", "within 1 s")
-    async with asyncio.timeout(patient(5)):
-        while server.engine.num_open:
-            await asyncio.sleep(0.05)
+    await until(lambda: not server.engine.num_open, timeout_s=patient(5))
 
 
 async def test_missing_spans_are_no_matter_for_an_evaluation(server: Any) -> None:
@@ -278,6 +276,17 @@ async def test_reward_that_raises_is_not_a_zero(server: Any) -> None:
 
 async def test_reward_that_is_not_finite(server: Any) -> None:
     assert_failed(await faulty(server, "reward_nan"), RolloutStatus.ENV_ERROR, "NonFiniteReward", "nan")
+
+
+async def test_what_a_step_earned_is_kept_with_its_turn(server: Any) -> None:
+    args = {"modes": ["step_reward", "ok", "step_reward_nan"]}
+    [rewarded, silent, broken] = [await server.play_one("faulty-v0", task, args=args) for task in range(3)]
+    assert rewarded.status is RolloutStatus.OK and rewarded.num_turns == 2, rewarded.error
+    turns = [turn for sample in rewarded.samples for turn in sample.turns]
+    assert [turn.reward for turn in turns] == [0.25, 0.0]
+    assert all(sample.turns[-1].end == sample.num_tokens for sample in rewarded.samples)
+    assert silent.status is RolloutStatus.OK and not silent.has_turn_rewards
+    assert_failed(broken, RolloutStatus.ENV_ERROR, "NonFiniteReward", "the reward of turn 1 is nan")
 
 
 async def test_environments_own_timeout_is_not_scored(server: Any) -> None:

@@ -185,7 +185,11 @@ async def test_v1_plays_an_external_endpoint_without_tokens(server: Any) -> None
     ("env_id", "env", "text"),
     [
         ("rev-text-v1", {"id": "best-of-n", "n": 3}, "args.env.n: must be 1: an episode of 3 attempts has 3 trainable"),
-        ("duel-v1", {}, "args.env: DuelEnv trains 2 of its roles (white, black), and Millrace trains one trace per"),
+        (
+            "duel-v1",
+            {},
+            "args.env: DuelEnv trains 2 of its roles (white, black), and the algorithm of",
+        ),
         ("duel-v1", {"trained": []}, "args.env: DuelEnv trains 0 of its roles (none), and"),
     ],
 )
@@ -210,7 +214,40 @@ async def test_traces_that_only_an_episode_shows_fail_their_rollout(server: Any)
     opened = await server.open("duel-v1", args)
     assert opened.state == env_service_pb2.ENV_STATE_READY, opened
     rollout = await server.play_one("duel-v1", 0, args=args)
-    assert_failed(rollout, RolloutStatus.ENV_ERROR, "MultipleTraces", "2 trainable traces, and Millrace trains one")
+    assert_failed(rollout, RolloutStatus.ENV_ERROR, "MultipleTraces", "2 trainable traces, and the algorithm")
+
+
+@pytest.mark.parametrize(
+    ("env_id", "env", "agents"),
+    [
+        ("duel-v1", {}, ["white", "black"]),
+        ("duel-v1", {"setup_asks_more": True}, None),
+        ("duel-v1", {"trained": ["white"], "plays": 2}, ["white", "white"]),
+        ("duel-v1", {"trained": ["white"]}, []),
+        ("rev-text-v1", {"id": "best-of-n", "n": 3}, ["agent"] * 3),
+    ],
+)
+async def test_each_trained_agent_has_its_own_reward_and_samples(
+    server: Any, env_id: str, env: Any, agents: Any
+) -> None:
+    args = {"env": env, "takes_several_traces": True}
+    opened = await server.open(env_id, args)
+    assert opened.state == env_service_pb2.ENV_STATE_READY, opened
+    if agents is None:
+        return  # its setup cannot be run without an episode
+    rollout = await server.play_one(env_id, 2, args=args)
+    assert rollout.status is RolloutStatus.OK, rollout.error
+    assert [trace.agent for trace in rollout.traces] == agents
+    assert all(trace.num_samples == 1 and trace.num_turns == 1 for trace in rollout.traces)
+    assert len(rollout.samples) == max(1, len(agents))
+    if agents:
+        assert rollout.reward == pytest.approx(sum(trace.reward for trace in rollout.traces) / len(agents))
+        assert {f"{agent}/reward" for agent in agents} <= rollout.metrics.keys()
+
+
+async def test_an_environment_that_trains_nobody_is_refused_whatever_the_algorithm(server: Any) -> None:
+    opened = await server.open("duel-v1", {"env": {"trained": []}, "takes_several_traces": True})
+    assert opened.state == env_service_pb2.ENV_STATE_FAILED and "trains 0 of its roles" in opened.error_message
 
 
 async def test_roles_that_cannot_be_told_before_an_episode_are_left_to_it(server: Any) -> None:

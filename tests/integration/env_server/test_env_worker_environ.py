@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from millrace.env_server.isolation.inherited import PASS_VARIABLE, is_ours, worker_environ
-from millrace.env_server.requests import EnvSpec
 from millrace.env_server.workers.starter import WorkerStarter
 from millrace.env_server.workers.worker_process import WorkerProcess
+from millrace.rollouts.requests import EnvSpec
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 

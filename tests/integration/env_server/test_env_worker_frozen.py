@@ -6,16 +6,17 @@ import signal
 
 import pytest
 
-from millrace.env_server.requests import EnvSpec, PlayRequest, Sampling
-from millrace.env_server.wire import play_from_wire
 from millrace.env_server.workers.worker_process import WorkerProcess
 from millrace.internal.v1 import env_service_pb2
 from millrace.orchestrator.play.env_servers import PLAY_TIMEOUT_S
+from millrace.rollouts.request_wire import play_from_wire
+from millrace.rollouts.requests import EnvSpec, PlayRequest, Sampling
 from millrace.rollouts.types import Purpose, RolloutStatus
 from millrace.rpc.channel import call
 from millrace.runlog.names import Stream
 from millrace.telemetry import waits
 from millrace_testing.patience import patient
+from millrace_testing.polling import until
 
 NAMED_WITHIN_S = 30.0
 
@@ -43,9 +44,7 @@ def about(text: str) -> list[waits.Wait]:
 
 
 async def until_there(text: str) -> waits.Wait:
-    async with asyncio.timeout(NAMED_WITHIN_S):
-        while not (found := about(text)):
-            await asyncio.sleep(0.1)
+    found = await until(lambda: about(text), timeout_s=NAMED_WITHIN_S)
     (wait,) = found
     return wait
 
@@ -109,9 +108,7 @@ async def test_a_worker_that_is_killed_while_it_loads_is_started_again(server) -
     args = {"num_train": 9, "num_eval": 2}
     await server.open("reverse-text", args, wait=False)
     pool = next(pool for pool in server.service.pools if "9" in pool.env.args_json)
-    async with asyncio.timeout(120):
-        while pool.slots[0] is None:
-            await asyncio.sleep(0.01)
+    await until(lambda: pool.slots[0] is not None, timeout_s=120)
     os.kill(pool.slots[0].process.pid, signal.SIGKILL)
     assert (await server.open("reverse-text", args)).state == env_service_pb2.ENV_STATE_READY
 
@@ -127,9 +124,7 @@ async def test_rollouts_that_an_engine_keeps_waiting_are_one_wait_for_it(server,
     assert wait.deadline_s > groups[0].rollout_timeout_seconds
     everything = env_service_pb2.CancelGroupsRequest(run_uid=server.log.uid, epoch=1)
     await call(server.stub.CancelGroups, everything, timeout_s=60)
-    async with asyncio.timeout(120):
-        while about("rollouts of reverse-text"):
-            await asyncio.sleep(0.05)
+    await until(lambda: not about("rollouts of reverse-text"), timeout_s=120)
 
 
 async def test_workers_that_are_asked_to_end_accuse_nobody_wherever_they_play(server) -> None:
@@ -139,13 +134,9 @@ async def test_workers_that_are_asked_to_end_accuse_nobody_wherever_they_play(se
     pool = next(pool for pool in server.service.pools if "long_sleep" in pool.env.args_json)
     first = pool.slots[0]
     playing = asyncio.create_task(server.play(server.request("faulty-v0", 0, args=args, size=2)))
-    async with asyncio.timeout(120):
-        while not first.num_playing:
-            await asyncio.sleep(0.01)
+    await until(lambda: first.num_playing, timeout_s=120)
     os.kill(first.process.pid, signal.SIGTERM)
-    async with asyncio.timeout(120):
-        while pool.slots[0] in (None, first) or not pool.slots[0].num_playing:
-            await asyncio.sleep(0.01)
+    await until(lambda: pool.slots[0] not in (None, first) and pool.slots[0].num_playing, timeout_s=120)
     assert not pool.trials.suspects
     assert [rollout.status for rollout in await playing] == ["ok", "ok"] and not pool.probes.workers
     # A suspect whose probe worker is asked to end while it plays, twice, is no culprit.
@@ -175,9 +166,7 @@ async def test_a_leaving_env_server_leaves_rollouts_without_a_worker_to_others(s
             server.request("faulty-v0", task_index, args=args, size=2),
             timeout_s=patient(PLAY_TIMEOUT_S),
         )
-    async with asyncio.timeout(120):
-        while worker.num_playing < 4:
-            await asyncio.sleep(0.01)
+    await until(lambda: worker.num_playing >= 4, timeout_s=120)
     try:
         await server.service.leave()
         os.kill(worker.process.pid, signal.SIGKILL)

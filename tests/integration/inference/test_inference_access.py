@@ -16,7 +16,7 @@ from millrace.errors import InvalidSpecError, InvalidStateError, Unauthenticated
 from millrace.inference.http.access import TokenGate, http_scheme, vllm_flags
 from millrace.inference.http.server import start_http
 from millrace.rpc.access import ClientAccess, ServerAccess
-from millrace.rpc.tokens import new_token
+from millrace.rpc.tokens import new_token, token_line
 from millrace.telemetry.settings import Settings
 from millrace_testing.certificates import Authority
 
@@ -98,6 +98,20 @@ async def test_the_same_401_for_every_path_and_a_health_that_tells_only_its_stat
         good = {"Authorization": f"Bearer {place.token}"}
         async with session.post(f"{url}/v1/chat/completions", headers=good, ssl=context) as reply:
             assert (reply.status, await reply.json()) == (200, ANSWER)
+
+
+async def test_a_token_for_reading_has_nothing_generated_and_hears_why(place, tmp_path, monkeypatch):
+    token, tokens = new_token(), tmp_path / "tokens"
+    tokens.write_text(token_line(token, "guests", may_write=False))
+    monkeypatch.setenv("MILLRACE_TOKENS_FILE", str(tokens))
+    api, context, header = Api(), place.engine_access().context(), {"Authorization": f"Bearer {token}"}
+    async with serving(api) as url, aiohttp.ClientSession() as session:
+        async with session.post(f"{url}/v1/chat/completions", headers=header, ssl=context) as reply:
+            assert reply.status == 403
+            assert "may only read" in (await reply.json())["error"]["message"]
+        async with session.get(f"{url}/v1/models", headers=header, ssl=context) as reply:
+            assert reply.status == 404  # it was let in, and this application has no such route
+        assert api.calls == 0
 
 
 async def test_env_workers_get_a_token_that_opens_the_models_and_nothing_else(place, monkeypatch):

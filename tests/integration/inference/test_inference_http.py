@@ -13,6 +13,7 @@ from verifiers.legacy.clients.openai_chat_completions_client import handle_opena
 from verifiers.legacy.errors import OverlongPromptError
 
 from millrace.errors import UnavailableError
+from millrace.inference.embedded import replica as embedded_replica
 from millrace.inference.embedded.engine import EmbeddedEngine
 from millrace.inference.embedded.replica import EmbeddedReplica
 from millrace.inference.http.server import HttpApi, start_http
@@ -21,6 +22,8 @@ from millrace.inference.service import SERVICE_NAME
 from millrace.inference.settings import InferenceSettings
 from millrace.rpc.health import PROCESS
 from millrace.telemetry.settings import Settings
+from millrace_testing.inference.dying import dying
+from millrace_testing.polling import until
 
 MESSAGES = [{"role": "user", "content": "turn me around"}]
 
@@ -214,9 +217,7 @@ async def test_a_client_that_hangs_up_frees_its_rows(served):
     async with aiohttp.ClientSession(served.base_url) as session:
         with pytest.raises(TimeoutError):
             await session.post("/v1/chat/completions", json=body, timeout=aiohttp.ClientTimeout(0.5))
-    async with asyncio.timeout(10):
-        while served.engine.status().num_requests:
-            await asyncio.sleep(0.01)
+    await until(lambda: not served.engine.status().num_requests, timeout_s=10)
     await served.engine.resume("test")
     assert served.engine.status().num_generated_tokens < 100
 
@@ -242,9 +243,7 @@ async def test_without_a_policy_every_route_says_503_and_health_fails():
 async def test_drain_refuses_new_requests_and_aborts_after_the_grace(served, client, http):
     await served.engine.pause("test")
     open_call = asyncio.create_task(client.chat.completions.create(model="policy", messages=MESSAGES))
-    async with asyncio.timeout(10):
-        while not served.engine.status().num_requests:
-            await asyncio.sleep(0.01)
+    await until(lambda: served.engine.status().num_requests, timeout_s=10)
     draining = asyncio.create_task(served.api.drain(0.3))
     await asyncio.sleep(0.05)
     async with http.get("/health") as response:
@@ -278,18 +277,17 @@ async def test_numbers_that_overflow_are_bad_requests_and_the_engine_goes_on(ser
 
 async def test_health_fails_when_the_engines_thread_is_dead(monkeypatch):
     environ = {"MILLRACE_LISTEN": "127.0.0.1:0", "MILLRACE_HTTP_LISTEN": "127.0.0.1:0"}
+    engine = EmbeddedEngine()
+    monkeypatch.setattr(embedded_replica, "EmbeddedEngine", lambda **options: engine)
     replica = EmbeddedReplica(Settings.from_env(environ, required=["listen", "http_listen"]), InferenceSettings())
     watching = asyncio.create_task(replica.parts.watch_health())
-
-    def die() -> None:
-        raise SystemExit("boom")
-
     await asyncio.sleep(0)
     assert replica.parts.board.is_serving(PROCESS)
-    monkeypatch.setattr(replica._engine, "_step", die)
-    async with asyncio.timeout(20):
-        while replica.parts.board.is_serving(PROCESS):
-            await asyncio.sleep(0.05)
+    with dying(SystemExit("boom")):
+        async with asyncio.timeout(20):
+            await engine.resume("nobody")
+            while replica.parts.board.is_serving(PROCESS):
+                await asyncio.sleep(0.05)
     assert "boom" in replica.parts.board.reason(PROCESS) and not replica.parts.board.is_serving(SERVICE_NAME)
     watching.cancel()
-    await replica._engine.close()
+    await engine.close()

@@ -23,6 +23,7 @@ from millrace.rpc.channel import call, open_channel
 from millrace.storage.local import LocalStore
 from millrace.telemetry import faults
 from millrace.telemetry.faults import Action, Fault, Point
+from millrace_testing.polling import until
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(180)]
 START_S = 90.0
@@ -43,9 +44,7 @@ class Place:
         self.process = await asyncio.create_subprocess_exec(
             sys.executable, "-m", "millrace.inference.main", env=self.environ
         )
-        async with asyncio.timeout(START_S):
-            while len(self.servicer.registered) == before:
-                await asyncio.sleep(0.05)
+        await until(lambda: len(self.servicer.registered) != before, timeout_s=START_S)
         return self.servicer.registered[-1]
 
     async def died_of(self) -> int:
@@ -162,9 +161,7 @@ async def test_sigterm_says_so_at_once_and_refuses_what_cannot_finish(
         stub = policy_service_pb2_grpc.PolicyServiceStub(channel)
         await call(stub.PauseGeneration, pb.PauseGenerationRequest(run_uid="run1"))
     stuck = asyncio.create_task(generate(worker, max_tokens=8))
-    async with asyncio.timeout(10):
-        while place.servicer.reported.num_requests == 0:
-            await asyncio.sleep(0.02)
+    await until(lambda: place.servicer.reported.num_requests != 0, timeout_s=10)
     assert place.process is not None and not place.servicer.is_leaving
     place.process.send_signal(signal.SIGTERM)
     async with asyncio.timeout(1.5):  # well before its grace period ends

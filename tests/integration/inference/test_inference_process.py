@@ -16,6 +16,7 @@ from millrace.internal.v1 import policy_service_pb2_grpc
 from millrace.internal.v1 import worker_service_pb2 as workers
 from millrace.rpc.channel import call, open_channel
 from millrace.storage.local import LocalStore
+from millrace_testing.polling import until
 
 START_S = 60.0
 
@@ -71,9 +72,7 @@ async def test_process_from_registration_to_drain(orchestrator, local_store: Loc
                 while not (servicer.reported.has_version and await is_serving(SERVICE_NAME)):
                     await asyncio.sleep(0.05)
             await call(stub.PauseGeneration, pb.PauseGenerationRequest(run_uid="run1"))
-            async with asyncio.timeout(10):
-                while "paused by run1" not in servicer.waits:
-                    await asyncio.sleep(0.05)
+            await until(lambda: "paused by run1" in servicer.waits, timeout_s=10)
             await call(stub.ResumeGeneration, pb.ResumeGenerationRequest(run_uid="run1"))
             slow = asyncio.create_task(
                 client.completions.create(

@@ -27,6 +27,7 @@ from millrace.rpc.channel import call, open_channel
 from millrace.rpc.serve import Shutdown, serve
 from millrace.storage.local import LocalStore
 from millrace.telemetry import waits
+from millrace_testing.polling import until
 
 
 @dataclass(slots=True, kw_only=True)
@@ -123,9 +124,7 @@ async def test_versions_are_built_applied_and_proved(client, local_store, publis
 async def test_a_request_in_flight_carries_both_versions(client, local_store, publish, make_model):
     await client.update(publish(local_store, make_model(0), 0))
     task = asyncio.create_task(client.generate(max_tokens=240))
-    async with asyncio.timeout(10):
-        while client.engine.status().num_generated_tokens < 20:
-            await asyncio.sleep(0.001)
+    await until(lambda: client.engine.status().num_generated_tokens >= 20, timeout_s=10)
     await client.engine.pause("test")  # the update must not outlast the request
     await client.update(publish(local_store, make_model(1), 1))
     await client.engine.resume("test")

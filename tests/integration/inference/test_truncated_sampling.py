@@ -9,7 +9,7 @@ import torch
 
 from millrace.env_server.adapters.client_v0 import request_body
 from millrace.env_server.adapters.v0 import sampling_args
-from millrace.env_server.requests import Sampling
+from millrace.rollouts.requests import Sampling
 from millrace.rollouts.types import TrainSample
 from millrace.trainer.gang.distributed import Gang
 from millrace.trainer.learning.batch import build_micro_batch

@@ -76,6 +76,15 @@ async def test_a_forked_service_is_a_process_like_others(supervisor: Supervisor,
     assert {one.pid, two.pid} <= table.marked(supervisor.stack_id)
 
 
+async def test_what_is_preloaded_later_is_there_in_the_next_one(supervisor: Supervisor, tmp_path: Path) -> None:
+    first = await supervisor.start(spec_of(tmp_path, "sleep", name="first"))
+    assert not (await said(first))["has_wave"]
+    assert supervisor.fork_server is not None
+    supervisor.fork_server.preload(GOOD, "wave")
+    second = await supervisor.start(spec_of(tmp_path, "sleep", name="second"))
+    assert is_forked(second) and (await said(second))["has_wave"]
+
+
 @pytest.mark.parametrize(("what", "code"), [("exit 0", 0), ("exit 7", 7), ("raise", 1)])
 async def test_how_it_ends_is_known(supervisor: Supervisor, tmp_path: Path, what: str, code: int) -> None:
     child = await supervisor.start(spec_of(tmp_path, what))

@@ -14,6 +14,7 @@ import pytest
 from millrace.local import liveness
 from millrace.local.stack import LocalStack, StackOptions
 from millrace.processes import table
+from millrace_testing.polling import until
 
 SERVICES = ("orchestrator", "env-server", "inference", "trainer")
 MODULES = {name: f"millrace_testing.local.fake_{name.replace('-', '_')}" for name in SERVICES}
@@ -28,12 +29,6 @@ async def stack_in(directory: Path, **options) -> AsyncIterator[tuple[LocalStack
     ) as stack:
         await stack.start()
         yield stack, notes
-
-
-async def until(condition, timeout_s: float = 40.0) -> None:
-    async with asyncio.timeout(timeout_s):
-        while not condition():
-            await asyncio.sleep(0.05)
 
 
 def pids(stack: LocalStack) -> dict[str, int]:
@@ -101,6 +96,7 @@ async def test_a_frozen_process_is_named_then_killed_and_started_again(tmp_path,
     assert [note for note in notes if "killing" in note] == [told[1]], "nobody else was killed"
 
 
+@pytest.mark.long
 async def test_without_liveness_a_frozen_process_is_left_alone(tmp_path, impatient):
     async with stack_in(tmp_path, has_liveness=False) as (stack, notes):
         frozen = pids(stack)["trainer"]

@@ -17,7 +17,8 @@ import pytest
 
 from millrace.processes import table
 from millrace_testing import patience
-from millrace_testing.local.stack_commands import environment, free_port, leftovers, wait_for
+from millrace_testing.local.stack_commands import environment, free_port, leftovers
+from millrace_testing.polling import block_until
 
 GONE_WITHIN_S = 10.0
 """The promise: what has neither supervisor nor reaper has ended."""
@@ -39,7 +40,9 @@ class Up:
             )
 
     def ready(self) -> "Up":
-        wait_for(lambda: self.process.poll() is not None or self._place().get("pid") == self.process.pid, "a stack")
+        block_until(
+            lambda: self.process.poll() is not None or self._place().get("pid") == self.process.pid, what="a stack"
+        )
         assert self.process.poll() is None, self.output.read_text()
         return self
 
@@ -87,7 +90,7 @@ def up(tmp_path) -> Iterator:
     for each in made:
         each.process.kill()
         each.process.wait(10)
-    wait_for(lambda: not leftovers(tmp_path), "everything to end")
+    block_until(lambda: not leftovers(tmp_path), what="everything to end")
 
 
 def test_a_killed_reaper_is_replaced_and_its_successor_knows_all_processes(up, tmp_path):
@@ -96,13 +99,16 @@ def test_a_killed_reaper_is_replaced_and_its_successor_knows_all_processes(up, t
         before = stack.reaper
         before.kill()
         told = "the reaper died: signal SIGKILL; another one runs (pid "
-        wait_for(
-            lambda before=before: psutil.Process(stack.process.pid).children() and _is_replaced(stack, before), told
+        block_until(
+            lambda before=before: psutil.Process(stack.process.pid).children() and _is_replaced(stack, before),
+            what=told,
         )
-    assert (stack.directory / "logs" / "stack.log").read_text().count(told) == 2
+    log = stack.directory / "logs" / "stack.log"
+    block_until(lambda: log.read_text().count(told) >= 2, timeout_s=10, what="a line of the log per reaper")
+    assert log.read_text().count(told) == 2
     stack.process.kill()
     stack.process.wait(10)
-    wait_for(lambda: not leftovers(tmp_path), "all processes to end", timeout_s=15)
+    block_until(lambda: not leftovers(tmp_path), what="all processes to end", timeout_s=15)
 
 
 def _is_replaced(stack: Up, before: psutil.Process) -> bool:
@@ -119,7 +125,7 @@ def test_killed_together_everything_ends_and_the_next_stack_starts(up, tmp_path)
     first.kill_both()
     began = time.monotonic()
     second = up()  # on other ports, while what is left of the first still lives
-    wait_for(lambda: not any(map(table.is_running, before.values())), "the first stack to end")
+    block_until(lambda: not any(map(table.is_running, before.values())), what="the first stack to end")
     print(f"gone after {time.monotonic() - began:.1f} s")
     assert time.monotonic() - began < patience.patient(GONE_WITHIN_S)
     second.ready()
@@ -127,6 +133,7 @@ def test_killed_together_everything_ends_and_the_next_stack_starts(up, tmp_path)
     assert len(leftovers(tmp_path)) == 8, "of the first stack's environment's worker nothing is left either"
 
 
+@pytest.mark.long
 def test_what_cannot_notice_is_ended_by_the_next_stack_before_it_starts(up, tmp_path):
     first = up().ready()
     frozen = first.pids["trainer"]
@@ -149,7 +156,7 @@ def test_what_cannot_notice_is_ended_by_the_next_stack_before_it_starts(up, tmp_
 
 def test_services_that_are_still_starting_end_as_well(up, tmp_path):
     first = up()
-    wait_for(lambda: len(leftovers(tmp_path)) >= 4, "processes")
+    block_until(lambda: len(leftovers(tmp_path)) >= 4, what="processes")
     first.kill_both()
-    wait_for(lambda: not leftovers(tmp_path), "all processes to end", timeout_s=patience.patient(GONE_WITHIN_S))
+    block_until(lambda: not leftovers(tmp_path), what="all processes to end", timeout_s=patience.patient(GONE_WITHIN_S))
     up().ready()

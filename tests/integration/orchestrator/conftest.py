@@ -75,6 +75,7 @@ class Stack:
             adder=env_service_pb2_grpc.add_EnvServiceServicer_to_server,
             on_assignments=servicer.on_assignments,
             slot=servicer.slot,
+            image=servicer.image,
         )
         life = self.lives[servicer.worker_id] = await self.exit.enter_async_context(AsyncExitStack())
         servicer.address = await life.enter_async_context(context)

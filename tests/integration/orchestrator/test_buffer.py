@@ -7,9 +7,10 @@ from millrace.orchestrator.drive.batcher import decode_state
 from millrace.orchestrator.play.pools import Pool
 from millrace.rollouts.types import Purpose, Rollout
 from millrace.rpc.channel import call
-from millrace.runlog import load_headers
 from millrace.v1 import run_pb2, run_service_pb2
-from millrace_testing.orchestrator.runs import bodies, create, get, log_of, restart_orchestrator, until, watch
+from millrace_testing.orchestrator.runs import bodies, create, get, log_of, restart_orchestrator, watch
+from millrace_testing.polling import until
+from millrace_testing.runlog.committed import load_headers
 
 EASY, MIXED, HARD = {0, 3, 6, 9, 12, 15, 18}, {2, 5, 8, 11, 14, 17}, {1, 4, 7, 10, 13, 16, 19}
 BUFFER = {"easy_threshold": 0.9, "hard_threshold": 0.1, "online_difficulty_filtering": True}

@@ -4,15 +4,17 @@ import pytest
 
 from millrace.orchestrator import manager
 from millrace.orchestrator.drive import batch_writer, loop
-from millrace.orchestrator.drive.batch_writer import BatchWriter
+from millrace.orchestrator.play.rollout_stream import RolloutStream
 from millrace.rollouts.types import Purpose, RolloutStatus
 from millrace.rollouts.wire import decode_archive, decode_rollout, encode_rollout
 from millrace.rpc.channel import call
-from millrace.runlog import Lease, RunLog, Stream, load_headers
+from millrace.runlog import Lease, RunLog, Stream
 from millrace.runlog.audit import audit_run
 from millrace.v1 import run_pb2, run_service_pb2
 from millrace_testing.orchestrator.fakes import make_rollout
-from millrace_testing.orchestrator.runs import create, has_state, resolutions, states, until, watch
+from millrace_testing.orchestrator.runs import create, has_state, resolutions, states, watch
+from millrace_testing.polling import until
+from millrace_testing.runlog.committed import load_headers
 
 
 async def log_of(stack, run) -> RunLog:
@@ -25,25 +27,25 @@ async def is_explained(stack, run, why: str) -> bool:
 
 
 @pytest.fixture
-def writers(monkeypatch) -> list[BatchWriter]:
-    """Every batch writer that is made, in order."""
-    found: list[BatchWriter] = []
-    restore = BatchWriter.restore
+def streams(monkeypatch) -> list[RolloutStream]:
+    """Every rollout stream that is followed, in order."""
+    found: list[RolloutStream] = []
+    follow = RolloutStream.follow
 
-    def noting(self, *args, **options) -> None:
+    async def noting(self) -> None:
         found.append(self)
-        restore(self, *args, **options)
+        await follow(self)
 
-    monkeypatch.setattr(BatchWriter, "restore", noting)
+    monkeypatch.setattr(RolloutStream, "follow", noting)
     return found
 
 
-async def let_it_read(stack, run, writer: BatchWriter, request, member: int, status: RolloutStatus) -> None:
+async def let_it_read(stack, run, stream: RolloutStream, request, member: int, status: RolloutStatus) -> None:
     """Append a rollout and return when the orchestrator has taken it."""
     log = await log_of(stack, run)
-    (await log.append_rollout(encode_rollout(make_rollout(request, member, status, 0)))).require("rollout")
+    (await log.append_rollouts([encode_rollout(make_rollout(request, member, status, 0))])).require("rollout")
     newest = await log.last_id(Stream.ROLLOUTS)
-    await until(lambda: place_of(writer._stream.newest) >= place_of(newest), what="the orchestrator reads it")
+    await until(lambda: place_of(stream.newest) >= place_of(newest), what="the orchestrator reads it")
 
 
 def place_of(entry_id: str) -> tuple[int, ...]:
@@ -52,7 +54,7 @@ def place_of(entry_id: str) -> tuple[int, ...]:
 
 
 async def test_a_late_rollout_of_an_ordinal_that_is_being_committed_does_not_open_it_again(
-    stack, writers, monkeypatch
+    stack, streams, monkeypatch
 ) -> None:
     env, _, trainer = await stack.env_server(), await stack.inference(), await stack.trainer()
     commit, late = batch_writer.commit_batch, []
@@ -60,7 +62,7 @@ async def test_a_late_rollout_of_an_ordinal_that_is_being_committed_does_not_ope
     async def commit_slowly(log, epoch, header, chunks, archive, **fields) -> bytes:
         if header.step == 1:
             late.append(header.resolutions[0].ordinal)
-            await let_it_read(stack, run, writers[0], env.plays_of(late[0])[0], 1, RolloutStatus.TIMEOUT)
+            await let_it_read(stack, run, streams[0], env.plays_of(late[0])[0], 1, RolloutStatus.TIMEOUT)
         return await commit(log, epoch, header, chunks, archive, **fields)
 
     monkeypatch.setattr(batch_writer, "commit_batch", commit_slowly)
@@ -71,7 +73,7 @@ async def test_a_late_rollout_of_an_ordinal_that_is_being_committed_does_not_ope
 
 
 async def test_what_is_dropped_while_the_lease_is_renewed_before_a_commit_is_not_forgotten(
-    stack, writers, monkeypatch
+    stack, streams, monkeypatch
 ) -> None:
     env, _, trainer = await stack.env_server(silent={3}), await stack.inference(), await stack.trainer()
     renew, commit, stale = Lease.renew, batch_writer.commit_batch, []
@@ -87,7 +89,7 @@ async def test_what_is_dropped_while_the_lease_is_renewed_before_a_commit_is_not
             stale.clear()
             renewed.append(True)
             await until(lambda: env.plays_of(3))
-            await let_it_read(stack, run, writers[0], env.plays_of(3)[0], 0, RolloutStatus.QUARANTINED)
+            await let_it_read(stack, run, streams[0], env.plays_of(3)[0], 0, RolloutStatus.QUARANTINED)
         return await renew(self, epoch=epoch)
 
     renewed: list[bool] = []
@@ -109,7 +111,7 @@ async def test_a_run_that_is_cancelled_before_its_groups_are_taken_over_resolves
     await until(lambda: len(trainer.headers) >= 3)
     log = await log_of(stack, run)
     played = make_rollout(env.plays_of(0)[0], 2, RolloutStatus.OK, 0)
-    (await log.append_rollout(encode_rollout(played))).require("one member of the group that nobody finishes")
+    (await log.append_rollouts([encode_rollout(played)])).require("one member of the group that nobody finishes")
     await call(stack.runs.PauseRun, run_service_pb2.PauseRunRequest(name=run.name))
     await until(lambda: has_state(stack, run, run_pb2.RUN_STATE_PAUSED))
     await call(stack.runs.CancelRun, run_service_pb2.CancelRunRequest(name=run.name))

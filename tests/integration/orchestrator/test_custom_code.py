@@ -10,7 +10,9 @@ from millrace.internal.v1 import batch_pb2
 from millrace.rollouts.batch_wire import unpack_batch
 from millrace.rpc.channel import call
 from millrace.v1 import run_pb2, run_service_pb2
-from millrace_testing.orchestrator.runs import CONFIG, bodies, create, until, watch
+from millrace_testing.orchestrator.runs import CONFIG, bodies, create, log_of, restart_orchestrator, watch
+from millrace_testing.polling import until
+from millrace_testing.runlog.committed import load_headers
 
 MODULE = """
 calls = []
@@ -21,6 +23,13 @@ def raises_later(rewards, lengths):
     if len(calls) > 2:
         raise ValueError("third call")
     return rewards
+def every_third(ordinal, tasks, *, step, seed, first=0):
+    [(env, indices)] = tasks.items()
+    assert seed == 0 and step >= 0
+    return env, indices[(first + 3 * ordinal) % len(indices)]
+def at_random(ordinal, tasks, **kwargs):
+    import random
+    return "reverse-text", random.randrange(1 << 30) % len(tasks["reverse-text"])
 """
 
 
@@ -88,3 +97,38 @@ async def test_a_function_that_raises_during_the_run_ends_it_with_its_error(allo
     last = bodies(await watch(allowing, run), "state_changed")[-1]
     assert last.new_state == run_pb2.RUN_STATE_FAILED
     assert "own_credit:raises_later" in last.reason and "ValueError: third call" in last.reason
+
+
+def buffer(function: str, **kwargs: int) -> dict[str, object]:
+    return {"sampler": f"own_credit:{function}", "sampler_kwargs": kwargs}
+
+
+async def test_a_sampler_draws_the_same_tasks_after_a_restart(allowing) -> None:
+    await allowing.env_server(), await allowing.inference(), await allowing.trainer()
+    run = await create(allowing, run_id="sampled", max_steps=6, eval=None, buffer=buffer("every_third", first=1))
+
+    async def has_begun() -> bool:
+        return any(header.step >= 2 for header in (await load_headers(await log_of(allowing, run)))[0])
+
+    await until(has_begun)
+    await restart_orchestrator(allowing)
+    events = await watch(allowing, run)
+    assert bodies(events, "state_changed")[-1].new_state == run_pb2.RUN_STATE_SUCCEEDED
+    headers, _ = await load_headers(await log_of(allowing, run))
+    drawn = {item.ordinal: item.task_id for header in headers for item in header.resolutions}
+    assert len(drawn) >= 12
+    assert drawn == {ordinal: f"train/{(1 + 3 * ordinal) % 20}" for ordinal in drawn}
+
+
+async def test_a_sampler_that_is_no_function_of_its_arguments_ends_the_run_with_the_remedy(allowing) -> None:
+    await allowing.env_server(), await allowing.inference(), await allowing.trainer()
+    run = await create(allowing, run_id="random", buffer=buffer("at_random"))
+    last = bodies(await watch(allowing, run), "state_changed")[-1]
+    assert last.new_state == run_pb2.RUN_STATE_FAILED
+    assert "orchestrator.buffer.sampler" in last.reason and "use only its arguments" in last.reason
+
+
+async def test_a_sampler_is_refused_where_its_module_is_not_allowed(stack) -> None:
+    with pytest.raises(InvalidSpecError, match="MILLRACE_CUSTOM_CODE is not set") as raised:
+        await create(stack, run_id="refused", buffer=buffer("every_third"))
+    assert raised.value.violations[0].field == "orchestrator.buffer.sampler"

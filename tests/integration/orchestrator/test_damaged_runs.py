@@ -8,7 +8,8 @@ from millrace.rpc.channel import call
 from millrace.runlog.index import read_index
 from millrace.runlog.names import Deployment, Names
 from millrace.v1 import run_pb2, run_service_pb2
-from millrace_testing.orchestrator.runs import create, states, until, watch
+from millrace_testing.orchestrator.runs import create, states, watch
+from millrace_testing.polling import until
 
 BAD = {
     "no JSON": b"{",

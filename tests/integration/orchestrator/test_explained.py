@@ -12,7 +12,8 @@ from millrace.local.redis import EmbeddedRedis
 from millrace.rpc.channel import call
 from millrace.runlog import EventReader, RunLog
 from millrace.v1 import run_pb2, run_service_pb2
-from millrace_testing.orchestrator.runs import bodies, create, until, watch
+from millrace_testing.orchestrator.runs import bodies, create, watch
+from millrace_testing.polling import until
 
 
 async def why(stack, name: str) -> run_service_pb2.ExplainRunResponse:

@@ -6,15 +6,17 @@ import time
 from collections import Counter
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from millrace.internal.v1 import batch_pb2
-from millrace.rollouts.types import Purpose, Rollout, RolloutError, RolloutStatus
+from millrace.rollouts.types import Purpose, Rollout, RolloutError, RolloutStatus, TurnReward
 from millrace.rpc.channel import call, stream
-from millrace.runlog import load_headers
 from millrace.runlog.audit import audit_run
 from millrace.v1 import run_pb2, run_service_pb2
-from millrace_testing.orchestrator.runs import bodies, create, get, log_of, restart_orchestrator, until, watch
+from millrace_testing.orchestrator.runs import bodies, create, get, log_of, restart_orchestrator, watch
+from millrace_testing.polling import until
+from millrace_testing.runlog.committed import load_headers
 
 WITHIN_S = 60.0
 FRAMES = "my_env/reward.py:12 in score"
@@ -256,6 +258,22 @@ async def test_batches_without_one_rollout_that_came_to_its_own_end_are_told(sta
     warned = [body.message for body in bodies(events, "warning") if body.reason == "ALL_TRUNCATED"]
     assert len(warned) == 2 and "orchestrator.sampling.max_tokens" in warned[0], "at the batches 1 and 2 of 3"
     assert events[-1].state_changed.new_state == run_pb2.RUN_STATE_SUCCEEDED
+
+
+@pytest.mark.parametrize("has_rewards", [False, True])
+async def test_credit_by_turn_without_rewards_of_turns_is_told(stack, has_rewards) -> None:
+    def rewarded(rollout: Rollout) -> Rollout:
+        ends = [int(np.flatnonzero(sample.loss_mask)[-1]) + 1 for sample in rollout.samples]
+        turns = [(TurnReward(end=end, reward=0.5),) for end in ends] if has_rewards else [()] * len(ends)
+        samples = [replace(sample, turns=own) for sample, own in zip(rollout.samples, turns, strict=True)]
+        return replace(rollout, samples=tuple(samples))
+
+    await workers(stack, shape=rewarded)
+    run = await create(stack, algo={"type": "grpo", "credit": "turn"})
+    events = await watch(stack, run)
+    assert events[-1].state_changed.new_state == run_pb2.RUN_STATE_SUCCEEDED
+    warned = [body.message for body in bodies(events, "warning") if body.reason == "NO_TURN_REWARDS"]
+    assert len(warned) == (0 if has_rewards else 2) and all("add_step_reward" in text for text in warned)
 
 
 @pytest.mark.parametrize("strategy", ["interleaved", "branching"])

@@ -20,10 +20,10 @@ from millrace_testing.orchestrator.runs import (
     require_clean,
     resolutions,
     states,
-    until,
     watch,
     wipe,
 )
+from millrace_testing.polling import until
 
 
 async def test_a_run_goes_on_after_redis_was_wiped(stack) -> None:

@@ -19,7 +19,8 @@ from millrace.runlog.redis.log import RunLog
 from millrace.telemetry import faults
 from millrace.v1 import run_service_pb2, run_service_pb2_grpc
 from millrace_testing.leases import lease_holder
-from millrace_testing.orchestrator.runs import bodies, create, resolutions, states, until, watch
+from millrace_testing.orchestrator.runs import bodies, create, resolutions, states, watch
+from millrace_testing.polling import until
 
 RECOVERY_S = 15.0
 """The goal of the issue, restart included."""
@@ -126,6 +127,7 @@ async def test_it_continues_soon_after_it_was_killed(stack, process, point, reco
 
 
 @pytest.mark.parametrize("frozen_s", [12.5, 20.0])
+@pytest.mark.long
 async def test_its_own_freeze_is_told_as_its_own(stack, process, frozen_s) -> None:
     """Its reads of a healthy Redis time out while it is stopped; of the longer freeze, its lease runs out, too."""
     _, trainer = await workers(stack)

@@ -10,7 +10,6 @@ from millrace.internal.v1 import batch_pb2
 from millrace.orchestrator import workers
 from millrace.orchestrator.drive import loop
 from millrace.rpc.channel import call
-from millrace.runlog import load_headers
 from millrace.v1 import run_pb2, run_service_pb2
 from millrace_testing.orchestrator.runs import (
     create,
@@ -21,9 +20,10 @@ from millrace_testing.orchestrator.runs import (
     resolutions,
     resume,
     states,
-    until,
     watch,
 )
+from millrace_testing.polling import until
+from millrace_testing.runlog.committed import load_headers
 
 
 async def paused_mid_run(stack):

@@ -9,9 +9,11 @@ from millrace.internal.v1 import batch_pb2, rollout_pb2, worker_service_pb2
 from millrace.orchestrator import workers
 from millrace.rollouts.types import RolloutStatus
 from millrace.rpc.channel import call
-from millrace.runlog import RunLog, load_headers
+from millrace.runlog import RunLog
 from millrace.v1 import run_pb2, run_service_pb2
 from millrace_testing.orchestrator.runs import bodies, create, watch
+from millrace_testing.polling import until
+from millrace_testing.runlog.committed import load_headers
 
 
 async def state_of(stack, run) -> int:
@@ -25,9 +27,7 @@ async def test_a_new_env_server_takes_over_what_a_dead_one_held(stack, monkeypat
     trainer = await stack.trainer()
     run = await create(stack)
     watching = asyncio.create_task(watch(stack, run))
-    async with asyncio.timeout(20):
-        while not any(request.purpose == rollout_pb2.PURPOSE_TRAIN for request in dead.requests):
-            await asyncio.sleep(0.05)
+    await until(lambda: any(request.purpose == rollout_pb2.PURPOSE_TRAIN for request in dead.requests), timeout_s=20)
     await stack.kill_worker("env-server-dead")
     await stack.env_server(worker_id="env-server-new")
     events = await watching

@@ -8,7 +8,7 @@ from millrace.errors import InvalidStateError
 from millrace.internal.v1 import batch_pb2
 from millrace.orchestrator.runs.catalog import RunCatalog
 from millrace.rpc.channel import call
-from millrace.runlog import Names, Stream, load_headers
+from millrace.runlog import Names, Stream
 from millrace.runlog.events.run_status import BatchAge
 from millrace.runlog.records.intents import read_intents
 from millrace.runlog.records.revisions import has_ended, load_reopenings, load_step
@@ -25,10 +25,11 @@ from millrace_testing.orchestrator.runs import (
     require_clean,
     resolutions,
     states,
-    until,
     watch,
     wipe,
 )
+from millrace_testing.polling import until
+from millrace_testing.runlog.committed import load_headers
 
 FAILED, CLOSE = run_pb2.RUN_STATE_FAILED, batch_pb2.BATCH_KIND_CLOSE
 

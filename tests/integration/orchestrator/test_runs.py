@@ -23,6 +23,7 @@ from millrace.runlog.seal import Seal
 from millrace.v1 import run_pb2, run_service_pb2
 from millrace_testing.orchestrator.runs import bodies, config_json, create, watch
 from millrace_testing.patience import patient
+from millrace_testing.polling import until
 
 TRAIN = rollout_pb2.PURPOSE_TRAIN
 
@@ -118,9 +119,7 @@ async def test_a_new_orchestrator_continues_from_the_log(stack) -> None:
     trainer = await stack.trainer()
     trainer.hold.clear()  # the run cannot end before we let it
     run = await create(stack)
-    async with asyncio.timeout(20):
-        while not trainer.headers:
-            await asyncio.sleep(0.05)
+    await until(lambda: trainer.headers, timeout_s=20)
     port = int(stack.address.rpartition(":")[2])
     await stack.kill_orchestrator()
     await stack.start_orchestrator(port)
@@ -137,9 +136,7 @@ async def test_a_cancelled_run_closes_its_log(stack) -> None:
     env, _, trainer = await stack.env_server(silent=set(range(1000))), await stack.inference(), await stack.trainer()
     run = await create(stack)
     watching = asyncio.create_task(watch(stack, run))
-    async with asyncio.timeout(20):
-        while not any(request.purpose == rollout_pb2.PURPOSE_TRAIN for request in env.requests):
-            await asyncio.sleep(0.05)
+    await until(lambda: any(request.purpose == rollout_pb2.PURPOSE_TRAIN for request in env.requests), timeout_s=20)
     await call(stack.runs.CancelRun, run_service_pb2.CancelRunRequest(name=run.name, reason="test"))
     events = await watching
     assert bodies(events, "state_changed")[-1].new_state == run_pb2.RUN_STATE_CANCELLED

@@ -10,7 +10,7 @@ from millrace.orchestrator import manager
 from millrace.orchestrator.play import env_servers, play
 from millrace.rollouts.types import RolloutStatus
 from millrace.rollouts.wire import decode_archive, encode_rollout
-from millrace.runlog import Lease, load_headers
+from millrace.runlog import Lease
 from millrace.runlog.names import Names
 from millrace.v1 import run_pb2
 from millrace_testing.orchestrator.fakes import FakeEnvServer, make_rollout
@@ -23,9 +23,10 @@ from millrace_testing.orchestrator.runs import (
     resolutions,
     restart_orchestrator,
     states,
-    until,
     watch,
 )
+from millrace_testing.polling import until
+from millrace_testing.runlog.committed import load_headers
 
 
 async def archived(stack, run) -> list:
@@ -55,7 +56,9 @@ async def test_finished_members_are_used_and_only_the_lost_ones_are_played_again
     request = env.plays_of(0)[0]
     log = await log_of(stack, run)
     for member in (0, 2):
-        (await log.append_rollout(encode_rollout(make_rollout(request, member, RolloutStatus.OK, 0)))).require("test")
+        (await log.append_rollouts([encode_rollout(make_rollout(request, member, RolloutStatus.OK, 0))])).require(
+            "test"
+        )
     env.silent.clear()
     await restart_orchestrator(stack)
     assert states(await watch(stack, run))[-1] == "SUCCEEDED"
@@ -81,7 +84,7 @@ async def test_a_late_rollout_of_an_env_server_that_nobody_had_heard_of_is_not_g
     log = await log_of(stack, run)
     assert not env.plays_of(7)
     rollout = make_rollout(late, 1, RolloutStatus.OK, 0, env_server="nobody-knows")
-    (await log.append_rollout(encode_rollout(rollout))).require("test")
+    (await log.append_rollouts([encode_rollout(rollout)])).require("test")
     await until(lambda: env.plays_of(7), what="its group is opened, and the rest of it is played")
     trainer.hold.set()
     await watch(stack, run)
@@ -95,7 +98,7 @@ async def test_duplicates_are_archived_and_counted_once_across_takeovers(stack) 
     await until(lambda: env.plays_of(0))
     log, request = await log_of(stack, run), env.plays_of(0)[0]
     for _ in range(3):  # each differs in its timing: three plays of one member
-        (await log.append_rollout(encode_rollout(make_rollout(request, 1, RolloutStatus.OK, 0)))).require("test")
+        (await log.append_rollouts([encode_rollout(make_rollout(request, 1, RolloutStatus.OK, 0))])).require("test")
     env.go_on.set()
     trainer.hold.clear()
     await until(lambda: len(trainer.headers) >= 1)

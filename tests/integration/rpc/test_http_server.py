@@ -13,6 +13,7 @@ from millrace.rpc.http_server import MAX_HEADER_BYTES, HttpBounds, HttpServer
 from millrace.rpc.tls import ServerFiles
 from millrace_testing.certificates import Authority
 from millrace_testing.patience import patient
+from millrace_testing.polling import until
 
 REQUEST_S = 1.0
 ASK = b"GET / HTTP/1.1\r\nHost: x\r\n\r\n"
@@ -155,9 +156,7 @@ async def test_who_comes_when_every_place_is_busy_waits_for_one():
     url_of = "http://127.0.0.1:{}".format
     async with serving(app, connections=4) as server, httpx.AsyncClient(timeout=patient(20.0)) as client:
         asked = [asyncio.create_task(client.get(f"{url_of(server.port)}/slow")) for _ in range(4)]
-        async with asyncio.timeout(patient(10.0)):
-            while app.began < 4:
-                await asyncio.sleep(0.01)
+        await until(lambda: app.began >= 4, timeout_s=patient(10.0))
         asked += [asyncio.create_task(client.get(f"{url_of(server.port)}/slow")) for _ in range(4)]
         await asyncio.sleep(2 * REQUEST_S)
         assert app.began == 4 and not any(one.done() for one in asked), "an answer takes as long as it takes"
@@ -177,9 +176,7 @@ async def test_the_end_gives_answers_their_time_and_closes_the_rest():
     async with serving(app) as server, httpx.AsyncClient(timeout=patient(20.0)) as client:
         asked = asyncio.create_task(client.get(f"http://127.0.0.1:{server.port}/slow"))
         silent, writer = await asyncio.open_connection("127.0.0.1", server.port)
-        async with asyncio.timeout(patient(10.0)):
-            while not app.began:
-                await asyncio.sleep(0.01)
+        await until(lambda: app.began, timeout_s=patient(10.0))
         stopping = asyncio.create_task(server.stop())
         assert await asyncio.wait_for(silent.read(), patient(5.0)) == b""
         app.go_on.set()
@@ -192,9 +189,7 @@ async def test_an_answer_that_does_not_come_holds_up_no_end():
     app = App()
     async with serving(app) as server, httpx.AsyncClient(timeout=patient(20.0)) as client:
         asked = asyncio.create_task(client.get(f"http://127.0.0.1:{server.port}/slow"))
-        async with asyncio.timeout(patient(10.0)):
-            while not app.began:
-                await asyncio.sleep(0.01)
+        await until(lambda: app.began, timeout_s=patient(10.0))
         async with asyncio.timeout(patient(6.0)):
             await server.stop()
         with pytest.raises(httpx.HTTPError):

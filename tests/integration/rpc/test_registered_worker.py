@@ -15,6 +15,7 @@ from millrace.internal.v1.worker_service_pb2_grpc import WorkerServiceServicer, 
 from millrace.rpc.registered import RegisteredWorker
 from millrace.rpc.worker import WorkerAgent
 from millrace.telemetry.settings import Settings
+from millrace_testing.polling import until
 
 WITHIN_S = 20.0
 
@@ -86,9 +87,7 @@ async def test_it_registers_where_it_listens_and_ends_in_order(orchestrator) -> 
         check = health_pb2_grpc.HealthStub(channel).Check
         answer = await check(health_pb2.HealthCheckRequest(), timeout=WITHIN_S)
         assert answer.status == health_pb2.HealthCheckResponse.SERVING
-    async with asyncio.timeout(WITHIN_S):
-        while not life.replies:
-            await asyncio.sleep(0.01)
+    await until(lambda: life.replies, timeout_s=WITHIN_S)
     life.worker.stopping.set()
     await asyncio.wait_for(serving, WITHIN_S)
     assert life.told[:2] == ["heartbeat", "leave"], "it says at once that it leaves, and then what is true"

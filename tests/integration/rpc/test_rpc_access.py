@@ -13,7 +13,7 @@ import pytest
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from millrace.client import Client
-from millrace.errors import InvalidStateError, UnauthenticatedError, UnavailableError
+from millrace.errors import InvalidStateError, PermissionDeniedError, UnauthenticatedError, UnavailableError
 from millrace.internal.v1 import worker_service_pb2 as worker_pb2
 from millrace.rpc.channel import open_channel, stream
 from millrace.rpc.probe import probe
@@ -23,6 +23,7 @@ from millrace.telemetry import logging as millrace_logging
 from millrace.telemetry.settings import Settings
 from millrace.v1 import run_service_pb2 as pb
 from millrace.v1.run_service_pb2_grpc import RunServiceStub
+from millrace_testing.polling import until
 from millrace_testing.protected_servers import SOON_S, heartbeat, list_runs, refused, serving
 
 
@@ -131,6 +132,16 @@ async def test_tokens_are_added_and_revoked_without_a_restart(running_server, pl
             await client.runs.list()
 
 
+async def test_a_token_for_reading_reads_and_hears_why_it_does_not_write(running_server, place):
+    place.tokens.write_text(token_line(place.token, "eve", may_write=False) + "\n")
+    async with serving(running_server, place.settings()) as (running, _, _):
+        async with Client(running.address, access=place.client()) as client:
+            await client.runs.list()
+            with pytest.raises(PermissionDeniedError, match="this token may only read") as caught:
+                await client.runs.cancel("letters-1")
+        assert caught.value.reason == "READ_ONLY_TOKEN" and "--read-only" in (caught.value.remedy or "")
+
+
 async def test_a_malformed_line_does_not_keep_a_revocation_from_working(running_server, place, caplog):
     async with serving(running_server, place.settings()) as (running, _, _):
         secret = new_token()
@@ -174,9 +185,7 @@ async def test_a_watching_client_ends_with_its_token_and_does_not_try_for_ever(r
         Client(running.address, access=place.client()) as client,
     ):
         watching = asyncio.create_task(anext(client.runs.watch("runs/x")))
-        async with asyncio.timeout(SOON_S):
-            while runs.calls == 0:
-                await asyncio.sleep(0.01)
+        await until(lambda: runs.calls != 0, timeout_s=SOON_S)
         place.accept(new_token())
         runs.next.set()
         with pytest.raises(UnauthenticatedError):
@@ -214,21 +223,15 @@ async def test_a_worker_without_a_valid_token_ends_at_once_and_one_that_was_know
             mine.write_text(place.worker_token)
             known, stopping = agent(mine, monkey), asyncio.Event()
             life = asyncio.create_task(known.run(stopping))
-            await _until(lambda: workers.calls > 2)
+            await until(lambda: workers.calls > 2, timeout_s=SOON_S)
             fresh = new_token()
             place.workers.write_text(fresh)  # servers first: the worker is refused until it has the new token too
-            await _until(lambda: known.silence_s > 0.5)
+            await until(lambda: known.silence_s > 0.5, timeout_s=SOON_S)
             assert not life.done()
             mine.write_text(fresh)
-            await _until(lambda: known.silence_s < 0.3)
+            await until(lambda: known.silence_s < 0.3, timeout_s=SOON_S)
             stopping.set()
             await life
-
-
-async def _until(condition) -> None:
-    async with asyncio.timeout(SOON_S):
-        while not condition():
-            await asyncio.sleep(0.02)
 
 
 async def test_no_secret_reaches_a_log_or_an_error(running_server, place, capfd):

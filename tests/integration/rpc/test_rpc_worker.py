@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import logging
 import math
+import time
 from collections.abc import AsyncIterator
 
 import pytest
@@ -11,10 +12,14 @@ import pytest
 from millrace import errors
 from millrace.internal.v1 import worker_service_pb2 as pb
 from millrace.internal.v1.worker_service_pb2_grpc import WorkerServiceServicer, add_WorkerServiceServicer_to_server
+from millrace.orchestrator.workers import WorkerRegistry, WorkerServicer
 from millrace.rpc import worker as worker_module
 from millrace.rpc.worker import WorkerAgent, new_worker_id
 from millrace.telemetry import waits
+from millrace_testing.patience import patient
+from millrace_testing.polling import until
 
+TRAINER = pb.WORKER_KIND_TRAINER
 NAME = "millrace.internal.v1.WorkerService"
 
 
@@ -66,7 +71,7 @@ class Agent:
         self.stopping = asyncio.Event()
         self.agent = WorkerAgent(
             address,
-            pb.Worker(worker_id="env-1", kind=pb.WORKER_KIND_ENV_SERVER),
+            pb.Worker(worker_id="env-1", kind=options.pop("kind", pb.WORKER_KIND_ENV_SERVER)),
             report=options.pop("report", lambda: pb.HeartbeatRequest(num_playing=3)),
             on_assignments=options.pop("on_assignments", self.replies.append),
             **options,
@@ -137,9 +142,7 @@ async def test_it_survives_a_restart_visibly_and_with_one_log_line_each_way(
         address = server.address
         running = Agent(address)
         await first.until(lambda: len(first.heartbeats) >= 1)
-    async with asyncio.timeout(20):
-        while not (found := [w for w in waits.snapshot("env-1") if address in w.reason]):
-            await asyncio.sleep(0.05)
+    found = await until(lambda: [w for w in waits.snapshot("env-1") if address in w.reason], timeout_s=20)
     assert found[0].waits_on == "orchestrator"
     assert "cannot reach the orchestrator at" in found[0].reason
     await asyncio.sleep(2.5)  # several attempts fail
@@ -217,6 +220,41 @@ async def test_an_interval_of_zero_is_not_a_busy_loop(running_server) -> None:
     async with running_server(registry.register) as server, running_agent(server.address):
         await asyncio.sleep(0.5)
     assert 1 <= len(registry.heartbeats) <= 0.5 / worker_module.MIN_INTERVAL_S + 1
+
+
+async def test_an_answer_is_held_until_there_is_news_or_somebody_asks_at_once(running_server) -> None:
+    registry = WorkerRegistry()
+
+    def register(server, draining):
+        add_WorkerServiceServicer_to_server(WorkerServicer(registry), server)
+        return [NAME]
+
+    def runs(running: Agent) -> list[str]:
+        return [assignment.run_uid for reply in running.replies[-1:] for assignment in reply.assignments]
+
+    async def hears(running: Agent, expected: list[str]) -> float:
+        """Seconds until the last answer names these runs."""
+        began = time.monotonic()
+        await until(lambda: running.replies and runs(running) == expected, timeout_s=20)
+        return time.monotonic() - began
+
+    async with running_server(register) as server, running_agent(server.address, is_held=True, kind=TRAINER) as running:
+        await hears(running, [])
+        took: list[float] = []
+        for uid in ("u1", "u2", "u3"):
+            await asyncio.sleep(0.2)  # most of the interval of a second is still to come
+            registry.claim(TRAINER, uid)
+            took.append(await hears(running, [uid]))
+            registry.release(uid)
+            await hears(running, [])
+        assert min(took) < 0.4, "by the interval alone it is 0.8 s"
+        await asyncio.sleep(0.3)
+        heard = len(running.replies)
+        assert await running.agent.tell_now(timeout_s=patient(0.3))
+        assert len(running.replies) == heard + 1
+        num_heard = len(running.replies)
+        await asyncio.sleep(2.0)
+        assert len(running.replies) <= num_heard + 3, "without news it hears once per interval"
 
 
 def test_worker_ids_are_new_every_time() -> None:

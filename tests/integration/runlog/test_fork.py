@@ -6,7 +6,7 @@ import pytest
 
 from millrace.errors import AlreadyExistsError, ConflictError, CorruptObjectError, InvalidStateError, UnavailableError
 from millrace.internal.v1 import batch_pb2
-from millrace.runlog import RunLog, Stream, chain_hash, commit_batch, load_headers, new_uid, reappend_committed
+from millrace.runlog import RunLog, Stream, chain_hash, commit_batch, new_uid, reappend_committed
 from millrace.runlog.audit import audit_run
 from millrace.runlog.fork import copy_fork, plan_fork
 from millrace.runlog.index import create_run, find_request, read_index
@@ -15,6 +15,7 @@ from millrace.runlog.records.revisions import find_closing, load_reopenings, reo
 from millrace.runlog.recovery.rebuild import open_reopened
 from millrace.runlog.redis.batch_reader import read_batch
 from millrace.storage.commit_points import with_checksum
+from millrace_testing.runlog.committed import load_headers
 from millrace_testing.runlog.recorded_log import STEPS, checkpoint, record
 
 FORK_HASH = "cd" * 32

@@ -45,7 +45,7 @@ async def test_open_of_an_unknown_run_is_log_gone(redis, local_store, prefix):
 
 async def test_rollouts_keep_their_order_and_fields(log, redis):
     for data in (b"one", b"two", b"three"):
-        assert await log.append_rollout(data, tp="trace") is OK
+        assert await log.append_rollouts([data], tp="trace") is OK
     entries = await log.read("rollouts")
     assert [entry.d for entry in entries] == [b"one", b"two", b"three"]
     assert entries[0].h == hashlib.sha256(b"one").hexdigest()
@@ -139,7 +139,7 @@ async def test_a_deleted_run_is_not_recreated_by_a_late_writer(log, redis, make_
     epoch = await log.acquire_epoch("orchestrator", "o1")
     await redis.delete(*log.names.all_keys)
     header, chunks = make_batch(0)
-    assert await log.append_rollout(b"late") is LOGGONE
+    assert await log.append_rollouts([b"late"]) is LOGGONE
     assert await log.append_event(b"late", writer="w", sequence=1) is LOGGONE
     assert await log.append_batch(epoch, header.SerializeToString(), chunks) is LOGGONE
     assert await redis.exists(*log.names.all_keys) == 0
@@ -148,11 +148,11 @@ async def test_a_deleted_run_is_not_recreated_by_a_late_writer(log, redis, make_
 
 
 async def test_readers_see_a_log_that_is_gone_or_rebuilt(log, redis):
-    await log.append_rollout(b"x")
+    await log.append_rollouts([b"x"])
     await redis.hset(log.names.meta, "generation", "2")
     with pytest.raises(LogGoneError, match="generation 1"):
         await log.read("rollouts")
-    assert await log.append_rollout(b"y") is LOGGONE
+    assert await log.append_rollouts([b"y"]) is LOGGONE
     await redis.delete(log.names.meta)
     with pytest.raises(LogGoneError):
         await log.read("rollouts")
@@ -161,7 +161,7 @@ async def test_readers_see_a_log_that_is_gone_or_rebuilt(log, redis):
 async def test_a_blocked_reader_wakes_by_an_append_and_notices_a_wipe(log, redis):
     reading = asyncio.create_task(log.read("rollouts", block_s=5.0))
     await asyncio.sleep(0.1)
-    await log.append_rollout(b"x")
+    await log.append_rollouts([b"x"])
     async with asyncio.timeout(2):
         assert [entry.d for entry in await reading] == [b"x"]
     reading = asyncio.create_task(log.read("events", block_s=0.3))
@@ -214,7 +214,7 @@ async def test_events_are_gapless_and_a_repeated_one_is_already(log):
 
 async def test_trim_rollouts_keeps_the_named_entry(log):
     for data in (b"0", b"1", b"2"):
-        await log.append_rollout(data)
+        await log.append_rollouts([data])
     ids = [entry.id for entry in await log.read("rollouts")]
     assert await log.trim_rollouts(ids[1]) == 1
     assert [entry.d for entry in await log.read("rollouts")] == [b"1", b"2"]

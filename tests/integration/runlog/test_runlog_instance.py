@@ -18,7 +18,7 @@ async def test_an_instance_names_generation_and_server(log, redis):
         await log.read_instance()
     await log.reopen()
     assert await log.read_instance() == f"2.{run_id}"
-    assert await log.append_rollout(b"x") is AppendResult.OK
+    assert await log.append_rollouts([b"x"]) is AppendResult.OK
 
 
 async def test_a_generation_that_never_was_is_not_adopted(log, redis):

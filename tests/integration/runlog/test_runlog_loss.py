@@ -18,8 +18,6 @@ from millrace.runlog import (
     Stream,
     chain_hash,
     commit_batch,
-    load_committed,
-    load_headers,
     new_uid,
     open_redis,
     reappend_committed,
@@ -30,6 +28,7 @@ from millrace.runlog.recovery.rebuild import open_or_rebuild
 from millrace.runlog.redis.batch_reader import read_batch
 from millrace.telemetry import waits
 from millrace.v1 import event_pb2
+from millrace_testing.runlog.committed import load_committed, load_headers
 
 
 @pytest.fixture

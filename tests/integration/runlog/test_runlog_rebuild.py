@@ -297,7 +297,7 @@ async def test_a_copy_from_before_a_rebuild_is_replaced(
     """Redis is wiped, the log rebuilt, and then Redis comes back from a file that has neither."""
     await _write(log, "a", "1")
     await EventArchive(log).archive()
-    await log.append_rollout(b"rollout")
+    await log.append_rollouts([b"rollout"])
     await _write(log, "a", "2")
     old = await _wipe(redis, log)
     rebuilt = await rebuild()

@@ -13,6 +13,7 @@ from millrace.local.redis import EmbeddedRedis, free_port
 from millrace.runlog import AppendResult, RunLog, new_uid, open_redis
 from millrace.runlog.redis import connection
 from millrace.telemetry import waits
+from millrace_testing.polling import until
 
 
 async def test_unreachable_names_address_and_remedy(local_store):
@@ -45,7 +46,7 @@ async def test_an_append_waits_visibly_for_redis_to_come_back(tmp_path, local_st
     try:
         log = await RunLog.create(client, local_store, "t", new_uid(), run_json())
         await asyncio.to_thread(server.kill)
-        appending = asyncio.create_task(log.append_rollout(b"data"))
+        appending = asyncio.create_task(log.append_rollouts([b"data"]))
         await asyncio.sleep(0.3)
         assert not appending.done()
         assert any("appending to rollouts" in wait.reason and wait.waits_on == "redis" for wait in waits.snapshot("t"))
@@ -64,7 +65,7 @@ async def test_a_full_redis_and_a_denied_command_are_named(tmp_path, local_store
         log = await RunLog.create(client, local_store, "t", new_uid(), run_json())
         with pytest.raises(CapacityError, match="maxmemory"):
             for _ in range(20):
-                await log.append_rollout(b"x" * 1_000_000)
+                await log.append_rollouts([b"x" * 1_000_000])
         entries = await log.read("rollouts")
         assert all(len(entry.d) == 1_000_000 for entry in entries)
         await client.execute_command("ACL", "SETUSER", "weak", "on", ">pw", "~*", "+get")
@@ -92,9 +93,7 @@ async def test_a_frozen_redis_is_a_wait_that_names_it_and_an_outage_when_it_is_b
         began = time.monotonic()
         with waits.of_run(log.uid):
             asking = [asyncio.create_task(log.current_epoch("trainer")) for _ in range(3)]
-        async with asyncio.timeout(10):
-            while not (found := [wait for wait in waits.snapshot("t") if "Redis" in wait.reason]):
-                await asyncio.sleep(0.05)
+        found = await until(lambda: [wait for wait in waits.snapshot("t") if "Redis" in wait.reason], timeout_s=10)
         (wait,) = found
         assert wait.reason.startswith(f"Redis at 127.0.0.1:{server.port}, which does not answer (reading the epoch")
         assert wait.reason.endswith("(3 at once)") and (wait.waits_on, wait.run) == ("redis", log.uid)

@@ -27,6 +27,7 @@ from millrace.trainer.job import JobContext, run_job
 from millrace.trainer.log.background import BackgroundLoop
 from millrace.trainer.log.stop import StopRequested
 from millrace.v1 import event_pb2
+from millrace_testing.polling import until
 
 PREFIX = "t"
 VOCABULARY = 64
@@ -214,6 +215,8 @@ class Recorder:
             run_job(context, self.uid)
         except StopRequested:
             assert stop_at is not None or stop is not None
+        finally:
+            context.gang.leave()
         return reached[0]
 
 
@@ -227,6 +230,7 @@ class FakeOrchestrator(worker_service_pb2_grpc.WorkerServiceServicer):
         self.let_go: list[str] = []
         self.status = worker_service_pb2.TrainerStatus()
         self.is_leaving = False
+        self.waits: list[str] = []
 
     async def RegisterWorker(self, request: Any, context: Any) -> worker_service_pb2.RegisterWorkerResponse:
         self.worker = request.worker
@@ -234,13 +238,12 @@ class FakeOrchestrator(worker_service_pb2_grpc.WorkerServiceServicer):
 
     async def Heartbeat(self, request: Any, context: Any) -> worker_service_pb2.HeartbeatResponse:
         self.status, self.is_leaving = request.trainer, request.is_leaving
+        self.waits = [wait.reason for wait in request.waits]
         assignments = [worker_service_pb2.Assignment(run_uid=self.run_uid)] if self.run_uid else []
         return worker_service_pb2.HeartbeatResponse(assignments=assignments, let_go=self.let_go)
 
     async def until(self, condition: Callable[[worker_service_pb2.TrainerStatus], bool]) -> None:
-        async with asyncio.timeout(WAITS_S):
-            while self.worker is None or not condition(self.status):
-                await asyncio.sleep(0.02)
+        await until(lambda: self.worker is not None and condition(self.status), timeout_s=WAITS_S)
 
 
 @pytest.fixture

@@ -74,7 +74,6 @@ def _redo_index(recorder: Recorder, manifest: str, change: Callable[[dict[str, A
 
 DAMAGE: dict[str, Damage] = {
     "manifest of other conditions": _other(conditions={"torch": "0.1"}),
-    "manifest of more ranks": _other(world_size=64),
     "manifest of another config": _other(run_hash="00" * 32),
     "manifest of adapters on a base": _other(base_digest="another"),
     "index of other shapes": _other_shape,

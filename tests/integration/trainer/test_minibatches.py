@@ -13,7 +13,7 @@ from millrace.cli.main import main
 from millrace.config.sections.rl import RLConfig
 from millrace.telemetry import faults
 from millrace.telemetry.faults import Fault, Point
-from millrace.trainer.learning.batch import plan_micro_batches
+from millrace.trainer.learning.plan import Packing, plan_micro_batches
 
 Recorder = Any  # conftest.Recorder; tests are not importable from one another
 MakeConfig = Callable[..., RLConfig]
@@ -31,6 +31,7 @@ def config(make_config: MakeConfig, dropout_model: Path) -> RLConfig:
         loss=DECOUPLED,
         ckpt={"interval": 1},
         determinism="strict",
+        pack={"mode": "always"},
     )
 
 
@@ -85,9 +86,15 @@ async def test_killed_between_two_optimizer_steps_it_makes_the_same_policies(
     unkilled = recorder.digests()
     assert sorted(unkilled) == list(range(STEPS + 1)) and len({*unkilled.values()}) == STEPS + 1
     recorder.forget_training()
-    first_half = parts_of(recorder.make_samples(1), 2)[0]
-    (plan,) = plan_micro_batches([len(sample.token_ids) for sample in first_half], max_tokens=64)
-    fault = Fault(point=Point.TRAINER_MID_BACKWARD, when={"step": 1}, skip=len(plan))  # in the second half's first one
+    packing = Packing(per_token=1.0, per_square=1.0, causal_cost=1.0, masked_cost=1.0, is_always=True)
+    plans = []
+    for step in range(2):
+        lengths = [len(sample.token_ids) for sample in parts_of(recorder.make_samples(step), 2)[0]]
+        (plan,) = plan_micro_batches(lengths, max_tokens=64, packing=packing)
+        plans.append(plan)
+    assert any(len(row) > 1 for plan in plans for rows in plan for row in rows), "rows hold several samples"
+    # In the first micro-batch of the second half.
+    fault = Fault(point=Point.TRAINER_MID_BACKWARD, when={"step": 1}, skip=len(plans[1]))
     faults.arm(tmp_path / "faults", fault)
     orchestrator.run_uid = recorder.uid
     process = trainers.start(recorder, MILLRACE_FAULTS=str(tmp_path / "faults"))

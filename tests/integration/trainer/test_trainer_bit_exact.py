@@ -82,7 +82,7 @@ def _require_whole(recorder: Recorder) -> None:
     assert torn and len(torn) < len(used) + 1
 
 
-@pytest.mark.long  # test_skipped_steps.py kills it at three
+@pytest.mark.slow  # test_skipped_steps.py kills it at three
 @pytest.mark.timeout(900)
 async def test_a_trainer_killed_at_every_point_makes_the_same_policies(
     orchestrator: FakeOrchestrator, trainers: TrainerProcesses, recorder: Recorder, config: RLConfig, tmp_path: Path

@@ -46,8 +46,9 @@ def _steps(recorder: Recorder) -> list[Any]:
         {"loss": {"kl": {"coef": 0.1}, "entropy_coef": 0.01}},
         {"loss": {"kl": {"coef": 0.1, "place": "reward"}}, "model": {"seq_len": 32, "lora": {"rank": 2}}},
         {"minibatches": 2, "loss": {"type": "ppo", "correction": [{"type": "token_tis"}]}},
+        {"pack": {"mode": "always"}, "loss": {"type": "gspo"}},
     ],
-    ids=["default", "near the start model", "near the base of adapters", "minibatches"],
+    ids=["default", "near the start model", "near the base of adapters", "minibatches", "packed rows"],
 )
 def test_two_ranks_equal_one_and_resume_bit_for_bit(
     new_recorder: Callable[[], Recorder], make_config: Any, keys: dict[str, Any]
@@ -73,3 +74,19 @@ def test_two_ranks_equal_one_and_resume_bit_for_bit(
     assert broken.checkpoints() == [2, 3]
     _torchrun(broken)
     assert broken.digests() == gang.digests()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1600)
+def test_a_strict_run_of_one_goes_on_with_two_in_a_lineage_of_its_own(recorder: Recorder, make_config: Any) -> None:
+    recorder.record(make_config(ckpt={"interval": 1}, determinism="strict", optim={"lr": 1e-3}), steps=4)
+    assert recorder.train(stop_at=2) == 2
+    _torchrun(recorder)
+    warnings = [event.warning for event in recorder.events() if event.HasField("warning")]
+    (told,) = [each.message for each in warnings if each.reason == "NEW_LINEAGE"]
+    assert "2 instead of 1" in told and "version 3 begins lineage 1" in told
+    keys = sorted(info.key for info in recorder.store.list(f"{recorder.root}policies/"))
+    published = sorted({key.split("/")[-2] for key in keys if key.endswith("manifest.json")})
+    assert published == [
+        f"{lineage:04d}-{version:08d}" for lineage, version in [(0, 0), (0, 1), (0, 2), (1, 3), (1, 4)]
+    ]

@@ -12,17 +12,15 @@ import numpy as np
 import pytest
 
 from millrace.cli.main import main
-from millrace.cli.offline import audit_here
+from millrace.cli.offline.audit_here import AuditRequest, audit_here
 from millrace.config.sections.rl import RLConfig
 from millrace.internal.v1 import batch_pb2
 from millrace.policies.manifest import PolicyPlace
 from millrace.policies.publishing.publish import PolicyContents, publish_policy
 from millrace.policies.pull import pull_tensors, read_manifest
 from millrace.policies.tensors import TensorBytes
-from millrace.policies.verify import prove_policies
 from millrace.rollouts.batch_wire import decode_header
 from millrace.runlog import chain_hash
-from millrace.runlog.audit import Depth, audit_run
 from millrace.runlog.names import Names
 from millrace.storage.commit_points import with_checksum
 
@@ -227,12 +225,26 @@ def test_a_changed_batch_with_every_hash_redone_is_found_by_a_replay_only(
     names = Names(recorder.prefix, recorder.uid)
 
     def audited() -> tuple[set[str], set[str], list[int]]:
-        depth = Depth(is_deep=True, prove=prove_policies)
-        found = recorder.call(audit_run(None, recorder.store, prefix=recorder.prefix, uid=recorder.uid, depth=depth))
-        without = {f"{each.check}: {each.message}" for each in found.violations}
-        audit_here._replay(found, recorder.store, names, count=1, say=lambda text: None)
-        replayed = {each.check for each in found.violations if f"{each.check}: {each.message}" not in without}
-        return without, replayed, list(found.replayed_steps)
+        without, found = (
+            audit_here(
+                AuditRequest(
+                    name="tiny-run",
+                    store=recorder.store_url,
+                    redis=None,
+                    prefix=recorder.prefix,
+                    is_deep=True,
+                    num_replays=num_replays,
+                    attestations=(),
+                    key=None,
+                ),
+                say=lambda text: None,
+            )
+            for num_replays in (None, 1)
+        )
+        assert not without.replayed_steps
+        known = {f"{each.check}: {each.message}" for each in without.violations}
+        replayed = {each.check for each in found.violations if f"{each.check}: {each.message}" not in known}
+        return known, replayed, list(found.replayed_steps)
 
     before, replayed, steps = audited()
     assert (replayed, steps) == (set(), [2])

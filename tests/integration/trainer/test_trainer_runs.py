@@ -244,10 +244,23 @@ def test_strict_resume_refuses_other_conditions(recorder: Recorder, make_config:
     recorder.train(stop_at=2)
     key = f"{recorder.root}checkpoints/00000002/manifest.json"
     manifest = json.loads(recorder.store.get(key))
-    manifest["world_size"] = 4
+    manifest["conditions"]["torch"] = "0.1"
     recorder.store.put(key, with_checksum(manifest))
-    with pytest.raises(InvalidStateError, match="world_size was 4, is 1"):
+    with pytest.raises(InvalidStateError, match=r"torch was 0\.1, is "):
         recorder.train(stop_at=4)
+
+
+def test_strict_resume_with_other_ranks_begins_a_lineage_and_says_so(
+    recorder: Recorder, make_config: MakeConfig
+) -> None:
+    recorder.record(make_config(ckpt={"interval": 2}), steps=4, close=False)
+    recorder.train(stop_at=2)
+    key = f"{recorder.root}checkpoints/00000002/manifest.json"
+    recorder.store.put(key, with_checksum(json.loads(recorder.store.get(key)) | {"world_size": 4}))
+    recorder.train(stop_at=4)
+    warned = [event.warning for event in recorder.events() if event.HasField("warning")]
+    assert [warning.reason for warning in warned] == ["NEW_LINEAGE"]
+    assert "1 instead of 4, and may not be bit-exact: version 3 begins lineage 1" in warned[0].message
 
 
 def test_an_older_trainer_is_fenced_out(recorder: Recorder, make_config: MakeConfig) -> None:

@@ -108,7 +108,7 @@ class Trainer:
 
     def commit(self, version: int) -> list:
         """What the commit gives or raises at every rank."""
-        return self._at_every_rank(
+        return self.at_every_rank(
             lambda rank, parts: self.committers[rank].commit(VersionInput(version=version, parts=parts, probe=None))
         )
 
@@ -117,12 +117,13 @@ class Trainer:
         other = Trainer(self.store, world_size=world_size, lineage=self.lineage, **self.config)
         other.weights, other.history, other.rng = dict(self.weights), self.history, self.rng
         assert (
-            other._at_every_rank(lambda rank, parts: other.committers[rank].adopt(len(self.history) - 1, parts))
+            other.at_every_rank(lambda rank, parts: other.committers[rank].adopt(len(self.history) - 1, parts))
             == [None] * world_size
         )
         return other
 
-    def _at_every_rank(self, act: Callable[[int, list[TensorPart]], object]) -> list:
+    def at_every_rank(self, act: Callable[[int, list[TensorPart]], object]) -> list:
+        """What each rank gives or raises, all at once."""
         parts = [self.parts(rank) for rank in range(self.world_size)]
         done: list = [None] * self.world_size
 

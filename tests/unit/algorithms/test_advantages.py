@@ -7,7 +7,7 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from millrace.algorithms import (
@@ -23,7 +23,8 @@ from millrace.algorithms import (
 )
 from millrace.algorithms.overlong import OverlongPenalty
 from millrace.config.load import validate_document
-from millrace.config.sections.algo import COMPARING, AlgoConfig
+from millrace.config.presets import PRESETS
+from millrace.config.sections.algo import COMPARING, PER_AGENT, AlgoConfig
 from millrace.errors import InvalidSpecError
 from millrace.rollouts.types import Rollout, Sample
 from millrace_testing.orchestrator.builders import make_rollout
@@ -111,7 +112,7 @@ def test_advantages_are_those_of_the_formula(name: str, group: Group) -> None:
 
 
 def test_every_algorithm_has_a_formula() -> None:
-    assert tuple(ADVANTAGES) == COMPARING and ALGORITHMS.keys() == {*COMPARING, "opd"}
+    assert tuple(ADVANTAGES) == COMPARING and ALGORITHMS.keys() == {*COMPARING, *PER_AGENT, "opd"}
     assert {type(algorithm) for algorithm, _ in FORMULAS.values()} == set(ADVANTAGES.values())
 
 
@@ -126,6 +127,37 @@ def test_by_hand() -> None:
     assert advantages(MaxRl(), group) == [1.0, -1.0, -1.0, 1.0]
     # Deviation of 1, 0, 0, 1: sqrt(1/3).
     assert advantages(Grpo(std_norm="group"), group) == pytest.approx([0.866, -0.866, -0.866, 0.866], abs=1e-4)
+
+
+OF_PRESETS = {
+    "grpo": grpo_by_deviation,
+    "dr_grpo": grpo,
+    "dapo": grpo_by_deviation,
+    "gspo": grpo_by_deviation,
+    "cispo": grpo_by_deviation,
+    "rloo": rloo,
+    "opo": opo,
+    "reinforce_pp": grpo,  # before it is whitened over the batch, below
+    "max_rl": max_rl,
+}
+"""As docs/algorithms.md says of each preset; opd compares no rewards (test_opd.py)."""
+
+
+def test_every_preset_has_a_formula() -> None:
+    assert {*OF_PRESETS, "opd"} == PRESETS.keys()
+
+
+@pytest.mark.parametrize("preset", OF_PRESETS)
+@settings(max_examples=20)
+@given(group=GROUPS)
+def test_the_advantages_of_a_preset_are_those_of_its_formula(preset: str, group: Group) -> None:
+    config = validate_document({**DOCUMENT, "algo": {"preset": preset}}).orchestrator.algo
+    expected = OF_PRESETS[preset](group)
+    if len({reward for reward, _ in group}) == 1:
+        expected = [0.0] * len(group)
+    if preset != "max_rl" or abs(mean([reward for reward, _ in group])) >= 1e-3:
+        found = advantages(ADVANTAGES[config.type].from_config(config), group)
+        np.testing.assert_allclose(found, expected, rtol=2e-6, atol=2e-7)
 
 
 @pytest.mark.parametrize("algorithm", [each for each, _ in FORMULAS.values()])
@@ -193,6 +225,14 @@ def test_the_config_names_every_algorithm(name: str) -> None:
         validate_document({"orchestrator": {**with_algo({"type": name})["orchestrator"], "rollouts_per_example": 1}})
 
 
+def test_an_environment_compares_no_groups_of_one_either() -> None:
+    document = with_algo({"type": "custom", "import_path": "my_advantages:fn"}, algo={"type": "opo"})
+    validate_document(document)
+    document["orchestrator"]["rollouts_per_example"] = 1
+    with pytest.raises(InvalidSpecError, match="must be at least 2 for opo"):
+        validate_document(document)
+
+
 def test_a_punishment_needs_a_limit_that_it_fits_below() -> None:
     with pytest.raises(InvalidSpecError, match=r"overlong\.max_tokens: is required"):
         validate_document(with_algo({"overlong": {"buffer_tokens": 16}}))
@@ -204,7 +244,7 @@ def test_a_punishment_needs_a_limit_that_it_fits_below() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "says"), [("rae", "rae is not there yet"), ("sft", "rollouts of another model are no part of a run")]
+    ("name", "says"), [("echo", "echo is not there yet"), ("sft", "rollouts of another model are no part of a run")]
 )
 def test_algorithms_that_are_not_there_are_refused_for_that(name: str, says: str) -> None:
     document = with_algo({"type": name})

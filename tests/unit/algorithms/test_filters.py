@@ -127,6 +127,7 @@ def test_a_batch_counts_and_leaves_out_what_was_found() -> None:
         ("grpo", {"type": "truncated", "window": 5}, "window: has no meaning for truncated"),
         ("grpo", {"type": "zero_advantage"}, "type"),
         ("opd", {"type": "truncated", "action": "penalise"}, "lowers rewards, and opd has none"),
+        ("max_rl", {"type": "truncated", "action": "penalise"}, "max_rl divides by their mean"),
     ],
 )
 def test_contradictions_are_refused_with_the_reason(algo: str, filters: dict[str, Any], says: str) -> None:

@@ -49,6 +49,13 @@ def test_token_new_prints_the_token_apart_from_its_line(capsys):
     assert parse_line(line).digest == token_digest(token)
     assert parse_line(line).expires is not None
     assert token not in captured.err
+    assert parse_line(line).may_write
+
+
+def test_token_new_makes_one_that_may_only_read(capsys):
+    assert main(["token", "new", "--name", "guests", "--read-only"]) == 0
+    line = next(line for line in capsys.readouterr().err.splitlines() if "sha256:" in line)
+    assert not parse_line(line).may_write
 
 
 @pytest.mark.parametrize("options", [["--name", "a b"], ["--name", "a", "--expires", "soon"], []])

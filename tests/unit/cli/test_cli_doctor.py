@@ -27,10 +27,11 @@ def test_the_stack_that_listens_there_says_where_its_redis_and_store_are(redis_u
     stack["store"] = (directory / "store").as_uri()
     (directory / "stack.json").write_text(json.dumps(stack))
     assert main(["doctor", "--server", f"127.0.0.1:{port}", "--dir", str(directory)]) == 5
-    _, _, redis, store = capsys.readouterr().out.splitlines()
+    _, _, redis, store, gpus = capsys.readouterr().out.splitlines()
     assert redis.startswith("ok      Redis") and store.startswith("ok      object store")
+    assert "GPUs" in gpus
     main(["doctor", "--server", f"localhost:{port}", "--dir", str(directory)])
-    _, remedy, redis, store = capsys.readouterr().out.splitlines()
+    _, remedy, redis, store, _ = capsys.readouterr().out.splitlines()
     assert "a stack restarts what died" in remedy, "it is the stack of this directory that does not answer"
     assert redis.startswith("ok      Redis") and store.startswith("ok      object store")
     main(["doctor", "--server", "127.0.0.1:1", "--dir", str(directory)])

@@ -94,7 +94,7 @@ def test_several_ranks_are_told_who_they_are_and_the_first_is_heard(tmp_path):
     out, err = process.communicate(timeout=60)
     assert (process.returncode, err) == (0, "")
     assert out.splitlines() == ["training 10 outputs/warm/config.json", "0 0 2 2 127.0.0.1"]
-    assert (tmp_path / "outputs/warm/rank-1.log").read_text().splitlines()[1] == "1 1 2 2 127.0.0.1"
+    assert (tmp_path / "outputs/warm/logs/trainer-rank-1.log").read_text().splitlines()[1] == "1 1 2 2 127.0.0.1"
 
 
 def test_a_rank_that_dies_ends_the_others_and_is_named(tmp_path):
@@ -102,7 +102,7 @@ def test_a_rank_that_dies_ends_the_others_and_is_named(tmp_path):
     process = start(tmp_path, *arguments, "--max-steps", "8")
     _, err = process.communicate(timeout=60)
     assert process.returncode == 1
-    assert "rank 1 died: signal SIGKILL" in err and "rank-1.log" in err
+    assert "rank 1 died: signal SIGKILL" in err and "logs/trainer-rank-1.log" in err
     process = start(tmp_path, *arguments, "--max-steps", "9")
     _, err = process.communicate(timeout=60)
     assert (process.returncode, err) == (2, "")

@@ -40,6 +40,19 @@ def test_vllm_keys_mean_nothing_to_the_embedded_engine():
         replica.load_replica(["--engine", "embedded", "--parallel.tp", "2"], environ={})
 
 
+def test_parsers_of_both_engines_and_of_vllm_alone():
+    said = replica.load_replica(
+        ["--model.tool-call-parser", "qwen3_xml", "--model.reasoning-parser", "qwen3"], environ={}
+    )
+    assert not said.config.inference.needs_vllm, "the embedded engine has them"
+    foreign = replica.load_replica(["--model.tool-call-parser", "kimi_k2"], environ={}).config.inference
+    assert foreign.needs_vllm and with_engine(foreign, {}).engine == "vllm"
+    with pytest.raises(
+        InvalidSpecError, match=r"inference.model.tool_call_parser: is no parser of the embedded engine"
+    ):
+        replica.load_replica(["--engine", "embedded", "--model.tool-call-parser", "kimi_k2"], environ={})
+
+
 def test_flags_of_vllm_serve_go_to_vllm():
     argv = ["--tensor-parallel-size", "4", "--headless", "--data-parallel-rpc-port", "13345"]
     config = replica.load_replica(argv, environ={}).config.inference

@@ -4,7 +4,6 @@ import json
 import os
 import re
 import shlex
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -175,18 +174,6 @@ def test_vllm_of_the_stack_gets_its_flags_by_the_keys_of_the_config(rl, tmp_path
         prepare(["@", str(rl), "--inference.engine", "embedded", "--inference.vllm.seed", "1"], environ={})
     auto = prepare(["@", str(rl), "--inference.vllm.seed", "1"], environ={})
     assert stack_options(auto, tmp_path).engine == "vllm", "one of its keys is set"
-
-
-@pytest.mark.parametrize("command", [["rl"], ["run", "submit"], ["run", "submit", "--follow"]])
-def test_wandb_is_said_to_have_no_effect_yet(command, rl, tmp_path):
-    with socket.socket() as taken:  # bound and not listening: nobody answers there
-        taken.bind(("127.0.0.1", 0))
-        server = f"127.0.0.1:{taken.getsockname()[1]}"
-        done = run(*command, "@", "rl.toml", "--server", server, "--wandb", cwd=tmp_path)
-        without = run(*command, "@", "rl.toml", "--server", server, cwd=tmp_path)
-    assert done.returncode == without.returncode == 5
-    assert done.stderr.startswith("warning: [wandb] is set, but") and done.stderr.count("wandb") == 1
-    assert "wandb" not in without.stderr
 
 
 def test_sft_checks_its_model_and_dry_runs(tmp_path):

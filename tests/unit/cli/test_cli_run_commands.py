@@ -160,18 +160,10 @@ def test_watch_of_a_failed_run_is_1(server, capsys):
     assert code == 1 and "runs/alpha ended as CANCELLED" in err
 
 
-def test_logs_of_one_component(server, capsys):
+def test_logs_without_a_component_are_the_events(server, capsys):
     server.add("alpha")
     code, out, _ = run(capsys, "logs", "alpha", "-f")
     assert code == 0 and len(out.splitlines()) == len(server.events)
-    code, out, _ = run(capsys, "logs", "alpha", "--component", "trainer")
-    assert code == 0 and out and all("trainer-0" in line for line in out.splitlines())
-
-
-def test_logs_of_a_component_that_is_not_there_names_the_writers(server, capsys):
-    server.add("alpha")
-    code, out, err = run(capsys, "logs", "alpha", "--component", "foo")
-    assert (code, out) == (0, "") and "begins with 'foo'; there are: " in err and "trainer-0" in err
 
 
 def test_cancel_and_why(server, capsys):

@@ -9,6 +9,7 @@ import pytest
 from millrace.cli.main import main
 from millrace.cli.offline.samples import SampleRecord
 from millrace.cli.offline.training_rows import TrainingRows
+from millrace.internal.v1 import batch_pb2
 from millrace.rollouts.types import Purpose, Rollout, RolloutError, RolloutStatus
 from millrace.rollouts.wire import encode_archive
 from millrace.runlog.names import Deployment, Names
@@ -60,8 +61,18 @@ def run_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         [failed, rollout(1, 1, 0.5, "Ärger"), rollout(1, 1, 0.5, "again", attempt=1, is_duplicate=True)],
     ]
     for step, rollouts in enumerate(steps):
-        store.create(f"{names.rollout_data(step, 1, 'n')}rollouts.pb.zst", encode_archive(rollouts))
+        commit(store, step, rollouts)
+    store.create(f"{names.rollout_data(9, 1, 'n')}rollouts.pb.zst", encode_archive(steps[0]))  # its writer was killed
     return directory
+
+
+def commit(store: LocalStore, step: int, rollouts: list[Rollout]) -> None:
+    """A batch whose header names an archive of these."""
+    names = Names("millrace", UID)
+    header = batch_pb2.BatchHeader(run_uid=UID, kind=batch_pb2.BATCH_KIND_TRAIN, step=step)
+    header.rollouts_key = f"{names.rollout_data(step, 1, 'n')}rollouts.pb.zst"
+    store.create(header.rollouts_key, encode_archive(rollouts))
+    store.create(names.batch_header(step), header.SerializeToString())
 
 
 def shown(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
@@ -104,7 +115,7 @@ def test_what_a_trained_model_would_read_otherwise_is_no_row(reason: str) -> Non
 def test_rows_of_all_samples_that_pass_the_filter(run_directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
     store = LocalStore(run_directory / "store")
     more = [rollout(2, member, member / 50, f"reply {member}", num_turns=1, group_size=50) for member in range(50)]
-    store.create(f"{Names('millrace', UID).rollout_data(2, 1, 'n')}rollouts.pb.zst", encode_archive(more))
+    commit(store, 2, more)
     assert main(["run", "samples", "letters-1", "-o", "sft", "--min-reward", "0.5", "--step", "2"]) == 0
     captured = capsys.readouterr()
     rows = [json.loads(line) for line in captured.out.splitlines()]
@@ -118,7 +129,7 @@ def test_rows_of_all_samples_that_pass_the_filter(run_directory: Path, capsys: p
 def test_every_sample_is_listed_once(run_directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = shown(capsys, "run", "samples", "letters-1")
     lines = text.splitlines()
-    assert " ".join(lines[0].split()) == "step environment task status reward tokens prompt reply or error"
+    assert " ".join(lines[0].split()) == "id environment task status reward tokens prompt reply or error"
     assert [line.split()[2] for line in lines[1:5]] == ["0.0", "0.1", "1.0", "1.1"]
     assert "KeyError: 'x'" in lines[3] and lines[5].startswith("4 of 4 samples")
     assert max(map(len, lines)) < 200, "long texts are cut"
@@ -134,6 +145,8 @@ def test_every_sample_is_listed_once(run_directory: Path, capsys: pytest.Capture
         (("--max-reward", "0.25", "--status", "ok"), [(0, 0)]),
         (("--text", "ABBA"), [(0, 0)]),
         (("--env", "other"), []),
+        (("--purpose", "train", "--step", "0"), [(0, 0), (0, 1)]),
+        (("--purpose", "eval"), []),
         (("--sort", "-reward", "--limit", "2"), [(0, 1), (1, 1)]),
     ],
 )
@@ -146,7 +159,10 @@ def test_samples_are_chosen(
 def test_a_record_has_what_a_program_wants(run_directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (record,) = records(capsys, "--status", "env_error")
     assert record["error"] == {"type": "KeyError", "message": "'x'", "frames": "letters.py:9 f"}
-    assert record["step"] == 1 and record["messages"][0] == {"role": "user", "content": "task 1"}
+    assert (record["id"], record["step"]) == ("1-0", 1) and record["messages"][0] == {
+        "role": "user",
+        "content": "task 1",
+    }
 
 
 def test_what_a_model_wrote_cannot_steer_the_terminal(run_directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -162,9 +178,7 @@ def test_an_evaluation_is_shown_by_its_directory(run_directory: Path, capsys: py
 
 
 def test_a_conversation_that_cannot_be_read_is_said(run_directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    store, names = LocalStore(run_directory / "store"), Names("millrace", UID)
-    broken = encode_archive([rollout(2, 0, 1.0, "", messages_json='{"a": ')])
-    store.create(f"{names.rollout_data(2, 1, 'n')}rollouts.pb.zst", broken)
+    commit(LocalStore(run_directory / "store"), 2, [rollout(2, 0, 1.0, "", messages_json='{"a": ')])
     assert "not kept in a form that can be shown" in shown(
         capsys, "run", "samples", "letters-1", "--full", "--step", "2"
     )

@@ -233,7 +233,7 @@ SOURCES = [
         "PRIME_* variables",
         f"{UNIT}/config/test_prime_rl.py::test_prime_variables_work_and_foreign_ones_are_left_alone",
     ),
-    refused("P", f"{RL} --trainer.model.ac full --dry-run", "must be a table: write `freq = 1`"),
+    refused("P", f"{RL} --trainer.model.ac full --dry-run", "set a key of it (`--trainer.model.ac."),
     shown("R", "the training guide's file", f"{UNIT}/config/test_prime_rl.py::test_the_training_guides_file_works"),
 ]
 KEYS = [
@@ -282,8 +282,8 @@ KEYS = [
     key("P", "inference.model.reasoning-parser", "qwen3", "qwen3"),
     key("P", "inference.model.dtype", "bfloat16", "bfloat16"),
     effect("P", f"{RL} --orchestrator.micro-batch-size 8", "trainer.micro_batch_tokens", 8 * 2048, note="tokens"),
-    later("N", f"{RL} --wandb.project p", "wandb.project"),
-    later("N", f"{RL} --wandb.project p --wandb.name n", "wandb.name"),
+    effect("N", f"{RL} --wandb.project p", "wandb.project", "p"),
+    effect("N", f"{RL} --wandb.project p --wandb.name n", "wandb.name", "n"),
     shown(
         "N",
         "min_p in extra_body",
@@ -296,13 +296,13 @@ KEYS = [
     ),
     effect("N", f"{RL} --orchestrator.sampling.extra-body '{{\"foo\": 1}}'", note="the embedded engine has no foo"),
     effect("R", f"{RL} --trainer.tokenizer.name t", "trainer.tokenizer.name", "t"),
-    later("R", f"{RL} --trainer.model.ac.freq 1", "trainer.model.ac"),
+    effect("R", f"{RL} --trainer.model.ac.freq 1", "trainer.model.ac.freq", 1),
     key("R", "trainer.model.optimization-dtype", "bfloat16", "bfloat16", "trainer.model.dtype"),
-    later("R", f"{RL} --trainer.model.reduce-dtype bfloat16", "trainer.model.reduce_dtype"),
-    later("R", f"{RL} --trainer.model.fsdp-cpu-offload", "trainer.model.fsdp_cpu_offload"),
+    effect("R", f"{RL} --trainer.model.reduce-dtype bfloat16", "trainer.model.reduce_dtype", "bfloat16"),
+    effect("R", f"{RL} --trainer.model.fsdp-cpu-offload", "trainer.model.fsdp_cpu_offload", True),
     key("R", "orchestrator.trajectory-strategy", "interleaved", "interleaved"),
     key("R", "orchestrator.buffer.online-difficulty-filtering", "true", True),
-    key("R", "inference.model.enable-auto-tool-choice", "true", True, "inference.vllm.enable_auto_tool_choice"),
+    key("R", "inference.model.enable-auto-tool-choice", "true", True),
     shown(
         "R",
         "ckpt.resume_step",
@@ -360,7 +360,7 @@ ALGORITHMS = [
     key("R", "orchestrator.algo.type", "rloo", "rloo"),
     refused("R", f"{RL} --orchestrator.algo.type cispo --dry-run", 'must be "grpo" or'),
     key("R", "orchestrator.algo.type", "max_rl", "max_rl"),
-    later("R", f"{RL} --trainer.optim.type muon", "trainer.optim.type"),
+    effect("R", f"{RL} --trainer.optim.type muon", "trainer.optim.type", "muon"),
     effect("R", f"{RL} --orchestrator.mask-truncated-completions", "orchestrator.filters.0.action", "mask"),
     key("A", "orchestrator.buffer.easy-threshold", "0.8", 0.8),
     later("A", f"{RL} --orchestrator.algo.type sft", "orchestrator.algo.type"),
@@ -375,13 +375,13 @@ SCALE = [
         f"{UNIT}/trainer/test_trainer_parts.py",
         now="works in part",
     ),
-    later("R", f"{RL} --trainer.model.tp 2", "trainer.model.tp"),
-    later("R", f"{RL} --trainer.model.cp 2", "trainer.model.cp"),
-    later("R", f"{RL} --trainer.model.ep 2", "trainer.model.ep"),
-    later("R", f"{RL} --trainer.model.compile", "trainer.model.compile"),
+    effect("R", f"{RL} --trainer.model.tp 2", "trainer.model.tp", 2),
+    effect("R", f"{RL} --trainer.model.cp 2", "trainer.model.cp", 2),
+    effect("R", f"{RL} --trainer.model.ep 2", "trainer.model.ep", 2),
+    effect("R", f"{RL} --trainer.model.compile", "trainer.model.compile", {"fullgraph": False}),
     later("R", f"{RL} --trainer.model.attn flash_attention_2", "trainer.model.attn"),
     later("A", f"{RL} --trainer.model.moe-use-grouped-mm", "trainer.model.moe_use_grouped_mm"),
-    later("A", f"{RL} --trainer.model.ac.freq 2", "trainer.model.ac"),
+    effect("A", f"{RL} --trainer.model.ac.freq 2", "trainer.model.ac.freq", 2),
     later("A", f"{RL} --trainer.model.optim-cpu-offload", "trainer.model.optim_cpu_offload"),
     later("A", f"{RL} --trainer.model.use-liger", "trainer.model.use_liger"),
 ]
@@ -490,8 +490,8 @@ TUNING = [
     ),
     effect("R", f"{SFT} --model.lora.rank 8", "model.lora.rank", 8),
     effect("R", f"{SFT} --data.micro-batch-size 4", "micro_batch_tokens", 4 * 128, note="tokens"),
-    later("R", f"{SFT} --data.fake.type fixed", "data.fake"),
-    later("R", f"{SFT} --model.ac.freq 1", "model.ac"),
+    effect("R", f"{SFT} --bench --data.fake.type variable"),
+    effect("R", f"{SFT} --model.ac.freq 1", "model.ac.freq", 1),
     effect("R", f"{SFT} --val.interval 5", "val.interval", 5),
 ]
 EVALS = [
@@ -557,7 +557,7 @@ CHECKPOINTS = [
     ),
     key("R", "ckpt.keep", "2", 2, "ckpt.keep_last"),
     key("R", "ckpt.save-async", "false", False),
-    later("R", f"{RL} --wandb.id x", "wandb.id"),
+    effect("R", f"{RL} --wandb.id x", "wandb.id", "x"),
 ]
 WATCHING = [
     shown(
@@ -571,22 +571,24 @@ WATCHING = [
         f"{UNIT}/cli/test_cli_results.py::test_metrics_file_has_one_line_per_step_eval_and_score",
     ),
     shown("W", "a live view", f"{UNIT}/cli/test_cli_progress.py::test_live_view_draws_the_run"),
-    later("N", f"{RL} --wandb.offline", "wandb.offline"),
-    later("N", f"{RL} --wandb.entity e --wandb.group g --wandb.tags '[\"t\"]'", "wandb.tags"),
-    later("R", f"{RL} --wandb.dir x", "wandb.dir"),
-    later("R", f"{RL} --wandb.id x", "wandb.id"),
-    later("R", f"{RL} --monitor.wandb.project p", "wandb.project"),
-    later("R", f"{RL} --wandb.log-extras.samples", "wandb.log_extras"),
-    later("R", f"{RL} --wandb.log-extras.distributions", "wandb.log_extras"),
-    later("R", f"{RL} --wandb.log-extras.interval 10", "wandb.log_extras"),
-    later("A", f"{RL} --wandb", "wandb"),
-    later("A", f"{RL} --wandb.name n", "wandb.name"),
+    effect("N", f"{RL} --wandb.offline", "wandb.offline", True),
+    effect("N", f"{RL} --wandb.entity e --wandb.group g --wandb.tags '[\"t\"]'", "wandb.tags", ["t"]),
+    effect("R", f"{RL} --wandb.dir x", note="wandb.dir"),
+    effect("R", f"{RL} --wandb.id x", "wandb.id", "x"),
+    effect("R", f"{RL} --monitor.wandb.project p", "wandb.project", "p"),
+    effect("R", f"{RL} --wandb.log-extras.samples", "wandb.log_extras.samples", True),
+    effect("R", f"{RL} --wandb.log-extras.distributions", "wandb.log_extras.distributions", True),
+    effect("R", f"{RL} --wandb.log-extras.interval 10", "wandb.log_extras.interval", 10),
+    effect("A", f"{RL} --wandb", "wandb.project", "millrace"),
+    effect("A", f"{RL} --wandb.name n", "wandb.name", "n"),
 ]
 BENCHES = [
-    later("R", f"{RL} --bench", "bench"),
-    later("R", f"{SFT} --bench", "bench"),
-    later("R", f"{RL} --trainer.data.fake.batch-size 2", "trainer.data.fake"),
-    later("R", f"{TRAINER} --bench", "trainer.bench"),
+    effect("R", f"{RL} --bench"),
+    effect(
+        "R", f"{SFT} --bench --data.fake.type fixed --data.micro-batch-size 8 --data.batch-size 8 --data.seq-len 128"
+    ),
+    effect("R", f"{RL} --bench --trainer.data.fake.batch-size 2"),
+    effect("R", f"{TRAINER} --bench --data.fake.micro_batch_size 8 --data.fake.batch_size 128 --data.fake.seq_len 128"),
 ]
 SERVICE = [
     shown(

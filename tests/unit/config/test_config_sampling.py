@@ -6,8 +6,10 @@ from typing import Any
 import pytest
 
 from millrace.config.load import validate_document
+from millrace.config.sections.orchestrator import OrchestratorConfig
 from millrace.errors import InvalidSpecError
 from millrace.orchestrator.play import settings
+from millrace.rollouts.requests import Sampling
 
 
 def document(sampling: dict[str, Any], evaluation: dict[str, Any] | None = None) -> dict[str, Any]:
@@ -18,6 +20,16 @@ def document(sampling: dict[str, Any], evaluation: dict[str, Any] | None = None)
         "rollouts_per_example": 4,
     }
     return {"orchestrator": orchestrator | ({"eval": {"sampling": evaluation}} if evaluation is not None else {})}
+
+
+def trained(config: OrchestratorConfig) -> Sampling:
+    return settings.plays_of_training(config).sampling
+
+
+def evaluated(config: OrchestratorConfig) -> Sampling:
+    evaluation = settings.of_training(config)
+    assert evaluation is not None
+    return evaluation.plays.sampling
 
 
 @pytest.mark.parametrize(
@@ -61,8 +73,7 @@ def test_a_least_length_above_the_greatest_is_refused() -> None:
 
 def test_evaluations_may_have_penalties_and_seeds() -> None:
     found = validate_document(document({}, {"repetition_penalty": 1.1, "extra_body": {"seed": 3}}))
-    assert found.orchestrator.eval is not None
-    sent = settings._sampling(found.orchestrator.eval.sampling)
+    sent = evaluated(found.orchestrator)
     assert (sent.repetition_penalty, sent.extra_body_json) == (1.1, '{"seed": 3}')
 
 
@@ -75,12 +86,11 @@ def test_what_biases_training_has_to_be_allowed(key: str, value: float) -> None:
         validate_document(document({key: value}))
     assert [each.field for each in caught.value.violations] == [f"orchestrator.sampling.{key}"]
     allowed = validate_document(document({key: value, "allow_biased_sampling": True}, {})).orchestrator
-    assert allowed.eval is not None
-    sent, evaluated = settings._sampling(allowed.sampling), settings._sampling(allowed.eval.sampling)
+    sent, of_evaluations = trained(allowed), evaluated(allowed)
     if key == "repetition_penalty":
-        assert sent.repetition_penalty == value and evaluated.repetition_penalty == 1
+        assert sent.repetition_penalty == value and of_evaluations.repetition_penalty == 1
     else:
-        assert sent.extra_body_json == json.dumps({key: value}) and not evaluated.extra_body_json
+        assert sent.extra_body_json == json.dumps({key: value}) and not of_evaluations.extra_body_json
 
 
 def test_a_teacher_allows_no_bias_and_a_key_is_said_once() -> None:
@@ -94,9 +104,8 @@ def test_a_teacher_allows_no_bias_and_a_key_is_said_once() -> None:
 
 def test_stop_texts_need_no_leave_and_are_those_of_evaluations_too() -> None:
     found = validate_document(document({"stop": ["</a>"]}, {})).orchestrator
-    assert found.eval is not None
-    for sampling in (found.sampling, found.eval.sampling):
-        assert settings._sampling(sampling).extra_body_json == '{"stop": ["</a>"]}'
+    for sampling in (trained(found), evaluated(found)):
+        assert sampling.extra_body_json == '{"stop": ["</a>"]}'
 
 
 @pytest.mark.parametrize(("kind", "middle"), [("linear", 0.75), ("cosine", 0.75)])
@@ -126,11 +135,11 @@ def test_contradictions_of_a_schedule_are_refused(sampling: dict[str, Any], says
 def test_truncation_is_taken_over_from_where_other_servers_have_it() -> None:
     plain = validate_document(document({"top_k": 5, "min_p": 0.1, "top_p": 0.9}))
     other = validate_document(document({"top_p": 0.9, "extra_body": {"top_k": 5, "min_p": 0.1, "stop": "x"}}))
-    keys = settings._sampling(plain.orchestrator.sampling)
-    body = settings._sampling(other.orchestrator.sampling)
+    keys = trained(plain.orchestrator)
+    body = trained(other.orchestrator)
     assert (keys.top_k, keys.min_p, keys.top_p) == (body.top_k, body.min_p, body.top_p) == (5, 0.1, 0.9)
     assert body.extra_body_json == '{"stop": "x"}'
-    assert settings._sampling(validate_document(document({"top_k": -1})).orchestrator.sampling).top_k == 0
+    assert trained(validate_document(document({"top_k": -1})).orchestrator).top_k == 0
 
 
 @pytest.mark.parametrize("key", ["top_p", "top_k", "min_p"])

@@ -3,7 +3,7 @@
 from types import SimpleNamespace
 
 from millrace.env_server import meters, play_meters
-from millrace.env_server.requests import EnvSpec
+from millrace.rollouts.requests import EnvSpec
 
 
 def test_deaths_of_workers_are_counted_from_0() -> None:

@@ -20,12 +20,11 @@ from millrace.env_server.isolation.confinement import Confinement, Isolation
 from millrace.env_server.isolation.deaths import describe_exit
 from millrace.env_server.isolation.limits import WorkerLimits
 from millrace.env_server.isolation.visible import VisibleFiles, visible_to_workers
-from millrace.env_server.requests import EnvSpec, PlayRequest
 from millrace.env_server.settings import EnvServerSettings
-from millrace.env_server.wire import group_to_wire
 from millrace.env_server.workers.frames import encode_frame, read_frame
 from millrace.errors import CorruptObjectError, FencedError, InvalidSpecError, NotFoundError
 from millrace.internal.v1 import env_worker_pb2, rollout_pb2
+from millrace.rollouts.requests import EnvSpec, PlayRequest
 from millrace.rollouts.types import Purpose, RolloutStatus
 from millrace.rollouts.wire import rollout_to_proto
 
@@ -121,7 +120,7 @@ def test_group_ends_with_its_last_member_and_is_remembered() -> None:
     groups.add(group)
     assert groups.num_rollouts == 2 and groups.is_known(GroupKey("r1", Purpose.TRAIN, "", 4, 0))
     groups.finish_member(group, 0)
-    assert list(group_to_wire(group).members) == [1]
+    assert group.described().members == [1]
     groups.finish_member(group, 1)
     assert groups.num_rollouts == 0 and groups.of_run("r1") == []
     assert groups.is_known(group.key) and not groups.is_known(group.key._replace(attempt=1))
@@ -177,7 +176,7 @@ def test_module_name(env_id: str, module: str) -> None:
 
 def test_unknown_module_says_how_it_was_looked_up() -> None:
     with pytest.raises(NotFoundError) as caught:
-        adapter.find_module("surely-no-such-env")
+        adapter.load_adapter(EnvSpec(id="surely-no-such-env"))
     for text in ("'surely-no-such-env'", "'surely_no_such_env'", "pip install"):
         assert text in str(caught.value)
 

@@ -7,6 +7,7 @@ import pytest
 
 from millrace.env_server.workers.probes import Probes
 from millrace.env_server.workers.worker_process import WorkerProcess
+from millrace_testing.polling import until
 
 
 class Worker:
@@ -53,7 +54,5 @@ async def test_a_spare_whose_task_was_cancelled_is_ended():
         await waiting
     await asyncio.sleep(0.1)
     go.set()
-    async with asyncio.timeout(20.0):
-        while len(started) < 2 or not all(worker.is_ended for worker in started):
-            await asyncio.sleep(0.01)
+    await until(lambda: len(started) >= 2 and all(worker.is_ended for worker in started), timeout_s=20.0)
     await probes.close()

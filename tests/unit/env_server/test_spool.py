@@ -18,6 +18,7 @@ from millrace.errors import CapacityError, InvalidStateError
 from millrace.rollouts.types import Purpose, Rollout, RolloutError, RolloutStatus
 from millrace.rollouts.wire import encode_rollout
 from millrace.telemetry import waits
+from millrace_testing.polling import until
 
 LIMIT = 1 << 20
 
@@ -80,27 +81,21 @@ async def test_dropped_rollouts_leave_no_file_and_no_bytes(tmp_path: Path) -> No
     spool = Spool(tmp_path, limit_bytes=LIMIT)
     kept = await spool.keep(make_rollout(1))
     await spool.drop([kept, kept])
-    assert spool.num_bytes == 0 and not list(tmp_path.glob("*/*.rollout")) and await spool.read(kept) is None
+    assert spool.num_bytes == 0 and not list(tmp_path.glob("*/*.rollouts")) and await spool.read(kept) is None
     await spool.close()
 
 
-@pytest.mark.parametrize("damage", ["torn", "empty", "changed", "lost"])
-async def test_a_damaged_file_is_moved_aside_and_never_given_out(
+@pytest.mark.parametrize("damage", ["changed", "lost"])
+async def test_a_damaged_rollout_is_put_aside_and_never_given_out(
     tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     spool = Spool(tmp_path, limit_bytes=LIMIT)
     await spool.keep(make_rollout(1))
     good = await spool.keep(make_rollout(2))
     await spool.close()
-    [path] = tmp_path.glob("run1/t-000000000001-*.rollout")
-    data = path.read_bytes()
-    match damage:
-        case "torn":
-            path.write_bytes(data[:50])
-        case "empty":
-            path.write_bytes(b"")
-        case "changed":
-            path.write_bytes(data[:-1] + b"?")
+    [path] = tmp_path.glob("run1/000000000001-*.rollouts")
+    if damage == "changed":
+        path.write_bytes(path.read_bytes()[:-1] + b"?")
     successor = Spool(tmp_path, limit_bytes=LIMIT)
     [bad] = [kept for kept in successor.of_run("run1") if kept.ordinal == 1]
     if damage == "lost":
@@ -109,7 +104,45 @@ async def test_a_damaged_file_is_moved_aside_and_never_given_out(
     assert "damaged" in caplog.text and not path.exists()
     assert [kept.h for kept in successor.of_run("run1")] == [good.h]
     if damage != "lost":
-        assert (tmp_path / "damaged" / f"run1-{path.name}").exists()
+        assert (tmp_path / "damaged" / f"run1-000000000001-{bad.h}").exists()
+    await successor.close()
+
+
+@pytest.mark.parametrize("left", [0, 3, 60, -1])
+async def test_what_is_torn_is_not_taken_over_and_put_aside(
+    tmp_path: Path, left: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A machine lost power: the file ends inside its only record, or is empty."""
+    spool = Spool(tmp_path, limit_bytes=LIMIT)
+    await spool.keep(make_rollout(1))
+    good = await spool.keep(make_rollout(2))
+    await spool.close()
+    [path] = tmp_path.glob("run1/000000000001-*.rollouts")
+    path.write_bytes(path.read_bytes()[:left])
+    successor = Spool(tmp_path, limit_bytes=LIMIT)
+    assert [kept.h for kept in successor.of_run("run1")] == [good.h]
+    assert "damaged" in caplog.text and not path.exists() and (tmp_path / "damaged" / f"run1-{path.name}").exists()
+    await successor.close()
+
+
+async def test_what_finishes_together_is_one_file_and_damage_to_one_costs_no_other(tmp_path: Path) -> None:
+    spool = Spool(tmp_path, limit_bytes=LIMIT)
+    together = [make_rollout(ordinal) for ordinal in range(8)] + [make_rollout(9, uid="run2")]
+    await asyncio.gather(*(spool.keep(rollout) for rollout in together))
+    await spool.close()
+    [path], [_] = tmp_path.glob("run1/*"), tmp_path.glob("run2/*")
+    data = bytearray(path.read_bytes())
+    data[data.index(encoded(together[3])) + 5] ^= 1
+    path.write_bytes(data)
+    successor = Spool(tmp_path, limit_bytes=LIMIT)
+    kept = successor.of_run("run1")
+    read = [await successor.read(each) for each in kept]
+    assert read == [None if ordinal == 3 else encoded(together[ordinal]) for ordinal in range(8)]
+    await successor.drop(successor.of_run("run1")[:-1])
+    assert path.exists()
+    assert await successor.read(kept[7]) == encoded(together[7])
+    await successor.drop(successor.of_run("run1"))
+    assert not path.exists()
     await successor.close()
 
 
@@ -144,15 +177,13 @@ async def test_what_the_disk_refuses_waits_in_memory_and_is_written_later(tmp_pa
         with pytest.raises(CapacityError, match=r"1 finished rollouts could not be written .* File too large") as e:
             spool.require_room()
         assert e.value.reason == "SPOOL_UNWRITABLE"
-        async with asyncio.timeout(10):
-            while not any("room for 1 finished rollouts" in wait.reason for wait in waits.snapshot("x")):
-                await asyncio.sleep(0.01)
+        await until(
+            lambda: any("room for 1 finished rollouts" in wait.reason for wait in waits.snapshot("x")), timeout_s=10
+        )
         assert not list(tmp_path.glob("run1/*")) and not list(tmp_path.glob("run1/.*.tmp"))
         spool.note_appended(kept)
         assert kept.data is not None  # the log may still lose it
-    async with asyncio.timeout(10):
-        while not kept.is_written or kept.data is not None:
-            await asyncio.sleep(0.05)
+    await until(lambda: kept.is_written and kept.data is None, timeout_s=10)
     spool.require_room()
     assert await spool.read(kept) == encoded(big)
     await spool.close()
@@ -257,7 +288,5 @@ async def test_a_deletion_that_was_cut_short_is_finished_by_a_successor(tmp_path
     (left / "t-000000000001.rollout").write_bytes(b"x")
     spool = Spool(tmp_path, limit_bytes=LIMIT)
     assert spool.run_uids == []
-    async with asyncio.timeout(60):
-        while left.exists():
-            await asyncio.sleep(0.01)
+    await until(lambda: not left.exists())
     await spool.close()

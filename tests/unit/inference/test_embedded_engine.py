@@ -4,6 +4,7 @@ import asyncio
 import random
 from collections.abc import AsyncIterator
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -21,6 +22,7 @@ from millrace.inference.engine import (
 )
 from millrace.policies.change import TensorChange
 from millrace.policies.manifest import Probe
+from millrace_testing import polling
 
 EOS = 258
 V0 = PolicyIdentity(run_uid="r", lineage=0, version=0)
@@ -42,10 +44,7 @@ async def engine(model_dir, make_model, make_staged) -> AsyncIterator[EmbeddedEn
     await engine.close()
 
 
-async def until(condition, timeout_s: float = 20.0) -> None:
-    async with asyncio.timeout(timeout_s):
-        while not condition():
-            await asyncio.sleep(0.001)
+until = partial(polling.until, timeout_s=20.0, poll_s=0.001)  # soon enough to meet a request that is generated
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6, 0.0])

@@ -1,15 +1,18 @@
 """The embedded engine when something in its thread goes wrong: every caller hears of it, and the thread goes on."""
 
 import asyncio
-import time
+import threading
 from collections.abc import AsyncIterator
 from concurrent.futures import Future
+from functools import partial
 
 import numpy as np
 import pytest
 
 from millrace.errors import InternalError, UnavailableError
 from millrace.inference.embedded.engine import EmbeddedEngine
+from millrace.inference.embedded.rows import RowTable
+from millrace.inference.embedded.scheduler import Scheduler
 from millrace.inference.engine import (
     EngineState,
     FinishReason,
@@ -18,6 +21,8 @@ from millrace.inference.engine import (
     PolicyIdentity,
     SamplingParams,
 )
+from millrace_testing import polling
+from millrace_testing.inference.dying import dying, threads
 
 V0 = PolicyIdentity(run_uid="r", lineage=0, version=0)
 LIMIT_S = 20.0  # what must not hang gets this long
@@ -32,10 +37,7 @@ def request(number: int, **sampling) -> GenerateRequest:
     return GenerateRequest(request_id=str(number), prompt_token_ids=(1, 2, 3), sampling=SamplingParams(**params))
 
 
-async def until(condition) -> None:
-    async with asyncio.timeout(LIMIT_S):
-        while not condition():
-            await asyncio.sleep(0.001)
+until = partial(polling.until, timeout_s=LIMIT_S, poll_s=0.001)  # soon enough to meet a request that is generated
 
 
 @pytest.fixture
@@ -84,20 +86,25 @@ async def test_a_step_that_raises_ends_its_requests_and_the_engine_loads_again(
     engine, model_dir, make_model, make_staged, monkeypatch, kind
 ):
     tasks = await start_paused(engine, [request(n, max_tokens=200) for n in range(8)])  # six run, two wait
-    scheduler = engine._scheduler
+    lived, append, steps = threads(), RowTable.append, []
 
-    def explode() -> None:
-        scheduler._rows.count += 3  # table and requests disagree, as after any half-done change
+    def explode(table: RowTable, rows: slice, *columns) -> np.ndarray:
+        steps.append(rows)
+        if len(steps) == 1:
+            return append(table, rows, *columns)  # the pass over the prompts, not the one behind it
+        table.count += 3  # table and requests disagree, as after any half-done change
         raise kind("boom")
 
-    monkeypatch.setattr(scheduler, "_decode", explode)
-    await engine.resume("test")
-    async with asyncio.timeout(LIMIT_S):
-        results = await asyncio.gather(*tasks)
+    with monkeypatch.context() as patch:
+        patch.setattr(RowTable, "append", explode)
+        await engine.resume("test")
+        async with asyncio.timeout(LIMIT_S):
+            results = await asyncio.gather(*tasks)
+    assert steps == [slice(0, 6)] * 2
     assert {got.finish_reason for got in results} == {FinishReason.ABORT}
     status = engine.status()
     assert (status.state, status.is_dead, status.num_requests) == (EngineState.FAILED, False, 0)
-    assert "boom" in status.error and engine._thread.is_alive()
+    assert "boom" in status.error and lived and threads() == lived
     with pytest.raises(UnavailableError, match="boom"):
         await engine.generate(request(9))
     await assert_loads_and_generates(engine, model_dir, make_staged(make_model(1)))
@@ -106,11 +113,11 @@ async def test_a_step_that_raises_ends_its_requests_and_the_engine_loads_again(
 async def test_a_command_that_raises_where_none_should_leaves_the_thread_alive(
     engine, model_dir, make_model, make_staged, monkeypatch
 ):
-    def explode(_: object) -> None:
+    def explode(*_: object) -> None:
         raise Panic("boom")
 
-    monkeypatch.setattr(engine._scheduler, "submit", explode)
-    with pytest.raises(InternalError, match="boom"):
+    with monkeypatch.context() as patch, pytest.raises(InternalError, match="boom"):
+        patch.setattr(Scheduler, "submit", explode)
         async with asyncio.timeout(LIMIT_S):
             await engine.generate(request(1))
     assert engine.status().state is EngineState.FAILED and not engine.status().is_dead
@@ -118,28 +125,26 @@ async def test_a_command_that_raises_where_none_should_leaves_the_thread_alive(
 
 
 async def test_a_dead_thread_is_visible_and_fails_everything_that_waits_for_it(
-    engine, model_dir, make_model, make_staged, monkeypatch
+    engine, model_dir, make_model, make_staged
 ):
     running = asyncio.create_task(engine.generate(request(0, max_tokens=250)))
     await until(lambda: engine.status().num_running == 1)
     queued: list[Future] = []
+    loop = asyncio.get_running_loop()
 
-    def die() -> None:
-        monkeypatch.undo()
+    def post() -> None:
+        """Commands that are posted before the death, and never run."""
         queued.append(asyncio.run_coroutine_threadsafe(engine.resume("nobody"), loop))
         queued.append(asyncio.run_coroutine_threadsafe(engine.generate(request(1)), loop))
-        until_s = time.monotonic() + LIMIT_S
-        while len(engine._commands) < 2 and time.monotonic() < until_s:  # posted before the death, never to be run
-            time.sleep(0.001)
-        raise Panic("boom")
+        asyncio.run_coroutine_threadsafe(asyncio.sleep(0), loop).result(LIMIT_S)  # begun behind both
 
-    loop = asyncio.get_running_loop()
-    monkeypatch.setattr(engine, "_step", die)
-    async with asyncio.timeout(LIMIT_S):
-        assert (await running).finish_reason is FinishReason.ABORT
-        for future in queued:
-            with pytest.raises(UnavailableError, match="thread died"):
-                await asyncio.wrap_future(future)
+    with dying(Panic("boom"), first=post):
+        async with asyncio.timeout(LIMIT_S):
+            assert (await running).finish_reason is FinishReason.ABORT
+            for future in queued:
+                with pytest.raises(UnavailableError, match="thread died"):
+                    await asyncio.wrap_future(future)
+    assert len(queued) == 2
     status = engine.status()
     assert (status.state, status.is_dead) == (EngineState.FAILED, True) and "boom" in status.error
     for call in (
@@ -153,14 +158,16 @@ async def test_a_dead_thread_is_visible_and_fails_everything_that_waits_for_it(
 
 
 async def test_a_command_after_the_threads_last_one_is_refused(engine, monkeypatch):
-    real = engine._check_prompt
+    def look_and_close(_: Scheduler) -> int:
+        if threading.current_thread() is threading.main_thread():
+            # Between the look at the engine and the command: the thread drains and ends.
+            closing = threading.Thread(target=asyncio.run, args=(engine.close(),))
+            closing.start()
+            closing.join(LIMIT_S)
+            assert not threads()
+        return 0
 
-    def check_and_close(prompt: tuple[int, ...]) -> None:
-        real(prompt)
-        engine._closing = True  # between the look at the engine and the command: the thread drains and ends
-        engine._thread.join(LIMIT_S)
-
-    monkeypatch.setattr(engine, "_check_prompt", check_and_close)
+    monkeypatch.setattr(Scheduler, "num_waiting", property(look_and_close))
     with pytest.raises(UnavailableError, match="closed"):
         async with asyncio.timeout(LIMIT_S):
             await engine.generate(request(1))

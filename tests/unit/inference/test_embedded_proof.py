@@ -1,13 +1,16 @@
 """What is proved of the embedded engine's weights: everything, by reading it back, before a version serves."""
 
 from collections.abc import AsyncIterator
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from millrace.errors import InternalError
+from millrace.inference.embedded import loader
 from millrace.inference.embedded.engine import EmbeddedEngine
 from millrace.inference.embedded.weights import held_tensors
 from millrace.inference.engine import EngineState, HeldDigest, InflightMode, PolicyIdentity
@@ -21,7 +24,21 @@ NAME = "model.layers.1.mlp.up_proj.weight"
 
 
 @pytest.fixture
-async def engine(model_dir, make_model, make_staged) -> AsyncIterator[EmbeddedEngine]:
+def loaded(monkeypatch: pytest.MonkeyPatch) -> list[torch.nn.Module]:
+    """The models that engines have loaded, whose memory can be damaged."""
+    found: list[torch.nn.Module] = []
+    load = loader.load_model
+
+    def noting(*args: Any) -> torch.nn.Module:
+        found.append(load(*args))
+        return found[-1]
+
+    monkeypatch.setattr(loader, "load_model", noting)
+    return found
+
+
+@pytest.fixture
+async def engine(model_dir, make_model, make_staged, loaded) -> AsyncIterator[EmbeddedEngine]:
     engine = EmbeddedEngine()
     staged = make_staged(make_model(0))
     await engine.load(model_dir, staged, identity=V0)
@@ -47,10 +64,9 @@ async def update(engine: EmbeddedEngine, staged: StagedPolicy) -> HeldDigest:
     return await engine.prove(staged)
 
 
-def memory(engine: EmbeddedEngine, name: str) -> np.ndarray:
+def memory(model: torch.nn.Module, name: str) -> np.ndarray:
     """The bits of a weight, to be damaged."""
-    assert engine._weights is not None
-    data = held_tensors(engine._weights._model, [name])[name].data
+    data = held_tensors(model, [name])[name].data
     return np.frombuffer(data, np.uint8)
 
 
@@ -66,18 +82,18 @@ async def test_a_change_that_was_not_written_is_found_before_the_version_serves(
 
 
 @pytest.mark.parametrize(("name", "byte"), [(NAME, 4), ("model.norm.weight", 0)])
-async def test_damage_is_found_before_the_next_version_serves(engine, next_version, name, byte):
+async def test_damage_is_found_before_the_next_version_serves(engine, loaded, next_version, name, byte):
     # Of an element that the version does not set anew: that one's old bits are gone, and nobody needs them.
-    memory(engine, name)[byte] ^= 1
+    memory(loaded[0], name)[byte] ^= 1
     with pytest.raises(InternalError, match="digest"):
         await update(engine, next_version)
 
 
-async def test_a_version_that_was_written_whole_is_read_back_whole(engine, make_model, make_staged):
+async def test_a_version_that_was_written_whole_is_read_back_whole(engine, loaded, make_model, make_staged):
     whole = make_staged(make_model(1))
     await engine.check(whole)
     await engine.apply_policy(whole, identity=V0, inflight_mode=InflightMode.KEEP)
-    memory(engine, "model.norm.weight")[0] ^= 1
+    memory(loaded[0], "model.norm.weight")[0] ^= 1
     with pytest.raises(InternalError, match="digest"):
         await engine.prove(whole)
 

@@ -1,11 +1,9 @@
-"""Messages through the chat template, and tool calls out of completions."""
-
-import json
+"""Messages through the chat template."""
 
 import pytest
 
 from millrace.errors import InvalidSpecError
-from millrace.inference.http.chat import encode_chat, parse_tool_calls
+from millrace.inference.http.chat import encode_chat
 from millrace.inference.model_files import load_tokenizer
 
 
@@ -50,18 +48,9 @@ def test_bad_messages_are_named(tokenizer, message, field):
         encode_chat(tokenizer, [message])
 
 
-def test_tool_calls_are_parsed_and_the_rest_stays():
-    text = (
-        'I add.\n<tool_call>\n{"name": "add", "arguments": {"a": {"b": 1}}}\n</tool_call>\n'
-        '<tool_call>{"name": "now", "arguments": "{}"}</tool_call>'
+def test_a_thought_reaches_the_template_under_both_of_its_names(tokenizer, monkeypatch):
+    monkeypatch.setattr(
+        tokenizer, "chat_template", "{% for m in messages %}{{ m.reasoning_content }}{{ m.reasoning }}.{% endfor %}"
     )
-    rest, calls = parse_tool_calls(text)
-    assert rest == "I add."
-    assert [call["function"]["name"] for call in calls] == ["add", "now"]
-    assert json.loads(calls[0]["function"]["arguments"]) == {"a": {"b": 1}}
-    assert len({call["id"] for call in calls}) == 2
-
-
-@pytest.mark.parametrize("text", ["plain", "<tool_call>{broken</tool_call>", '<tool_call>{"x": 1}</tool_call>', ""])
-def test_what_is_no_tool_call_stays_text(text):
-    assert parse_tool_calls(text) == (text, [])
+    messages = [{"role": "assistant", "content": "x", key: "so"} for key in ("reasoning", "reasoning_content")]
+    assert tokenizer.decode(encode_chat(tokenizer, messages)) == "soso.soso."

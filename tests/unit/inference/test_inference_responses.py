@@ -7,6 +7,7 @@ import pytest
 
 from millrace.inference.engine import FinishReason, Generation
 from millrace.inference.http import responses
+from millrace.inference.http.parsers import ChatParsers
 from millrace.inference.http.schema import ChatBody, SamplingBody
 from millrace.inference.model_files import load_tokenizer
 from millrace.rollouts.types import PolicySpan
@@ -29,11 +30,11 @@ def generation(ids: list[int], reason: FinishReason, stop_reason=None) -> Genera
     )
 
 
-def chat(tokenizer, text: str, reason=FinishReason.STOP, **fields):
+def chat(tokenizer, text: str, reason=FinishReason.STOP, parsers=ChatParsers(), **fields):  # noqa: B008 - frozen
     body = ChatBody(messages=[{"role": "user", "content": "x"}], **fields)
     ids = tokenizer.encode(text) + ([EOS] if reason is FinishReason.STOP else [])
     done = responses.Completed(prompt_ids=(1, 2), generation=generation(ids, reason))
-    return responses.chat_body("id", "policy", body, tokenizer, [done])
+    return responses.chat_body("id", "policy", body, tokenizer, [done], parsers=parsers)
 
 
 TOOLS = [{"type": "function", "function": {"name": "f"}}]
@@ -84,3 +85,28 @@ def test_a_stop_text_that_came_too_early_is_no_end(tokenizer):
     done = generation(tokenizer.encode("abca"), FinishReason.STOP, "a")
     assert responses.completion_text(tokenizer, done, SamplingBody(stop=["a"], min_tokens=3)) == "abc"
     assert responses.completion_text(tokenizer, done, SamplingBody(stop=["a"])) == ""
+
+
+def test_reasoning_stands_beside_the_content_and_tokens_stay_what_was_sampled(tokenizer):
+    text = f"<think>well</think>\n{CALL}"
+    body = {"tools": TOOLS, "logprobs": True, "return_token_ids": True}
+    plain, parsed = (
+        chat(tokenizer, text, parsers=ChatParsers(reasoning=reasoning), **body) for reasoning in (None, "qwen3")
+    )
+    assert parsed["choices"][0]["message"]["reasoning"] == "well"
+    assert parsed["choices"][0]["message"]["content"] == "so"
+    assert plain["choices"][0]["message"]["content"] == "<think>well</think>\nso"
+    for key in ("token_ids", "logprobs", "policy_spans", "finish_reason"):
+        assert parsed["choices"][0][key] == plain["choices"][0][key]
+    assert parsed["choices"][0]["token_ids"] == [*tokenizer.encode(text), EOS]
+    [first, *_] = b"".join(responses.stream_chunks(parsed, wants_usage=False)).decode().split("\n\n")
+    delta = json.loads(first.removeprefix("data: "))["choices"][0]["delta"]
+    assert (delta["reasoning"], delta["content"]) == ("well", "so")
+    assert [{**call, "index": 0} for call in parsed["choices"][0]["message"]["tool_calls"]] == delta["tool_calls"]
+
+
+def test_special_tokens_are_seen_by_parsers_and_by_nobody_else(tokenizer):
+    marked = "<|im_start|>" + CALL
+    assert chat(tokenizer, marked)["choices"][0]["message"]["content"] == CALL
+    message = chat(tokenizer, "<|im_start|>plain", tools=TOOLS)["choices"][0]["message"]
+    assert message == {"role": "assistant", "content": "plain"}

@@ -112,7 +112,44 @@ def test_a_tool_parser_switches_tool_choice_on():
     config = InferenceConfig.model_validate({"engine": "vllm", "model": {"tool_call_parser": "hermes"}})
     flags = launch_env.vllm_flags(config)
     assert flags["inference.model.tool_call_parser"] == "hermes"
-    assert flags["inference.vllm.enable_auto_tool_choice"] is True
+    assert flags["inference.model.enable_auto_tool_choice"] is True
+    for more in (
+        {"model": {**config.model.model_dump(), "enable_auto_tool_choice": False}},
+        {"vllm": {"enable-auto-tool-choice": False}},
+    ):
+        flags = launch_env.vllm_flags(config.model_validate({**config.model_dump(), **more}))
+        assert [value for key, value in flags.items() if key.replace("-", "_").endswith("auto_tool_choice")] == [False]
+
+
+def test_parsers_reach_the_embedded_engine():
+    keys = {"tool_call_parser": "qwen3_xml", "reasoning_parser": "qwen3", "enable_auto_tool_choice": False}
+    environ = launch_env.engine_environ(InferenceConfig.model_validate({"engine": "embedded", "model": keys}))
+    own = InferenceSettings.from_env(environ)
+    assert {key: getattr(own, key) for key in keys} == keys
+    plain = InferenceSettings.from_env(launch_env.engine_environ(InferenceConfig(engine="embedded")))
+    assert {getattr(plain, key) for key in keys} == {None}
+
+
+def test_parsers_that_the_embedded_engine_has_not_are_named():
+    environ = {
+        "MILLRACE_TOOL_CALL_PARSER": "hermse",
+        "MILLRACE_REASONING_PARSER": "kimi_k2",
+        "MILLRACE_ENABLE_AUTO_TOOL_CHOICE": "maybe",
+    }
+    with pytest.raises(InvalidSpecError) as caught:
+        InferenceSettings.from_env(environ)
+    said = {one.field: one.message for one in caught.value.violations}
+    assert list(said) == list(environ)
+    assert (
+        "hermes, llama3_json" in said["MILLRACE_TOOL_CALL_PARSER"]
+        and "1 or 0" in said["MILLRACE_ENABLE_AUTO_TOOL_CHOICE"]
+    )
+    vllm = {**environ, "MILLRACE_ENGINE": "vllm", "MILLRACE_ENABLE_AUTO_TOOL_CHOICE": "1"}
+    assert InferenceSettings.from_env(vllm).vllm_flags == {
+        "tool_call_parser": "hermse",  # vLLM's own parser of flags knows its names
+        "reasoning_parser": "kimi_k2",
+        "enable_auto_tool_choice": True,
+    }
 
 
 def test_settings_of_a_vllm_replica(tmp_path):

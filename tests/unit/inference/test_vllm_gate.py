@@ -9,6 +9,7 @@ import pytest
 
 from millrace.errors import UnavailableError
 from millrace.inference.vllm.gate import GatedClient, GenerationGate, abort, unbegun
+from millrace_testing.polling import until
 
 PROMPT = {"type": "token", "prompt_token_ids": [1]}
 
@@ -61,9 +62,7 @@ async def collect(gate: GenerationGate, client: Client, into: list[int]) -> None
 
 
 async def begun(client: Client, number: int) -> None:
-    async with asyncio.timeout(5):
-        while len(client.queues) < number:
-            await asyncio.sleep(0)
+    await until(lambda: len(client.queues) >= number, timeout_s=5)
 
 
 async def test_a_request_without_a_token_begins_again_with_the_new_salt(gate: GenerationGate, client: Client) -> None:
@@ -90,9 +89,7 @@ async def test_a_request_with_a_token_goes_on(gate: GenerationGate, client: Clie
     task = asyncio.create_task(collect(gate, client, found))
     await begun(client, 1)
     client.queues[0].put_nowait(output(7, None))
-    async with asyncio.timeout(5):
-        while not found:
-            await asyncio.sleep(0)
+    await until(lambda: found, timeout_s=5)
     gate.hold()
     assert gate.requeue(unbegun(client)) == []
     client.queues[0].put_nowait(output(8, "stop"))
@@ -123,9 +120,7 @@ async def test_choices_that_begin_on_both_sides_of_an_update_are_given_up(gate: 
     task = asyncio.create_task(collect(gate, client, found))
     await begun(client, 1)
     client.queues[0].put_nowait(output(7, None))
-    async with asyncio.timeout(5):
-        while not found:
-            await asyncio.sleep(0)
+    await until(lambda: found, timeout_s=5)
     sibling = SimpleNamespace(external_req_id="a", parent_req=SimpleNamespace(external_req_id="a"), is_prefilling=True)
     client.output_processor.request_states["1_a"] = sibling
     await abort(client, gate.requeue(unbegun(client)))

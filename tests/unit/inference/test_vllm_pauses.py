@@ -21,6 +21,7 @@ from millrace.policies.digest import digest_hex
 from millrace.policies.manifest import Probe, TensorEntry
 from millrace.telemetry import waits
 from millrace_testing.inference import vllm_fakes as fakes
+from millrace_testing.polling import until
 
 client, gate, engine = fakes.client, fakes.gate, fakes.engine
 FIRST, SECOND, policy, update = fakes.FIRST, fakes.SECOND, fakes.policy, fakes.update
@@ -134,18 +135,14 @@ async def test_a_delta_is_proved_by_what_was_foreseen_and_the_probe_of_the_first
     assert prepared == ["millrace_check", "millrace_stage", "millrace_foreseen"]
     assert (paused, written, handed_in) == ("pause", "millrace_activate", "probe handed in")
     assert (resumed, probed) == ("resume", "probe"), "nothing is read back whole"
-    async with asyncio.timeout(5):
-        while not client.num_verified:
-            await asyncio.sleep(0.001)
+    await until(lambda: client.num_verified, timeout_s=5)
     assert engine.status().state is EngineState.READY
 
 
 async def test_damage_that_verification_finds_ends_it(engine: VllmEngine, client: Any, gate: GenerationGate) -> None:
     client.damage = "w is damaged"
     await update(engine)
-    async with asyncio.timeout(5):
-        while engine.status().state is not EngineState.FAILED:
-            await asyncio.sleep(0.001)
+    await until(lambda: engine.status().state is EngineState.FAILED, timeout_s=5)
     assert refusal(gate) == engine.status().error == "w is damaged"
 
 
@@ -295,7 +292,5 @@ async def test_what_is_not_known_is_not_called_proved(
     client.is_proved = False
     with caplog.at_level("INFO"):
         await update(engine)
-        async with asyncio.timeout(20):
-            while "what they should be is not known" not in caplog.text:
-                await asyncio.sleep(0.001)
+        await until(lambda: "what they should be is not known" in caplog.text, timeout_s=20)
     assert "as they were proved" not in caplog.text

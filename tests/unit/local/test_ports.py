@@ -1,6 +1,9 @@
 """Ports: free ones, and a clear error for a taken one."""
 
+import os
 import socket
+import subprocess
+import sys
 
 import pytest
 
@@ -23,6 +26,23 @@ def test_taken_port_is_told_with_purpose_and_option():
     assert caught.value.message == f"port {port} on 127.0.0.1 is in use; it is needed for the engine"
     assert "--http-port" in (caught.value.remedy or "")
     require_free("127.0.0.1", port, purpose="the engine", option="--http-port")
+
+
+def test_what_was_given_out_to_one_process_is_not_given_to_another_within_a_minute(tmp_path):
+    script = "from millrace.local.ports import free_port; print(*(free_port() for _ in range(300)))"
+    environ = {**os.environ, "TMPDIR": str(tmp_path)}
+    started = [
+        subprocess.Popen([sys.executable, "-c", script], env=environ, stdout=subprocess.PIPE, text=True)
+        for _ in range(2)
+    ]
+    given = [process.communicate(timeout=60)[0].split() for process in started]
+    assert all(process.returncode == 0 for process in started)
+    assert len({*given[0], *given[1]}) == 600
+
+
+def test_ports_are_given_out_where_nothing_can_be_written(monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", "/nowhere")
+    assert len(free_ports(3)) == 3
 
 
 def test_no_port_left(monkeypatch):

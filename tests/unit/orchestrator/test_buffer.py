@@ -191,6 +191,12 @@ def test_what_was_drawn_stands_below_the_number_that_a_header_keeps() -> None:
         ({"schedule": [{"step": 3, "env_ratios": [1.0]}, {"step": 3, "env_ratios": [1.0]}]}, "ascending steps"),
         ({"schedule": [{"step": 3, "env_ratios": [1.0, 2.0]}]}, "2 env_ratios at step 3, but there are 1"),
         ({"schedule": [{"step": 3, "env_ratios": [0.0]}]}, "let one be above 0"),
+        (
+            {"schedule": [{"step": 3, "env_ratios": [1.0]}], "sampler": "own.tasks:fn"},
+            "the environment as well",
+        ),
+        ({"sampler_kwargs": {"a": 1}}, "has no effect without `orchestrator.buffer.sampler`"),
+        ({"sampler": "own"}, "must match"),
     ],
 )
 def test_contradictions_are_refused_with_the_reason(buffer: dict, says: str) -> None:

@@ -1,14 +1,24 @@
 """What env-servers answer that says nothing about the run."""
 
+import asyncio
+from collections.abc import AsyncIterator
+
 import pytest
 
+from millrace.config.sections.orchestrator import NamedEnv
 from millrace.errors import InvalidStateError, UnauthenticatedError
 from millrace.internal.v1 import env_service_pb2, worker_service_pb2
 from millrace.orchestrator.play import env_servers
 from millrace.orchestrator.play.env_servers import EnvServers, env_spec
 from millrace.orchestrator.workers import WorkerRegistry
+from millrace.rollouts.request_wire import group_to_wire
+from millrace.rollouts.requests import PlayedGroup, PlayRequest
+from millrace.rollouts.types import Purpose
+from millrace.telemetry import waits
 
-SPEC = env_spec("reverse-text", "reverse-text", {})
+SPEC = env_spec(NamedEnv(id="reverse-text"), is_text_only=True)
+IMAGE = "registry.example.com/team/own-env:1.2"
+IN_IMAGE = env_spec(NamedEnv(id="own-env", image=IMAGE), is_text_only=True)
 
 
 class Tokens:
@@ -27,17 +37,27 @@ class Tokens:
                     state=env_service_pb2.ENV_STATE_READY, train=tasks, eval=tasks, api="v0"
                 )
             case env_service_pb2.ListPlayingRequest():
-                return env_service_pb2.ListPlayingResponse(groups=[env_service_pb2.PlayingGroup(ordinal=4)])
+                group = group_to_wire(PlayedGroup(purpose=Purpose.TRAIN, ordinal=4))
+                return env_service_pb2.ListPlayingResponse(groups=[group])
             case _:
                 return env_service_pb2.PlayGroupResponse()
 
 
+def env_server(name: str, *, image: str = "") -> worker_service_pb2.Worker:
+    kind = worker_service_pb2.WORKER_KIND_ENV_SERVER
+    return worker_service_pb2.Worker(worker_id=name, kind=kind, address="127.0.0.1:1", env_image=image)
+
+
 @pytest.fixture
-async def pool() -> EnvServers:
-    registry = WorkerRegistry()
+def registry() -> WorkerRegistry:
+    made = WorkerRegistry()
     for name in ("a", "b"):
-        kind = worker_service_pb2.WORKER_KIND_ENV_SERVER
-        registry.register(worker_service_pb2.Worker(worker_id=name, kind=kind, address="127.0.0.1:1"))
+        made.register(env_server(name))
+    return made
+
+
+@pytest.fixture
+async def pool(registry: WorkerRegistry) -> AsyncIterator[EnvServers]:
     made = EnvServers(run_uid="r1", epoch=1, registry=registry)
     yield made
     await made.close()
@@ -51,7 +71,7 @@ async def test_env_servers_that_have_other_tokens_are_asked_again(pool: EnvServe
     assert {name: len(groups) for name, groups in (await pool.playing("1.x")).items()} == {"b": 1}
     tokens.stale = {"b"}
     await pool.refresh([SPEC])
-    request = env_service_pb2.PlayGroupRequest(env=SPEC)
+    request = PlayRequest(run_uid="r1", purpose=Purpose.TRAIN, ordinal=0, members=[0], group_size=1, env=SPEC)
     assert not await pool.play("b", request), "it does not end the run"
     assert pool.servers_with(SPEC.name) == ["a"] and await pool.play("a", request), "the others go on meanwhile"
     tokens.stale = set()
@@ -85,7 +105,7 @@ async def test_an_environment_that_kills_its_workers_ends_the_run_once_no_env_se
     monkeypatch.setattr(env_servers, "call", answer)
     await pool.open_all([SPEC])
     await pool.refresh([SPEC])
-    request = env_service_pb2.PlayGroupRequest(env=SPEC)
+    request = PlayRequest(run_uid="r1", purpose=Purpose.TRAIN, ordinal=0, members=[0], group_size=1, env=SPEC)
     given_up.add("a")
     assert not await pool.play("a", request) and await pool.play("b", request)
     await pool.refresh([SPEC])  # the other one still plays it
@@ -94,3 +114,44 @@ async def test_an_environment_that_kills_its_workers_ends_the_run_once_no_env_se
     with pytest.raises(InvalidStateError, match=r"'reverse-text' is given up on b: .*task t7: exit code 3") as caught:
         await pool.refresh([SPEC])
     assert caught.value.reason == "ENV_KILLS_WORKERS"
+
+
+async def test_an_environment_is_placed_on_the_env_servers_of_its_image_alone(
+    pool: EnvServers, registry: WorkerRegistry, monkeypatch
+) -> None:
+    asked: list[tuple[str, str]] = []
+
+    async def answer(method: object, request: object, *, timeout_s: float, waits_on: str = "") -> object:
+        if isinstance(request, env_service_pb2.OpenEnvRequest):
+            asked.append((request.env.id, waits_on))
+        return await Tokens().call(method, request, timeout_s=timeout_s, waits_on=waits_on)
+
+    monkeypatch.setattr(env_servers, "call", answer)
+    registry.register(env_server("c", image=IMAGE))
+    registry.register(env_server("d", image=f"{IMAGE}-other"))
+    await pool.open_all([SPEC, IN_IMAGE])
+    assert sorted(asked) == [("own-env", "c"), ("reverse-text", "a"), ("reverse-text", "b")]
+    assert pool.servers_with(IN_IMAGE.name) == ["c"] and pool.servers_with(SPEC.name) == ["a", "b"]
+    assert pool.is_complete([SPEC, IN_IMAGE]), "nothing is left to be opened on the others"
+    registry.register(env_server("e", image=IMAGE))
+    assert not pool.is_complete([SPEC, IN_IMAGE])
+    await pool.refresh([SPEC, IN_IMAGE])
+    assert pool.servers_with(IN_IMAGE.name) == ["c", "e"], "one that joins later plays it as well"
+
+
+async def test_a_run_waits_for_its_image_by_name_and_then_says_what_to_start(pool: EnvServers, monkeypatch) -> None:
+    monkeypatch.setattr(env_servers, "call", Tokens().call)
+    opening = asyncio.create_task(pool.open_all([IN_IMAGE]))
+    reasons: set[str] = set()
+    async with asyncio.timeout(30):
+        while not any(IMAGE in reason for reason in reasons):
+            await asyncio.sleep(0)
+            reasons |= {wait.reason for wait in waits.snapshot("test")}
+    opening.cancel()
+    await asyncio.gather(opening, return_exceptions=True)
+    assert f"an env-server that announces image {IMAGE}; registered: 2 with none" in reasons
+
+    monkeypatch.setattr(env_servers, "OPEN_TIMEOUT_S", 0.05)
+    with pytest.raises(InvalidStateError, match=rf"MILLRACE_ENV_IMAGE={IMAGE}") as caught:
+        await pool.open_all([IN_IMAGE])
+    assert caught.value.reason == "ENV_IMAGE_MISSING" and "'own-env'" in str(caught.value)

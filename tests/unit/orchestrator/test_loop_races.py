@@ -1,10 +1,10 @@
 from types import SimpleNamespace
 from typing import Any, cast
 
-from millrace.internal.v1 import env_service_pb2
 from millrace.orchestrator.play.play import PlayState
 from millrace.orchestrator.play.player import Player, RunIdentity
 from millrace.orchestrator.play.routing import ReadyReplica, Router
+from millrace.rollouts.requests import EnvSpec, PlayedGroup, PlayRequest
 from millrace_testing.orchestrator.builders import book_with, make_rollout
 
 RUN = RunIdentity(uid="r1", epoch=1, generation=1)
@@ -38,7 +38,7 @@ async def test_a_lost_group_whose_members_come_while_it_is_stopped_is_whole() ->
         def alive(self) -> list[str]:
             return ["a"]
 
-        async def cancel(self, groups: list[env_service_pb2.PlayingGroup], *, timeout_s: float) -> None:
+        async def cancel(self, groups: list[PlayedGroup], *, timeout_s: float) -> None:
             book.add(make_rollout(0, 1, group_size=2, env_server="a"))
 
     await player_of(Envs(), Stream()).place_open(book.plays.values())
@@ -54,12 +54,12 @@ async def test_members_that_come_while_one_env_server_is_asked_are_not_asked_for
 
     class Envs:
         def __init__(self) -> None:
-            self.envs = {"reverse-text": SimpleNamespace(spec=env_service_pb2.EnvSpec(name="reverse-text"))}
+            self.envs = {"reverse-text": SimpleNamespace(spec=EnvSpec(name="reverse-text"))}
 
         def servers_with(self, env: str) -> list[str]:
             return ["a", "b"]
 
-        async def play(self, worker_id: str, request: env_service_pb2.PlayGroupRequest) -> bool:
+        async def play(self, worker_id: str, request: PlayRequest) -> bool:
             asked.append((worker_id, list(request.members)))
             if worker_id == "a" and len(asked) == 1:  # it plays, but its answer is lost
                 book.add(make_rollout(0, 0, group_size=2))

@@ -7,6 +7,7 @@ from millrace.rollouts.types import Rollout
 from millrace.rollouts.wire import encode_rollout
 from millrace.runlog import Entry
 from millrace_testing.orchestrator.builders import make_rollout
+from millrace_testing.polling import until
 
 
 @dataclass
@@ -42,9 +43,7 @@ async def test_catching_up_beside_a_blocked_read_takes_every_entry_once() -> Non
     await stream.catch_up()
     log.gate.set()
     log.append(make_rollout(0, 1), at=6)
-    async with asyncio.timeout(5):
-        while len(taken) < 2:
-            await asyncio.sleep(0)
+    await until(lambda: len(taken) >= 2, timeout_s=5)
     following.cancel()
     assert [(rollout.member, rollout.entry_id) for rollout in taken] == [(0, "5-0"), (1, "6-0")]
     assert stream.newest == "6-0"
@@ -82,9 +81,7 @@ async def test_a_read_from_before_the_restart_does_not_hide_what_the_new_copy_be
     log.entries.sort(key=lambda entry: int(entry.id.split("-")[0]))
     stream.rewind()
     log.gate.set()
-    async with asyncio.timeout(5):
-        while len(taken) < 3:
-            await asyncio.sleep(0)
+    await until(lambda: len(taken) >= 3, timeout_s=5)
     following.cancel()
     assert [rollout.entry_id for rollout in taken] == ["10-0", "20-0", "30-0"]
 

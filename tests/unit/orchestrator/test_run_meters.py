@@ -9,7 +9,7 @@ from prometheus_client import CollectorRegistry
 from millrace.errors import CorruptObjectError
 from millrace.orchestrator import manager as manager_module
 from millrace.orchestrator import meters, run_meters
-from millrace.orchestrator.manager import RunManager
+from millrace.orchestrator.manager import resumed_events
 from millrace.orchestrator.run_meters import RunMeters
 from millrace.orchestrator.runs.run_view import RunView
 from millrace.orchestrator.workers import WorkerRegistry
@@ -111,16 +111,8 @@ async def test_an_orchestrator_that_claims_a_run_goes_on_counting(monkeypatch: p
     _state(view, time.time() - 4000, RUNNING)
     _batch(view, time.time() - 3000, 0)
     monkeypatch.setattr(manager_module, "EventWriter", lambda log, owner: SimpleNamespace())
-    made = RunManager(
-        owner="orchestrator-1",
-        redis=None,  # type: ignore[arg-type]
-        store=None,  # type: ignore[arg-type]
-        prefix="",
-        catalog=SimpleNamespace(open_log=open_log),  # type: ignore[arg-type]
-        registry=WorkerRegistry(),
-        on_scan=lambda: None,
-    )
-    counted = (await made._events(view)).meters
+    catalog = SimpleNamespace(open_log=open_log)
+    counted = (await resumed_events(catalog, view, owner="orchestrator-1")).meters  # type: ignore[arg-type]
     for state in (STARTING, RUNNING):
         counted.state_changed(state)
         assert counted.seconds_since_batch == pytest.approx(3000, abs=60)

@@ -177,7 +177,7 @@ def test_ranks_publish_a_damaged_version_anew_together(store: LocalStore, world_
     digest = trainer.manifest(2).digest
 
     def mend(*, expected: str = digest) -> list:
-        return trainer._at_every_rank(
+        return trainer.at_every_rank(
             lambda rank, parts: trainer.committers[rank].mend(
                 VersionInput(version=2, parts=parts, probe=None), lineage=0, digest=expected, sha256=b""
             )
@@ -214,7 +214,7 @@ def test_what_fails_at_one_rank_while_a_version_is_published_anew_fails_at_all(
         return upload(held, base, parts)
 
     monkeypatch.setattr(commit, "upload_full", fail)
-    done = trainer._at_every_rank(
+    done = trainer.at_every_rank(
         lambda rank, parts: trainer.committers[rank].mend(
             VersionInput(version=1, parts=parts, probe=None), lineage=0, digest=digest, sha256=b""
         )

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from millrace.errors import CorruptObjectError
 from millrace.internal.v1 import rollout_pb2
 from millrace.rollouts import wire
-from millrace.rollouts.types import PolicySpan, Purpose, Rollout, RolloutError, RolloutStatus, Sample
+from millrace.rollouts.types import PolicySpan, Purpose, Rollout, RolloutError, RolloutStatus, Sample, TurnReward
 
 FINITE = st.floats(allow_nan=False, allow_infinity=False)
 TEXT = st.text(st.characters(codec="utf-8"), max_size=20)
@@ -28,11 +28,14 @@ def samples(draw: st.DrawFn) -> Sample:
     spans = [PolicySpan(lineage=0, version=draw(st.integers(0, 2**40)), start=0, end=cut)]
     if cut < length:
         spans.append(PolicySpan(lineage=1, version=draw(st.integers(0, 2**40)), start=cut, end=length))
+    ends = [int(at) + 1 for at in np.flatnonzero(mask)]
+    turns = [TurnReward(end=end, reward=draw(st.floats(-9, 9))) for end in ends[-1:] if draw(st.booleans())]
     return Sample(
         token_ids=(draw(words) >> 1).astype(np.int32),
         loss_mask=mask,
         inference_logprobs=np.where(mask == 1, logprobs, np.float32(0)),
         policy_spans=tuple(spans),
+        turns=tuple(turns),
     )
 
 
@@ -167,6 +170,11 @@ def test_equality_is_by_content():
 SPAN = PolicySpan(lineage=0, version=1, start=0, end=6)
 FAILED = {"status": RolloutStatus.TIMEOUT, "samples": ()}
 
+
+def turns_at(*ends: int) -> tuple[TurnReward, ...]:
+    return tuple(TurnReward(end=end, reward=1.0) for end in ends)
+
+
 MALFORMED = {
     "lengths": (_rollout(samples=(_sample(loss_mask=np.ones(5, np.uint8)),)), r"loss_mask"),
     "dtype": (_rollout(samples=(_sample(token_ids=np.arange(6, dtype=np.int64)),)), r"token_ids.*int32\[6\]"),
@@ -191,6 +199,11 @@ MALFORMED = {
     "beyond": (_rollout(samples=(_sample(policy_spans=(dataclasses.replace(SPAN, end=7),)),)), "ascending"),
     "overlap": (_rollout(samples=(_sample(policy_spans=(SPAN, SPAN)),)), "ascending"),
     "empty span": (_rollout(samples=(_sample(policy_spans=(dataclasses.replace(SPAN, end=0),)),)), "ascending"),
+    "turn in a prompt": (_rollout(samples=(_sample(turns=turns_at(2, 6)),)), "does not end a turn"),
+    "turns that descend": (_rollout(samples=(_sample(turns=turns_at(4, 4, 6)),)), "does not end a turn"),
+    "turn beyond": (_rollout(samples=(_sample(turns=turns_at(4, 7)),)), "does not end a turn"),
+    "a token behind the turns": (_rollout(samples=(_sample(turns=turns_at(4)),)), "last sampled token"),
+    "turn's reward": (_rollout(samples=(_sample(turns=(TurnReward(end=6, reward=float("nan")),)),)), "not finite"),
     "reward": (_rollout(reward=float("inf")), "reward"),
     "metric": (_rollout(metrics={"m": float("nan")}), r"metrics\[m\]"),
     "member": (_rollout(member=2), "member"),

@@ -2,6 +2,7 @@
 
 import datetime
 import os
+from pathlib import Path
 
 import hypothesis.strategies as st
 import pytest
@@ -54,6 +55,9 @@ def test_a_line_says_what_was_put_into_it(name, has_end):
         f"sha256:{'0' * 64} alice expires=tomorrow",
         f"sha256:{'0' * 64} alice expires=2030-01-31T12:00:00",  # no zone
         f"sha256:{'0' * 64} alice expires=2030-01-31T12:00:00Z more",
+        f"sha256:{'0' * 64} alice access=none",
+        f"sha256:{'0' * 64} alice access=",
+        f"sha256:{'0' * 64} alice access=read access=write",
         f"sha256:{'0' * 64} a/b",
         f"sha512:{'0' * 64} alice",
         "mrt_this-is-a-token-and-not-its-line-aaaaaaaaaa",
@@ -63,6 +67,15 @@ def test_bad_lines_are_refused_and_not_shown(line):
     with pytest.raises(ValueError) as caught:
         parse_line(line)
     assert "mrt_" not in str(caught.value)
+
+
+@pytest.mark.parametrize(("may_write", "expires"), [(False, None), (False, NOON), (True, NOON)])
+def test_a_line_says_whether_its_token_may_write(may_write, expires):
+    line = token_line(new_token(), "alice", expires=expires, may_write=may_write)
+    assert ("access=read" in line) is not may_write
+    read = parse_line(line)
+    assert (read.may_write, read.expires is None) == (may_write, expires is None)
+    assert parse_line(f"sha256:{'0' * 64} alice access=write").may_write
 
 
 def test_expiry_is_to_the_second(tmp_path):
@@ -132,16 +145,16 @@ def test_a_settled_file_is_not_read_again_and_a_swapped_link_is(tmp_path, monkey
     data.symlink_to("v1")
     accepted = TokensFile(data / "tokens", field="F")
     assert accepted.find(one)
-    reads: list[int] = []
-    stock = accepted._file._read
-    monkeypatch.setattr(accepted._file, "_read", lambda: (reads.append(1), stock())[1])
+    reads: list[Path] = []
+    opened = Path.open
+    monkeypatch.setattr(Path, "open", lambda path, *how: (reads.append(path), opened(path, *how))[1])
     for _ in range(10):
         assert accepted.find(one)
     assert reads == []
     fresh = tmp_path / "fresh"
     fresh.symlink_to("v2")
     fresh.rename(data)
-    assert accepted.find(two)
+    assert accepted.find(two) and reads
     assert accepted.find(one) is None
 
 

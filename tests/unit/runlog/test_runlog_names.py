@@ -22,6 +22,7 @@ def test_names_are_the_stored_format():
     assert names.batch_data(7, 2, "ab") == "mill/runs/u1/batches/00000007/e00000002-ab/"
     assert names.rollout_data(7, 2, "ab") == "mill/runs/u1/rollouts/00000007/e00000002-ab/"
     assert names.policy_manifest(1, 20) == "mill/runs/u1/policies/0001-00000020/manifest.json"
+    assert names.token_log(7, 1) == "mill/runs/u1/token_logs/00000007/0001.bin"
     assert names.checkpoint(20) == "mill/runs/u1/checkpoints/00000020/"
     assert names.tombstone == "mill/runs/u1/tombstone.json"
     deployment = Deployment("mill")

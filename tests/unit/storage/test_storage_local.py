@@ -150,3 +150,15 @@ class TestRetryPolicy:
         with pytest.raises(type(error)):
             RetryPolicy().run("GET k", "here", fail)
         assert len(calls) == 1
+
+
+def test_a_directory_that_cannot_be_listed_is_an_error_of_ours(tmp_path):
+    """As a network's filesystem that is gone: whoever asks what is there must not believe that nothing is."""
+    store = LocalStore(tmp_path / "store")
+    store.put("runs/a", b"1")
+    (tmp_path / "store").rename(tmp_path / "hidden")
+    (tmp_path / "store").symlink_to(tmp_path / "store")  # a link to itself: whoever opens it gets an error
+    with pytest.raises(UnavailableError, match="cannot list"):
+        list(store.list("runs/"))
+    with pytest.raises(UnavailableError, match="cannot list"):
+        list(store.list_prefixes("runs/"))

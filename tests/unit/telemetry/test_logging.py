@@ -57,6 +57,21 @@ def test_json_line_is_one_object() -> None:
     assert entry["ts"].endswith("Z")
 
 
+def test_a_file_has_the_lines_too_and_those_that_are_for_it_alone(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(logging, "FILE_BYTES", 300)
+    path = tmp_path / "trainer.log"
+    stream = configure(environ={"MILLRACE_LOG_FILE": str(path), "MILLRACE_TOKEN": "abcdefgh12345678"})
+    log = stdlib_logging.getLogger("a")
+    log.info("both, with abcdefgh12345678")
+    log.info("step completed", extra={"step": 1, logging.FILE_ONLY: True})
+    assert len(lines(stream)) == 1
+    both, alone = path.read_text().splitlines()
+    assert both.endswith("INFO trainer both, with ***") and alone.endswith("INFO trainer step completed step=1")
+    for number in range(20):
+        log.info("line %d", number)
+    assert path.stat().st_size <= 300 and {each.name for each in tmp_path.iterdir()} == {path.name, "trainer.log.1"}
+
+
 def test_format_and_level_come_from_the_environment() -> None:
     stream = io.StringIO()
     logging.setup("s", stream=stream, environ={"MILLRACE_LOG_JSON": "1", "MILLRACE_LOG_LEVEL": "warning"})

@@ -21,6 +21,7 @@ def doubled(inputs, config):
     losses = token_losses(inputs, config.model_copy(update={"type": "importance_sampling", "kl": None}))
     return replace(losses, rl=losses.rl * config.kwargs.get("by", 2.0))
 
+not_a_function = 3
 def raises(inputs, config): raise KeyError("no such thing")
 def a_number(inputs, config): return 3.0
 def wrong_shape(inputs, config):
@@ -81,11 +82,19 @@ def test_the_divergence_from_the_start_model_is_added_to_it() -> None:
         ("wrong_shape", r"its rl must be a tensor of shape \(2, 3\), one value per token, not shape \(1, 3\)"),
         ("without_gradient", "neither its rl nor its ce depends on inputs.trainer_logprobs, so it trains nothing"),
         ("missing", "has no 'missing'"),
+        ("not_a_function", "has a int, not a function, as 'not_a_function'"),
     ],
 )
 def test_what_is_wrong_with_it_is_said_before_anything_is_loaded(function: str, says: str) -> None:
     with pytest.raises(InvalidSpecError, match=says) as raised:
         loss_function(config(function), EVERYTHING)
+    assert raised.value.violations[0].field == "trainer.loss.import_path"
+
+
+def test_a_module_that_does_not_import_is_refused() -> None:
+    wrong = LossConfig.model_validate({"type": "custom", "import_path": "no_such_module_at_all:fn"})
+    with pytest.raises(InvalidSpecError, match="cannot be imported: ModuleNotFoundError") as raised:
+        loss_function(wrong, EVERYTHING)
     assert raised.value.violations[0].field == "trainer.loss.import_path"
 
 

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from millrace.config.load import validate_document
+from millrace.config.presets import PRESETS
 from millrace.config.sections.loss import CorrectionConfig, LossConfig
 from millrace.errors import InvalidSpecError
 from millrace.trainer.losses import LOSSES, LossInputs, divisor, token_losses, total_loss
@@ -132,6 +133,7 @@ CASES: list[tuple[dict[str, Any], Objective]] = [
     ({"type": "cispo"}, cispo(1.0, 4.0)),
     ({"type": "cispo", "clip_low": 0.2, "clip_high": 0.3}, cispo(0.2, 0.3)),
     ({"type": "importance_sampling"}, importance),
+    ({"type": "importance_sampling", "aggregation": "sequence"}, importance),
     ({"type": "importance_sampling", "correction": [{"type": "token_tis"}]}, reinforce_tis(2.0)),
     ({"type": "ppo", "correction": [{"type": "token_tis", "high": 1.5}]}, reinforce_tis(1.5)),
 ]
@@ -149,6 +151,33 @@ def test_the_gradient_is_that_of_the_papers_objective(keys: dict[str, Any], obje
 
 def test_every_loss_has_a_case() -> None:
     assert {keys["type"] for keys, _ in CASES} | {"default"} == LOSSES.keys()
+
+
+OF_PRESETS: dict[str, tuple[Objective, str]] = {
+    "grpo": (clipped(0.2, 0.2), "sequence"),
+    "dr_grpo": (clipped(0.2, 0.2), "constant"),
+    "dapo": (clipped(0.2, 0.28), "token"),
+    "gspo": (gspo(3e-4, 4e-4), "sequence"),
+    "cispo": (cispo(1.0, 4.0), "token"),
+    "rloo": (importance, "sequence"),
+    "opo": (importance, "token"),
+    "reinforce_pp": (clipped(0.2, 0.2), "token"),
+    "max_rl": (importance, "token"),
+    "opd": (importance, "token"),
+}
+"""Objective and aggregation as docs/algorithms.md says of each preset; `constant` divides by `seq_len`."""
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_the_gradient_of_a_preset_is_that_of_its_papers_objective(preset: str) -> None:
+    teacher = {"algo": {"teacher": {"name": "t", "base_url": ["http://127.0.0.1:1/v1"]}}} if preset == "opd" else {}
+    whole = document()
+    whole = {**whole, "seq_len": 16, "algo": {"preset": preset}, "orchestrator": whole["orchestrator"] | teacher}
+    config = validate_document(whole).trainer.loss
+    objective, aggregation = OF_PRESETS[preset]
+    _, gradients = found(ROWS, config)
+    for got, want in zip(gradients, expected(ROWS, objective, aggregation=aggregation, constant=16), strict=True):
+        assert got == pytest.approx(want, abs=1e-12)
 
 
 @pytest.mark.parametrize("name", sorted(LOSSES))

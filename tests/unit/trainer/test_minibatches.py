@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from millrace.config.load import validate_document
 from millrace.config.sections.loss import LossConfig
 from millrace.errors import InvalidSpecError
-from millrace.trainer.learning.batch import plan_minibatches
 from millrace.trainer.learning.optimizer import OptimizerReport
+from millrace.trainer.learning.plan import plan_minibatches
 from millrace.trainer.losses import LossInputs, token_losses, total_loss
 
 A = 0.7

@@ -6,13 +6,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from millrace.config.sections.loss import LossConfig
 from millrace.rollouts.types import TrainSample, Truncation
 from millrace.trainer.gang.distributed import Gang
-from millrace.trainer.learning.batch import build_micro_batch, plan_micro_batches
+from millrace.trainer.learning.batch import build_micro_batch
 from millrace.trainer.learning.forward import select_logprobs, token_logprobs
 from millrace.trainer.learning.metrics import StepMetrics
 from millrace.trainer.learning.score import Score
@@ -42,47 +40,15 @@ def _sample(length: int, *, prompt: int = 2, seed: int = 0, temperature: float =
     )
 
 
-@given(
-    lengths=st.lists(st.integers(min_value=1, max_value=50), max_size=40),
-    max_tokens=st.integers(min_value=1, max_value=200),
-    world_size=st.integers(min_value=1, max_value=4),
-)
-def test_plan_covers_every_sample_once_within_the_bound(lengths: list[int], max_tokens: int, world_size: int) -> None:
-    plan = plan_micro_batches(lengths, max_tokens=max_tokens, world_size=world_size)
-    assert len(plan) == world_size
-    assert len({len(rank) for rank in plan}) == 1
-    micro_batches = [micro_batch for rank in plan for micro_batch in rank]
-    assert sorted(index for micro_batch in micro_batches for index in micro_batch) == list(range(len(lengths)))
-    for micro_batch in micro_batches:
-        longest = max((lengths[index] for index in micro_batch), default=0)
-        assert len(micro_batch) <= 1 or len(micro_batch) * longest <= max_tokens
-    if len(lengths) >= world_size:
-        assert all(rank[0] for rank in plan), "no rank is idle while there are samples for all of them"
-
-
-def test_small_batches_give_every_rank_work() -> None:
-    """128 samples that fit into two micro-batches, on eight ranks."""
-    plan = plan_micro_batches([64] * 128, max_tokens=4096, world_size=8)
-    assert [[len(micro_batch) for micro_batch in rank] for rank in plan] == [[16]] * 8
-    assert plan_micro_batches([64] * 128, max_tokens=4096) == [[[*range(64)], [*range(64, 128)]]], (
-        "one rank is as it was"
-    )
-    long_and_short = plan_micro_batches([500, 10, 10, 10, 10], max_tokens=100, world_size=3)
-    assert long_and_short == [[[0]], [[1, 2]], [[3, 4]]]
-
-
-def test_plan_sorts_by_length_so_that_little_is_padded() -> None:
-    assert plan_micro_batches([3, 9, 4, 10], max_tokens=20) == [[[3, 1], [2, 0]]]
-
-
 def test_rows_are_padded_and_cut() -> None:
     micro_batch = build_micro_batch([_sample(5), _sample(9, seed=1)], seq_len=7, device=CPU)
     assert micro_batch.token_ids_BT.shape == (2, 7)
-    assert micro_batch.attention_mask_BT.sum(1).tolist() == [5, 7]
     assert micro_batch.loss_mask_BT.sum(1).tolist() == [3, 5]
-    assert micro_batch.position_ids_BT[1].tolist() == list(range(7))
+    assert micro_batch.rows.position_ids_RL.tolist() == [list(range(7))] * 2
+    assert micro_batch.rows.token_ids_RL.equal(micro_batch.token_ids_BT)
     assert micro_batch.num_tokens == 12 and micro_batch.num_rl_tokens == 8 and micro_batch.num_ce_tokens == 0
-    assert micro_batch.first_scored == 2
+    assert micro_batch.rows.scored_N.tolist() == [2, 3, 4, 9, 10, 11, 12, 13], "prompts and padding are not"
+    assert not micro_batch.rows.is_packed
 
 
 def test_position_zero_is_never_scored() -> None:
@@ -125,7 +91,7 @@ def test_logprobs_are_those_of_each_row_alone_under_its_temperature() -> None:
         with torch.no_grad():
             logits_TV = model(tokens[None]).logits[0].double() / (sample.temperature or 1.0)
         table_TV = torch.log_softmax(logits_TV, -1)
-        for position in range(micro_batch.first_scored, len(tokens)):
+        for position in torch.nonzero(micro_batch.loss_mask_BT[row]).flatten().tolist():
             expected = float(table_TV[position - 1, tokens[position]])
             assert float(logprobs_BT[row, position].detach()) == pytest.approx(expected, abs=2e-5)
             entropy = float(-(table_TV[position - 1].exp() * table_TV[position - 1]).sum())
@@ -166,10 +132,13 @@ def test_a_sampled_token_that_is_cut_away_is_counted_and_masked() -> None:
     micro_batch = build_micro_batch([replace(whole, token_ids=tokens), _sample(8)], seq_len=8, device=CPU)
     logprobs_BT, entropy_BT = token_logprobs(model, micro_batch)
     assert logprobs_BT[0, -1] == -math.inf and torch.isfinite(entropy_BT).all()
-    assert torch.isfinite(logprobs_BT[0, 1:3]).all(), "what nobody sampled was not cut"
     losses = token_losses(micro_batch.loss_inputs(logprobs_BT), LossConfig())
     assert losses.rl[0, -1] == 0 and not losses.rl_members[0, -1]
-    weighted = replace(micro_batch, ce_weights_BT=torch.ones_like(micro_batch.ce_weights_BT))
+    taught = replace(whole, token_ids=tokens, ce_weights=np.ones(8, np.float32))
+    weighted = build_micro_batch([taught, _sample(8)], seq_len=8, device=CPU)
+    taught_BT, _ = token_logprobs(model, weighted)
+    assert torch.isfinite(taught_BT[0, 1:3]).all() and not torch.allclose(taught_BT[0, 1:3], taught_BT[0, :1])
+    assert torch.equal(taught_BT[:, 3:], logprobs_BT[:, 3:]), "what nobody sampled was not cut, and the rest was"
     with_ce = token_losses(weighted.loss_inputs(logprobs_BT.detach()), LossConfig())
     assert with_ce.ce[0, -1] == 0 and not with_ce.ce_members[0, -1] and with_ce.ce_members[0, 1:3].all()
     total_loss(losses, rl_divisor=11, num_ce_tokens=0).backward()

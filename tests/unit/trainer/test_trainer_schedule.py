@@ -107,6 +107,84 @@ def test_a_step_is_adamw_on_the_clipped_gradient() -> None:
     assert all(p.grad is None for p in ours.parameters())
 
 
+class _Small(torch.nn.Module):
+    """An embedding, a hidden matrix, a bias and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = torch.nn.Embedding(7, 4)
+        self.hidden = torch.nn.Linear(4, 6)
+        self.head = torch.nn.Linear(6, 7, bias=False)
+
+    def get_output_embeddings(self) -> torch.nn.Module:
+        return self.head
+
+    def forward(self, step: int) -> torch.Tensor:
+        logits = self.head(torch.tanh(self.hidden(self.embedding(torch.tensor([step % 7, 3])))))
+        return torch.log_softmax(logits, -1)[:, 2].sum()
+
+
+def _by_hand(model: _Small, optim: OptimConfig) -> list[torch.optim.Optimizer]:
+    if optim.type == "sgd":
+        return [torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.8, nesterov=True, weight_decay=0.05)]
+    matrices = [model.hidden.weight] if optim.type == "muon" else []
+    others = [p for p in model.parameters() if all(p is not matrix for matrix in matrices)]
+    adamw = torch.optim.AdamW(others, lr=0.1, betas=(0.9, 0.99), weight_decay=0.05)
+    if optim.type == "adamw":
+        return [adamw]
+    muon = torch.optim.Muon(matrices, lr=0.1, momentum=0.7, weight_decay=0.05, adjust_lr_fn="match_rms_adamw")
+    return [adamw, muon]
+
+
+_OPTIMIZERS = [
+    OptimConfig(type="adamw", lr=0.1, betas2=0.99, weight_decay=0.05, max_norm=0.3),
+    OptimConfig(type="muon", lr=0.1, betas2=0.99, mu=0.7, weight_decay=0.05, max_norm=0.3),
+    OptimConfig(type="sgd", lr=0.1, momentum=0.8, weight_decay=0.05, max_norm=0.3),
+]
+
+
+@pytest.mark.parametrize("optim", _OPTIMIZERS, ids=lambda optim: optim.type)
+def test_every_optimizer_is_torchs_on_the_clipped_gradient(optim: OptimConfig) -> None:
+    ours, theirs = _Small(), _Small()
+    optimizer = PolicyOptimizer(ours, optim=optim, scheduler=SchedulerConfig(), max_steps=None)
+    references = _by_hand(theirs, optim)
+    for step in range(4):
+        for model in (ours, theirs):
+            (model(step) * -1).backward()
+        norm = torch.nn.utils.clip_grad_norm_(theirs.parameters(), 0.3)
+        for reference in references:
+            reference.step()
+            reference.zero_grad()
+        report = optimizer.step(step)
+        assert float(norm) > 0.3 and report.grad_norm == pytest.approx(float(norm))
+        assert all(torch.equal(a, b) for a, b in zip(ours.parameters(), theirs.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("optim", _OPTIMIZERS, ids=lambda optim: optim.type)
+def test_state_that_is_filled_in_place_goes_on_bit_for_bit(optim: OptimConfig) -> None:
+    def take(model: _Small, optimizer: PolicyOptimizer, steps: range) -> None:
+        for step in steps:
+            (model(step) * -1).backward()
+            optimizer.step(step)
+
+    whole, begun, resumed = _Small(), _Small(), _Small()
+    first, second, third = (
+        PolicyOptimizer(model, optim=optim, scheduler=SchedulerConfig(), max_steps=None)
+        for model in (whole, begun, resumed)
+    )
+    take(whole, first, range(5))
+    take(begun, second, range(3))
+    with torch.no_grad():
+        for mine, theirs in zip(resumed.parameters(), begun.parameters(), strict=True):
+            mine.copy_(theirs)
+    for name, parts in third.state_tensors().items():
+        for part, tensor in parts.items():
+            tensor.copy_(second.state_tensors()[name][part])
+    take(resumed, third, range(3, 5))
+    assert all(torch.equal(a, b) for a, b in zip(resumed.parameters(), whole.parameters(), strict=True))
+
+
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_a_gradient_that_is_not_finite_changes_nothing_and_is_reported(value: float) -> None:
     model, before = _model(), _model()

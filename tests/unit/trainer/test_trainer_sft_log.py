@@ -13,10 +13,9 @@ from millrace.config import SFTConfig
 @pytest.mark.parametrize(("level", "num_lines"), [("info", 1), ("error", 0)])
 def test_level_and_json_come_from_the_config(tmp_path, level, num_lines):
     document = {
-        "model": {"name": str(tmp_path / "nobody")},  # it ends right after the warning about wandb
+        "model": {"name": str(tmp_path / "nobody")},  # it ends right after the first line
         "output_dir": str(tmp_path / "out"),
         "log": {"level": level, "json_logging": True},
-        "wandb": {},
     }
     path = tmp_path / "config.json"
     path.write_text(SFTConfig.model_validate(document).resolved_json())
@@ -25,9 +24,14 @@ def test_level_and_json_come_from_the_config(tmp_path, level, num_lines):
         capture_output=True,
         text=True,
         timeout=110,
-        env={**os.environ, "MILLRACE_LOG_LEVEL": "warning", "MILLRACE_LOG_JSON": "0"},
+        env={
+            **os.environ,
+            "MILLRACE_LOG_LEVEL": "warning",
+            "MILLRACE_LOG_JSON": "0",
+            "MILLRACE_LOG_FILE": str(tmp_path / "log"),
+        },
     )
     assert done.returncode != 0 and "nobody" in done.stderr
-    lines = [json.loads(line) for line in done.stderr.splitlines() if line.startswith("{")]
-    assert sum("wandb" in str(line) for line in lines) == num_lines
-    assert done.stderr.count("wandb") == num_lines
+    lines = [json.loads(line) for line in (tmp_path / "log").read_text().splitlines()]
+    assert sum(line["msg"] == "fine-tuning begins" for line in lines) == num_lines
+    assert "fine-tuning begins" not in done.stderr

@@ -10,6 +10,7 @@ from millrace.errors import FencedError, NotFoundError
 from millrace.internal.v1.worker_service_pb2 import Assignment, HeartbeatResponse, TrainerStatus
 from millrace.rpc.health import PROCESS, HealthBoard
 from millrace.trainer import meters
+from millrace.trainer import worker as worker_module
 from millrace.trainer.gang.agreement import tell
 from millrace.trainer.gang.distributed import Gang
 from millrace.trainer.log.stop import StopRequested
@@ -90,6 +91,20 @@ def test_a_run_is_worked_on_once_and_reported_until_the_assignment_ends(
     _assign(worker, "run-b")
     _until(worker, lambda status: status.is_finished and status.run_uid == "run-b")
     assert jobs == ["run-a", "run-b"]
+
+
+@pytest.mark.parametrize("is_assigned", [True, False])
+def test_an_idle_trainer_is_woken(
+    worker: TrainerWorker, start: Callable[..., None], monkeypatch: pytest.MonkeyPatch, is_assigned: bool
+) -> None:
+    monkeypatch.setattr(worker_module, "IDLE_LOOK_S", 3600.0)
+    begun = threading.Event()
+    start(lambda uid: begun.set())
+    time.sleep(0.1)  # it waits
+    if is_assigned:
+        _assign(worker, "run-a")
+        assert begun.wait(10)
+    worker.stop()  # the fixture waits for the end of its thread
 
 
 @pytest.mark.parametrize(
@@ -255,3 +270,15 @@ def test_what_a_resumed_trainer_publishes(
 ) -> None:
     plan = plan_publishing(start_step=start_step, start_lineage=start_lineage, published=published, is_strict=is_strict)
     assert plan == expected
+
+
+@pytest.mark.parametrize(
+    ("published", "lineage", "first_version"), [((0, 4), 1, 5), ((0, 9), 1, 10), ((2, 4), 3, 5), ((0, 3), 1, 4)]
+)
+def test_a_strict_run_with_other_ranks_begins_a_lineage(
+    published: tuple[int, int], lineage: int, first_version: int
+) -> None:
+    plan = plan_publishing(start_step=4, start_lineage=0, published=published, is_strict=True, is_relaid=True)
+    assert plan == PublishPlan(lineage=lineage, first_version=first_version)
+    nothing = plan_publishing(start_step=0, start_lineage=0, published=None, is_strict=True, is_relaid=True)
+    assert nothing == PublishPlan(lineage=0, first_version=0)

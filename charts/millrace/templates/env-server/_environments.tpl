@@ -1,6 +1,6 @@
 {{/* Environments beside those of the image: init containers put them into an emptyDir that PYTHONPATH names. */}}
 {{- define "millrace.hasEnvironments" -}}
-{{- if or .Values.envServer.environments.packages .Values.envServer.environments.images }}true{{ end -}}
+{{- if or .environments.packages .environments.images }}true{{ end -}}
 {{- end -}}
 
 {{- define "millrace.environments.initContainers" -}}

@@ -49,7 +49,12 @@
 {{- end }}
 {{- end -}}
 
+{{/* The components that serve GET /metrics for Prometheus alone, separated by spaces. */}}
+{{- define "millrace.metricsComponents" -}}
+orchestrator env-server trainer{{ if .Values.envServer.pools }} env-server-pool{{ end }}
+{{- end -}}
+
 {{/* Services whose pods are scraped, as a regular expression for the label `service` that the Prometheus operator adds. */}}
 {{- define "millrace.scraped" -}}
-{{- printf "%s-(orchestrator-metrics|env-server-metrics|trainer-metrics|inference-http)" (include "millrace.fullname" .) -}}
+{{- printf "%s-(orchestrator-metrics|env-server-metrics|env-server-pool-metrics|trainer-metrics|inference-http)" (include "millrace.fullname" .) -}}
 {{- end -}}

@@ -25,6 +25,7 @@ def env() -> None:
 @click.argument("env_id", metavar="ID")
 @click.option("--args", "args_json", metavar="JSON", default="{}", help="Its arguments, as orchestrator.env.args.")
 @click.option("--arg", "pairs", metavar="KEY=VALUE", multiple=True, help="One of them, as JSON or text.")
+@click.option("--python", metavar="PATH", default="", help="Interpreter of its own, as orchestrator.env.python.")
 @click.option("--task", "index", type=click.IntRange(min=0), default=0, show_default=True, help="Index of the task.")
 @click.option("--eval", "is_held_out", is_flag=True, help="Take a held-out task instead of a training task.")
 @click.option("--reply", metavar="TEXT", help="What the stub model says, each time it is asked.")
@@ -34,7 +35,9 @@ def env() -> None:
 @click.option("--timeout", "timeout_s", type=click.FloatRange(min=0, min_open=True), default=120.0, show_default=True)
 @click.option("--load-only", is_flag=True, help="Load it, and play nothing.")
 @click.option("-o", "--format", "form", type=click.Choice(["text", "json"]), default="text", show_default=True)
-def check(env_id: str, args_json: str, pairs: tuple[str, ...], *, load_only: bool, form: str, **choices: Any) -> int:
+def check(
+    env_id: str, args_json: str, pairs: tuple[str, ...], *, python: str, load_only: bool, form: str, **choices: Any
+) -> int:
     """Load environment ID in a worker of its own, play one task, and show prompt, completion, rewards and time.
 
     Needs no server and no model: a stub model answers, unless --base-url names another. The worker is confined, and
@@ -42,10 +45,16 @@ def check(env_id: str, args_json: str, pairs: tuple[str, ...], *, load_only: boo
     """
     from millrace.cli import interrupts
     from millrace.cli.session.environment_check import keep_logs_off_the_terminal
-    from millrace.env_server.requests import EnvSpec
+    from millrace.rollouts.requests import EnvSpec
 
     keep_logs_off_the_terminal()
-    spec = EnvSpec(name=env_id, id=env_id, args_json=json.dumps({**_object(args_json), **dict(map(_pair, pairs))}))
+    spec = EnvSpec(
+        name=env_id,
+        id=env_id,
+        args_json=json.dumps({**_object(args_json), **dict(map(_pair, pairs))}),
+        takes_several_traces=True,
+        python=python,
+    )
     what = None if load_only else _task_and_model(choices)
     result = interrupts.run(lambda signals: _run(spec, what, signals))
     click.echo(json.dumps(result, indent=2, ensure_ascii=False) if form == "json" else "\n".join(_lines(result)))

@@ -8,6 +8,8 @@ _HELP = """\b
 Options:
   --KEY VALUE     Any key of the section, such as --model.name DIR or --parallel.tp 4 (docs/configuration.md).
   --FLAG [VALUE]  Any flag of `vllm serve`, such as --tensor-parallel-size 4 or --headless.
+  --bench         Generate from random prompts instead, with the embedded engine alone, and print tokens/s and memory;
+                  --bench.steps N says how often.
   --dry-run       Print the resolved config and do nothing.
   --debug         Show tracebacks.
 
@@ -23,6 +25,7 @@ def inference(arguments: tuple[str, ...]) -> int:
     It registers with the orchestrator and serves the policy of its run; the model comes with the policy, or is the
     one that the config names. Without an orchestrator it serves that model as an OpenAI-compatible server.
     """
+    from millrace.cli.session.bench import inference_bench, is_bench, run_bench
     from millrace.cli.session.config_file import refuse_check
     from millrace.cli.session.notes import say_notes
     from millrace.cli.session.replica import load_replica, start_replica
@@ -35,5 +38,10 @@ def inference(arguments: tuple[str, ...]) -> int:
 
         click.echo(json.dumps(loaded.config.model_dump(mode="json"), indent=2))
         return 0
+    if is_bench(loaded.flags):
+        from millrace.cli import interrupts
+
+        bench = inference_bench(loaded.config.inference, loaded.flags)
+        return interrupts.run(lambda signals: run_bench(bench, signals, output_dir="outputs"))
     start_replica(loaded)
     return 0

@@ -1,10 +1,14 @@
 """`millrace rl`: one RL run from a config to a summary."""
 
 from contextlib import nullcontext
+from typing import TYPE_CHECKING
 
 import click
 
 from millrace.cli.session.raw import OPTIONS_HELP, RawCommand
+
+if TYPE_CHECKING:
+    from millrace.cli.session.prepare import Prepared
 
 
 @click.command(cls=RawCommand, epilog=OPTIONS_HELP)
@@ -15,10 +19,11 @@ def rl(arguments: tuple[str, ...]) -> int:
     run there and follows it (Ctrl-C detaches, and the run continues).
     """
     from millrace.cli.session.dry_run import print_config
-    from millrace.cli.session.prepare import prepare, warn_of_wandb
+    from millrace.cli.session.prepare import prepare
 
     prepared = prepare(arguments)
-    warn_of_wandb(prepared.config)
+    if prepared.flags.get("bench") and not prepared.is_dry_run:
+        return _bench(prepared)
     if prepared.is_checked:
         from millrace.cli import interrupts
         from millrace.cli.session.environment_check import check_environments
@@ -37,4 +42,20 @@ def rl(arguments: tuple[str, ...]) -> int:
     with explained:
         data, path = interrupts.run(lambda signals: flow(prepared, signals))
     click.echo("\n".join(["", *summary_lines(data), str(path)]))
+    return 0
+
+
+def _bench(prepared: "Prepared") -> int:
+    """The trainer on fake samples, and then the engine on random prompts: each alone."""
+    from millrace.cli import interrupts
+    from millrace.cli.session.bench import inference_bench, run_bench, trainer_bench
+
+    config, flags = prepared.config, prepared.flags
+    batch_size = config.orchestrator.batch_size
+    trainer = trainer_bench(config.trainer, flags, batch_size=batch_size, seed=config.seed, prefix="trainer.")
+    engine = inference_bench(config.inference, flags)
+    for bench in (trainer, engine):
+        code = interrupts.run(lambda signals, bench=bench: run_bench(bench, signals, output_dir=config.output_dir))
+        if code:
+            return code
     return 0

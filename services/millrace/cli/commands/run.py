@@ -2,14 +2,17 @@
 
 import datetime
 import os
+import sys
 from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import click
 
+from millrace.cli.commands.look.compare import compare
+from millrace.cli.commands.look.lineage import lineage
 from millrace.cli.commands.run_attest import attest
 from millrace.cli.commands.run_audit import audit
-from millrace.cli.commands.run_export import export_policy
+from millrace.cli.commands.run_export import export, export_policy
 from millrace.cli.commands.run_fork import fork
 from millrace.cli.commands.run_pause import pause, resume
 from millrace.cli.commands.run_repair import repair
@@ -19,11 +22,14 @@ from millrace.cli.defaults import DEFAULT_LISTEN
 from millrace.cli.session.raw import OPTIONS_HELP, RawCommand
 
 if TYPE_CHECKING:
+    from millrace.cli.session.component_logs import LogQuery
     from millrace.client import Client
     from millrace.v1 import event_pb2, run_pb2
 
 F = TypeVar("F", bound=Callable[..., Any])
 
+CURVES_S = 10.0
+"""How long `show` waits for curves, which are a decoration."""
 _NAME = click.argument("name", metavar="RUN")
 _FORMAT = click.option(
     "-o", "--format", "form", type=click.Choice(["table", "json"]), default="table", show_default=True
@@ -49,12 +55,15 @@ def run() -> None:
 run.add_command(replay)
 run.add_command(fork)
 run.add_command(export_policy)
+run.add_command(export)
 run.add_command(audit)
 run.add_command(attest)
 run.add_command(repair)
 run.add_command(pause)
 run.add_command(resume)
 run.add_command(samples)
+run.add_command(lineage)
+run.add_command(compare)
 
 
 @run.command(cls=RawCommand, epilog=OPTIONS_HELP + "\n  --follow        Follow the run to its end; Ctrl-C detaches.")
@@ -63,7 +72,7 @@ def submit(arguments: tuple[str, ...]) -> int:
     from millrace.cli import interrupts
     from millrace.cli.address import explain_unreachable
     from millrace.cli.session.dry_run import print_config
-    from millrace.cli.session.prepare import prepare, warn_of_wandb
+    from millrace.cli.session.prepare import prepare
 
     if arguments and os.path.isfile(arguments[0]):
         arguments = ("@", *arguments)
@@ -76,7 +85,6 @@ def submit(arguments: tuple[str, ...]) -> int:
     if prepared.is_dry_run:
         print_config(prepared.config)
         return 0
-    warn_of_wandb(prepared.config)
     from millrace.cli.connection import open_client
     from millrace.cli.session.results import summary_lines
     from millrace.cli.session.run_session import begin_remote, run_remote, submitted_line
@@ -105,6 +113,7 @@ def submit(arguments: tuple[str, ...]) -> int:
 def list_runs(states: tuple[str, ...], limit: int, form: str, server: str | None) -> None:
     """List runs, newest first."""
     from millrace.cli.view.output import runs_json, runs_table
+    from millrace.cli.view.paint import Paint
 
     wanted = [_state(text) for text in states]
 
@@ -113,7 +122,7 @@ def list_runs(states: tuple[str, ...], limit: int, form: str, server: str | None
         if form == "json":
             click.echo(runs_json(runs))
         elif runs:
-            click.echo(runs_table(runs, now=datetime.datetime.now(datetime.UTC)))
+            click.echo(runs_table(runs, now=datetime.datetime.now(datetime.UTC), paint=Paint.of(sys.stdout)))
         else:
             click.echo("no runs", err=True)
 
@@ -125,43 +134,73 @@ def list_runs(states: tuple[str, ...], limit: int, form: str, server: str | None
 @_FORMAT
 @_server
 def show(name: str, form: str, server: str | None) -> None:
-    """Show one run."""
+    """Show one run; on a terminal with its curves."""
     from millrace.cli.names import resolve
-    from millrace.cli.view.output import run_details, run_json
+    from millrace.cli.view.output import message_json, run_details
+    from millrace.cli.view.paint import Paint
+    from millrace.cli.view.view import is_fancy
 
     async def act(client: "Client") -> None:
         found = await resolve(client.runs, name)
         if form == "json":
-            click.echo(run_json(found))
+            click.echo(message_json(found))
             return
         saved = await client.runs.checkpoints(found.name)
-        click.echo(run_details(found, saved, now=datetime.datetime.now(datetime.UTC)))
+        curves = await _curves(client, found) if is_fancy(sys.stdout, plain=False) else []
+        now = datetime.datetime.now(datetime.UTC)
+        click.echo(run_details(found, saved, now=now, curves=curves, paint=Paint.of(sys.stdout)))
 
     _with_client(server, act)
+
+
+async def _curves(client: "Client", run: "run_pb2.Run") -> list[tuple[str, str]]:
+    """Lines of the run's curves; one that says why there are none, where the log cannot be read at the moment."""
+    import asyncio
+
+    from millrace.cli.view.output import SHOWN_CURVES, curve_lines, eval_curves
+    from millrace.decoding import decode_object
+    from millrace.errors import MillraceError
+
+    try:
+        what = f"the config of {run.name}"
+        evals = eval_curves(decode_object(run.config_json or "{}", what=what, reason="CONFIG_UNREADABLE"))
+        async with asyncio.timeout(CURVES_S):
+            return curve_lines(await client.runs.metrics(run.name, names=[*SHOWN_CURVES, *evals]), evals)
+    except TimeoutError:
+        return [("curves", f"– (the server has not read them within {CURVES_S:.0f} s)")]
+    except MillraceError as error:
+        return [("curves", f"– ({error.message})")]
 
 
 @run.command()
 @_NAME
 @click.option("--plain", is_flag=True, help="One line per step also on a terminal.")
+@_FORMAT
 @_server
-def watch(name: str, plain: bool, server: str | None) -> None:
-    """Follow a run to its end; Ctrl-C detaches, and the run continues. Exits 1 if it failed or was cancelled."""
-    import sys
+def watch(name: str, plain: bool, form: str, server: str | None) -> None:
+    """Follow a run to its end; Ctrl-C detaches, and the run continues. Exits 1 if it failed or was cancelled.
+
+    With `--format json` each event is one line, and the last line is the summary.
+    """
+    import json
 
     from millrace.cli.names import resolve
     from millrace.cli.session.follow import require_success
-    from millrace.cli.session.results import watched_summary
+    from millrace.cli.session.results import summary_lines, watched_summary
     from millrace.cli.session.run_session import follow_or_detach
+    from millrace.cli.view.json_view import JsonView
     from millrace.cli.view.progress import Progress
     from millrace.cli.view.view import make_view
 
     async def act(client: "Client") -> None:
         found = await resolve(client.runs, name)
         progress = Progress.of(found)
-        with make_view(progress, plain=plain, stream=sys.stdout) as view:
+        with JsonView() if form == "json" else make_view(progress, plain=plain, stream=sys.stdout) as view:
             await follow_or_detach(client, progress, view)
-        if progress.steps:
-            click.echo("\n".join(["", *watched_summary(progress)]))
+        if form == "json":
+            click.echo(json.dumps({"summary": watched_summary(progress)}))
+        elif progress.steps:
+            click.echo("\n".join(["", *summary_lines(watched_summary(progress), with_plot=False)]))
         require_success(progress, where=f"see its events: millrace run logs {found.name.removeprefix('runs/')}")
 
     _with_client(server, act)
@@ -169,43 +208,77 @@ def watch(name: str, plain: bool, server: str | None) -> None:
 
 @run.command()
 @_NAME
-@click.option("-f", "--follow", is_flag=True, help="Go on with new events until the run ends.")
+@click.option("-f", "--follow", "is_follow", is_flag=True, help="Go on with what is new until the run ends.")
 @click.option(
-    "--component", metavar="NAME", help="Only events of writers whose name begins like this, such as trainer."
+    "--component", metavar="NAME",
+    help="What this service has written instead of the events: orchestrator, env-server, inference or trainer.",
+)  # fmt: skip
+@click.option(
+    "-n", "--lines", type=click.IntRange(min=0), default=None, help="Of a component: only the last so many lines."
 )
+@click.option("--all", "is_all", is_flag=True, help="Of a component: also lines that are not this run's.")
+@_FORMAT
 @_server
-def logs(name: str, follow: bool, component: str | None, server: str | None) -> None:
-    """Print the events of a run, one per line; say where the process logs of a local stack lie."""
+def logs(name: str, component: str | None, form: str, server: str | None, **options: Any) -> None:
+    """Print the events of a run, one per line, or with --component what one of its services has written.
+
+    The files of a local stack (outputs/RUN/logs, outputs/local/logs) are read where they are, also after its end. For
+    services elsewhere it says which command shows them, and prints what the component told the run's log.
+    """
+    from millrace.cli import interrupts
+    from millrace.cli.session.component_logs import LogQuery, own_logs, require_component, show_own
+
+    if component is not None and form == "json":
+        raise click.UsageError("--format json prints events; a component's lines are printed as it wrote them")
+    if component is not None:
+        query = LogQuery(component=component, **options)
+        if (directory := own_logs(name)) is not None:
+            require_component(component, [directory])
+            interrupts.run(lambda _: show_own(directory, query))
+            return
+        _with_client(server, lambda client: _component_logs(client, name, query))
+        return
+    _with_client(server, lambda client: _event_lines(client, name, is_follow=options["is_follow"], form=form))
+
+
+async def _component_logs(client: "Client", name: str, query: "LogQuery") -> None:
+    from millrace.cli.log_files import stack_logs
+    from millrace.cli.names import resolve
+    from millrace.cli.session.component_logs import elsewhere, require_component, show_shared
+
+    require_component(query.component, stack_logs(client.address))
+    found = await resolve(client.runs, name)
+    if await show_shared(client, query, uid=found.uid, name=found.name):
+        return
+    click.echo(elsewhere(query.component, found.uid, is_follow=query.is_follow), err=True)
+    await _event_lines(client, found.name, is_follow=query.is_follow, writer=query.component)
+
+
+async def _event_lines(client: "Client", name: str, *, is_follow: bool, form: str = "table", writer: str = "") -> None:
     from millrace.cli.log_files import process_logs
     from millrace.cli.names import resolve
     from millrace.cli.view.lines import log_line
+    from millrace.cli.view.output import message_json
     from millrace.cli.view.progress import Progress
 
-    async def act(client: "Client") -> None:
-        found = await resolve(client.runs, name)
-        for path in process_logs(client.address, found.name, component=component):
+    found = await resolve(client.runs, name)
+    if not writer:
+        for path in process_logs(client.address, found.name):
             click.echo(f"process log: {path}", err=True)
-        progress = Progress.of(found)
+    progress = Progress.of(found)
 
-        async def events() -> AsyncIterator["event_pb2.Event"]:
-            if follow:
-                async for event in client.runs.watch(found.name):
-                    yield event
-            else:
-                for event in await client.runs.replay(found.name):
-                    yield event
+    async def events() -> AsyncIterator["event_pb2.Event"]:
+        if is_follow:
+            async for event in client.runs.watch(found.name):
+                yield event
+        else:
+            for event in await client.runs.replay(found.name):
+                yield event
 
-        writers: set[str] = set()
-        async for event in events():
-            writers.add(event.writer)
-            progress.apply(event)
-            if component is None or event.writer.startswith(component):
-                click.echo(log_line(event, progress))
-        if component is not None and not any(writer.startswith(component) for writer in writers):
-            there = ", ".join(sorted(writers)) or "nobody yet"
-            click.echo(f"no event of a writer whose name begins with {component!r}; there are: {there}", err=True)
-
-    _with_client(server, act)
+    async for event in events():
+        progress.apply(event)
+        if event.writer.startswith(writer):
+            click.echo(message_json(event, indent=None) if form == "json" else log_line(event, progress))
 
 
 @run.command()
@@ -227,11 +300,12 @@ def cancel(name: str, reason: str, server: str | None) -> None:
 
 @run.command()
 @_NAME
+@_FORMAT
 @_server
-def why(name: str, server: str | None) -> None:
+def why(name: str, form: str, server: str | None) -> None:
     """Say what every service of a run waits for right now, and what holds it up."""
     from millrace.cli.names import resolve
-    from millrace.cli.view.output import explanation
+    from millrace.cli.view.output import explanation, message_json
     from millrace.errors import NotFoundError
 
     async def act(client: "Client") -> None:
@@ -240,7 +314,7 @@ def why(name: str, server: str | None) -> None:
         except NotFoundError:
             found = await resolve(client.runs, name)
             answer = await client.runs.explain(found.name)
-        click.echo(explanation(answer))
+        click.echo(message_json(answer) if form == "json" else explanation(answer))
 
     _with_client(server, act)
 

@@ -59,15 +59,16 @@ def _from_here(command: Callable[..., int]) -> Callable[..., int]:
     """Add the options of an audit by this process, and hand them on as one `AuditRequest`."""
 
     @functools.wraps(command)
-    def with_request(name: str, as_json: bool, server: str | None, **options: Any) -> int:
-        return command(AuditRequest(name=name, **options), as_json=as_json, server=server)
+    def with_request(name: str, as_json: bool, form: str, server: str | None, **options: Any) -> int:
+        return command(AuditRequest(name=name, **options), as_json=as_json or form == "json", server=server)
 
     return functools.reduce(lambda wrapped, option: option(wrapped), reversed(_FROM_HERE), with_request)
 
 
 @click.command()
 @click.argument("name", metavar="RUN")
-@click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
+@click.option("--json", "as_json", is_flag=True, help="The same as --format json.")
+@click.option("-o", "--format", "form", type=click.Choice(["table", "json"]), default="table", show_default=True)
 @click.option(
     "--server",
     metavar="ADDR",

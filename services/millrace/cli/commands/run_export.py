@@ -1,16 +1,20 @@
-"""`millrace run export-policy`: the policy of a step as a directory that other programs load."""
+"""`millrace run export`: metrics and samples for other tools; `export-policy`: a policy in Hugging Face format."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from millrace.cli.errors import CliError
 
 if TYPE_CHECKING:
+    from millrace.exports.wandb_target import WandbTarget
     from millrace.policies.manifest import PolicyManifest
     from millrace.runlog.names import Names
     from millrace.storage import ObjectStore
+
+
+_FORMS = ("jsonl", "parquet", "tensorboard", "wandb")
 
 
 @click.command("export-policy")
@@ -31,8 +35,11 @@ def export_policy(name: str, step: int, directory: Path, is_merged: bool, store:
     byte is proved by its digest. Reads the object store only, while the run goes on, too.
     """
     from millrace.cli.offline.run_store import find_uid, open_run_store, store_prefix
+    from millrace.cli.view.bars import shown_work
     from millrace.policies.pull import download_hf, download_merged
     from millrace.runlog.names import Names
+    from millrace.telemetry import progress
+    from millrace.telemetry.progress import Doing
 
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
         raise CliError(f"{directory} exists and is not an empty directory", hint="name a new directory with --to")
@@ -44,7 +51,9 @@ def export_policy(name: str, step: int, directory: Path, is_merged: bool, store:
             f"version {manifest.version} of {name} has no adapter: all weights are trained, or it is the start model",
             hint="leave --adapter out",
         )
-    written = (download_merged if is_merged else download_hf)(objects, manifest, directory)
+    loading = progress.work(Doing.DOWNLOAD, f"version {manifest.version} of {name}", waits_on="object store")
+    with shown_work(), loading:
+        written = (download_merged if is_merged else download_hf)(objects, manifest, directory)
     merged = " (adapter merged into its base)" if is_merged and manifest.adapter is not None else ""
     click.echo(f"version {manifest.version}{merged}, digest {manifest.digest}\n{written.resolve()}")
     return 0
@@ -67,3 +76,75 @@ def _find(store: "ObjectStore", names: "Names", step: int, *, run: str) -> "Poli
     raise CliError(
         f"{run} has no policy after step {step}: it has published {span}", hint="choose one of them with --step"
     )
+
+
+@click.command("export")
+@click.argument("name", metavar="RUN")
+@click.option("--to", "form", type=click.Choice(_FORMS), required=True, help="What it is written for.")
+@click.option("--samples", "with_samples", is_flag=True, help="Prompts, completions, rewards and advantages, too.")
+@click.option(
+    "--out", "directory", type=click.Path(path_type=Path, file_okay=False),
+    help="Directory that is written into; exports/RUN if left out.",
+)  # fmt: skip
+@click.option("--project", default=None, metavar="NAME", help="With wandb: its project; else that of the run's config.")
+@click.option("--entity", default=None, metavar="NAME", help="With wandb: its user or team.")
+@click.option("--offline", "is_offline", is_flag=True, help="With wandb: write files only; `wandb sync` uploads them.")
+@click.option("--store", metavar="URL", help="Its object store; else outputs/RUN/store, MILLRACE_STORE_URL, …")
+@click.option("--prefix", metavar="NAME", help="Deployment of the run; else MILLRACE_PREFIX, else millrace.")
+def export(
+    name: str,
+    form: str,
+    with_samples: bool,
+    directory: Path | None,
+    store: str | None,
+    prefix: str | None,
+    **wandb: Any,
+) -> int:
+    """Write the metrics of a run for other tools, each once per step.
+
+    RUN is a name, the beginning of one, a uid, - for the most recent run, or the directory that `millrace rl` has
+    written. Reads the object store only, also while the run goes on. Secrets in texts are masked. parquet, tensorboard
+    and wandb need an extra each, such as millrace[wandb]; W&B's key is read from WANDB_API_KEY.
+    """
+    from millrace.cli.offline.run_store import find_uid, store_of, store_prefix
+    from millrace.exports.files import export_files
+    from millrace.exports.metrics import points
+    from millrace.exports.reader import read_metrics
+    from millrace.exports.samples import read_samples
+    from millrace.runlog.names import Names
+
+    objects, meant = store_of(name, store)
+    deployment = store_prefix(prefix)
+    names = Names(deployment, find_uid(objects, deployment, meant))
+    rows = read_metrics(objects, names)
+    target = directory or Path("exports") / names.uid
+    if form == "wandb":
+        from dataclasses import replace
+
+        from millrace.exports.wandb_run import WandbRun
+
+        made = _wandb_target(objects, names, target)
+        made = replace(
+            made, samples=with_samples or made.samples, **{key: value for key, value in wandb.items() if value}
+        )
+        run = WandbRun(made, samples_of=lambda step: list(read_samples(objects, names, step=step)))
+        for index, row in enumerate(rows):
+            run.write(index, row)
+        written = [run.directory]
+        run.finish()
+    else:
+        written = export_files(form, target, rows, read_samples(objects, names) if with_samples else None)
+    count = sum(1 for _ in points(rows))
+    if not count:
+        raise CliError(f"{name} has no metrics yet", hint="events reach the object store within 10 s")
+    click.echo("\n".join([f"{count} values of {len(rows)} facts", *(str(path.resolve()) for path in written)]))
+    return 0
+
+
+def _wandb_target(store: "ObjectStore", names: "Names", directory: Path) -> "WandbTarget":
+    """What the run's own config says of W&B."""
+    from millrace.exports.wandb_target import target_of
+    from millrace.runlog.records.run_record import RunRecord
+
+    record = RunRecord.parse(store.get(names.run_json), where=store.uri(names.run_json), needs=["name"])
+    return target_of(record.config or {}, uid=names.uid, run=record.name, directory=directory)

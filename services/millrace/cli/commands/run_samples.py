@@ -1,6 +1,7 @@
 """`millrace run samples` and `millrace eval show`: prompts, replies and rewards of a run."""
 
 import json
+import sys
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +22,7 @@ _ORDERS = [sign + name for name in SORTS for sign in ("", "-")]
 @click.option("--step", type=click.IntRange(min=0), default=None, help="Only those that this step's batch resolved.")
 @click.option("--task", type=click.IntRange(min=0), default=None, help="Only of this task: all members of its group.")
 @click.option("--status", default="", metavar="S", help="Only with this status, such as ok or env_error.")
+@click.option("--purpose", type=click.Choice(["train", "eval"]), default=None, help="Only training, or evaluation.")
 @click.option("--min-reward", type=float, default=None, help="Only with this reward or more.")
 @click.option("--max-reward", type=float, default=None, help="Only with this reward or less.")
 @click.option("--text", default="", help="Only those with this text in a message.")
@@ -59,7 +61,9 @@ def samples(
     objects, meant = store_of(name, store)
     deployment = store_prefix(prefix)
     uid = find_uid(objects, deployment, meant)
-    found = read_samples(objects, deployment, uid, SampleFilter(**filters))
+    found = read_samples(
+        objects, deployment, uid, SampleFilter(**{key: value for key, value in filters.items() if value is not None})
+    )
     if form == "sft":
         _write_rows(found if limit is None else _first(found, order, limit)[0])
         return 0
@@ -68,12 +72,13 @@ def samples(
         for each in shown:
             click.echo(json.dumps(each.to_json()))
         return 0
+    from millrace.cli.view.paint import Paint
     from millrace.cli.view.samples import sample_lines, sample_table
 
     if is_full:
         click.echo("\n".join(line for each in shown for line in sample_lines(each)))
     elif shown:
-        click.echo(sample_table(shown))
+        click.echo(sample_table(shown, paint=Paint.of(sys.stdout)))
     click.echo(f"{len(shown)} of {total} samples" + ("" if is_full or not shown else "; --full shows conversations"))
     return 0
 

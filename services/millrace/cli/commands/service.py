@@ -1,26 +1,57 @@
 """`millrace orchestrator`, `millrace trainer`, `millrace env-server`: one service in the foreground."""
 
+from typing import TYPE_CHECKING, Any
+
 import click
 
 from millrace.cli.session.raw import RawCommand
-from millrace.cli.session.service_start import SERVICES, load_service, options_help, start_service
+from millrace.cli.session.service_start import options_help
+
+if TYPE_CHECKING:
+    from millrace.config.load import Loaded
 
 
 def _command(name: str, about: str) -> click.Command:
     def run(arguments: tuple[str, ...]) -> int:
         import os
 
+        from millrace.cli.session.bench import is_bench
+        from millrace.cli.session.service_start import SERVICES, load_service, start_service
+
         service = SERVICES[name]
         loaded = load_service(service, arguments, os.environ)
+        benches = is_bench(loaded.flags)
         if loaded.flags.get("dry-run"):
             from millrace.cli.session.dry_run import print_config
 
             print_config(loaded.config)
             return 0
+        if benches:
+            return _bench(name, loaded)
         start_service(service, loaded, os.environ)
         return 0
 
     return RawCommand(name, callback=run, help=about, epilog=options_help(name))
+
+
+def _bench(name: str, loaded: "Loaded[Any]") -> int:
+    """A trainer on fake samples; CliError for what is not measured alone."""
+    from millrace.cli import interrupts
+    from millrace.cli.errors import CliError
+    from millrace.cli.session.bench import run_bench, trainer_bench
+    from millrace.cli.session.model_path import check_models
+
+    if name != "trainer":
+        raise CliError(
+            f"--bench does not measure the {name} alone: it waits for engines and environments",
+            hint="millrace inference --bench measures the engine, millrace trainer --bench the trainer",
+        )
+    trainer = loaded.config.trainer
+    check_models(
+        {"trainer.model.name": trainer.model.name}, sources=loaded.sources, output_dir="outputs", sft_hint=True
+    )
+    asked = trainer_bench(trainer, loaded.flags)
+    return interrupts.run(lambda signals: run_bench(asked, signals, output_dir="outputs"))
 
 
 orchestrator = _command(

@@ -8,7 +8,9 @@ _HELP = """\b
 Options:
   --KEY VALUE     Any key of the config, such as --optim.lr 1e-3.
   --nproc-per-node N
-                  Train with N processes on this machine, one per GPU where there are GPUs; 1 if left out.
+                  Train with N processes on this machine; one per GPU if left out, or 1 where there are none.
+  --bench         Take steps on fake samples instead, in isolation, and print tokens/s, MFU, peak memory, time by phase;
+                  --bench.steps N of them. --data.fake.type fixed|variable says how long they are.
   --name NAME     Name of the run, as `run.name`; made up if left out.
   --dry-run       Print the resolved config and do nothing.
   --debug         Show tracebacks."""
@@ -28,6 +30,7 @@ _FLAGS = {
 @click.command(cls=RawCommand, epilog=_HELP)
 def sft(arguments: tuple[str, ...]) -> int:
     """Fine-tune a model on prompts and completions, on this machine; Ctrl-C stops it."""
+    from millrace.cli.session.bench import flags, is_bench, run_bench, trainer_bench
     from millrace.cli.session.config_file import explained, refuse_check, require_file_or_model
     from millrace.cli.session.dry_run import print_config
     from millrace.cli.session.model_path import check_models
@@ -38,14 +41,15 @@ def sft(arguments: tuple[str, ...]) -> int:
 
     example = "millrace sft @ examples/reverse_text/sft.toml"
     with explained(arguments, command="sft", example=example):
-        loaded = load(SFTConfig, arguments, reserved=_FLAGS)
-    num_ranks = _num_ranks(loaded.flags.get(_NUM_RANKS, "1"))
+        loaded = load(SFTConfig, arguments, reserved={**_FLAGS, **flags()})
+    num_ranks = _num_ranks(loaded.flags.get(_NUM_RANKS) or _one_per_gpu())
     refuse_check(loaded)
     config = loaded.config
     if name := loaded.flags.get("name"):
         check_new_name(str(name), option="--name")
         config = config.model_copy(update={"run": config.run.model_copy(update={"name": name})})
     say_notes(loaded.notes)
+    benches = is_bench(loaded.flags)
     if loaded.flags.get("dry-run"):
         print_config(config)
         return 0
@@ -57,7 +61,21 @@ def sft(arguments: tuple[str, ...]) -> int:
     from millrace.cli import interrupts
     from millrace.cli.session.fine_tune import fine_tune
 
+    if benches:
+        bench = trainer_bench(
+            config.as_trainer(), loaded.flags, batch_size=config.data.batch_size, seed=config.seed, is_sft=True
+        )
+        return interrupts.run(
+            lambda signals: run_bench(bench, signals, output_dir=config.output_dir, num_ranks=num_ranks)
+        )
+
     return interrupts.run(lambda signals: fine_tune(config, signals, num_ranks=num_ranks))
+
+
+def _one_per_gpu() -> str:
+    from millrace.local.gpus import training_gpus
+
+    return str(max(1, len(training_gpus())))
 
 
 def _num_ranks(text: str | bool) -> int:

@@ -11,7 +11,8 @@ def token() -> None:
 @token.command()
 @click.option("--name", required=True, help="Who will have it; servers log this name, never the token.")
 @click.option("--expires", metavar="DURATION", help="How long it is valid, such as 30d or 12h; for ever if left out.")
-def new(name: str, expires: str | None) -> None:
+@click.option("--read-only", is_flag=True, help="It may look at everything and change nothing.")
+def new(name: str, expires: str | None, read_only: bool) -> None:
     """Print a fresh token, once, and the line that makes a server accept it.
 
     The token goes to standard output, so it can go straight into a file:
@@ -31,7 +32,7 @@ def new(name: str, expires: str | None) -> None:
         raise click.BadParameter(str(error), param_hint="--expires") from None
     made = new_token()
     try:
-        line = token_line(made, name, expires=ends)
+        line = token_line(made, name, expires=ends, may_write=not read_only)
     except ValueError:
         wrong = "must be 1 to 64 letters, digits or ._@- and begin with a letter or digit"
         raise click.BadParameter(f"{name!r} {wrong}", param_hint="--name") from None

@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 @click.option("--listen", default=DEFAULT_LISTEN, show_default=True, help="host:port of the orchestrator.")
 @click.option("--http-port", type=click.IntRange(1, 65535), default=8000, show_default=True, help="Engine's HTTP API.")
 @click.option(
+    "--dashboard-port", type=click.IntRange(1, 65535), default=None, help="Port of the dashboard; else a free one."
+)
+@click.option(
     "--log-level", default="info", show_default=True, type=click.Choice(["debug", "info", "warning", "error"])
 )
 @click.option(
@@ -36,16 +39,25 @@ if TYPE_CHECKING:
     help="Kill what does not answer for 30 s (default), or leave it (debuggers).",
 )
 def up(
-    directory: Path, listen: str, http_port: int, log_level: str, engine: str, restart: bool, liveness: bool
+    directory: Path,
+    listen: str,
+    http_port: int,
+    dashboard_port: int | None,
+    log_level: str,
+    engine: str,
+    restart: bool,
+    liveness: bool,
 ) -> None:
     """Start the one-machine stack and leave it running until Ctrl-C.
 
     Redis, object store, orchestrator, env-server, inference, trainer. Its data lies under --dir and is there again when
-    the stack is started again. A process that dies is started again, and runs go on.
+    the stack is started again. A process that dies is started again, and runs go on. vLLM gets the first GPU, the
+    trainer one rank on each other one.
     """
     from millrace.cli import interrupts
     from millrace.cli.address import check_address
     from millrace.cli.connection import environ
+    from millrace.local import gpus
     from millrace.local.stack import StackOptions
     from millrace.telemetry.settings import Settings
 
@@ -55,8 +67,10 @@ def up(
         directory=directory,
         listen=listen,
         http_port=http_port,
+        dashboard_port=dashboard_port,
         log_level=log_level,
         engine=engine,
+        gpus=gpus.assign(gpus.training_gpus(), engine_size=1 if engine == "vllm" else 0),
         is_restarting=restart,
         has_liveness=liveness,
     ).with_settings(settings)
@@ -86,6 +100,7 @@ async def _serve(options: "StackOptions", signals: "Interrupts") -> None:
             click.echo(f"ready. The orchestrator listens on {stack.address}, the engine on {stack.http_url}")
             click.echo(f"  export MILLRACE_SERVER={stack.address}")
             click.echo("  millrace rl @ examples/reverse_text/rl.toml     millrace run list     Ctrl-C here stops it")
+            click.echo(f"The dashboard is at {stack.dashboard_url}; `millrace dashboard` opens it")
             await stack.guard(asyncio.Event().wait())
         except asyncio.CancelledError:
             note("stopping the stack; a second Ctrl-C hurries")

@@ -96,12 +96,12 @@ def store_of(name: str, url: str | None) -> "tuple[ObjectStore, str]":
     """The store that holds the run, and the run's name there: a directory of results has a store of its own."""
     from millrace.storage import open_store
 
-    if url is None and (directory := _directory_of(name)) is not None:
+    if url is None and (directory := directory_of(name)) is not None:
         return open_store((directory / "store").resolve().as_uri()), directory.resolve().name
     return open_run_store(url), name
 
 
-def _directory_of(name: str) -> Path | None:
+def directory_of(name: str) -> Path | None:
     """The directory of results that is meant, if it is one: by its path, by the run's name, or as the newest."""
     from millrace.runlog import run_name
 

@@ -1,18 +1,15 @@
 """The rollouts of a run as people look at them: read from the archives in its object store, without a server."""
 
-import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from millrace.decoding import decode_json
-from millrace.errors import CorruptObjectError
+from millrace.exports.conversation import content_of, messages_of
 
 if TYPE_CHECKING:
     from millrace.rollouts.types import Rollout
     from millrace.storage import ObjectStore
 
-_STEP = re.compile(r"rollouts/(\d+)/")
 SORTS: dict[str, Callable[["SampleRecord"], Any]] = {
     "step": lambda found: (found.step, found.rollout.ordinal, found.rollout.member),
     "reward": lambda found: found.rollout.reward,
@@ -29,12 +26,15 @@ class SampleRecord:
 
     step: int
     rollout: "Rollout"
+    id: str = ""
+    """What names it for `run lineage`, the API and the dashboard."""
 
     def to_json(self) -> dict[str, Any]:
         """The record as plain data."""
         rollout = self.rollout
         error = rollout.error
         return {
+            "id": self.id,
             "step": self.step,
             "env": rollout.env,
             "purpose": rollout.purpose.name.lower(),
@@ -65,6 +65,8 @@ class SampleFilter:
     step: int | None = None
     task: int | None = None
     status: str = ""
+    purpose: str | None = None
+    """`train` or `eval`."""
     min_reward: float | None = None
     max_reward: float | None = None
     text: str = ""
@@ -75,6 +77,7 @@ class SampleFilter:
         return (
             (not self.env or rollout.env == self.env)
             and (self.task is None or rollout.ordinal == self.task)
+            and (self.purpose is None or rollout.purpose.value == self.purpose)
             and (not self.status or str(rollout.status).lower() == self.status.lower())
             and (self.min_reward is None or rollout.reward >= self.min_reward)
             and (self.max_reward is None or rollout.reward <= self.max_reward)
@@ -83,55 +86,33 @@ class SampleFilter:
 
 
 def read_samples(store: "ObjectStore", prefix: str, uid: str, wanted: SampleFilter) -> Iterator[SampleRecord]:
-    """The rollouts that pass, archive by archive in order of steps; duplicates are left out.
+    """The rollouts that pass, of all committed batches in order of steps; duplicates are left out.
 
     `CorruptObjectError` names an archive that is damaged. One archive is in memory at a time.
     """
+    from millrace.errors import NotFoundError
+    from millrace.exports.samples import list_headers
+    from millrace.rollouts.batch_wire import MAX_HEADER_BYTES, decode_header
     from millrace.rollouts.wire import decode_archive
-    from millrace.runlog.names import Names
+    from millrace.runlog.names import Names, rollout_id
+    from millrace.storage.commit_points import revision_of
 
-    root = Names(prefix, uid).root
-    for info in store.list(f"{root}rollouts/"):
-        found = _STEP.search(info.key.removeprefix(root))
-        if found is None or (wanted.step is not None and int(found[1]) != wanted.step):
+    for step, key in list_headers(store, Names(prefix, uid)):
+        if wanted.step is not None and step != wanted.step:
             continue
-        for rollout in decode_archive(store.get(info.key)):
+        archive = decode_header(store.get(key, max_bytes=MAX_HEADER_BYTES)).rollouts_key
+        try:
+            rollouts = decode_archive(store.get(archive)) if archive else []
+        except NotFoundError:  # pruned
+            continue
+        for place, rollout in enumerate(rollouts):
             if not rollout.is_duplicate and wanted.passes(rollout):
-                yield SampleRecord(int(found[1]), rollout)
+                yield SampleRecord(step, rollout, rollout_id(step, revision_of(key), place))
 
 
 def sort_samples(samples: Sequence[SampleRecord], order: str) -> list[SampleRecord]:
     """In the order of a name in `SORTS`, or the other way round with a `-` before it."""
     return sorted(samples, key=SORTS[order.removeprefix("-")], reverse=order.startswith("-"))
-
-
-def messages_of(rollout: "Rollout") -> list[dict[str, Any]]:
-    """The conversation; one message that says so where it is not kept or cannot be read."""
-    try:
-        messages = decode_json(rollout.messages_json or "[]", what="the conversation", reason="MESSAGES_CORRUPT")
-    except CorruptObjectError:
-        messages = None
-    if isinstance(messages, list) and all(isinstance(message, dict) for message in messages):
-        return messages
-    return [{"role": "note", "content": "the conversation is not kept in a form that can be shown"}]
-
-
-def content_of(message: dict[str, Any]) -> str:
-    """The text of a message: its content, parts of it one a line, then its tool calls."""
-    content = message.get("content")
-    parts = content if isinstance(content, list) else [content]
-    lines = [_part(part) for part in parts if part is not None]
-    for call in message.get("tool_calls") or []:
-        function = call.get("function", call) if isinstance(call, dict) else {}
-        lines.append(f"→ {function.get('name', '?')}({function.get('arguments', '')})")
-    return "\n".join(lines)
-
-
-def _part(part: Any) -> str:
-    if isinstance(part, dict):
-        text = part.get("text")
-        return text if isinstance(text, str) else f"[{part.get('type', 'part')}]"
-    return str(part)
 
 
 def _text_of(rollout: "Rollout") -> str:

@@ -33,9 +33,9 @@ async def check_environments(prepared: Prepared, *, server: str | None) -> None:
 
 
 async def _check_here(prepared: Prepared, steps: "Steps") -> None:
-    from millrace.env_server.isolation.inherited import teacher_key_problem
-    from millrace.env_server.requests import EnvSpec
+    from millrace.env_server.isolation.inherited import api_key_problem, teacher_key_problem
     from millrace.env_server.trial import opened
+    from millrace.rollouts.requests import EnvSpec
 
     keep_logs_off_the_terminal()
     settings = prepared.config.orchestrator
@@ -44,12 +44,27 @@ async def _check_here(prepared: Prepared, steps: "Steps") -> None:
         field = "orchestrator.algo.teacher.api_key_var"
         raise InvalidSpecError([Violation(field=field, value=variable, message=problem)], reason="TEACHER_KEY_MISSING")
     evaluated = [] if settings.eval is None else settings.eval.env
+    trained = {env.name: settings.takes_several_traces(env) for env in settings.env}
     known: set[str] = set()
     for env in [*settings.env, *evaluated]:
         if env.name in known:
             continue
         known.add(env.name)
-        spec = EnvSpec(name=env.name, id=env.id, args_json=json.dumps(env.args, sort_keys=True))
+        spec = EnvSpec(
+            name=env.name,
+            id=env.id,
+            args_json=json.dumps(env.args, sort_keys=True),
+            takes_several_traces=trained.get(env.name, True),
+            is_text_only=True,
+            judge_max_concurrent=env.judge.max_concurrent,
+            judge_timeout_s=env.judge.timeout_s,
+            judge_key_var=env.judge.api_key_var or "",
+            python=env.python or "",
+            image=env.image or "",
+        )
+        if problem := api_key_problem(spec.judge_key_var):
+            wrong = Violation(field=f"judge.api_key_var of {env.name}", value=spec.judge_key_var, message=problem)
+            raise InvalidSpecError([wrong], reason="JUDGE_KEY_MISSING")
         async with opened(spec, lambda name=env.name: steps.begin(f"loading environment {name}")) as trial:
             steps.done(loaded_line(trial))
 

@@ -1,17 +1,24 @@
 """Runs the trainer's SFT as a supervised child process, or as several that train one model together."""
 
 import asyncio
+import contextlib
+import json
 import os
 import secrets
 import sys
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
+
+import click
 
 from millrace.cli.interrupts import Interrupts
 from millrace.config import SFTConfig
+from millrace.local.identity import StackId
 from millrace.processes.supervisor import Child, ProcessSpec, Supervisor, describe_death
 from millrace.race import first_of
 from millrace.runlog import run_name
+from millrace.telemetry.logging import FILE_VARIABLE
 
 TRAINER = ("-m", "millrace.trainer.main", "sft", "--config")
 _TOGETHER_S = 5.0  # between the ends of ranks that fail for the same reason
@@ -20,36 +27,76 @@ _TOGETHER_S = 5.0  # between the ends of ranks that fail for the same reason
 async def fine_tune(config: SFTConfig, interrupts: Interrupts, *, num_ranks: int = 1) -> int:
     """Run it to its end with its output on ours; return its exit code. Ctrl-C stops it with all that it started.
 
-    With several ranks only the first one's output is shown; ProcessDiedError if another one fails by itself.
+    With several ranks only the first one's output is shown, and each has a log in `logs`; ProcessDiedError if another
+    one fails by itself.
     """
     name = config.run.name or run_name.make(f"sft-{Path(config.model.name).name}", secrets.token_hex(2))
     directory = Path(config.output_dir) / name
-    directory.mkdir(parents=True, exist_ok=True)
+    logs = directory / "logs"
+    logs.mkdir(parents=True, exist_ok=True)
     if config.run.name is None:
         config = config.model_copy(update={"run": config.run.model_copy(update={"name": name})})
     path = directory / "config.json"
     path.write_text(config.resolved_json())
-    gang = {} if num_ranks == 1 else _gang_environ(num_ranks)
+    (directory / ".lock").write_text(str(StackId.new(directory)))  # says whether it is still at work
+    gang = {} if num_ranks == 1 else gang_environ(num_ranks)
+    argv = [sys.executable, *TRAINER, str(path)]
     async with Supervisor() as supervisor:
         interrupts.on_second(supervisor.hurry.set)
-        ranks = [
-            await supervisor.start(
-                ProcessSpec(
-                    name=f"rank {rank}" if rank else "trainer",
-                    argv=[sys.executable, *TRAINER, str(path)],
-                    env={
-                        "OMP_NUM_THREADS": "1",
-                        "PYTHONUNBUFFERED": "1",
-                        **os.environ,
-                        **({**gang, "RANK": str(rank), "LOCAL_RANK": str(rank)} if gang else {}),
-                    },
-                    log_path=directory / f"rank-{rank}.log" if rank else None,
-                )
-            )
-            for rank in range(num_ranks)
-        ]
-        code = await wait_for_ranks(ranks)
+        ranks = [await supervisor.start(rank_spec(rank, argv=argv, gang=gang, logs=logs)) for rank in range(num_ranks)]
+        async with _exporting(config, directory):
+            code = await wait_for_ranks(ranks)
     return code if code >= 0 else 128 - code
+
+
+@contextlib.asynccontextmanager
+async def _exporting(config: SFTConfig, directory: Path) -> AsyncIterator[None]:
+    """Write the run to W&B while the block lasts, if the config says so; what does not work is said once."""
+    if config.wandb is None:
+        yield
+        return
+    from millrace.exports.keeper import WANDB, Exporter
+
+    async def tell(reason: str, text: str) -> None:
+        click.echo(f"warning: {text} [{reason}]", err=True)
+
+    fine_tuning = replace(WANDB, module="millrace.exports.fine_tuning", rest="metrics.jsonl has everything")
+    exporter = Exporter(directory.name, fine_tuning, tell=tell, log_path=directory / "logs" / "wandb.log")
+    exporter.start(
+        config=json.loads(config.resolved_json()),
+        uid=_wandb_id(directory),
+        directory=str(directory),
+        metrics=str(directory / "metrics.jsonl"),
+    )
+    try:
+        yield
+        await exporter.finish()
+    finally:
+        await exporter.close()
+
+
+def _wandb_id(directory: Path) -> str:
+    """The id of the run in W&B, unless its config names one: kept with the results, for when the run goes on."""
+    path = directory / "wandb-id"
+    if not path.exists():
+        path.write_text(secrets.token_hex(8))
+    return path.read_text().strip()
+
+
+def rank_spec(rank: int, *, argv: Sequence[str], gang: Mapping[str, str], logs: Path) -> ProcessSpec:
+    """One rank's process; the output of all but the first is in `logs`."""
+    return ProcessSpec(
+        name=f"rank {rank}" if rank else "trainer",
+        argv=list(argv),
+        env={
+            "OMP_NUM_THREADS": "1",
+            "PYTHONUNBUFFERED": "1",
+            **os.environ,
+            **({**gang, "RANK": str(rank), "LOCAL_RANK": str(rank)} if gang else {}),
+            **({} if rank else {FILE_VARIABLE: str(logs / "trainer.log")}),
+        },
+        log_path=logs / f"trainer-rank-{rank}.log" if rank else None,
+    )
 
 
 async def wait_for_ranks(ranks: Sequence[Child]) -> int:
@@ -72,7 +119,7 @@ async def wait_for_ranks(ranks: Sequence[Child]) -> int:
         await first_of(*running)
 
 
-def _gang_environ(num_ranks: int) -> dict[str, str]:
+def gang_environ(num_ranks: int) -> dict[str, str]:
     """What torchrun tells its processes, without the rank."""
     from millrace.local.ports import free_port
 

@@ -4,18 +4,21 @@ import os
 import secrets
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from millrace.cli.address import LOOPBACK, check_address, stack_at
 from millrace.cli.connection import environ as with_options
 from millrace.cli.defaults import DEFAULT_DIRECTORY
+from millrace.cli.errors import CliError
+from millrace.cli.session import bench
 from millrace.cli.session.config_file import explained, require_file_or_model
 from millrace.cli.session.model_path import check_models, is_path
 from millrace.cli.session.new_name import check_new_name, free_name
 from millrace.cli.session.notes import refuse_blocked, say_notes
 from millrace.config import RLConfig
+from millrace.config.argv import RESERVED_FLAGS
 from millrace.config.layers import Layer, Provenance, Strength
 from millrace.config.load import Loaded, load
 from millrace.config.sections.inference import InferenceConfig
@@ -43,6 +46,8 @@ class Prepared:
     """Whether its environments are to be loaded first."""
     is_plain: bool
     is_follow: bool
+    flags: Mapping[str, str | bool] = field(default_factory=dict)
+    """The command's own flags, as they were given."""
     resume_step: int | None = None
     """The step of the run of that name to go on from, -1 for the newest; None for a new run."""
     must_exist: bool = False
@@ -63,8 +68,13 @@ def prepare(
     settings = Settings.from_env(with_options(environ))
     example = f"{command} @ examples/reverse_text/rl.toml"
     with explained(arguments, command="rl", example=example):
-        loaded = load(RLConfig, arguments, environ, base=_engine_of(environ))
+        reserved = {**RESERVED_FLAGS, **bench.flags("trainer.")}
+        loaded = load(RLConfig, arguments, environ, base=_engine_of(environ), reserved=reserved)
     flags = loaded.flags
+    if bench.is_bench(flags, prefix="trainer.") and command != "millrace rl":
+        raise CliError(
+            f"{command} has no --bench: it measures nothing", hint="millrace rl --bench, with the same files"
+        )
     say_notes(loaded.notes)
     if not flags.get("dry-run"):
         refuse_blocked(loaded.notes)
@@ -91,6 +101,7 @@ def prepare(
         server=server,
         server_origin=origin,
         name=str(name) if name else None,
+        flags=flags,
         is_dry_run=bool(flags.get("dry-run")),
         is_checked=bool(flags.get("check-environments")),
         is_plain=bool(flags.get("plain")),
@@ -170,13 +181,6 @@ def _engine_of(environ: Mapping[str, str]) -> Layer | None:
         return None
     origin = Provenance(label="MILLRACE_ENGINE", strength=Strength.ENVIRONMENT)
     return Layer(tree={"inference": {"engine": engine}}, origin=origin)
-
-
-def warn_of_wandb(config: RLConfig) -> None:
-    """Say on stderr that `[wandb]` has no effect yet, if it is set; fine-tuning says the same."""
-    if config.wandb is not None:
-        text = "[wandb] is set, but the export to Weights & Biases is not there yet"
-        print(f"warning: {text}; the numbers are in the run's events and metrics.jsonl", file=sys.stderr)
 
 
 def without_resume_step(config: RLConfig) -> tuple[RLConfig, int | None]:

@@ -21,8 +21,9 @@ def load_replica(arguments: Sequence[str], environ: Mapping[str, str] = os.envir
     """Load and check the config; InvalidSpecError with everything that is wrong, CliError if nothing is named."""
     if not arguments:
         raise CliError("no config is named", hint=f"name a file: {_EXAMPLE}; or a model: --model.name DIRECTORY")
-    words = PARTS["inference"].named(arguments, reserved=RESERVED_FLAGS)
-    return load(ReplicaConfig, words, environ, section="inference")
+    reserved = {**RESERVED_FLAGS, "bench": False, "bench.steps": True}
+    words = PARTS["inference"].named(arguments, reserved=reserved)
+    return load(ReplicaConfig, words, environ, section="inference", reserved=reserved)
 
 
 def start_replica(loaded: Loaded[ReplicaConfig], environ: Mapping[str, str] = os.environ) -> NoReturn:

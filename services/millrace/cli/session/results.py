@@ -141,7 +141,7 @@ def phases_of(progress: Progress) -> dict[str, float]:
     return {name: at[end] - at[begin] for name, begin, end in marks if begin in at and end in at}
 
 
-def watched_summary(progress: Progress) -> list[str]:
+def watched_summary(progress: Progress) -> dict[str, Any]:
     """The summary of a run that was followed only: nothing of it was copied to this machine."""
     artifacts = Artifacts(
         policy_path=progress.policy.uri if progress.policy is not None else None,
@@ -149,8 +149,7 @@ def watched_summary(progress: Progress) -> list[str]:
         plot_path=None,
     )
     phases = phases_of(progress)
-    lines = summary_lines(summary(progress, artifacts, seconds=sum(phases.values()), phases=phases))
-    return [line for line in lines if not line.startswith("plot ")]
+    return summary(progress, artifacts, seconds=sum(phases.values()), phases=phases)
 
 
 def write_summary(data: dict[str, Any], path: Path) -> None:
@@ -170,8 +169,8 @@ def _moved_line(weights: dict[str, Any]) -> str:
     return ", ".join(parts)
 
 
-def summary_lines(data: dict[str, Any]) -> list[str]:
-    """The summary for people; what was not measured or written has no line."""
+def summary_lines(data: dict[str, Any], *, with_plot: bool = True) -> list[str]:
+    """The summary for people; what was not measured or written has no line. A run that is watched has no plot."""
 
     def number(value: float | None, form: str) -> str:
         return "" if value is None else format(value, form)
@@ -188,6 +187,6 @@ def summary_lines(data: dict[str, Any]) -> list[str]:
         ("weights moved", _moved_line(data["weights"])),
         ("policy", data["policy_path"] or ""),
         ("checkpoint", data["checkpoint_path"] or ""),
-        ("plot", data["plot_path"] or "– (needs matplotlib: install millrace[local])"),
+        ("plot", data["plot_path"] or "– (needs matplotlib: install millrace[local])") if with_plot else ("", ""),
     ]
     return [f"{label:<16} {value}" for label, value in rows if value]

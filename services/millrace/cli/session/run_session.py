@@ -210,17 +210,26 @@ def _adopt(progress: Progress, run: run_pb2.Run) -> None:
 def stack_options(prepared: Prepared, directory: Path) -> "StackOptions":
     """The stack of a run: its place from the environment, its engine and its logs from the config."""
     from millrace.inference.launch_env import engine_environ, with_engine
+    from millrace.local import gpus
     from millrace.local.stack import StackOptions
 
     config = prepared.config
     inference = with_engine(config.inference, os.environ)
-    visible = {"inference": config.inference_gpu_ids, "trainer": config.trainer_gpu_ids}
+    assigned = gpus.assign(
+        gpus.training_gpus(),
+        engine_size=inference.parallel.tp * inference.parallel.dp if inference.engine == "vllm" else 0,
+        inference=config.inference_gpu_ids,
+        trainer=config.trainer_gpu_ids,
+    )
+    is_said = inference.gpu_memory_utilization is not None or "gpu_memory_utilization" in inference.vllm
+    if inference.engine == "vllm" and gpus.are_shared(assigned) and not is_said:
+        inference = inference.model_copy(update={"gpu_memory_utilization": gpus.SHARED_UTILIZATION})
     options = StackOptions(
         directory=directory,
         http_host=config.inference.server.host,
         http_port=config.inference.server.port,
         engine=inference.engine,
-        gpus={name: tuple(ids) for name, ids in visible.items() if ids is not None},
+        gpus=assigned,
         engine_environ=engine_environ(inference, max_model_len=config.orchestrator.seq_len),
         log_level=config.log.level,
         log_json=config.log.json_logging,

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
+from millrace.cli.session import bench
 from millrace.cli.session.notes import say_notes
 from millrace.cli.session.part import PARTS
 from millrace.config.argv import RESERVED_FLAGS
@@ -61,7 +62,7 @@ callers are checked and what environments may do."""
 
 def load_service(service: Service, arguments: Sequence[str], environ: Mapping[str, str]) -> Loaded[Any]:
     """The checked config, that of no run where the arguments name none; InvalidSpecError lists what is wrong."""
-    reserved = {**RESERVED_FLAGS, **dict.fromkeys(PLACES, True)}
+    reserved = {**RESERVED_FLAGS, **dict.fromkeys(PLACES, True), **bench.flags()}
     part = PARTS[service.section]
     words = part.named(arguments, reserved=reserved)
     has_config = any(_is_of_config(word, reserved) for word in words)

@@ -2,16 +2,29 @@
 
 import datetime
 import json
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
 
 from google.protobuf.json_format import MessageToDict
+from google.protobuf.message import Message
 
 from millrace.cli.view.lines import wait_line
-from millrace.cli.view.text import count, duration, table
+from millrace.cli.view.paint import Paint
+from millrace.cli.view.samples import printable
+from millrace.cli.view.text import count, curve, duration, table
 from millrace.runlog.events.run_status import state_name
 from millrace.v1 import checkpoint_pb2, run_pb2
 from millrace.v1 import run_service_pb2 as rs
 
+PLAIN = Paint()
+SHOWN_CURVES = {
+    "reward/mean": "  curve", "loss/mean": "loss", "entropy/mean": "entropy",
+    "batch/off_policy_level/mean": "staleness", "time/step": "step time",
+}  # fmt: skip
+"""Metrics that `millrace run show` draws on a terminal, with their labels."""
+_CURVE_WIDTH = 40
 _HEADER = ("NAME", "STATE", "STEP", "REWARD", "POLICY", "TOKENS", "AGE")
 
 
@@ -20,26 +33,59 @@ def runs_json(runs: Sequence[run_pb2.Run]) -> str:
     return json.dumps([MessageToDict(run) for run in runs], indent=2)
 
 
-def run_json(run: run_pb2.Run) -> str:
-    """One run in the JSON form of its message."""
-    return json.dumps(MessageToDict(run), indent=2)
+def message_json(message: Message, *, indent: int | None = 2) -> str:
+    """A message in the JSON form that the API defines; in one line without an indent."""
+    return json.dumps(MessageToDict(message), indent=indent)
 
 
-def runs_table(runs: Sequence[run_pb2.Run], *, now: datetime.datetime) -> str:
+def runs_table(runs: Sequence[run_pb2.Run], *, now: datetime.datetime, paint: Paint = PLAIN) -> str:
     """One line per run."""
-    return table([_row(run, now) for run in runs], header=_HEADER)
+    return table([_row(run, now) for run in runs], header=_HEADER, paint=paint.run_cell)
 
 
-def run_details(run: run_pb2.Run, checkpoints: Sequence[checkpoint_pb2.Checkpoint], *, now: datetime.datetime) -> str:
-    """All that matters of one run."""
+def eval_curves(config: Mapping[str, Any]) -> dict[str, str]:
+    """The metric of each environment that a run with this (resolved) config is evaluated on, and its name."""
+    orchestrator = config.get("orchestrator")
+    found = orchestrator.get("eval") if isinstance(orchestrator, dict) else None
+    envs = found.get("env") if isinstance(found, dict) else None
+    names = [each.get("name") for each in envs if isinstance(each, dict)] if isinstance(envs, list) else []
+    return {f"eval/{name}/reward/mean": name for name in names if isinstance(name, str)}
+
+
+def curve_lines(
+    metrics: Mapping[str, Sequence[float | None]], evals: Mapping[str, str] = MappingProxyType({})
+) -> list[tuple[str, str]]:
+    """Metrics with their last value and their curve, `evals` by environment; what has no value has no line."""
+    lines = []
+    first, *rest = SHOWN_CURVES
+    for name in (first, *evals, *rest):
+        values = [value for value in metrics.get(name, ()) if value is not None]
+        finite = [value for value in values if math.isfinite(value)] or [0.0]
+        if values:
+            bars = curve(values, width=_CURVE_WIDTH, low=min(finite), high=max(finite))
+            of = f"  {printable(evals[name])}" if name in evals else ""
+            lines.append((SHOWN_CURVES.get(name, "eval"), f"{values[-1]:<9.4g} {bars}{of}"))
+    return lines
+
+
+def run_details(
+    run: run_pb2.Run,
+    checkpoints: Sequence[checkpoint_pb2.Checkpoint],
+    *,
+    now: datetime.datetime,
+    curves: Sequence[tuple[str, str]] = (),
+    paint: Paint = PLAIN,
+) -> str:
+    """All that matters of one run, with lines of its curves where they are given."""
     progress = run.progress
     lines = [
         ("name", run.name),
         ("uid", run.uid),
         ("kind", run_pb2.RunKind.Name(run.kind).removeprefix("RUN_KIND_")),
-        ("state", state_name(run.state)),
+        ("state", paint.state(state_name(run.state))),
         ("step", _step(progress)),
         ("reward", _reward(run)),
+        *curves,
         ("policy", f"v{progress.policy_version}, served at least v{progress.min_inference_version}"),
         ("rollouts", f"{progress.num_rollouts} with {count(progress.num_tokens)} tokens"),
         *((label, text) for label, text in (("groups", _groups(progress)), ("tasks", _tasks(progress))) if text),
@@ -54,8 +100,9 @@ def run_details(run: run_pb2.Run, checkpoints: Sequence[checkpoint_pb2.Checkpoin
         lines.append(("labels", ", ".join(f"{key}={value}" for key, value in sorted(run.labels.items()))))
     lines += [("checkpoint", f"step {saved.step}  {saved.uri}") for saved in checkpoints]
     if run.HasField("error"):
-        lines.append(("error", f"{run.error.message} [{run.error.reason}] ({run.error.component})"))
-    return "\n".join(f"{label:<12} {value}" for label, value in lines)
+        message = f"{run.error.message} [{run.error.reason}] ({run.error.component})"
+        lines.append(("error", paint(message, "red")))
+    return "\n".join(f"{paint(f'{label:<12}', dim=True)} {value}" for label, value in lines)
 
 
 def _groups(progress: run_pb2.RunProgress) -> str:

@@ -6,9 +6,12 @@ What a model wrote may hold anything: control characters are shown as signs, so 
 import unicodedata
 from collections.abc import Iterator, Sequence
 
-from millrace.cli.offline.samples import SampleRecord, content_of, messages_of
+from millrace.cli.offline.samples import SampleRecord
+from millrace.cli.view.paint import Paint
 from millrace.cli.view.text import table
+from millrace.exports.conversation import content_of, messages_of
 
+PLAIN = Paint()
 _MAX_CELL = 60
 
 
@@ -17,7 +20,7 @@ def printable(text: str) -> str:
     return "".join(char if char == "\n" or not _is_control(char) else _sign(char) for char in text)
 
 
-def sample_table(samples: Sequence[SampleRecord]) -> str:
+def sample_table(samples: Sequence[SampleRecord], *, paint: Paint = PLAIN) -> str:
     """One line a sample: where it belongs, its reward, and the beginnings of prompt and reply."""
     rows = []
     for found in samples:
@@ -26,7 +29,7 @@ def sample_table(samples: Sequence[SampleRecord]) -> str:
         last = content_of(messages[-1]) if messages and messages[-1].get("role") != "user" else ""
         rows.append(
             [
-                str(found.step),
+                found.id,
                 rollout.env,
                 f"{rollout.ordinal}.{rollout.member}",
                 str(rollout.status),
@@ -36,14 +39,18 @@ def sample_table(samples: Sequence[SampleRecord]) -> str:
                 _cell(last if rollout.error is None else f"{rollout.error.type}: {rollout.error.message}"),
             ]
         )
-    return table(rows, header=["step", "environment", "task", "status", "reward", "tokens", "prompt", "reply or error"])
+    return table(
+        rows,
+        header=["id", "environment", "task", "status", "reward", "tokens", "prompt", "reply or error"],
+        paint=paint.sample_cell,
+    )
 
 
 def sample_lines(found: SampleRecord) -> Iterator[str]:
     """A sample in full."""
     rollout = found.rollout
     yield (
-        f"── step {found.step}  {rollout.env}  task {rollout.ordinal}.{rollout.member}  {rollout.status}  "
+        f"── {found.id}  step {found.step}  {rollout.env}  task {rollout.ordinal}.{rollout.member}  {rollout.status}  "
         f"reward {rollout.reward:.3f}  {rollout.num_tokens} tokens  {rollout.num_turns} turns  "
         f"policy {rollout.min_version}–{rollout.max_version}  {rollout.seconds:.1f} s"
     )

@@ -1,6 +1,8 @@
 """Numbers and times as people read them."""
 
-from collections.abc import Sequence
+import math
+import statistics
+from collections.abc import Callable, Sequence
 
 _BARS = "▁▂▃▄▅▆▇█"
 
@@ -42,10 +44,30 @@ def sparkline(values: Sequence[float], *, width: int = 24) -> str:
     return "".join(_BARS[round((value - low) / span * (len(_BARS) - 1))] for value in shown)
 
 
-def table(rows: Sequence[Sequence[str]], *, header: Sequence[str]) -> str:
-    """Left-aligned columns with a header line, without trailing blanks."""
+def curve(values: Sequence[float], *, width: int, low: float, high: float) -> str:
+    """All values as at most `width` bars between given bounds, each the mean of its share; `!` is not finite."""
+    shares = [values[at * len(values) // width : (at + 1) * len(values) // width] for at in range(width)]
+    means = [statistics.fmean(share) for share in (shares if len(values) > width else ([each] for each in values))]
+    span = (high - low) or 1.0
+    return "".join(
+        _BARS[round((mean - low) / span * (len(_BARS) - 1))] if math.isfinite(mean) else "!" for mean in means
+    )
+
+
+def table(
+    rows: Sequence[Sequence[str]], *, header: Sequence[str], paint: Callable[[str, str, str], str] | None = None
+) -> str:
+    """Left-aligned columns with a header line, without trailing blanks.
+
+    `paint` colours a cell: it gets the column's name, the cell, and the cell as wide as its column.
+    """
     everything = [list(header), *map(list, rows)]
     widths = [max(len(row[column]) for row in everything) for column in range(len(header))]
-    return "\n".join(
-        "  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in everything
-    )
+    lines = []
+    for number, row in enumerate(everything):
+        wide = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
+        wide[-1] = wide[-1].rstrip()
+        if paint is not None and number:
+            wide = [paint(*each) for each in zip(header, row, wide, strict=True)]
+        lines.append("  ".join(wide).rstrip())
+    return "\n".join(lines)

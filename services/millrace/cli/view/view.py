@@ -62,6 +62,11 @@ def is_fancy(stream: TextIO, *, plain: bool, environ: Mapping[str, str] = os.env
     return not plain and stream.isatty() and environ.get("TERM") != "dumb"
 
 
+def has_colours(stream: TextIO, *, environ: Mapping[str, str] = os.environ) -> bool:
+    """Whether lines may be coloured: on a capable terminal, and NO_COLOR is not set."""
+    return is_fancy(stream, plain=False, environ=environ) and not environ.get("NO_COLOR")
+
+
 def make_view(progress: Progress, *, plain: bool, stream: TextIO | None = None) -> ProgressView:
     """The view for a stream (standard error if None). NO_COLOR keeps the picture and drops its colours."""
     out = stream or sys.stderr

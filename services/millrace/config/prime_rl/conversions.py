@@ -6,7 +6,7 @@ from typing import Any
 from millrace.config.layers import MAX_SECTIONS
 from millrace.config.notes import Effect
 from millrace.config.prime_rl.meanings import Target
-from millrace.config.sections.algo import COMPARING
+from millrace.config.sections.algo import COMPARING, PER_AGENT
 from millrace.config.tree import Path
 
 MAX_GPUS = 1024
@@ -68,6 +68,14 @@ def _without_defaults(settings: Any) -> Any:
         return settings
     defaults = {"harness": _HARNESS, "runtime": _RUNTIME}
     return {key: value for key, value in settings.items() if value != defaults.get(key)}
+
+
+def switched(target: Target, path: Path, value: Any) -> None:
+    """`true` is the table with its defaults, as prime-rl had it in 2025; `false` leaves it out."""
+    if isinstance(value, bool):
+        target.note(path, Effect.MEANS, "is a table: write `{}` for its defaults, or leave it out")
+        value = {} if value else None
+    target.put(path, value, source=path)
 
 
 def environment(target: Target, path: Path, value: Any) -> None:
@@ -142,11 +150,17 @@ def eval_base_model(target: Target, path: Path, value: Any) -> None:
     target.put(("orchestrator", "eval", "skip_first_step"), value is False, source=path)
 
 
+def token_export(target: Target, path: Path, value: Any) -> None:
+    """The tokens of all samples are logged, those of none with false: `trainer.token_log.share` is 1 or 0."""
+    is_on = _is_on(target, path, value)
+    target.put(("trainer", "token_log", "share"), 1.0 if is_on else 0.0, source=path)
+
+
 def algorithm(target: Target, path: Path, value: Any) -> None:
     """The algorithm stays what is asked for; a run with one that is not there yet is refused when it is submitted."""
     target.put(path, value, source=path)
     if isinstance(value, str) and value in UNBUILT_ALGORITHMS:
-        there = f"{', '.join(COMPARING)} and opd are"
+        there = f"{', '.join((*COMPARING, *PER_AGENT))} and opd are"
         said = SAMPLED_BY_OTHERS if value == "sft" else f"{value} is not there yet; {there}"
         target.note(path, Effect.BLOCKS, said)
 
@@ -155,16 +169,8 @@ SAMPLED_BY_OTHERS = (
     "rollouts of another model are no part of a run: play them with "
     "`millrace eval --tasks train --client.base-url URL`, and train on them with `millrace sft` (docs/evaluations.md)"
 )
-UNBUILT_ALGORITHMS = ("rae", "echo", "hierarchical_grpo", "opsd", "sft")
+UNBUILT_ALGORITHMS = ("echo", "opsd", "sft")
 """Names that the schema knows and no algorithm bears yet."""
-
-
-def checkpointed_activations(target: Target, path: Path, value: Any) -> None:
-    """Recomputing activations is not there yet: no effect."""
-    if isinstance(value, dict):
-        target.note(path, Effect.LATER, "recomputing activations is not there yet: no effect")
-    else:
-        target.refuse(path, value, "must be a table: write `freq = 1` below `[" + ".".join(map(str, path)) + "]`")
 
 
 def gpus(target: Target, path: Path, value: Any) -> None:

@@ -12,12 +12,14 @@ from millrace.config.prime_rl.meanings import Meaning, blocks, converted, later,
 
 STORE = "policies go through the object store; there is nothing to choose"
 MEMORY = "there is no choice yet of how the trainer saves memory: this has no effect yet"
-PARALLEL = "the trainer shards with FSDP over all its processes: other ways have no effect yet"
+PARALLEL = "the trainer shards over all ranks that `dp_replicate`, `cp` and `tp` leave: other ways have no effect yet"
+CP_STYLE = (
+    "`cp` exchanges tokens for attention heads, or gathers keys and values where heads do not divide: no effect yet"
+)
 EXPERTS = "models with experts are trained like any other: this has no effect yet"
-FAKE = "there is no fake data yet"
+FAKE = "fake data is for --bench: write `--bench --data.fake.type fixed` on the command line"
 SLURM = "nothing is submitted to Slurm here: start the services in your own job script (docs/operations.md)"
 ENVIRON = "export these variables before the command: services inherit them"
-WANDB = "the export to Weights & Biases is not there yet; metrics.jsonl has every metric"
 WATCH = "there is no such monitor: every service has GET /metrics, and `millrace run why`"
 FLIGHT = "what is in flight follows from `batch_size`, `async_level` and `oversampling_factor`"
 ENGINES = (
@@ -45,27 +47,25 @@ def same(meaning: Meaning, prefix: str, names: str) -> dict[str, Meaning]:
 def model_keys(prefix: str) -> dict[str, Meaning]:
     """Keys of the trained model, in RL and in SFT."""
     return {
-        **same(later(MEMORY, False), prefix, "ac_offloading fsdp_cpu_offload optim_cpu_offload full_offload"),
-        f"{prefix}ac": converted(conversions.checkpointed_activations),
-        **same(later(MEMORY, True, False), prefix, "reshard_after_forward load_using_meta use_liger"),
+        **same(later(MEMORY, False), prefix, "ac_offloading optim_cpu_offload full_offload"),
+        f"{prefix}ac.targets": later("mode selective keeps matrix products and attention: no effect yet"),
+        **same(later(MEMORY, True, False), prefix, "load_using_meta use_liger"),
         **same(
             later(MEMORY, "disabled"),
             prefix,
             "fused_lm_head_token_chunk_size fused_lm_head_chunk_size lm_head_chunk_size gradient_checkpointing",
         ),
-        **same(later("the model is not compiled yet: no effect", False), prefix, "compile"),
+        f"{prefix}compile": converted(conversions.switched, is_native=True),
         **same(later("transformers chooses the attention: no effect yet", "auto", "sdpa"), prefix, "attn"),
         **same(later("models are those of transformers: no effect yet", "auto", "hf"), prefix, "impl"),
-        **same(
-            later(PARALLEL, 1, "auto"), prefix, "cp cp_style ep tp pp dp_replicate dp_shard ep_comm_backend dp_size"
-        ),
+        **same(later(PARALLEL, 1, "auto"), prefix, "pp dp_shard ep_comm_backend dp_size"),
+        **same(later(CP_STYLE, "ulysses"), prefix, "cp_style"),
         **same(
             later(EXPERTS, False),
             prefix,
             "moe_router_dtype moe_use_grouped_mm moe_fused_kernel freeze_moe_router index_cache deepep_num_sms "
             "deepep_token_chunk_size moe_backend",
         ),
-        f"{prefix}reduce_dtype": later("gradients are reduced in float32: no effect yet", "float32"),
         f"{prefix}optimization_dtype": moved(f"{prefix}dtype", "is `dtype` here; master weights stay float32"),
         f"{prefix}quantization": blocks("training in fp8 is not there yet"),
         f"{prefix}debug": blocks("there are no debugging variants of models", {}),
@@ -92,12 +92,10 @@ def checkpoint_keys(prefix: str) -> dict[str, Meaning]:
 def optimizer_keys(prefix: str) -> dict[str, Meaning]:
     """Keys of `[optim]`, `[loss]` and data that other optimizers, losses and fake data have."""
     return {
-        f"{prefix}optim.type": only("the optimizer {value} is not there yet; adamw is", "adamw"),
-        **same(
-            later("belongs to an optimizer that is not there yet: no effect"),
-            f"{prefix}optim.",
-            "mu momentum nesterov ns_steps adjust_lr_fn",
+        f"{prefix}optim.type": only(
+            "the optimizer {value} is not here: take adamw, muon or sgd", "adamw", "muon", "sgd"
         ),
+        **same(later("Muon's orthogonalisation is torch's own: no effect"), f"{prefix}optim.", "ns_steps adjust_lr_fn"),
         f"{prefix}optim.scheduler": moved(f"{prefix}scheduler"),
         f"{prefix}data.fake": blocks(FAKE),
     }
@@ -113,6 +111,7 @@ def process_keys(prefix: str) -> dict[str, Meaning]:
         f"{prefix}output_dir": moved("output_dir"),
         f"{prefix}env_vars": nothing(ENVIRON, {}),
         f"{prefix}slurm": nothing(SLURM),
+        f"{prefix}bench": nothing("write --bench on the command line", False),
         **same(nothing(STORE), prefix, "weight_broadcast rollout_transport"),
         **same(
             nothing(WATCH), prefix, "heartbeat metrics_server monitors.file monitors.prime monitor.file monitor.prime"
@@ -120,7 +119,7 @@ def process_keys(prefix: str) -> dict[str, Meaning]:
         **same(
             later("there is no such switch yet: no effect", False),
             prefix,
-            "bench trace_path profile_path memory_profiler_path gc dist_timeout_seconds matmul_precision clean dry_run",
+            "trace_path profile_path memory_profiler_path gc dist_timeout_seconds matmul_precision clean dry_run",
         ),
     }
 
@@ -133,7 +132,8 @@ _VLLM_FLAGS = (
 
 SHARED: dict[str, Meaning] = {
     **{key: meaning for key, meaning in process_keys("").items() if key not in ("log", "wandb", "output_dir")},
-    **same(later(WANDB), "wandb.", "id dir log_extras shared"),
+    "wandb.dir": nothing("the orchestrator keeps its files in a directory of its own (`MILLRACE_SCRATCH_DIR`)"),
+    "wandb.shared": nothing("one process writes what all services log, into one run", True),
     "resume": converted(conversions.resume),
     **checkpoint_keys("ckpt."),
     "deployment.num_infer_gpus": converted(conversions.gpus),
@@ -220,9 +220,6 @@ ONE_FILE: dict[str, Meaning] = {
         "kl_mask_high kl_mask_low token_mask_high token_mask_low geo_mask_high geo_mask_low sequence_mask_low "
         "sequence_mask_high sequence_clip_high teacher_tau kl_coef",
     ),
-    "inference.model.enable_auto_tool_choice": moved(
-        "inference.vllm.enable_auto_tool_choice", "is a flag of vLLM; a `tool_call_parser` sets it by itself"
-    ),
     "inference.model.rope_scaling": moved("inference.vllm.rope_scaling"),
     **{f"inference.{flag}": moved(f"inference.vllm.{flag}") for flag in _VLLM_FLAGS.split()},
     "inference.api_key": refused("keys are never in a config: see docs/security.md for tokens"),
@@ -275,8 +272,9 @@ HEAD: dict[str, Meaning] = {
     **same(
         later("there is no such switch yet: no effect", False),
         "trainer.",
-        "enable_router_replay enable_token_export max_concurrent_runs recompute_logprobs experimental",
+        "enable_router_replay max_concurrent_runs recompute_logprobs experimental",
     ),
+    "trainer.enable_token_export": converted(conversions.token_export),
     "inference.vllm.model": moved("inference.model.name", is_native=True),
     "inference.vllm.enable_return_routed_experts": Meaning(
         effect=Effect.LATER, text="routing of experts is not replayed: no effect", is_native=True

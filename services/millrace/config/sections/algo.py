@@ -29,6 +29,8 @@ _GRPO_ONLY = Facts(only_for=OnlyFor(".type", ("grpo",)))
 _CUSTOM_ONLY = Facts(only_for=OnlyFor(".type", ("custom",)))
 COMPARING = ("grpo", "rloo", "opo", "reinforce_pp", "max_rl")
 """Algorithms that compare the rewards of rollouts of the same task."""
+PER_AGENT = ("rae", "hierarchical_grpo")
+"""Algorithms that give each trained agent of a rollout an advantage of its own."""
 _SHAPED = ("grpo", "rloo", "opo", "reinforce_pp", "custom")
 """Those that may compare shaped rewards: max_rl divides by their mean, which has to stay a pass rate."""
 
@@ -47,16 +49,25 @@ class OverlongConfig(ConfigSection):
 class AdvantageConfig(ConfigSection):
     """How the rewards of a group become advantages."""
 
-    type: Literal["grpo", "rloo", "opo", "reinforce_pp", "max_rl", "custom"] = option(
+    type: Literal["grpo", "rloo", "opo", "reinforce_pp", "max_rl", "custom", "rae", "hierarchical_grpo"] = option(
         "grpo",
         "With r a reward and m the mean reward of the rollouts of the same task: grpo: r - m. rloo: r minus the mean "
         "of the others. opo: r minus the mean weighted by length. reinforce_pp: r - m, whitened over the tokens of the "
-        "batch. max_rl: (r - m) / m. custom: what `import_path` returns.",
+        "batch. max_rl: (r - m) / m. custom: what `import_path` returns. rae: r minus a moving average of the agent's "
+        "rewards. hierarchical_grpo: r minus the mean over the traces of the same agent.",
     )
     std_norm: Literal["none", "group", "batch"] = option(
         "none", "grpo only: divide by the deviation of the rewards of the group, or of the batch.", facts=_GRPO_ONLY
     )
     leave_one_out: bool = option(False, "grpo only: compare with the mean of the others.", facts=_GRPO_ONLY)
+    credit: Literal["rollout", "turn"] = option(
+        "rollout",
+        "grpo, rloo and reinforce_pp: what the tokens of a turn (model call) get the advantage of. rollout: the "
+        "rollout's reward. turn: the reward to go, which is the rollout's reward less what the environment gave for "
+        "the turns before (`state.add_step_reward` in `verifiers`), compared with the rollouts of the task that came "
+        "to the same turn.",
+        facts=Facts(only_for=OnlyFor(".type", ("grpo", "rloo", "reinforce_pp"))),
+    )
     import_path: str | None = option(
         None,
         "custom only: the function `my.module:fn` of (rewards, lengths, **kwargs), float64 and int64 arrays of the "
@@ -66,6 +77,19 @@ class AdvantageConfig(ConfigSection):
         facts=_CUSTOM_ONLY,
     )
     kwargs: FreeTable = table(dict, "custom only: passed on to the function.", facts=_CUSTOM_ONLY)
+    decay: float = option(
+        0.95,
+        "rae only: what a moving average of an agent's rewards keeps of itself with every trace.",
+        facts=Facts(only_for=OnlyFor(".type", ("rae",))),
+        ge=0,
+        lt=1,
+    )
+    episode_agents: list[str] = option(
+        [],
+        "hierarchical_grpo only: agents whose traces are compared with those of the same agent in the same rollout, "
+        "such as several solvers of one proposed task; the others are compared over all rollouts of the task.",
+        facts=Facts(only_for=OnlyFor(".type", ("hierarchical_grpo",))),
+    )
     overlong: OverlongConfig | None = option(
         None,
         "DAPO's soft punishment of long responses, taken off the rewards that are compared; off if left out.",
@@ -87,7 +111,9 @@ class AdvantageConfig(ConfigSection):
 class EnvAlgoConfig(AdvantageConfig):
     """How the rewards of one environment become advantages, whatever those of the others do."""
 
-    type: Literal["grpo", "rloo", "opo", "reinforce_pp", "max_rl", "custom"] = required("As `orchestrator.algo.type`.")
+    type: Literal["grpo", "rloo", "opo", "reinforce_pp", "max_rl", "custom", "rae", "hierarchical_grpo"] = required(
+        "As `orchestrator.algo.type`."
+    )
 
 
 class AlgoConfig(AdvantageConfig):
@@ -111,8 +137,10 @@ class AlgoConfig(AdvantageConfig):
         "With r a reward and m the mean reward of the rollouts of the same task: grpo: r - m. rloo: r minus the mean "
         "of the others. opo: r minus the mean weighted by length. reinforce_pp: r - m, whitened over the tokens of the "
         "batch. max_rl: (r - m) / m. custom: what `import_path` returns. opd: on-policy distillation, per token the "
-        "teacher's log-probability minus the policy's; rewards only show. The others are not there yet: runs with them "
-        "are refused at submission.",
+        "teacher's log-probability minus the policy's; rewards only show. rae: r minus a moving average of the rewards "
+        "of the same agent (role) in the same environment, for self-play. hierarchical_grpo: r minus the mean over the "
+        "traces of the same agent. Only these two take environments with several trained agents. The others are not "
+        "there yet: runs with them are refused at submission.",
     )
     teacher: TeacherConfig | None = option(
         None,

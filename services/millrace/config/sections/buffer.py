@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from millrace.config.rules import BrokenRule, broken
-from millrace.config.section import ConfigSection, option, required, table
+from millrace.config.section import IMPORT_PATH_PATTERN, ConfigSection, FreeTable, option, required, table
 from millrace.config.tree import Facts
 
 _AT = "orchestrator.buffer."
@@ -51,6 +51,16 @@ class BufferConfig(ConfigSection):
         "`weight` of each `[[orchestrator.env]]` counts.",
     )
 
+    sampler: str | None = option(
+        None,
+        "The function `my.module:fn` of (ordinal, tasks, *, step, seed, **kwargs) that says which task is drawn; "
+        "`tasks` maps each environment to the indices that may be drawn, and it returns (environment, index), always "
+        "the same for the same arguments. The orchestrator loads it, and only if its `MILLRACE_CUSTOM_CODE` allows the "
+        "module.",
+        pattern=IMPORT_PATH_PATTERN,
+    )
+    sampler_kwargs: FreeTable = table(dict, "Passed on to `sampler`.")
+
     @property
     def has_pools(self) -> bool:
         """Whether any task can become easy or hard."""
@@ -59,7 +69,7 @@ class BufferConfig(ConfigSection):
     @property
     def changes_draws(self) -> bool:
         """Whether what is drawn depends on the log; else it is the task order's."""
-        return self.has_pools or bool(self.schedule)
+        return self.has_pools or bool(self.schedule) or self.sampler is not None
 
     def broken_rules(self, *, num_envs: int) -> Iterator[BrokenRule]:
         """Rules over several keys that do not hold."""
@@ -71,7 +81,13 @@ class BufferConfig(ConfigSection):
             if fraction and threshold is None:
                 message = f"needs `{_AT}{pool}_threshold`: without it no task is {pool}; set it, or leave this out"
                 yield broken(message, f"{_AT}{pool}_fraction", f"{_AT}{pool}_threshold")
+        if self.sampler_kwargs and self.sampler is None:
+            message = f"has no effect without `{_AT}sampler`; set it, or leave this out"
+            yield broken(message, f"{_AT}sampler_kwargs", f"{_AT}sampler")
         schedule, where = f"{_AT}schedule", "orchestrator.env"
+        if self.schedule and self.sampler is not None:
+            message = f"has no effect beside `{_AT}sampler`, which chooses the environment as well; leave it out"
+            yield broken(message, schedule, f"{_AT}sampler")
         steps = [entry.step for entry in self.schedule]
         if steps != sorted(set(steps)):
             yield broken("must have ascending steps, each once; put its entries in order", schedule)

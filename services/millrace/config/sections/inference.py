@@ -1,8 +1,9 @@
 """`[inference]`: the engine that serves the policy."""
 
+from collections.abc import Iterator
 from typing import Literal
 
-from millrace.config.rules import value_at
+from millrace.config.rules import BrokenRule, broken, value_at
 from millrace.config.section import ConfigSection, Document, FreeTable, option, table
 from millrace.config.sections.shared import DEFAULT_MODEL, SHARED_MODEL, LogConfig
 from millrace.config.tree import Facts, Limit, OnlyFor, schema_tree
@@ -13,6 +14,14 @@ _VLLM = OnlyFor(
     says='means nothing to the {value} engine; set `inference.engine` to "vllm", or leave it out',
 )
 _VLLM_ONLY = Facts(only_for=_VLLM)
+
+EMBEDDED_PARSERS = {
+    "tool_call_parser": ("hermes", "llama3_json", "llama4_json", "qwen3_coder", "qwen3_json", "qwen3_xml"),
+    "reasoning_parser": ("deepseek_r1", "qwen3"),
+}
+"""The parsers that the embedded engine has, by key; vLLM has these and many more."""
+CONSTRAINING_PARSERS = ("glm45", "glm47")
+"""Parsers with which vLLM lets the model write nothing but a call's form, once it has begun one."""
 
 
 class InferenceModelConfig(ConfigSection):
@@ -49,12 +58,22 @@ class InferenceModelConfig(ConfigSection):
     )
     tool_call_parser: str | None = option(
         None,
-        "vLLM: parser of tool calls, such as hermes; switches automatic tool choice on.",
-        facts=_VLLM_ONLY,
+        "How tool calls stand in what the model writes, by vLLM's name. The embedded engine has "
+        f"{', '.join(EMBEDDED_PARSERS['tool_call_parser'])}; another name means vLLM.",
+        facts=Facts(default_text="hermes in the embedded engine, none in vLLM"),
         min_length=1,
     )
     reasoning_parser: str | None = option(
-        None, "vLLM: parser of reasoning, such as qwen3.", facts=_VLLM_ONLY, min_length=1
+        None,
+        "How reasoning stands in what the model writes, by vLLM's name: it becomes a message's `reasoning`. The "
+        f"embedded engine has {', '.join(EMBEDDED_PARSERS['reasoning_parser'])}; another name means vLLM.",
+        min_length=1,
+    )
+    enable_auto_tool_choice: bool | None = option(
+        None,
+        "Whether the model may choose to call tools that a request offers. false: requests with tools are refused "
+        'unless they say `tool_choice = "none"`.',
+        facts=Facts(default_text="true where there is a tool call parser"),
     )
 
 
@@ -107,11 +126,32 @@ class InferenceConfig(ConfigSection):
 
     @property
     def needs_vllm(self) -> bool:
-        """Whether a key is set that only vLLM has."""
-        return any(
+        """Whether a key is set that only vLLM has, or a parser."""
+        return any(self._foreign_parsers()) or any(
             node.facts.only_for is _VLLM and (value := value_at(self, node.path)) and value != node.default
             for node in schema_tree(type(self)).walk()
         )
+
+    def broken_rules(self) -> Iterator[BrokenRule]:
+        """Rules over several keys that do not hold."""
+        if self.engine == "embedded":
+            for key in self._foreign_parsers():
+                yield broken(
+                    f"is no parser of the embedded engine; write one of {', '.join(EMBEDDED_PARSERS[key])}, or set "
+                    '`inference.engine` to "vllm"',
+                    f"inference.model.{key}",
+                    "inference.engine",
+                )
+        if self.engine == "vllm" and self.model.enable_auto_tool_choice and self.model.tool_call_parser is None:
+            yield broken(
+                "needs a parser in vLLM: write `inference.model.tool_call_parser`",
+                "inference.model.enable_auto_tool_choice",
+                "inference.model.tool_call_parser",
+            )
+
+    def _foreign_parsers(self) -> list[str]:
+        """The keys that name a parser which the embedded engine has not."""
+        return [key for key, names in EMBEDDED_PARSERS.items() if getattr(self.model, key) not in (None, *names)]
 
 
 class ReplicaConfig(Document):
@@ -122,3 +162,7 @@ class ReplicaConfig(Document):
 
     inference: InferenceConfig = table(InferenceConfig, "The engine.")
     log: LogConfig = table(LogConfig, "Logs.")
+
+    def broken_rules(self) -> list[BrokenRule]:
+        """Rules over several keys that do not hold."""
+        return [*self.inference.broken_rules(), *super().broken_rules()]

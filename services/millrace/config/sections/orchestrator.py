@@ -6,10 +6,11 @@ from typing import Any, Literal
 from pydantic import model_validator
 
 from millrace.config.rules import BrokenRule, broken
-from millrace.config.section import IDENTIFIER_PATTERN, ConfigSection, FreeTable, option, required, table
-from millrace.config.sections.algo import COMPARING, AlgoConfig, EnvAlgoConfig
+from millrace.config.section import IDENTIFIER_PATTERN, IMAGE_PATTERN, ConfigSection, FreeTable, option, required, table
+from millrace.config.sections.algo import COMPARING, PER_AGENT, AdvantageConfig, AlgoConfig, EnvAlgoConfig
 from millrace.config.sections.buffer import BufferConfig
 from millrace.config.sections.filters import FilterConfig
+from millrace.config.sections.judge import JudgeConfig
 from millrace.config.sections.sampling import (
     TAKEN_OVER,
     EvalSamplingConfig,
@@ -26,6 +27,10 @@ _ALL = "all"
 _AS_FOR_ALL = "as for all environments"
 _GROUP = "orchestrator.rollouts_per_example"
 _ALGO = "orchestrator.algo.type"
+_UNPENALISED = {
+    "opd": "lowers rewards, and opd has none; use mask or drop",
+    "max_rl": "lowers rewards, and max_rl divides by their mean, which has to stay a pass rate; use mask or drop",
+}
 _ROLLOUTS = Facts(aliases=("group_size",))
 TrajectoryStrategy = Literal["branching", "interleaved"]
 ZeroAdvantageFilter = Literal[True, False, "refill", "shrink"]
@@ -47,6 +52,22 @@ class NamedEnv(ConfigSection):
         pattern=IDENTIFIER_PATTERN,
     )
     args: FreeTable = table(dict, "Arguments of the environment's loader, passed on as they are.")
+    judge: JudgeConfig = table(JudgeConfig, "Endpoints that its reward functions ask.")
+    python: str | None = option(
+        None,
+        "Python interpreter of a virtual environment of its own, on the machine of the env-server: workers of this "
+        "environment run in it, with its `verifiers` and packages. Only where the env-server's "
+        "`MILLRACE_ENV_PYTHONS` allows it.",
+        facts=Facts(default_text="that of the env-server"),
+        min_length=1,
+    )
+    image: str | None = option(
+        None,
+        "Container image that its env-servers run, as their `MILLRACE_ENV_IMAGE` announces it: it is played there "
+        "alone. Env-servers that announce one play no other environment.",
+        facts=Facts(default_text="env-servers that announce none"),
+        pattern=IMAGE_PATTERN,
+    )
 
     @model_validator(mode="before")
     @classmethod
@@ -198,6 +219,19 @@ class OrchestratorConfig(ConfigSection):
     )
     rollout_timeout_s: float = option(600.0, "Seconds until an unfinished rollout is given up as failed.", gt=0)
 
+    def algo_of(self, env: EnvConfig) -> AdvantageConfig:
+        """How an environment's rewards become advantages."""
+        return env.algo or self.algo
+
+    def takes_several_traces(self, env: EnvConfig) -> bool:
+        """Whether several trained agents of a rollout of an environment get an advantage each."""
+        return self.algo_of(env).type in PER_AGENT
+
+    @property
+    def baseline_decays(self) -> dict[str, float]:
+        """By environment, what its agents' moving averages keep of themselves; only those that rae trains."""
+        return {env.name: self.algo_of(env).decay for env in self.env if self.algo_of(env).type == "rae"}
+
     @property
     def groups_per_step(self) -> int:
         """Groups that make a batch."""
@@ -262,30 +296,41 @@ class OrchestratorConfig(ConfigSection):
         """Algorithms that compare have something to compare; what they need is there."""
         if self.algo.type == "opd":
             yield from self._teacher_rules()
-        elif self.algo.type in COMPARING and self.rollouts_per_example < 2:
-            yield broken(
-                f"must be at least 2 for {self.algo.type}: it compares rollouts of the same task, so with one every "
-                "advantage is 0; set it to 8 or 16",
-                _GROUP,
-                _ALGO,
-            )
+        elif self.rollouts_per_example < 2:
+            yield from self._group_rules()
         yield from self.algo.broken_rules("orchestrator.algo")
         for index, each in enumerate(self.filters):
             for key, other, message in each.misplaced():
                 paths = tuple(("orchestrator", "filters", index, name) for name in (key, other))
                 yield BrokenRule(paths=paths, message=message)
-            if each.action == "penalise" and self.algo.type == "opd":
-                path: Path = ("orchestrator", "filters", index, "action")
-                message = "lowers rewards, and opd has none; use mask or drop"
+            path: Path = ("orchestrator", "filters", index, "action")
+            message = _UNPENALISED.get(self.algo.type) if each.action == "penalise" else None
+            if message:
+                yield BrokenRule(paths=(path, ("orchestrator", "algo", "type")), message=message)
+            if each.action == "penalise" and self.baseline_decays:
+                message = "lowers rewards that are compared, and rae compares none; use mask or drop"
                 yield BrokenRule(paths=(path, ("orchestrator", "algo", "type")), message=message)
         for index, env in enumerate(self.env):
             if env.algo is None:
                 continue
             yield from env.algo.broken_rules(f"orchestrator.env[{index}].algo")
             if self.algo.type == "opd":
-                path: Path = ("orchestrator", "env", index, "algo")
+                where: Path = ("orchestrator", "env", index, "algo")
                 message = "has no meaning for opd: it distils on every environment; leave it out"
-                yield BrokenRule(paths=(path, ("orchestrator", "algo", "type")), message=message)
+                yield BrokenRule(paths=(where, ("orchestrator", "algo", "type")), message=message)
+
+    def _group_rules(self) -> Iterator[BrokenRule]:
+        """Of algorithms that compare, with groups of one."""
+        compared: list[tuple[Path, str]] = [(("orchestrator", "algo", "type"), self.algo.type)]
+        for index, env in enumerate(self.env):
+            compared += [(("orchestrator", "env", index, "algo", "type"), env.algo.type)] if env.algo else []
+        for path, algorithm in compared:
+            if algorithm in (*COMPARING, "hierarchical_grpo"):
+                message = (
+                    f"must be at least 2 for {algorithm}: it compares rollouts of the same task, so with one every "
+                    "advantage is 0; set it to 8 or 16"
+                )
+                yield BrokenRule(paths=(tuple(_GROUP.split(".")), path), message=message)
 
     def _teacher_rules(self) -> Iterator[BrokenRule]:
         """A teacher, and a policy whose log-probs mean the same as the teacher's."""
@@ -331,7 +376,7 @@ class OrchestratorConfig(ConfigSection):
         known = {env.name: (index, env) for index, env in enumerate(self.env) if names.count(env.name) == 1}
         for index, env in enumerate(evaluation.env):
             first, trained = known.get(env.name, (0, env))
-            for key in ("id", "args"):
+            for key in ("id", "args", "judge", "python", "image"):
                 if getattr(env, key) != getattr(trained, key):
                     yield BrokenRule(
                         paths=(("orchestrator", "eval", "env", index, key), ("orchestrator", "env", first, key)),

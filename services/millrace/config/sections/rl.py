@@ -5,10 +5,10 @@ from typing import Any
 
 from millrace.config.rules import BrokenRule, broken
 from millrace.config.section import option, required, table
-from millrace.config.sections.inference import InferenceConfig
+from millrace.config.sections.inference import CONSTRAINING_PARSERS, InferenceConfig
 from millrace.config.sections.orchestrator import OrchestratorConfig
 from millrace.config.sections.shared import PresetConfig, RunConfig, SharedKeys
-from millrace.config.sections.trainer import TrainerConfig
+from millrace.config.sections.trainer import TrainerConfig, broken_compile_rules, broken_layout_rules
 
 
 class RLConfig(SharedKeys):
@@ -19,10 +19,14 @@ class RLConfig(SharedKeys):
     """
 
     inference_gpu_ids: list[int] | None = option(
-        None, "GPUs that the engine sees in the stack of `millrace rl`; all if left out. `[]` hides them."
+        None,
+        "GPUs that the engine sees in the stack of `millrace rl`. Left out: vLLM gets the first `parallel.tp` × "
+        "`parallel.dp`, the embedded engine none. `[]` hides them.",
     )
     trainer_gpu_ids: list[int] | None = option(
-        None, "GPUs that the trainer sees in the stack of `millrace rl`; all if left out. Its process uses the first."
+        None,
+        "GPUs that the trainer sees in the stack of `millrace rl`, one rank each. Left out: all that the engine does "
+        "not get; with a single GPU both share it, and vLLM takes 0.4 of it unless it is told otherwise.",
     )
     algo: PresetConfig = table(PresetConfig, "An algorithm by one word.")
     run: RunConfig = table(RunConfig, "What the run is called.")
@@ -36,10 +40,28 @@ class RLConfig(SharedKeys):
         return [
             *self.orchestrator.broken_rules(),
             *schedule,
+            *broken_layout_rules(self.trainer.model, self.trainer.optim, prefix="trainer."),
+            *broken_compile_rules(self.trainer),
             *self.trainer.loss.broken_rules("trainer.loss"),
+            *self.inference.broken_rules(),
+            *self._constrained_calls(),
             *self._too_many_minibatches(),
             *super().broken_rules(),
         ]
+
+    def _constrained_calls(self) -> Iterator[BrokenRule]:
+        """A parser with which other tokens are sampled than those that the trainer computes the chances of."""
+        allowed = "orchestrator.sampling.allow_biased_sampling"
+        if (
+            self.inference.model.tool_call_parser in CONSTRAINING_PARSERS
+            and not self.orchestrator.sampling.allow_biased_sampling
+        ):
+            yield broken(
+                "makes vLLM force a call's form on what is sampled, which the trainer does not compute: that biases "
+                f"what is learned; use another parser, or set `{allowed} = true`",
+                "inference.model.tool_call_parser",
+                allowed,
+            )
 
     def _too_many_minibatches(self) -> Iterator[BrokenRule]:
         """More parts of a batch than it has groups, which stay whole: their advantages compare their rollouts."""

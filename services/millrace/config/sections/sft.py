@@ -11,14 +11,20 @@ from millrace.config.sections.shared import DEFAULT_MODEL, CheckpointConfig, Log
 from millrace.config.sections.trainer import (
     Dtype,
     LoraConfig,
+    ModelLayoutConfig,
     OptimConfig,
+    PackConfig,
     SchedulerConfig,
+    TrainerConfig,
+    TrainerModelConfig,
+    broken_layout_rules,
     micro_batch_tokens,
+    peak_tflops,
 )
 from millrace.config.tree import Facts
 
 
-class SFTModelConfig(ConfigSection):
+class SFTModelConfig(ModelLayoutConfig):
     """The model that is trained."""
 
     name: str = option(DEFAULT_MODEL, "Directory with a Hugging Face model, or a Hub id.", min_length=1)
@@ -141,17 +147,27 @@ class SFTConfig(Document):
         3, "A step whose gradient is not finite changes no weight; so many of them in a row end the command.", ge=1
     )
     micro_batch_tokens: int = micro_batch_tokens("data.seq_len", "data")
+    pack: PackConfig = table(PackConfig, "Packing of samples into rows.")
+    peak_tflops: float | None = peak_tflops()
     seed: int = option(0, "Seed of everything random.", ge=0)
     output_dir: str = option("outputs", "Directory under which the run writes `<run name>/`.", min_length=1)
     run: RunConfig = table(RunConfig, "What the run is called.")
     log: LogConfig = table(LogConfig, "Logs.")
     wandb: WandbConfig | None = option(None, "Weights & Biases; off if left out.")
 
+    def as_trainer(self) -> TrainerConfig:
+        """The section of an RL run whose steps cost what those of this one do."""
+        shared = {name: getattr(self.model, name) for name in type(self.model).model_fields}
+        model = TrainerModelConfig(**shared, seq_len=self.data.seq_len)
+        same = ("optim", "scheduler", "max_steps", "micro_batch_tokens", "pack", "peak_tflops")
+        return TrainerConfig(model=model, **{name: getattr(self, name) for name in same})
+
     def broken_rules(self) -> list[BrokenRule]:
         """Rules over several keys that do not hold."""
         return [
             *self.scheduler.broken_rules(self.optim, self.max_steps),
             *self._broken_data_rules(),
+            *broken_layout_rules(self.model, self.optim),
             *super().broken_rules(),
         ]
 

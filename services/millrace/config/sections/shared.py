@@ -37,15 +37,34 @@ class LogConfig(ConfigSection):
     json_logging: bool = option(False, "One JSON object per line instead of plain text.")
 
 
+class LogExtrasConfig(ConfigSection):
+    """Tables in Weights & Biases."""
+
+    samples: bool = option(True, "Prompts, completions, rewards and advantages of a step, as the table `samples`.")
+    distributions: bool = option(
+        True, "Rewards, advantages and lengths of all samples of a step, as the table `distributions`."
+    )
+    interval: int = option(10, "Steps between two tables.", ge=1)
+
+
 class WandbConfig(ConfigSection):
-    """Weights & Biases. Accepted and checked; the export itself is not there yet, and starting a run says so."""
+    """Weights & Biases, written from the run's log (of `millrace sft`: from `metrics.jsonl`).
+
+    The key is WANDB_API_KEY of the orchestrator (of that command), never in a config.
+    """
 
     project: str = option("millrace", "Project that the run is filed under.", min_length=1)
     name: str | None = option(None, "Display name; the run's name if left out.", min_length=1)
     entity: str | None = option(None, "User or team that owns the project.", min_length=1)
     group: str | None = option(None, "Group of runs that belong together.", min_length=1)
     tags: list[str] = table(list, "Labels of the run.")
-    offline: bool = option(False, "Write to disk only.")
+    offline: bool = option(False, "Write to disk only; `wandb sync` uploads it.")
+    id: str | None = option(
+        None,
+        "Id of the run in Weights & Biases, which is resumed if it exists; the run's uid if left out.",
+        pattern=r"^[A-Za-z0-9_-]{1,128}$",
+    )
+    log_extras: LogExtrasConfig | None = option(None, "Tables of samples and distributions; off if left out.")
 
 
 class CheckpointConfig(ConfigSection):

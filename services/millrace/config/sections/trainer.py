@@ -58,7 +58,81 @@ class LoraConfig(ConfigSection):
         return patterns
 
 
-class TrainerModelConfig(ConfigSection):
+class ActivationCheckpointConfig(ConfigSection):
+    """Blocks whose activations are computed again in the backward instead of kept: less memory, more time."""
+
+    freq: int = option(1, "Every how many-th block, from the first on.", ge=1)
+    mode: Literal["full", "selective"] = option(
+        "full",
+        "full: a block keeps its input only. selective: it keeps the results of its matrix products and of attention "
+        "as well, and computes again what is cheap.",
+    )
+
+
+class CompileConfig(ConfigSection):
+    """`torch.compile` of each block. A run with it is best effort: another start may compile to other bits."""
+
+    fullgraph: bool = option(
+        False,
+        "Whether a block has to be one graph. true: one that is not runs eagerly, with a warning; false: it is "
+        "compiled in parts.",
+    )
+
+
+class ModelMemoryConfig(ConfigSection):
+    """What the model's blocks keep and how they are computed."""
+
+    ac: ActivationCheckpointConfig | None = option(None, "Activation checkpointing; off if left out.")
+    compile: CompileConfig | None = option(
+        None,
+        "Compile the blocks: slow to start, faster to train. Needs a C++ compiler on a CPU, and Triton on a GPU; a "
+        "block that does not compile runs eagerly, with a warning. Off if left out.",
+    )
+    reshard_after_forward: bool = option(
+        True,
+        "In a gang, whether a block's parameters are given up between its forward and its backward. false: they are "
+        "gathered once per micro-batch instead of twice, and all of them are in memory between.",
+    )
+    fsdp_cpu_offload: bool = option(
+        False,
+        "Whether parameters, gradients and optimizer state are in host memory, from where each block comes to the GPU "
+        "for as long as it computes. Changes nothing for one process on a CPU.",
+    )
+    reduce_dtype: Literal["float32", "bfloat16"] = option(
+        "float32", "Number format in which gradients are summed over the ranks."
+    )
+
+
+class ModelLayoutConfig(ModelMemoryConfig):
+    """How the ranks of a gang share the model: dp_replicate × dp_shard × cp × tp, where dp_shard is what is left."""
+
+    dp_replicate: int = option(
+        1,
+        "Copies of the parameters, each sharded over the ranks of its own (HSDP): where machines are many, and the "
+        "network between them is slow.",
+        ge=1,
+    )
+    tp: int = option(
+        1,
+        "Ranks that share each layer and compute on the same samples (tensor parallel). Divides the model's attention "
+        "heads, key-value heads and intermediate size; not with `lora` or `dropout`.",
+        ge=1,
+    )
+    cp: int = option(
+        1,
+        "Ranks that each compute a piece of the same rows (context parallel): for long samples, whose activations they "
+        "share. They exchange tokens for attention heads where it divides these, and gather keys and values where not.",
+        ge=1,
+    )
+    ep: int = option(
+        1,
+        "Ranks that share out the experts of each layer, and send each other tokens (expert parallel). Divides the "
+        "model's experts, and the ranks that `dp_replicate` and `tp` leave; for Qwen3-MoE.",
+        ge=1,
+    )
+
+
+class TrainerModelConfig(ModelLayoutConfig):
     """The trainer's copy of the model."""
 
     name: str = option(DEFAULT_MODEL, "Directory or Hub id.", facts=SHARED_MODEL, min_length=1)
@@ -77,8 +151,8 @@ class TrainerModelConfig(ConfigSection):
     )
     dtype: Dtype = option(
         "auto",
-        "Number format of forward and backward, for one process as for a gang; master weights, sums of gradients and "
-        "optimizer state are float32 always. auto: float32 on a CPU, bfloat16 on a GPU.",
+        "Number format of forward and backward, for one process as for a gang; master weights and optimizer "
+        "state are float32 always. auto: float32 on a CPU, bfloat16 on a GPU.",
     )
     publish_dtype: Dtype = option(
         "auto", "Number format of published policies. auto: the format that the trainer computes in."
@@ -140,12 +214,46 @@ class PolicyConfig(ConfigSection):
 class OptimConfig(ConfigSection):
     """The optimizer."""
 
-    type: Literal["adamw"] = option("adamw", "Which optimizer.")
+    type: Literal["adamw", "muon", "sgd"] = option(
+        "adamw",
+        "adamw. muon: torch's Muon for the matrices of the hidden layers, at steps of AdamW's size, and AdamW for what "
+        "is left; in a gang its bits depend on the number of ranks. sgd: with momentum.",
+    )
     lr: float = option(1e-6, "Peak learning rate; 0 trains nothing.", ge=0)
-    weight_decay: float = option(0.01, "Decoupled weight decay.", ge=0)
+    weight_decay: float = option(0.01, "Decoupled weight decay; of sgd, part of the gradient.", ge=0)
     max_norm: float = option(1.0, "Gradients are scaled down to this global norm.", gt=0)
-    betas1: float = option(0.9, "Decay of the first moment.", ge=0, lt=1)
-    betas2: float = option(0.999, "Decay of the second moment.", ge=0, lt=1)
+    betas1: float = option(
+        0.9, "Decay of AdamW's first moment.", facts=Facts(only_for=OnlyFor(".type", ("adamw", "muon"))), ge=0, lt=1
+    )
+    betas2: float = option(
+        0.999, "Decay of AdamW's second moment.", facts=Facts(only_for=OnlyFor(".type", ("adamw", "muon"))), ge=0, lt=1
+    )
+    mu: float = option(0.95, "Momentum of Muon.", facts=Facts(only_for=OnlyFor(".type", ("muon",))), gt=0, lt=1)
+    momentum: float = option(0.9, "Momentum of sgd.", facts=Facts(only_for=OnlyFor(".type", ("sgd",))), ge=0, lt=1)
+    nesterov: bool = option(True, "Nesterov momentum of sgd.", facts=Facts(only_for=OnlyFor(".type", ("sgd",))))
+
+
+def broken_layout_rules(model: ModelLayoutConfig, optim: OptimConfig, *, prefix: str = "") -> Iterator[BrokenRule]:
+    """What layouts of ranks do not go with; `prefix` is what stands before the keys of the section."""
+    key = f"{prefix}model.tp"
+    if model.compile is not None and (shared := [name for name in ("tp", "cp", "ep") if getattr(model, name) > 1]):
+        why = f"must be left out with {' and '.join(shared)} above 1, whose exchanges are not proved in compiled blocks"
+        yield broken(why, f"{prefix}model.compile", *(f"{prefix}model.{name}" for name in shared))
+    if model.tp > 1 and getattr(model, "lora", None) is not None:
+        yield broken("must be 1 with adapters, which are not cut; leave it out", key, f"{prefix}model.lora")
+    if model.tp > 1 and getattr(model, "dropout", False):
+        yield broken("must be 1 with dropout, which every rank would draw alike", key, f"{prefix}model.dropout")
+
+
+def broken_compile_rules(trainer: "TrainerConfig") -> Iterator[BrokenRule]:
+    """Promises of bits that compiled blocks do not keep."""
+    if trainer.model.compile is not None and trainer.determinism == "strict":
+        yield broken(
+            "must not be strict with compiled blocks: kernels depend on which shapes came first and on whether the "
+            "compiler worked, and another start may have other bits; leave it out, or `trainer.model.compile`",
+            "trainer.determinism",
+            "trainer.model.compile",
+        )
 
 
 def _ramp(*types: str) -> Callable[[Mapping[str, Any]], int]:
@@ -215,6 +323,16 @@ class SchedulerConfig(ConfigSection):
             yield broken(message, f"{key}.min_lr", f"{prefix}optim.lr")
 
 
+def peak_tflops() -> Any:
+    """The field `peak_tflops`."""
+    return option(
+        None,
+        "Dense TFLOP/s of one device in the format that is computed in, for `perf/mfu`. That of known GPUs in bfloat16 "
+        "if left out; without a peak there is no MFU.",
+        gt=0,
+    )
+
+
 def micro_batch_tokens(key: str, section: str) -> Any:
     """The field `micro_batch_tokens`: `key` holds the longest sample, which is `seq_len` of the table `section`."""
 
@@ -233,6 +351,34 @@ def micro_batch_tokens(key: str, section: str) -> Any:
             limit=Limit("at least", key, ": it has to hold one whole sample; raise it"),
         ),
         ge=1,
+    )
+
+
+class PackConfig(ConfigSection):
+    """Rows of several samples, none of which sees another one. The same for every step of a run, and for its replay.
+
+    A cost is that of an operation of attention, in operations of a matrix product; the defaults were measured on CPUs.
+    """
+
+    mode: Literal["auto", "always", "never"] = option(
+        "auto",
+        "always: samples are packed into rows as long as the longest of them, or as the micro-batch where a GPU has "
+        "flash-attn. never: every row is one sample, padded to the longest. auto: what costs less for the samples of "
+        "an optimizer step; padded for models that mix the samples of a row.",
+    )
+    causal_cost: float = option(2.0, "Cost where a row is one sample.", gt=0)
+    masked_cost: float = option(3.2, "Cost where a dense mask keeps the samples of a row apart.", gt=0)
+
+
+class TokenLogConfig(ConfigSection):
+    """The trainer's own log-probs, stored step by step for the dashboard, which shows how far the engine's are off."""
+
+    share: float = option(
+        0.1,
+        "Share of a step's rollouts whose tokens are stored, at least one; 0 stores none. 6 bytes per sampled token, "
+        "kept as long as the run.",
+        ge=0,
+        le=1,
     )
 
 
@@ -264,6 +410,10 @@ class TrainerConfig(ConfigSection):
     determinism: Literal["auto", "strict", "best_effort"] = option(
         "auto",
         "strict: a step that is replayed has to give the same policy bit for bit, or the run stops. best_effort: a "
-        "replayed policy may differ and starts a new lineage. auto: strict on a CPU, best_effort on a GPU.",
+        "replayed policy may differ and starts a new lineage. auto: strict on a CPU, best_effort on a GPU and with "
+        "`model.compile`, where strict is refused.",
     )
     micro_batch_tokens: int = micro_batch_tokens("trainer.model.seq_len", "model")
+    pack: PackConfig = table(PackConfig, "Packing of samples into rows.")
+    token_log: TokenLogConfig = table(TokenLogConfig, "The trainer's log-probs, stored for the dashboard.")
+    peak_tflops: float | None = peak_tflops()

@@ -3,15 +3,16 @@
 import importlib
 import importlib.util
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from types import ModuleType
 from typing import Protocol
 
 from millrace.env_server.adapters.env_args import parse_args
 from millrace.env_server.adapters.failures import remember_code
 from millrace.env_server.adapters.outcome import Outcome
-from millrace.env_server.requests import EnvSpec, LoadedEnv, PlayRequest
+from millrace.env_server.library import releases
 from millrace.errors import NotFoundError
+from millrace.rollouts.requests import EnvSpec, LoadedEnv, PlayRequest
 
 
 class EnvAdapter(Protocol):
@@ -37,41 +38,70 @@ def module_name(env_id: str) -> str:
     return env_id.rsplit("/", 1)[-1].split("@", 1)[0].replace("-", "_")
 
 
-def find_module(env_id: str) -> ModuleType:
-    """Import the environment's module. Raises NotFoundError if there is none; its own import errors pass through."""
+def found_modules(env_id: str) -> Iterator[ModuleType]:
+    """Import one module after the other that may be the environment's; their own import errors pass through.
+
+    The last is the library's own taskset of that name: `textarena` is a package of games, and a taskset of theirs.
+    """
     name = module_name(env_id)
-    for candidate in (name, name.lower(), f"verifiers.v1.tasksets.{name.lower()}"):
+    for candidate in dict.fromkeys((name, name.lower(), f"verifiers.v1.tasksets.{name.lower()}")):
         try:
             found = importlib.util.find_spec(candidate)
         except (ImportError, ValueError):
             found = None
         if found is not None:
             remember_code(found)
-            return importlib.import_module(candidate)
-    raise NotFoundError(
-        f"environment {env_id!r} was not found: no Python module {name!r} in {sys.prefix}",
-        reason="ENV_NOT_FOUND",
-        remedy=f"install its package where the env-server runs (pip install -e environments/{name}, or "
-        f"pip install {env_id.rsplit('/', 1)[-1].replace('_', '-')}), then try again",
-    )
+            yield _imported(candidate, env_id)
+
+
+def _imported(name: str, env_id: str) -> ModuleType:
+    """The module. InvalidSpecError if it lacks what another release of the library has; else its own errors."""
+    try:
+        return importlib.import_module(name)
+    except (AttributeError, ImportError) as error:
+        if "verifiers" not in str(error):
+            raise
+        raise releases.unfit(env_id, error) from error
+
+
+def exports_taskset(module: ModuleType) -> bool:
+    """Whether the module's `__all__` names a Taskset class of the library, whichever release it is of."""
+    exported = (getattr(module, name, None) for name in getattr(module, "__all__", ()))
+    bases = (base for thing in exported if isinstance(thing, type) for base in thing.__mro__)
+    return any(base.__name__ == "Taskset" and base.__module__.startswith("verifiers.") for base in bases)
 
 
 def load_adapter(env: EnvSpec) -> EnvAdapter:
-    """Load an environment of either generation. Must run in the main thread: v0 installs signal handlers."""
+    """Load an environment of either generation. Must run in the main thread: v0 installs signal handlers.
+
+    Raises NotFoundError if there is none.
+    """
     args = parse_args(env)
-    module = find_module(env.id)
-    # Imported here: each pulls in its generation of the library.
-    if callable(getattr(module, "load_environment", None)):
-        from millrace.env_server.adapters.v0 import V0Adapter
+    others: list[str] = []
+    for module in found_modules(env.id):
+        # Imported here: each pulls in its generation of the library.
+        if callable(getattr(module, "load_environment", None)):
+            releases.require("v0", env.id)
+            from millrace.env_server.adapters.v0 import V0Adapter
 
-        return V0Adapter.load(env.id, module, args)
-    from millrace.env_server.adapters.v1 import V1Adapter, exports_taskset
+            return V0Adapter.load(env, module, args)
+        if exports_taskset(module):
+            releases.require("v1", env.id)
+            from millrace.env_server.adapters.v1 import V1Adapter
 
-    if exports_taskset(module):
-        return V1Adapter.load(env.id, args)
+            return V1Adapter.load(env, args)
+        others.append(module.__name__)
+    if others:
+        raise NotFoundError(
+            f"module {others[0]!r} of environment {env.id!r} has neither load_environment() (v0) nor a Taskset in "
+            "its __all__ (v1)",
+            reason="ENV_NOT_AN_ENVIRONMENT",
+            remedy="name a verifiers environment package",
+        )
+    name = module_name(env.id)
     raise NotFoundError(
-        f"module {module.__name__!r} of environment {env.id!r} has neither load_environment() (v0) nor a Taskset in "
-        "its __all__ (v1)",
-        reason="ENV_NOT_AN_ENVIRONMENT",
-        remedy="name a verifiers environment package",
+        f"environment {env.id!r} was not found: no Python module {name!r} in {sys.prefix}",
+        reason="ENV_NOT_FOUND",
+        remedy=f"install its package where the env-server runs (pip install -e environments/{name}, or "
+        f"pip install {env.id.rsplit('/', 1)[-1].replace('_', '-')}), then try again",
     )

@@ -9,16 +9,17 @@ import asyncio
 import logging
 from collections import OrderedDict
 from collections.abc import Mapping
+from contextlib import AbstractAsyncContextManager
 from typing import Any
 
 import aiohttp
 import orjson
 import verifiers as vf
-from verifiers.legacy.clients import OpenAIChatCompletionsClient
-from verifiers.legacy.types import ClientConfig, Response, ResponseMessage, ResponseTokens, ToolCall, Usage
 
+from millrace.env_server.adapters import judges
 from millrace.env_server.adapters.samples import engine_spans
 from millrace.env_server.adapters.span_log import MAX_ROLLOUTS, SPANS
+from millrace.env_server.asked_together import AskedTogether, Reply
 from millrace.env_server.engine_access import engine_access
 from millrace.env_server.engine_loss import (
     ENGINE_LOST_MARK,
@@ -31,6 +32,17 @@ from millrace.env_server.engine_loss import (
     external_pause_s,
     retry_pause_s,
 )
+from millrace.env_server.library.v0 import (
+    ClientConfig,
+    OpenAIChatCompletionsClient,
+    Response,
+    ResponseMessage,
+    ResponseTokens,
+    ToolCall,
+    Usage,
+)
+from millrace.rollouts import choices_wire
+from millrace.rpc.keep_alive import kept_alive_socket
 
 logger = logging.getLogger(__name__)
 
@@ -81,6 +93,9 @@ class LeanClient(OpenAIChatCompletionsClient):
         self._session = session
         self._is_external = is_external
         self._api_key = api_key
+        self._url = f"{self._base_url}/chat/completions"
+        self._streams_choices = False
+        self._together = AskedTogether(self._post, self._ask_alone)
         self.retries = RetryLog()
         super().__init__(ClientConfig(api_base_url=base_url))
 
@@ -98,51 +113,85 @@ class LeanClient(OpenAIChatCompletionsClient):
         body = request_body(prompt, model, sampling_args, tools, wants_tokens=not self._is_external)
         state = kwargs.get("state")
         session_id = str(state.get("trajectory_id") or "") if state is not None else ""
-        raw = await self._post(orjson.dumps(body), session_id)
-        try:
-            response = orjson.loads(raw)
-        except orjson.JSONDecodeError as error:
-            raise vf.InvalidModelResponseError(
-                f"{self._base_url} answered 200 with what is not JSON ({error}): {_shown(raw)}"
-            ) from error
-        if not isinstance(response, dict):
-            raise vf.InvalidModelResponseError(f"{self._base_url} answered with no JSON object: {_shown(raw)}")
+        response = await self._answer(body, session_id)
         response["_session_id"] = session_id
         return response
 
-    async def _post(self, body: bytes, session_id: str) -> bytes:
+    async def _answer(self, body: Mapping[str, Any], session_id: str) -> dict[str, Any]:
+        """The object that the server answers with 200, after so many tries as it takes and may."""
+        url = self._url
+        attempts = EXTERNAL_MAX_ATTEMPTS if self._is_external else MAX_ATTEMPTS
+        for attempt in range(1, attempts + 1):
+            reply = await self._ask(body, session_id)
+            if reply.status == 200:
+                return self._parsed(reply.body)
+            match reply.error:
+                case None:
+                    if attempt == attempts or not self._is_retried(reply.status):
+                        raw = reply.body if isinstance(reply.body, bytes) else orjson.dumps(reply.body)
+                        raise _status_error(url, reply.status, raw, attempts=attempt, is_external=self._is_external)
+                    problem = f"status {reply.status}"
+                case aiohttp.ClientConnectorError() as error:
+                    if attempt == attempts:
+                        raise EngineLostError(f"cannot connect to {url}, {attempt} attempts: {error}") from error
+                    problem = str(error)
+                case aiohttp.ClientError() | TimeoutError() | ConnectionError() as error:
+                    if attempt == attempts or not self._is_external:
+                        raise EngineLostError(f"POST {url} broke off: {type(error).__name__}: {error}") from error
+                    problem = f"broke off: {type(error).__name__}"
+                case error:
+                    raise error
+            await self._pause(session_id, attempt, asked=reply.retry_after, problem=problem)
+        raise AssertionError("unreachable: the last attempt returns or raises")
+
+    async def _ask(self, body: Mapping[str, Any], session_id: str) -> Reply:
+        """Ask once: together with others that ask the same now, if the engine sends choices one by one."""
+        # Choices with a seed would differ, where requests with one do not; what a reward asks has deadlines of its own.
+        if self._streams_choices and not body.keys() & {"seed", "n", "stream"} and not judges.is_scoring():
+            reply = await self._together.ask(body, session_id)
+            self._streams_choices = reply is not None
+            if reply is not None:
+                return reply
+        return await self._ask_alone(orjson.dumps(body), session_id)
+
+    async def _ask_alone(self, body: bytes, session_id: str) -> Reply:
+        try:
+            async with self._post(body, session_id) as reply:
+                raw, asked = await reply.read(), reply.headers.get("Retry-After")
+                if reply.status == 200 and not self._is_external:
+                    self._streams_choices = reply.headers.get(choices_wire.HEADER) == choices_wire.LINES
+                return Reply(status=reply.status, body=raw, retry_after=asked)
+        except (aiohttp.ClientError, TimeoutError, ConnectionError) as error:
+            return Reply(error=error)
+
+    def _post(self, body: bytes, session_id: str) -> AbstractAsyncContextManager[aiohttp.ClientResponse]:
         headers = {"content-type": "application/json"}
         if session_id:
             headers["X-Session-ID"] = session_id
         if self._api_key:
             headers["Authorization"] = f"Bearer {self._api_key}"
-        url, trust = f"{self._base_url}/chat/completions", None
+        trust = None
         if not self._is_external:
-            headers |= engine_access().headers(url)
+            headers |= engine_access().headers(self._url)
             trust = engine_access().context()
-        options: dict[str, Any] = {"headers": headers, "ssl": True if trust is None else trust}
-        attempts = EXTERNAL_MAX_ATTEMPTS if self._is_external else MAX_ATTEMPTS
-        for attempt in range(1, attempts + 1):
-            asked, problem = None, ""
+        # A redirect would carry the key and the prompt to a server that the config does not name.
+        return self._session.post(
+            self._url, data=body, allow_redirects=False, headers=headers, ssl=True if trust is None else trust
+        )
+
+    def _parsed(self, body: Any) -> dict[str, Any]:
+        """The object in a body, which may be parsed already."""
+        raw = body
+        if isinstance(body, bytes):
             try:
-                # A redirect would carry the key and the prompt to a server that the config does not name.
-                async with self._session.post(url, data=body, allow_redirects=False, **options) as reply:
-                    raw = await reply.read()
-                    if reply.status == 200:
-                        return raw
-                    if attempt == attempts or not self._is_retried(reply.status):
-                        raise _status_error(url, reply.status, raw, attempts=attempt, is_external=self._is_external)
-                    asked, problem = reply.headers.get("Retry-After"), f"status {reply.status}"
-            except aiohttp.ClientConnectorError as error:
-                if attempt == attempts:
-                    raise EngineLostError(f"cannot connect to {url}, {attempt} attempts: {error}") from error
-                problem = str(error)
-            except (aiohttp.ClientError, TimeoutError, ConnectionError) as error:
-                if attempt == attempts or not self._is_external:
-                    raise EngineLostError(f"POST {url} broke off: {type(error).__name__}: {error}") from error
-                problem = f"broke off: {type(error).__name__}"
-            await self._pause(session_id, attempt, asked=asked, problem=problem)
-        raise AssertionError("unreachable: the last attempt returns or raises")
+                body = orjson.loads(raw)
+            except orjson.JSONDecodeError as error:
+                raise vf.InvalidModelResponseError(
+                    f"{self._base_url} answered 200 with what is not JSON ({error}): {_shown(raw)}"
+                ) from error
+        if not isinstance(body, dict):
+            raise vf.InvalidModelResponseError(f"{self._base_url} answered with no JSON object: {_shown(raw)}")
+        return body
 
     def _is_retried(self, status: int) -> bool:
         return status in (EXTERNAL_RETRIED_STATUSES if self._is_external else RETRIED_STATUSES)
@@ -212,14 +261,23 @@ def request_body(
     if wants_tokens:
         body |= {"logprobs": True, "return_token_ids": True}
     if tools:
-        body["tools"] = tools
+        body["tools"] = [_unconstrained(tool) for tool in tools] if wants_tokens else tools
     return body
+
+
+def _unconstrained(tool: Mapping[str, Any]) -> dict[str, Any]:
+    """The tool without `strict`, which the library sets on every one.
+
+    vLLM allows the model no call then that breaks the schema: what is sampled would not be what the trainer computes.
+    """
+    function = {key: value for key, value in tool["function"].items() if key != "strict"}
+    return {**tool, "function": function}
 
 
 def make_session() -> aiohttp.ClientSession:
     """A session without a connection limit: the env-server's capacity bounds the requests."""
     return aiohttp.ClientSession(
-        connector=aiohttp.TCPConnector(limit=0),
+        connector=aiohttp.TCPConnector(limit=0, socket_factory=kept_alive_socket),
         timeout=aiohttp.ClientTimeout(total=_TOTAL_TIMEOUT_S, sock_connect=_CONNECT_TIMEOUT_S),
     )
 

@@ -3,8 +3,8 @@
 from typing import Any
 
 from millrace.decoding import decode_object
-from millrace.env_server.requests import EnvSpec
 from millrace.errors import CorruptObjectError, InvalidSpecError, Violation
+from millrace.rollouts.requests import EnvSpec
 
 # Keys of an environment's args that are the env-server's own and not passed to the environment.
 RENDERER = "renderer"  # name of a `renderers` renderer, such as "qwen3"; tokenizes on the client side

@@ -13,7 +13,7 @@ from importlib.machinery import ModuleSpec
 
 import millrace
 from millrace.env_server.isolation.limits import MEMORY_VARIABLE
-from millrace.errors import NotFoundError
+from millrace.errors import InvalidSpecError, NotFoundError
 from millrace.rollouts.types import MAX_ERROR_FRAMES_CHARS
 
 _MAX_FRAMES = 4
@@ -77,6 +77,8 @@ def describe_error(error: BaseException) -> tuple[str, str]:
     """(class, message) of an error of the environment's code: what it says, where, and what to do."""
     if isinstance(error, NotFoundError):
         return "EnvironmentNotFound", str(error)
+    if isinstance(error, InvalidSpecError) and error.reason.startswith("ENV_"):
+        return type(error).__name__, str(error)  # it says itself where and what to do
     text = _message(error)
     if isinstance(error, MemoryError):
         problem = f"it asked for more memory than a worker may have ({MEMORY_VARIABLE} of the env-server)"

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from millrace.env_server.requests import PlayRequest
+from millrace.rollouts.requests import PlayRequest
 from millrace.rollouts.types import (
     MAX_ERROR_FRAMES_CHARS,
     MAX_ERROR_MESSAGE_CHARS,
@@ -15,6 +15,7 @@ from millrace.rollouts.types import (
     RolloutError,
     RolloutStatus,
     Sample,
+    Trace,
 )
 
 
@@ -37,6 +38,8 @@ class Outcome:
     num_turns: int = 0
     model_s: float = 0.0
     messages: Sequence[Mapping[str, Any]] = ()
+    traces: Sequence[Trace] = ()
+    """What each of several trained agents did; empty where one agent did everything."""
 
 
 def failed(
@@ -70,6 +73,7 @@ def failed_like(error: Outcome, *, of: Outcome) -> Outcome:
         is_infrastructure=error.is_infrastructure,
         samples=(),
         reward=0.0,
+        traces=(),
     )
 
 
@@ -80,6 +84,16 @@ def checked(outcome: Outcome) -> Outcome:
         which = f" ({', '.join(parts)})" if parts else ""
         message = f"the reward is {outcome.reward}{which}, not a finite number; fix the environment's reward function"
         return failed(RolloutStatus.ENV_ERROR, "NonFiniteReward", message, of=outcome)
+    return outcome
+
+
+def checked_turns(outcome: Outcome) -> Outcome:
+    """Refuse an OK outcome in which the reward of a turn is not a finite number."""
+    turns = [turn.reward for sample in outcome.samples for turn in sample.turns]
+    for number, reward in enumerate(turns, start=1):
+        if not math.isfinite(reward):
+            message = f"the reward of turn {number} is {reward}, not a finite number; fix what the environment adds"
+            return failed(RolloutStatus.ENV_ERROR, "NonFiniteReward", message, of=outcome)
     return outcome
 
 
@@ -174,4 +188,5 @@ def make_rollout(
         eval_id=request.eval_id,
         messages_json=bounded_json(outcome.messages),
         dispatched_after=request.dispatched_after,
+        traces=tuple(outcome.traces) if is_ok else (),
     )

@@ -11,6 +11,7 @@ engines send that shape.
 """
 
 import asyncio
+import importlib
 import json
 from functools import lru_cache
 from pathlib import Path
@@ -31,6 +32,7 @@ from millrace.env_server.engine_loss import (
     RETRIED_STATUSES,
     retry_pause_s,
 )
+from millrace.env_server.library import releases
 
 SESSION_HEADER = "X-Session-ID"
 # Marks a provider error that is really a reply without usable tokens, through layers that keep only its text.
@@ -137,9 +139,12 @@ async def generate_with_spans(*, client: Any, **kwargs: Any) -> dict[str, Any]:
 def install_span_capture() -> None:
     """Put `generate_with_spans` in place of the original, everywhere it is looked up. Idempotent."""
     renderers.client.generate = generate_with_spans
-    from verifiers.legacy.clients import renderer_client
+    if releases.problem_of("v0", releases.installed()):
+        return  # it has v1 alone
+    from millrace.env_server.library.v0 import RENDERER_CLIENT
 
-    renderer_client.generate = generate_with_spans
+    # The module looks `generate` up in its own names.
+    importlib.import_module(RENDERER_CLIENT).generate = generate_with_spans  # type: ignore[attr-defined]
 
 
 def renderer_config(name: str, tokenizer_dir: str) -> Any:

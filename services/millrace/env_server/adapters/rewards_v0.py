@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from millrace.env_server.adapters import judges
 from millrace.env_server.adapters.failures import frames_of
 
 
@@ -22,6 +23,7 @@ class RewardFailure:
 
     message: str
     frames: str
+    type: str = "RewardError"
 
 
 _Failures = list[RewardFailure] | None
@@ -59,14 +61,16 @@ def _watched(func: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(func)
     async def watched(*args: Any, **kwargs: Any) -> Any:
         try:
-            result = func(*args, **kwargs)
-            return await result if inspect.isawaitable(result) else result
+            with judges.scoring():
+                result = func(*args, **kwargs)
+                return await result if inspect.isawaitable(result) else result
         except Exception as error:  # foreign reward code: recorded for the rollout, then raised
             errors = _errors.get()
             if errors is not None:
                 name = getattr(func, "__name__", repr(func))
-                message = f"reward function {name!r} raised {type(error).__name__}: {error}"
-                errors.append(RewardFailure(message=message, frames=frames_of(error)))
+                kind = judges.failure_type(error)
+                message = judges.with_remedy(kind, f"reward function {name!r} raised {type(error).__name__}: {error}")
+                errors.append(RewardFailure(message=message, frames=frames_of(error), type=kind or "RewardError"))
             raise
 
     watched._millrace_watched = True  # type: ignore[attr-defined]

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from millrace.rollouts.types import PolicySpan, Sample
+from millrace.rollouts.types import PolicySpan, Sample, TurnReward
 
 # Engines write minus infinity as this value, because JSON has no infinity: nobody samples such a token.
 _NO_EVIDENCE = -9999.0
@@ -41,6 +41,8 @@ class Turn:
     completion_ids: Sequence[int]
     logprobs: Sequence[float]
     spans: Sequence[PolicySpan]
+    reward: float | None = None
+    """What the environment gave for this turn by itself, if it gave anything."""
 
 
 def engine_spans(choice: Mapping[str, Any]) -> tuple[PolicySpan, ...]:
@@ -112,12 +114,15 @@ def merge_turns(turns: Sequence[Turn], *, requires_spans: bool) -> tuple[Sample,
     """Merge the turns of one rollout, in order, into its samples. Raises MissingTokensError."""
     if not turns:
         raise MissingTokensError("the rollout made no model call")
+    has_rewards = any(turn.reward for turn in turns)
     builders: list[_SampleBuilder] = []
     for index, turn in enumerate(turns):
         check_turn(turn, index=index, requires_spans=requires_spans)
         if not builders or not builders[-1].is_extended_by(turn.prompt_ids):
             builders.append(_SampleBuilder())
         builders[-1].add(turn)
+        if has_rewards:
+            builders[-1].turns.append(TurnReward(end=len(builders[-1].token_ids), reward=turn.reward or 0.0))
     return tuple(builder.build() for builder in builders)
 
 
@@ -129,6 +134,7 @@ class _SampleBuilder:
         self.loss_mask: list[int] = []
         self.logprobs: list[float] = []
         self.spans: list[PolicySpan] = []
+        self.turns: list[TurnReward] = []
 
     def is_extended_by(self, prompt_ids: Sequence[int]) -> bool:
         """Whether the prompt begins with all tokens of this sample."""
@@ -157,4 +163,5 @@ class _SampleBuilder:
             loss_mask=np.asarray(self.loss_mask, dtype=np.uint8),
             inference_logprobs=np.asarray(self.logprobs, dtype=np.float32),
             policy_spans=tuple(self.spans),
+            turns=tuple(self.turns),
         )

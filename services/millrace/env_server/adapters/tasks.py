@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from millrace.env_server.requests import TaskSet
+from millrace.rollouts.requests import TaskSet
 
 # Hex digits of a task id: 64 bits, so a collision within a million tasks has a chance of about 3e-8.
 TASK_ID_DIGITS = 16

@@ -6,6 +6,8 @@ Without this check an image fails wherever the chat template or the engine meets
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from millrace.errors import InvalidSpecError, Violation
+
 
 def other_part(messages: Iterable[Any]) -> str:
     """Type of the first content part that is not text, as `image_url`; "" if all are. Messages: mappings or models."""
@@ -25,6 +27,18 @@ def refusal(kind: str) -> str:
         "leave such parts out of its prompts and replies, or evaluate it at an endpoint that takes them "
         "(millrace eval --client.base-url)"
     )
+
+
+def refuse_other_parts(prompts: Iterable[Any], *, tasks: str) -> None:
+    """InvalidSpecError if a task of the environment already has what engines of ours cannot take.
+
+    `prompts` are lists of messages, or texts; `tasks` says which set they are of. What comes up only in the course of a
+    rollout fails that rollout.
+    """
+    for index, prompt in enumerate(prompts):
+        if kind := other_part(prompt if isinstance(prompt, list | tuple) else ()):
+            message = f"its {tasks} task {index}: {refusal(kind)}"
+            raise InvalidSpecError([Violation(field="orchestrator.env.id", message=message)])
 
 
 def with_plain_text(message: dict[str, Any]) -> dict[str, Any]:

@@ -1,12 +1,13 @@
-"""Whether the episodes of a v1 environment end with the one trainable trace that a rollout is made of.
+"""Whether the episodes of a v1 environment end with as many trainable traces as the run's algorithm takes.
 
-An environment of several trained roles, or of several attempts at a task in one episode, has more than one. That is
-said when the environment is loaded: else every rollout of it would fail, one by one.
+An environment of several trained roles, or of several attempts at a task in one episode, has more than one. Where the
+algorithm takes one per rollout, that is said when the environment is loaded: else every rollout of it would fail, one
+by one.
 """
 
 import asyncio
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,7 +18,11 @@ from millrace.errors import InvalidSpecError, Violation
 
 _SETUP_S = 10.0
 _BEST_OF_N = "BestOfNEnvConfig"
-_LIMIT = "Millrace trains one trace per rollout"
+ONE_TRACE = "the algorithm of this environment trains one trace per rollout"
+SEVERAL_TRACES = (
+    'set `orchestrator.algo.type` (or `algo` of the `[[orchestrator.env]]`) to "rae" or "hierarchical_grpo"'
+)
+"""What to do where there are more."""
 
 logger = logging.getLogger(__name__)
 
@@ -42,13 +47,22 @@ class _Roles:
         return len(self._roles)
 
 
-def check_one_trainable(env: Any) -> None:
-    """Refuse an environment whose config already says that an episode has not one trainable trace.
+def check_trainable(env: Any, *, takes_several: bool) -> bool:
+    """Refuse an environment whose config already says that an episode has too many trainable traces, or none.
 
-    What only its code decides is found out by the rollouts. Must run outside of an event loop. Raises InvalidSpecError.
+    Returns whether it has several. What only its code decides is found out by the rollouts. Must run outside of an
+    event loop. Raises InvalidSpecError.
     """
-    if wrong := [*_several_attempts(env.config), *_not_one_role(env)]:
+    attempts = list(_several_attempts(env.config))
+    configs = {name: value for name, value in env.config if isinstance(value, AgentConfig)}
+    trained = _trained_roles(env, configs)
+    is_wrong = trained is not None and (not trained or (len(trained) > 1 and not takes_several))
+    wrong = [] if takes_several else attempts
+    if is_wrong:
+        wrong = [*wrong, _not_one_role(env, trained or [])]
+    if wrong:
         raise InvalidSpecError(wrong)
+    return bool(attempts) or len(trained or ()) > 1
 
 
 def _several_attempts(config: Any) -> Iterator[Violation]:
@@ -57,24 +71,22 @@ def _several_attempts(config: Any) -> Iterator[Violation]:
         count = getattr(config, key, 1)
         if isinstance(count, int) and count > 1:
             message = (
-                f"must be 1: an episode of {count} attempts has {count} trainable traces, and {_LIMIT}; for several "
-                "attempts at a task that are compared with each other use `orchestrator.rollouts_per_example`"
+                f"must be 1: an episode of {count} attempts has {count} trainable traces, and {ONE_TRACE}; for several "
+                "attempts at a task that are compared with each other use `orchestrator.rollouts_per_example`, or "
+                f"{SEVERAL_TRACES}"
             )
             yield Violation(field=f"args.{V1_ENV}.{key}", value=str(count), message=message)
 
 
-def _not_one_role(env: Any) -> Iterator[Violation]:
-    configs = {name: value for name, value in env.config if isinstance(value, AgentConfig)}
-    trained = _trained_roles(env, configs)
-    if trained is None or len(trained) == 1:
-        return
+def _not_one_role(env: Any, trained: Sequence[str]) -> Violation:
     names = ", ".join(trained) or "none"
     kind = type(env).__name__
-    message = (
-        f"{kind} trains {len(trained)} of its roles ({names}), and {_LIMIT}; let `{kind}.setup` mark all roles but one "
-        f"`trainable = False`, or set `args.{V1_ENV}.id` to an environment with one trained role"
-    )
-    yield Violation(field=f"args.{V1_ENV}", message=message)
+    if trained:
+        remedy = f"{SEVERAL_TRACES}, or let `{kind}.setup` mark all roles but one `trainable = False`"
+    else:
+        remedy = f"let `{kind}.setup` leave a role trainable"
+    message = f"{kind} trains {len(trained)} of its roles ({names}), and {ONE_TRACE}; {remedy}"
+    return Violation(field=f"args.{V1_ENV}", message=message)
 
 
 def _trained_roles(env: Any, configs: Mapping[str, AgentConfig]) -> list[str] | None:

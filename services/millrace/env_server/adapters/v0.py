@@ -13,7 +13,10 @@ Tokens come from one of two routes; either way `samples.merge_turns` decides by 
 The environment's args overrule that: `renderer = "qwen3"` (or another name), or `renderer = "off"`.
 """
 
+import asyncio
+import functools
 import logging
+import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -24,21 +27,23 @@ from typing import Any, Self
 import aiohttp
 import verifiers as vf
 from pydantic import BaseModel
-from verifiers.legacy.clients import Client, resolve_client
-from verifiers.legacy.types import ClientConfig
-from verifiers.legacy.utils.error_utils import ErrorChain
 
+from millrace.env_server.adapters import judges
 from millrace.env_server.adapters.client_v0 import LeanClient, make_session
 from millrace.env_server.adapters.env_args import NO_RENDERER, RENDERER
 from millrace.env_server.adapters.failures import frames_of, is_engine_fault
-from millrace.env_server.adapters.outcome import Outcome, checked, failed, failed_like
+from millrace.env_server.adapters.outcome import Outcome, checked, checked_turns, failed, failed_like
+from millrace.env_server.adapters.overhead_v0 import EnvExecutor, remember_signatures
 from millrace.env_server.adapters.rewards_v0 import RewardFailure, recorded_reward_errors, watch_rubric
 from millrace.env_server.adapters.samples import MissingTokensError, Turn, merge_turns
 from millrace.env_server.adapters.span_log import SPANS
 from millrace.env_server.adapters.tasks import TaskTable, build_task_table, no_tasks
-from millrace.env_server.adapters.text_only import not_text_error, other_part, refusal
+from millrace.env_server.adapters.text_only import not_text_error, other_part, refusal, refuse_other_parts
 from millrace.env_server.engine_loss import ENGINE_LOST_MARK
-from millrace.env_server.requests import LoadedEnv, PlayRequest, Sampling
+from millrace.env_server.library import releases
+from millrace.env_server.library.v0 import HAS_RENDERERS, Client, ClientConfig, ErrorChain, resolve_client
+from millrace.errors import InvalidSpecError, Violation
+from millrace.rollouts.requests import EnvSpec, LoadedEnv, PlayRequest, Sampling
 from millrace.rollouts.types import RolloutStatus
 
 logger = logging.getLogger(__name__)
@@ -46,6 +51,9 @@ logger = logging.getLogger(__name__)
 _MODEL_ERRORS = frozenset({"ModelError", "InvalidModelResponseError", "EmptyModelResponseError", "EngineAuthError"})
 # Engines inside the deployment take no key; the SDK of the renderer client insists on one.
 _API_KEY_VARIABLE = "MILLRACE_ENGINE_API_KEY"
+# The library hops to threads per turn; two cores' default of six threads would queue them.
+_ENV_THREADS = 32
+_ROWS_KEPT = 1024  # a group's members play the same task, and finding a row takes the dataset 0.2 ms
 RETRIES_METRIC = "endpoint_retries"
 """Metric of rollouts of external endpoints: tries of model calls that were in vain."""
 # As a column the error is the exception itself, and not what the library writes of it.
@@ -64,6 +72,7 @@ class V0Adapter:
         self._session: aiohttp.ClientSession | None = None
         self._clients: dict[tuple[str, bool, str, str], Client] = {}
         num_watched = watch_rubric(env.rubric)
+        remember_signatures(_called_per_rollout(env))
         logger.info("reward functions watched", extra={"count": num_watched})
         self.train = _table(env, is_eval=False)
         self.eval = _table(env, is_eval=True)
@@ -71,18 +80,26 @@ class V0Adapter:
         self.loaded = LoadedEnv(api="v0", requires_group=self.requires_group, train=self.train, eval=self.eval)
 
     @classmethod
-    def load(cls, env_id: str, module: ModuleType, args: Mapping[str, Any]) -> Self:
+    def load(cls, spec: EnvSpec, module: ModuleType, args: Mapping[str, Any]) -> Self:
         """Call the module's `load_environment` with the args that are not ours. Its exceptions pass through."""
+        judges.JudgeGate(max_concurrent=spec.judge_max_concurrent, timeout_s=spec.judge_timeout_s).install()
         own = dict(args)
         renderer = str(own.pop(RENDERER, "") or "")
+        if renderer not in ("", NO_RENDERER) and not HAS_RENDERERS:
+            raise _no_renderers(renderer)
         # Called directly rather than through vf.load_environment, which hides the exception's class.
         env = module.load_environment(**own)
-        env.env_id = env.env_id or env_id
+        env.env_id = env.env_id or spec.id
         env.env_args = env.env_args or own
-        return cls(env, renderer=renderer)
+        loaded = cls(env, renderer=renderer)
+        if spec.is_text_only:
+            for tasks, table in (("training", loaded.train), ("held-out", loaded.eval)):
+                refuse_other_parts((table.row(index).get("prompt") for index in range(len(table))), tasks=tasks)
+        return loaded
 
     async def start(self) -> None:
-        """Open the HTTP session."""
+        """Open the HTTP session, and the pool of threads for what environments run beside the event loop."""
+        asyncio.get_running_loop().set_default_executor(EnvExecutor(_ENV_THREADS, "env"))
         os.environ.setdefault(_API_KEY_VARIABLE, "EMPTY")
         self._session = make_session()
 
@@ -138,7 +155,7 @@ class V0Adapter:
         if self._renderer:
             return "" if self._renderer == NO_RENDERER else self._renderer
         has_turns = isinstance(self._env, vf.MultiTurnEnv) and not isinstance(self._env, vf.SingleTurnEnv)
-        if not has_turns or not tokenizer_dir:
+        if not has_turns or not tokenizer_dir or not HAS_RENDERERS:
             return ""
         # Imported here: environments of one turn do without the library and its tokenizer.
         from millrace.env_server.adapters.renderer import DEFAULT, choose_renderer
@@ -210,6 +227,24 @@ def _renderer_client(base_url: str, tokenizer_dir: str, renderer: str) -> Client
     )
 
 
+def _no_renderers(renderer: str) -> InvalidSpecError:
+    message = (
+        f"verifiers {releases.installed()}, as it is installed with the environment, tokenizes no turns on this side; "
+        f'leave the key out, set it to "{NO_RENDERER}", or install verifiers 0.3.1 with `renderers`'
+    )
+    return InvalidSpecError([Violation(field=f"args.{RENDERER}", value=renderer, message=message)])
+
+
+def _called_per_rollout(env: vf.Environment) -> list[Any]:
+    """The functions whose signatures the library looks at in every rollout."""
+    rubrics = [env.rubric]
+    for rubric in rubrics:
+        rubrics += getattr(rubric, "rubrics", None) or ()
+    owners = [env, *rubrics]
+    handlers = ("_stop_conditions", "_cleanup_handlers", "funcs")
+    return [each for owner in owners for name in handlers for each in getattr(owner, name, None) or ()]
+
+
 def _table(env: vf.Environment, *, is_eval: bool) -> TaskTable:
     """One of the environment's task sets. `get_eval_dataset` would fall back to the training tasks: not held out."""
     dataset = env.build_eval_dataset() if is_eval else env.build_dataset()
@@ -219,7 +254,8 @@ def _table(env: vf.Environment, *, is_eval: bool) -> TaskTable:
     def row(index: int) -> dict[str, Any]:
         return dict(dataset[index])
 
-    return build_task_table(len(dataset), row=row, content=row)
+    # The library copies a row before a rollout may change it.
+    return build_task_table(len(dataset), row=functools.lru_cache(_ROWS_KEPT)(row), content=row)
 
 
 def _outcome(output: Mapping[str, Any], reward_errors: Sequence[RewardFailure], *, requires_spans: bool) -> Outcome:
@@ -231,7 +267,7 @@ def _outcome(output: Mapping[str, Any], reward_errors: Sequence[RewardFailure], 
         samples = merge_turns(_turns(output.get("trajectory") or []), requires_spans=requires_spans)
     except MissingTokensError as error:
         return failed(RolloutStatus.MISSING_TOKENS, error.error_type, str(error), of=played)
-    return checked(replace(played, samples=samples))
+    return checked_turns(checked(replace(played, samples=samples)))
 
 
 def _external_outcome(output: Mapping[str, Any], reward_errors: Sequence[RewardFailure], client: Client) -> Outcome:
@@ -265,7 +301,8 @@ def _judged(output: Mapping[str, Any], reward_errors: Sequence[RewardFailure]) -
         return failed(RolloutStatus.TIMEOUT, "EnvironmentTimeout", "the environment's own deadline passed", of=played)
     if reward_errors:
         message = "; ".join(dict.fromkeys(error.message for error in reward_errors))
-        return failed(RolloutStatus.ENV_ERROR, "RewardError", message, of=played, frames=reward_errors[0].frames)
+        first = reward_errors[0]
+        return failed(RolloutStatus.ENV_ERROR, first.type, message, of=played, frames=first.frames)
     if not steps and played.stop_condition == "prompt_too_long":
         message = "the prompt does not fit the model's context; raise the engine's max_model_len or shorten the task"
         return failed(RolloutStatus.PROMPT_TOO_LONG, "PromptTooLong", message, of=played)
@@ -308,9 +345,17 @@ def _turns(steps: Sequence[Mapping[str, Any]]) -> list[Turn]:
                 completion_ids=completion_ids,
                 logprobs=tokens["completion_logprobs"],
                 spans=spans.find(completion_ids),
+                reward=_step_reward(step.get("reward")),
             )
         )
     return turns
+
+
+def _step_reward(value: Any) -> float | None:
+    """The reward of a step, if it has one; what is no number is none that training could use either."""
+    if value is None:
+        return None
+    return float(value) if isinstance(value, int | float) else math.nan
 
 
 def _messages(value: Any) -> list[Mapping[str, Any]]:

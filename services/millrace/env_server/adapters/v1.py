@@ -6,61 +6,72 @@ policy's own tokenizer and asks the engine for exact tokens. Args of the environ
 """
 
 import contextlib
+import functools
 import itertools
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from types import ModuleType
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Self
 
 import verifiers.v1 as vf
 from verifiers.v1.clients.train import TrainClient
 from verifiers.v1.configs.agent import AgentConfig
 
-from millrace.env_server.adapters import harness_v1
+from millrace.env_server.adapters import harness_v1, judges
 from millrace.env_server.adapters.env_args import RENDERER, V1_ENV, V1_EVAL_ARGS, V1_NUM_TASKS
 from millrace.env_server.adapters.failures import frames_of, our_spelling, trace_text
-from millrace.env_server.adapters.outcome import Outcome, checked, failed
+from millrace.env_server.adapters.outcome import Outcome, checked, failed, failed_like
 from millrace.env_server.adapters.renderer import (
+    DEFAULT,
     MISSING_TOKENS_MARK,
     UNREADABLE_MARK,
+    choose_renderer,
     install_span_capture,
     renderer_config,
 )
+from millrace.env_server.adapters.runtimes_v1 import check_runtimes, tool_servers
 from millrace.env_server.adapters.samples import MissingTokensError
 from millrace.env_server.adapters.samples_v1 import branch_samples
 from millrace.env_server.adapters.span_log import SPANS
 from millrace.env_server.adapters.tasks import TaskTable, build_task_table, no_tasks
-from millrace.env_server.adapters.text_only import not_text_error, other_part, refusal
-from millrace.env_server.adapters.trainable_v1 import check_one_trainable
+from millrace.env_server.adapters.text_only import not_text_error, other_part, refusal, refuse_other_parts
+from millrace.env_server.adapters.traces_v1 import merged
+from millrace.env_server.adapters.trainable_v1 import ONE_TRACE, SEVERAL_TRACES, check_trainable
 from millrace.env_server.engine_loss import ENGINE_LOST_MARK
-from millrace.env_server.requests import LoadedEnv, PlayRequest
-from millrace.rollouts.types import RolloutStatus
+from millrace.env_server.library.v1 import is_too_long
+from millrace.rollouts.requests import EnvSpec, LoadedEnv, PlayRequest
+from millrace.rollouts.types import RolloutStatus, Trace
 
 _API_KEY_VARIABLE = "MILLRACE_ENGINE_API_KEY"
 # Of an endless taskset; a run needs a number.
 _DEFAULT_NUM_TASKS = 10_000
 # Rollouts that share one tokenizer copy of about 80 MB; more than a worker plays at once.
 _MAX_ROLLOUTS_PER_RENDERER = 256
-_CONTEXT_LENGTH = "context_length"
-
-
-def exports_taskset(module: ModuleType) -> bool:
-    """Whether the module's `__all__` names a Taskset class."""
-    exported = (getattr(module, name, None) for name in getattr(module, "__all__", ()))
-    return any(isinstance(thing, type) and issubclass(thing, vf.Taskset) for thing in exported)
 
 
 _NotTextError = not_text_error(vf.TaskError)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpectedTraces:
+    """How many trainable traces an episode may have, and has as far as the environment's config says."""
+
+    takes_several: bool
+    has_several: bool
+
+
 class V1Adapter:
     """A loaded v1 environment."""
 
-    def __init__(self, env: Any, *, eval_taskset: Any | None, renderer: str, num_tasks: int) -> None:
+    def __init__(
+        self, env: Any, *, eval_taskset: Any | None, renderer: str, num_tasks: int, traces: "ExpectedTraces"
+    ) -> None:
         self._env = env
+        self._traces = traces
         self._renderer = renderer
+        self._has_tools = bool(tool_servers(env))
         self._stack = contextlib.AsyncExitStack()
         self.train = _table(env.taskset, num_tasks)
         self.eval = no_tasks() if eval_taskset is None else _table(eval_taskset, num_tasks)
@@ -68,19 +79,28 @@ class V1Adapter:
         self.loaded = LoadedEnv(api="v1", requires_group=False, train=self.train, eval=self.eval)
 
     @classmethod
-    def load(cls, env_id: str, args: Mapping[str, Any]) -> Self:
+    def load(cls, spec: EnvSpec, args: Mapping[str, Any]) -> Self:
         """Build the environment. Its exceptions pass through."""
+        takes_several = spec.takes_several_traces
+        judges.JudgeGate(max_concurrent=spec.judge_max_concurrent, timeout_s=spec.judge_timeout_s).install()
+        _mark_scoring()
         own = dict(args)
         renderer = str(own.pop(RENDERER, "") or "")
         extra = dict(own.pop(V1_ENV, None) or {})
         eval_args = own.pop(V1_EVAL_ARGS, None)
         num_tasks = int(own.pop(V1_NUM_TASKS, _DEFAULT_NUM_TASKS))
-        env = vf.load_environment(_config(env_id, own, extra))
-        check_one_trainable(env)
+        env = vf.load_environment(_config(spec.id, own, extra))
+        check_runtimes(env)
+        has_several = check_trainable(env, takes_several=takes_several)
+        traces = ExpectedTraces(takes_several=takes_several, has_several=has_several)
         eval_taskset = None
         if eval_args is not None:
-            eval_taskset = vf.load_taskset(_config(env_id, {**own, **eval_args}, extra).taskset)
-        return cls(env, eval_taskset=eval_taskset, renderer=renderer, num_tasks=num_tasks)
+            eval_taskset = vf.load_taskset(_config(spec.id, {**own, **eval_args}, extra).taskset)
+        loaded = cls(env, eval_taskset=eval_taskset, renderer=renderer, num_tasks=num_tasks, traces=traces)
+        if spec.is_text_only:
+            for tasks, table in (("training", loaded.train), ("held-out", loaded.eval)):
+                refuse_other_parts((table.row(index).data.prompt for index in range(len(table))), tasks=tasks)
+        return loaded
 
     async def start(self) -> None:
         """Start the interception server and shared tools, for the life of the process."""
@@ -99,6 +119,8 @@ class V1Adapter:
         if not tokenizer_dir and not request.is_external:
             raise ValueError("v1 environments tokenize on the client side: the request needs a tokenizer_manifest_key")
         task = (self.train if request.has_train_task else self.eval).row(request.task_index)
+        if not request.is_external and (why := self._no_tool_parser(tokenizer_dir)):
+            return [failed(RolloutStatus.ENV_ERROR, "NoToolParser", why)] * len(request.members)
         context = vf.ModelContext(
             model=request.model,
             client=self._client_config(request, tokenizer_dir),
@@ -107,8 +129,22 @@ class V1Adapter:
         outcomes: list[Outcome] = []
         for _ in request.members:
             episode = await self._env.run_episode(task, context)
-            outcomes.append(_outcome(episode, requires_spans=request.is_training, has_tokens=not request.is_external))
+            is_external = request.is_external
+            outcomes.append(
+                _outcome(episode, self._traces, requires_spans=request.is_training, has_tokens=not is_external)
+            )
         return outcomes
+
+    def _no_tool_parser(self, tokenizer_dir: str) -> str:
+        """Why nobody could read the policy's tool calls, or ""."""
+        name = self._renderer or choose_renderer(Path(tokenizer_dir))
+        if name != DEFAULT or not self._has_tools:
+            return ""
+        return (
+            "the environment offers tools, and the tool calls of this model are of no known format; set `renderer` in "
+            "the environment's args (`orchestrator.env.args.renderer`) to that of the model's family, such as "
+            '"qwen3", or train a model whose chat template is that of its family'
+        )
 
     def _client_config(self, request: PlayRequest, tokenizer_dir: str) -> Any:
         """The train client, which gives exact tokens; for an endpoint that is not ours the relaying one."""
@@ -153,6 +189,18 @@ def _keep_whole_traces() -> None:
     vf.TaskError.__init__, vf.Trace.record_error = init, record_error
 
 
+def _mark_scoring() -> None:
+    """Have what a task's rewards and judges ask pass the gate of judges."""
+    stock = vf.Task.score
+
+    @functools.wraps(stock)
+    async def score(self: Any, *args: Any, **kwargs: Any) -> None:
+        with judges.scoring():
+            await stock(self, *args, **kwargs)
+
+    vf.Task.score = score
+
+
 def _refuse_other_parts() -> None:
     """Have the train client refuse content parts that are not text; the relaying one takes them."""
     stock = TrainClient.get_response
@@ -172,27 +220,39 @@ def _table(taskset: Any, num_tasks: int) -> TaskTable:
     )
 
 
-def _outcome(episode: Any, *, requires_spans: bool, has_tokens: bool) -> Outcome:
+def _outcome(episode: Any, expected: ExpectedTraces, *, requires_spans: bool, has_tokens: bool) -> Outcome:
     """The usable-for-training rule: `ok` everywhere, no timeout, every reward there, exact tokens (`has_tokens`)."""
     traces = [trace for trace in episode.traces if trace.agent.trainable]
     spans = {trace.id: SPANS.take(trace.id) for trace in episode.traces}
-    trace = traces[0] if traces else None
-    played = Outcome(status=RolloutStatus.OK) if trace is None else _played(trace)
-    if failure := _failure(episode, trace, played):
-        return failure
-    if len(traces) != 1:
-        message = (
-            f"the episode has {len(traces)} trainable traces, and Millrace trains one per rollout; let the environment "
-            "run one trainable agent once per episode (`Env.setup` marks the others `trainable = False`)"
-        )
+    each = [_played(trace) for trace in traces] or [Outcome(status=RolloutStatus.OK)]
+    names_agents = expected.takes_several and (expected.has_several or len(traces) > 1)
+    played = merged([trace.agent.name for trace in traces], each) if traces and names_agents else each[0]
+    for trace, own in zip(traces or [None], each, strict=True):
+        if failure := _failure(episode, trace, own):
+            return failed_like(failure, of=played)
+    if len(traces) != 1 and not expected.takes_several:
+        message = f"the episode has {len(traces)} trainable traces, and {ONE_TRACE}; {SEVERAL_TRACES}"
         return failed(RolloutStatus.ENV_ERROR, "MultipleTraces", message, of=played)
-    if not has_tokens:
-        return checked(played)
     try:
-        samples = branch_samples(traces[0].branches, spans[traces[0].id], requires_spans=requires_spans)
+        samples = [
+            branch_samples(trace.branches, spans[trace.id], requires_spans=requires_spans) if has_tokens else ()
+            for trace in traces
+            if trace.num_turns or not names_agents  # who never moved has nothing to learn from
+        ]
     except MissingTokensError as error:
         return failed(RolloutStatus.MISSING_TOKENS, error.error_type, str(error), of=played)
-    return checked(replace(played, samples=samples))
+    if not samples:
+        return failed(RolloutStatus.MISSING_TOKENS, "MissingTokens", "no agent made a model call", of=played)
+    moved = [(trace, own) for trace, own in zip(traces, each, strict=True) if trace.num_turns]
+    named = (
+        [
+            Trace(agent=str(trace.agent.name), reward=own.reward, num_samples=len(cut), num_turns=own.num_turns)
+            for (trace, own), cut in zip(moved, samples, strict=True)
+        ]
+        if names_agents
+        else []
+    )
+    return checked(replace(played, samples=[sample for cut in samples for sample in cut], traces=named))
 
 
 def _played(trace: Any) -> Outcome:
@@ -224,7 +284,7 @@ def _failure(episode: Any, trace: Any, played: Outcome) -> Outcome | None:
         message = error.message if error else f"stopped by {stop or 'a deadline'} of the environment"
         message = f"{our_spelling(message)}; {_timeout_remedy(message, trace)}"
         return failed(RolloutStatus.TIMEOUT, "EnvironmentTimeout", message, of=played)
-    if stop == _CONTEXT_LENGTH and not played.num_turns:
+    if not played.num_turns and is_too_long(stop, error):
         message = "the prompt does not fit the model's context; raise the engine's max_model_len or shorten the task"
         return failed(RolloutStatus.PROMPT_TOO_LONG, "PromptTooLong", message, of=played)
     if lost := next((each for each in errors if ENGINE_LOST_MARK in each.message), None):
@@ -235,7 +295,7 @@ def _failure(episode: Any, trace: Any, played: Outcome) -> Outcome | None:
         is_fault = is_fault and not any(mark in error.message for mark in (MISSING_TOKENS_MARK, UNREADABLE_MARK))
         return failed(
             _error_status(error),
-            error.type,
+            judges.TIMEOUT_TYPE if judges.is_late(error.message) else error.type,
             our_spelling(error.message),
             of=played,
             frames=frames,

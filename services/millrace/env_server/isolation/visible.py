@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any, Self
 from urllib.parse import urlsplit
 
+from millrace.env_server.interpreters.allowed import PYTHONS_VARIABLE
+
 VISIBLE_VARIABLE = "MILLRACE_ENV_VISIBLE"
 _OURS = "MILLRACE_"
 # Links to /usr on most systems, which are shown as what they lead to.
@@ -72,7 +74,12 @@ def _hidden(environ: Mapping[str, str], shown: Iterable[str]) -> list[str]:
     found: list[str] = []
     for name, value in environ.items():
         path = urlsplit(value).path if value.startswith("file://") else value
-        if not name.startswith(_OURS) or name == VISIBLE_VARIABLE or not os.path.isabs(path) or path == "/":
+        if (
+            not name.startswith(_OURS)
+            or name in (VISIBLE_VARIABLE, PYTHONS_VARIABLE)
+            or not os.path.isabs(path)
+            or path == "/"
+        ):
             continue
         found.append(path)
         parent = Path(os.path.realpath(path)).parent

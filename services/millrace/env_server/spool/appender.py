@@ -12,11 +12,11 @@ may have lost its tail), it first reads which entries that copy holds and makes 
 import asyncio
 import itertools
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 
 from millrace.backoff import Backoff
 from millrace.env_server.spool.files import Kept, Spool
-from millrace.errors import LogGoneError
+from millrace.errors import LogGoneError, UnavailableError
 from millrace.runlog.names import Stream
 from millrace.runlog.redis.hashes import read_hashes
 from millrace.runlog.redis.log import AppendResult, RunLog
@@ -30,7 +30,9 @@ MAX_DELAY_S = 5.0
 # RunLog retries a lost connection for 30 s; one append is one such round.
 _CALL_TIMEOUT_S = 60.0
 _FIRST_LOOK_S = 2.0  # a store that answers does so sooner; one that does not is no reason to keep rollouts back
-_PARALLEL_APPENDS = 16
+# What one command appends at most; Redis serves nobody else meanwhile.
+_APPENDED_TOGETHER = 64
+_APPENDED_BYTES = 4 * 2**20
 
 
 class RunAppender:
@@ -176,15 +178,23 @@ class RunAppender:
             log = await self._opened()
             if self._has_to_compare():
                 await self._compare(log)
-            batch = list(itertools.islice(self._pending.values(), _PARALLEL_APPENDS))
-            problems = await asyncio.gather(*(self._append(log, kept) for kept in batch))
+            return await self._append(log, self._next())
         except LogGoneError as error:
             self._is_gone = True
             return str(error)
         # Whatever it is, giving up here would lose finished rollouts without a word.
         except Exception as error:  # noqa: BLE001 - said in the log and in the wait, then tried again
             return f"{type(error).__name__}: {error}"
-        return next(filter(None, problems), "")
+
+    def _next(self) -> list[Kept]:
+        """The oldest pending rollouts that one command may append; at least one."""
+        batch, num_bytes = [], 0
+        for kept in itertools.islice(self._pending.values(), _APPENDED_TOGETHER):
+            num_bytes += kept.size_bytes
+            if batch and num_bytes > _APPENDED_BYTES:
+                break
+            batch.append(kept)
+        return batch
 
     async def _opened(self) -> RunLog:
         async with asyncio.timeout(_CALL_TIMEOUT_S):
@@ -216,30 +226,47 @@ class RunAppender:
         fields = {"run": self._uid, "instance": instance, "kept": len(kept), "missing": missing}
         logger.info("spool compared with the log", extra=fields)
 
-    async def _append(self, log: RunLog, kept: Kept) -> str:
-        """One attempt; the problem in words, or "" if it is settled."""
-        data = await self._spool.read(kept)
-        if data is None or kept.h not in self._pending:  # damaged, or given up
-            self._settle(kept.h, is_appended=False)
+    async def _append(self, log: RunLog, batch: Sequence[Kept]) -> str:
+        """One attempt for all of them; the problem in words, or "" if they are settled."""
+        data: dict[str, bytes] = {}
+        for kept in batch:
+            read = await self._spool.read(kept)
+            if read is None or kept.h not in self._pending:  # damaged, or given up
+                self._settle(kept.h, is_appended=False)
+            else:
+                data[kept.h] = read
+        appended = [kept for kept in batch if kept.h in data]
+        if not appended:
             return ""
         try:
-            faults.reach(Point.ENV_SERVER_BEFORE_APPEND, step=kept.planned_step)
+            for kept in appended:
+                faults.reach(Point.ENV_SERVER_BEFORE_APPEND, step=kept.planned_step)
             async with asyncio.timeout(_CALL_TIMEOUT_S):
-                result = await log.append_rollout(data)
-            faults.reach(Point.ENV_SERVER_AFTER_APPEND, step=kept.planned_step)
+                result = await log.append_rollouts(list(data.values()))
+            for kept in appended:
+                faults.reach(Point.ENV_SERVER_AFTER_APPEND, step=kept.planned_step)
         except LogGoneError as error:
             self._is_gone = True
             return str(error)
         except Exception as error:  # noqa: BLE001 - said in the log and in the wait, then tried again
-            if kept.h in self._pending:  # behind the others: one that is refused must not hold them up
-                self._pending[kept.h] = self._pending.pop(kept.h)
-            return f"{type(error).__name__}: {error}"
+            return await self._after_failure(log, appended, error)
         if result in (AppendResult.OK, AppendResult.ALREADY):
-            self._spool.note_appended(kept)
-            self._settle(kept.h, is_appended=True)
+            for kept in appended:
+                self._spool.note_appended(kept)
+                self._settle(kept.h, is_appended=True)
             return ""
         self._is_gone = True  # wiped, or rebuilt in another generation
         return f"the log answered {result.name}"
+
+    async def _after_failure(self, log: RunLog, batch: Sequence[Kept], error: Exception) -> str:
+        """One that is refused must not hold the others up: each is tried alone, and goes behind the others."""
+        if len(batch) > 1 and not isinstance(error, UnavailableError | TimeoutError):
+            problems = [await self._append(log, [kept]) for kept in batch]
+            return next(filter(None, problems), "")
+        for kept in batch:
+            if kept.h in self._pending:
+                self._pending[kept.h] = self._pending.pop(kept.h)
+        return f"{type(error).__name__}: {error}"
 
     def _settle(self, h: str, *, is_appended: bool) -> None:
         self._pending.pop(h, None)

@@ -5,16 +5,20 @@ stays one until the run's resolved watermark passes its ordinal: so neither `kil
 lost its tail or everything costs a finished rollout. `appender` appends the files to the log, again to a rebuilt one.
 
     {MILLRACE_SPOOL_DIR}/.lock                                        one env-server per directory
-    {MILLRACE_SPOOL_DIR}/{uid}/{t|e}-{ordinal}-{sha256}.rollout       exactly the bytes of the log's entry
+    {MILLRACE_SPOOL_DIR}/{uid}/{ordinal}-{sha256}.rollouts            named by its first; see `records`
     {MILLRACE_SPOOL_DIR}/.dropped-{time}-{uid}/                       of a run that ended: being deleted
     {MILLRACE_SPOOL_DIR}/damaged/{uid}-{name}                         what did not have its sha256: never appended
 
-A file appears whole by a rename and is not fsynced: the kernel keeps what a killed process wrote, and a machine that
-loses power loses at most the last half minute of files, torn ones show by their sha256, and what is lost is played
-again. An fsync per rollout would cost every run milliseconds per rollout to save that.
+A file holds what finished while the one before it was written: with hundreds of short rollouts per second a file for
+each costs more than everything else here, because Python's lock changes hands at every call to the kernel. A file is
+deleted with the last of its rollouts; a successor may so find resolved ones, which nobody counts again. It appears
+whole by a rename and is not fsynced: the kernel keeps what a killed process wrote, and a machine that loses power loses
+at most the last half minute of files, torn ones show by their sha256, and what is lost is played again. An fsync per
+file would cost every run milliseconds per rollout to save that.
 """
 
 import asyncio
+import contextlib
 import fcntl
 import hashlib
 import logging
@@ -24,13 +28,14 @@ import shutil
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, TypeVar
 
 from millrace.backoff import Backoff
+from millrace.env_server.spool.records import SpoolFile, scan_file, write_file
 from millrace.errors import CapacityError, InvalidStateError
 from millrace.rollouts.types import Purpose, Rollout
 from millrace.rollouts.wire import encode_rollout
@@ -38,7 +43,7 @@ from millrace.telemetry import waits
 
 logger = logging.getLogger(__name__)
 
-_NAME = re.compile(r"(?P<kind>[te])-(?P<ordinal>\d{12,})-(?P<h>[0-9a-f]{64})\.rollout")
+_NAME = re.compile(r"\d{12,}-[0-9a-f]{64}\.rollouts")
 _PARTIAL = re.compile(r"\.[0-9a-f]{64}\.tmp")
 _DAMAGED = "damaged"
 _LOCK = ".lock"
@@ -58,18 +63,21 @@ class Kept:
     is_eval: bool
     ordinal: int
     h: str
-    """sha256 of its bytes in hex: the name of the file, and the field `h` of its entry in the log."""
+    """sha256 of its bytes in hex; the field `h` of its entry in the log."""
     size_bytes: int
     planned_step: int = 0
     data: bytes | None = field(default=None, repr=False)
-    is_written: bool = False
+    file: SpoolFile | None = None
+    """Where its bytes are; None while they are not written."""
+    offset: int = 0
+    """Where they begin there."""
     appended_at: float | None = None
     """Monotonic time at which it was known to be in the log; None before."""
 
     @property
-    def file_name(self) -> str:
-        """Name of its file in the run's directory."""
-        return f"{'e' if self.is_eval else 't'}-{self.ordinal:012d}-{self.h}.rollout"
+    def is_written(self) -> bool:
+        """Whether a file holds it."""
+        return self.file is not None
 
 
 class Spool:
@@ -88,6 +96,10 @@ class Spool:
         self._unwritten: dict[str, Kept] = {}
         self._disk_problem = ""
         self._rewriting: asyncio.Task[None] | None = None
+        self._queue: list[Kept] = []
+        self._next_write: asyncio.Task[None] | None = None
+        """Will write the queue."""
+        self._one_write = asyncio.Lock()
         self.executor = ThreadPoolExecutor(1, "spool")
         self._lock_file = self._take()
         self._scan()
@@ -141,12 +153,36 @@ class Spool:
             data=data,
         )
         self._add(kept)
-        try:
-            await self._in_thread(lambda: self._write(kept))
-        except OSError as error:
-            if self.holds(kept):
-                self._note_unwritten(kept, error)
+        self._queue.append(kept)
+        if self._next_write is None:
+            self._next_write = asyncio.create_task(self._write_queue(), name="spool write")
+        with self._disk_wait():
+            await asyncio.shield(self._next_write)
         return kept
+
+    async def _write_queue(self) -> None:
+        """Write what waits. What finishes meanwhile is written together."""
+        async with self._one_write:
+            batch, self._queue, self._next_write = self._queue, [], None
+            by_run: dict[str, list[Kept]] = {}
+            for kept in batch:
+                by_run.setdefault(kept.run_uid, []).append(kept)
+            for together in by_run.values():
+                try:
+                    await self._write(together)
+                except OSError as error:
+                    await self._write_alone(together, error)
+
+    async def _write_alone(self, refused: Sequence[Kept], error: OSError) -> None:
+        """Where the disk did not take all of them in one file, it may take some."""
+        for kept in refused:
+            try:
+                if len(refused) == 1:
+                    raise error
+                await self._write([kept])
+            except OSError as problem:
+                if self.holds(kept):
+                    self._note_unwritten(kept, problem)
 
     async def read(self, kept: Kept) -> bytes | None:
         """Its bytes; None if it was dropped, or if the file is damaged or lost: then it is not kept any more."""
@@ -154,22 +190,22 @@ class Spool:
             return kept.data
         if not self.holds(kept):
             return None
-        path = self._path(kept)
         problem = ""
         try:
-            data = await self._in_thread(path.read_bytes)
+            data = await self._in_thread(lambda: _read(kept))
         except OSError as error:
             data, problem = b"", str(error)
         if not self.holds(kept):  # dropped while it was read
             return None
         if not problem and hashlib.sha256(data).hexdigest() != kept.h:
-            problem = f"its {len(data)} bytes do not have the sha256 of its name"
+            problem = f"its {len(data)} bytes do not have the sha256 of its record"
         if not problem:
             return data
-        aside = self.directory / _DAMAGED / f"{kept.run_uid}-{kept.file_name}"
-        logger.error("spool file is damaged and moved aside", extra={"path": str(aside), "problem": problem})
-        self._forget(kept)
-        await self._in_thread(lambda: _move(path, aside))
+        aside = self.directory / _DAMAGED / f"{kept.run_uid}-{kept.ordinal:012d}-{kept.h}"
+        logger.error("rollout is damaged in the spool and put aside", extra={"path": str(aside), "problem": problem})
+        if data:
+            await self._in_thread(lambda: _put_aside(aside, data))
+        await self.drop([kept])
         return None
 
     def note_appended(self, kept: Kept) -> None:
@@ -180,7 +216,7 @@ class Spool:
 
     async def drop(self, dropped: Iterable[Kept]) -> None:
         """Forget rollouts and delete their files."""
-        paths = [self._path(kept) for kept in dropped if self._forget(kept)]
+        paths = [file.path for kept in dropped if (file := self._forget(kept)) is not None and not file.num_kept]
         if paths:
             await self._in_thread(lambda: _delete(paths))
 
@@ -198,6 +234,10 @@ class Spool:
 
     async def close(self) -> None:
         """Write what the disk refused, if it takes it now, and give the directory to a successor."""
+        if self._next_write is not None:
+            await self._next_write
+        async with self._one_write:  # the write before it is done
+            pass
         if self._rewriting is not None:
             self._rewriting.cancel()
             await asyncio.gather(self._rewriting, return_exceptions=True)
@@ -213,40 +253,44 @@ class Spool:
         self._runs.setdefault(kept.run_uid, {})[kept.h] = kept
         self.num_bytes += kept.size_bytes
 
-    def _forget(self, kept: Kept) -> bool:
-        """Whether it was kept."""
+    def _forget(self, kept: Kept) -> SpoolFile | None:
+        """Forget it; its file, if it was kept in one."""
         run = self._runs.get(kept.run_uid, {})
         if run.pop(kept.h, None) is None:
-            return False
+            return None
         if not run:
             del self._runs[kept.run_uid]
         self._unwritten.pop(kept.h, None)
         self.num_bytes -= kept.size_bytes
         kept.data = None
-        return True
-
-    def _path(self, kept: Kept) -> Path:
-        return self.directory / kept.run_uid / kept.file_name
+        file = kept.file
+        if file is not None:
+            file.num_kept -= 1
+        return file
 
     async def _in_thread(self, function: Callable[[], T]) -> T:
-        reason = f"{waits.COUNT} reads and writes of the spool {self.directory}"
-        with waits.shared(reason, waits_on="disk", deadline_s=_SLOW_DISK_S, quiet_s=_QUIET_DISK_S):
+        with self._disk_wait():
             return await asyncio.get_running_loop().run_in_executor(self.executor, function)
 
-    def _write(self, kept: Kept) -> None:
-        """Write its file; runs in the thread."""
-        data, path = kept.data, self._path(kept)
-        if data is None:
+    def _disk_wait(self) -> contextlib.AbstractContextManager[object]:
+        reason = f"{waits.COUNT} reads and writes of the spool {self.directory}"
+        return waits.shared(reason, waits_on="disk", deadline_s=_SLOW_DISK_S, quiet_s=_QUIET_DISK_S)
+
+    async def _write(self, batch: Sequence[Kept]) -> None:
+        """Write rollouts of one run into one file. Raises OSError."""
+        rollouts = [(kept.is_eval, kept.ordinal, kept.h, kept.data) for kept in batch if kept.data is not None]
+        if not rollouts:
             return  # dropped meanwhile
-        path.parent.mkdir(exist_ok=True)
-        partial = path.with_name(f".{kept.h}.tmp")
-        try:
-            partial.write_bytes(data)
-            partial.rename(path)
-        except OSError:
-            partial.unlink(missing_ok=True)
-            raise
-        kept.is_written = True
+        folder = f"{self.directory}/{batch[0].run_uid}"
+        written = asyncio.get_running_loop().run_in_executor(self.executor, write_file, folder, rollouts)
+        file, offsets = await written
+        places = {h: offset for (_, _, h, _), offset in zip(rollouts, offsets, strict=True)}
+        for kept in batch:
+            if kept.h in places and self.holds(kept):  # else it was dropped meanwhile
+                kept.file, kept.offset = file, places[kept.h]
+                file.num_kept += 1
+        if not file.num_kept:
+            await self._in_thread(lambda: _delete([file.path]))
 
     def _note_unwritten(self, kept: Kept, error: OSError) -> None:
         self._disk_problem = f"{type(error).__name__}: {error.strerror or error}"
@@ -270,7 +314,7 @@ class Spool:
         """Write what is in memory until the disk refuses; whether it took everything."""
         for kept in list(self._unwritten.values()):
             try:
-                await self._in_thread(lambda kept=kept: self._write(kept))
+                await self._write([kept])
             except OSError as error:
                 self._disk_problem = f"{type(error).__name__}: {error.strerror or error}"
                 return False
@@ -308,24 +352,48 @@ class Spool:
                 threading.Thread(target=shutil.rmtree, args=(directory,), kwargs={"ignore_errors": True}).start()
                 continue
             for path in directory.iterdir():
-                match = _NAME.fullmatch(path.name)
-                if match is None:
-                    if _PARTIAL.fullmatch(path.name):  # a write that was cut short; other files are not ours
-                        path.unlink()
-                    continue
-                is_eval, ordinal = match["kind"] == "e", int(match["ordinal"])
-                kept = Kept(
-                    run_uid=directory.name,
-                    is_eval=is_eval,
-                    ordinal=ordinal,
-                    h=match["h"],
-                    size_bytes=path.stat().st_size,
-                    is_written=True,
-                )
-                self._add(kept)
+                if _NAME.fullmatch(path.name) is not None:
+                    self._take_over(path)
+                elif _PARTIAL.fullmatch(path.name):  # a write that was cut short; other files are not ours
+                    path.unlink()
         if self._runs:
             extra = {"rollouts": sum(map(len, self._runs.values())), "runs": len(self._runs), "bytes": self.num_bytes}
             logger.info("spool taken over", extra={"directory": str(self.directory), **extra})
+
+    def _take_over(self, path: Path) -> None:
+        """Keep what a predecessor's file holds; what is no record of it goes with it when the others are dropped."""
+        records, problem = scan_file(path)
+        file = SpoolFile(path)
+        for record in records:
+            kept = Kept(
+                run_uid=path.parent.name,
+                is_eval=record.is_eval,
+                ordinal=record.ordinal,
+                h=record.h,
+                size_bytes=record.size_bytes,
+                file=file,
+                offset=record.offset,
+            )
+            file.num_kept += 1
+            self._add(kept)
+        if problem:
+            aside = self.directory / _DAMAGED / f"{path.parent.name}-{path.name}"
+            logger.error("spool file is damaged", extra={"path": str(path), "problem": problem, "aside": str(aside)})
+            _put_aside(aside, path.read_bytes())
+        if not records:
+            path.unlink()
+
+
+def _read(kept: Kept) -> bytes:
+    return b"" if kept.file is None else kept.file.read(kept.offset, kept.size_bytes)
+
+
+def _put_aside(aside: Path, data: bytes) -> None:
+    try:
+        aside.parent.mkdir(exist_ok=True)
+        aside.write_bytes(data)
+    except OSError as error:
+        logger.error("damaged rollout could not be put aside", extra={"path": str(aside), "problem": str(error)})
 
 
 def _move(path: Path, aside: Path) -> None:
@@ -341,7 +409,9 @@ def _move(path: Path, aside: Path) -> None:
 def _delete(paths: Iterable[Path]) -> None:
     for path in paths:
         try:
-            path.unlink(missing_ok=True)
+            os.unlink(path)
+        except FileNotFoundError:
+            pass
         except OSError as error:
             logger.error("spool file could not be deleted", extra={"path": str(path), "problem": str(error)})
 

@@ -17,6 +17,7 @@ import orjson
 from millrace.config.sections.algo import TeacherConfig
 from millrace.env_server.engine_loss import EXTERNAL_MAX_ATTEMPTS, EXTERNAL_RETRIED_STATUSES, external_pause_s
 from millrace.rollouts.types import Float32Array
+from millrace.rpc.keep_alive import kept_alive_socket
 from millrace.telemetry import waits
 
 logger = logging.getLogger(__name__)
@@ -61,7 +62,7 @@ class TeacherClient:
             self._headers["Authorization"] = f"Bearer {api_key}"
         self._lane = asyncio.Semaphore(_MAX_CONCURRENT)
         self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0),
+            connector=aiohttp.TCPConnector(limit=0, socket_factory=kept_alive_socket),
             timeout=aiohttp.ClientTimeout(total=_ATTEMPT_TIMEOUT_S, sock_connect=_CONNECT_TIMEOUT_S),
         )
 

@@ -24,11 +24,11 @@ import numpy as np
 from millrace.backoff import Backoff
 from millrace.config.sections.algo import AlgoConfig, TeacherConfig
 from millrace.decoding import MAX_JSON_BYTES
-from millrace.env_server.requests import PlayRequest
 from millrace.env_server.teacher.check import ABOUT_THE_TOKENS, IS_ANOTHER, TEACHER, check_teacher, refusal
 from millrace.env_server.teacher.client import TeacherClient, TeacherLostError, TeacherRefusedError
 from millrace.env_server.tokenizer_files import TokenizerFiles
 from millrace.errors import CapacityError, InvalidSpecError, NotFoundError, UnavailableError
+from millrace.rollouts.requests import PlayRequest
 from millrace.rollouts.types import MAX_ERROR_MESSAGE_CHARS, Float32Array, Rollout, RolloutError, RolloutStatus, Sample
 from millrace.runlog.names import Names
 from millrace.runlog.records.run_record import RunRecord

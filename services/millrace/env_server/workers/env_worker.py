@@ -14,7 +14,6 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -22,16 +21,18 @@ from millrace.decoding import decode_object
 from millrace.env_server.adapters.adapter import EnvAdapter, load_adapter
 from millrace.env_server.adapters.failures import describe_error, frames_of
 from millrace.env_server.adapters.outcome import Outcome, failed, make_rollout
+from millrace.env_server.interpreters.examine import go_over, require_usable
 from millrace.env_server.isolation.confinement import Confinement
-from millrace.env_server.requests import PlayRequest
-from millrace.env_server.wire import env_from_wire, loaded_to_wire, play_from_wire
+from millrace.env_server.wire import loaded_to_wire
 from millrace.env_server.workers.echo import start_answering
 from millrace.env_server.workers.frames import HEAD_BYTES, decode_frame, encode_frame, frame_length, read_frame
-from millrace.errors import CorruptObjectError
+from millrace.errors import CorruptObjectError, InvalidSpecError
 from millrace.internal.v1 import env_worker_pb2, rollout_pb2
+from millrace.rollouts.request_wire import env_from_wire, play_from_wire
+from millrace.rollouts.requests import PlayRequest
 from millrace.rollouts.types import RolloutStatus
 from millrace.rollouts.wire import rollout_to_proto
-from millrace.telemetry.logging import setup
+from millrace.telemetry.logging import bind, setup
 from millrace.telemetry.startup import without_gc
 
 logger = logging.getLogger(__name__)
@@ -48,21 +49,36 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Millrace environment worker; started by the env-server.")
     parser.add_argument("--fd", type=int, action="append", required=True, help="inherited socket, as of `run`")
     parser.add_argument("--directory", required=True, help="working directory of this worker alone")
-    parser.add_argument("--confinement", required=True, help="what it may, as JSON")
+    parser.add_argument("--confinement", help="what it may, as JSON; nothing if it is confined already")
+    parser.add_argument("--python", default="", help="interpreter that it goes over to, once it is confined")
     args = parser.parse_args()
     with contextlib.suppress(OSError):  # for `top`; only Linux has it
         Path("/proc/self/comm").write_text("env-worker")
-    confinement = decode_object(args.confinement, what="--confinement", reason="SETTINGS_INVALID")
-    run(args.fd, args.directory, Confinement.from_json(confinement))
+    channel_fd, echo_fd, *rest = args.fd
+    if args.confinement is not None:
+        values = decode_object(args.confinement, what="--confinement", reason="SETTINGS_INVALID")
+        confinement = Confinement.from_json(values)
+        confinement.enter(args.directory, files=[channel_fd, echo_fd], control=rest[0] if rest else None)
+    if args.python:
+        _go_over(args.python, channel_fd, echo_fd, args.directory)
+    else:
+        run(channel_fd, echo_fd)
 
 
-def run(files: Sequence[int], directory: str, confinement: Confinement) -> None:
-    """Confine this process, then load, report, play.
+def _go_over(python: str, channel_fd: int, echo_fd: int, directory: str) -> None:
+    """Go on as a worker in that interpreter, which is confined from its first instruction; report why if it cannot."""
+    try:
+        require_usable(python)
+        go_over(python, [f"--fd={channel_fd}", f"--fd={echo_fd}", f"--directory={directory}"])
+    except (InvalidSpecError, OSError) as error:
+        channel = socket.socket(fileno=channel_fd)
+        if (command := _read_first(channel)) is not None:
+            setup("env-worker")
+            _report_failure(channel, command.load.env.id, error)
 
-    `files` are sockets: for commands, for echoes (every byte is answered), and at level `container` for its `Door`.
-    """
-    channel_fd, echo_fd, *rest = files
-    confinement.enter(directory, files=[channel_fd, echo_fd], control=rest[0] if rest else None)
+
+def run(channel_fd: int, echo_fd: int) -> None:
+    """Load, report, play. The sockets are for commands, and for echoes: every byte is answered."""
     for inherited in (channel_fd, echo_fd):
         os.set_inheritable(inherited, False)  # what the environment starts does not get them
     channel = socket.socket(fileno=channel_fd)
@@ -78,18 +94,22 @@ def run(files: Sequence[int], directory: str, confinement: Confinement) -> None:
         with without_gc():
             adapter = load_adapter(env_from_wire(command.load.env))
     # The environment is foreign code: whatever it raises, exit included, is the reason why it could not be loaded.
-    except BaseException as error:  # environment code: whatever it raises is the answer
-        kind, message = describe_error(error)
-        fields = {"env": command.load.env.id, "error": f"{kind}: {message}", "frames": frames_of(error)}
-        logger.info("environment could not be loaded", extra=fields)  # the process that asked says it as an error
-        logger.debug("its whole traceback", exc_info=error)
-        report = env_worker_pb2.EnvFailed(error_type=kind, error_message=message)
-        channel.sendall(encode_frame(env_worker_pb2.WorkerReport(failed=report)))
+    except BaseException as error:  # noqa: BLE001 - environment code: whatever it raises is the answer
+        _report_failure(channel, command.load.env.id, error)
         return
     # Loading a v0 environment installs handlers that start a teardown; here the socket says when to stop.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     asyncio.run(_Worker(adapter, channel).run())
+
+
+def _report_failure(channel: socket.socket, env_id: str, error: BaseException) -> None:
+    kind, message = describe_error(error)
+    fields = {"env": env_id, "error": f"{kind}: {message}", "frames": frames_of(error)}
+    logger.info("environment could not be loaded", extra=fields)  # the process that asked says it as an error
+    logger.debug("its whole traceback", exc_info=error)
+    report = env_worker_pb2.EnvFailed(error_type=kind, error_message=message)
+    channel.sendall(encode_frame(env_worker_pb2.WorkerReport(failed=report)))
 
 
 def _read_first(channel: socket.socket) -> env_worker_pb2.WorkerCommand | None:
@@ -159,7 +179,8 @@ class _Worker:
     async def _play(self, play: env_worker_pb2.PlayMembers) -> None:
         request = play_from_wire(play.request)
         began = time.monotonic()
-        outcomes = await self._outcomes(request, play.tokenizer_dir)
+        with bind(run=request.run_uid):
+            outcomes = await self._outcomes(request, play.tokenizer_dir)
         seconds = time.monotonic() - began
         task_id = self._adapter.loaded.task_id(request)
         ended = env_worker_pb2.PlayEnded(play_id=play.play_id)

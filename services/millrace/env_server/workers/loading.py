@@ -7,10 +7,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from millrace.env_server.isolation.deaths import EnvLoadError
-from millrace.env_server.requests import EnvSpec, LoadedEnv
 from millrace.env_server.workers.starter import WorkerStarter
 from millrace.env_server.workers.worker_process import DEFAULT_BLOCKED_GRACE_S, DEFAULT_FROZEN_S, WorkerProcess
-from millrace.telemetry import waits
+from millrace.rollouts.requests import EnvSpec, LoadedEnv
+from millrace.telemetry import progress
+from millrace.telemetry.progress import Doing
 
 logger = logging.getLogger(__name__)
 
@@ -75,7 +76,8 @@ class Loader:
     async def _wait_loaded(self, worker: WorkerProcess) -> None:
         """Wait until the worker has loaded the tasks of the others. Raises EnvLoadError."""
         timeout_s = self.limits.load_timeout_s
-        with waits.waiting(f"environment {self.env.id} to load", waits_on="env worker", deadline_s=timeout_s):
+        what = f"environment {self.env.id}"
+        with progress.work(Doing.LOAD, what, waits_on="env worker", deadline_s=timeout_s):
             try:
                 async with asyncio.timeout(timeout_s):
                     info = await asyncio.shield(worker.loaded)
@@ -85,6 +87,8 @@ class Loader:
                 raise EnvLoadError("LoadTimeout", message) from None
         if self.info is None:
             self.info = info
+            if not self.env.python:
+                self.starter.note_loaded(info.api)
         elif (info.train.digest, info.eval.digest) != (self.info.train.digest, self.info.eval.digest):
             worker.kill("its tasks differ")
             raise EnvLoadError(

@@ -33,12 +33,12 @@ from millrace.backoff import Backoff
 from millrace.env_server import play_meters
 from millrace.env_server.adapters.outcome import Outcome, failed, make_rollout
 from millrace.env_server.isolation.deaths import DeathCause, EnvLoadError, WorkerDiedError
-from millrace.env_server.requests import EnvSpec, LoadedEnv, PlayRequest
 from millrace.env_server.workers.loading import Loader, PoolLimits
 from millrace.env_server.workers.probes import Probes
 from millrace.env_server.workers.starter import WorkerStarter
 from millrace.env_server.workers.trials import TaskTrials
 from millrace.env_server.workers.worker_process import WorkerProcess
+from millrace.rollouts.requests import EnvSpec, LoadedEnv, PlayRequest
 from millrace.rollouts.types import Rollout, RolloutStatus
 from millrace.telemetry import waits
 

@@ -16,6 +16,7 @@ from typing import Any
 
 from millrace.env_server import play_meters
 from millrace.env_server.engine_access import engine_token_for_workers
+from millrace.env_server.interpreters.examine import shown_files
 from millrace.env_server.isolation.check import furnish
 from millrace.env_server.isolation.confinement import Confinement
 from millrace.env_server.isolation.inherited import worker_environ
@@ -75,8 +76,16 @@ class WorkerStarter:
         if self.template is not None:
             await self.template.warm()
 
-    async def start(self, files: Sequence[int]) -> Started:
-        """Start a worker with these sockets (`worker.run`). Raises OSError."""
+    def note_loaded(self, api: str) -> None:
+        """A worker has loaded an environment of this generation; more of the kind may follow."""
+        if self.template is not None:
+            self.template.note_loaded(api)
+
+    async def start(self, files: Sequence[int], *, python: str = "") -> Started:
+        """Start a worker with these sockets: for commands, echoes, and at level `container` its `Door`. Raises OSError.
+
+        With `python` it goes over to that interpreter; the template is of ours, so such a worker is no copy of it.
+        """
         directory = Path(tempfile.mkdtemp(prefix="w", dir=self.directory))
         try:
             if self.confinement.is_container:
@@ -85,9 +94,9 @@ class WorkerStarter:
             else:
                 self._give(directory)
                 environ = {**self._environ(), "TMPDIR": str(directory)}
-            process = await self._fork(files, environ, directory)
+            process = None if python else await self._fork(files, environ, directory)
             if process is None:
-                process = await self._spawn(files, environ, directory)
+                process = await self._spawn(files, environ, directory, python)
             return Started(process=process, directory=directory)
         except BaseException:  # raised on
             shutil.rmtree(directory, ignore_errors=True)
@@ -113,19 +122,20 @@ class WorkerStarter:
         play_meters.worker_started("fork")
         return process
 
-    async def _spawn(self, files: Sequence[int], environ: Mapping[str, str], directory: Path) -> Process:
-        argv, cwd = self._argv(files, directory), self.directory / "template"
+    async def _spawn(self, files: Sequence[int], environ: Mapping[str, str], directory: Path, python: str) -> Process:
+        argv, cwd = self._argv(files, directory, python), self.directory / "template"
         process = await sessions.start(argv, env=environ, cwd=cwd, pass_fds=list(files))
         play_meters.worker_started("spawn")
         return process
 
-    def _argv(self, files: Sequence[int], directory: Path) -> list[str]:
+    def _argv(self, files: Sequence[int], directory: Path, python: str = "") -> list[str]:
         """The command line of a worker, whose sockets have these numbers."""
         return [
             *(sys.executable, "-m", WORKER_MODULE),
             *(f"--fd={file}" for file in files),
             f"--directory={directory}",
-            f"--confinement={json.dumps(self._confinement_json())}",
+            f"--confinement={json.dumps(self._confinement_json(python))}",
+            *([f"--python={python}"] if python else []),
         ]
 
     def _environ(self) -> dict[str, str]:
@@ -143,9 +153,9 @@ class WorkerStarter:
             environ |= {"HOME": str(self.directory / "home"), "USER": "env", "LOGNAME": "env"}
         return environ
 
-    def _confinement_json(self) -> dict[str, Any]:
+    def _confinement_json(self, python: str) -> dict[str, Any]:
         """With what a worker of level `container` is shown by this env-server: tokenizers, its token, certificates."""
-        given = engine_token_for_workers().visible()
+        given = [*engine_token_for_workers().visible(), *shown_files(python)]
         visible = self.confinement.visible.with_shown([str(self.shared), *given])
         return replace(self.confinement, visible=visible).to_json()
 

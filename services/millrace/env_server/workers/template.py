@@ -1,6 +1,6 @@
 """The template from which workers are forked (`millrace.processes.fork_server`): when it is started, and tried again.
 
-As a program it is that template. It imports what every worker needs, which costs 5 CPU-seconds, once. It runs no code
+As a program it is that template. It imports what every worker needs, which costs 3 CPU-seconds, once. It runs no code
 of environments, knows no secret (it has the variables of a worker), and its copies die with it.
 """
 
@@ -19,14 +19,11 @@ logger = logging.getLogger(__name__)
 
 _TEMPLATE_MODULE = "millrace.env_server.workers.template"
 WORKER_MODULE = "millrace.env_server.workers.env_worker"
-# What workers of both generations of environments import.
-_PRELOADED = (
-    WORKER_MODULE,
-    "millrace.env_server.adapters.v0",
-    "millrace.env_server.adapters.v1",
-    "millrace.env_server.adapters.renderer",
-)
-# It imports 5 CPU-seconds' worth of libraries; a busy machine has its own idea of seconds.
+# What every worker imports, and those of environments of v0; they are most.
+_PRELOADED = (WORKER_MODULE, "millrace.env_server.adapters.v0", "millrace.env_server.adapters.renderer")
+_OF_V1 = "millrace.env_server.adapters.v1"
+"""Another second of imports, which the first worker of v1 pays itself; the template follows for the next ones."""
+# It imports 3 CPU-seconds' worth of libraries; a busy machine has its own idea of seconds.
 _READY_S = 180.0
 _FORK_S = 20.0
 # A template that ends this often, each time within the minute, is not tried again for a while.
@@ -44,6 +41,7 @@ class WorkerTemplate:
         self._cwd = cwd
         self.fork_server = ForkServerClient({WORKER_MODULE: _PRELOADED}, module=_TEMPLATE_MODULE)
         self._began: float | None = None
+        self._has_v1 = False
         self._num_short_lives = 0
         self._not_before = 0.0
 
@@ -60,6 +58,12 @@ class WorkerTemplate:
         with contextlib.suppress(ForkServerError):
             await self._ready()
 
+    def note_loaded(self, api: str) -> None:
+        """An environment of this generation was loaded: what its next workers import is imported now."""
+        if api == "v1" and not self._has_v1:
+            self._has_v1 = True
+            self.fork_server.preload(WORKER_MODULE, _OF_V1)
+
     def close(self) -> None:
         """End the template, and with it every copy."""
         self.fork_server.stop()
@@ -73,6 +77,8 @@ class WorkerTemplate:
             except OSError as error:
                 raise ForkServerError(f"the template could not be started: {error}") from error
             self._began = time.monotonic()
+            if self._has_v1:
+                self.fork_server.preload(WORKER_MODULE, _OF_V1)
         with waits.shared("the template of env workers to import", waits_on="env worker", deadline_s=_READY_S):
             await self.fork_server.wait_loaded(timeout_s=_READY_S)
 

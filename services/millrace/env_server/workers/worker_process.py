@@ -13,8 +13,7 @@ from millrace.env_server.isolation import census
 from millrace.env_server.isolation.deaths import Death, DeathCause, EnvLoadError, WorkerDiedError, describe_death
 from millrace.env_server.isolation.door import Door
 from millrace.env_server.isolation.limits import WorkerLimits
-from millrace.env_server.requests import EnvSpec, LoadedEnv, PlayRequest
-from millrace.env_server.wire import env_to_wire, loaded_from_wire, play_to_wire
+from millrace.env_server.wire import loaded_from_wire
 from millrace.env_server.workers.echo import EchoProbe
 from millrace.env_server.workers.frames import encode_frame, read_frame
 from millrace.env_server.workers.starter import Started, WorkerStarter
@@ -23,6 +22,8 @@ from millrace.internal.v1 import env_worker_pb2
 from millrace.processes.forked import ForkedProcess
 from millrace.processes.sessions import Process
 from millrace.processes.table import kill_session
+from millrace.rollouts.request_wire import env_to_wire, play_to_wire
+from millrace.rollouts.requests import EnvSpec, LoadedEnv, PlayRequest
 from millrace.rollouts.types import Rollout
 from millrace.rollouts.wire import rollout_from_proto
 from millrace.telemetry import faults, waits
@@ -90,7 +91,7 @@ class WorkerProcess:
         if is_container:
             pairs.append(socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET))
         try:
-            started = await starter.start([theirs.fileno() for _, theirs in pairs])
+            started = await starter.start([theirs.fileno() for _, theirs in pairs], python=env.python)
         except BaseException:  # raised on
             for end, _ in pairs:
                 end.close()

@@ -7,7 +7,9 @@ forward pass, and results need no locks.
 
 import asyncio
 import contextlib
+import functools
 import logging
+import random
 import secrets
 import threading
 import time
@@ -30,6 +32,7 @@ from millrace.errors import (
 )
 from millrace.inference import model_files
 from millrace.inference.embedded import loader
+from millrace.inference.embedded.deliveries import Deliveries
 from millrace.inference.embedded.held import HeldWeights
 from millrace.inference.embedded.rows import Running
 from millrace.inference.embedded.scheduler import Scheduler
@@ -94,6 +97,8 @@ class EmbeddedEngine:
         self._closing = False
         self._death = ""
         self._progress = time.monotonic()
+        self._seeds = random.Random(secrets.randbits(256))  # a call of the system once, not per request
+        self._deliveries = Deliveries()
         self._thread = threading.Thread(target=self._run, name="millrace-engine", daemon=True)
         self._thread.start()
 
@@ -154,19 +159,18 @@ class EmbeddedEngine:
             raise CapacityError(f"{MAX_WAITING} requests wait already", reason="QUEUE_FULL", remedy="retry later")
         self._check_prompt(request.prompt_token_ids)
         prompt_length = len(request.prompt_token_ids)
-        done: Future[Generation] = Future()
-        done.set_running_or_notify_cancel()  # from here on only the thread ends it, so there is no race with a cancel
+        done: asyncio.Future[Generation] = asyncio.get_running_loop().create_future()
         seed = request.sampling.seed
         entry = Running(
             request=request,
-            seed=secrets.randbits(64) if seed is None else seed & (1 << 64) - 1,
+            seed=self._seeds.getrandbits(64) if seed is None else seed & (1 << 64) - 1,
             limit=min(prompt_length + max(1, request.sampling.max_tokens), self._model_len),
-            deliver=done.set_result,
-            refuse=done.set_exception,
+            deliver=functools.partial(self._deliveries.add, done),
+            refuse=functools.partial(self._deliveries.add, done),
         )
         self._post(_Command(lambda: self._submit(entry), entry.fail))
         try:
-            return await asyncio.wrap_future(done)
+            return await done
         except asyncio.CancelledError:
             with contextlib.suppress(UnavailableError):  # a thread that ends ends its requests as well
                 self._post(_Command(lambda: self._abort(request.request_id), lambda _: None))
@@ -337,9 +341,11 @@ class EmbeddedEngine:
                         self._wake.wait(_IDLE_WAIT_S)
                 self._drain()
                 self._step()
+                self._deliveries.flush()
         self._drain()  # what was posted before closing; nothing is since
         if self._scheduler is not None:
             self._scheduler.abort_all()
+        self._deliveries.flush()
 
     def _die(self, reason: str) -> None:
         """End everything that waits for the thread, and everything that will come."""
@@ -349,6 +355,7 @@ class EmbeddedEngine:
         self._fail(reason)
         for command in commands:
             command.refuse(UnavailableError(reason, reason="ENGINE_DEAD", remedy="restart the replica"))
+        self._deliveries.flush()
 
     def _drain(self) -> None:
         while self._commands:

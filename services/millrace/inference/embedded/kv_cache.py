@@ -26,6 +26,7 @@ class RowCache(Cache):
         self._rows = 0
         self._length = 0
         self._first_row = 0
+        self._copies: torch.Tensor | None = None
         self._positions: torch.Tensor | None = None
         self._row_index: torch.Tensor | None = None
         self._span = 0
@@ -68,9 +69,13 @@ class RowCache(Cache):
         for block in (*self._keys, *self._values):
             block[rows] = 0
 
-    def begin_prefill(self, first_row: int) -> None:
-        """The next pass computes whole prompts, from position 0, of the rows from `first_row` on."""
+    def begin_prefill(self, first_row: int, copies: torch.Tensor | None = None) -> None:
+        """The next pass computes whole prompts, from position 0, of the rows from `first_row` on.
+
+        `copies` int64 [rows]: which prompt of the pass each row has, where some share one; None if each has its own.
+        """
         self._first_row = first_row
+        self._copies = copies
         self._positions = None
 
     def begin_decode(self, positions: torch.Tensor, span: int) -> None:
@@ -90,9 +95,10 @@ class RowCache(Cache):
         keys, values = self._keys[layer_idx], self._values[layer_idx]
         if self._positions is None:
             count, _, length, _ = key_states.shape
-            rows = slice(self._first_row, self._first_row + count)
-            keys[rows, :, :length] = key_states
-            values[rows, :, :length] = value_states
+            copies = self._copies
+            rows = slice(self._first_row, self._first_row + (count if copies is None else len(copies)))
+            keys[rows, :, :length] = key_states if copies is None else key_states[copies]
+            values[rows, :, :length] = value_states if copies is None else value_states[copies]
             return key_states, value_states
         index = self._row_index
         keys[index, :, self._positions] = key_states[:, :, 0]

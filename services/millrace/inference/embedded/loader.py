@@ -12,6 +12,9 @@ from millrace.errors import InvalidStateError
 from millrace.inference.embedded.weights import check_tensors, copy_tensors, float_dtype
 from millrace.inference.model_files import load_config
 from millrace.policies.tensors import TensorBytes
+from millrace.telemetry import progress
+from millrace.telemetry.progress import Doing
+from millrace.telemetry.progress_bars import loading_counts
 from millrace.telemetry.startup import without_gc
 
 _DEFAULT_POSITIONS = 2048  # where a config names no longest sequence
@@ -31,7 +34,8 @@ def load_model(model_dir: Path, tensors: Mapping[str, TensorBytes] | None) -> to
     config = load_config(model_dir)
     _require_full_attention(config)
     if tensors is None:
-        model = AutoModelForCausalLM.from_pretrained(model_dir, config=config, dtype="auto", local_files_only=True)
+        with progress.work(Doing.LOAD, f"model {model_dir.name}", unit="tensors") as work, loading_counts(work):
+            model = AutoModelForCausalLM.from_pretrained(model_dir, config=config, dtype="auto", local_files_only=True)
     else:
         model = AutoModelForCausalLM.from_config(config, dtype=float_dtype(tensors))
         check_tensors(model, tensors)

@@ -6,6 +6,7 @@ import sys
 
 from millrace.inference.embedded import loader
 from millrace.inference.embedded.engine import EmbeddedEngine
+from millrace.inference.http.parsers import DEFAULT_TOOL_CALL_PARSER, ChatParsers
 from millrace.inference.http.server import HttpApi, start_http
 from millrace.inference.model_files import ModelSlot
 from millrace.inference.registration import http_address
@@ -36,7 +37,7 @@ class EmbeddedReplica:
         slot = ModelSlot()
         names = () if own.model_name is None else (own.model_name,)
         self.parts = ReplicaParts(settings, self._engine, slot, stopping=stopping or asyncio.Event(), extra_names=names)
-        self._api = HttpApi(self._engine, slot)
+        self._api = HttpApi(self._engine, slot, parsers=_parsers(own))
 
     async def run(self) -> None:
         """Serve until it shall stop, then drain."""
@@ -50,3 +51,11 @@ class EmbeddedReplica:
         finally:
             await server.stop()
             await self._engine.close()
+
+
+def _parsers(own: InferenceSettings) -> ChatParsers:
+    return ChatParsers(
+        tool_calls=own.tool_call_parser or DEFAULT_TOOL_CALL_PARSER,
+        reasoning=own.reasoning_parser,
+        has_auto_tool_choice=own.enable_auto_tool_choice is not False,
+    )

@@ -193,21 +193,24 @@ class Scheduler:
         """Compute the first `lengths` tokens of contiguous rows into the cache; logits [N, V] of each last one.
 
         Rows are padded on the right: no real token attends to what follows it, and what the padding leaves in the
-        cache is masked until it is overwritten.
+        cache is masked until it is overwritten. Rows with the same tokens, as a group's have, are computed once.
         """
         longest = int(lengths.max())
+        tokens = self._rows.tokens[rows, :longest]
+        firsts, prompt_of = _distinct(tokens, lengths)
+        is_shared = len(firsts) < len(lengths)
         self._cache.reserve(rows.stop, longest)
-        self._cache.begin_prefill(rows.start)
+        self._cache.begin_prefill(rows.start, torch.from_numpy(prompt_of) if is_shared else None)
         keep, position = np.unique(lengths - 1, return_inverse=True)
         logits = self.model(
-            input_ids=torch.from_numpy(self._rows.tokens[rows, :longest]),
+            input_ids=torch.from_numpy(tokens[firsts] if is_shared else tokens),
             attention_mask=None,  # plain causal attention, which needs no [T, T] mask in memory
-            position_ids=torch.arange(longest).expand(len(lengths), longest),
+            position_ids=torch.arange(longest).expand(len(firsts), longest),
             past_key_values=self._cache,
             use_cache=True,
             logits_to_keep=torch.from_numpy(keep) if wants_logits else 1,
         ).logits
-        return logits[torch.arange(len(lengths)), torch.from_numpy(position)] if wants_logits else logits
+        return logits[torch.from_numpy(prompt_of), torch.from_numpy(position)] if wants_logits else logits
 
     def _decode(self) -> None:
         count = self._rows.count
@@ -307,6 +310,18 @@ class Scheduler:
         if (stop := self._stop_string(row)) is not None:
             return FinishReason.STOP, stop
         return FinishReason.LENGTH, None
+
+
+def _distinct(tokens: np.ndarray, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Of rows of tokens, each of its length: the first row with each content, and per row the number of its content."""
+    numbers: dict[bytes, int] = {}
+    firsts: list[int] = []
+    of_row = np.empty(len(lengths), np.int64)
+    for row, length in enumerate(lengths.tolist()):
+        number = of_row[row] = numbers.setdefault(tokens[row, :length].tobytes(), len(firsts))
+        if number == len(firsts):
+            firsts.append(row)
+    return np.array(firsts, np.int64), of_row
 
 
 def _chunks(first: int, lengths: np.ndarray) -> list[slice]:

@@ -1,7 +1,7 @@
 """Who may use a replica's HTTP API, whichever engine serves it: TLS by its files, and a bearer token.
 
-The workers' token and those of the tokens file do. `GET /health` needs none and tells only its status. See
-`millrace.rpc.access` for the rules and docs/security.md for how to set it up.
+The workers' token and those of the tokens file do; one that may only read sees which models are there. `GET /health`
+needs none and tells only its status. See `millrace.rpc.access` for the rules and docs/security.md for how to set it up.
 """
 
 import json
@@ -9,7 +9,7 @@ import os
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping
 from typing import Any
 
-from millrace.errors import UnauthenticatedError
+from millrace.errors import PermissionDeniedError, UnauthenticatedError
 from millrace.inference.http.limits import MAX_BODY_BYTES, body_too_large
 from millrace.rpc.access import WORKER, ServerAccess
 from millrace.telemetry.settings import Settings
@@ -55,11 +55,16 @@ def vllm_flags(host: str, port: int, environ: Mapping[str, str] | None = None) -
     return flags
 
 
-class TokenGate:
-    """ASGI middleware: 401 without a valid token, before anything is read, and 413 to bodies above the bound.
+def read_only_refusal(error: PermissionDeniedError) -> dict[str, Any]:
+    """The body of a 403, in OpenAI's shape."""
+    return {"error": {"message": error.message, "type": "PermissionDeniedError", "param": None, "code": 403}}
 
-    A body of no announced length looks cut off to the application where it passes the bound. Where tokens are demanded,
-    `GET /health` tells its status and not why.
+
+class TokenGate:
+    """ASGI middleware: 401 without a valid token, 403 with one that may only read, both before anything is read.
+
+    Bodies above the bound get 413; one of no announced length looks cut off to the application where it passes the
+    bound. Where tokens are demanded, `GET /health` tells its status and not why.
     """
 
     def __init__(self, app: App, *, access: ServerAccess | None = None) -> None:
@@ -77,7 +82,10 @@ class TokenGate:
         try:
             self._access.admit_http(scope["path"], values[0] if len(values) == 1 else None)
         except UnauthenticatedError:
-            await self._refuse(scope, send)
+            await _refuse(scope, send, 401, refusal(), CHALLENGE)
+            return
+        except PermissionDeniedError as error:
+            await _refuse(scope, send, 403, read_only_refusal(error))
             return
         size = _content_length(scope)
         if scope["type"] == "http" and size is not None and size > MAX_BODY_BYTES:
@@ -87,11 +95,14 @@ class TokenGate:
             send = _status_only(send)
         await self._app(scope, _bounded(scope, receive), send)
 
-    async def _refuse(self, scope: Mapping[str, Any], send: Send) -> None:
-        if scope["type"] != "http":
-            await send({"type": "websocket.close", "code": 1008})
-            return
-        await _answer(send, 401, refusal(), CHALLENGE)
+
+async def _refuse(
+    scope: Mapping[str, Any], send: Send, status: int, body: Mapping[str, Any], extra: Mapping[str, str] | None = None
+) -> None:
+    if scope["type"] != "http":
+        await send({"type": "websocket.close", "code": 1008})
+        return
+    await _answer(send, status, body, extra)
 
 
 async def _answer(send: Send, status: int, body: Mapping[str, Any], extra: Mapping[str, str] | None = None) -> None:

@@ -1,23 +1,17 @@
-"""Chats as tokens: messages through the model's chat template, and tool calls out of what it says.
-
-Tool calls are parsed in the Hermes form that Qwen models are trained on: `<tool_call>{"name": …, "arguments": …}
-</tool_call>`.
-"""
+"""Chats as tokens: messages through the model's chat template. The way back is `parsers`."""
 
 import inspect
-import json
-import re
-import secrets
 from collections.abc import Mapping
 from typing import Any
 
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
-from millrace.decoding import decode_json, decode_object
+from millrace.decoding import decode_json
 from millrace.errors import CorruptObjectError, InvalidSpecError, Violation
 
-_TOOL_CALL = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
+# What the engine calls a message's thought, and what chat templates call it.
+_REASONING = ("reasoning", "reasoning_content")
 
 
 def encode_chat(
@@ -56,39 +50,10 @@ def encode_chat(
     return list(tokens)  # pyright: ignore[reportArgumentType, reportReturnType] - a list of ints for these arguments
 
 
-def parse_tool_calls(text: str) -> tuple[str | None, list[dict[str, Any]]]:
-    """The text without its tool calls (None if nothing is left) and the calls in OpenAI's form.
-
-    A call that is not a JSON object with a name stays in the text.
-    """
-    calls: list[dict[str, Any]] = []
-
-    def take(match: re.Match[str]) -> str:
-        try:
-            raw = decode_object(match[1], what="a tool call", reason="TOOL_CALL_INVALID")
-        except CorruptObjectError:
-            return match[0]
-        if not isinstance(raw.get("name"), str):
-            return match[0]
-        arguments = raw.get("arguments", {})
-        calls.append(
-            {
-                "id": f"call_{secrets.token_hex(12)}",
-                "type": "function",
-                "function": {
-                    "name": raw["name"],
-                    "arguments": arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False),
-                },
-            }
-        )
-        return ""
-
-    rest = _TOOL_CALL.sub(take, text)
-    return (rest.strip() or None, calls) if calls else (text, [])
-
-
 def _check_kwargs(tokenizer: PreTrainedTokenizerBase, kwargs: Mapping[str, Any]) -> None:
     """Only variables of the template may be given: its text is code, and the other arguments are ours."""
+    if not kwargs:
+        return
     own = set(inspect.signature(tokenizer.apply_chat_template).parameters)
     if taken := sorted(own & kwargs.keys()):
         raise _invalid(f"chat_template_kwargs.{taken[0]}", "is no variable of a chat template; leave it out")
@@ -100,6 +65,8 @@ def _prepare(message: dict[str, Any], index: int) -> dict[str, Any]:
     if not isinstance(prepared.get("role"), str):
         raise _invalid(f"messages[{index}].role", "must be a string")
     prepared["content"] = _text(prepared.get("content", ""), index)
+    if thought := next((prepared[key] for key in _REASONING if key in prepared), None):
+        prepared |= dict.fromkeys(_REASONING, thought)
     if calls := prepared.get("tool_calls"):
         prepared["tool_calls"] = [_prepare_call(call, index) for call in calls]
     return prepared

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from millrace.errors import InvalidSpecError, Violation
+from millrace.rollouts import choices_wire
 
 MAX_BODY_BYTES = 16 << 20
 """Largest body: a million token ids with their commas have about 8 MB."""
@@ -16,7 +17,7 @@ BODY_S = 60.0
 """How long a client has to send its body."""
 MAX_PROMPTS = 256
 """Prompts of one request."""
-MAX_CHOICES = 128
+MAX_CHOICES = choices_wire.MAX_CHOICES
 """`n`: completions of one prompt."""
 MAX_COMPLETIONS = 512
 """Completions of one request: its prompts times `n`."""

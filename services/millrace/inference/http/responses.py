@@ -4,6 +4,7 @@ Every choice carries `policy_spans`: which policy generated which tokens, as [st
 """
 
 import json
+import secrets
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -21,7 +22,8 @@ from millrace.errors import (
     UnavailableError,
 )
 from millrace.inference.engine import FinishReason, Generation, PromptScores
-from millrace.inference.http.chat import parse_tool_calls
+from millrace.inference.http.parsers import ChatParsers
+from millrace.inference.http.parsers.calls import ToolCall
 from millrace.inference.http.schema import ChatBody, CompletionBody, CompletionCommon, GenerateBody, SamplingBody
 
 MIN_LOGPROB = -9999.0
@@ -71,19 +73,20 @@ def completion_text(tokenizer: PreTrainedTokenizerBase, generation: Generation, 
 
 
 def chat_body(
-    request_id: str, model: str, body: ChatBody, tokenizer: PreTrainedTokenizerBase, completed: list[Completed]
+    request_id: str,
+    model: str,
+    body: ChatBody,
+    tokenizer: PreTrainedTokenizerBase,
+    completed: list[Completed],
+    *,
+    parsers: ChatParsers,
 ) -> dict[str, Any]:
     """Of `/v1/chat/completions`."""
     choices = []
     for index, item in enumerate(completed):
-        text: str | None = completion_text(tokenizer, item.generation, body)
-        finish, calls = str(item.generation.finish_reason), []
-        if body.tools and body.tool_choice != "none":
-            text, calls = parse_tool_calls(text)
-        message: dict[str, Any] = {"role": "assistant", "content": text}
-        if calls:
-            message["tool_calls"] = calls
-            finish = "tool_calls" if item.generation.finish_reason is FinishReason.STOP else finish
+        message, finish = _message(body, tokenizer, item.generation, parsers), str(item.generation.finish_reason)
+        if "tool_calls" in message and item.generation.finish_reason is FinishReason.STOP:
+            finish = "tool_calls"
         choice: dict[str, Any] = {"index": index, "message": message, "finish_reason": finish}
         choice["logprobs"] = {"content": _token_logprobs(body, tokenizer, item.generation)} if body.logprobs else None
         choices.append({**choice, **_extras(body, item.generation)})
@@ -91,6 +94,29 @@ def chat_body(
     if body.return_token_ids:
         whole["prompt_token_ids"] = list(completed[0].prompt_ids)
     return whole
+
+
+def _message(
+    body: ChatBody, tokenizer: PreTrainedTokenizerBase, generation: Generation, parsers: ChatParsers
+) -> dict[str, Any]:
+    """The completion as a message. Parsers see special tokens too, because some models mark their calls with them."""
+    said = None
+    if parsers.may_find(tools=body.offered_tools):
+        whole = body.model_copy(update={"skip_special_tokens": False})
+        text = completion_text(tokenizer, generation, whole)
+        said = parsers.take_apart(text, tools=body.offered_tools, template_kwargs=body.chat_template_kwargs or {})
+    if said is None:
+        return {"role": "assistant", "content": completion_text(tokenizer, generation, body)}
+    message: dict[str, Any] = {"role": "assistant", "content": said.content}
+    if said.reasoning is not None:
+        message["reasoning"] = said.reasoning
+    if said.calls:
+        message["tool_calls"] = [_tool_call(call) for call in said.calls]
+    return message
+
+
+def _tool_call(call: ToolCall) -> dict[str, Any]:
+    return {"id": f"call_{secrets.token_hex(12)}", "type": "function", "function": call._asdict()}
 
 
 def text_body(

@@ -143,6 +143,8 @@ class ChatBody(CompletionCommon):
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool = True
     continue_final_message: bool = False
+    stream_choices: bool = False
+    """The answer is a line per choice, as it ends, whatever `stream` says: see `rollouts.choices_wire`."""
 
     @field_validator("tool_choice")
     @classmethod
@@ -150,6 +152,11 @@ class ChatBody(CompletionCommon):
         if choice not in (None, "auto", "none"):
             raise ValueError("only 'auto' and 'none' are supported: the engine does not constrain what is sampled")
         return choice
+
+    @property
+    def offered_tools(self) -> list[dict[str, Any]]:
+        """The tools that the model may call."""
+        return [] if self.tools is None or self.tool_choice == "none" else self.tools
 
 
 class CompletionBody(CompletionCommon):

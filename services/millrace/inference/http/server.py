@@ -8,8 +8,8 @@
 | `POST /tokenize` | token ids of a prompt or of a chat |
 | `GET /health`, `GET /metrics` | 200 or 503; Prometheus text |
 
-A client that hangs up cancels its handler, which aborts its requests in the engine. Without a policy every model route
-answers 503, which OpenAI clients retry.
+A client that hangs up cancels its handler, which aborts its requests in the engine. Choices of a chat come one by one
+where that is asked for (`choices`). Without a policy every model route answers 503, which OpenAI clients retry.
 
 FastAPI routes, and pydantic reads the bodies, but not by FastAPI's parameters: they would parse 16 MiB on the event
 loop, through Python objects, and validate every answer that was just made.
@@ -17,10 +17,11 @@ loop, through Python objects, and validate every answer that was just made.
 
 import asyncio
 import contextlib
+import itertools
 import logging
 import resource
 import secrets
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
@@ -46,6 +47,9 @@ from millrace.inference.engine import STALL_S, Engine, EngineState, EngineStatus
 from millrace.inference.http import limits, responses
 from millrace.inference.http.access import BODY_TOO_LARGE, TokenGate, http_access
 from millrace.inference.http.chat import encode_chat
+from millrace.inference.http.choices import ChoiceLines
+from millrace.inference.http.parsers import ChatParsers
+from millrace.inference.http.prompt_cache import PromptCache
 from millrace.inference.http.schema import (
     ChatBody,
     CompletionBody,
@@ -56,6 +60,7 @@ from millrace.inference.http.schema import (
 )
 from millrace.inference.model_files import ModelSlot, ServedModel
 from millrace.race import first_of
+from millrace.rollouts import choices_wire
 from millrace.rpc.http_server import HttpBounds, HttpServer
 from millrace.telemetry.metrics import make_registry
 
@@ -86,13 +91,16 @@ Handler = Callable[[Request], Awaitable[Response]]
 class HttpApi:
     """Handlers over one engine and the model slot that tells what it holds."""
 
-    def __init__(self, engine: Engine, slot: ModelSlot) -> None:
+    def __init__(self, engine: Engine, slot: ModelSlot, *, parsers: ChatParsers | None = None) -> None:
         self._engine = engine
         self._slot = slot
+        self._parsers = parsers or ChatParsers()
         self._metrics = make_registry("inference", meters.collectors(engine.status))
         self.is_draining = False
         """New requests are refused."""
         self._workers = ThreadPoolExecutor(_WORKERS, "http")
+        self._prompt_cache = PromptCache()
+        self._ids = _Ids()
         self._num_open = 0
         self._has_none_open = asyncio.Event()
         self._has_none_open.set()
@@ -146,16 +154,22 @@ class HttpApi:
         """`POST /v1/chat/completions`."""
         model, status = self._require(body.model)
         tokenizer = _tokenizer(model)
-        tools = body.tools if body.tool_choice != "none" else None
-        prompt = await self._encode_chat(tokenizer, body, tools, status.max_model_len)
+        self._parsers.check(tools=body.offered_tools)
+        prompt = await self._encode_chat(tokenizer, body, body.offered_tools or None, status.max_model_len)
         wanted = body.max_completion_tokens or body.max_tokens
-        completed = await self._complete([prompt], body, n=body.n, max_tokens=wanted, status=status)
         name = body.model or model.names[0]
-        return await self._respond(
-            completed,
-            lambda: responses.chat_body(_id("chatcmpl"), name, body, tokenizer, completed),
-            stream=body if body.stream else None,
-        )
+
+        def whole(completed: list[responses.Completed]) -> dict[str, Any]:
+            identity = self._ids.next("chatcmpl")
+            return responses.chat_body(identity, name, body, tokenizer, completed, parsers=self._parsers)
+
+        if body.stream_choices:
+            wanted_ones = self._requests([prompt], body, n=body.n, max_tokens=wanted, status=status, are_one_call=False)
+            return ChoiceLines(wanted_ones, self._generate_one, lambda one: whole([one]), is_open=self._is_open)
+        completed = await self._complete([prompt], body, n=body.n, max_tokens=wanted, status=status)
+        answer = await self._respond(completed, lambda: whole(completed), stream=body if body.stream else None)
+        answer.headers[choices_wire.HEADER] = choices_wire.LINES
+        return answer
 
     async def completions(self, body: CompletionBody) -> Response:
         """`POST /v1/completions`."""
@@ -170,7 +184,7 @@ class HttpApi:
         name = body.model or model.names[0]
 
         def whole() -> dict[str, Any]:
-            made = responses.text_body(_id("cmpl"), name, body, tokenizer, completed)
+            made = responses.text_body(self._ids.next("cmpl"), name, body, tokenizer, completed)
             for choice, rows in zip(made["choices"], scored, strict=False):  # none where they were not asked for
                 choice["prompt_logprobs"] = rows
             return made
@@ -189,7 +203,8 @@ class HttpApi:
             scored = await self._score(body.token_ids, model.tokenizer)
 
         def whole() -> dict[str, Any]:
-            return responses.generate_body(body.request_id or _id("gen"), body, completed) | {"prompt_logprobs": scored}
+            request_id = body.request_id or self._ids.next("gen")
+            return responses.generate_body(request_id, body, completed) | {"prompt_logprobs": scored}
 
         return await self._respond(completed, whole, stream=None)
 
@@ -246,40 +261,58 @@ class HttpApi:
             )
         return model, status
 
-    async def _complete(
-        self, prompts: list[list[int]], sampling: SamplingBody, *, n: int, max_tokens: int | None, status: EngineStatus
-    ) -> list[responses.Completed]:
-        """`n` completions of each prompt, in order. When one fails the others are aborted."""
+    def _requests(
+        self,
+        prompts: list[list[int]],
+        sampling: SamplingBody,
+        *,
+        n: int,
+        max_tokens: int | None,
+        status: EngineStatus,
+        are_one_call: bool = True,
+    ) -> list[GenerateRequest]:
+        """For `n` completions of each prompt, in order; each takes turns for itself if they are not one call."""
         room = status.max_model_len
         limits.check_completions(len(prompts), n)
         limits.check_tokens(prompts, room)
-        batch = _id("req")
-        calls = [
-            self._generate_one(
-                GenerateRequest(
-                    request_id=f"{batch}-{index}-{choice}",
-                    call_id=batch,
-                    prompt_token_ids=tuple(prompt),
-                    sampling=sampling.params(max_tokens or room, choice=choice),  # the engine cuts it to the context
-                )
+        batch = self._ids.next("req")
+        return [
+            GenerateRequest(
+                request_id=f"{batch}-{index}-{choice}",
+                call_id=batch if are_one_call else "",
+                prompt_token_ids=tuple(prompt),
+                sampling=sampling.params(max_tokens or room, choice=choice),  # the engine cuts it to the context
             )
             for index, prompt in enumerate(prompts)
             for choice in range(n)
         ]
+
+    @contextlib.contextmanager
+    def _is_open(self) -> Iterator[None]:
+        """A request is being answered, which `drain` waits for."""
         self._num_open += 1
         self._has_none_open.clear()
         try:
-            if len(calls) == 1:
-                return [await calls[0]]
-            async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(call) for call in calls]
-            return [task.result() for task in tasks]
-        except BaseExceptionGroup as errors:
-            raise _first(errors) from None
+            yield
         finally:
             self._num_open -= 1
             if not self._num_open:
                 self._has_none_open.set()
+
+    async def _complete(
+        self, prompts: list[list[int]], sampling: SamplingBody, *, n: int, max_tokens: int | None, status: EngineStatus
+    ) -> list[responses.Completed]:
+        """`n` completions of each prompt, in order. When one fails the others are aborted."""
+        requests = self._requests(prompts, sampling, n=n, max_tokens=max_tokens, status=status)
+        with self._is_open():
+            if len(requests) == 1:
+                return [await self._generate_one(requests[0])]
+            try:
+                async with asyncio.TaskGroup() as group:
+                    tasks = [group.create_task(self._generate_one(request)) for request in requests]
+            except BaseExceptionGroup as errors:
+                raise _first(errors) from None
+            return [task.result() for task in tasks]
 
     async def _encode_chat(
         self,
@@ -291,7 +324,11 @@ class HttpApi:
         """The tokens of a chat; InvalidSpecError if it is more than could fit."""
         messages = body.messages or []
         limits.check_chat(messages, tools, room)
-        return await self._beside(
+        options = [body.add_generation_prompt, body.continue_final_message, body.chat_template_kwargs]
+        key, known = self._prompt_cache.get(tokenizer, [messages, tools, *options])
+        if known is not None:
+            return known
+        tokens = await self._beside(
             lambda: encode_chat(
                 tokenizer,
                 messages,
@@ -302,6 +339,8 @@ class HttpApi:
             ),
             size=limits.count_chars(messages) + limits.count_chars(tools or ()),
         )
+        self._prompt_cache.put(tokenizer, key, tokens)
+        return tokens
 
     async def _encode(
         self, tokenizer: PreTrainedTokenizerBase, texts: list[str], room: int, *, add_special_tokens: bool
@@ -453,8 +492,16 @@ def _first(group: BaseExceptionGroup) -> BaseException:
     return error
 
 
-def _id(kind: str) -> str:
-    return f"{kind}-{secrets.token_hex(12)}"
+class _Ids:
+    """Names of requests that no other process gives, without a call of the system for each: they are no secrets."""
+
+    def __init__(self) -> None:
+        self._own = secrets.token_hex(8)
+        self._numbers = itertools.count()
+
+    def next(self, kind: str) -> str:
+        """One that was not given before."""
+        return f"{kind}-{self._own}{next(self._numbers):08x}"
 
 
 async def start_http(api: HttpApi, host: str, port: int) -> HttpServer:

@@ -40,7 +40,8 @@ from millrace.rpc.worker import new_worker_id
 from millrace.storage.base import ObjectStore
 from millrace.storage.opening import open_store
 from millrace.storage.scratch import owned_directory
-from millrace.telemetry import waits
+from millrace.telemetry import progress, waits
+from millrace.telemetry.progress import Doing
 from millrace.telemetry.settings import Settings, parse_address
 
 logger = logging.getLogger(__name__)
@@ -52,7 +53,8 @@ _Job = Callable[[VllmProcess], Coroutine[Any, Any, None]]
 
 _MAX_SOCKET_PLACE = 103 - len("/") - 36
 """The path of a socket has at most 103 characters, and vLLM names them by UUIDs."""
-_SAY_AFTER_S = 15.0
+_LOOK_S = 1.0
+"""Between two looks at what vLLM says that it does."""
 _PORT_POLL_S = 2.0
 _LEAVE_S = 5.0
 """Seconds beyond drain and grace that vLLM has to end by itself."""
@@ -148,9 +150,10 @@ class Launcher:
         began = time.monotonic()
         front.say(pb.POLICY_STATE_APPLYING)
         bound_s = self._own.vllm_start_s
-        saying = asyncio.create_task(_say_progress(vllm, bound_s), name="progress of vLLM")
+        loading = progress.work(Doing.LOAD, "the model in vLLM", waits_on="inference", deadline_s=bound_s)
+        saying = asyncio.create_task(_say_stages(vllm, loading), name="progress of vLLM")
         try:
-            with waits.waiting("vLLM to load the model", waits_on="inference", deadline_s=bound_s):
+            with loading:
                 heard, alone = await first_of(
                     vllm.hear(deadline_s=bound_s, purpose="load the model"), self._until_it_serves_alone()
                 )
@@ -199,7 +202,8 @@ class Launcher:
                     raise await vllm.death()
             front.say(pb.POLICY_STATE_FETCHING)
             try:
-                self._model = await fetch_model(store, wanted.result())
+                with progress.work(Doing.DOWNLOAD, "the files of a policy", waits_on="object store"):
+                    self._model = await fetch_model(store, wanted.result())
             except Exception as error:  # whatever a bad policy causes: the replica stays, says why, and is asked again
                 is_ours = isinstance(error, MillraceError)
                 logger.error(
@@ -280,14 +284,12 @@ class Launcher:
         return numbers
 
 
-async def _say_progress(vllm: VllmProcess, deadline_s: float) -> None:
-    """Never silent for long: a model takes minutes to load."""
-    began = time.monotonic()
+async def _say_stages(vllm: VllmProcess, loading: progress.LongWork) -> None:
+    """Never silent for long: weights, compilation and CUDA graphs take minutes."""
     # unregistered wait: a periodic look; what it awaits is registered where it is awaited
     while True:
-        await asyncio.sleep(_SAY_AFTER_S)
-        age_s = time.monotonic() - began
-        logger.info(f"waiting for vLLM to load the model ({age_s:.0f} s of {deadline_s:.0f} s): {vllm.last_line[:160]}")
+        await asyncio.sleep(_LOOK_S)
+        loading.detail(vllm.stage)
 
 
 def _with_port(address: str) -> str:

@@ -6,13 +6,13 @@ workers with the same flags, answers nobody, and ends when the head's vLLM has e
 
 import asyncio
 import logging
-import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from millrace.errors import InvalidSpecError, UnavailableError, Violation
 from millrace.inference.launch_env import TYPED_FLAGS
+from millrace.rpc.keep_alive import keep_alive
 from millrace.telemetry import waits
 
 logger = logging.getLogger(__name__)
@@ -96,7 +96,7 @@ class Node:
                     break
                 except (OSError, TimeoutError):
                     await asyncio.sleep(_RETRY_S)
-        _keep_alive(writer.get_extra_info("socket"))
+        keep_alive(writer.get_extra_info("socket"))
         logger.info("the head of the replica is there", extra={"master": f"{host}:{port}"})
         try:
             await reader.read(1)  # it says nothing until its end
@@ -109,14 +109,6 @@ class Node:
             reason="HEAD_GONE",
             remedy="start this node again with it, as a LeaderWorkerSet does",
         )
-
-
-def _keep_alive(connection: socket.socket) -> None:
-    """Have the kernel find out within a minute that the other machine is gone."""
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for name, value in (("TCP_KEEPIDLE", 20), ("TCP_KEEPINTVL", 10), ("TCP_KEEPCNT", 4)):
-        if (option := getattr(socket, name, None)) is not None:
-            connection.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
 def _wrong(field: str, value: str, message: str) -> Violation:

@@ -18,12 +18,14 @@ from collections.abc import Mapping
 from typing import Any, Self
 
 from millrace.errors import InternalError, InvalidSpecError, Violation
+from millrace.inference.launch.stages import stage_of
 from millrace.inference.vllm.handover import FD_VARIABLE, PARENT_VARIABLE
 from millrace.processes import sessions
 from millrace.processes.channel import Channel
 from millrace.processes.table import members
 from millrace.race import first_of
 from millrace.telemetry import waits
+from millrace.telemetry.redact import redact
 
 HOST_MODULE = "millrace.inference.vllm.server.host"
 CHECK_DEADLINE_S = 300.0
@@ -47,6 +49,7 @@ class VllmProcess:
         self._begun = time.monotonic()
         self._lines: deque[str] = deque(maxlen=_TAIL_LINES)
         self._causes: dict[str, None] = {}
+        self._stage = ""
         self.messages: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
         self.exited: asyncio.Task[int] = asyncio.create_task(process.wait(), name="exit of vLLM")
         self._output = asyncio.create_task(self._copy_output(), name="output of vLLM")
@@ -80,6 +83,11 @@ class VllmProcess:
     def last_line(self) -> str:
         """The newest line of its output."""
         return self._lines[-1] if self._lines else "(no output yet)"
+
+    @property
+    def stage(self) -> str:
+        """What it does while it starts: "compiling"; its newest line while that is unknown."""
+        return self._stage or redact(self.last_line)[:160]
 
     async def check(self, flags: Mapping[str, Any]) -> None:
         """Have the flags checked; InvalidSpecError lists everything that vLLM's parser refuses."""
@@ -161,12 +169,14 @@ class VllmProcess:
             for line in whole:
                 self._note(line.rstrip())
             rest = rest[-_CHUNK:]
+            self._stage = stage_of(rest) or self._stage  # a bar is redrawn in one line that does not end
         self._note(rest.rstrip())
 
     def _note(self, line: str) -> None:
         if not line:
             return
         self._lines.append(line)
+        self._stage = stage_of(line) or self._stage
         match = _CAUSE.search(line)
         if match and len(self._causes) < 3 and not any(echo in line for echo in _ECHOES):
             self._causes.setdefault(match[1][:300])

@@ -20,14 +20,28 @@ ENV_STATE_READY: EnvState
 ENV_STATE_FAILED: EnvState
 
 class EnvSpec(_message.Message):
-    __slots__ = ("name", "id", "args_json")
+    __slots__ = ("name", "id", "args_json", "takes_several_traces", "is_text_only", "judge_max_concurrent", "judge_timeout_s", "judge_key_var", "python", "image")
     NAME_FIELD_NUMBER: _ClassVar[int]
     ID_FIELD_NUMBER: _ClassVar[int]
     ARGS_JSON_FIELD_NUMBER: _ClassVar[int]
+    TAKES_SEVERAL_TRACES_FIELD_NUMBER: _ClassVar[int]
+    IS_TEXT_ONLY_FIELD_NUMBER: _ClassVar[int]
+    JUDGE_MAX_CONCURRENT_FIELD_NUMBER: _ClassVar[int]
+    JUDGE_TIMEOUT_S_FIELD_NUMBER: _ClassVar[int]
+    JUDGE_KEY_VAR_FIELD_NUMBER: _ClassVar[int]
+    PYTHON_FIELD_NUMBER: _ClassVar[int]
+    IMAGE_FIELD_NUMBER: _ClassVar[int]
     name: str
     id: str
     args_json: str
-    def __init__(self, name: _Optional[str] = ..., id: _Optional[str] = ..., args_json: _Optional[str] = ...) -> None: ...
+    takes_several_traces: bool
+    is_text_only: bool
+    judge_max_concurrent: int
+    judge_timeout_s: float
+    judge_key_var: str
+    python: str
+    image: str
+    def __init__(self, name: _Optional[str] = ..., id: _Optional[str] = ..., args_json: _Optional[str] = ..., takes_several_traces: bool = ..., is_text_only: bool = ..., judge_max_concurrent: _Optional[int] = ..., judge_timeout_s: _Optional[float] = ..., judge_key_var: _Optional[str] = ..., python: _Optional[str] = ..., image: _Optional[str] = ...) -> None: ...
 
 class TaskSet(_message.Message):
     __slots__ = ("num_tasks", "digest")

@@ -54,16 +54,26 @@ class PolicySpan(_message.Message):
     def __init__(self, lineage: _Optional[int] = ..., version: _Optional[int] = ..., start: _Optional[int] = ..., end: _Optional[int] = ...) -> None: ...
 
 class Sample(_message.Message):
-    __slots__ = ("token_ids", "loss_mask", "inference_logprobs", "policy_spans")
+    __slots__ = ("token_ids", "loss_mask", "inference_logprobs", "policy_spans", "turns")
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     LOSS_MASK_FIELD_NUMBER: _ClassVar[int]
     INFERENCE_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     POLICY_SPANS_FIELD_NUMBER: _ClassVar[int]
+    TURNS_FIELD_NUMBER: _ClassVar[int]
     token_ids: bytes
     loss_mask: bytes
     inference_logprobs: bytes
     policy_spans: _containers.RepeatedCompositeFieldContainer[PolicySpan]
-    def __init__(self, token_ids: _Optional[bytes] = ..., loss_mask: _Optional[bytes] = ..., inference_logprobs: _Optional[bytes] = ..., policy_spans: _Optional[_Iterable[_Union[PolicySpan, _Mapping]]] = ...) -> None: ...
+    turns: _containers.RepeatedCompositeFieldContainer[TurnReward]
+    def __init__(self, token_ids: _Optional[bytes] = ..., loss_mask: _Optional[bytes] = ..., inference_logprobs: _Optional[bytes] = ..., policy_spans: _Optional[_Iterable[_Union[PolicySpan, _Mapping]]] = ..., turns: _Optional[_Iterable[_Union[TurnReward, _Mapping]]] = ...) -> None: ...
+
+class TurnReward(_message.Message):
+    __slots__ = ("end", "reward")
+    END_FIELD_NUMBER: _ClassVar[int]
+    REWARD_FIELD_NUMBER: _ClassVar[int]
+    end: int
+    reward: float
+    def __init__(self, end: _Optional[int] = ..., reward: _Optional[float] = ...) -> None: ...
 
 class RolloutError(_message.Message):
     __slots__ = ("type", "message", "frames", "is_infrastructure")
@@ -87,8 +97,20 @@ class Truncation(_message.Message):
     min_p: float
     def __init__(self, top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., min_p: _Optional[float] = ...) -> None: ...
 
+class Trace(_message.Message):
+    __slots__ = ("agent", "reward", "num_samples", "num_turns")
+    AGENT_FIELD_NUMBER: _ClassVar[int]
+    REWARD_FIELD_NUMBER: _ClassVar[int]
+    NUM_SAMPLES_FIELD_NUMBER: _ClassVar[int]
+    NUM_TURNS_FIELD_NUMBER: _ClassVar[int]
+    agent: str
+    reward: float
+    num_samples: int
+    num_turns: int
+    def __init__(self, agent: _Optional[str] = ..., reward: _Optional[float] = ..., num_samples: _Optional[int] = ..., num_turns: _Optional[int] = ...) -> None: ...
+
 class Rollout(_message.Message):
-    __slots__ = ("run_uid", "purpose", "ordinal", "member", "attempt", "group_size", "env", "task_index", "task_id", "status", "error", "samples", "reward", "metrics", "stop_condition", "is_truncated", "num_turns", "seconds", "model_seconds", "temperature", "env_server", "planned_step", "eval_id", "messages_json", "dispatched_after", "entry_id", "is_duplicate", "truncation", "sampling_json")
+    __slots__ = ("run_uid", "purpose", "ordinal", "member", "attempt", "group_size", "env", "task_index", "task_id", "status", "error", "samples", "reward", "metrics", "stop_condition", "is_truncated", "num_turns", "seconds", "model_seconds", "temperature", "env_server", "planned_step", "eval_id", "messages_json", "dispatched_after", "entry_id", "is_duplicate", "truncation", "sampling_json", "traces")
     class MetricsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -125,6 +147,7 @@ class Rollout(_message.Message):
     IS_DUPLICATE_FIELD_NUMBER: _ClassVar[int]
     TRUNCATION_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_JSON_FIELD_NUMBER: _ClassVar[int]
+    TRACES_FIELD_NUMBER: _ClassVar[int]
     run_uid: str
     purpose: Purpose
     ordinal: int
@@ -154,7 +177,8 @@ class Rollout(_message.Message):
     is_duplicate: bool
     truncation: Truncation
     sampling_json: str
-    def __init__(self, run_uid: _Optional[str] = ..., purpose: _Optional[_Union[Purpose, str]] = ..., ordinal: _Optional[int] = ..., member: _Optional[int] = ..., attempt: _Optional[int] = ..., group_size: _Optional[int] = ..., env: _Optional[str] = ..., task_index: _Optional[int] = ..., task_id: _Optional[str] = ..., status: _Optional[_Union[RolloutStatus, str]] = ..., error: _Optional[_Union[RolloutError, _Mapping]] = ..., samples: _Optional[_Iterable[_Union[Sample, _Mapping]]] = ..., reward: _Optional[float] = ..., metrics: _Optional[_Mapping[str, float]] = ..., stop_condition: _Optional[str] = ..., is_truncated: bool = ..., num_turns: _Optional[int] = ..., seconds: _Optional[float] = ..., model_seconds: _Optional[float] = ..., temperature: _Optional[float] = ..., env_server: _Optional[str] = ..., planned_step: _Optional[int] = ..., eval_id: _Optional[str] = ..., messages_json: _Optional[str] = ..., dispatched_after: _Optional[str] = ..., entry_id: _Optional[str] = ..., is_duplicate: bool = ..., truncation: _Optional[_Union[Truncation, _Mapping]] = ..., sampling_json: _Optional[str] = ...) -> None: ...
+    traces: _containers.RepeatedCompositeFieldContainer[Trace]
+    def __init__(self, run_uid: _Optional[str] = ..., purpose: _Optional[_Union[Purpose, str]] = ..., ordinal: _Optional[int] = ..., member: _Optional[int] = ..., attempt: _Optional[int] = ..., group_size: _Optional[int] = ..., env: _Optional[str] = ..., task_index: _Optional[int] = ..., task_id: _Optional[str] = ..., status: _Optional[_Union[RolloutStatus, str]] = ..., error: _Optional[_Union[RolloutError, _Mapping]] = ..., samples: _Optional[_Iterable[_Union[Sample, _Mapping]]] = ..., reward: _Optional[float] = ..., metrics: _Optional[_Mapping[str, float]] = ..., stop_condition: _Optional[str] = ..., is_truncated: bool = ..., num_turns: _Optional[int] = ..., seconds: _Optional[float] = ..., model_seconds: _Optional[float] = ..., temperature: _Optional[float] = ..., env_server: _Optional[str] = ..., planned_step: _Optional[int] = ..., eval_id: _Optional[str] = ..., messages_json: _Optional[str] = ..., dispatched_after: _Optional[str] = ..., entry_id: _Optional[str] = ..., is_duplicate: bool = ..., truncation: _Optional[_Union[Truncation, _Mapping]] = ..., sampling_json: _Optional[str] = ..., traces: _Optional[_Iterable[_Union[Trace, _Mapping]]] = ...) -> None: ...
 
 class RolloutArchive(_message.Message):
     __slots__ = ("rollouts",)

@@ -22,7 +22,7 @@ WORKER_KIND_INFERENCE: WorkerKind
 WORKER_KIND_TRAINER: WorkerKind
 
 class Worker(_message.Message):
-    __slots__ = ("worker_id", "kind", "address", "http_url", "version", "min_log_format", "max_log_format", "capacity", "slot", "custom_modules")
+    __slots__ = ("worker_id", "kind", "address", "http_url", "version", "min_log_format", "max_log_format", "capacity", "slot", "custom_modules", "env_image")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     KIND_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
@@ -33,6 +33,7 @@ class Worker(_message.Message):
     CAPACITY_FIELD_NUMBER: _ClassVar[int]
     SLOT_FIELD_NUMBER: _ClassVar[int]
     CUSTOM_MODULES_FIELD_NUMBER: _ClassVar[int]
+    ENV_IMAGE_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     kind: WorkerKind
     address: str
@@ -43,7 +44,8 @@ class Worker(_message.Message):
     capacity: int
     slot: str
     custom_modules: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, worker_id: _Optional[str] = ..., kind: _Optional[_Union[WorkerKind, str]] = ..., address: _Optional[str] = ..., http_url: _Optional[str] = ..., version: _Optional[str] = ..., min_log_format: _Optional[int] = ..., max_log_format: _Optional[int] = ..., capacity: _Optional[int] = ..., slot: _Optional[str] = ..., custom_modules: _Optional[_Iterable[str]] = ...) -> None: ...
+    env_image: str
+    def __init__(self, worker_id: _Optional[str] = ..., kind: _Optional[_Union[WorkerKind, str]] = ..., address: _Optional[str] = ..., http_url: _Optional[str] = ..., version: _Optional[str] = ..., min_log_format: _Optional[int] = ..., max_log_format: _Optional[int] = ..., capacity: _Optional[int] = ..., slot: _Optional[str] = ..., custom_modules: _Optional[_Iterable[str]] = ..., env_image: _Optional[str] = ...) -> None: ...
 
 class TrainerStatus(_message.Message):
     __slots__ = ("run_uid", "epoch", "step", "is_finished", "error_reason", "error_message")
@@ -76,20 +78,22 @@ class RegisterWorkerResponse(_message.Message):
     def __init__(self, heartbeat_seconds: _Optional[float] = ..., lease_seconds: _Optional[float] = ...) -> None: ...
 
 class HeartbeatRequest(_message.Message):
-    __slots__ = ("worker_id", "waits", "policy", "trainer", "num_playing", "is_leaving")
+    __slots__ = ("worker_id", "waits", "policy", "trainer", "num_playing", "is_leaving", "hold_seconds")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     WAITS_FIELD_NUMBER: _ClassVar[int]
     POLICY_FIELD_NUMBER: _ClassVar[int]
     TRAINER_FIELD_NUMBER: _ClassVar[int]
     NUM_PLAYING_FIELD_NUMBER: _ClassVar[int]
     IS_LEAVING_FIELD_NUMBER: _ClassVar[int]
+    HOLD_SECONDS_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     waits: _containers.RepeatedCompositeFieldContainer[_event_pb2.Wait]
     policy: _policy_service_pb2.PolicyStatus
     trainer: TrainerStatus
     num_playing: int
     is_leaving: bool
-    def __init__(self, worker_id: _Optional[str] = ..., waits: _Optional[_Iterable[_Union[_event_pb2.Wait, _Mapping]]] = ..., policy: _Optional[_Union[_policy_service_pb2.PolicyStatus, _Mapping]] = ..., trainer: _Optional[_Union[TrainerStatus, _Mapping]] = ..., num_playing: _Optional[int] = ..., is_leaving: bool = ...) -> None: ...
+    hold_seconds: float
+    def __init__(self, worker_id: _Optional[str] = ..., waits: _Optional[_Iterable[_Union[_event_pb2.Wait, _Mapping]]] = ..., policy: _Optional[_Union[_policy_service_pb2.PolicyStatus, _Mapping]] = ..., trainer: _Optional[_Union[TrainerStatus, _Mapping]] = ..., num_playing: _Optional[int] = ..., is_leaving: bool = ..., hold_seconds: _Optional[float] = ...) -> None: ...
 
 class Assignment(_message.Message):
     __slots__ = ("run_uid", "resolved_below", "log_instance", "damaged_policy", "num_damage_reports", "is_over")

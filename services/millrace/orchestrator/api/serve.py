@@ -1,6 +1,7 @@
 """Wiring of the orchestrator process: Redis, store, registry, manager and the gRPC server."""
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,9 +10,13 @@ import grpc.aio
 from redis.asyncio import Redis
 
 from millrace.custom_code import CustomCode
+from millrace.dashboard.reading import ReaderClient
+from millrace.dashboard.web.serve import dashboard_server
 from millrace.errors import first_error
 from millrace.internal.v1 import worker_service_pb2, worker_service_pb2_grpc
-from millrace.orchestrator.api.service import RunServicer
+from millrace.orchestrator.api.dashboard_source import OrchestratorSource
+from millrace.orchestrator.api.log_lists import LogLists
+from millrace.orchestrator.api.service import LogPlace, RunServicer
 from millrace.orchestrator.manager import RunManager
 from millrace.orchestrator.meters import registry_of
 from millrace.orchestrator.runs.catalog import RunCatalog
@@ -49,20 +54,24 @@ class _Process:
     catalog: RunCatalog
     board: HealthBoard
     manager: RunManager
+    reader: ReaderClient
 
-    def register(self, server: grpc.aio.Server, draining: asyncio.Event) -> list[str]:
-        """Add both services to the server; returns their names."""
-        servicer = RunServicer(
-            redis=self.redis,
-            store=self.store,
-            prefix=self.settings.prefix,
+    def servicer(self, draining: asyncio.Event) -> RunServicer:
+        """The public API."""
+        return RunServicer(
+            place=LogPlace(
+                redis=self.redis, store=self.store, prefix=self.settings.prefix, lists=LogLists(self.reader)
+            ),
             catalog=self.catalog,
             manager=self.manager,
             registry=self.registry,
             owner=self.owner,
             draining=draining,
         )
-        run_service_pb2_grpc.add_RunServiceServicer_to_server(servicer, server)
+
+    def register(self, server: grpc.aio.Server, draining: asyncio.Event) -> list[str]:
+        """Add both services to the server; returns their names."""
+        run_service_pb2_grpc.add_RunServiceServicer_to_server(self.servicer(draining), server)
         worker_service_pb2_grpc.add_WorkerServiceServicer_to_server(WorkerServicer(self.registry), server)
         return [_RUN_SERVICE, _WORKER_SERVICE]
 
@@ -92,6 +101,7 @@ def _assemble(settings: Settings) -> _Process:
         on_scan=lambda: board.touch(PROCESS),
         custom_code=CustomCode.parse(settings.custom_code),
     )
+    manager.store_url = settings.require("store_url")
     return _Process(
         settings=settings,
         owner=owner,
@@ -101,7 +111,20 @@ def _assemble(settings: Settings) -> _Process:
         catalog=catalog,
         board=board,
         manager=manager,
+        reader=ReaderClient.of(store_url=settings.require("store_url"), prefix=settings.prefix),
     )
+
+
+def _dashboard(process: _Process) -> contextlib.AbstractAsyncContextManager[int]:
+    """The dashboard, which asks the public API as its clients do."""
+    source = OrchestratorSource(
+        service=process.servicer(asyncio.Event()),
+        catalog=process.catalog,
+        manager=process.manager,
+        registry=process.registry,
+        owner=process.owner,
+    )
+    return dashboard_server(process.settings.dashboard_listen, source, process.reader)
 
 
 async def serve_orchestrator(
@@ -120,7 +143,11 @@ async def serve_orchestrator(
 
     exported = registry_of(process.manager, process.catalog, process.registry)
     try:
-        async with metrics_server(settings.metrics_listen, exported), asyncio.TaskGroup() as tasks:
+        async with (
+            metrics_server(settings.metrics_listen, exported),
+            _dashboard(process),
+            asyncio.TaskGroup() as tasks,
+        ):
             managing = tasks.create_task(_manage(process.manager, started_once, stopping), name="run manager")
             await serve(
                 listen,
@@ -136,6 +163,7 @@ async def serve_orchestrator(
     except BaseExceptionGroup as group:
         raise first_error(group) from group
     finally:
+        await process.reader.close()
         await process.redis.aclose()
 
 

@@ -1,11 +1,10 @@
 """RunService: the public API over the runs of a deployment."""
 
 import asyncio
-import base64
 import logging
 import re
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 import grpc
@@ -24,10 +23,14 @@ from millrace.errors import (
     Violation,
 )
 from millrace.orchestrator.api.custom_loss import require_loadable_loss
+from millrace.orchestrator.api.env_images import require_env_images
 from millrace.orchestrator.api.environments import check_environments
+from millrace.orchestrator.api.log_lists import LogLists
+from millrace.orchestrator.api.paging import next_token, page
 from millrace.orchestrator.api.watch import EventFeed
 from millrace.orchestrator.explain.why import explain, unanswered
 from millrace.orchestrator.manager import RunManager
+from millrace.orchestrator.play.sampler import Sampler
 from millrace.orchestrator.runs import forks
 from millrace.orchestrator.runs.catalog import RunCatalog
 from millrace.orchestrator.runs.intent_calls import IntentCalls
@@ -53,7 +56,6 @@ EXPLAIN_READ_S = 2.0
 """Longest look at the log for an explanation, which comes within 5 s in any case."""
 READ_BLOCK_S = 1.0
 """Longest block of one read in a watch: how late a drain or a cancelled client is noticed."""
-PAGE_DEFAULT, PAGE_MAX = 50, 1000
 PAGE_BYTES = 16 << 20
 """Largest page of runs: configs are part of them. The next page begins behind it."""
 MAX_VALIDATIONS = 2
@@ -62,30 +64,39 @@ MAX_REASON_CHARS = 2000
 _CURSOR = re.compile(r"[0-9]{1,19}(-[0-9]{1,19})?")
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogPlace:
+    """Where the logs of a deployment are, and who reads them for lists."""
+
+    redis: redis.asyncio.Redis
+    store: ObjectStore
+    prefix: str
+    lists: LogLists
+
+
 class RunServicer(run_service_pb2_grpc.RunServiceServicer):
     """The public API. Every method raises `millrace.errors`; the interceptor maps them."""
 
     def __init__(
         self,
         *,
-        redis: redis.asyncio.Redis,
-        store: ObjectStore,
-        prefix: str,
+        place: LogPlace,
         catalog: RunCatalog,
         manager: RunManager,
         registry: WorkerRegistry,
         owner: str,
         draining: asyncio.Event,
     ) -> None:
-        self._redis = redis
-        self._store = store
-        self._prefix = prefix
+        self._redis = place.redis
+        self._store = place.store
+        self._prefix = place.prefix
+        self._lists = place.lists
         self._catalog = catalog
         self._manager = manager
         self._registry = registry
         self._owner = owner
         self._draining = draining
-        self._intents = IntentCalls(store=store, prefix=prefix, owner=owner, on_intent=manager.apply)
+        self._intents = IntentCalls(store=place.store, prefix=place.prefix, owner=owner, on_intent=manager.apply)
         self._auditing = asyncio.Semaphore(1)  # an audit reads everything of a run: one at a time
         self._validating = asyncio.Semaphore(MAX_VALIDATIONS)
 
@@ -98,6 +109,7 @@ class RunServicer(run_service_pb2_grpc.RunServiceServicer):
             earlier = await find_request(self._store, self._prefix, request.request_id)
             if earlier is not None:
                 return run_service_pb2.CreateRunResponse(run=await self._earlier(earlier, record))
+        require_env_images(config, self._registry)
         if request.check_environments:
             await check_environments(config, self._registry)
         if request.validate_only:
@@ -116,12 +128,13 @@ class RunServicer(run_service_pb2_grpc.RunServiceServicer):
                 remedy="submit the evaluation again with the settings that you want",
             )
         wanted = forks.as_create(request, parent, uid=new_uid())
-        _, record = await self._validated(wanted)
+        config, record = await self._validated(wanted)
         record = replace(record, parent={"uid": parent.uid, "step": request.step})
         if request.request_id:
             earlier = await find_request(self._store, self._prefix, request.request_id)
             if earlier is not None:
                 return run_service_pb2.ForkRunResponse(run=await self._earlier(earlier, record))
+        require_env_images(config, self._registry)
         names = Names(self._prefix, parent.uid)
         plan = await asyncio.to_thread(plan_fork, self._store, names, name=parent.name, step=request.step)
         forks.check_config(record.training, parent, plan)
@@ -159,11 +172,11 @@ class RunServicer(run_service_pb2_grpc.RunServiceServicer):
         self, request: run_service_pb2.ListRunsRequest, context: grpc.aio.ServicerContext
     ) -> run_service_pb2.ListRunsResponse:
         """List runs, newest first."""
-        size, start = _page(request.page_size, request.page_token)
+        size, start = page(request.page_size, request.page_token)
         views = reversed(await self._catalog.refresh())
         runs = [view.run for view in views if not request.states or view.run.state in request.states]
-        page = _of_bounded_size(runs[start : start + size])
-        return run_service_pb2.ListRunsResponse(runs=page, next_page_token=_next_token(start + len(page), len(runs)))
+        shown = _of_bounded_size(runs[start : start + size])
+        return run_service_pb2.ListRunsResponse(runs=shown, next_page_token=next_token(start + len(shown), len(runs)))
 
     async def CancelRun(
         self, request: run_service_pb2.CancelRunRequest, context: grpc.aio.ServicerContext
@@ -231,12 +244,30 @@ class RunServicer(run_service_pb2_grpc.RunServiceServicer):
         self, request: run_service_pb2.ListCheckpointsRequest, context: grpc.aio.ServicerContext
     ) -> run_service_pb2.ListCheckpointsResponse:
         """List the checkpoints whose manifest is in the store, oldest first."""
-        size, start = _page(request.page_size, request.page_token)
+        size, start = page(request.page_size, request.page_token)
         record = (await self._catalog.find(request.parent)).record
         found = await asyncio.to_thread(self._checkpoints, record)
         return run_service_pb2.ListCheckpointsResponse(
-            checkpoints=found[start : start + size], next_page_token=_next_token(start + size, len(found))
+            checkpoints=found[start : start + size], next_page_token=next_token(start + size, len(found))
         )
+
+    async def ListMetrics(
+        self, request: run_service_pb2.ListMetricsRequest, context: grpc.aio.ServicerContext
+    ) -> run_service_pb2.ListMetricsResponse:
+        """List a run's metrics by step, oldest first."""
+        return await self._lists.metrics(request, (await self._catalog.find(request.parent)).record)
+
+    async def ListRollouts(
+        self, request: run_service_pb2.ListRolloutsRequest, context: grpc.aio.ServicerContext
+    ) -> run_service_pb2.ListRolloutsResponse:
+        """List what the committed batches of a run resolved."""
+        return await self._lists.rollouts(request, (await self._catalog.find(request.parent)).record)
+
+    async def GetLineage(
+        self, request: run_service_pb2.GetLineageRequest, context: grpc.aio.ServicerContext
+    ) -> run_service_pb2.GetLineageResponse:
+        """Show where a rollout or a policy version comes from, and what came of it."""
+        return await self._lists.lineage(request, (await self._catalog.find(request.name)).record)
 
     async def ExplainRun(
         self, request: run_service_pb2.ExplainRunRequest, context: grpc.aio.ServicerContext
@@ -264,6 +295,7 @@ class RunServicer(run_service_pb2_grpc.RunServiceServicer):
             config = validate(request)
             if isinstance(config, RLConfig):
                 make_algorithms(config.orchestrator, self._manager.custom_code)
+                Sampler.load(config.orchestrator.buffer, self._manager.custom_code, seed=config.orchestrator.seed)
             return config, make_record(request, config)
 
         with waits.shared("configs of {n} new runs to be checked", waits_on="orchestrator", quiet_s=1.0):
@@ -361,20 +393,3 @@ def _of_bounded_size(runs: list[run_pb2.Run]) -> list[run_pb2.Run]:
         if index and size > PAGE_BYTES:
             return runs[:index]
     return runs
-
-
-def _page(size: int, token: str) -> tuple[int, int]:
-    if size < 0:
-        raise InvalidSpecError([Violation(field="page_size", value=str(size), message="must not be negative")])
-    try:
-        start = int(base64.urlsafe_b64decode(token.encode())) if token else 0
-        if start < 0:
-            raise ValueError("negative")
-    except ValueError as error:
-        problem = Violation(field="page_token", value=token, message="is not a token of this API: leave it out")
-        raise InvalidSpecError([problem]) from error
-    return min(size or PAGE_DEFAULT, PAGE_MAX), start
-
-
-def _next_token(start: int, total: int) -> str:
-    return base64.urlsafe_b64encode(str(start).encode()).decode() if start < total else ""

@@ -4,10 +4,9 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from millrace.algorithms import Algorithm
+from millrace.algorithms import Algorithm, Baselines
 from millrace.config import EvalRunConfig, RLConfig
-from millrace.config.sections.orchestrator import MAX_FAILURE_WINDOW
-from millrace.internal.v1 import env_service_pb2
+from millrace.config.sections.orchestrator import MAX_FAILURE_WINDOW, EnvConfig
 from millrace.orchestrator.drive.batch_writer import BatchWriter
 from millrace.orchestrator.drive.damage import DamageBook
 from millrace.orchestrator.drive.fixed_model import FixedEndpoints, NoTrainer
@@ -17,7 +16,7 @@ from millrace.orchestrator.drive.trainer_watch import Trainer, TrainerWatch
 from millrace.orchestrator.play.admission import AdmissionRule
 from millrace.orchestrator.play.book import Book
 from millrace.orchestrator.play.buffer import TaskBuffer
-from millrace.orchestrator.play.env_servers import EnvServers, env_spec
+from millrace.orchestrator.play.env_servers import EnvServers, OpenedEnv, env_spec
 from millrace.orchestrator.play.evals import Evaluation, Evaluator
 from millrace.orchestrator.play.failures import Failures
 from millrace.orchestrator.play.intake import Intake
@@ -25,9 +24,11 @@ from millrace.orchestrator.play.play import Play, load_of
 from millrace.orchestrator.play.player import Player, RunIdentity
 from millrace.orchestrator.play.rollout_stream import RolloutStream
 from millrace.orchestrator.play.routing import Policies, Router
+from millrace.orchestrator.play.sampler import Sampler
 from millrace.orchestrator.play.settings import of_run, of_training, plays_of_training
 from millrace.orchestrator.play.tasks import TaskSource
 from millrace.orchestrator.run_context import RunContext
+from millrace.rollouts.requests import EnvSpec
 from millrace.rollouts.types import Rollout
 
 _MIN_FAILURE_WINDOW = 64
@@ -54,7 +55,7 @@ class RunParts:
     evals: Evaluator
     writer: BatchWriter
     damage: DamageBook
-    specs: list[env_service_pb2.EnvSpec]
+    specs: list[EnvSpec]
     """Environments to train on, then those that are only evaluated."""
 
     @property
@@ -77,12 +78,12 @@ def assemble(context: RunContext, config: RLConfig | EvalRunConfig) -> RunParts:
     policies: Policies
     trainer: Trainer
     if isinstance(config, EvalRunConfig):
-        training, evaluation, is_scored, seq_len = None, of_run(config), False, NO_SAMPLES
+        training, evaluation, is_scored = None, of_run(config), False
         urls = [] if config.client is None else config.client.base_url
         policies = FixedEndpoints(urls, model=config.model.name, max_concurrent=config.max_concurrent)
         trainer = NoTrainer()
     else:
-        training, evaluation, seq_len = config, of_training(config.orchestrator), config.orchestrator.seq_len
+        training, evaluation = config, of_training(config.orchestrator)
         is_scored = config.orchestrator.algo.teacher is not None
         policies = PolicyDriver(
             run_uid=uid, epoch=epoch, registry=context.registry, events=events, on_change=book.changed.set
@@ -109,38 +110,30 @@ def assemble(context: RunContext, config: RLConfig | EvalRunConfig) -> RunParts:
         stream=stream,
         player=player,
         evals=evals,
-        writer=BatchWriter(
-            context,
-            book=book,
-            envs=envs,
-            stream=stream,
-            failures=failures,
-            seq_len=seq_len,
-            buffer=None if training is None else training.orchestrator.buffer,
-        ),
+        writer=_writer(context, training, book=book, envs=envs, stream=stream, failures=failures),
         damage=damage,
         specs=env_specs(config),
     )
 
 
+def task_sources(parts: RunParts, config: RLConfig) -> list[TaskSource]:
+    """The training tasks of a run whose environments are open."""
+    return [_source(env, parts.envs.envs[env.name]) for env in config.orchestrator.env]
+
+
 def make_loop(
-    parts: RunParts, config: RLConfig, *, algorithms: Mapping[str, Algorithm], is_stopping: Callable[[], bool]
+    parts: RunParts,
+    config: RLConfig,
+    *,
+    algorithms: Mapping[str, Algorithm],
+    sampler: Sampler | None,
+    is_stopping: Callable[[], bool],
 ) -> RolloutLoop:
     """The loop of a run whose environments are open, with the algorithm of each."""
-    settings = config.orchestrator
-    opened = {spec.name: parts.envs.envs[spec.name] for spec in parts.specs}
-    sources = [
-        TaskSource(
-            env=env.name,
-            num_tasks=opened[env.name].num_train,
-            digest=opened[env.name].train_digest,
-            weight=env.weight,
-        )
-        for env in settings.env
-    ]
+    settings, opened, sources = config.orchestrator, parts.envs.envs, task_sources(parts, config)
     writer = parts.writer
     writer.opened({source.env: source.digest for source in sources})
-    buffer = TaskBuffer(sources, settings.buffer, seed=settings.seed, pools=lambda: writer.pools)
+    buffer = TaskBuffer(sources, settings.buffer, seed=settings.seed, pools=lambda: writer.pools, sampler=sampler)
     if settings.buffer.has_pools:
         writer.pool_sizes = buffer.sizes
     rule = _rule(config)
@@ -176,6 +169,34 @@ def make_loop(
     )
 
 
+def _source(env: EnvConfig, opened: OpenedEnv) -> TaskSource:
+    return TaskSource(env=env.name, num_tasks=opened.num_train, digest=opened.train_digest, weight=env.weight)
+
+
+def _writer(
+    context: RunContext,
+    training: RLConfig | None,
+    *,
+    book: Book,
+    envs: EnvServers,
+    stream: RolloutStream,
+    failures: Failures,
+) -> BatchWriter:
+    if training is None:
+        return BatchWriter(context, book=book, envs=envs, stream=stream, failures=failures, seq_len=NO_SAMPLES)
+    settings = training.orchestrator
+    return BatchWriter(
+        context,
+        book=book,
+        envs=envs,
+        stream=stream,
+        failures=failures,
+        seq_len=settings.seq_len,
+        buffer=settings.buffer,
+        baselines=Baselines(decays=settings.baseline_decays),
+    )
+
+
 def _rule(config: RLConfig) -> AdmissionRule:
     settings = config.orchestrator
     return AdmissionRule(
@@ -199,16 +220,16 @@ def _failures(config: RLConfig | EvalRunConfig) -> Failures:
     )
 
 
-def env_specs(config: RLConfig | EvalRunConfig) -> list[env_service_pb2.EnvSpec]:
+def env_specs(config: RLConfig | EvalRunConfig) -> list[EnvSpec]:
     """Environments to train on, then those that are only evaluated."""
     if isinstance(config, EvalRunConfig):
-        envs = list(config.env)
-    else:
-        settings = config.orchestrator
-        names = {env.name for env in settings.env}
-        evaluated = [] if settings.eval is None else settings.eval.env
-        envs = [*settings.env, *(env for env in evaluated if env.name not in names)]
-    return [env_spec(env.name, env.id, env.args) for env in envs]
+        is_ours = config.client is None
+        return [env_spec(env, takes_several_traces=True, is_text_only=is_ours) for env in config.env]
+    settings = config.orchestrator
+    trained = {env.name: settings.takes_several_traces(env) for env in settings.env}
+    evaluated = [] if settings.eval is None else settings.eval.env
+    envs = [*settings.env, *(env for env in evaluated if env.name not in trained)]
+    return [env_spec(env, takes_several_traces=trained.get(env.name, True), is_text_only=True) for env in envs]
 
 
 def failure_window_of(groups_per_step: int) -> int:

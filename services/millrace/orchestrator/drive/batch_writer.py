@@ -7,6 +7,7 @@ import asyncio
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, TypeVar
 
+from millrace.algorithms import Baselines
 from millrace.config.sections.buffer import BufferConfig
 from millrace.errors import FencedError, InternalError
 from millrace.internal.v1 import batch_pb2
@@ -58,6 +59,7 @@ class BatchWriter:
         failures: Failures,
         seq_len: int,
         buffer: BufferConfig | None = None,
+        baselines: Baselines | None = None,
     ) -> None:
         """`buffer`: what moves tasks between pools; None where nothing is drawn by them."""
         self._context = context
@@ -73,6 +75,9 @@ class BatchWriter:
         self.pool_sizes: Callable[[Pools], PoolSizes | None] = lambda pools: None
         """How many tasks are in which pool; known once the environments are open."""
         self._next_pools: Pools | None = None
+        self.baselines = baselines or Baselines()
+        """What rae compares rewards with, behind the newest header."""
+        self._next_baselines = self.baselines
         self.lineage = 0
         """Lineage of the newest published policy; the driver keeps it up to date."""
         self.closing: batch_pb2.BatchHeader | None = None
@@ -98,14 +103,16 @@ class BatchWriter:
         self.num_reopened = committed.num_reopened
         if last is None:
             self._book.restore(step=origin.base_step, frontier=origin.frontier)
-            pools = decode_state(origin.orchestrator_state).pools
-            self._restore_pools(pools, step=origin.base_step, begins_anew=True)
+            state = decode_state(origin.orchestrator_state)
+            self.baselines = self.baselines.restored(state.baselines)
+            self._restore_pools(state.pools, step=origin.base_step, begins_anew=True)
             return
         is_closing = last.kind == batch_pb2.BATCH_KIND_CLOSE
         self.closing = last if is_closing and not committed.is_reopened else None
         self.lineage = last.lineage
         self._revision = last.revision + 1 if committed.is_reopened else 0
         state = decode_state(last.orchestrator_state)
+        self.baselines = self.baselines.restored(state.baselines)
         self._failures.restore(state.failures, is_reopened=committed.is_reopened)
         self._book.restore(
             step=last.step + (not committed.is_reopened),
@@ -152,7 +159,7 @@ class BatchWriter:
             await self.count_empty(filtered=batch.filtered, num_rollouts=len(batch.rewards))
             return
         self.num_empty = 0
-        header = self._header(batch_pb2.BATCH_KIND_TRAIN)
+        header = self._header(batch_pb2.BATCH_KIND_TRAIN, batch.baselines)
         header.num_rollouts = len(batch.rewards)
         header.reward_mean = sum(batch.rewards) / len(batch.rewards)
         dropped = count_dropped(self._book.pending)
@@ -183,7 +190,7 @@ class BatchWriter:
         self.is_closing = True
         await self._hold_lease()
         self._book.close(reason)
-        header = self._header(batch_pb2.BATCH_KIND_CLOSE)
+        header = self._header(batch_pb2.BATCH_KIND_CLOSE, self.baselines)
         header.outcome = outcome
         header.final_version = self._book.step
         if error is not None:
@@ -219,10 +226,11 @@ class BatchWriter:
                 remedy=remedy,
             )
 
-    def _header(self, kind: batch_pb2.BatchKind) -> batch_pb2.BatchHeader:
+    def _header(self, kind: batch_pb2.BatchKind, baselines: Baselines) -> batch_pb2.BatchHeader:
         book, context = self._book, self._context
         frontier = book.frontier.resolve(item.ordinal for item in book.pending)
         self._next_pools = self._pools_behind(book.step + (kind == batch_pb2.BATCH_KIND_TRAIN), frontier)
+        self._next_baselines = baselines
         header = batch_pb2.BatchHeader(
             run_uid=self._log.uid,
             kind=kind,
@@ -240,6 +248,7 @@ class BatchWriter:
                 scored_whole=[name for name, env in self._envs.envs.items() if env.requires_group],
                 failures=self._failures.tally,
                 pools=self._next_pools,
+                baselines=baselines.values,
             ),
         )
         frontier.fill(header)
@@ -256,7 +265,7 @@ class BatchWriter:
                 commit_batch(self._log, self._context.epoch, header, chunks, archive, known=self.known)
             )
             self.chain = chain_hash(self.chain, header_bytes)
-        self.pools = self._next_pools or self.pools
+        self.pools, self.baselines = self._next_pools or self.pools, self._next_baselines
         self._revision = 0
 
     async def _hold_lease(self) -> None:

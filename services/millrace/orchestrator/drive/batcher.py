@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from millrace.algorithms import Algorithm, Credit, Credited, count_found
+from millrace.algorithms import Algorithm, Baselines, Credit, Credited, count_found
 from millrace.config import ZeroAdvantageFilter
 from millrace.config.sections.filters import FilterConfig
 from millrace.decoding import Fields, decode_object
@@ -18,6 +18,8 @@ from millrace.orchestrator.play.failures import Tally, decode_tally, encode_tall
 from millrace.orchestrator.play.play import Play
 from millrace.orchestrator.play.pools import Pools
 from millrace.rollouts.types import Rollout, Sample, TrainSample
+
+_MAX_BASELINES = 1 << 20
 
 
 @dataclass(slots=True, kw_only=True)
@@ -30,21 +32,24 @@ class CutBatch:
     resolved: list[Resolved] = field(default_factory=list)
     filtered: Counter[str] = field(default_factory=Counter)
     """Rollouts that filters found, by type."""
+    baselines: Baselines = field(default_factory=Baselines)
+    """Those behind this batch."""
 
 
 def credit_group(group: Play, algorithm: Algorithm, *, seq_len: int) -> list[Credited]:
     """Give a whole group its credit; return its samples, cut at `seq_len` tokens, that have a sampled token left."""
     rollouts = group.rollouts()
     return [
-        Credited(rollout=rollout, sample=sample, credit=credit, num_tokens=min(sample.num_tokens, seq_len))
+        Credited(rollout=rollout, sample=sample, credit=credit, num_tokens=min(sample.num_tokens, seq_len), place=place)
         for rollout, credits in zip(rollouts, algorithm.credit(rollouts), strict=True)
-        for sample, credit in zip(rollout.samples, credits, strict=True)
+        for sample, credit, place in zip(rollout.samples, credits, rollout.trace_of_sample, strict=True)
         if sample.loss_mask[:seq_len].any()
     ]
 
 
-def train_sample(rollout: Rollout, sample: Sample, credit: Credit, *, seq_len: int) -> TrainSample:
+def train_sample(item: Credited, credit: Credit, *, seq_len: int) -> TrainSample:
     """One row of a batch: the first `seq_len` tokens of a sample, their credit, and the facts of the rollout."""
+    rollout, sample = item.rollout, item.sample
     return TrainSample(
         token_ids=sample.token_ids[:seq_len],
         loss_mask=sample.loss_mask[:seq_len],
@@ -54,7 +59,7 @@ def train_sample(rollout: Rollout, sample: Sample, credit: Credit, *, seq_len: i
         member=rollout.member,
         attempt=rollout.attempt,
         env=rollout.env,
-        reward=rollout.reward,
+        reward=item.trace.reward,
         temperature=rollout.temperature,
         truncation=rollout.truncation,
         reference_kl=credit.reference_kl,
@@ -74,6 +79,7 @@ def cut(
     filter_zero_advantages: ZeroAdvantageFilter,
     seq_len: int,
     filters: Sequence[FilterConfig] = (),
+    baselines: Baselines = Baselines(),  # noqa: B008 - immutable
 ) -> CutBatch:
     """Make a batch of whole groups, with the algorithm of each one's environment.
 
@@ -85,11 +91,12 @@ def cut(
     is_shrinking = filter_zero_advantages in (True, "shrink")
     batch = CutBatch(step=step, samples=[], rewards=[])
     credited = [credit_group(group, algorithms[group.task.env], seq_len=seq_len) for group in groups]
-    credits = iter(finish([item for items in credited for item in items], algorithms))
+    compared, batch.baselines = baselines.against([item for items in credited for item in items])
+    credits = iter(finish(compared, algorithms))
     for group, items in zip(groups, credited, strict=True):
         final = [(item, credit) for item in items if not (credit := next(credits)).trains_nothing]
-        kept = [(item, credit) for item, credit in final if not is_shrinking or has_advantage(item)]
-        batch.samples += [train_sample(item.rollout, item.sample, credit, seq_len=seq_len) for item, credit in kept]
+        kept = [(item, credit) for item, credit in final if not is_shrinking or has_advantage(item, credit)]
+        batch.samples += [train_sample(item, credit, seq_len=seq_len) for item, credit in kept]
         batch.rewards += [rollout.reward for rollout in group.rollouts()]
         batch.filtered += count_found(group.rollouts(), filters)
         batch.resolved.append(Resolved.of(group, "" if kept else "zero_advantage"))
@@ -98,12 +105,12 @@ def cut(
 
 def teaches(group: Play, algorithm: Algorithm, *, seq_len: int) -> bool:
     """Whether any sample of a whole group has an advantage; says the same of the group in every process."""
-    return any(has_advantage(item) for item in credit_group(group, algorithm, seq_len=seq_len))
+    return any(has_advantage(item, item.credit) for item in credit_group(group, algorithm, seq_len=seq_len))
 
 
-def has_advantage(item: Credited) -> bool:
-    """Whether a sample's group gave it any advantage."""
-    return bool(item.credit.advantages[: item.num_tokens].any())
+def has_advantage(item: Credited, final: Credit) -> bool:
+    """Whether a sample's group gave it any advantage, and the batch left it one."""
+    return all(bool(credit.advantages[: item.num_tokens].any()) for credit in (item.credit, final))
 
 
 def finish(credited: Sequence[Credited], algorithms: Mapping[str, Algorithm]) -> list[Credit]:
@@ -138,10 +145,16 @@ def resolutions(resolved: Sequence[Resolved]) -> list[batch_pb2.Resolution]:
 def score_samples(rollouts: Sequence[Rollout], *, seq_len: int) -> list[TrainSample]:
     """The samples of an evaluation for the closing header: no advantage, scored but never trained on."""
     return [
-        train_sample(rollout, sample, Credit(advantages=np.zeros_like(sample.inference_logprobs)), seq_len=seq_len)
+        train_sample(item, item.credit, seq_len=seq_len)
         for rollout in rollouts
-        for sample in rollout.samples
+        for sample, place in zip(rollout.samples, rollout.trace_of_sample, strict=True)
+        for item in [_uncredited(rollout, sample, place)]
     ]
+
+
+def _uncredited(rollout: Rollout, sample: Sample, place: int) -> Credited:
+    credit = Credit(advantages=np.zeros_like(sample.inference_logprobs))
+    return Credited(rollout=rollout, sample=sample, credit=credit, num_tokens=sample.num_tokens, place=place)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,6 +165,8 @@ class WriterState:
     read_until: str = ""
     failures: Tally = field(default_factory=Tally)
     pools: Pools | None = None
+    baselines: Mapping[str, Mapping[str, float]] = field(default_factory=dict[str, Mapping[str, float]])
+    """By environment and agent, the moving average of its rewards."""
 
 
 def encode_state(
@@ -162,12 +177,13 @@ def encode_state(
     failures: Tally,
     scored_whole: Sequence[str] = (),
     pools: Pools | None = None,
+    baselines: Mapping[str, Mapping[str, float]] | None = None,
 ) -> bytes:
     """The bounded orchestrator state of a header, for people and audits; a successor goes on counting with it.
 
     `read_until` is the newest entry of the rollout stream that was read: duplicates up to there are counted.
     `scored_whole` are the environments whose groups must come from one attempt; `pools` are there where draws depend
-    on them.
+    on them, `baselines` where rae trains.
     """
     state = {
         "next_ordinal": next_ordinal,
@@ -178,6 +194,12 @@ def encode_state(
     }
     if pools is not None:
         state["pools"] = pools.to_json()
+    if baselines:
+        state["baselines"] = [
+            {"env": env, "agent": agent, "value": value}
+            for env, agents in baselines.items()
+            for agent, value in sorted(agents.items())
+        ]
     return json.dumps(state, sort_keys=True).encode()
 
 
@@ -191,9 +213,17 @@ def decode_state(data: bytes) -> WriterState:
         pools = fields.inner("pools") if fields.has("pools") else None
         return WriterState(
             pools=None if pools is None else Pools.from_json(pools),
+            baselines=_decode_baselines(fields),
             num_duplicates=fields.integer("num_duplicates"),
             read_until=fields.text("read_until"),
             failures=decode_tally(fields.inner("failures")) if fields.has("failures") else Tally(),
         )
     except ValueError as error:
         raise CorruptObjectError(f"{what} cannot be read: {error}", reason=reason) from error
+
+
+def _decode_baselines(fields: Fields) -> dict[str, dict[str, float]]:
+    found: dict[str, dict[str, float]] = {}
+    for item in fields.objects("baselines", most=_MAX_BASELINES) if fields.has("baselines") else ():
+        found.setdefault(item.text("env"), {})[item.text("agent")] = item.number("value")
+    return found

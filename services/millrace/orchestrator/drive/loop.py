@@ -31,9 +31,10 @@ from dataclasses import dataclass, field
 from millrace.algorithms import Algorithm, count_found
 from millrace.config import OrchestratorConfig
 from millrace.errors import InvalidStateError
+from millrace.orchestrator.drive.batch_warnings import BatchWarnings
 from millrace.orchestrator.drive.batch_writer import BatchWriter
 from millrace.orchestrator.drive.batcher import cut, teaches
-from millrace.orchestrator.events import RunEvents, is_told
+from millrace.orchestrator.events import RunEvents
 from millrace.orchestrator.play.admission import AdmissionRule
 from millrace.orchestrator.play.book import Book
 from millrace.orchestrator.play.failures import Failures
@@ -82,8 +83,10 @@ class RolloutLoop:
     """Ordinals of whole groups that are kept; filled only where batches are refilled."""
     filtered_in_a_row: Counter[str] = field(default_factory=Counter)
     """Why groups were replaced since one was kept."""
-    num_truncated_in_a_row: int = 0
-    num_rewritten: int = 0
+    warnings: BatchWarnings = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.warnings = BatchWarnings(self.settings, self.events)
 
     async def run(self) -> None:
         """Cut and commit batches until `max_steps` or until the run is asked to stop."""
@@ -237,6 +240,7 @@ class RolloutLoop:
             filter_zero_advantages=self.settings.filter_zero_advantages,
             seq_len=self.settings.seq_len,
             filters=self.settings.filters,
+            baselines=self.writer.baselines,
         )
         if self.rule.async_level == 0:
             surplus = [group for group in (*self.book.open, *self.book.whole) if group not in groups]
@@ -244,39 +248,8 @@ class RolloutLoop:
         await self.writer.commit(batch)
         if self.book.step > batch.step:  # else no group had an advantage, and nothing is trained
             self.events.meters.trained(groups, step=batch.step)
-            await self.note_truncated(groups, step=batch.step)
-            await self.note_rewritten(groups, step=batch.step)
+            await self.warnings.look(groups, step=batch.step)
         self.num_stale_in_a_row = 0
-
-    async def note_truncated(self, groups: Sequence[Play], *, step: int) -> None:
-        """Warn of batches in which every rollout was cut off."""
-        is_truncated = all(rollout.is_truncated for group in groups for rollout in group.rollouts())
-        self.num_truncated_in_a_row = self.num_truncated_in_a_row + 1 if is_truncated else 0
-        if is_truncated and is_told(self.num_truncated_in_a_row):
-            await self.events.warning(
-                "ALL_TRUNCATED",
-                f"every rollout of batch {step} was cut at its token limit ({self.num_truncated_in_a_row} batches in a "
-                "row): the policy never ends by itself, or has no room to; raise orchestrator.sampling.max_tokens and "
-                "orchestrator.seq_len, or see whether the prompts use the model's own chat template",
-            )
-
-    async def note_rewritten(self, groups: Sequence[Play], *, step: int) -> None:
-        """Where one sample per rollout is expected, warn of batches with rollouts that are several."""
-        if self.settings.trajectory_strategy != "interleaved":
-            return
-        rollouts = [rollout for group in groups for rollout in group.rollouts()]
-        rewritten = [rollout for rollout in rollouts if rollout.rewritten_turn is not None]
-        self.num_rewritten += bool(rewritten)
-        if rewritten and is_told(self.num_rewritten):
-            first = rewritten[0]
-            await self.events.warning(
-                "HISTORY_REWRITTEN",
-                f"{len(rewritten)} of {len(rollouts)} rollouts of batch {step} are several samples, such as ordinal "
-                f"{first.ordinal} of environment {first.env!r}: the prompt of turn {first.rewritten_turn} does not "
-                "begin with the tokens before it, so that turn is trained in a sample of its own, in the context in "
-                "which it was sampled; use a chat template that keeps earlier turns as they were (one that strips "
-                '`<think>` does not), or say orchestrator.trajectory_strategy = "branching"',
-            )
 
     async def wait_for_change(self) -> None:
         """Sleep until a group finishes, a version is served or a worker changes; the wait has a name and an age."""

@@ -10,9 +10,10 @@ from collections.abc import Collection, Sequence
 
 from millrace.algorithms import make_algorithms
 from millrace.errors import InvalidStateError
-from millrace.orchestrator.drive.assembly import assemble, make_loop
+from millrace.orchestrator.drive.assembly import assemble, make_loop, task_sources
 from millrace.orchestrator.drive.loop import RolloutLoop
 from millrace.orchestrator.drive.run_driver import RunDriver, RunStoppedError
+from millrace.orchestrator.play.sampler import Sampler
 from millrace.orchestrator.run_context import RunContext
 from millrace.rollouts.types import Rollout
 from millrace.telemetry import waits
@@ -56,11 +57,10 @@ class TrainRunDriver(RunDriver):
 
     async def _start(self) -> RolloutLoop:
         """Wait for environments and for the start policy to be served; build the loop."""
-        envs = self._parts.envs
-        # In a thread: it may import modules of the user's. Bounded by nothing but their imports, which submission saw.
-        algorithms = await asyncio.to_thread(
-            make_algorithms, self._config.orchestrator, self._parts.context.custom_code
-        )
+        envs, settings, code = self._parts.envs, self._config.orchestrator, self._parts.context.custom_code
+        # In threads: they may import modules of the user's. Bounded by nothing but their imports, which submission saw.
+        algorithms = await asyncio.to_thread(make_algorithms, settings, code)
+        sampler = await asyncio.to_thread(Sampler.load, settings.buffer, code, seed=settings.seed)
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(envs.open_all(self._parts.specs))
             tasks.create_task(self._wait_served(0))
@@ -70,7 +70,15 @@ class TrainRunDriver(RunDriver):
                     "EVAL_ON_TRAINING_TASKS",
                     f"environment {name!r} has no held-out tasks: it is evaluated on its training tasks",
                 )
-        return make_loop(self._parts, self._config, algorithms=algorithms, is_stopping=self._asked_to_stop.is_set)
+        if sampler is not None:
+            await sampler.try_out(task_sources(self._parts, self._config))
+        return make_loop(
+            self._parts,
+            self._config,
+            algorithms=algorithms,
+            sampler=sampler,
+            is_stopping=self._asked_to_stop.is_set,
+        )
 
     async def _evaluate_periodically(self) -> None:
         """Evaluate during training, whenever a version that is a multiple of the interval is served."""

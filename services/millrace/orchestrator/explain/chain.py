@@ -74,8 +74,6 @@ class Chain:
 
     links: tuple[WaitLink, ...] = ()
     severity: Severity = Severity.WORKS
-    culprit: str = ""
-    """The component at the end: a worker id, `redis`, `object store`, or a kind of which there is none."""
 
     def __str__(self) -> str:
         return " ← ".join(link.text for link in self.links)
@@ -128,14 +126,14 @@ class _Graph:
         tails = [self._to(target.strip(), component, wait, seen) for target in wait.waits_on.split(",")]
         ends = [tail for tail in tails if tail is not None]
         if not ends:  # nobody is named, or it leads back to who waits: the chain ends here
-            return Chain(culprit=component.name).behind(link)
+            return Chain().behind(link)
         return max(ends, key=_weight).behind(link)
 
     def _to(self, target: str, component: Component, wait: event_pb2.Wait, seen: tuple[str, ...]) -> Chain | None:
         if target in _EXTERNAL:
-            return Chain(severity=Severity.STORAGE if _is_unanswered(wait, target) else Severity.WAITS, culprit=target)
+            return Chain(severity=Severity.STORAGE if _is_unanswered(wait, target) else Severity.WAITS)
         if target.startswith(f"{ENV_WORKER} "):
-            return Chain(severity=Severity.SILENT, culprit=component.name)
+            return Chain(severity=Severity.SILENT)
         found = self.resolve(target)
         if not found:
             return _missing(target, component, wait) if target in _KINDS else None
@@ -180,13 +178,13 @@ def _silent(component: Component, *, observer: str) -> Chain:
         age_seconds=component.silence_s,
     )
     link = WaitLink(text=f"{who} {state}", wait=wait)
-    return Chain(links=(link,), severity=Severity.SILENT, culprit=component.name)
+    return Chain(links=(link,), severity=Severity.SILENT)
 
 
 def _working(component: Component) -> Chain:
     wait = event_pb2.Wait(owner=component.name, reason=f"nobody: it {component.activity}")
     link = WaitLink(text=f"{component.name} {component.activity}", wait=wait)
-    return Chain(links=(link,), culprit=component.name)
+    return Chain(links=(link,))
 
 
 def _missing(kind: str, component: Component, wait: event_pb2.Wait) -> Chain:
@@ -197,7 +195,7 @@ def _missing(kind: str, component: Component, wait: event_pb2.Wait) -> Chain:
         age_seconds=wait.age_seconds,
     )
     link = WaitLink(text=f"no {kind} worker is registered for this run", wait=missing)
-    return Chain(links=(link,), severity=Severity.MISSING, culprit=kind)
+    return Chain(links=(link,), severity=Severity.MISSING)
 
 
 def _idle_engine(engine: Component, component: Component, wait: event_pb2.Wait) -> Chain | None:
@@ -211,4 +209,4 @@ def _idle_engine(engine: Component, component: Component, wait: event_pb2.Wait) 
         waits_on=ENV_WORKER,
         age_seconds=wait.age_seconds,
     )
-    return Chain(links=(WaitLink(text=text, wait=inside),), culprit=component.name)
+    return Chain(links=(WaitLink(text=text, wait=inside),))

@@ -1,7 +1,8 @@
-"""Which task an ordinal draws where the run has pools of tasks, or ratios of environments that follow a schedule.
+"""Which task an ordinal draws where the run has pools of tasks, ratios that follow a schedule, or a sampler.
 
 A function of the run's record, the ordinal, and the pools that the log has for the ordinal (`pools.py`): the task of
-the task order where it is normal, else a random normal one of the same environment, else of another.
+the task order where it is normal, else a random normal one of the same environment, else of another; or what the user's
+own function says.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -11,6 +12,7 @@ import numpy as np
 
 from millrace.config.sections.buffer import BufferConfig
 from millrace.orchestrator.play.pools import Placed, Pools, Thresholds, random_of
+from millrace.orchestrator.play.sampler import Sampler
 from millrace.orchestrator.play.tasks import TaskOrder, TaskRef, TaskSource
 
 
@@ -32,7 +34,13 @@ class TaskBuffer:
     """Draws the tasks of a run."""
 
     def __init__(
-        self, sources: Sequence[TaskSource], config: BufferConfig, *, seed: int, pools: Callable[[], Pools]
+        self,
+        sources: Sequence[TaskSource],
+        config: BufferConfig,
+        *,
+        seed: int,
+        pools: Callable[[], Pools],
+        sampler: Sampler | None = None,
     ) -> None:
         """`pools` are those behind the newest committed header."""
         self._order = TaskOrder(sources, seed=seed)
@@ -41,6 +49,7 @@ class TaskBuffer:
         self._is_on = config.changes_draws
         self._seed = seed
         self._pools = pools
+        self._sampler = sampler
         self._seen = Pools()
         self._behind: dict[int, tuple[int, Placed]] = {}
         self._normal: dict[tuple[int, str], np.ndarray] = {}
@@ -50,6 +59,10 @@ class TaskBuffer:
         if not self._is_on:
             return self._order.task(ordinal)
         step, placed = self._at(ordinal)
+        if self._sampler is not None and not self.is_exhausted(ordinal):
+            left = {env: self._normal_of(env, placed) for env in self._sources}
+            env, index = self._sampler.choose(ordinal, left, step=step)
+            return TaskRef(ordinal=ordinal, env=env, task_index=index)
         ref, ratios = self._order.task(ordinal), self._ratios(step)
         rng = random_of(self._seed, ordinal)
         env = ref.env if ratios is None else self._choose(ratios, rng, list(self._sources))

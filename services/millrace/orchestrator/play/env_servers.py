@@ -4,11 +4,14 @@ import asyncio
 import json
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import grpc
 
+from millrace.backoff import Backoff
+from millrace.config.sections.orchestrator import NamedEnv
 from millrace.errors import (
     CapacityError,
     InternalError,
@@ -18,7 +21,9 @@ from millrace.errors import (
     UnavailableError,
 )
 from millrace.internal.v1 import env_service_pb2, env_service_pb2_grpc, worker_service_pb2
-from millrace.orchestrator.workers import WorkerRegistry
+from millrace.orchestrator.workers import WorkerRecord, WorkerRegistry
+from millrace.rollouts.request_wire import env_to_wire, group_from_wire, group_to_wire, play_to_wire
+from millrace.rollouts.requests import EnvSpec, PlayedGroup, PlayRequest
 from millrace.rpc.channel import call, open_channel
 from millrace.telemetry import waits
 
@@ -29,13 +34,18 @@ PLAY_TIMEOUT_S = 5.0
 """PlayGroup answers at once. An env-server that does not delays the groups of the others."""
 LIST_TIMEOUT_S = 30.0
 """ListPlaying answers only once the log has all that the env-server finished, which is much after a wipe of Redis."""
-OPEN_POLL_S = 0.25
+OPEN_POLL = Backoff(0.02, 0.25, factor=1.3)
+"""Between two looks at an environment that loads: what loads in a tenth of a second is there at once."""
 OPEN_TIMEOUT_S = 300.0
 """Longest time for an environment to load: imports of `verifiers` alone cost 7 CPU-seconds."""
 RETURN_PAUSE_S, RETURN_LIMIT_S = 1.0, 5.0
 """After a takeover: how long after the last env-server came back no other one is expected, and the longest wait."""
 SILENCE_S = 3.0
 """How long an env-server that did not answer gets no new groups, so that it does not delay those of the others."""
+IMAGE_REMEDY = (
+    "start an env-server from that image with MILLRACE_ENV_IMAGE={image} (with the chart: a pool of envServer.pools), "
+    "or correct orchestrator.env.image"
+)
 KILLS_WORKERS = "ENV_KILLS_WORKERS"
 """What an env-server answers of an environment that it has given up, and the reason for which its run fails."""
 # INTERNAL: it died in the middle of its answer. UNAUTHENTICATED: tokens are being changed, and not every machine has
@@ -47,7 +57,7 @@ _AWAY = (UnavailableError, InternalError, UnauthenticatedError)
 class OpenedEnv:
     """An environment that is ready on at least one env-server."""
 
-    spec: env_service_pb2.EnvSpec
+    spec: EnvSpec
     num_train: int
     train_digest: str
     num_eval: int
@@ -80,6 +90,11 @@ class EnvServers:
         """Worker ids of the env-servers whose lease holds."""
         return [record.worker_id for record in self._registry.alive(worker_service_pb2.WORKER_KIND_ENV_SERVER)]
 
+    def places_of(self, spec: EnvSpec) -> list[str]:
+        """Of those, the ones that may play an environment: they run its image, or announce none if it names none."""
+        records = self._registry.alive(worker_service_pb2.WORKER_KIND_ENV_SERVER)
+        return [record.worker_id for record in records if record.worker.env_image == spec.image]
+
     def servers_with(self, env: str) -> list[str]:
         """Env-servers that take work and on which `env` is ready, least busy first."""
         ready = self._ready.get(env, set())
@@ -87,7 +102,7 @@ class EnvServers:
         found = [r.worker_id for r in sorted(records, key=lambda r: r.num_playing) if r.worker_id in ready]
         return [worker_id for worker_id in found if self._silent_until.get(worker_id, 0.0) <= time.monotonic()]
 
-    async def open_all(self, specs: Sequence[env_service_pb2.EnvSpec], *, keys: KeyVariables = KeyVariables()) -> None:
+    async def open_all(self, specs: Sequence[EnvSpec], *, keys: KeyVariables = KeyVariables()) -> None:
         """Open every environment on at least one env-server, which must have the `keys`.
 
         Raises InvalidSpecError if a key is not set, and InvalidStateError naming
@@ -95,25 +110,23 @@ class EnvServers:
         """
         for spec in specs:
             try:
-                with waits.waiting(
-                    f"environment {spec.name} to load", waits_on="env-server", deadline_s=OPEN_TIMEOUT_S
-                ):
+                with waits.waiting(_to_load(spec), waits_on="env-server", deadline_s=OPEN_TIMEOUT_S) as wait:
                     async with asyncio.timeout(OPEN_TIMEOUT_S):
-                        while not await self._open_somewhere(spec, keys):  # noqa: ASYNC110 - the loading is remote: poll it
-                            await asyncio.sleep(OPEN_POLL_S)
+                        num_looks = 0
+                        while not await self._open_somewhere(spec, keys):
+                            num_looks += 1
+                            wait.update(reason=_to_load(spec) if self.places_of(spec) else self._no_place(spec))
+                            await asyncio.sleep(OPEN_POLL.after(num_looks))
             except TimeoutError as error:
-                raise InvalidStateError(
-                    f"environment {spec.name!r} (id {spec.id!r}) was not ready on any env-server within "
-                    f"{OPEN_TIMEOUT_S:.0f} s; env-servers registered: {self._describe_alive()}",
-                    reason="ENV_LOAD_TIMEOUT",
-                    remedy="start an env-server, or look at its log",
-                ) from error
+                raise self._not_opened(spec) from error
 
-    def is_complete(self, specs: Sequence[env_service_pb2.EnvSpec]) -> bool:
+    def is_complete(self, specs: Sequence[EnvSpec]) -> bool:
         """Whether every environment is ready on every living env-server."""
-        return all(worker_id in self._ready.get(spec.name, set()) for spec in specs for worker_id in self.alive())
+        return all(
+            worker_id in self._ready.get(spec.name, set()) for spec in specs for worker_id in self.places_of(spec)
+        )
 
-    async def refresh(self, specs: Sequence[env_service_pb2.EnvSpec]) -> None:
+    async def refresh(self, specs: Sequence[EnvSpec]) -> None:
         """Open the environments on env-servers that joined since; what fails there is logged and tried again.
 
         Raises InvalidStateError if an environment ends its workers again and again and no env-server plays it any more.
@@ -126,6 +139,28 @@ class EnvServers:
                 if error.reason == KILLS_WORKERS:
                     raise
                 logger.warning("environment not ready on an env-server", extra={"env": spec.name, "error": str(error)})
+
+    def _not_opened(self, spec: EnvSpec) -> InvalidStateError:
+        which = f"environment {spec.name!r} (id {spec.id!r})"
+        if spec.image and not self.places_of(spec):
+            return InvalidStateError(
+                f"{which} waited {OPEN_TIMEOUT_S:.0f} s for {self._no_place(spec)}",
+                reason="ENV_IMAGE_MISSING",
+                remedy=IMAGE_REMEDY.format(image=spec.image),
+                metadata={"env": spec.name, "image": spec.image},
+            )
+        return InvalidStateError(
+            f"{which} was not ready on any env-server within {OPEN_TIMEOUT_S:.0f} s; env-servers registered: "
+            f"{self._describe_alive()}",
+            reason="ENV_LOAD_TIMEOUT",
+            remedy="start an env-server, or look at its log",
+        )
+
+    def _no_place(self, spec: EnvSpec) -> str:
+        """What an environment waits for that no env-server may play."""
+        records = self._registry.alive(worker_service_pb2.WORKER_KIND_ENV_SERVER)
+        wanted = f"an env-server that announces image {spec.image}" if spec.image else "an env-server without an image"
+        return f"{wanted}; registered: {images_in_words(records)}"
 
     def _describe_alive(self) -> str:
         """Every env-server, and what was wrong with it when it was last asked."""
@@ -147,15 +182,15 @@ class EnvServers:
             self._closing.add(closing)
             closing.add_done_callback(self._closing.discard)
 
-    async def _open_somewhere(self, spec: env_service_pb2.EnvSpec, keys: KeyVariables = KeyVariables()) -> bool:
+    async def _open_somewhere(self, spec: EnvSpec, keys: KeyVariables = KeyVariables()) -> bool:
         failure: InvalidStateError | None = None
-        for worker_id in self.alive():
+        for worker_id in self.places_of(spec):
             if worker_id in self._ready.get(spec.name, set()):
                 continue
             try:
                 stub = self._stub(worker_id)
                 request = env_service_pb2.OpenEnvRequest(
-                    env=spec, api_key_var=keys.endpoint, teacher_key_var=keys.teacher
+                    env=env_to_wire(spec), api_key_var=keys.endpoint, teacher_key_var=keys.teacher
                 )
                 answer = await call(stub.OpenEnv, request, timeout_s=RPC_TIMEOUT_S, waits_on=worker_id)
             except _AWAY as error:
@@ -180,7 +215,7 @@ class EnvServers:
             raise failure
         return bool(self._ready.get(spec.name))
 
-    def _admit(self, spec: env_service_pb2.EnvSpec, worker_id: str, answer: env_service_pb2.OpenEnvResponse) -> None:
+    def _admit(self, spec: EnvSpec, worker_id: str, answer: env_service_pb2.OpenEnvResponse) -> None:
         known = self.envs.get(spec.name)
         if known is not None and known.train_digest != answer.train.digest:
             raise InvalidStateError(
@@ -198,10 +233,12 @@ class EnvServers:
         )
         self._ready.setdefault(spec.name, set()).add(worker_id)
 
-    async def play(self, worker_id: str, request: env_service_pb2.PlayGroupRequest) -> bool:
+    async def play(self, worker_id: str, request: PlayRequest) -> bool:
         """Ask an env-server to play a group; False if it cannot now (full, gone, draining, sick, of another token)."""
         try:
-            await call(self._stub(worker_id).PlayGroup, request, timeout_s=PLAY_TIMEOUT_S, waits_on=worker_id)
+            await call(
+                self._stub(worker_id).PlayGroup, play_to_wire(request), timeout_s=PLAY_TIMEOUT_S, waits_on=worker_id
+            )
         except (CapacityError, *_AWAY) as error:
             level = logging.WARNING if isinstance(error, UnauthenticatedError) else logging.INFO
             fields = {"worker": worker_id, "ordinal": request.ordinal, "error": str(error)}
@@ -230,7 +267,7 @@ class EnvServers:
                     return
                 await asyncio.sleep(min(newest + RETURN_PAUSE_S, ends) - now)
 
-    async def playing(self, log_instance: str) -> dict[str, list[env_service_pb2.PlayingGroup]]:
+    async def playing(self, log_instance: str) -> dict[str, list[PlayedGroup]]:
         """What each living env-server plays for the run; silent ones are left out.
 
         Each one first appends what that copy of the log lacks of its finished rollouts.
@@ -239,14 +276,14 @@ class EnvServers:
             run_uid=self._run_uid, epoch=self._epoch, log_instance=log_instance
         )
 
-        async def ask(worker_id: str) -> Sequence[env_service_pb2.PlayingGroup] | None:
+        async def ask(worker_id: str) -> Sequence[PlayedGroup] | None:
             try:
                 method = self._stub(worker_id).ListPlaying
                 answer = await call(method, request, timeout_s=LIST_TIMEOUT_S, waits_on=worker_id)
             except _AWAY as error:
                 logger.warning("env-server does not answer", extra={"worker": worker_id, "error": str(error)})
                 return None
-            return list(answer.groups)
+            return [group_from_wire(group) for group in answer.groups]
 
         workers = self.alive()
         with waits.waiting(
@@ -255,9 +292,11 @@ class EnvServers:
             answers = await asyncio.gather(*(ask(worker_id) for worker_id in workers))
         return {worker_id: list(found) for worker_id, found in zip(workers, answers, strict=True) if found is not None}
 
-    async def cancel(self, groups: Sequence[env_service_pb2.PlayingGroup], *, timeout_s: float = RPC_TIMEOUT_S) -> None:
+    async def cancel(self, groups: Sequence[PlayedGroup], *, timeout_s: float = RPC_TIMEOUT_S) -> None:
         """Stop groups on every env-server (none named: all of the run); best effort, late rollouts are discarded."""
-        request = env_service_pb2.CancelGroupsRequest(run_uid=self._run_uid, groups=groups, epoch=self._epoch)
+        request = env_service_pb2.CancelGroupsRequest(
+            run_uid=self._run_uid, groups=map(group_to_wire, groups), epoch=self._epoch
+        )
 
         async def cancel_on(worker_id: str) -> None:
             try:
@@ -290,6 +329,27 @@ class EnvServers:
         return env_service_pb2_grpc.EnvServiceStub(self._channels[worker_id])
 
 
-def env_spec(name: str, env_id: str, args: Mapping[str, object]) -> env_service_pb2.EnvSpec:
-    """The wire form of an environment of the run config."""
-    return env_service_pb2.EnvSpec(name=name, id=env_id, args_json=json.dumps(args, sort_keys=True))
+def images_in_words(records: Sequence[WorkerRecord]) -> str:
+    """Which images env-servers announce, and how many of them each."""
+    counts = Counter(record.worker.env_image for record in records)
+    return ", ".join(f"{count} with {image or 'none'}" for image, count in sorted(counts.items())) or "none"
+
+
+def _to_load(spec: EnvSpec) -> str:
+    return f"environment {spec.name} to load"
+
+
+def env_spec(env: NamedEnv, *, takes_several_traces: bool = False, is_text_only: bool) -> EnvSpec:
+    """What env-servers are told of an environment of the run config."""
+    return EnvSpec(
+        name=env.name,
+        id=env.id,
+        args_json=json.dumps(env.args, sort_keys=True),
+        takes_several_traces=takes_several_traces,
+        is_text_only=is_text_only,
+        judge_max_concurrent=env.judge.max_concurrent,
+        judge_timeout_s=env.judge.timeout_s,
+        judge_key_var=env.judge.api_key_var or "",
+        python=env.python or "",
+        image=env.image or "",
+    )

@@ -3,12 +3,12 @@
 import logging
 from collections.abc import Callable, Mapping, Sequence
 
-from millrace.internal.v1 import env_service_pb2, rollout_pb2
 from millrace.orchestrator.play.book import Book
 from millrace.orchestrator.play.evals import Evaluation
 from millrace.orchestrator.play.play import Play, PlayState
 from millrace.orchestrator.play.rollout_stream import RolloutStream
 from millrace.orchestrator.play.routing import Policies
+from millrace.rollouts.requests import PlayedGroup
 from millrace.rollouts.types import Purpose, Rollout, RolloutStatus
 
 logger = logging.getLogger(__name__)
@@ -49,9 +49,7 @@ class Intake:
             self._prepare(evaluation.plays.get(rollout.ordinal), rollout)
             evaluation.add(rollout)
 
-    async def take_over(
-        self, stream: RolloutStream, playing: Mapping[str, Sequence[env_service_pb2.PlayingGroup]]
-    ) -> None:
+    async def take_over(self, stream: RolloutStream, playing: Mapping[str, Sequence[PlayedGroup]]) -> None:
         """Take every rollout that a predecessor's log holds, then what env-servers still play.
 
         Each env-server first appended what it has finished and the log lacks. What nobody plays, or a silent env-server
@@ -98,9 +96,9 @@ class Intake:
                 play.place(rollout.env_server, replica="", timeout_s=play.settings.timeout_s)
         return play
 
-    def _offered(self, group: env_service_pb2.PlayingGroup) -> Play | None:
+    def _offered(self, group: PlayedGroup) -> Play | None:
         """The play that an env-server says to be at."""
-        if group.purpose == rollout_pb2.PURPOSE_TRAIN:
+        if group.purpose is Purpose.TRAIN:
             return self._opened(group.ordinal, group.planned_step)
         evaluation = self._evaluations.get(group.eval_id)
         return evaluation.plays.get(group.ordinal) if evaluation is not None else None

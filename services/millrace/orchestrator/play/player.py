@@ -9,13 +9,12 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
-from millrace.internal.v1 import env_service_pb2
 from millrace.orchestrator.play.env_servers import EnvServers
 from millrace.orchestrator.play.play import Play, PlayState
 from millrace.orchestrator.play.rollout_stream import RolloutStream
 from millrace.orchestrator.play.routing import Policies, ReadyReplica, Router
+from millrace.rollouts.requests import PlayedGroup, PlayRequest
 from millrace.rollouts.types import Purpose
-from millrace.rollouts.wire import purpose_to_wire
 from millrace.telemetry import faults
 
 logger = logging.getLogger(__name__)
@@ -62,9 +61,12 @@ class Player:
         unplaced = [play for play in plays if play.state is PlayState.UNPLACED and play.not_before <= now]
         if any(play.attempt for play in unplaced):
             await self._stream.catch_up()
+        refused = set[str]()  # environments that nobody can take now: others may have env-servers of their own (images)
         for play in unplaced:
-            if play.state is PlayState.UNPLACED and not await self.place(play, plays):
-                return
+            if play.state is not PlayState.UNPLACED or play.task.env in refused:
+                continue
+            if not await self.place(play, plays):
+                refused.add(play.task.env)
 
     async def place(self, play: Play, plays: Collection[Play]) -> bool:
         """Have an unplaced play's missing members played; False if there is no room, or nobody can take it now.
@@ -122,9 +124,7 @@ class Player:
         """Ask the env-servers to stop what is not wanted any more, or is played again elsewhere; best effort."""
         if plays:
             playing = [
-                env_service_pb2.PlayingGroup(
-                    purpose=purpose_to_wire(play.settings.purpose), eval_id=play.settings.eval_id, ordinal=play.ordinal
-                )
+                PlayedGroup(purpose=play.settings.purpose, eval_id=play.settings.eval_id, ordinal=play.ordinal)
                 for play in plays
             ]
             await self._envs.cancel(playing, timeout_s=STOP_TIMEOUT_S)
@@ -133,11 +133,11 @@ class Player:
         load = Counter(play.env_server for play in plays if play.is_open)
         return sorted(self._envs.servers_with(env), key=lambda worker_id: (load[worker_id], worker_id))
 
-    def _request(self, play: Play, replica: ReadyReplica) -> env_service_pb2.PlayGroupRequest:
+    def _request(self, play: Play, replica: ReadyReplica) -> PlayRequest:
         policy, settings = self._policies.desired, play.settings
-        return env_service_pb2.PlayGroupRequest(
+        return PlayRequest(
             run_uid=self._run.uid,
-            purpose=purpose_to_wire(settings.purpose),
+            purpose=settings.purpose,
             eval_id=settings.eval_id,
             ordinal=play.ordinal,
             attempt=play.attempt,
@@ -167,9 +167,9 @@ def _has_room(play: Play, plays: Iterable[Play]) -> bool:
     return bound is None or not playing or playing + len(play.missing) <= bound
 
 
-def _is_asked_for(play: Play, request: env_service_pb2.PlayGroupRequest) -> bool:
+def _is_asked_for(play: Play, request: PlayRequest) -> bool:
     """Whether the request still names what the play lacks."""
-    return play.is_open and play.attempt == request.attempt and play.missing == list(request.members)
+    return play.is_open and play.attempt == request.attempt and play.missing == request.members
 
 
 def _name(play: Play) -> str:

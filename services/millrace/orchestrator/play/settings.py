@@ -3,13 +3,13 @@
 import json
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from millrace.config import EvalRunConfig, OrchestratorConfig
 from millrace.config.sections.eval import FixedSamplingConfig
 from millrace.config.sections.sampling import EvalSamplingConfig, SamplingConfig
-from millrace.internal.v1 import env_service_pb2
+from millrace.rollouts.requests import Sampling
 from millrace.rollouts.types import Purpose, RolloutStatus
 
 PLAY_SLACK_S = 30.0
@@ -28,7 +28,7 @@ class PlaySettings:
     purpose: Purpose
     rollout_timeout_s: float
     """Deadline of one rollout, which its env-server enforces."""
-    sampling: env_service_pb2.Sampling = field(default_factory=env_service_pb2.Sampling)
+    sampling: Sampling = field(default_factory=Sampling)
     eval_id: str = ""
     use_train_tasks: bool = True
     is_external: bool = False
@@ -50,14 +50,11 @@ class PlaySettings:
     temperature_at: Callable[[int], float] | None = None
     """The temperature by planned step, where it is not the same for all."""
 
-    def sampling_at(self, planned_step: int) -> env_service_pb2.Sampling:
+    def sampling_at(self, planned_step: int) -> Sampling:
         """How what is planned for a step is sampled."""
         if self.temperature_at is None:
             return self.sampling
-        changed = env_service_pb2.Sampling()
-        changed.CopyFrom(self.sampling)
-        changed.temperature = self.temperature_at(planned_step)
-        return changed
+        return replace(self.sampling, temperature=self.temperature_at(planned_step))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -172,7 +169,7 @@ def _taken(extra: dict[str, Any], name: str) -> float:
     return value
 
 
-def _sampling(config: SamplingConfig | EvalSamplingConfig | FixedSamplingConfig) -> env_service_pb2.Sampling:
+def _sampling(config: SamplingConfig | EvalSamplingConfig | FixedSamplingConfig) -> Sampling:
     extra = dict(config.extra_body)
     if not isinstance(config, FixedSamplingConfig):
         fields = {
@@ -183,7 +180,7 @@ def _sampling(config: SamplingConfig | EvalSamplingConfig | FixedSamplingConfig)
         }
         extra |= {name: value for name, value in fields.items() if value}
     top_k, min_p = _taken(extra, "top_k"), _taken(extra, "min_p")  # where other servers' users write them
-    return env_service_pb2.Sampling(
+    return Sampling(
         temperature=config.temperature,
         max_tokens=config.max_tokens or 0,
         top_p=config.top_p,

@@ -136,6 +136,26 @@ def load_archived_events(store: ObjectStore, names: Names) -> list[Entry]:
     return sorted(found.values(), key=lambda entry: id_order(entry.id))
 
 
+class ArchiveFollower:
+    """Reads what is archived of a run's events, and later what was archived since. Blocking; of one thread."""
+
+    def __init__(self, store: ObjectStore, names: Names) -> None:
+        self._store = store
+        self._names = names
+        self._objects: set[str] = set()
+        self._ids: set[str] = set()
+
+    def read(self) -> list[Entry]:
+        """The entries that were archived since the last call, in the order of the ids, each id once."""
+        new = [key for key in _objects(self._store, self._names) if key not in self._objects]
+        with ThreadPoolExecutor(_PARALLEL_GETS, thread_name_prefix="events") as pool:
+            parts = list(pool.map(lambda key: decode_archive(_get(self._store, key), self._store.uri(key)), new))
+        found = {entry.id: entry for part in parts for entry in part if entry.id not in self._ids}
+        self._objects.update(new)
+        self._ids.update(found)
+        return sorted(found.values(), key=lambda entry: id_order(entry.id))
+
+
 def load_newest_archived(store: ObjectStore, names: Names) -> Entry | None:
     """The archived event with the highest id; None if none is archived (blocking)."""
     # A name ends in its last id, padded to sort as text.

@@ -60,18 +60,6 @@ class Committed:
         return sum(map(is_failed_closing, self.headers)) - ends
 
 
-async def load_committed(log: RunLog) -> tuple[batch_pb2.BatchHeader | None, bytes]:
-    """The last committed header and the chain hash behind it; (None, the origin's) if nothing is committed."""
-    committed = await load_history(log)
-    return committed.last, committed.chain
-
-
-async def load_headers(log: RunLog) -> tuple[list[batch_pb2.BatchHeader], bytes]:
-    """Every committed header in the order of the chain, and the chain hash behind the last."""
-    committed = await load_history(log)
-    return committed.headers, committed.chain
-
-
 async def load_history(log: RunLog) -> Committed:
     """Every committed header from the log's origin on, chain checked: one that was replaced or lost is found here.
 

@@ -219,9 +219,12 @@ class RunLog:
 
     # Append.
 
-    async def append_rollout(self, data: bytes, *, tp: str = "") -> AppendResult:
-        """Append a finished rollout. After a lost answer it may be there twice; readers know it by its attempt."""
-        return await self._append(Stream.ROLLOUTS, "auto", "", 0, 0, [data], tp)
+    async def append_rollouts(self, many: Sequence[bytes], *, tp: str = "") -> AppendResult:
+        """Append finished rollouts. After a lost answer they may be there twice; readers know each by its attempt.
+
+        All in one command: it holds Redis up for as long, so a few MiB are enough.
+        """
+        return await self._append(Stream.ROLLOUTS, "auto", "", 0, 0, many, tp)
 
     async def append_event(self, data: bytes, *, writer: str, sequence: int, tp: str = "") -> AppendResult:
         """Append an event as number `sequence` of its writer; CONFLICT if that is not the next one."""

@@ -5,7 +5,8 @@ rank 0 writes it, but a rank's random state, which is that rank's own. Loading c
 equal size, and of the files only those with something that this rank holds.
 """
 
-from collections.abc import Iterator, Mapping
+import contextlib
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -13,7 +14,7 @@ from typing import BinaryIO
 import torch
 from torch.distributed.tensor import DTensor
 
-from millrace.errors import InvalidStateError, UnavailableError
+from millrace.errors import InvalidStateError, MillraceError, UnavailableError
 from millrace.policies.tensors import DTYPE_TAGS
 from millrace.storage.scratch import scratch_errors
 from millrace.trainer.checkpoint.index import (
@@ -26,7 +27,7 @@ from millrace.trainer.checkpoint.index import (
 )
 from millrace.trainer.gang.agreement import agreed
 from millrace.trainer.gang.distributed import Gang
-from millrace.trainer.model.layout import held_rows
+from millrace.trainer.model.layout import held
 
 INDEX_FILE = "index.json"
 RANDOM_STATE = "rng."
@@ -34,33 +35,69 @@ RANDOM_STATE = "rng."
 
 
 @dataclass(frozen=True, slots=True)
-class _Share:
-    """What this rank holds of a tensor: live elements from `start` on."""
+class _Range:
+    """The elements of a tensor, from and to, that this rank holds or loads: whole rows."""
 
-    name: str
-    tensor: torch.Tensor
-    shape: tuple[int, ...]
     start: int
-
-    @property
-    def end(self) -> int:
-        return self.start + self.tensor.numel()
+    end: int
 
 
 def save_shards(state: Mapping[str, torch.Tensor], directory: Path, *, gang: Gang) -> None:
     """Write this rank's file into `directory`, and on rank 0 the index. Collective in a gang."""
 
     def write() -> bytes:
-        with scratch_errors(directory):
-            directory.mkdir(exist_ok=True)
-            with (directory / f"rank-{gang.rank:05d}.bin").open("xb") as file:
-                return encode_index([_write(share, file, Path(file.name).name) for share in _shares(state, gang)])
+        return encode_index(_write_all(state, directory, gang))
 
     rows = gang.agree(write)
     with agreed(gang), scratch_errors(directory):
         if gang.is_leader:
             shares = [decode_tensors(row, source=f"of rank {rank}") for rank, row in enumerate(rows)]
             (directory / INDEX_FILE).write_bytes(encode_index(merge_tensors(shares).values()))
+
+
+def _write_all(state: Mapping[str, torch.Tensor], directory: Path, gang: Gang) -> list[ShardTensor]:
+    """Write this rank's file; its tensors.
+
+    Ranks that share layers bring columns together for it, one tensor after the other: where this one cannot write, it
+    still takes part, and raises at the end.
+    """
+    file: BinaryIO | None = None
+    failure: BaseException | None = None
+    written: list[ShardTensor] = []
+    with contextlib.ExitStack() as opened:
+        for name, tensor in state.items():
+            local, start, is_mine = _rows(name, tensor, gang)
+            if failure is not None or not is_mine:
+                continue
+            try:
+                with scratch_errors(directory):
+                    if file is None:
+                        file = opened.enter_context(_open(directory, gang))
+                    written.append(_write(name, tensor, local, start, file))
+            except MillraceError as error:
+                failure = error
+        if file is None and failure is None:
+            with scratch_errors(directory):
+                opened.enter_context(_open(directory, gang))  # every rank has a file
+        if failure is None:
+            with scratch_errors(directory):
+                opened.close()
+    if failure is not None:
+        raise failure
+    return written
+
+
+def _open(directory: Path, gang: Gang) -> BinaryIO:
+    directory.mkdir(exist_ok=True)
+    return (directory / f"rank-{gang.rank:05d}.bin").open("xb")
+
+
+def _rows(name: str, tensor: torch.Tensor, gang: Gang) -> tuple[torch.Tensor, int, bool]:
+    """The whole rows that this rank holds, their first element, and whether this rank writes them."""
+    if not isinstance(tensor, DTensor):
+        return tensor, 0, gang.is_leader or name.startswith(RANDOM_STATE)
+    share = held(tensor, is_first_part=gang.layout.is_first_part(gang.rank))
+    return share.rows(), share.start, share.writes
 
 
 def needed_files(state: Mapping[str, torch.Tensor], index: ShardIndex) -> set[str]:
@@ -80,7 +117,7 @@ def needed_files(state: Mapping[str, torch.Tensor], index: ShardIndex) -> set[st
         dtype = _tag(tensor)
         if (entry.shape, entry.dtype) != (tuple(tensor.shape), dtype):
             raise _mismatch(f"{name} is {entry.dtype}{list(entry.shape)}, the model's is {dtype}{list(tensor.shape)}")
-        share = _share(name, tensor)
+        share = _range(tensor)
         files |= {piece.file for piece in entry.pieces if _overlap(piece, share) is not None}
     return files
 
@@ -88,47 +125,46 @@ def needed_files(state: Mapping[str, torch.Tensor], index: ShardIndex) -> set[st
 def load_shards(state: Mapping[str, torch.Tensor], directory: Path, index: ShardIndex) -> None:
     """Fill what this rank holds of `state` in place from a directory with the `needed_files`, which are proved."""
     for name, tensor in state.items():
-        share, entry = _share(name, tensor), index.get(name)
-        if entry is None or not share.tensor.numel():
+        share, entry = _range(tensor), index.get(name)
+        if entry is None or share.end == share.start:
             continue
-        data = bytearray(share.tensor.numel() * entry.element_bytes)
+        data = bytearray((share.end - share.start) * entry.element_bytes)
         for piece in entry.pieces:
             if (common := _overlap(piece, share)) is not None:
                 _read(directory / piece.file, piece, common, share, memoryview(data), width=entry.element_bytes)
-        found = torch.frombuffer(data, dtype=share.tensor.dtype).reshape(share.tensor.shape)
-        with torch.no_grad():
-            share.tensor.copy_(found)
+        found = torch.frombuffer(data, dtype=tensor.dtype)
+        if isinstance(tensor, DTensor):
+            mine = held(tensor)
+            mine.fill(found.reshape(mine.shape))
+        else:
+            with torch.no_grad():
+                tensor.copy_(found.reshape(tensor.shape))
 
 
-def _shares(state: Mapping[str, torch.Tensor], gang: Gang) -> Iterator[_Share]:
-    """What this rank writes."""
-    for name, tensor in state.items():
-        if gang.is_leader or isinstance(tensor, DTensor) or name.startswith(RANDOM_STATE):
-            yield _share(name, tensor)
+def _range(tensor: torch.Tensor) -> _Range:
+    if not isinstance(tensor, DTensor):
+        return _Range(0, tensor.numel())
+    share = held(tensor)
+    return _Range(share.start, share.start + share.num_elements)
 
 
-def _share(name: str, tensor: torch.Tensor) -> _Share:
-    local, start = held_rows(tensor) if isinstance(tensor, DTensor) else (tensor, 0)
-    return _Share(name, local.detach(), tuple(tensor.shape), start)
-
-
-def _write(share: _Share, file: BinaryIO, name: str) -> ShardTensor:
-    """Append a share to this rank's file; return what the index says of it."""
-    count, pieces = share.tensor.numel(), ()
+def _write(name: str, tensor: torch.Tensor, local: torch.Tensor, start: int, file: BinaryIO) -> ShardTensor:
+    """Append what this rank holds of a tensor to its file; return what the index says of it."""
+    count, pieces = local.numel(), ()
     if count:
-        pieces = (ShardPiece(name, file.tell(), share.start, count),)
-        file.write(share.tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
-    return ShardTensor(name=share.name, dtype=_tag(share.tensor), shape=share.shape, pieces=pieces)
+        pieces = (ShardPiece(Path(file.name).name, file.tell(), start, count),)
+        file.write(local.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return ShardTensor(name=name, dtype=_tag(tensor), shape=tuple(tensor.shape), pieces=pieces)
 
 
-def _overlap(piece: ShardPiece, share: _Share) -> tuple[int, int] | None:
+def _overlap(piece: ShardPiece, share: _Range) -> tuple[int, int] | None:
     """The elements, from and to, that a piece and a share have in common."""
     begin, end = max(piece.start, share.start), min(piece.start + piece.count, share.end)
     return (begin, end) if begin < end else None
 
 
 def _read(
-    path: Path, piece: ShardPiece, common: tuple[int, int], share: _Share, data: memoryview, *, width: int
+    path: Path, piece: ShardPiece, common: tuple[int, int], share: _Range, data: memoryview, *, width: int
 ) -> None:
     begin, end = common
     target = data[(begin - share.start) * width : (end - share.start) * width]

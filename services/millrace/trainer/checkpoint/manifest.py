@@ -137,10 +137,13 @@ def conditions() -> dict[str, str]:
     }
 
 
-def require_same_conditions(manifest: CheckpointManifest, *, world_size: int, run_hash: str) -> None:
-    """InvalidStateError if a strict resume would not be bit-exact, naming every condition that differs."""
-    now = {**conditions(), "world_size": str(world_size), "run_hash": run_hash}
-    then = {**manifest.conditions, "world_size": str(manifest.world_size), "run_hash": manifest.run_hash}
+def require_same_conditions(manifest: CheckpointManifest, *, run_hash: str) -> None:
+    """InvalidStateError if a strict resume would not be bit-exact, naming every condition that differs.
+
+    The number of ranks is none of them: with another one a strict run goes on in a new lineage.
+    """
+    now = {**conditions(), "run_hash": run_hash}
+    then = {**manifest.conditions, "run_hash": manifest.run_hash}
     differing = [f"{name} was {then.get(name)}, is {value}" for name, value in now.items() if then.get(name) != value]
     if differing:
         raise InvalidStateError(

@@ -28,8 +28,9 @@ from millrace.runlog.records.listing import list_checkpoints
 from millrace.storage.base import ObjectStore
 from millrace.storage.commit_points import find_newest, newest_revision, next_revision
 from millrace.storage.scratch import owned_directory
-from millrace.telemetry import faults
+from millrace.telemetry import faults, progress
 from millrace.telemetry.faults import Point
+from millrace.telemetry.progress import Doing
 from millrace.trainer.checkpoint.files import INDEX_FILE, load_shards, needed_files, save_shards
 from millrace.trainer.checkpoint.index import ShardTensor, decode_index
 from millrace.trainer.checkpoint.manifest import (
@@ -266,18 +267,19 @@ class CheckpointStore:
 
     def _fetch(self, manifest: CheckpointManifest, names: Collection[str], directory: Path) -> None:
         """Download the files of these names, and verify them."""
-        for item in manifest.objects:
-            if item.name not in names:
-                continue
-            self._require_object(item)  # before the disk is filled with what is not ours
-            path = directory / item.name
-            try:
-                self._store.get_file(item.key, path)
-            except NotFoundError as error:
-                raise _damaged(
-                    f"checkpoint object {self._store.uri(item.key)} is missing", "CHECKPOINT_OBJECT_MISSING"
-                ) from error
-            _require_hash(_file_sha256(path), item, uri=self._store.uri(item.key))
+        wanted = [item for item in manifest.objects if item.name in names]
+        size = sum(item.size_bytes for item in wanted)
+        with progress.work(Doing.RESTORE, f"checkpoint {manifest.step}", total=size, waits_on="object store"):
+            for item in wanted:
+                self._require_object(item)  # before the disk is filled with what is not ours
+                path = directory / item.name
+                try:
+                    self._store.get_file(item.key, path)
+                except NotFoundError as error:
+                    raise _damaged(
+                        f"checkpoint object {self._store.uri(item.key)} is missing", "CHECKPOINT_OBJECT_MISSING"
+                    ) from error
+                _require_hash(_file_sha256(path), item, uri=self._store.uri(item.key))
 
     def _require_ours(self, manifest: CheckpointManifest, *, chain_hash: bytes, run_hash: str) -> CheckpointManifest:
         """The committed manifest, if it is of the history that this trainer was trained on."""
@@ -299,12 +301,15 @@ def _upload(store: ObjectStore, shards: Path, *, base: str, step: int, gang: Gan
 
     def upload() -> list[dict[str, Any]]:
         mine: list[dict[str, Any]] = []
-        for path in sorted(shards.iterdir()):
-            key = base + path.name
-            store.put_file(key, path)
-            faults.reach(Point.TRAINER_MID_CHECKPOINT, step=step)
-            sha256, size_bytes = _file_sha256(path), path.stat().st_size
-            mine.append({"name": path.name, "key": key, "sha256": sha256, "size_bytes": size_bytes})
+        paths = sorted(shards.iterdir())
+        size = sum(path.stat().st_size for path in paths)
+        with progress.work(Doing.SAVE, f"checkpoint {step}", total=size, waits_on="object store"):
+            for path in paths:
+                key = base + path.name
+                store.put_file(key, path)
+                faults.reach(Point.TRAINER_MID_CHECKPOINT, step=step)
+                sha256, size_bytes = _file_sha256(path), path.stat().st_size
+                mine.append({"name": path.name, "key": key, "sha256": sha256, "size_bytes": size_bytes})
         return mine
 
     return tuple(decode_checkpoint_object(Fields(row)) for share in gang.agree(upload) for row in share)

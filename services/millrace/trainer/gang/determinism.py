@@ -6,6 +6,15 @@ import os
 import torch
 
 
+def resolve_determinism(choice: str, *, is_compiled: bool) -> str:
+    """What `auto` is where blocks are compiled: best effort.
+
+    Compiled kernels depend on which shapes came first, and on whether the compiler worked at all, which another start
+    may answer otherwise. The config refuses `strict` there.
+    """
+    return "best_effort" if is_compiled and choice == "auto" else choice
+
+
 def set_determinism(choice: str, *, seed: int, device: torch.device) -> bool:
     """Make torch repeat itself bit for bit if asked to (`auto`: on a CPU); return whether it does.
 

@@ -13,11 +13,19 @@ import torch
 from torch import distributed as dist
 from torch import nn
 from torch.distributed.distributed_c10d import PrefixStore, Store
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.rendezvous import rendezvous
 
 from millrace.telemetry import waits
 from millrace.trainer.gang import agreement
+from millrace.trainer.gang.devices import choose_device
+from millrace.trainer.gang.roll_call import PEERS, RollCall
+from millrace.trainer.gang.watchdog import PeerWatch
+from millrace.trainer.model.context_parallel import cut_rows
+from millrace.trainer.model.expert_parallel import cut_experts
+from millrace.trainer.model.memory import Sharding, blocks_of
+from millrace.trainer.model.mesh import EXPERT, TENSOR, RankLayout
+from millrace.trainer.model.tensor_parallel import cut_layers
 
 T = TypeVar("T")
 
@@ -33,8 +41,19 @@ class Gang:
         self.rank = rank
         self.world_size = world_size
         self.device = device or torch.device("cpu")
+        self.layout = RankLayout(dp_shard=world_size)
+        """How the ranks share the model that they train; `lay_out` changes it."""
         self._group: dist.ProcessGroup | None = None
         self._beside: dict[str, Gang] = {}
+        self._roll_call: RollCall | None = None
+        self._watch: PeerWatch | None = None
+        self._has_group = world_size > 1
+        """Whether the process group is ended with this gang; a process alone makes one when FSDP needs it."""
+
+    def lay_out(self, layout: RankLayout) -> None:
+        """Share the next models like this."""
+        for gang in (self, *self._beside.values()):
+            gang.layout = layout
 
     def beside(self, purpose: str) -> "Gang":
         """The same gang on connections of its own, for a thread beside the main one; one of each purpose.
@@ -50,21 +69,33 @@ class Gang:
             assert isinstance(group, dist.ProcessGroup)  # every rank is in it
             self._beside[purpose] = Gang(rank=self.rank, world_size=self.world_size, device=self.device)
             self._beside[purpose]._group = group
+            self._beside[purpose].layout = self.layout
         return self._beside[purpose]
 
     @classmethod
     def join(cls, environ: Mapping[str, str] = os.environ) -> Self:
         """Join the gang that torchrun's variables (RANK, WORLD_SIZE, LOCAL_RANK) describe; alone without them."""
-        local_rank = int(environ.get("LOCAL_RANK", "0"))
-        device = torch.device("cuda", local_rank) if torch.cuda.is_available() else torch.device("cpu")
+        device = choose_device(environ)
         if device.type == "cuda":
             torch.cuda.set_device(device)
         world_size = int(environ.get("WORLD_SIZE", "1"))
         if world_size == 1:
             return cls(device=device)
         rank = int(environ["RANK"])
-        _init_group(device, _store_of_this_start(environ), rank=rank, world_size=world_size)
-        return cls(rank=rank, world_size=world_size, device=device)
+        store = _store_of_this_start(environ)
+        _init_group(device, store, rank=rank, world_size=world_size)
+        gang = cls(rank=rank, world_size=world_size, device=device)
+        own: Store = store.clone()  # pyright: ignore[reportAttributeAccessIssue] - not in torch's stubs
+        gang._roll_call = RollCall(own, rank=rank, world_size=world_size)
+        gang._roll_call.start()
+        gang._watch = PeerWatch(store.clone(), rank=rank, world_size=world_size)  # pyright: ignore[reportAttributeAccessIssue]
+        gang._watch.start()
+        return gang
+
+    @property
+    def data_rank(self) -> int:
+        """Which of the ranks that compute on samples of their own this one is, or is a part of."""
+        return self.layout.data_rank(self.rank)
 
     @property
     def is_leader(self) -> bool:
@@ -113,6 +144,10 @@ class Gang:
         """Element-wise sums over the ranks, in float64."""
         return self._reduce(values, dist.ReduceOp.SUM) if not self.is_alone else list(values)
 
+    def sum_of_data(self, values: Sequence[float]) -> list[float]:
+        """The same of what ranks have of their samples, each of which counts once, however many ranks compute it."""
+        return self.sum(values if self.layout.speaks_for_samples(self.rank) else [0.0] * len(values))
+
     def max(self, values: Sequence[float]) -> list[float]:
         """Element-wise maxima over the ranks."""
         return self._reduce(values, dist.ReduceOp.MAX) if not self.is_alone else list(values)
@@ -121,37 +156,53 @@ class Gang:
         """Return when every rank has arrived."""
         self.sum([0.0])
 
-    def shard(self, model: nn.Module, *, compute_dtype: torch.dtype) -> nn.Module:
-        """Move the model to this rank's device and shard its parameters block by block (FSDP2).
+    def shard(self, model: nn.Module, sharding: Sharding) -> nn.Module:
+        """Move the model to this rank's device and share it as the layout says: layers, experts, rows; FSDP2 by block.
 
         FSDP casts as well: what is computed in another format than float32 is the same for one process and for many,
-        so that one process is a gang of one there. Gradients are summed over the ranks, in float32.
+        so that one process is a gang of one there. Gradients are summed over the ranks. FSDP moves block after block
+        and keeps its share: unless layers are cut, a GPU never holds more than the shares and one block whole.
         """
-        model.to(self.device)
+        arguments = sharding.arguments(self.device)
         if self.is_alone:
-            if compute_dtype == torch.float32:
-                return model
-            _require_group(self.device)
-        policy = (
-            MixedPrecisionPolicy()
-            if compute_dtype == torch.float32
-            else MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
-        )
-        blocks = set(getattr(model, "_no_split_modules", None) or ())
-        for module in list(model.modules()):
-            if type(module).__name__ in blocks:
-                fully_shard(module, mp_policy=policy)
-        fully_shard(model, mp_policy=policy)
+            if not sharding.is_needed(self.device):
+                return model.to(self.device)
+            self._has_group |= _require_group(self.device)
+        else:
+            mesh = self.layout.mesh(self.device)
+            arguments["mesh"] = self.layout.data_mesh(mesh)
+            if self.layout.tp > 1:
+                model.to(self.device)
+                cut_layers(model, mesh[TENSOR])
+            if self.layout.cp > 1:
+                cut_rows(model, self.layout.piece_mesh(self.device))
+            if self.layout.ep > 1:
+                self._shard_experts(model, sharding)
+        for block in blocks_of(model):
+            fully_shard(block, reshard_after_forward=sharding.reshards_after_forward, **arguments)
+        fully_shard(model, **arguments)
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 module.set_gradient_divide_factor(1.0)
                 module.set_force_sum_reduction_for_comms(True)  # gloo knows no other reduction with a factor
         return model
 
+    def _shard_experts(self, model: nn.Module, sharding: Sharding) -> None:
+        """Share out experts over ep, and cut each rank's over the ranks that are left of those that shard."""
+        mesh = self.layout.expert_mesh(self.device)
+        arguments = {**sharding.arguments(self.device), "mesh": self.layout.expert_data_mesh(mesh)}
+        for experts in cut_experts(model, mesh[EXPERT]):
+            fully_shard(experts, reshard_after_forward=sharding.reshards_after_forward, **arguments)
+
     def leave(self) -> None:
-        """End the process group."""
-        if dist.is_initialized():
+        """End the process group, if this gang made it."""
+        if self._roll_call is not None:
+            self._roll_call.stop()
+        if self._watch is not None:
+            self._watch.leave()
+        if self._has_group and dist.is_initialized():
             dist.destroy_process_group()
+        self._has_group = False
 
     def _broadcast_from(self, source: int, data: bytes) -> bytes:
         """The bytes of rank `source`: first their number, then themselves."""
@@ -176,14 +227,22 @@ class Gang:
 def _init_group(device: torch.device, store: Store, *, rank: int, world_size: int) -> None:
     """Make the process group that torch takes where none is named."""
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=_COLLECTIVE_TIMEOUT)
+    bound = device if device.type == "cuda" else None  # NCCL connects at once, to this rank's GPU
+    dist.init_process_group(
+        backend, store=store, rank=rank, world_size=world_size, timeout=_COLLECTIVE_TIMEOUT, device_id=bound
+    )
 
 
-def _require_group(device: torch.device) -> None:
-    """Make a process group of this process alone, unless it has one: FSDP needs it, and sends nothing over it."""
-    if not dist.is_initialized():
-        store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage] - documented, and not in torch's stubs
-        _init_group(device, store, rank=0, world_size=1)
+def _require_group(device: torch.device) -> bool:
+    """Make a process group of this process alone, unless it has one: FSDP needs it, and sends nothing over it.
+
+    Whether one was made.
+    """
+    if dist.is_initialized():
+        return False
+    store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage] - documented, and not in torch's stubs
+    _init_group(device, store, rank=0, world_size=1)
+    return True
 
 
 def _store_of_this_start(environ: Mapping[str, str]) -> Store:
@@ -201,6 +260,4 @@ def _store_of_this_start(environ: Mapping[str, str]) -> Store:
 
 def _waiting_for_peers() -> waits.Waiting:
     """A collective returns when every rank has come: one that is stuck holds all up."""
-    return waits.waiting(
-        "the other ranks of the gang", deadline_s=_COLLECTIVE_TIMEOUT.total_seconds() / 10, quiet_s=_QUIET_S
-    )
+    return waits.waiting(PEERS, deadline_s=_COLLECTIVE_TIMEOUT.total_seconds() / 10, quiet_s=_QUIET_S)

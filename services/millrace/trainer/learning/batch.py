@@ -1,10 +1,9 @@
-"""From samples to micro-batches: length-sorted, padded rows of a bounded number of tokens.
+"""From samples to micro-batches: what the loss is computed from sample by sample, and the rows that the model sees.
 
-On CPU, padded rows of nearly equal length are faster than packed rows with a block mask, whose attention is quadratic
-in the packed length. The plan is a pure function of the samples' lengths, so every rank computes it from the header's
-sample table alone and reads only the chunks that hold its own samples.
+A row of the model is one sample, or several one behind the other (`plan`); the loss knows nothing of that, because
+log-probs are put back to where their tokens are in the samples.
 
-Shape suffixes: B rows, T padded length.
+Shape suffixes: B samples, T longest sample, R rows of the model, L longest row, N tokens whose log-probs are needed.
 """
 
 from collections.abc import Sequence
@@ -16,6 +15,7 @@ import torch
 from millrace.config.sections.trainer import TrainerConfig
 from millrace.rollouts.truncation import kept_tokens
 from millrace.rollouts.types import FULL, TrainSample
+from millrace.trainer.learning.plan import Packing, Rows
 from millrace.trainer.losses.base import LossInputs, outside_support
 
 
@@ -51,20 +51,56 @@ class TruncationRows:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ModelRows:
+    """What the model computes, and where in it the log-probs are that the loss needs.
+
+    Positions restart at every sample of a row, which is how the model tells them apart; a row that is padded to the
+    longest has one more sample of token 0 there, or, where every row is one sample, goes on in it. Padding is on the
+    right, where causal attention does not look. `scored_N` are the flat places of tokens in [B, T], `before_N` those
+    of the tokens before them in [R, L].
+    """
+
+    token_ids_RL: torch.Tensor
+    position_ids_RL: torch.Tensor
+    scored_N: torch.Tensor
+    before_N: torch.Tensor
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether a row holds several samples."""
+        return bool((self.position_ids_RL[:, 1:] == 0).any())
+
+    def widened(self, width: int) -> "ModelRows":
+        """The same with rows of `width` tokens: padded by one more sample where they are packed, else as before."""
+        num_rows, before = self.token_ids_RL.shape
+        if width == before:
+            return self
+        more = torch.arange(width - before, device=self.position_ids_RL.device).expand(num_rows, -1)
+        last_R1 = self.position_ids_RL[:, -1:]
+        row_N = torch.div(self.before_N, before, rounding_mode="floor")
+        return ModelRows(
+            token_ids_RL=torch.nn.functional.pad(self.token_ids_RL, (0, width - before)),
+            position_ids_RL=torch.cat([self.position_ids_RL, more if self.is_packed else last_R1 + 1 + more], dim=1),
+            scored_N=self.scored_N,
+            before_N=self.before_N + row_N * (width - before),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class MicroBatch:
-    """Rows that go through the model at once, right-padded with token 0, mask 0 and weight 0.
+    """Samples that go through the model at once, right-padded with token 0, mask 0 and weight 0.
 
     `loss_mask_BT` and `ce_weights_BT` never select position 0: nothing precedes it, so it has no log-prob.
     `rl_weights_BT` is 1 where a sample has no weights of its own; the rl component is where the mask is 1 and the
     weight is not 0, the cross-entropy component where its weight is not 0. `versions_B` are the oldest and newest
     policy version of each row's sampled tokens. A temperature of 0 (greedy) is 1 here, as engines report its log-probs.
     `truncation_B` is None where no row was sampled from a truncated distribution; `reference_kl_B` is that of `Credit`.
-    `proximal_logprobs_BT` are those of `LossInputs`, as the model computes them.
+    `proximal_logprobs_BT` are those of `LossInputs`, as the model computes them. `num_tokens` are without padding.
     """
 
     token_ids_BT: torch.Tensor
-    attention_mask_BT: torch.Tensor
-    position_ids_BT: torch.Tensor
+    rows: ModelRows
+    num_tokens: int
     loss_mask_BT: torch.Tensor
     inference_logprobs_BT: torch.Tensor
     advantages_BT: torch.Tensor
@@ -76,11 +112,6 @@ class MicroBatch:
     env_B: tuple[str, ...]
     versions_B: tuple[tuple[int, int], ...]
     proximal_logprobs_BT: torch.Tensor | None = None
-
-    @property
-    def num_tokens(self) -> int:
-        """Real tokens, padding excluded."""
-        return int(self.attention_mask_BT.sum())
 
     @property
     def num_rl_tokens(self) -> int:
@@ -127,84 +158,45 @@ class MicroBatch:
         """Tokens of the cross-entropy component."""
         return int((self.ce_weights_BT != 0).sum())
 
-    @property
-    def first_scored(self) -> int:
-        """Column of the first token of any row that a log-prob is needed for; at least 1."""
-        needed = (self.loss_mask_BT | (self.ce_weights_BT != 0)).any(dim=0)
-        columns = torch.nonzero(needed)
-        return max(1, int(columns[0])) if len(columns) else needed.numel()
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Minibatch:
     """What one optimizer step learns from: this rank's share of it.
 
-    `rows` has for each micro-batch the places of its rows in the header's sample table.
+    `samples` has for each micro-batch the places of its samples in the header's sample table.
     """
 
     micro_batches: list[MicroBatch]
-    rows: list[list[int]]
+    samples: list[list[int]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchLayout:
-    """How batches are cut: samples at `seq_len`, the batch into minibatches, and these into micro-batches."""
+    """How batches are cut: samples at `seq_len`, the batch into minibatches, and these into micro-batches.
+
+    Rows of these hold one sample each without `packing`.
+    """
 
     seq_len: int
     micro_batch_tokens: int
     minibatches: int = 1
+    packing: Packing | None = None
 
     @classmethod
-    def of(cls, config: TrainerConfig) -> "BatchLayout":
+    def of(cls, config: TrainerConfig, packing: Packing | None) -> "BatchLayout":
         """That of a run."""
         return cls(
             seq_len=config.model.seq_len,
             micro_batch_tokens=config.micro_batch_tokens,
             minibatches=config.minibatches,
+            packing=packing,
         )
 
 
-def plan_minibatches(ordinals: Sequence[int], count: int) -> list[list[int]]:
-    """Sample indices by minibatch: whole groups, dealt in turn in the order of their ordinals.
-
-    A pure function of the sample table. Fewer groups than `count` make fewer minibatches, but at least one.
-    """
-    places = {ordinal: place for place, ordinal in enumerate(sorted(set(ordinals)))}
-    minibatches: list[list[int]] = [[] for _ in range(max(min(count, len(places)), 1))]
-    for index, ordinal in enumerate(ordinals):
-        minibatches[places[ordinal] % len(minibatches)].append(index)
-    return minibatches
-
-
-def plan_micro_batches(lengths: Sequence[int], *, max_tokens: int, world_size: int = 1) -> list[list[list[int]]]:
-    """Sample indices by rank, then by micro-batch: rows sorted by length, rows times longest row at most `max_tokens`.
-
-    A sample longer than `max_tokens` gets a micro-batch of its own. Every rank gets equally many micro-batches, because
-    the ranks' collectives pair up: until that is so, the largest one is halved, and every rank has work. Where there
-    are fewer samples than ranks, micro-batches are empty. Consecutive ones go to consecutive ranks, so that the ranks'
-    work is nearly equal.
-    """
-    order = sorted((index for index, length in enumerate(lengths) if length), key=lambda i: (-lengths[i], i))
-    micro_batches: list[list[int]] = []
-    for index in order:
-        # Sorted downwards, so the first row of a micro-batch is its longest.
-        if micro_batches and (len(micro_batches[-1]) + 1) * lengths[micro_batches[-1][0]] <= max_tokens:
-            micro_batches[-1].append(index)
-        else:
-            micro_batches.append([index])
-    while len(micro_batches) % world_size:
-        several = [at for at, rows in enumerate(micro_batches) if len(rows) > 1]
-        if not several:
-            micro_batches.append([])
-            continue
-        largest = max(several, key=lambda at: len(micro_batches[at]) * lengths[micro_batches[at][0]])
-        rows, half = micro_batches[largest], -(-len(micro_batches[largest]) // 2)
-        micro_batches[largest : largest + 1] = [rows[:half], rows[half:]]
-    return [micro_batches[rank::world_size] for rank in range(world_size)]
-
-
-def build_micro_batch(samples: Sequence[TrainSample], *, seq_len: int, device: torch.device) -> MicroBatch:
-    """Pad samples to a micro-batch on `device`, cutting each at `seq_len`.
+def build_micro_batch(
+    samples: Sequence[TrainSample], *, seq_len: int, device: torch.device, rows: Rows | None = None
+) -> MicroBatch:
+    """A micro-batch on `device`, each sample cut at `seq_len`; `rows` are places in `samples`, one each if left out.
 
     No samples give one row of two padding tokens with weight 0: it keeps this rank's collectives in step with the
     others' and contributes a zero gradient.
@@ -212,14 +204,10 @@ def build_micro_batch(samples: Sequence[TrainSample], *, seq_len: int, device: t
     lengths = [min(len(sample.token_ids), seq_len) for sample in samples] or [2]
     shape = (len(lengths), max(lengths))
     token_ids = np.zeros(shape, np.int64)
-    attention = np.zeros(shape, np.int64)
     mask = np.zeros(shape, np.bool_)
     logprobs, advantages, rl_weights, ce_weights = (np.zeros(shape, np.float32) for _ in range(4))
-    if not samples:
-        attention[:] = 1  # an attention row without any key would be NaN
     for row, (sample, length) in enumerate(zip(samples, lengths, strict=bool(samples))):
         token_ids[row, :length] = sample.token_ids[:length]
-        attention[row, :length] = 1
         mask[row, 1:length] = sample.loss_mask[1:length] != 0
         logprobs[row, :length] = sample.inference_logprobs[:length]
         advantages[row, :length] = sample.advantages[:length]
@@ -230,10 +218,11 @@ def build_micro_batch(samples: Sequence[TrainSample], *, seq_len: int, device: t
     def tensor(array: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(array).to(device)
 
+    laid = _lay(rows or [[place] for place in range(len(lengths))], lengths, token_ids, mask | (ce_weights != 0))
     return MicroBatch(
         token_ids_BT=tensor(token_ids),
-        attention_mask_BT=tensor(attention),
-        position_ids_BT=tensor(np.broadcast_to(np.arange(shape[1]), shape).copy()),
+        rows=ModelRows(**{name: tensor(array) for name, array in laid.items()}),
+        num_tokens=sum(lengths),
         loss_mask_BT=tensor(mask),
         inference_logprobs_BT=tensor(logprobs),
         advantages_BT=tensor(advantages),
@@ -245,3 +234,29 @@ def build_micro_batch(samples: Sequence[TrainSample], *, seq_len: int, device: t
         env_B=tuple(sample.env for sample in samples) or ("",),
         versions_B=tuple((sample.min_version, sample.max_version) for sample in samples) or ((0, 0),),
     )
+
+
+def _lay(rows: Rows, lengths: Sequence[int], token_ids_BT: np.ndarray, needed_BT: np.ndarray) -> dict[str, np.ndarray]:
+    """The fields of `ModelRows`."""
+    widths = [sum(lengths[place] for place in row) for row in rows]
+    shape = (len(rows), max(widths))
+    laid_RL, positions_RL = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
+    places_BT = np.zeros(token_ids_BT.shape, np.int64)
+    for at, row in enumerate(rows):
+        start = 0
+        for place in row:
+            length = lengths[place]
+            end = start + length
+            laid_RL[at, start:end] = token_ids_BT[place, :length]
+            positions_RL[at, start:end] = np.arange(length)
+            places_BT[place, :length] = at * shape[1] + np.arange(start, end)
+            start = end
+        goes_on = start if max(map(len, rows)) == 1 else 0
+        positions_RL[at, start:] = np.arange(goes_on, goes_on + shape[1] - start)
+    scored_N = np.flatnonzero(needed_BT)
+    return {
+        "token_ids_RL": laid_RL,
+        "position_ids_RL": positions_RL,
+        "scored_N": scored_N,
+        "before_N": places_BT.reshape(-1)[scored_N] - 1,
+    }

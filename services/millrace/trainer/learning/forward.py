@@ -1,68 +1,107 @@
 """Log-probs of the tokens of a micro-batch under the model.
 
-Shape suffixes: B rows, T padded length, K = T - first scored column + 1 (the logits that are computed), V vocabulary.
+Shape suffixes: B samples, T longest sample, N tokens whose log-probs are needed, V vocabulary.
 """
 
-import inspect
 import math
+from collections.abc import Callable
 from typing import Any
+from weakref import WeakSet
 
 import torch
+from torch import nn
 
-from millrace.trainer.learning.batch import MicroBatch, TruncationRows
+from millrace.trainer.learning.batch import MicroBatch
+from millrace.trainer.learning.head import SORTED_TOKENS, Targets, instead_of_logits
+from millrace.trainer.model.compiled import width_of
+from millrace.trainer.model.context_parallel import context_parallel_of
 
-_POSITIONS = 64
-"""Positions whose vocabularies are sorted at once: some 300 MB for 150,000 tokens."""
+_CHANGES_LOGITS = WeakSet[nn.Module]()
+"""Models that do something to what their head gives (a softcap, a scale), or whose head is more than a linear layer."""
 
 
 def token_logprobs(
-    model: torch.nn.Module, micro_batch: MicroBatch, *, is_entropy_learned: bool = False
+    model: nn.Module, micro_batch: MicroBatch, *, is_entropy_learned: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Log-prob of every token given those before it, and the entropy of the distribution it was drawn from, [B, T].
 
     Both are float32 under the sample's temperature and truncation: a sampled token that the truncation leaves out under
-    this model has the log-prob -inf. Columns before the first token that any row needs are not computed:
-    they hold log(1/V) and log V, as column 0 does, which no token precedes. The entropy carries a gradient only where
-    it is learned, which costs the memory of the logits once more.
+    this model has the log-prob -inf. Those of tokens that no loss needs, prompts and padding, are not computed: they
+    hold log(1/V) and log V, as column 0 does, which no token precedes. The entropy carries a gradient only where it is
+    learned.
     """
-    first = micro_batch.first_scored
-    length = micro_batch.token_ids_BT.shape[1]
-    keep = length - first + 1  # the logits of column j predict the token of column j + 1
-    arguments: dict[str, Any] = {
-        "input_ids": micro_batch.token_ids_BT,
-        "attention_mask": micro_batch.attention_mask_BT,
-        "position_ids": micro_batch.position_ids_BT,
-        "use_cache": False,
-    }
-    if _takes_logits_to_keep(model):
-        arguments["logits_to_keep"] = keep
-    logits_BKV = model(**arguments).logits[:, -keep:-1].float()
-    labels_BK = micro_batch.token_ids_BT[:, first:]
-    if micro_batch.truncation_B is not None:
-        logits_BKV = logits_BKV.masked_fill(~_kept(logits_BKV, micro_batch, micro_batch.truncation_B), -math.inf)
-    logprobs_BK, entropy_BK = select_logprobs(
-        logits_BKV, labels_BK, temperature_B=micro_batch.temperature_B, is_entropy_learned=is_entropy_learned
+    head, rows = _head_of(model), micro_batch.rows
+    rows = rows.widened(width_of(model, rows.token_ids_RL.shape[1]))
+    parallel = context_parallel_of(model)
+    share = None if parallel is None else parallel.share(rows)
+    scored_N = rows.scored_N if share is None else rows.scored_N[share.own_N]
+    sample_N = torch.div(scored_N, micro_batch.token_ids_BT.shape[1], rounding_mode="floor")
+    targets = Targets(
+        places_N=rows.before_N if share is None else share.before_N,
+        labels_N=micro_batch.token_ids_BT.reshape(-1)[scored_N],
+        temperature_N=micro_batch.temperature_B[sample_N],
+        is_entropy_learned=is_entropy_learned,
+        kept=_kept(micro_batch, scored_N, sample_N),
     )
-    log_vocabulary = math.log(logits_BKV.shape[-1])
-    shape = (labels_BK.shape[0], first)
-    return (
-        torch.cat([logprobs_BK.new_full(shape, -log_vocabulary), logprobs_BK], dim=1),
-        torch.cat([entropy_BK.new_full(shape, log_vocabulary), entropy_BK], dim=1),
-    )
+    # No mask: causal attention does not see padding, which is on the right, and positions say where a sample begins.
+    whole: dict[str, Any] = {"input_ids": rows.token_ids_RL, "position_ids": rows.position_ids_RL}
+    arguments = {**(whole if share is None else share.arguments), "use_cache": False}
+    if type(head) is nn.Linear and model not in _CHANGES_LOGITS:
+        with instead_of_logits(head, targets) as given:
+            both_N2 = model(**arguments).logits
+        if not given or both_N2 is not given[0]:
+            _CHANGES_LOGITS.add(model)
+            return token_logprobs(model, micro_batch, is_entropy_learned=is_entropy_learned)
+    else:
+        both_N2 = _of_logits(targets.select(model(**arguments).logits).float(), targets)
+    logprobs_N, entropy_N = (both_N2 if share is None else share.gathered(both_N2)).unbind(-1)
+    log_vocabulary, shape = math.log(head.weight.shape[0]), micro_batch.token_ids_BT.shape
+
+    def put(values_N: torch.Tensor, elsewhere: float) -> torch.Tensor:
+        return values_N.new_full((shape.numel(),), elsewhere).index_copy(0, rows.scored_N, values_N).view(shape)
+
+    entropy_N = entropy_N if is_entropy_learned else entropy_N.detach()
+    return put(logprobs_N, -log_vocabulary), put(entropy_N, log_vocabulary)
 
 
-@torch.no_grad()  # which tokens are left is a fact; the gradient is that of what is renormalised
-def _kept(logits_BKV: torch.Tensor, micro_batch: MicroBatch, truncation_B: TruncationRows) -> torch.Tensor:
-    """Which tokens could be sampled, bool [B, K, V]: all of them where the policy sampled nothing, or nothing was cut.
+def _kept(
+    micro_batch: MicroBatch, scored_N: torch.Tensor, sample_N: torch.Tensor
+) -> Callable[[int, torch.Tensor], torch.Tensor] | None:
+    """What says of scaled logits [N, V], from token `start` on, which tokens could be sampled, bool [N, V].
 
-    Sorting takes many times the memory of the logits, so it goes by `_POSITIONS` positions at a time.
+    All of them where the policy sampled nothing, or nothing was cut; None if nothing was cut anywhere.
     """
-    is_cut_BK = micro_batch.loss_mask_BT[:, micro_batch.first_scored :] & truncation_B.is_cut[:, None]
-    kept_BKV = torch.ones_like(logits_BKV, dtype=torch.bool)
-    for rows_N, columns_N in (part.unbind(1) for part in is_cut_BK.nonzero().split(_POSITIONS)):
-        scaled_NV = logits_BKV[rows_N, columns_N] / micro_batch.temperature_B[rows_N, None]
-        kept_BKV[rows_N, columns_N] = truncation_B.kept(torch.log_softmax(scaled_NV, dim=-1), rows_N)
-    return kept_BKV
+    truncation_B = micro_batch.truncation_B
+    if truncation_B is None:
+        return None
+    is_cut_N = micro_batch.loss_mask_BT.reshape(-1)[scored_N] & truncation_B.is_cut[sample_N]
+
+    @torch.no_grad()  # which tokens are left is a fact; the gradient is that of what is renormalised
+    def kept(start: int, z_NV: torch.Tensor) -> torch.Tensor:
+        places_N = is_cut_N[start : start + len(z_NV)].nonzero().squeeze(1)
+        kept_NV = torch.ones_like(z_NV, dtype=torch.bool)
+        if len(places_N):
+            logprobs_NV = torch.log_softmax(z_NV[places_N], dim=-1)
+            kept_NV[places_N] = truncation_B.kept(logprobs_NV, sample_N[start + places_N])
+        return kept_NV
+
+    return kept
+
+
+def _of_logits(logits_NV: torch.Tensor, targets: Targets) -> torch.Tensor:
+    """What the head would give instead of the logits, [N, 2]."""
+    if targets.kept is not None:
+        z_NV = logits_NV / targets.temperature_N[:, None]
+        starts = range(0, len(z_NV), SORTED_TOKENS)
+        kept = [targets.kept(start, z_NV[start : start + SORTED_TOKENS]) for start in starts]
+        logits_NV = logits_NV.masked_fill(~torch.cat(kept), -math.inf) if kept else logits_NV
+    both = select_logprobs(
+        logits_NV[:, None],
+        targets.labels_N[:, None],
+        temperature_B=targets.temperature_N,
+        is_entropy_learned=targets.is_entropy_learned,
+    )
+    return torch.cat(both, dim=-1)
 
 
 def select_logprobs(
@@ -89,6 +128,6 @@ def select_logprobs(
     return logprobs_BK, entropy_BK
 
 
-def _takes_logits_to_keep(model: torch.nn.Module) -> bool:
-    """Whether the model's forward can leave out the logits of the prompt, which are most of the memory."""
-    return "logits_to_keep" in inspect.signature(model.forward).parameters
+def _head_of(model: Any) -> Any:
+    """The layer that makes logits of hidden states, of a causal model of transformers."""
+    return model.get_output_embeddings()

@@ -5,23 +5,29 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Protocol, Self
 
 import torch
 from torch import nn
 
-from millrace.config.sections.rl import RLConfig
 from millrace.config.sections.trainer import TrainerConfig
 from millrace.custom_code import CustomCode
 from millrace.policies.adapter import AdapterSpec
 from millrace.policies.digest import digest_hex, policy_digest, tensor_digest
 from millrace.policies.tensors import TensorBytes
-from millrace.trainer.gang.determinism import seed_rank, set_determinism
+from millrace.trainer.gang.determinism import resolve_determinism, seed_rank, set_determinism
 from millrace.trainer.gang.distributed import Gang
 from millrace.trainer.learning.batch import MicroBatch, Minibatch
+from millrace.trainer.learning.expert_load import ExpertLoad
+from millrace.trainer.learning.flops import Utilization
 from millrace.trainer.learning.forward import token_logprobs
 from millrace.trainer.learning.optimizer import PolicyOptimizer
+from millrace.trainer.learning.packing import packing_of
+from millrace.trainer.learning.plan import Packing
 from millrace.trainer.learning.reference import Reference, StartModel, UnadaptedModel
 from millrace.trainer.losses import LossFunction, LossInputs, loss_function, token_losses
+from millrace.trainer.model.compiled import compile_blocks
+from millrace.trainer.model.fit import fit_layout
 from millrace.trainer.model.lora import (
     add_adapters,
     is_adapted,
@@ -30,7 +36,22 @@ from millrace.trainer.model.lora import (
     set_learning,
     trained_tensors,
 )
+from millrace.trainer.model.memory import Sharding, checkpoint_activations
 from millrace.trainer.model.pretrained import load_model, policy_tensors, resolve_dtype, resolve_publish_dtype
+
+
+class LearnerConfig(Protocol):
+    """What is needed of a run's config."""
+
+    @property
+    def trainer(self) -> TrainerConfig:
+        """Its section `[trainer]`."""
+        ...
+
+    @property
+    def seed(self) -> int:
+        """The seed of everything random."""
+        ...
 
 
 @dataclass(slots=True, kw_only=True)
@@ -48,13 +69,15 @@ class Learner:
     is_strict: bool
     loss_of: LossFunction = token_losses
     reference: Reference | None = None
+    packing: Packing | None = None
+    expert_load: ExpertLoad | None = None
     adapter: AdapterSpec | None = None
     base_digest: str = ""
 
     @classmethod
     def of_start_model(
-        cls, config: RLConfig, *, gang: Gang, directory: Path, start_directory: Path, code: CustomCode
-    ) -> "Learner":
+        cls, config: LearnerConfig, *, gang: Gang, directory: Path, start_directory: Path, code: CustomCode
+    ) -> Self:
         """The learner of a run with the model in `directory`; the start model is in `start_directory`.
 
         InvalidSpecError if the loss is the user's own and cannot be used, before anything is loaded. Collective in a
@@ -62,8 +85,10 @@ class Learner:
         """
         trainer = config.trainer
         loss_of = loss_function(trainer.loss, code)
-        is_strict = set_determinism(trainer.determinism, seed=config.seed, device=gang.device)
+        determinism = resolve_determinism(trainer.determinism, is_compiled=trainer.model.compile is not None)
+        is_strict = set_determinism(determinism, seed=config.seed, device=gang.device)
         compute_dtype = resolve_dtype(trainer.model.dtype, device=gang.device)
+        gang.lay_out(fit_layout(trainer.model, directory, world_size=gang.world_size, prefix="trainer.model"))
         model, adapter, base_digest = load_model(directory), None, ""
         publish_dtype = resolve_publish_dtype(trainer.model, device=gang.device)
         if trainer.model.lora is not None:
@@ -72,12 +97,17 @@ class Learner:
             base_digest = digest_of(policy_tensors(model, dtype=publish_dtype))
         if trainer.model.lora is not None:
             adapter = add_adapters(model, trainer.model.lora, seed=config.seed)
-        model, reference = gang.shard(model, compute_dtype=compute_dtype), None
+        checkpoint_activations(model, trainer.model.ac)
+        compile_blocks(model, trainer.model.compile)
+        sharding = Sharding.of(trainer.model, compute_dtype=compute_dtype)
+        model, reference = gang.shard(model, sharding), None
+        packing = packing_of(model, trainer.pack, is_strict=is_strict, compute_dtype=compute_dtype, device=gang.device)
         if trainer.loss.kl is not None:
             is_base = trainer.model.lora is not None and not trainer.model.lora.modules_to_save
-            start = partial(StartModel, start_directory, gang=gang, compute_dtype=compute_dtype)
+            is_varlen = packing is not None and packing.is_varlen
+            start = partial(StartModel.load, start_directory, gang=gang, sharding=sharding, is_varlen=is_varlen)
             reference = UnadaptedModel(model) if is_base else start()
-        seed_rank(config.seed, rank=gang.rank)
+        seed_rank(config.seed, rank=gang.layout.draw(gang.rank))
         return cls(
             config=trainer,
             gang=gang,
@@ -88,6 +118,8 @@ class Learner:
             is_strict=is_strict,
             loss_of=loss_of,
             reference=reference,
+            packing=packing,
+            expert_load=ExpertLoad.of(model),
             adapter=adapter,
             base_digest=base_digest,
         )
@@ -96,6 +128,17 @@ class Learner:
     def publish_dtype(self) -> torch.dtype:
         """Number format of published policies; `auto` is what the trainer computes in."""
         return resolve_publish_dtype(self.config.model, device=self.gang.device)
+
+    @property
+    def utilization(self) -> Utilization | None:
+        """What says how much of its devices the gang uses, where their peak is known."""
+        return Utilization.of(
+            self.model,
+            tflops=self.config.peak_tflops,
+            compute_dtype=resolve_dtype(self.config.model.dtype, device=self.gang.device),
+            device=self.gang.device,
+            world_size=self.gang.world_size,
+        )
 
     def logprobs(self, micro_batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
         """Log-probs and entropies of a micro-batch under the live model, [B, T]."""

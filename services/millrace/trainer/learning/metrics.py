@@ -7,6 +7,7 @@ import torch
 
 from millrace.trainer.gang.distributed import Gang
 from millrace.trainer.learning.batch import MicroBatch
+from millrace.trainer.learning.expert_load import ExpertLoad, load_metrics
 from millrace.trainer.losses import LossInputs, log_ratio_to_reference
 from millrace.trainer.losses.base import TokenLosses, k3, outside_support
 
@@ -45,6 +46,7 @@ class StepMetrics:
         self._loss_squares = 0.0
         self._total_loss = 0.0
         self._num_steps = 1
+        self._expert_load: torch.Tensor | None = None
 
     @torch.no_grad()
     def add(
@@ -87,14 +89,20 @@ class StepMetrics:
         if (log_ratio_BT := log_ratio_to_reference(inputs)) is not None:
             self._add_by_env("reference_kl", k3(-log_ratio_BT), inputs.rl_members, micro_batch)
 
+    def add_expert_load(self, load: ExpertLoad | None) -> None:
+        """Add the tokens that each expert had, of a model with experts."""
+        self._expert_load = None if load is None else load.take()
+
     def reduce(self, gang: Gang) -> "StepMetrics":
         """What all ranks measured together. Collective in a gang."""
         whole, names = StepMetrics(self._envs), list(self._sums)
-        reduced = gang.sum([*self._sums.values(), *self._counts.values(), self._loss_squares, self._total_loss])
+        reduced = gang.sum_of_data([*self._sums.values(), *self._counts.values(), self._loss_squares, self._total_loss])
         whole._sums = dict(zip(names, reduced[: len(names)], strict=True))
         whole._counts = dict(zip(names, reduced[len(names) : 2 * len(names)], strict=True))
         whole._loss_squares, whole._total_loss = reduced[-2:]
         whole._maxima = dict(zip(self._maxima, gang.max(list(self._maxima.values())), strict=True))
+        if (load := self._expert_load) is not None:
+            whole._expert_load = torch.tensor(gang.sum(load.flatten().tolist())).view(load.shape)
         return whole
 
     @classmethod
@@ -108,6 +116,8 @@ class StepMetrics:
         whole._maxima = {name: max(s._maxima[name] for s in steps) for name in first._maxima}
         whole._loss_squares = sum(s._loss_squares for s in steps)
         whole._total_loss = sum(s._total_loss for s in steps)
+        loads = [s._expert_load for s in steps if s._expert_load is not None]
+        whole._expert_load = torch.stack(loads).sum(0) if loads else None
         return whole
 
     @property
@@ -139,6 +149,8 @@ class StepMetrics:
             metrics["advantage/std"] = max(variance, 0.0) ** 0.5
         if means.get("entropy"):
             metrics["kl_ent_ratio/mean"] = means["mismatch_kl"] / means["entropy"]
+        if self._expert_load is not None:
+            metrics |= load_metrics(self._expert_load)
         return metrics
 
     def _add_ratio(self, log_ratio_BT: torch.Tensor, members: torch.Tensor) -> None:

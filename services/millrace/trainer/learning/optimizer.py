@@ -1,16 +1,20 @@
-"""AdamW on float32 master weights, with gradient clipping and the schedule."""
+"""AdamW, Muon or SGD on float32 master weights, with gradient clipping and the schedule."""
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.optim import SGD, AdamW, Muon
 
 from millrace.config.sections.trainer import OptimConfig, SchedulerConfig
 from millrace.trainer.learning.scheduler import learning_rate
+
+T = TypeVar("T", bound=torch.Tensor)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,42 +57,105 @@ class PolicyOptimizer:
         self._max_steps = max_steps
         self._named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
         self._parameters = [parameter for _, parameter in self._named]
-        self._adamw = torch.optim.AdamW(
-            self._parameters,
-            lr=optim.lr,
-            betas=(optim.betas1, optim.betas2),
-            weight_decay=optim.weight_decay,
-        )
-        for parameter in self._parameters:
-            # AdamW makes its state at the first step; made here, loading a checkpoint finds tensors to fill.
-            self._adamw.state[parameter] = {
-                "step": torch.zeros((), dtype=torch.float32),
-                "exp_avg": torch.zeros_like(parameter, memory_format=torch.preserve_format),
-                "exp_avg_sq": torch.zeros_like(parameter, memory_format=torch.preserve_format),
-            }
+        self._optimizers = _optimizers(model, self._parameters, optim)
+        for optimizer in self._optimizers:
+            for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+                # Optimizers make their state at the first step; made here, loading a checkpoint finds tensors to fill.
+                optimizer.state[parameter] = _fresh_state(optimizer, parameter)
 
     def step(self, step: int, *, skips: bool = False) -> OptimizerReport:
         """Clip the gradient, apply it at the learning rate of step `step` (from 0) and clear it.
 
-        A learning rate of 0 writes nothing: even AdamW's `p * 1 - 0` could turn -0.0 into 0.0. A gradient that is not
+        A learning rate of 0 writes nothing: even `p * 1 - 0` could turn -0.0 into 0.0. A gradient that is not
         finite writes nothing either, and neither does a step that `skips`; the report says so, and so must the caller.
         """
         lr = learning_rate(step, lr=self._optim.lr, config=self._scheduler, max_steps=self._max_steps)
-        norm = nn.utils.clip_grad_norm_(self._parameters, self._optim.max_norm, error_if_nonfinite=False)
-        grad_norm = whole_norm(norm)
+        grad_norm = clip(self._parameters, max_norm=self._optim.max_norm)
         was_skipped = skips or not math.isfinite(grad_norm)
-        if lr != 0 and not was_skipped:
-            for group in self._adamw.param_groups:
-                group["lr"] = lr
-            self._adamw.step()
-        self._adamw.zero_grad(set_to_none=True)
+        for optimizer in self._optimizers:
+            if lr != 0 and not was_skipped:
+                for group in optimizer.param_groups:
+                    group["lr"] = lr
+                optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
         return OptimizerReport(lr=lr, grad_norm=grad_norm, num_skipped=int(was_skipped))
 
     def state_tensors(self) -> dict[str, dict[str, torch.Tensor]]:
         """The state as live tensors, by parameter name; filling them in place restores it."""
-        return {name: dict(self._adamw.state[parameter]) for name, parameter in self._named}
+        state = {parameter: parts for optimizer in self._optimizers for parameter, parts in optimizer.state.items()}
+        return {name: dict(state[parameter]) for name, parameter in self._named}
+
+
+def _optimizers(model: nn.Module, parameters: list[nn.Parameter], optim: OptimConfig) -> list[torch.optim.Optimizer]:
+    """Torch's own; Muon takes the matrices of the hidden layers, and AdamW what is left."""
+    decay = optim.weight_decay
+    if optim.type == "sgd":
+        nesterov = optim.nesterov and optim.momentum > 0
+        return [
+            SGD(alike, lr=optim.lr, momentum=optim.momentum, nesterov=nesterov, weight_decay=decay)
+            for alike in _by_mesh(parameters)
+        ]
+    matrices = _hidden_matrices(model, parameters) if optim.type == "muon" else []
+    taken = set(map(id, matrices))
+    others = [parameter for parameter in parameters if id(parameter) not in taken]
+    optimizers: list[torch.optim.Optimizer] = []
+    betas = (optim.betas1, optim.betas2)
+    for alike in _by_mesh(others):
+        is_fused = all(parameter.device.type == "cuda" for parameter in alike)  # on a CPU its bits are others
+        optimizers.append(AdamW(alike, lr=optim.lr, betas=betas, weight_decay=decay, fused=is_fused))
+    if matrices:  # steps of the size of AdamW's, so that one learning rate and one weight decay fit both
+        muon = Muon(matrices, lr=optim.lr, momentum=optim.mu, weight_decay=decay, adjust_lr_fn="match_rms_adamw")
+        optimizers.append(muon)
+    return optimizers
+
+
+def _hidden_matrices(model: nn.Module, parameters: list[nn.Parameter]) -> list[nn.Parameter]:
+    """Weights of two dimensions, but those of embeddings and of the head."""
+    find_head = getattr(model, "get_output_embeddings", lambda: None)
+    ends = [module for module in model.modules() if isinstance(module, nn.Embedding)] + [find_head()]
+    outer = {id(parameter) for end in ends if end is not None for parameter in end.parameters()}
+    return [parameter for parameter in parameters if parameter.ndim == 2 and id(parameter) not in outer]
+
+
+def _fresh_state(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> dict[str, torch.Tensor]:
+    """What the optimizer would make for a parameter at its first step."""
+
+    def zeros() -> torch.Tensor:
+        return torch.zeros_like(parameter, memory_format=torch.preserve_format)
+
+    if isinstance(optimizer, AdamW):
+        step = torch.zeros((), dtype=torch.float32, device=parameter.device)
+        return {"step": step, "exp_avg": zeros(), "exp_avg_sq": zeros()}
+    return {"momentum_buffer": zeros()} if optimizer.param_groups[0]["momentum"] else {}
+
+
+def clip(parameters: Sequence[nn.Parameter], *, max_norm: float) -> float:
+    """Scale the gradients down to a global norm; the norm before. Collective in a gang."""
+    if len(_by_mesh(parameters)) < 2:
+        norm = nn.utils.clip_grad_norm_(parameters, max_norm, error_if_nonfinite=False)
+        return whole_norm(norm)
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    norm = norm_of(gradients)
+    for gradient in gradients:
+        gradient.mul_(min(max_norm / (norm + 1e-6), 1.0))
+    return norm
+
+
+def norm_of(gradients: Sequence[torch.Tensor]) -> float:
+    """The norm of all gradients, also of those that are cut over different ranks. Collective in a gang."""
+    parts = [whole_norm(nn.utils.get_total_norm(alike)) for alike in _by_mesh(gradients)]
+    return parts[0] if len(parts) == 1 else math.hypot(*parts)
 
 
 def whole_norm(norm: torch.Tensor) -> float:
     """A norm over all ranks, of which each may have computed its part. Collective in a gang."""
     return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+
+
+def _by_mesh(tensors: Sequence[T]) -> list[list[T]]:
+    """Tensors that are cut over equal ranks, together: torch computes with no others at once."""
+    alike: dict[Any, list[T]] = {}
+    for tensor in tensors:
+        mesh = tensor.device_mesh if isinstance(tensor, DTensor) else None
+        alike.setdefault(mesh, []).append(tensor)
+    return list(alike.values())

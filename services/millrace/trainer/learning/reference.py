@@ -4,7 +4,7 @@ import contextlib
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, Self
 
 import torch
 from torch import nn
@@ -12,7 +12,9 @@ from torch import nn
 from millrace.trainer.gang.distributed import Gang
 from millrace.trainer.learning.batch import MicroBatch
 from millrace.trainer.learning.forward import token_logprobs
+from millrace.trainer.model.attention import use_varlen_kernel
 from millrace.trainer.model.lora import without_adapters
+from millrace.trainer.model.memory import Sharding
 from millrace.trainer.model.pretrained import load_model
 
 
@@ -30,12 +32,19 @@ class Reference(Protocol):
 class StartModel:
     """A copy of the start model, in the format that is computed in."""
 
-    def __init__(self, directory: Path, *, gang: Gang, compute_dtype: torch.dtype) -> None:
-        model = load_model(directory).requires_grad_(False)
+    def __init__(self, model: nn.Module, *, gang: Gang, sharding: Sharding, is_varlen: bool = False) -> None:
+        model.requires_grad_(False)
+        if is_varlen:
+            use_varlen_kernel(model, compute_dtype=sharding.compute_dtype, device=gang.device)
         for parameter in model.parameters():
             if parameter.is_floating_point():
-                parameter.data = parameter.data.to(compute_dtype)  # the object stays, and so do ties
-        self._model = gang.shard(model, compute_dtype=compute_dtype)
+                parameter.data = parameter.data.to(sharding.compute_dtype)  # the object stays, and so do ties
+        self._model = gang.shard(model, sharding)
+
+    @classmethod
+    def load(cls, directory: Path, *, gang: Gang, sharding: Sharding, is_varlen: bool = False) -> Self:
+        """That of the model in `directory`."""
+        return cls(load_model(directory), gang=gang, sharding=sharding, is_varlen=is_varlen)
 
     @torch.no_grad()
     def logprobs(self, micro_batch: MicroBatch) -> torch.Tensor:

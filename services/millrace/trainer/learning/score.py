@@ -52,7 +52,7 @@ class Score:
 
     def reduce(self, gang: Gang) -> ScoreResult:
         """The result over all ranks; the mean over no tokens is NaN. Collective in a gang."""
-        kl, num_tokens, num_other, num_outside = gang.sum(self._sums)
+        kl, num_tokens, num_other, num_outside = gang.sum_of_data(self._sums)
         return ScoreResult(
             num_tokens=int(num_tokens),
             mismatch_kl=kl / num_tokens if num_tokens else math.nan,

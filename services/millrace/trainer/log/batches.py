@@ -7,7 +7,7 @@ that hold its own samples.
 
 import json
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -17,14 +17,8 @@ from millrace.rollouts.batch_wire import chunks_for, decode_header, unpack_batch
 from millrace.rollouts.types import TrainSample
 from millrace.runlog.records.frontier import chain_hash
 from millrace.trainer.gang.distributed import Gang
-from millrace.trainer.learning.batch import (
-    BatchLayout,
-    MicroBatch,
-    Minibatch,
-    build_micro_batch,
-    plan_micro_batches,
-    plan_minibatches,
-)
+from millrace.trainer.learning.batch import BatchLayout, MicroBatch, Minibatch, build_micro_batch
+from millrace.trainer.learning.plan import Rows, in_order, plan_micro_batches, plan_minibatches
 from millrace.trainer.log.stop import StopRequested
 
 POLL_S = 0.5  # how soon a stop is noticed while there is no batch
@@ -182,24 +176,36 @@ class Batches:
         plans = [
             self._plan(header, part) for part in plan_minibatches([entry.ordinal for entry in header.samples], count)
         ]
-        indices = [index for plan in plans for rows in plan for index in rows]
+        indices = [index for plan in plans for rows in plan for row in rows for index in row]
         chunks = self._log.read_chunks(header.step, chunks_for(header, indices))
         samples: dict[int, TrainSample] = dict(zip(indices, unpack_batch(header, chunks, only=indices), strict=True))
+        return [self._minibatch(plan, samples) for plan in plans]
 
-        def build(rows: list[int]) -> MicroBatch:
-            mine = [samples[index] for index in rows]
-            return build_micro_batch(mine, seq_len=layout.seq_len, device=self._gang.device)
+    def _minibatch(self, plan: Sequence[Rows], samples: Mapping[int, TrainSample]) -> Minibatch:
+        """The micro-batches of a plan."""
+        micro_batches, places = list[MicroBatch](), list[list[int]]()
+        for rows in plan:
+            flat = [index for row in rows for index in row]
+            micro_batches.append(
+                build_micro_batch(
+                    [samples[index] for index in flat],
+                    rows=in_order(rows),
+                    seq_len=self._layout.seq_len,
+                    device=self._gang.device,
+                )
+            )
+            places.append(flat)
+        return Minibatch(micro_batches=micro_batches, samples=places)
 
-        return [Minibatch(micro_batches=[build(rows) for rows in plan], rows=plan) for plan in plans]
-
-    def _plan(self, header: batch_pb2.BatchHeader, part: Sequence[int]) -> list[list[int]]:
+    def _plan(self, header: batch_pb2.BatchHeader, part: Sequence[int]) -> list[Rows]:
         """This rank's micro-batches of some samples, each as their places in the sample table."""
         plan = plan_micro_batches(
             [min(header.samples[index].length, self._layout.seq_len) for index in part],
             max_tokens=self._layout.micro_batch_tokens,
-            world_size=self._gang.world_size,
+            world_size=self._gang.layout.data_size,
+            packing=self._layout.packing,
         )
-        return [[part[place] for place in rows] for rows in plan[self._gang.rank]]
+        return [[[part[place] for place in row] for row in rows] for rows in plan[self._gang.data_rank]]
 
     def _verify(self, header: batch_pb2.BatchHeader, step: int, revision: int) -> None:
         """CorruptObjectError unless the header continues this run's chain at this step."""

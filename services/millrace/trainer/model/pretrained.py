@@ -15,6 +15,9 @@ from millrace.config.sections.trainer import TrainerModelConfig
 from millrace.errors import CorruptObjectError, NotFoundError
 from millrace.policies.manifest import Probe
 from millrace.policies.tensors import TensorBytes
+from millrace.telemetry import progress
+from millrace.telemetry.progress import Doing
+from millrace.telemetry.progress_bars import counting_bar, loading_counts
 from millrace.trainer.model.lora import adapted_layers, published_tensors
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
@@ -51,7 +54,8 @@ def resolve_model_directory(name: str) -> Path:
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
-        return Path(snapshot_download(name, allow_patterns=list(_WEIGHT_PATTERNS)))
+        with progress.work(Doing.DOWNLOAD, f"model {name} from the Hugging Face Hub") as work:
+            return Path(snapshot_download(name, allow_patterns=list(_WEIGHT_PATTERNS), tqdm_class=counting_bar(work)))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         first_line = str(error).strip().partition("\n")[0]
         raise _model_not_found(
@@ -68,7 +72,8 @@ def load_model(directory: Path) -> nn.Module:
     from transformers import AutoModelForCausalLM
 
     try:
-        model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, local_files_only=True)
+        with progress.work(Doing.LOAD, f"model {directory.name}", unit="tensors") as work, loading_counts(work):
+            model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, local_files_only=True)
     except (OSError, ValueError, KeyError) as error:
         raise _model_not_found(str(directory), f"the files there do not load: {error}") from error
     except (SafetensorError, RuntimeError) as error:  # RuntimeError: sizes that differ; transformers logs which

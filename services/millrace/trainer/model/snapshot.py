@@ -7,24 +7,28 @@ from torch.distributed.tensor import DTensor
 
 from millrace.policies.publishing.parts import TensorPart
 from millrace.policies.tensors import bits_type
-from millrace.trainer.model.layout import held_rows, is_cut_by_rows
+from millrace.trainer.model.layout import held
 from millrace.trainer.model.lora import published_tensors
+from millrace.trainer.model.mesh import RankLayout
 
 _SIGNED = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Snapshots:
-    """Takes snapshots into buffers that are used again. Nothing is gathered: every rank copies what it holds.
+    """Takes snapshots into buffers that are used again. Every rank copies what it holds; columns are brought together.
 
     Memory: one copy of the rank's shard per snapshot that was not given back (2 bytes per bf16 parameter, 4 per
     float32; pinned where there is a GPU).
     """
 
-    def __init__(self, model: nn.Module, *, dtype: torch.dtype, rank: int, device: torch.device) -> None:
+    def __init__(
+        self, model: nn.Module, *, dtype: torch.dtype, rank: int, device: torch.device, layout: RankLayout
+    ) -> None:
         self._model = model
         self._dtype = dtype
         self._rank = rank
         self._device = device
+        self._is_first_part = layout.is_first_part(rank)
         self._free: list[dict[str, torch.Tensor]] = []
         self._used: dict[int, dict[str, torch.Tensor]] = {}
 
@@ -35,7 +39,7 @@ class Snapshots:
         used: dict[str, torch.Tensor] = {}
         parts: list[TensorPart] = []
         for name, tensor in published_tensors(self._model, version=version).items():
-            share = _local_share(tensor, rank=self._rank)
+            share = _local_share(tensor, rank=self._rank, is_first_part=self._is_first_part)
             if share is None:
                 continue
             local, start = share
@@ -66,15 +70,13 @@ def _bits(buffer: torch.Tensor, tag: str) -> np.ndarray:
     return flat.numpy().view(bits_type(tag)) if buffer.numel() else np.empty(0, bits_type(tag))
 
 
-def _local_share(tensor: torch.Tensor, *, rank: int) -> tuple[torch.Tensor, int] | None:
+def _local_share(tensor: torch.Tensor, *, rank: int, is_first_part: bool) -> tuple[torch.Tensor, int] | None:
     """What this rank publishes of a tensor, and the row-major index of its first element; None if nothing.
 
-    What is not cut is rank 0's. What is cut in another way than by rows (none of our own layouts is) is gathered; then
-    every rank takes part.
+    What is not cut is rank 0's. Collective where columns are cut.
     """
     if not isinstance(tensor, DTensor):
         return (tensor, 0) if rank == 0 else None
-    if not is_cut_by_rows(tensor):
-        whole = tensor.full_tensor()
-        return (whole, 0) if rank == 0 else None
-    return held_rows(tensor)
+    share = held(tensor, is_first_part=is_first_part)
+    rows = share.rows()
+    return (rows, share.start) if share.writes else None

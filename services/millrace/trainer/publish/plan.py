@@ -22,12 +22,17 @@ class PublishPlan:
 
 
 def plan_publishing(
-    *, start_step: int, start_lineage: int, published: tuple[int, int] | None, is_strict: bool
+    *, start_step: int, start_lineage: int, published: tuple[int, int] | None, is_strict: bool, is_relaid: bool = False
 ) -> PublishPlan:
-    """The plan for a trainer that starts at version `start_step`; `published` is the newest (lineage, version)."""
-    if is_strict or published is None:
+    """The plan for a trainer that starts at version `start_step`; `published` is the newest (lineage, version).
+
+    `is_relaid`: of a strict run that goes on with another number of ranks, whose bits are others from here on.
+    """
+    if published is None or (is_strict and not is_relaid):
         return PublishPlan(lineage=start_lineage, first_version=start_step)
     lineage, head = published
+    if is_strict:
+        return PublishPlan(lineage=max(lineage, start_lineage) + 1, first_version=max(head + 1, start_step))
     if head < start_step:
         return PublishPlan(lineage=max(lineage, start_lineage), first_version=start_step)
     if head == start_step and lineage == start_lineage:  # the start state is that version itself, not a replay of it

@@ -84,7 +84,9 @@ class Publisher:
         self._plan = plan
         self._base = base
         self._work = BackgroundWork(gang=gang)
-        self._snapshots = Snapshots(learner.model, dtype=learner.publish_dtype, rank=gang.rank, device=gang.device)
+        self._snapshots = Snapshots(
+            learner.model, dtype=learner.publish_dtype, rank=gang.rank, device=gang.device, layout=gang.layout
+        )
         self._committer = Committer(
             replace(target, gang=gang.beside("policies")),
             config=config if base is None else config.model_copy(update={"delta": False}),

@@ -35,7 +35,7 @@ from millrace.trainer.job import parse_config
 from millrace.trainer.learning.batch import BatchLayout
 from millrace.trainer.learning.learner import Learner
 from millrace.trainer.learning.metrics import StepMetrics
-from millrace.trainer.learning.optimizer import whole_norm
+from millrace.trainer.learning.optimizer import norm_of
 from millrace.trainer.log.batches import Batch, Batches
 from millrace.trainer.log.store_log import StoreLog
 from millrace.trainer.loop import forward_backward, learn
@@ -82,7 +82,7 @@ class Replayer:
             run_json = store.get(names.run_json, max_bytes=MAX_JSON_BYTES)
         except NotFoundError as error:
             raise _no_run(store, names.uid) from error
-        config = parse_config(run_json, uid=names.uid)
+        config = _alone(parse_config(run_json, uid=names.uid))
         origin = parse_origin(run_json, where=store.uri(names.run_json))
         log = StoreLog(store, names, base_step=origin.base_step)
         kept = log.kept()
@@ -90,21 +90,24 @@ class Replayer:
             raise log.not_kept(step)
         record = RunRecord.parse(run_json, where=store.uri(names.run_json), needs=["run_hash"])
         learner, start = _learner_at(store, names, config, step, origin=origin)
-        batches = Batches(
-            log,
-            gang=learner.gang,
-            run_uid=names.uid,
-            run_hash=record.run_hash,
-            previous_chain_hash=start.chain_hash,
-            layout=BatchLayout.of(config.trainer),
-        )
-        yield cls(
-            learner,
-            batches,
-            run_name=record.name or names.uid,
-            start=start,
-            notes=(*start.notes, *_notes(start.checkpoint)),
-        )
+        try:
+            batches = Batches(
+                log,
+                gang=learner.gang,
+                run_uid=names.uid,
+                run_hash=record.run_hash,
+                previous_chain_hash=start.chain_hash,
+                layout=BatchLayout.of(config.trainer, learner.packing),
+            )
+            yield cls(
+                learner,
+                batches,
+                run_name=record.name or names.uid,
+                start=start,
+                notes=(*start.notes, *_notes(start.checkpoint)),
+            )
+        finally:
+            learner.gang.leave()
 
     def read(self) -> Batch:
         """The batch of the next step; InvalidStateError if it is not kept."""
@@ -127,7 +130,7 @@ class Replayer:
         for minibatch in batch.minibatches:
             metrics.append(forward_backward(self._learner, batch, minibatch, loss_of=loss_of)[0])
             gradients = [p.grad for p in self._learner.model.parameters() if p.grad is not None]
-            norms.append(whole_norm(torch.nn.utils.get_total_norm(gradients)))
+            norms.append(norm_of(gradients))
             self._learner.model.zero_grad(set_to_none=True)
         torch.set_rng_state(random_state)  # the run's own loss sees the same dropout
         return StepMetrics.merged(metrics).values() | {"optim/grad_norm": fmean(norms)}
@@ -261,6 +264,12 @@ def _published(store: ObjectStore, names: Names, *, version: int) -> PolicyManif
         if number == version and store.head(key) is not None:
             return read_manifest(store, key)
     return None
+
+
+def _alone(config: RLConfig) -> RLConfig:
+    """The config of a run for one process, however its gang is laid out."""
+    model = config.trainer.model.model_copy(update={"dp_replicate": 1, "cp": 1, "tp": 1, "ep": 1})
+    return config.model_copy(update={"trainer": config.trainer.model_copy(update={"model": model})})
 
 
 def _device_of(checkpoint: CheckpointManifest | None) -> torch.device:

@@ -40,6 +40,7 @@ _MAY_CHANGE = (
     "output_dir",
     "ckpt",
     "log",
+    "pack",
     "run",
     "val",
     "wandb",

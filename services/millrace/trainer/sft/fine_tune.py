@@ -8,6 +8,7 @@ that is started again.
 import hashlib
 import json
 import logging
+import math
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -25,14 +26,20 @@ from millrace.decoding import decode_json
 from millrace.errors import CorruptObjectError, InvalidStateError
 from millrace.policies.adapter import AdapterSpec
 from millrace.rollouts.types import TrainSample
-from millrace.trainer.gang.determinism import seed_rank, set_determinism
+from millrace.trainer.gang.determinism import resolve_determinism, seed_rank, set_determinism
 from millrace.trainer.gang.distributed import Gang
-from millrace.trainer.learning.batch import MicroBatch, build_micro_batch, plan_micro_batches
+from millrace.trainer.learning.batch import MicroBatch, build_micro_batch
+from millrace.trainer.learning.flops import Utilization
 from millrace.trainer.learning.forward import token_logprobs
 from millrace.trainer.learning.learner import digest_of
 from millrace.trainer.learning.optimizer import PolicyOptimizer
+from millrace.trainer.learning.packing import packing_of
+from millrace.trainer.learning.plan import in_order, plan_micro_batches
 from millrace.trainer.losses import token_losses, total_loss
+from millrace.trainer.model.compiled import compile_blocks, take_failures
+from millrace.trainer.model.fit import fit_layout
 from millrace.trainer.model.lora import add_adapters, round_base, set_learning
+from millrace.trainer.model.memory import Sharding, checkpoint_activations
 from millrace.trainer.model.pretrained import (
     load_model,
     load_tokenizer,
@@ -66,9 +73,12 @@ class SFTStep:
     num_loss_tokens: int
     seconds: float
     val_loss: float | None = None
+    world_size: int = 1
+    mfu: float | None = None
 
     def metrics(self) -> dict[str, float | int]:
         """The step as a line of `metrics.jsonl`, under prime-rl's names."""
+        throughput = self.num_tokens / self.seconds if self.seconds > 0 else 0.0
         return {
             "step": self.step,
             "loss/mean": self.loss,
@@ -76,7 +86,9 @@ class SFTStep:
             "optim/grad_norm": self.grad_norm,
             "optim/skipped": int(self.was_skipped),
             "progress/tokens": self.num_tokens,
-            "perf/throughput": self.num_tokens / self.seconds if self.seconds > 0 else 0.0,
+            "perf/throughput": throughput,
+            "perf/throughput_per_gpu": throughput / self.world_size,
+            **({} if self.mfu is None else {"perf/mfu": self.mfu}),
             "time/step": self.seconds,
             **({} if self.val_loss is None else {"val/loss": self.val_loss}),
         }
@@ -87,7 +99,8 @@ def run_sft(config: SFTConfig, *, gang: Gang, on_step: Callable[[SFTStep], None]
 
     InvalidSpecError if no row that it would take has a trained token within `data.seq_len`.
     """
-    set_determinism("auto", seed=config.seed, device=gang.device)
+    determinism = resolve_determinism("auto", is_compiled=config.model.compile is not None)
+    is_strict = set_determinism(determinism, seed=config.seed, device=gang.device)
     directory = resolve_model_directory(config.model.name)
     data = _Data(config, load_tokenizer(directory))
     model, adapter, base_digest = _load(config, directory, gang=gang)
@@ -105,7 +118,7 @@ def run_sft(config: SFTConfig, *, gang: Gang, on_step: Callable[[SFTStep], None]
         base_digest=base_digest,
     )
     step, position = checkpoints.resume(max_steps=max_steps)
-    learner = _Learner(config, gang=gang, model=model, optimizer=optimizer)
+    learner = _Learner(config, gang=gang, model=model, optimizer=optimizer, is_strict=is_strict)
     validate = _validation(config, data, learner, start=step)
     num_skipped = 0
     with _open_metrics(output, step, gang=gang) as metrics, checkpoints:
@@ -148,6 +161,7 @@ def _require_learning(config: SFTConfig, step: int, num_skipped: int) -> None:
 def _load(config: SFTConfig, directory: Path, *, gang: Gang) -> tuple[nn.Module, AdapterSpec | None, str]:
     """The model that is trained, sharded; with adapters also what these are, and the digest of their base."""
     compute_dtype = resolve_dtype(config.model.dtype, device=gang.device)
+    gang.lay_out(fit_layout(config.model, directory, world_size=gang.world_size, prefix="model"))
     model, adapter, base_digest = load_model(directory), None, ""
     if config.model.lora is not None:
         publish_dtype = _publish_dtype(config, gang)
@@ -155,9 +169,11 @@ def _load(config: SFTConfig, directory: Path, *, gang: Gang) -> tuple[nn.Module,
         base_digest = digest_of(policy_tensors(model, dtype=publish_dtype))
         adapter = add_adapters(model, config.model.lora, seed=config.seed)
         require_mergeable(model)
-    model = gang.shard(model, compute_dtype=compute_dtype)
+    checkpoint_activations(model, config.model.ac)
+    compile_blocks(model, config.model.compile)
+    model = gang.shard(model, Sharding.of(config.model, compute_dtype=compute_dtype))
     if adapter is not None:
-        seed_rank(config.seed, rank=gang.rank)  # the adapters' dropout
+        seed_rank(config.seed, rank=gang.layout.draw(gang.rank))  # the adapters' dropout
     return model, adapter, base_digest
 
 
@@ -248,11 +264,22 @@ class _Data:
 class _Learner:
     """Computes losses of samples, and steps the model."""
 
-    def __init__(self, config: SFTConfig, *, gang: Gang, model: nn.Module, optimizer: PolicyOptimizer) -> None:
+    def __init__(
+        self, config: SFTConfig, *, gang: Gang, model: nn.Module, optimizer: PolicyOptimizer, is_strict: bool
+    ) -> None:
         self._config = config
         self._gang = gang
         self._model = model
         self._optimizer = optimizer
+        dtype = resolve_dtype(config.model.dtype, device=gang.device)
+        self._packing = packing_of(model, config.pack, is_strict=is_strict, compute_dtype=dtype, device=gang.device)
+        self._utilization = Utilization.of(
+            model,
+            tflops=config.peak_tflops,
+            compute_dtype=dtype,
+            device=gang.device,
+            world_size=gang.world_size,
+        )
 
     def step(self, step: int, samples: Sequence[TrainSample]) -> SFTStep:
         """One optimizer step on the mean cross-entropy of the trained tokens."""
@@ -267,18 +294,23 @@ class _Learner:
             total += float(loss.detach())
         set_learning(self._model, False)
         report = self._optimizer.step(step)
+        for failure in take_failures(self._model):
+            logger.warning(failure, extra={"reason": "COMPILE_FAILED"})
         if report.was_skipped:
             logger.warning("the gradient was not finite; the step changed nothing", extra={"step": step})
+        seconds, used = time.monotonic() - began, self._utilization
         return SFTStep(
             step=step,
             num_steps=step + 1,
-            loss=self._gang.sum([total])[0],
+            loss=self._gang.sum_of_data([total])[0],
             lr=report.lr,
             grad_norm=report.grad_norm,
             was_skipped=report.was_skipped,
             num_tokens=num_tokens,
             num_loss_tokens=num_loss_tokens,
-            seconds=time.monotonic() - began,
+            seconds=seconds,
+            world_size=self._gang.world_size,
+            mfu=None if used is None else used.mfu([each.num_tokens for each in samples], seconds=seconds),
         )
 
     @torch.no_grad()
@@ -286,7 +318,7 @@ class _Learner:
         """The mean cross-entropy of the trained tokens."""
         micro_batches = self._micro_batches(samples)
         _, num_loss_tokens = self._counts(micro_batches)
-        return self._gang.sum([sum(float(self._loss(each, num_loss_tokens)) for each in micro_batches)])[0]
+        return self._gang.sum_of_data([sum(float(self._loss(each, num_loss_tokens)) for each in micro_batches)])[0]
 
     def _loss(self, micro_batch: MicroBatch, num_loss_tokens: int) -> torch.Tensor:
         """A micro-batch's share of the mean over `num_loss_tokens`."""
@@ -297,20 +329,24 @@ class _Learner:
     def _counts(self, micro_batches: Sequence[MicroBatch]) -> tuple[int, int]:
         """Tokens, and trained tokens, over all ranks."""
         counts = [sum(each.num_tokens for each in micro_batches), sum(each.num_ce_tokens for each in micro_batches)]
-        num_tokens, num_loss_tokens = self._gang.sum(counts)
+        num_tokens, num_loss_tokens = self._gang.sum_of_data(counts)
         return int(num_tokens), int(num_loss_tokens)
 
     def _micro_batches(self, samples: Sequence[TrainSample]) -> list[MicroBatch]:
         plan = plan_micro_batches(
             [sample.num_tokens for sample in samples],
             max_tokens=self._config.micro_batch_tokens,
-            world_size=self._gang.world_size,
+            world_size=self._gang.layout.data_size,
+            packing=self._packing,
         )
         return [
             build_micro_batch(
-                [samples[index] for index in part], seq_len=self._config.data.seq_len, device=self._gang.device
+                [samples[index] for row in rows for index in row],
+                rows=in_order(rows),
+                seq_len=self._config.data.seq_len,
+                device=self._gang.device,
             )
-            for part in plan[self._gang.rank]
+            for rows in plan[self._gang.data_rank]
         ]
 
 
@@ -351,5 +387,6 @@ def _is_before(line: str, start: int) -> bool:
 
 
 def _write_line(file: IO[str], metrics: dict[str, float | int]) -> None:
-    file.write(json.dumps(metrics) + "\n")
+    """One line; a number that JSON does not have (NaN, an infinity) is null."""
+    file.write(json.dumps({name: value if math.isfinite(value) else None for name, value in metrics.items()}) + "\n")
     file.flush()

@@ -20,7 +20,7 @@ from transformers.utils.logging import disable_progress_bar
 from millrace.config.load import validate_document
 from millrace.config.sections.sft import SFTConfig
 from millrace.errors import NotFoundError
-from millrace.telemetry.logging import setup
+from millrace.telemetry.logging import FILE_ONLY, setup
 from millrace.trainer.gang.distributed import Gang
 from millrace.trainer.sft.fine_tune import SFTStep, run_sft
 
@@ -33,12 +33,16 @@ def run(path: Path) -> int:
     """Fine-tune as the resolved config in `path` says; return the exit code."""
     config = load_config(path)
     setup("trainer", level=config.log.level, json_lines=config.log.json_logging)
-    if config.wandb is not None:
-        logger.warning("[wandb] is set, but the export to Weights & Biases is not there yet; see metrics.jsonl")
+    logger.info("fine-tuning begins", extra={"config": str(path), FILE_ONLY: True})
     disable_progress_bar()  # the bars of loading and saving a model would stand between the lines of the steps
     gang = Gang.join()
     try:
-        with _progress() as on_step:
+        with _progress() as show:
+
+            def on_step(step: SFTStep) -> None:
+                _log(step)
+                show(step)
+
             directory = run_sft(config, gang=gang, on_step=on_step)
     finally:
         gang.leave()
@@ -105,6 +109,14 @@ class _Lines:
             file=sys.stderr,
             flush=True,
         )
+
+
+def _log(step: SFTStep) -> None:
+    """Write a step to the log file; on the terminal the progress shows it."""
+    fields: dict[str, Any] = {"step": step.step + 1, "loss": step.loss, "lr": step.lr, "seconds": step.seconds}
+    if step.val_loss is not None:
+        fields["val_loss"] = step.val_loss
+    logger.info("step completed", extra={**fields, FILE_ONLY: True})
 
 
 def _val(step: SFTStep) -> str:

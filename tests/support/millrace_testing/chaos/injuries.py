@@ -97,7 +97,7 @@ class Torturer:
 
     def flip_spool(self) -> Injury | None:
         """One bit of a finished rollout in the env-server's spool."""
-        return self._flip_file("flip in the spool", sorted((self.stack.directory / "spool").glob("*/*.rollout")))
+        return self._flip_file("flip in the spool", sorted((self.stack.directory / "spool").glob("*/*.rollouts")))
 
     def flip_scratch(self) -> Injury | None:
         """One bit of a file on its way: a checkpoint that is being written or read, a copy of a policy."""

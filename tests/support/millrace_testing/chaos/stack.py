@@ -101,10 +101,10 @@ class ChaosStack:
     def start(self) -> None:
         """Start it, or start it again in the same directory and at the same address."""
         if not self.address:
-            port, self._http_port = free_ports(2)
+            port, self.http_port = free_ports(2)
             self.address = f"127.0.0.1:{port}"
         self.faults.mkdir(parents=True, exist_ok=True)
-        place = ["--dir", str(self.directory), "--listen", self.address, "--http-port", str(self._http_port)]
+        place = ["--dir", str(self.directory), "--listen", self.address, "--http-port", str(self.http_port)]
         with (self.directory / "up.out").open("a") as output:
             self._process = self.workplace.popen(
                 *("-m", "millrace.cli", "up", *place, *self._options),

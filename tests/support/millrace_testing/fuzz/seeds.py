@@ -12,8 +12,20 @@ from typing import Any
 import numpy as np
 
 from millrace.internal.v1 import batch_pb2, env_worker_pb2
-from millrace.rollouts.types import PolicySpan, Purpose, Rollout, RolloutError, RolloutStatus, Sample, TrainSample
+from millrace.rollouts.types import (
+    PolicySpan,
+    Purpose,
+    Rollout,
+    RolloutError,
+    RolloutStatus,
+    Sample,
+    Trace,
+    TrainSample,
+    TurnReward,
+)
+from millrace_testing.fuzz.pages import requests
 from millrace_testing.fuzz.targets import CORPUS
+from millrace_testing.inference import parser_cases
 
 RUN = {
     "uid": "0123456789ab0123456789abcdef",
@@ -42,6 +54,7 @@ def sample() -> Sample:
             PolicySpan(lineage=0, version=1, start=2, end=3),
             PolicySpan(lineage=0, version=2, start=3, end=5),
         ),
+        turns=(TurnReward(end=3, reward=0.25), TurnReward(end=5, reward=-1.0)),
     )
 
 
@@ -69,6 +82,7 @@ def rollout(*, is_ok: bool = True, ordinal: int = 0) -> Rollout:
         env_server="env-server-1",
         planned_step=2,
         messages_json='[{"role":"user","content":"x"}]',
+        traces=(Trace(agent="white", reward=0.5, num_samples=1, num_turns=2),) if is_ok else (),
     )
 
 
@@ -98,6 +112,26 @@ def _batch() -> tuple[bytes, bytes]:
     header = batch_pb2.BatchHeader(run_uid="u", kind=batch_pb2.BATCH_KIND_TRAIN, step=3)
     [chunk] = pack_batch(header, [made])
     return header.SerializeToString(), chunk
+
+
+def _token_log() -> bytes:
+    from millrace.rollouts.token_log import LoggedSample, TokenLog, encode_token_log
+
+    samples = tuple(
+        LoggedSample(
+            sample=place,
+            ordinal=1,
+            member=place,
+            attempt=0,
+            minibatch=place,
+            mask=np.array([0] * 7 + [1] * count, np.uint8),
+            logprobs=np.linspace(-1, -3, count, dtype=np.float32),
+            entropies=np.linspace(1, 3, count).astype(np.float16),
+        )
+        for place, count in enumerate((3, 1, 6))
+    )
+    log = TokenLog(run_uid="u", step=3, lineage=0, chain_hash=bytes(32), num_rollouts=9, share=0.25, samples=samples)
+    return encode_token_log(log)
 
 
 def _policy() -> bytes:
@@ -232,6 +266,7 @@ def corpus() -> Iterator[tuple[str, bytes]]:
     yield "batch_header", header
     yield "batch_chunk", chunk
     yield "scores", encode_scores(good.samples, [np.array([0, 0, -1, -1, -1], np.float32)])
+    yield "token_log", _token_log()
     changed = event_pb2.StateChanged(new_state=run_pb2.RUN_STATE_RUNNING)
     event = event_pb2.Event(writer="w", writer_sequence=3, time=Timestamp(seconds=5), state_changed=changed)
     data = event.SerializeToString()
@@ -275,6 +310,9 @@ def corpus() -> Iterator[tuple[str, bytes]]:
     yield "rpc_status", _status()
     yield "tokens_file", b"# people\nsha256:" + b"0" * 64 + b" alice expires=2030-01-31T12:00:00Z\n"
     yield from surface()
+    yield from (("dashboard", data) for data in requests())
+    yield from (("chat_parsers", case.text.encode()) for case in parser_cases.XML[:4] + parser_cases.HERMES[2:4])
+    yield from (("chat_parsers", case.text.encode()) for case in parser_cases.LLAMA[2:4] + parser_cases.THOUGHTS[5:6])
     yield "stack_json", json.dumps({"pid": 1, "address": "127.0.0.1:1", "processes": []}).encode()
 
 
@@ -301,6 +339,14 @@ def _request(message_type: type) -> Any:
         case run_service_pb2.CreateRunRequest():
             request.kind, request.config_json, request.validate_only = 1, json.dumps(MINIMAL), True
             request.labels["a"] = "b"
+        case run_service_pb2.ListRolloutsRequest():
+            request.page_size, request.order_by = 3, "reward desc"
+            request.filter.update({"env": "a,b", "min_reward": "0.5", "outcome": "trained"})
+        case run_service_pb2.ListMetricsRequest():
+            request.page_size = 3
+            request.names.append("reward/mean")
+        case run_service_pb2.GetLineageRequest():
+            request.version = 0
         case worker_service_pb2.RegisterWorkerRequest():
             worker = worker_service_pb2.Worker(worker_id="w", kind=1, address="127.0.0.1:1", capacity=1, slot="s")
             request.worker.CopyFrom(worker)

@@ -48,7 +48,7 @@ def methods() -> dict[str, Any]:
     }
 
 
-class _Loop:
+class EventLoop:
     """An event loop in a thread of its own, so that a test without one can call it."""
 
     def __init__(self) -> None:
@@ -64,7 +64,7 @@ class _Loop:
         raise NotImplementedError
 
 
-class Grpc(_Loop):
+class Grpc(EventLoop):
     """An orchestrator over a real Redis and a store; an env-server without workers; an engine without a model."""
 
     async def _start(self) -> None:
@@ -178,7 +178,7 @@ class Grpc(_Loop):
             raise from_rpc_error(error) from None
 
 
-class Http(_Loop):
+class Http(EventLoop):
     """The embedded engine's API over a tiny model."""
 
     async def _start(self) -> None:

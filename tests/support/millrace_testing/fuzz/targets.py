@@ -113,6 +113,22 @@ def _scores_mutate() -> m.Mutate:
     return m.wrapped(m.bytes_of, lambda data: data[40:], wrap)
 
 
+def _token_log() -> tuple[Any, Any]:
+    from millrace.rollouts.token_log import decode_token_log, encode_token_log
+
+    def decode(data: bytes) -> bytes:
+        return encode_token_log(decode_token_log(data, where="x"))  # arrays say not whether they are equal
+
+    return decode, lambda data: data
+
+
+def _token_log_mutate() -> m.Mutate:
+    def wrap(body: bytes) -> bytes:
+        return b"MRTOKLG1" + hashlib.sha256(body).digest() + body
+
+    return m.wrapped(_pb("internal.v1.token_log_pb2", "TokenLog")(), lambda data: data[40:], wrap)
+
+
 def _event() -> tuple[Any, Any]:
     from millrace.runlog.events.reader import decode_event
     from millrace.runlog.redis.entry import Entry
@@ -337,6 +353,24 @@ def _places_mutate() -> m.Mutate:
     return m.wrapped(m.json_of, split, lambda head: len(head).to_bytes(8, "little") + head + bytes(64))
 
 
+def _chat_parsers() -> tuple[Any, Any]:
+    import orjson
+
+    from millrace.inference.http.parsers import REASONING_PARSERS, TOOL_CALL_PARSERS, ChatParsers
+    from millrace_testing.inference.parser_cases import TOOLS
+
+    kinds = [ChatParsers(tool_calls=t, reasoning=r) for t in TOOL_CALL_PARSERS for r in (None, *REASONING_PARSERS)]
+
+    def take_apart(data: bytes) -> Any:
+        text = data.decode("utf-8", "replace")
+        for parsers in kinds:
+            said = parsers.take_apart(text, tools=TOOLS, template_kwargs={})
+            if said is not None:
+                orjson.dumps([said.content, said.reasoning, [orjson.loads(call.arguments) for call in said.calls]])
+
+    return take_apart, None
+
+
 def _surface(name: str) -> Callable[[], tuple[Any, Any]]:
     def load() -> tuple[Any, Any]:
         from millrace_testing.fuzz import surface
@@ -344,6 +378,18 @@ def _surface(name: str) -> Callable[[], tuple[Any, Any]]:
         return getattr(surface, name)().call, None
 
     return load
+
+
+def _pages() -> tuple[Any, Any]:
+    from millrace_testing.fuzz.pages import Dashboard
+
+    return Dashboard().call, None
+
+
+def _pages_mutate() -> m.Mutate:
+    from millrace_testing.fuzz.pages import damaged
+
+    return damaged
 
 
 def _grpc_mutate() -> m.Mutate:
@@ -387,6 +433,7 @@ TARGETS = [
     ),
     Target(name="batch_chunk", load=_chunk, mutate=_pb("internal.v1.batch_pb2", "BatchChunk")),
     Target(name="scores", load=_scores, mutate=_scores_mutate),
+    Target(name="token_log", load=_token_log, mutate=_token_log_mutate),
     Target(name="event", load=_event, mutate=_pb("v1.event_pb2", "Event")),
     Target(
         name="event_archive",
@@ -436,6 +483,8 @@ TARGETS = [
     Target(name="tokens_file", load=_tokens),
     Target(name="grpc", load=_surface("Grpc"), mutate=_grpc_mutate, answers_all=False, max_s=10.0, weight=4),
     Target(name="http", load=_surface("Http"), mutate=_http_mutate, answers_all=False, max_s=10.0, weight=4),
+    Target(name="dashboard", load=_pages, mutate=_pages_mutate, answers_all=False, max_s=10.0, weight=4),
+    Target(name="chat_parsers", load=_chat_parsers, errors=()),
     Target(name="stack_json", load=_stack, mutate=_json),
 ]
 

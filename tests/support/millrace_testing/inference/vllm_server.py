@@ -83,7 +83,7 @@ class Server:
         try:
             if beside is not None:
                 beside(server)
-            server._await_health(start_s)
+            server.await_health(start_s)
         except BaseException:  # nothing is left behind, then raises
             server.kill()
             raise
@@ -114,7 +114,7 @@ class Server:
                 process.kill()
         self.process.wait(END_S)
 
-    def _await_health(self, start_s: float = START_S) -> None:
+    def await_health(self, start_s: float = START_S) -> None:
         ends = time.monotonic() + start_s
         while True:
             assert time.monotonic() < ends and self.process.poll() is None, self.log()

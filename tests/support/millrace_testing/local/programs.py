@@ -1,11 +1,11 @@
 """Programs that a supervisor starts: obedient ones, stubborn ones, and ones that start others."""
 
-import asyncio
 import os
 import sys
 from pathlib import Path
 
 from millrace.processes.supervisor import ProcessSpec, tail
+from millrace_testing.polling import until
 
 OBEDIENT = "import time; print('up', flush=True); time.sleep(600)"
 STUBBORN = (
@@ -31,6 +31,4 @@ def spec(name: str, code: str, directory: Path, **options) -> ProcessSpec:
 
 
 async def until_up(directory: Path, *names: str) -> None:
-    async with asyncio.timeout(20):
-        while not all("up" in "".join(tail(directory / f"{name}.log")) for name in names):
-            await asyncio.sleep(0.02)
+    await until(lambda: all("up" in "".join(tail(directory / f"{name}.log")) for name in names), timeout_s=20)

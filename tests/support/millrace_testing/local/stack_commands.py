@@ -4,7 +4,6 @@ import os
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import psutil
@@ -45,13 +44,6 @@ def finish(process: subprocess.Popen[str], timeout: float = 90) -> tuple[int, st
 
 def run(project: Path, *arguments: str, **more: str) -> tuple[int, str, str]:
     return finish(start(project, *arguments, **more))
-
-
-def wait_for(condition, what: str, timeout_s: float = 60) -> None:
-    ends = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < ends, f"waited {timeout_s} s for {what}"
-        time.sleep(0.05)
 
 
 def free_port() -> int:

@@ -72,6 +72,7 @@ class FakeEnvServer(env_service_pb2_grpc.EnvServiceServicer):
     replica: FakeReplica
     worker_id: str = "env-server-fake"
     slot: str = ""
+    image: str = ""
     address: str = ""
     num_tasks: int = 20
     fail_open: str = ""
@@ -118,7 +119,7 @@ class FakeEnvServer(env_service_pb2_grpc.EnvServiceServicer):
             held = {entry.h for entry in await log.read("rollouts", count=10_000)}
             for data in self.spool:
                 if hashlib.sha256(data).hexdigest() not in held:
-                    (await log.append_rollout(data)).require("rollout")
+                    (await log.append_rollouts([data])).require("rollout")
             self.log_instance = request.log_instance
         return env_service_pb2.ListPlayingResponse(groups=[_playing(played) for played in self.tasks.values()])
 
@@ -153,7 +154,7 @@ class FakeEnvServer(env_service_pb2_grpc.EnvServiceServicer):
         self.spool.append(data)
         while True:
             try:
-                (await (await self._open(uid)).append_rollout(data)).require("rollout")
+                (await (await self._open(uid)).append_rollouts([data])).require("rollout")
                 return
             except LogGoneError:
                 await asyncio.sleep(0.05)
@@ -300,6 +301,7 @@ async def worker(
     report=None,
     on_assignments=None,
     slot: str = "",
+    image: str = "",
 ) -> AsyncIterator[str]:
     """A registered worker with its own gRPC server; yields its address."""
     server = grpc.aio.server()
@@ -311,7 +313,13 @@ async def worker(
     agent = WorkerAgent(
         orchestrator,
         worker=worker_service_pb2.Worker(
-            worker_id=worker_id, kind=kind, address=address, http_url=f"http://{address}/v1", capacity=64, slot=slot
+            worker_id=worker_id,
+            kind=kind,
+            address=address,
+            http_url=f"http://{address}/v1",
+            capacity=64,
+            slot=slot,
+            env_image=image,
         ),
         report=report or worker_service_pb2.HeartbeatRequest,
         on_assignments=on_assignments or (lambda reply: None),

@@ -5,9 +5,10 @@ import asyncio
 from millrace.config.load import validate_document
 from millrace.internal.v1 import batch_pb2
 from millrace.rpc.channel import call, stream
-from millrace.runlog import RunLog, load_headers
+from millrace.runlog import RunLog
 from millrace.runlog.audit import audit_run
 from millrace.v1 import run_pb2, run_service_pb2
+from millrace_testing.runlog.committed import load_headers
 
 CONFIG = {
     "model": {"name": "m"},
@@ -44,20 +45,6 @@ async def watch(stack, run: run_pb2.Run, *, timeout_s: float = 40.0) -> list:
 
 def bodies(events, kind: str) -> list:
     return [getattr(event, kind) for event in events if event.WhichOneof("body") == kind]
-
-
-async def until(condition, *, timeout_s: float = 60.0, what: str = "") -> None:
-    """Return when `condition()` is true, which may be awaitable; fails after `timeout_s`."""
-    try:
-        async with asyncio.timeout(timeout_s):
-            while not await _value(condition()):
-                await asyncio.sleep(0.02)
-    except TimeoutError:
-        raise AssertionError(f"not within {timeout_s:g} s: {what or condition}") from None
-
-
-async def _value(result):
-    return await result if asyncio.iscoroutine(result) else result
 
 
 async def get(stack, run: run_pb2.Run) -> run_pb2.Run:

@@ -9,7 +9,7 @@ import grpc.aio
 
 from millrace.errors import InvalidStateError, NotFoundError, PermissionDeniedError
 from millrace.rpc.status import abort
-from millrace.v1 import checkpoint_pb2, event_pb2, run_pb2
+from millrace.v1 import checkpoint_pb2, event_pb2, lineage_pb2, metric_pb2, rollout_pb2, run_pb2
 from millrace.v1 import run_service_pb2 as rs
 from millrace.v1.run_service_pb2_grpc import RunServiceServicer, add_RunServiceServicer_to_server
 from millrace_testing.runlog.recorded_run import START, recorded
@@ -75,6 +75,23 @@ class FakeRuns(RunServiceServicer):
     async def ListCheckpoints(self, request, context):
         saved = checkpoint_pb2.Checkpoint(name=f"{request.parent}/checkpoints/2", step=2, uri="file:///c/2")
         return rs.ListCheckpointsResponse(checkpoints=[saved])
+
+    async def GetLineage(self, request, context):
+        if request.WhichOneof("subject") == "version":
+            await abort(context, NotFoundError("the run has no policy version 9", reason="VERSION_NOT_FOUND"))
+        rollout = rollout_pb2.Rollout(name=f"{request.name}/rollouts/{request.rollout}", env="letters", status="ok")
+        made_by = [lineage_pb2.TracedVersion(version=1, num_tokens=3, is_known=True)]
+        return rs.GetLineageResponse(rollout=lineage_pb2.RolloutLineage(rollout=rollout, made_by=made_by))
+
+    async def ListMetrics(self, request, context):
+        first = int(request.page_token or 0)
+        values = {"reward/mean": 0.25 * first, "loss/mean": 1.0 - 0.25 * first, "time/step": 2.0}
+        for name in request.names:
+            if name.startswith("eval/") and first % 2 == 0:  # every second step
+                values[name] = 0.125 * first
+        token = "" if first == 3 else str(first + 1)
+        step = metric_pb2.StepMetrics(step=first, values=values)
+        return rs.ListMetricsResponse(steps=[step], next_page_token=token)
 
     async def ExplainRun(self, request, context):
         wait = event_pb2.Wait(owner="trainer-0", reason="batch 3", waits_on="orchestrator", age_seconds=3.25)

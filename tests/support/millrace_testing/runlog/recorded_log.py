@@ -121,7 +121,7 @@ def _resolution(ordinal: int, reason: str = "") -> batch_pb2.Resolution:
 
 async def append_rollout(run: Recorded, played: Rollout) -> str:
     """Append a rollout to the stream; returns the id of its entry."""
-    (await run.log.append_rollout(encode_rollout(played))).require("rollout")
+    (await run.log.append_rollouts([encode_rollout(played)])).require("rollout")
     return await run.log.last_id(Stream.ROLLOUTS) or ""
 
 

@@ -17,6 +17,7 @@ from millrace.storage.local import LocalStore
 from millrace.trainer.checkpoint.manifest import Author
 from millrace.trainer.checkpoint.store import CheckpointStore
 from millrace.trainer.gang.distributed import Gang
+from millrace.trainer.model.memory import Sharding
 
 
 class CountedStore(LocalStore):
@@ -39,7 +40,7 @@ def main(directory: Path) -> None:
     checkpoints = CheckpointStore(store, Names("p", "u"), gang=gang)
     torch.manual_seed(0)
     layers = nn.Sequential(*[nn.Linear(16, 16) for _ in range(6)])
-    gang.shard(layers, compute_dtype=torch.float32)
+    gang.shard(layers, Sharding(compute_dtype=torch.float32))
     state: dict[str, torch.Tensor] = {f"model.{name}": weight.detach() for name, weight in layers.named_parameters()}
     state |= {f"optim.{name}.step": torch.tensor(3.0) for name, _ in layers.named_parameters()}
     wanted = {name: weight.clone() for name, weight in state.items()}

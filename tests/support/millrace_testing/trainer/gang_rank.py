@@ -1,9 +1,13 @@
-"""One rank of a gang, started by torchrun in test_trainer_gang.py: trains one run to its end."""
+"""One rank of a gang, started by torchrun in test_trainer_gang.py and others: trains one run to its end.
 
+FAULTS_OF_RANKS names a directory in which each rank has a directory of faults of its own.
+"""
+
+import os
 import sys
-from pathlib import Path
 
-from millrace.storage.local import LocalStore
+from millrace.storage.opening import open_store
+from millrace.telemetry import faults
 from millrace.trainer.gang.distributed import Gang
 from millrace.trainer.job import JobContext, run_job
 from millrace.trainer.log.background import BackgroundLoop
@@ -11,13 +15,15 @@ from millrace.trainer.log.stop import StopRequested
 
 
 def main(redis_url: str, store: str, prefix: str, uid: str, stop_at: str) -> None:
-    """Trains until the end, or until the version `stop_at` ("" for none)."""
+    """Trains until the end, or until the version `stop_at` ("" for none); `store` is a URL, or a directory."""
     gang = Gang.join()
+    if own := os.environ.get("FAULTS_OF_RANKS"):
+        faults.DIRECTORY = os.path.join(own, str(gang.rank))
     reached = [0]
     with BackgroundLoop() as background:
         context = JobContext(
             background=background,
-            store=LocalStore(Path(store)),
+            store=open_store(store if "://" in store else f"file://{store}"),
             redis_url=redis_url,
             prefix=prefix,
             gang=gang,

@@ -43,7 +43,7 @@ def compute(config: RLConfig, gang: Gang) -> dict[str, torch.Tensor]:
             facts[f"logprobs.{index}"], facts[f"entropy.{index}"] = learner.logprobs(micro_batch)
     header = batch_pb2.BatchHeader(envs=["a"])
     rows = [[index] for index in mine]
-    minibatch = Minibatch(micro_batches=micro_batches, rows=rows)
+    minibatch = Minibatch(micro_batches=micro_batches, samples=rows)
     batch = Batch(header=header, chain_hash=b"", minibatches=[minibatch], wait_s=0.0, load_s=0.0)
     metrics, _ = forward_backward(learner, batch, minibatch)
     facts["loss"] = torch.tensor(metrics.values()["loss/mean"], dtype=torch.float64)

@@ -35,6 +35,7 @@ OWNED: Mapping[str, tuple[tuple[object, ...], str]] = {
     "grpc_port": ((), "the gRPC server of a replica is Millrace's, at MILLRACE_LISTEN"),
     "api_key": ((), "environments send none; put a proxy in front of what strangers can reach"),
     "config": ((), "write its keys into `inference.vllm`"),
+    "tool_strict_level": (("auto",), "a call that is forced into its schema is not sampled as the trainer computes it"),
     "enable_sleep_mode": ((False,), "a policy that is put to sleep cannot be proved"),
     "enable_eplb": (
         (False,),

@@ -20,6 +20,7 @@ import torch
 from millrace.inference.vllm.lora import on_base
 from millrace.inference.vllm.orders import OrderFiles
 from millrace.inference.vllm.ranks import AnsweringWorker
+from millrace.inference.vllm.workers.derived import derived_attributes
 from millrace.inference.vllm.workers.layout import Layout, Region, Slot, trace
 from millrace.inference.vllm.workers.memory import (
     ChangeSlice,
@@ -72,6 +73,8 @@ class Held:
     packed: dict[str, Slot]
     proved: ContinuedDigests[Region]
     staged: Staged | None = None
+    is_reloaded_whole: bool = False
+    """Whether something is derived from the weights that only a whole reload derives anew (`derived.py`)."""
 
 
 class PolicyExtension(AnsweringWorker, FetchingWorker):
@@ -135,6 +138,9 @@ class PolicyExtension(AnsweringWorker, FetchingWorker):
         began = time.monotonic()
         held = self._millrace_required()
         files = OrderFiles(self._millrace_here(order))
+        if held.is_reloaded_whole:
+            held.staged = Staged(files=files, units=[], reloads=set(), slices=[], digests=None)
+            return {"units": [], "slices": [], "seconds": time.monotonic() - began}
         touched: set[Slot] = {region.slot for name in files.names() for region in held.layout.regions.get(name, ())}
         units: list[tuple[str, int]] = []
         for module, slot in held.packed.items():
@@ -202,6 +208,11 @@ class PolicyExtension(AnsweringWorker, FetchingWorker):
         assert staged is not None and len(staged.packed) == len(staged.units)
         assert staged.num_gathered == len(staged.slices)
         model = self._millrace_model()
+        if held.is_reloaded_whole:
+            self.millrace_held = None
+            self._millrace_load(model, staged.files, list(staged.files.places))
+            self.millrace_held = self._millrace_survey(model, staged.files)
+            return
         held.proved.begin_writing()
         with torch.no_grad():
             for write in staged.writes:
@@ -306,7 +317,12 @@ class PolicyExtension(AnsweringWorker, FetchingWorker):
         logger.info("layout of the model", extra={"plain": len(plain), "packed": len(packed), "slots": len(by_slot)})
         boxes = [region for slot in plain for region in by_slot[slot] if region.is_in_runs]
         proved = ContinuedDigests(boxes, ModelMemory(self._millrace_model))
-        return Held(layout=layout, plain=plain, packed=packed, proved=proved)
+        derived = derived_attributes(model)
+        if derived:
+            logger.info(
+                "every version is loaded whole: tensors are derived from weights", extra={"derived": derived[:4]}
+            )
+        return Held(layout=layout, plain=plain, packed=packed, proved=proved, is_reloaded_whole=bool(derived))
 
     def _millrace_packed_slot(
         self, model: torch.nn.Module, name: str, module: torch.nn.Module, by_slot: Mapping[Slot, Any]

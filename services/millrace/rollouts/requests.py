@@ -1,4 +1,7 @@
-"""What the env-server is asked to play and what an environment consists of, in its own terms; `wire.py` reads them."""
+"""What an env-server is asked to play, what it says that it plays, and what an environment consists of.
+
+The orchestrator and the env-server share these terms; `request_wire.py` writes and reads them.
+"""
 
 import json
 from collections.abc import Sequence
@@ -15,11 +18,32 @@ class EnvSpec:
     name: str = ""
     id: str = ""
     args_json: str = ""
+    takes_several_traces: bool = False
+    """Its rollouts may have several trained agents, each with a reward of its own."""
+    is_text_only: bool = False
+    """It is played at engines of ours alone, which take text."""
+    judge_max_concurrent: int = 0
+    """Most calls of endpoints at once, per worker, while rollouts are scored; 0 is no limit."""
+    judge_timeout_s: float = 0.0
+    """Seconds that each of them may take; 0 is no limit."""
+    judge_key_var: str = ""
+    """Variable that must hold the key of such an endpoint; empty if none."""
+
+    python: str = ""
+    """Interpreter that its workers run in; empty: the env-server's own."""
+    image: str = ""
+    """Container image that its env-servers run; empty: any of those that announce none."""
 
     @property
     def label(self) -> str:
         """The name by which people know it."""
         return self.name or self.id
+
+    @property
+    def loaded_as(self) -> tuple[object, ...]:
+        """What its workers load and keep to, apart from the arguments: not what the run calls it."""
+        kept = (self.takes_several_traces, self.is_text_only, self.judge_max_concurrent, self.judge_timeout_s)
+        return (self.id, self.python, *kept)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,6 +102,7 @@ class PlayRequest:
     sampling: Sampling = field(default_factory=Sampling)
     rollout_timeout_seconds: float = 0.0
     epoch: int = 0
+    generation: int = 0
     planned_step: int = 0
     tokenizer_manifest_key: str = ""
     dispatched_after: str = ""
@@ -93,6 +118,21 @@ class PlayRequest:
     def has_train_task(self) -> bool:
         """Whether its task is one of the training tasks, and not a held-out one."""
         return self.use_train_tasks or self.is_training
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlayedGroup:
+    """A group that an env-server plays, or that it is to stop; fields as in `PlayingGroup` of env_service.proto."""
+
+    purpose: Purpose
+    ordinal: int
+    eval_id: str = ""
+    attempt: int = 0
+    members: Sequence[int] = ()
+    """Those that it has not finished."""
+    age_seconds: float = 0.0
+    planned_step: int = 0
+    base_url: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,0 +1,38 @@
+#!/usr/bin/env bash
+# Makes what the tests of environments need beside .venv: public task packages in .venv-environments, a directory for
+# PYTHONPATH, and virtual environments with other releases of verifiers, .venv-verifiers-*. Idempotent and quick when
+# nothing changed; 700 MB and two minutes the first time. pycosat needs a C compiler.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+python=${MILLRACE_VENV:-.venv}/bin/python
+unset PYTHONDONTWRITEBYTECODE
+
+is_done() { # TARGET PINS
+  wanted=$({ cat "$2" scripts/setup_environments.sh; "$python" --version; } | sha256sum | cut -d' ' -f1)
+  [ "$(cat "$1/.millrace-setup" 2>/dev/null || true)" = "$wanted" ]
+}
+
+setup() { # TARGET PINS OPTION...
+  local target=$1 pins=$2
+  shift 2
+  echo "Setting up $target: $(grep -c '==' "$pins") packages"
+  if ! "$python" -m uv pip install --quiet "$@" --no-deps --requirement "$pins"; then
+    echo "Error: the packages of $pins did not install; the messages of uv above say why (pycosat needs a C compiler)" >&2
+    exit 5
+  fi
+  echo "$wanted" > "$target/.millrace-setup"
+}
+
+if ! is_done .venv-environments requirements/environments.txt; then
+  rm -rf .venv-environments
+  setup .venv-environments requirements/environments.txt --python "$python" --target .venv-environments
+  "$python" -W ignore -m compileall -qq -j 0 .venv-environments || true # a file for a newer Python may refuse
+fi
+for release in 0.1 0.4; do
+  target=.venv-verifiers-$release
+  if ! is_done "$target" "requirements/verifiers-$release.txt"; then
+    rm -rf "$target"
+    "$python" -m uv venv --quiet --python "$python" "$target"
+    setup "$target" "requirements/verifiers-$release.txt" --python "$target/bin/python"
+  fi
+done

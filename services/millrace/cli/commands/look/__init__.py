@@ -1,0 +1,1 @@
+"""Commands that look at what runs have done: where something comes from, and how runs differ."""

@@ -1,0 +1,97 @@
+"""`millrace run lineage`: from a sample or a policy version back to what made it, and forward to what came of it."""
+
+from typing import TYPE_CHECKING
+
+import click
+
+from millrace.cli.defaults import DEFAULT_LISTEN
+from millrace.cli.errors import CliError
+
+if TYPE_CHECKING:
+    from millrace.v1 import run_service_pb2 as rs
+
+_MAX_VERSION = (1 << 31) - 1
+
+
+@click.command()
+@click.argument("name", metavar="RUN")
+@click.option("--sample", default=None, metavar="ID", help="A sample, such as 12-3; `millrace run samples` lists them.")
+@click.option("--version", type=click.IntRange(0, _MAX_VERSION), default=None, metavar="N", help="A policy version.")
+@click.option(
+    "-o", "--format", "form", type=click.Choice(["table", "json"]), default="table", show_default=True
+)  # fmt: skip
+@click.option("--server", metavar="ADDR", help=f"Ask this orchestrator; else MILLRACE_SERVER, else {DEFAULT_LISTEN}.")
+@click.option("--store", metavar="URL", help="Read this object store, and ask no server.")
+@click.option("--prefix", metavar="NAME", help="With a store: its deployment; else MILLRACE_PREFIX, else millrace.")
+def lineage(
+    name: str,
+    sample: str | None,
+    version: int | None,
+    form: str,
+    server: str | None,
+    store: str | None,
+    prefix: str | None,
+) -> int:
+    """Show where a sample or a policy version comes from, and what came of it.
+
+    Of a sample: the policy versions that made its tokens, with their batches and checkpoints, the step that trained on
+    it, and the version that came of it. Of a version: the batch that it was made from, and what was sampled with it.
+
+    RUN is a name, the beginning of one, a uid, - for the most recent run, or the directory that `millrace rl` has
+    written; such a directory is read without a server.
+    """
+    from millrace.cli.offline.run_store import directory_of
+
+    if (sample is None) == (version is None):
+        raise CliError(
+            "say what to trace: one of --sample and --version",
+            hint="--sample 12-3 (`millrace run samples` lists ids), or --version 12",
+        )
+    if store is not None and server is not None:
+        raise CliError("--server asks a server and --store reads a store", hint="leave one out")
+    is_here = store is not None or (server is None and directory_of(name) is not None)
+    found = _here(name, sample, version, store, prefix) if is_here else _there(name, sample, version, server)
+    if form == "json":
+        from millrace.cli.view.output import message_json
+
+        click.echo(message_json(found))
+        return 0
+    from millrace.cli.view.lineage import lineage_lines
+
+    click.echo("\n".join(lineage_lines(found)))
+    return 0
+
+
+def _note(text: str) -> None:
+    click.echo(text, err=True)
+
+
+def _here(
+    name: str, sample: str | None, version: int | None, store: str | None, prefix: str | None
+) -> "rs.GetLineageResponse":
+    from millrace.cli.offline.log_here import open_log
+    from millrace.cli.offline.run_store import find_uid, store_of, store_prefix
+    from millrace.dashboard import messages
+
+    objects, meant = store_of(name, store)
+    deployment = store_prefix(prefix)
+    asked = {"sample": sample} if sample is not None else {"version": str(version)}
+    with open_log(objects, deployment, find_uid(objects, deployment, meant), note=_note) as log:
+        return messages.lineage(log.ask("get-lineage", asked), run=log.record.name)
+
+
+def _there(name: str, sample: str | None, version: int | None, server: str | None) -> "rs.GetLineageResponse":
+    from millrace.cli import interrupts
+    from millrace.cli.address import explain_unreachable, server_address
+    from millrace.cli.connection import open_client
+    from millrace.cli.names import resolve
+
+    address, origin = server_address(server)
+
+    async def work(_: interrupts.Interrupts) -> "rs.GetLineageResponse":
+        async with open_client(address) as client:
+            run = await resolve(client.runs, name)
+            return await client.runs.lineage(run.name, rollout=sample, version=version, on_note=_note)
+
+    with explain_unreachable(origin, address):
+        return interrupts.run(work)

@@ -1,0 +1,1 @@
+"""Commands about a stack or a deployment as a whole."""

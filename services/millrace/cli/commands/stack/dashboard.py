@@ -1,0 +1,103 @@
+"""`millrace dashboard`: the address of the dashboard, with a code that logs a browser in once."""
+
+import http.client
+import re
+import ssl
+import sys
+import webbrowser
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import click
+
+from millrace.cli.defaults import DEFAULT_DIRECTORY
+from millrace.cli.errors import CliError
+
+TIMEOUT_S = 10.0
+_MAX_BYTES = 1 << 16
+_LOGIN = re.compile(r"/login/[A-Za-z0-9_-]{16,64}")
+
+
+@click.command()
+@click.option("--url", metavar="URL", help="Of a deployment; else MILLRACE_DASHBOARD, else that of the stack in --dir.")
+@click.option("--dir", "directory", type=click.Path(path_type=Path), default=DEFAULT_DIRECTORY, show_default=True,
+              help="Of a stack on this machine: `millrace up`, or outputs/RUN of `millrace rl`.")  # fmt: skip
+@click.option("--browser/--no-browser", default=None, help="Open it in a browser (default on a terminal).")
+def dashboard(url: str | None, directory: Path, browser: bool | None) -> None:
+    """Print the address of the dashboard and open it.
+
+    The address has a code in it that logs one browser in, once, within two minutes. Where the deployment demands
+    tokens, the code comes for yours: MILLRACE_TOKEN_FILE or --token-file.
+    """
+    from millrace.cli.connection import environ
+
+    base = url or environ().get("MILLRACE_DASHBOARD") or _of_stack(directory)
+    parts = urlsplit(base)
+    if parts.scheme not in ("http", "https") or not parts.netloc:
+        raise CliError(f"{base} is no address of a dashboard", hint="it looks like http://127.0.0.1:8080")
+    base = f"{parts.scheme}://{parts.netloc}"
+    address = base + _code_path(base)
+    click.echo(address)
+    if browser or (browser is None and sys.stdout.isatty()):
+        webbrowser.open(address)
+
+
+def _of_stack(directory: Path) -> str:
+    """The address in `stack.json`."""
+    from millrace.decoding import decode_object
+    from millrace.errors import CorruptObjectError
+
+    path = directory / "stack.json"
+    try:
+        found = decode_object(path.read_bytes(), what=str(path), reason="STACK_FILE_CORRUPT").get("dashboard")
+    except (OSError, CorruptObjectError):
+        found = None
+    if not isinstance(found, str):
+        raise CliError(
+            f"no stack with a dashboard runs in {directory}",
+            hint="start one with `millrace up`, name its directory with --dir, or a deployment's address with --url",
+        )
+    return found
+
+
+def _code_path(base: str) -> str:
+    """The path that logs in, from the server at `base`."""
+    from millrace.cli.connection import environ
+    from millrace.decoding import decode_object
+    from millrace.errors import CorruptObjectError, UnavailableError
+    from millrace.rpc.access import ClientAccess, is_loopback
+    from millrace.rpc.tls import client_context
+
+    access = ClientAccess.public_from_environ(environ())
+    place = urlsplit(base)
+    host, port = place.hostname or "", place.port or (443 if place.scheme == "https" else 80)
+    if place.scheme == "https":
+        context = ssl.create_default_context() if access.tls is None else client_context(access.tls)
+        connection = http.client.HTTPSConnection(host, port, timeout=TIMEOUT_S, context=context)
+    else:
+        if access.secret is not None and not (access.is_insecure or is_loopback(host)):
+            raise CliError(
+                f"refusing to send a token to {base} in plain text", hint="use https, or allow it: --insecure"
+            )
+        connection = http.client.HTTPConnection(host, port, timeout=TIMEOUT_S)
+    try:
+        connection.request("POST", "/api/login-codes", b"{}", {"Content-Type": "application/json", **access.headers()})
+        answer = connection.getresponse()
+        status, body = answer.status, answer.read(_MAX_BYTES)
+    except (OSError, http.client.HTTPException) as error:
+        raise UnavailableError(
+            f"no dashboard answers at {base}: {error}",
+            reason="UNREACHABLE",
+            remedy="see that the stack is up, or that MILLRACE_DASHBOARD_LISTEN is set for the orchestrator",
+        ) from error
+    finally:
+        connection.close()
+    if status == 401:
+        raise CliError(f"{base} does not accept this token", hint="give a valid one with --token-file")
+    try:
+        path = decode_object(body, what=f"the answer of {base}", reason="ANSWER_UNREADABLE").get("path")
+    except CorruptObjectError:
+        path = None
+    if status != 200 or not isinstance(path, str) or not _LOGIN.fullmatch(path):
+        raise CliError(f"what answers at {base} is no dashboard ({status})", hint="see --url, or MILLRACE_DASHBOARD")
+    return path

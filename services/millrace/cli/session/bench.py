@@ -1,0 +1,122 @@
+"""`--bench`: a service in isolation for some steps, as supervised child processes, and a table at the end."""
+
+import secrets
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import click
+
+from millrace.cli.errors import CliError
+from millrace.cli.interrupts import Interrupts
+from millrace.config.sections.bench import FakeDataConfig, InferenceBench, TrainerBench
+from millrace.config.sections.inference import InferenceConfig
+from millrace.config.sections.trainer import TrainerConfig
+from millrace.errors import InvalidSpecError, Violation
+
+Bench = TrainerBench | InferenceBench
+
+_KEYS = ("type", "batch-size", "seq-len", "micro-batch-size")
+_WORKERS = {
+    TrainerBench: ("-m", "millrace.trainer.main", "bench", "--config"),
+    InferenceBench: ("-m", "millrace.inference.embedded.bench", "--config"),
+}
+
+
+def flags(prefix: str = "") -> dict[str, bool]:
+    """The reserved flags; `prefix` is what stands before those of the samples."""
+    return {"bench": False, "bench.steps": True, **{f"{prefix}data.fake.{key}": True for key in _KEYS}}
+
+
+def is_bench(given: Mapping[str, str | bool], *, prefix: str = "") -> bool:
+    """Whether it is a bench; InvalidSpecError for flags of one without it."""
+    if given.get("bench"):
+        return True
+    message = "is a flag of --bench: there are no fake samples in a run; add --bench, or leave it out"
+    lost = [name for name in flags(prefix) if name != "bench" and name in given]
+    if lost:
+        raise InvalidSpecError([_violation(name, given[name], message) for name in lost])
+    return False
+
+
+def trainer_bench(
+    trainer: TrainerConfig,
+    given: Mapping[str, str | bool],
+    *,
+    batch_size: int = 2,
+    seed: int = 0,
+    is_sft: bool = False,
+    prefix: str = "",
+) -> TrainerBench:
+    """What the flags ask of a trainer; InvalidSpecError with everything that is wrong."""
+    wrong: list[Violation] = []
+    fake = f"{prefix}data.fake."
+
+    def number(name: str, default: int, least: int = 1) -> int:
+        return _number(given, name, default, least, wrong)
+
+    kind = str(given.get(f"{fake}type", "fixed"))
+    if kind not in ("fixed", "variable"):
+        wrong.append(_violation(f"{fake}type", kind, "must be fixed or variable"))
+    seq_len = number(f"{fake}seq-len", trainer.model.seq_len, 2)
+    samples, rows = number(f"{fake}batch-size", batch_size), number(f"{fake}micro-batch-size", 0)
+    steps = number("bench.steps", TrainerBench.model_fields["steps"].default)
+    if wrong:
+        raise InvalidSpecError(wrong)
+    model = trainer.model.model_copy(update={"seq_len": seq_len})
+    tokens = rows * seq_len if rows else max(trainer.micro_batch_tokens, seq_len)
+    changed = trainer.model_copy(update={"model": model, "micro_batch_tokens": tokens, "ckpt": None})
+    data = FakeDataConfig.model_validate({"type": kind, "batch_size": samples, "seq_len": seq_len})
+    return TrainerBench(trainer=changed, data=data, steps=steps, seed=seed, is_sft=is_sft)
+
+
+def inference_bench(config: InferenceConfig, given: Mapping[str, str | bool]) -> InferenceBench:
+    """What `--bench` asks of an engine; CliError for vLLM, which has a bench of its own."""
+    if config.needs_vllm or config.engine == "vllm":
+        raise CliError(
+            "--bench is for the embedded engine; vLLM measures itself",
+            hint=f"run it where vLLM is installed: vllm bench throughput --model {config.model.name}",
+        )
+    wrong: list[Violation] = []
+    steps = _number(given, "bench.steps", InferenceBench.model_fields["steps"].default, 1, wrong)
+    if wrong:
+        raise InvalidSpecError(wrong)
+    return InferenceBench(model=config.model.name, max_num_seqs=config.max_num_seqs, steps=steps)
+
+
+async def run_bench(bench: Bench, interrupts: Interrupts, *, output_dir: str, num_ranks: int = 1) -> int:
+    """Run it in processes of its own, and return the exit code; what it measured stays under `output_dir`."""
+    # Here, because commands of a client alone read the flags above, without the packages that processes take.
+    from millrace.cli.session.fine_tune import gang_environ, rank_spec, wait_for_ranks
+    from millrace.processes.supervisor import Supervisor
+
+    directory = Path(output_dir) / f"bench-{secrets.token_hex(3)}"
+    directory.mkdir(parents=True)
+    path = directory / "config.json"
+    path.write_text(bench.model_dump_json(indent=2))
+    gang = {} if num_ranks == 1 else gang_environ(num_ranks)
+    argv = [sys.executable, *_WORKERS[type(bench)], str(path)]
+    async with Supervisor() as supervisor:
+        interrupts.on_second(supervisor.hurry.set)
+        ranks = [
+            await supervisor.start(rank_spec(rank, argv=argv, gang=gang, logs=directory)) for rank in range(num_ranks)
+        ]
+        code = await wait_for_ranks(ranks)
+    if code == 0:
+        click.echo(f"{directory / 'bench.json'}", err=True)
+    return code if code >= 0 else 128 - code
+
+
+def _number(given: Mapping[str, str | bool], name: str, default: int, least: int, wrong: list[Violation]) -> int:
+    text = given.get(name)
+    if text is None:
+        return default
+    if isinstance(text, str) and text.isascii() and text.isdigit() and int(text) >= least:
+        return int(text)
+    wrong.append(_violation(name, text, f"must be a whole number from {least} on"))
+    return default
+
+
+def _violation(name: str, value: Any, message: str) -> Violation:
+    return Violation(field=f"--{name}", value=str(value), message=message, source="command line")

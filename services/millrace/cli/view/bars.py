@@ -1,0 +1,37 @@
+"""Long work of a command: bars on a terminal, lines every few seconds elsewhere; both on stderr."""
+
+import contextlib
+from collections.abc import Iterator
+
+import click
+from rich.console import Console
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+
+from millrace.telemetry import progress
+
+_WIDTH = 30
+
+
+@contextlib.contextmanager
+def shown_work(console: Console | None = None) -> Iterator[None]:
+    """Show the long work of this process while the block runs."""
+    target = console or Console(stderr=True)
+    if not target.is_terminal:
+        with progress.said_by(lambda line: click.echo(line, file=target.file)):
+            yield
+        return
+    live = Live(get_renderable=bars, console=target, transient=True, refresh_per_second=4)
+    with live, progress.said_by(lambda line: None):
+        yield
+
+
+def bars() -> Table:
+    """A row for each piece of work: what, a bar if its end is known, and how far it is."""
+    rows = Table.grid(padding=(0, 1))
+    for work in progress.active():
+        share = work.share
+        bar = ProgressBar(total=1.0, completed=share or 0.0, width=_WIDTH, pulse=share is None)
+        rows.add_row(work.title, bar, work.amount)
+    return rows

@@ -1,0 +1,128 @@
+"""Follows the committed headers of a run and writes a row for each rollout that they resolved."""
+
+import math
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from millrace.dashboard.index.columns import ROW, Columns, packed
+from millrace.dashboard.looking import Looking
+from millrace.errors import CorruptObjectError, NotFoundError
+from millrace.exports.conversation import messages_of
+from millrace.exports.samples import HEADER_NAME, ExportedSample, advantages_of
+from millrace.internal.v1 import batch_pb2
+from millrace.rollouts.batch_wire import MAX_HEADER_BYTES, decode_header
+from millrace.rollouts.types import Purpose, Rollout
+from millrace.rollouts.wire import decode_archive
+from millrace.runlog.names import Names
+from millrace.storage import ObjectStore
+from millrace.storage.commit_points import revision_of
+from millrace.telemetry.redact import redact
+
+FRESH_S = 2.0
+"""How old the last look at the store may be for another one to be left out."""
+
+
+class SampleIndex:
+    """The index of one run, brought up to date by a thread of its own for as long as somebody asks."""
+
+    def __init__(self, store: ObjectStore, names: Names, columns: Columns, *, secrets: tuple[str, ...]) -> None:
+        self.columns = columns
+        self.lock = threading.Lock()
+        self._store = store
+        self._names = names
+        self._secrets = secrets
+        self.looking = Looking(self._follow, fresh_s=FRESH_S)
+        self.known_headers = len(columns.segments)
+        """Headers that the store has, as far as is known."""
+
+    def close(self) -> None:
+        """Stop, and let go of the files."""
+        self.looking.close()
+        self.columns.close()
+
+    def _follow(self) -> None:
+        new = list(self._new_headers())
+        self.known_headers = len(self.columns.segments) + len(new)
+        for step, key in new:
+            if self.looking.is_closed.is_set():
+                return
+            self._add(step, key)
+            self.looking.alive()
+
+    def _new_headers(self) -> Iterator[tuple[int, str]]:
+        """Headers behind the last one, in the order of the run: a key sorts behind those of earlier steps."""
+        prefix = self._names.batches
+        last = self.columns.segments[-1].key if self.columns.segments else ""
+        found = [
+            (int(match[1]), info.key)
+            for info in self._store.list(prefix, start_after=last)
+            if (match := HEADER_NAME.fullmatch(info.key.removeprefix(prefix)))
+        ]
+        return iter(sorted(found, key=lambda each: (each[0], revision_of(each[1]))))
+
+    def _add(self, step: int, key: str) -> None:
+        rows, texts, problem = np.zeros(0, ROW), b"", ""
+        try:
+            header = decode_header(self._store.get(key, max_bytes=MAX_HEADER_BYTES))
+            if header.rollouts_key:
+                rollouts = decode_archive(self._store.get(header.rollouts_key))
+                rows, texts = self._rows(step, revision_of(key), header, rollouts)
+        except (CorruptObjectError, NotFoundError) as error:  # damaged or pruned: the other steps can be shown
+            problem = error.message
+        with self.lock:
+            self.columns.append(
+                step=step, revision=revision_of(key), key=key, rows=rows, texts=texts, problem=problem[:500]
+            )
+
+    def _rows(
+        self, step: int, revision: int, header: batch_pb2.BatchHeader, rollouts: list[Rollout]
+    ) -> tuple[np.ndarray, bytes]:
+        trained = {(entry.ordinal, entry.member, entry.attempt) for entry in header.samples}
+        reasons = {each.ordinal: each.reason for each in header.resolutions}
+        advantages = advantages_of(self._store, header)
+        kept = [(place, rollout) for place, rollout in enumerate(rollouts) if not rollout.is_duplicate]
+        rows, texts = np.zeros(len(kept), ROW), bytearray()
+        for index, (place, rollout) in enumerate(kept):
+            member = (rollout.ordinal, rollout.member, rollout.attempt)
+            is_train = rollout.purpose is Purpose.TRAIN
+            is_trained = is_train and member in trained
+            rows[index] = self._row(
+                rollout,
+                at=(step, revision, place),
+                advantage=advantages.get(member, math.nan) if is_train else math.nan,
+                is_trained=is_trained,
+                reason="" if is_trained or not is_train else reasons.get(rollout.ordinal, ""),
+            )
+            sample = ExportedSample(step=step, rollout=rollout, advantage=None, messages=messages_of(rollout))
+            texts += packed(self._redacted(sample.prompt[-400:]), self._redacted(sample.completion[:800]))
+        return rows, bytes(texts)
+
+    def _row(
+        self, rollout: Rollout, *, at: tuple[int, int, int], advantage: float, is_trained: bool, reason: str
+    ) -> tuple[Any, ...]:
+        """The fields of `ROW`, in its order."""
+        number = self.columns.names.number
+        step, revision, place = at
+        lowest, highest = rollout.min_version, rollout.max_version
+        return (
+            step, place, rollout.ordinal, rollout.member, rollout.attempt,
+            number("env", rollout.env), number("purpose", rollout.purpose.value),
+            number("status", rollout.status.value), number("stop", rollout.stop_condition),
+            number("reason", reason), number("server", rollout.env_server),
+            rollout.reward, advantage, rollout.num_tokens, rollout.num_loss_tokens, rollout.num_turns,
+            -1 if lowest is None else lowest, -1 if highest is None else highest,
+            rollout.is_truncated, is_trained, revision,
+            rollout.seconds, rollout.model_seconds, _finished(rollout.entry_id),
+        )  # fmt: skip
+
+    def _redacted(self, text: str) -> str:
+        return redact(text, secrets=self._secrets)
+
+
+def _finished(entry_id: str) -> float:
+    """When Redis took the rollout, in seconds since 1970; 0 if it does not say."""
+    milliseconds = entry_id.partition("-")[0]
+    return int(milliseconds) / 1000 if milliseconds.isdecimal() and len(milliseconds) < 16 else 0.0

@@ -1,0 +1,275 @@
+"""One row per rollout in files of fixed-size records: a million of them are filtered without being read into memory."""
+
+import fcntl
+import json
+import math
+import os
+import shutil
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+
+from millrace.decoding import decode_object
+from millrace.errors import CorruptObjectError
+from millrace.storage.scratch import scratch_errors
+
+FORMAT = 1
+ROW = np.dtype(
+    [
+        ("step", "<i4"), ("place", "<i4"), ("ordinal", "<i8"), ("member", "<i4"), ("attempt", "<i4"),
+        ("env", "<i2"), ("purpose", "<i2"), ("status", "<i2"), ("stop", "<i2"), ("reason", "<i2"), ("server", "<i2"),
+        ("reward", "<f4"), ("advantage", "<f4"), ("tokens", "<i4"), ("sampled", "<i4"), ("turns", "<i4"),
+        ("version_min", "<i4"), ("version_max", "<i4"), ("truncated", "u1"), ("trained", "u1"), ("revision", "<u2"),
+        ("seconds", "<f4"), ("model_seconds", "<f4"), ("finished", "<f8"),
+    ]
+)  # fmt: skip
+"""What pages filter and sort by. Names stand in it as numbers of a table (`Segment.names`); -1 is none."""
+PROMPT_BYTES, COMPLETION_BYTES = 120, 200
+TEXT_BYTES = PROMPT_BYTES + COMPLETION_BYTES
+MAX_NAMES = 1 << 12
+"""Names that are kept of one kind; what comes behind them is shown as `(other)`."""
+MAX_RUNS, MAX_BYTES = 64, 4 << 30
+"""Of the indexes that one process keeps on disk; the oldest go first."""
+OTHER = "(other)"
+_ROWS, _TEXTS, _STEPS, _LOCK = "rows.bin", "texts.bin", "steps.jsonl", "lock"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Segment:
+    """The rows of one header: `[first, first + count)`."""
+
+    step: int
+    revision: int
+    key: str
+    first: int
+    count: int
+    names: dict[str, list[str]]
+    """Names that it is the first to use, by kind, in the order of their numbers."""
+    problem: str = ""
+    """Why its archive could not be read; it has no rows then."""
+
+    @classmethod
+    def parse(cls, line: bytes) -> "Segment":
+        """`CorruptObjectError` if the line is none."""
+        raw = decode_object(line, what="a line of an index", reason="INDEX_CORRUPT")
+        try:
+            return cls(**raw)
+        except TypeError as error:
+            raise CorruptObjectError(f"a line of an index has other fields: {error}", reason="INDEX_CORRUPT") from error
+
+    def line(self) -> bytes:
+        """As a line of the file of steps."""
+        fields = {name: getattr(self, name) for name in self.__slots__}
+        return json.dumps(fields, separators=(",", ":")).encode() + b"\n"
+
+
+class NameTable:
+    """Numbers for names of a few kinds (environment, status, …), in the order in which they come."""
+
+    def __init__(self) -> None:
+        self.by_kind: dict[str, list[str]] = {}
+        self._numbers: dict[tuple[str, str], int] = {}
+        self.fresh: dict[str, list[str]] = {}
+        """Those that came since `take_fresh`."""
+
+    def number(self, kind: str, name: str) -> int:
+        """The number of a name; -1 for the empty one."""
+        if not name:
+            return -1
+        found = self._numbers.get((kind, name))
+        if found is None:
+            known = self.by_kind.setdefault(kind, [])
+            if len(known) >= MAX_NAMES:
+                name = OTHER
+                if (kind, OTHER) in self._numbers:
+                    return self._numbers[kind, OTHER]
+            found = self._numbers[kind, name] = len(known)
+            known.append(name)
+            self.fresh.setdefault(kind, []).append(name)
+        return found
+
+    def find(self, kind: str, name: str) -> int | None:
+        """The number of a name that came; None of one that did not."""
+        return self._numbers.get((kind, name))
+
+    def name(self, kind: str, number: int) -> str:
+        """The name of a number."""
+        known = self.by_kind.get(kind, [])
+        return known[number] if 0 <= number < len(known) else ""
+
+    def take_fresh(self) -> dict[str, list[str]]:
+        """The new names, which are now old."""
+        fresh, self.fresh = self.fresh, {}
+        return fresh
+
+    def restore(self, names: dict[str, list[str]]) -> None:
+        """Names of a segment that was written before."""
+        for kind, found in names.items():
+            for name in found:
+                self._numbers[kind, name] = len(self.by_kind.setdefault(kind, []))
+                self.by_kind[kind].append(name)
+
+
+class Columns:
+    """The files of one run's index. One thread appends, any may read; a line of steps commits the rows before it."""
+
+    def __init__(self, directory: Path) -> None:
+        """Open what is there; whatever is damaged is begun anew, because the archive has it all."""
+        self.directory = directory
+        self.names = NameTable()
+        self.segments: list[Segment] = []
+        self.num_rows = 0
+        self._kept: dict[str, np.ndarray] = {}
+        with scratch_errors(directory):
+            directory.mkdir(parents=True, exist_ok=True)
+            try:
+                self._load()
+            except CorruptObjectError:
+                self._clear()
+            self._rows = (directory / _ROWS).open("ab")
+            self._texts = (directory / _TEXTS).open("ab")
+            self._steps = (directory / _STEPS).open("ab")
+
+    def _clear(self) -> None:
+        for name in (_ROWS, _TEXTS, _STEPS):
+            (self.directory / name).unlink(missing_ok=True)
+        self.names, self.segments, self.num_rows = NameTable(), [], 0
+
+    def _load(self) -> None:
+        steps = self.directory / _STEPS
+        if not steps.exists():
+            self._clear()
+            return
+        committed = 0
+        head, *lines = steps.read_bytes().splitlines(keepends=True) or [b""]
+        if head != _head():
+            raise CorruptObjectError("an index of another format", reason="INDEX_CORRUPT")
+        for line in lines:
+            if not line.endswith(b"\n"):
+                break  # its writer was killed
+            segment = Segment.parse(line)
+            if segment.first != self.num_rows:
+                raise CorruptObjectError("an index with a gap", reason="INDEX_CORRUPT")
+            self.segments.append(segment)
+            self.names.restore(segment.names)
+            self.num_rows += segment.count
+            committed += len(line)
+        os.truncate(steps, len(head) + committed)
+        for name, size in ((_ROWS, ROW.itemsize), (_TEXTS, TEXT_BYTES)):
+            path = self.directory / name
+            if (path.stat().st_size if path.exists() else 0) < self.num_rows * size:
+                raise CorruptObjectError("an index that is cut off", reason="INDEX_CORRUPT")
+            if path.exists():
+                os.truncate(path, self.num_rows * size)
+
+    def append(self, *, step: int, revision: int, key: str, rows: np.ndarray, texts: bytes, problem: str = "") -> None:
+        """Commit the rows of a header."""
+        with scratch_errors(self.directory):
+            if self._steps.tell() == 0:
+                self._steps.write(_head())
+            self._rows.write(rows.tobytes())
+            self._texts.write(texts)
+            self._rows.flush()
+            self._texts.flush()
+            segment = Segment(
+                step=step, revision=revision, key=key, first=self.num_rows, count=len(rows),
+                names=self.names.take_fresh(), problem=problem,
+            )  # fmt: skip
+            self._steps.write(segment.line())
+            self._steps.flush()
+        self.segments.append(segment)
+        self.num_rows += len(rows)
+
+    def rows(self) -> np.ndarray:
+        """Every committed row, as a view of the file."""
+        if not self.num_rows:
+            return np.zeros(0, ROW)
+        return np.memmap(self.directory / _ROWS, ROW, "r", shape=(self.num_rows,))
+
+    def column(self, name: str) -> np.ndarray:
+        """One field of every committed row, without the others in between; kept until there are more rows."""
+        kept, num_rows = self._kept.get(name), self.num_rows
+        if kept is None or len(kept) != num_rows:
+            kept = self._kept[name] = np.ascontiguousarray(self.rows()[name][:num_rows])
+        return kept
+
+    def texts(self, rows: Sequence[int]) -> Iterator[tuple[str, str]]:
+        """Beginning of the prompt and of the completion, of some rows."""
+        with (self.directory / _TEXTS).open("rb") as file:
+            for row in rows:
+                file.seek(int(row) * TEXT_BYTES)
+                data = file.read(TEXT_BYTES)
+                yield _text(data[:PROMPT_BYTES]), _text(data[PROMPT_BYTES:])
+
+    def close(self) -> None:
+        """Let go of the files."""
+        for file in (self._rows, self._texts, self._steps):
+            file.close()
+
+
+def packed(prompt: str, completion: str) -> bytes:
+    """The beginnings of two texts, as `texts` reads them again."""
+    return _cut(prompt, PROMPT_BYTES) + _cut(completion, COMPLETION_BYTES)
+
+
+def number_or_none(value: Any) -> float | None:
+    """A number of a column as JSON has it: with the digits that a float32 knows."""
+    return float(f"{value:.7g}") if math.isfinite(value) else None
+
+
+@dataclass(slots=True)
+class Shelf:
+    """The directory with the indexes of one process: kept between starts, never shared by two processes."""
+
+    directory: Path
+    _lock: IO[str]
+
+    @classmethod
+    def open(cls, parent: Path) -> "Shelf":
+        """The first shelf below `parent` that no process has."""
+        number = 0
+        while True:
+            directory = parent / f"{number:02d}"
+            with scratch_errors(directory):
+                directory.mkdir(parents=True, exist_ok=True)
+                lock = (directory / _LOCK).open("w")
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                lock.close()
+                number += 1
+                continue
+            return cls(directory, lock)
+
+    def place(self, name: str) -> Path:
+        """The directory of a run's index; the oldest others go where there are too many, or too large ones."""
+        wanted = self.directory / name
+        others = [path for path in self.directory.iterdir() if path.is_dir() and path != wanted]
+        others.sort(key=lambda path: path.stat().st_mtime, reverse=True)
+        used = 0
+        for kept, path in enumerate(others, start=1):
+            used += sum(file.stat().st_size for file in path.iterdir())
+            if kept >= MAX_RUNS or used > MAX_BYTES:
+                shutil.rmtree(path, ignore_errors=True)
+        return wanted
+
+    def close(self) -> None:
+        """Let another process have it."""
+        self._lock.close()
+
+
+def _head() -> bytes:
+    return json.dumps({"format": FORMAT, "row": ROW.itemsize, "text": TEXT_BYTES}).encode() + b"\n"
+
+
+def _cut(text: str, size: int) -> bytes:
+    flat = " ".join(text[: 4 * size].split())
+    data = flat.encode(errors="replace")
+    return data[:size].ljust(size, b"\0")
+
+
+def _text(data: bytes) -> str:
+    return data.rstrip(b"\0").decode(errors="ignore")

@@ -1,0 +1,67 @@
+// Asks the orchestrator. What cannot be had is said in the banner, and what was shown before stays.
+let csrf = "";
+let isReadOnly = false;
+const banner = document.getElementById("banner");
+let troubles = new Map();
+
+export function trouble(key, words) {
+  if (words) troubles.set(key, words);
+  else troubles.delete(key);
+  const first = [...troubles.values()][0];
+  banner.hidden = !first;
+  banner.textContent = first ? `${first} – the page shows what was read before.` : "";
+}
+
+export function clearTroubles() {
+  troubles = new Map();
+  trouble("", "");
+}
+
+export class Refusal extends Error {
+  constructor(status, error) {
+    super(error.message || `refused with ${status}`);
+    this.status = status;
+    this.reason = error.reason || "";
+    this.remedy = error.remedy || "";
+  }
+}
+
+async function answerOf(path, options) {
+  let response;
+  try {
+    response = await fetch(path, { credentials: "same-origin", ...options });
+  } catch (error) {
+    if (error.name === "AbortError") throw error;
+    throw new Refusal(0, { message: "the orchestrator does not answer", reason: "UNREACHABLE" });
+  }
+  const body = await response.json().catch(() => ({}));
+  if (response.ok) return body;
+  if (response.status === 401 && !options.silent) location.assign("/login");
+  throw new Refusal(response.status, body.error || {});
+}
+
+export async function get(path, params, signal) {
+  const query = new URLSearchParams(Object.entries(params || {}).filter(([, value]) => value !== "" && value !== null
+    && value !== undefined)).toString();
+  return answerOf(query ? `${path}?${query}` : path, { signal });
+}
+
+export async function session() {
+  const found = await answerOf("/api/session", {});
+  csrf = found.csrf;
+  isReadOnly = !found.may_write;
+  return found;
+}
+
+// Whether the token that opened this session may look and nothing else; the server refuses the rest.
+export const mayOnlyRead = () => isReadOnly;
+
+export async function post(path, body) {
+  return answerOf(path, {
+    method: "POST",
+    headers: { "Content-Type": "application/json", "X-Millrace-CSRF": csrf },
+    body: JSON.stringify(body || {}),
+  });
+}
+
+export const of = (run) => `/api/runs/${encodeURIComponent(run)}`;

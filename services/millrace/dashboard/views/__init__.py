@@ -1,0 +1,1 @@
+"""What pages show, as plain data: each module answers one question about a run from its log."""

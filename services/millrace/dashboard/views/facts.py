@@ -1,0 +1,176 @@
+"""What a run's archived events say: the points of its metrics, and the events themselves."""
+
+import threading
+from collections import deque
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from millrace.dashboard.looking import Looking
+from millrace.dashboard.plain import of_message
+from millrace.exports.metrics import rows_of
+from millrace.exports.reader import EventFollower
+from millrace.runlog.names import Names
+from millrace.storage import ObjectStore
+from millrace.v1 import event_pb2
+
+FRESH_S = 1.0
+MAX_EVENTS = 100_000
+"""Of one run; the oldest are left out of pages, and stay in the log."""
+MAX_POINTS = 2_000
+"""Of one curve on one page; of more, each n-th and the last."""
+_LOUD = ("warning", "rollouts_failed", "state_changed")
+
+
+class RunFacts:
+    """The events of one run, as far as they are archived. Any thread may ask."""
+
+    def __init__(self, store: ObjectStore, names: Names) -> None:
+        self._follower = EventFollower(store, names)
+        self._lock = threading.Lock()
+        self._keys: set[str] = set()
+        self._series: dict[str, dict[int, float]] = {}
+        self._events: deque[event_pb2.Event] = deque(maxlen=MAX_EVENTS)
+        self._num_left_out = 0
+        self._versions: dict[int, list[event_pb2.Event]] = {}
+        self._checkpoints: dict[int, event_pb2.CheckpointSaved] = {}
+        self.looking = Looking(self._look, fresh_s=FRESH_S)
+
+    @property
+    def names(self) -> list[str]:
+        """The metrics that there are."""
+        with self._lock:
+            return sorted(self._series)
+
+    @property
+    def events(self) -> list[event_pb2.Event]:
+        """The events, oldest first."""
+        with self._lock:
+            return list(self._events)
+
+    def values(self, name: str) -> dict[int, float]:
+        """A metric by step; what was said first stays."""
+        with self._lock:
+            return dict(self._series.get(name, {}))
+
+    def is_done(self, step: int) -> bool:
+        """Whether the step is done."""
+        with self._lock:
+            return step in self._series.get("reward/mean", ())
+
+    @property
+    def newest_version(self) -> int:
+        """The newest policy version that an event names."""
+        with self._lock:
+            return max(self._versions, default=0)
+
+    def checkpoint_before(self, version: int) -> event_pb2.CheckpointSaved | None:
+        """The newest checkpoint at a version or before it."""
+        with self._lock:
+            return max(
+                (saved for step, saved in self._checkpoints.items() if step <= version),
+                key=lambda saved: saved.step,
+                default=None,
+            )
+
+    def by_step(
+        self, names: Sequence[str], *, first: int, size: int, most: int
+    ) -> tuple[list[tuple[int, dict[str, float]]], int | None]:
+        """Metrics (all, if no name is given) by step from `first` on, and the step that comes behind them.
+
+        These are at most `size` steps with `most` values in all, and at least one step.
+        """
+        found: dict[int, dict[str, float]] = {}
+        with self._lock:
+            for name in sorted(names or self._series):
+                for step, value in self._series.get(name, {}).items():
+                    if step >= first:
+                        found.setdefault(step, {})[name] = value
+        rows: list[tuple[int, dict[str, float]]] = []
+        num_values = 0
+        for step in sorted(found):
+            num_values += len(found[step])
+            if rows and (len(rows) == size or num_values > most):
+                return rows, step
+            rows.append((step, found[step]))
+        return rows, None
+
+    def about(self, version: int) -> list[event_pb2.Event]:
+        """The events about a policy version: published and served."""
+        with self._lock:
+            return list(self._versions.get(version, ()))
+
+    def _look(self) -> None:
+        new = self._follower.read()
+        with self._lock:
+            for event in new:
+                self._take(event)
+
+    def _take(self, event: event_pb2.Event) -> None:
+        self._num_left_out += len(self._events) == MAX_EVENTS
+        self._events.append(event)
+        if (version := _version(event)) is not None:
+            self._versions.setdefault(version, []).append(event)
+        if event.HasField("checkpoint_saved"):
+            self._checkpoints[event.checkpoint_saved.step] = event.checkpoint_saved
+        for row in rows_of(event):
+            if row.key in self._keys:
+                continue
+            self._keys.add(row.key)
+            for name, value in row.values.items():
+                self._series.setdefault(name, {}).setdefault(row.step, value)
+
+    def curves(self, wanted: Iterable[str] | None = None, *, points: int = MAX_POINTS) -> dict[str, list[list[float]]]:
+        """(step, value) of some metrics, or of all, in the order of the steps."""
+        known = self.names
+        names = known if wanted is None else [name for name in wanted if name in known]
+        curves = {name: [[step, value] for step, value in sorted(self.values(name).items())] for name in names}
+        return {name: thinned(curve, points) for name, curve in curves.items()}
+
+    def page(self, *, kinds: Sequence[str], before: str, size: int) -> dict[str, Any]:
+        """Events, the newest first, behind the cursor of the last one that was shown."""
+        found: list[dict[str, Any]] = []
+        is_behind = not before
+        has_more = False
+        for event in reversed(self.events):
+            if not is_behind:
+                is_behind = event.cursor == before
+                continue
+            kind = event.WhichOneof("body") or ""
+            if kinds and kind not in kinds:
+                continue
+            if len(found) == size:
+                has_more = True
+                break
+            found.append(event_json(event))
+        return {"events": found, "has_more": has_more, "left_out": self._num_left_out}
+
+
+def event_json(event: event_pb2.Event) -> dict[str, Any]:
+    """An event as plain data."""
+    kind = event.WhichOneof("body") or "unknown"
+    return {
+        "cursor": event.cursor,
+        "time": event.time.ToNanoseconds() / 1e9,
+        "writer": event.writer[:200],
+        "kind": kind,
+        "is_loud": kind in _LOUD,
+        "body": of_message(getattr(event, kind)) if kind != "unknown" else {},
+    }
+
+
+def _version(event: event_pb2.Event) -> int | None:
+    match event.WhichOneof("body"):
+        case "policy_published":
+            return event.policy_published.version
+        case "policy_served":
+            return event.policy_served.version
+        case _:
+            return None
+
+
+def thinned(points: list[list[float]], most: int) -> list[list[float]]:
+    """At most about so many points, the last one among them."""
+    if len(points) <= most or most < 2:
+        return points
+    stride = -(-len(points) // most)
+    return [*points[:-1:stride], points[-1]]

@@ -1,0 +1,1 @@
+"""The HTTP side: who may ask, what is answered, and where."""

@@ -1,0 +1,131 @@
+"""What reward functions ask other endpoints (judges, mostly): how many calls at once, and for how long each.
+
+A judge that hangs would hold its rollouts until their own deadline, and one that is asked 500 things at once refuses.
+So every call that leaves the process while a rollout is scored, by the OpenAI SDK, httpx or aiohttp, passes a gate of
+its worker. Nothing else passes it: not the engines, and not what environments do while they play.
+"""
+
+import asyncio
+import contextlib
+import contextvars
+import functools
+import importlib
+import importlib.util
+from collections.abc import Awaitable, Callable, Iterator
+from typing import Any
+
+import aiohttp
+import openai
+
+_HTTPX = [importlib.import_module(name) for name in ("httpx", "httpx2") if importlib.util.find_spec(name)]
+"""The SDK's HTTP library, under the name that it has there, and the one that environments use."""
+
+TIMEOUT_TYPE, ERROR_TYPE = "JudgeTimeout", "JudgeError"
+"""Types of a rollout's error: the endpoint did not answer in time; it answered with an error."""
+_TIMEOUT_KEY = "`judge.timeout_s` of the `[[orchestrator.env]]`"
+_CONCURRENCY_KEY = "`judge.max_concurrent`"
+_REMEDY = f"see that the endpoint serves what its key allows, or lower {_CONCURRENCY_KEY}"
+_LATE = "an endpoint that the reward asks did not answer within"
+
+_is_scoring: contextvars.ContextVar[bool] = contextvars.ContextVar("millrace_is_scoring", default=False)
+
+
+class JudgeTimeoutError(Exception):
+    """An endpoint did not answer a reward function in time."""
+
+
+class JudgeGate:
+    """Of one worker. Every limit may be 0, which is none."""
+
+    def __init__(self, *, max_concurrent: int, timeout_s: float) -> None:
+        self._max_concurrent = max_concurrent
+        self._timeout_s = timeout_s or None
+        self._free: dict[asyncio.AbstractEventLoop, asyncio.Semaphore] = {}
+
+    async def call(self, call: Callable[[], Awaitable[Any]]) -> Any:
+        """Make one call, once there is room for it. Raises JudgeTimeoutError."""
+        token = _is_scoring.set(False)  # the SDK's own requests and repetitions are part of this call
+        try:
+            async with self._room():
+                return await self._in_time(call)
+        finally:
+            _is_scoring.reset(token)
+
+    async def _in_time(self, call: Callable[[], Awaitable[Any]]) -> Any:
+        limit = asyncio.timeout(self._timeout_s)
+        try:
+            async with limit:
+                return await call()
+        except TimeoutError as error:
+            if not limit.expired():
+                raise
+            message = f"{_LATE} {self._timeout_s:g} s; raise {_TIMEOUT_KEY}, or {_REMEDY}"
+            raise JudgeTimeoutError(message) from error
+
+    def _room(self) -> contextlib.AbstractAsyncContextManager[Any]:
+        if not self._max_concurrent:
+            return contextlib.nullcontext()
+        loop = asyncio.get_running_loop()
+        return self._free.setdefault(loop, asyncio.Semaphore(self._max_concurrent))
+
+    def install(self) -> None:
+        """Have the clients of this process pass it while a rollout is scored."""
+        for owner, name in _CALLS:
+            setattr(owner, name, self._gated(getattr(owner, name)))
+
+    def _gated(self, stock: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
+        @functools.wraps(stock)
+        async def gated(*args: Any, **kwargs: Any) -> Any:
+            if not _is_scoring.get():
+                return await stock(*args, **kwargs)
+            return await self.call(lambda: stock(*args, **kwargs))
+
+        return gated
+
+
+_CALLS: tuple[tuple[type, str], ...] = (
+    (openai.AsyncOpenAI, "request"),
+    (aiohttp.ClientSession, "_request"),
+    *((library.AsyncClient, "send") for library in _HTTPX),
+)
+"""Where the libraries' calls come together."""
+_FAILURES = (openai.APIError, aiohttp.ClientError, *(library.HTTPError for library in _HTTPX))
+
+
+@contextlib.contextmanager
+def scoring() -> Iterator[None]:
+    """What is asked inside the block, in this task and those that it starts, is asked for a reward."""
+    token = _is_scoring.set(True)
+    try:
+        yield
+    finally:
+        _is_scoring.reset(token)
+
+
+def is_scoring() -> bool:
+    """Whether what is asked now is asked for a reward."""
+    return _is_scoring.get()
+
+
+def failure_type(error: BaseException) -> str:
+    """Type of the failed rollout if what a reward function raised began at an endpoint; else ""."""
+    seen: set[int] = set()
+    cause: BaseException | None = error
+    while cause is not None and id(cause) not in seen:
+        seen.add(id(cause))
+        if isinstance(cause, JudgeTimeoutError):
+            return TIMEOUT_TYPE
+        if isinstance(cause, _FAILURES):
+            return ERROR_TYPE
+        cause = cause.__cause__ or cause.__context__
+    return ""
+
+
+def is_late(message: str) -> bool:
+    """Whether the text of an error is that of a call that took too long."""
+    return _LATE in message
+
+
+def with_remedy(kind: str, message: str) -> str:
+    """The message, and what to do about an endpoint's error; a call that took too long says so itself."""
+    return f"{message}; {_REMEDY}" if kind == ERROR_TYPE else message

@@ -1,0 +1,49 @@
+"""What `verifiers` v0 does again for every rollout, done once: signatures of functions, and hops to threads.
+
+Together they are a third of what a short rollout costs in a worker (benchmarks/env_overhead.py). Nothing that an
+environment can see changes: a signature is the function's own, and what runs in the event loop instead of a thread
+is the library's own formatting, which holds the interpreter's lock for as long either way.
+"""
+
+import asyncio
+import inspect
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, TypeVar
+
+from millrace.env_server.library.v0 import response_utils, state_to_output
+
+T = TypeVar("T")
+
+
+def remember_signatures(functions: Iterable[Callable[..., Any]]) -> None:
+    """Have `inspect.signature` answer at once for these functions and methods: it looks for `__signature__` first."""
+    for function in functions:
+        plain = getattr(function, "__func__", function)
+        if not inspect.isfunction(plain) or hasattr(plain, "__signature__"):
+            continue
+        try:
+            plain.__signature__ = inspect.signature(plain)  # type: ignore[attr-defined] - its documented protocol
+        except (ValueError, TypeError):
+            continue  # the library will say so of it as it would have
+
+
+class EnvExecutor(ThreadPoolExecutor):
+    """A pool for what environments run in threads; the library's formatting of one rollout runs at once."""
+
+    def submit(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> Future[T]:
+        """As the base class, for everything but that."""
+        if not _is_formatting(fn):
+            return super().submit(fn, *args, **kwargs)
+        # An asyncio future that is done: the loop takes it as it is, where it would wake itself up for another kind.
+        done: Any = asyncio.get_running_loop().create_future()
+        done.set_result(fn(*args, **kwargs))  # what it raises reaches its awaiter as well
+        return done
+
+
+def _is_formatting(fn: Callable[..., Any]) -> bool:
+    """Whether `asyncio.to_thread` was called with a function of the library that formats."""
+    wrapped = getattr(fn, "args", ())  # functools.partial(context.run, function, …)
+    if not wrapped:
+        return False
+    return wrapped[0] is state_to_output or getattr(wrapped[0], "__module__", "") == response_utils.__name__

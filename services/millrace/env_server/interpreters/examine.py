@@ -1,0 +1,122 @@
+"""Whether a worker can run in an interpreter that an environment brings with it, and what it is to be shown of files.
+
+The worker asks by itself, once it is confined: the interpreter, and what its packages do when it starts, is code of
+the environment's.
+"""
+
+import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import NoReturn
+
+import millrace
+from millrace.decoding import decode_object
+from millrace.env_server.interpreters.allowed import FIELD
+from millrace.env_server.library.releases import numbers
+from millrace.errors import CorruptObjectError, InvalidSpecError, Violation
+
+OLDEST = (3, 11)
+NEEDED: Mapping[str, str] = {
+    "aiohttp": ">=3.12",
+    "grpcio": ">=1.76",
+    "numpy": ">=1.26",
+    "orjson": ">=3.10",
+    "protobuf": ">=6.33.5,<8",
+    "psutil": ">=6",
+    "pydantic": ">=2.11",
+    "zstandard": ">=0.23",
+}
+"""What the worker's own code imports; the extra `env-worker` says the same."""
+LIBRARY = "verifiers"
+ENTRANCE = str(Path(__file__).with_name("outside.py"))
+ROOT = str(Path(millrace.__file__).parents[1])
+_ANSWER_S = 30.0
+_SHOWN_CHARS = 300
+_SEARCHED = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")
+
+
+def command(python: str, arguments: Sequence[str]) -> list[str]:
+    """The command line of a worker in that interpreter."""
+    return [python, ENTRANCE, "run", ROOT, *arguments]
+
+
+def require_usable(python: str) -> None:
+    """InvalidSpecError that says what keeps a worker from running in that interpreter (blocking, a moment)."""
+    if problem := _problem_of(python):
+        raise InvalidSpecError([Violation(field=FIELD, value=python, message=problem)], reason="ENV_PYTHON_UNUSABLE")
+
+
+def shown_files(python: str) -> list[str]:
+    """What a worker of level `container` has to see of files, to run in that interpreter."""
+    if not python:
+        return []
+    home = Path(python).parents[1]
+    base = Path(os.path.realpath(python)).parents[1]
+    named = [
+        line.partition("=")[2].strip() for line in _lines(home / "pyvenv.cfg") if line.split("=")[0].strip() == "home"
+    ]
+    return [str(home), str(base), *(str(Path(each).parent) for each in named), str(Path(ROOT, "millrace"))]
+
+
+def _lines(path: Path) -> list[str]:
+    return path.read_text(errors="replace").splitlines() if path.is_file() else []
+
+
+def _problem_of(python: str) -> str:
+    argv = [python, ENTRANCE, "check", *NEEDED, LIBRARY]
+    try:
+        answer = subprocess.run(argv, capture_output=True, stdin=subprocess.DEVNULL, timeout=_ANSWER_S, check=False)
+    except subprocess.TimeoutExpired:
+        return f"did not answer within {_ANSWER_S:g} s"
+    except OSError as error:
+        return f"cannot be run here: {error.strerror or error}; let the user of workers read and run it"
+    try:
+        found = decode_object(answer.stdout, what="its answer", reason="ENV_PYTHON_UNUSABLE")
+        version, versions = tuple(found["python"]), dict(found["versions"])
+    except (CorruptObjectError, KeyError, TypeError, ValueError):
+        said = answer.stderr.decode(errors="replace").strip().rpartition("\n")[2] or f"exit code {answer.returncode}"
+        return f"is no Python interpreter that works: {said[:_SHOWN_CHARS]}; name such as /path/to/venv/bin/python"
+    if version < OLDEST:
+        oldest = ".".join(map(str, OLDEST))
+        return f"is Python {'.'.join(map(str, version))}, and workers need {oldest} or later; make it anew with that"
+    return _missing(python, versions)
+
+
+def _missing(python: str, versions: Mapping[str, str]) -> str:
+    """What it lacks, and the command that installs it."""
+    lacking = [f"{name}{bounds}" for name, bounds in NEEDED.items() if not _is_within(versions.get(name, ""), bounds)]
+    if LIBRARY not in versions:
+        lacking.append(LIBRARY)
+    if not lacking:
+        return ""
+    names = ", ".join(
+        f"{each} (found {versions[name]})" if (name := _name(each)) in versions else each for each in lacking
+    )
+    install = " ".join(f"'{each}'" for each in lacking)
+    return f"lacks what a worker needs: {names}; run `{python} -m pip install {install}`, then try again"
+
+
+def _name(requirement: str) -> str:
+    return requirement.partition(">")[0]
+
+
+def _is_within(version: str, bounds: str) -> bool:
+    """Whether a version is within such bounds as `>=3.11,<4`."""
+    if not version:
+        return False
+    for bound in bounds.split(","):
+        limit = numbers(bound.lstrip("<>="))
+        if (numbers(version) < limit) if bound.startswith(">=") else (numbers(version) >= limit):
+            return False
+    return True
+
+
+def go_over(python: str, arguments: Sequence[str]) -> NoReturn:
+    """Replace this process by a worker in that interpreter, whose packages alone it finds. Raises OSError."""
+    environ = {name: value for name, value in os.environ.items() if name not in _SEARCHED}
+    environ["PATH"] = os.pathsep.join([os.path.dirname(python), environ.get("PATH", os.defpath)])
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.execve(python, command(python, arguments), environ)

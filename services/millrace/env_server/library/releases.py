@@ -1,0 +1,70 @@
+"""Which releases of `verifiers` a worker hosts, by generation of the environment.
+
+An environment with an interpreter of its own brings its own release; ours is one of several. What is not hosted is
+refused at load by a sentence, where its imports would fail with a name that says nothing.
+"""
+
+import functools
+import re
+from importlib.metadata import PackageNotFoundError, version
+
+from millrace.errors import InvalidSpecError, Violation
+
+V0 = ((0, 1, 14), (0, 4))
+"""Releases with the v0 API as the adapter uses it: from this one, before that one."""
+V1 = ((0, 3, 1), (0, 5))
+"""The same for v1; what 0.1.14 calls `verifiers.v1` is another thing."""
+_TEXT = {"v0": (V0, "0.1.14 to 0.3.1"), "v1": (V1, "0.3.1 and 0.4")}
+_OTHER = {
+    "v0": "0.4 has no v0 API, and that of older ones is another one",
+    "v1": "older ones have another v1 API, or none",
+}
+
+_FIELD, _REASON = "orchestrator.env.id", "ENV_RELEASE_UNSUPPORTED"
+_REMEDY = (
+    "install a release that fits beside it, or give it a virtual environment of its own (`orchestrator.env.python`)"
+)
+
+
+@functools.cache
+def installed() -> str:
+    """The release of this process; "" if there is none."""
+    try:
+        return version("verifiers")
+    except PackageNotFoundError:
+        return ""
+
+
+def numbers(text: str) -> tuple[int, ...]:
+    """The numbers of a release: `0.1.9.post3` is (0, 1, 9)."""
+    found = re.match(r"\d+(?:\.\d+)*", text)
+    return tuple(int(part) for part in found[0].split(".")) if found else ()
+
+
+def problem_of(generation: str, release: str) -> str:
+    """Why an environment of that generation is not hosted with that release, or ""."""
+    (first, end), supported = _TEXT[generation]
+    if first <= numbers(release) < end:
+        return ""
+    return (
+        f"is a {generation} environment, and verifiers {release or '(none)'} is installed with it; {generation} "
+        f"environments are played with verifiers {supported} ({_OTHER[generation]})"
+    )
+
+
+def unfit(env_id: str, error: BaseException) -> InvalidSpecError:
+    """What is said of an environment whose imports fail in this process's release."""
+    release = installed()
+    hosted = " and ".join(f"{generation} with {text}" for generation, (_, text) in _TEXT.items())
+    message = (
+        f"cannot be imported with verifiers {release or '(none)'}, which is installed with it: {error}. Millrace plays "
+        f"{hosted}; {_REMEDY}"
+    )
+    return InvalidSpecError([Violation(field=_FIELD, value=env_id, message=message)], reason=_REASON)
+
+
+def require(generation: str, env_id: str) -> None:
+    """InvalidSpecError unless this process's release hosts environments of that generation (v0, v1)."""
+    if problem := problem_of(generation, installed()):
+        wrong = Violation(field=_FIELD, value=env_id, message=f"{problem}; {_REMEDY}")
+        raise InvalidSpecError([wrong], reason=_REASON)

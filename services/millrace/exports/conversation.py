@@ -1,0 +1,38 @@
+"""The conversation of a rollout, as far as the log keeps it."""
+
+from typing import TYPE_CHECKING, Any
+
+from millrace.decoding import decode_json
+from millrace.errors import CorruptObjectError
+
+if TYPE_CHECKING:
+    from millrace.rollouts.types import Rollout
+
+
+def messages_of(rollout: "Rollout") -> list[dict[str, Any]]:
+    """The conversation; one message that says so where it is not kept or cannot be read."""
+    try:
+        messages = decode_json(rollout.messages_json or "[]", what="the conversation", reason="MESSAGES_CORRUPT")
+    except CorruptObjectError:
+        messages = None
+    if isinstance(messages, list) and all(isinstance(message, dict) for message in messages):
+        return messages
+    return [{"role": "note", "content": "the conversation is not kept in a form that can be shown"}]
+
+
+def content_of(message: dict[str, Any]) -> str:
+    """The text of a message: its content, parts of it one a line, then its tool calls."""
+    content = message.get("content")
+    parts = content if isinstance(content, list) else [content]
+    lines = [_part(part) for part in parts if part is not None]
+    for call in message.get("tool_calls") or []:
+        function = call.get("function", call) if isinstance(call, dict) else {}
+        lines.append(f"→ {function.get('name', '?')}({function.get('arguments', '')})")
+    return "\n".join(lines)
+
+
+def _part(part: Any) -> str:
+    if isinstance(part, dict):
+        text = part.get("text")
+        return text if isinstance(text, str) else f"[{part.get('type', 'part')}]"
+    return str(part)

@@ -1,0 +1,108 @@
+"""Exports to files: JSON lines, Parquet, and the event files of TensorBoard."""
+
+import json
+import math
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from millrace.exports.extras import import_extra
+from millrace.exports.metrics import MetricRow, points
+from millrace.exports.samples import ExportedSample
+from millrace.telemetry.redact import redact, secrets_of
+
+_PARQUET_ROWS = 10_000
+
+
+def export_files(
+    form: str, directory: Path, rows: Iterable[MetricRow], samples: Iterable[ExportedSample] | None
+) -> list[Path]:
+    """Write the metrics, and the samples if there are any to write, into a directory; returns the files."""
+    directory.mkdir(parents=True, exist_ok=True)
+    writer: Callable[[Path, Iterable[MetricRow], Iterable[ExportedSample] | None], list[Path]]
+    writer = {"jsonl": _jsonl, "parquet": _parquet, "tensorboard": _tensorboard}[form]
+    return writer(directory, rows, samples)
+
+
+def redacted(samples: Iterable[ExportedSample]) -> Iterator[dict[str, Any]]:
+    """Their columns, with every secret in a text masked."""
+    secrets = secrets_of(os.environ)
+    for sample in samples:
+        columns = sample.to_json()
+        yield {
+            name: redact(value, secrets=secrets) if isinstance(value, str) else value for name, value in columns.items()
+        }
+
+
+def _metric_lines(rows: Iterable[MetricRow]) -> Iterator[dict[str, Any]]:
+    for metric, step, value in points(rows):
+        yield {"metric": metric, "step": step, "value": value}
+
+
+def _jsonl(directory: Path, rows: Iterable[MetricRow], samples: Iterable[ExportedSample] | None) -> list[Path]:
+    written = [_write_lines(directory / "metrics.jsonl", _metric_lines(rows))]
+    if samples is not None:
+        written.append(_write_lines(directory / "samples.jsonl", redacted(samples)))
+    return written
+
+
+def _write_lines(path: Path, lines: Iterable[Mapping[str, Any]]) -> Path:
+    """One object per line; a number that JSON does not have (NaN, an infinity) is null."""
+    with path.open("w", encoding="utf-8") as file:
+        for line in lines:
+            file.write(json.dumps({name: _number(value) for name, value in line.items()}, allow_nan=False) + "\n")
+    return path
+
+
+def _number(value: Any) -> Any:
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _parquet(directory: Path, rows: Iterable[MetricRow], samples: Iterable[ExportedSample] | None) -> list[Path]:
+    arrow = import_extra("pyarrow", extra="parquet")
+    metrics = arrow.schema([("metric", arrow.string()), ("step", arrow.int64()), ("value", arrow.float64())])
+    written = [_write_table(directory / "metrics.parquet", metrics, _metric_lines(rows))]
+    if samples is not None:
+        kinds = {"str": arrow.string(), "int": arrow.int64(), "float": arrow.float64(), "bool": arrow.bool_()}
+        schema = arrow.schema([(name, kinds[kind]) for name, kind in _SAMPLE_COLUMNS.items()])
+        flat = ({**columns, "metrics": json.dumps(columns["metrics"])} for columns in redacted(samples))
+        written.append(_write_table(directory / "samples.parquet", schema, flat))
+    return written
+
+
+def _write_table(path: Path, schema: Any, lines: Iterable[Mapping[str, Any]]) -> Path:
+    arrow, parquet = import_extra("pyarrow", extra="parquet"), import_extra("pyarrow.parquet", extra="parquet")
+    with parquet.ParquetWriter(path, schema) as writer:
+        part: list[Mapping[str, Any]] = []
+        for line in lines:
+            part.append(line)
+            if len(part) == _PARQUET_ROWS:
+                writer.write_table(arrow.Table.from_pylist(part, schema=schema))
+                part = []
+        writer.write_table(arrow.Table.from_pylist(part, schema=schema))
+    return path
+
+
+_SAMPLE_COLUMNS = {
+    "step": "int", "environment": "str", "purpose": "str", "task_id": "str", "ordinal": "int", "member": "int",
+    "attempt": "int", "status": "str", "error": "str", "prompt": "str", "completion": "str", "reward": "float",
+    "advantage": "float", "version_min": "int", "version_max": "int", "tokens": "int", "sampled_tokens": "int",
+    "turns": "int", "stop": "str", "truncated": "bool", "seconds": "float", "metrics": "str",
+}  # fmt: skip
+"""Of `samples.parquet`; `metrics` is JSON."""
+
+
+def _tensorboard(directory: Path, rows: Iterable[MetricRow], samples: Iterable[ExportedSample] | None) -> list[Path]:
+    board = import_extra("tensorboardX", extra="tensorboard")
+    seen: set[tuple[str, int]] = set()
+    with board.SummaryWriter(str(directory)) as writer:
+        for row in rows:
+            for metric, step, value in points([row]):
+                if (metric, step) not in seen:
+                    seen.add((metric, step))
+                    writer.add_scalar(metric, value, step, walltime=row.time, display_name=metric)
+        for columns in redacted(samples or ()):
+            place = f"samples/{columns['environment']}"
+            writer.add_text(place, f"```json\n{json.dumps(columns, indent=2, default=str)}\n```", columns["step"])
+    return sorted(directory.glob("events.out.tfevents.*"))

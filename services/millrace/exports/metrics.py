@@ -1,0 +1,149 @@
+"""The metrics that a run's events hold, by name and step. The names and units are in docs/metrics.md."""
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+from millrace.internal.v1 import batch_pb2
+from millrace.v1 import event_pb2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MetricRow:
+    """What one fact of the log says at one step."""
+
+    key: str
+    """The fact, such as `step/17`: the same in every repetition of its event."""
+    step: int
+    time: float
+    """When its event was written, in seconds since 1970."""
+    values: dict[str, float] = field(default_factory=dict)
+
+
+def rows_of(event: event_pb2.Event) -> list[MetricRow]:
+    """The rows of an event: none where it is not about a step."""
+    kind = event.WhichOneof("body")
+    found = _READERS[kind](event) if kind in _READERS else None
+    if found is None:
+        return []
+    key, step, values = found
+    return [MetricRow(key=key, step=step, time=event.time.ToNanoseconds() / 1e9, values=values)]
+
+
+def points(rows: Iterable[MetricRow]) -> Iterator[tuple[str, int, float]]:
+    """(metric, step, value), each metric once per step: what came first stays."""
+    seen: set[tuple[str, int]] = set()
+    for row in rows:
+        for name, value in row.values.items():
+            if (name, row.step) not in seen:
+                seen.add((name, row.step))
+                yield name, row.step, value
+
+
+def header_values(header: batch_pb2.BatchHeader) -> dict[str, float]:
+    """What the header of a batch adds: rewards and shares by environment, and lengths of the samples."""
+    if not header.samples:
+        return {}
+    rewards: dict[tuple[int, int, int], tuple[int, float]] = {}
+    for entry in header.samples:
+        rewards[entry.ordinal, entry.member, entry.attempt] = (entry.env, entry.reward)
+    by_env: dict[str, list[float]] = defaultdict(list)
+    for env, reward in rewards.values():
+        by_env[header.envs[env]].append(reward)
+    lengths = [entry.length for entry in header.samples]
+    values = {
+        "seq_len/mean": sum(lengths) / len(lengths),
+        "seq_len/max": float(max(lengths)),
+        "seq_len/min": float(min(lengths)),
+    }
+    for env, found in sorted(by_env.items()):
+        values[f"reward/{env}"] = sum(found) / len(found)
+        values[f"batch/{env}"] = len(found) / len(rewards)
+    return values
+
+
+_Found = tuple[str, int, dict[str, float]]
+
+
+def _step(event: event_pb2.Event) -> _Found:
+    body = event.step_completed
+    values = dict(body.metrics) | {
+        "reward/mean": body.reward_mean,
+        "batch/off_policy_level/mean": body.staleness_mean,
+        "batch/off_policy_level/max": float(body.staleness_max),
+        "progress/tokens": float(body.num_tokens),
+        "progress/samples": float(body.num_rollouts),
+        "time/step": body.step_seconds,
+        "time/wait_for_batch": body.wait_seconds,
+    }
+    return f"step/{body.step}", body.step, values
+
+
+def _batch(event: event_pb2.Event) -> _Found:
+    body = event.batch_committed
+    values = {
+        "batch/trained_groups": float(body.num_trained),
+        "batch/dropped_groups": float(sum(body.dropped.values())),
+        **{f"batch/dropped/{reason}": float(count) for reason, count in sorted(body.dropped.items())},
+        **{f"batch/filtered/{kind}": float(count) for kind, count in sorted(body.filtered.items())},
+    }
+    pools = {"easy": body.num_easy_tasks, "normal": body.num_normal_tasks, "hard": body.num_hard_tasks}
+    if any(pools.values()):
+        values |= {f"pool/{name}": float(count) for name, count in pools.items()}
+    return f"batch/{body.step}", body.step, values
+
+
+def _eval(event: event_pb2.Event) -> _Found:
+    body = event.eval_completed
+    prefix = f"eval/{body.env}"
+    values = {
+        f"{prefix}/reward/mean": body.reward_mean,
+        f"{prefix}/num_rollouts": float(body.num_rollouts),
+        f"{prefix}/num_failed": float(body.num_failed),
+        f"{prefix}/policy_version": float(body.policy_version),
+        f"{prefix}/seconds": body.seconds,
+        **{f"{prefix}/metrics/{name}": value for name, value in sorted(body.metrics.items())},
+    }
+    return f"{prefix}/{body.step}", body.step, values
+
+
+def _published(event: event_pb2.Event) -> _Found:
+    body = event.policy_published
+    values = {
+        "policy/published_bytes": float(body.size_bytes),
+        "policy/publish_seconds": body.seconds,
+        "policy/changed_fraction": body.changed_fraction,
+    }
+    return f"published/{body.version}", body.version, values
+
+
+def _served(event: event_pb2.Event) -> _Found:
+    body = event.policy_served
+    values = {
+        "time/update_weights": body.update_seconds,
+        "policy/pause_seconds": body.pause_seconds,
+        "policy/fetched_bytes": float(body.fetched_bytes),
+    }
+    return f"served/{body.version}", body.version, values
+
+
+def _checkpoint(event: event_pb2.Event) -> _Found:
+    body = event.checkpoint_saved
+    return f"checkpoint/{body.step}", body.step, {"checkpoint/size_bytes": float(body.size_bytes)}
+
+
+def _score(event: event_pb2.Event) -> _Found:
+    body = event.score_completed
+    values = {"score/mismatch_kl": body.mismatch_kl, "score/max_abs_logprob_diff": body.max_abs_logprob_diff}
+    return f"score/{body.version}", body.version, values
+
+
+_READERS = {
+    "step_completed": _step,
+    "batch_committed": _batch,
+    "eval_completed": _eval,
+    "policy_published": _published,
+    "policy_served": _served,
+    "checkpoint_saved": _checkpoint,
+    "score_completed": _score,
+}

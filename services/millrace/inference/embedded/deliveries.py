@@ -1,0 +1,44 @@
+"""Results on their way from the engine's thread to those who wait in event loops: one wake-up of a loop per step.
+
+A wake-up is a call of the system, and often a switch of threads; a step of a full engine ends many requests.
+"""
+
+import asyncio
+import contextlib
+from collections.abc import Sequence
+from typing import TypeAlias
+
+from millrace.inference.engine import Generation
+
+Waiter: TypeAlias = "asyncio.Future[Generation]"
+
+
+class Deliveries:
+    """Filled and flushed by the engine's thread."""
+
+    def __init__(self) -> None:
+        self._ended: dict[asyncio.AbstractEventLoop, list[tuple[Waiter, Generation | Exception]]] = {}
+
+    def add(self, waiter: Waiter, outcome: Generation | Exception) -> None:
+        """The request that the future stands for has ended so; the next `flush` says it."""
+        self._ended.setdefault(waiter.get_loop(), []).append((waiter, outcome))
+
+    def flush(self) -> None:
+        """Hand over what has ended since the last time. Raises nothing: nobody waits in a loop that is closed."""
+        if not self._ended:
+            return
+        ended, self._ended = self._ended, {}
+        for loop, outcomes in ended.items():
+            with contextlib.suppress(RuntimeError):
+                loop.call_soon_threadsafe(_hand_over, outcomes)
+
+
+def _hand_over(outcomes: Sequence[tuple[Waiter, Generation | Exception]]) -> None:
+    """In the event loop."""
+    for waiter, outcome in outcomes:
+        if waiter.done():  # its caller was cancelled
+            continue
+        if isinstance(outcome, Exception):
+            waiter.set_exception(outcome)
+        else:
+            waiter.set_result(outcome)

@@ -1,0 +1,88 @@
+"""Which GPUs of this machine the engine and the trainer of a one-machine stack get."""
+
+import os
+import shutil
+import subprocess
+from collections.abc import Mapping, Sequence
+from importlib.metadata import version
+from pathlib import Path
+
+from millrace.errors import InvalidStateError
+
+SHARED_UTILIZATION = 0.4
+"""Part of a GPU that vLLM takes where the trainer is on it too; its own default, 0.92, leaves the trainer nothing."""
+DEVICE = Path("/dev/nvidia0")
+"""What the kernel shows of a first GPU."""
+_TIMEOUT_S = 20.0
+
+
+def machine_gpus(environ: Mapping[str, str] = os.environ) -> tuple[int, ...]:
+    """Numbers of the GPUs that the driver shows, as far as CUDA_VISIBLE_DEVICES allows; none without a driver."""
+    program = shutil.which("nvidia-smi", path=environ.get("PATH"))
+    if program is None:
+        return ()
+    try:
+        command = [program, "--query-gpu=index", "--format=csv,noheader"]
+        answer = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, env=dict(environ))
+    except (OSError, subprocess.TimeoutExpired):
+        return ()
+    lines = answer.stdout.split() if answer.returncode == 0 else []
+    found = tuple(int(line) for line in lines if line.isdecimal())
+    if (visible := environ.get("CUDA_VISIBLE_DEVICES")) is None:
+        return found
+    allowed = [int(part) for part in visible.split(",") if part.strip().isdecimal()]
+    return tuple(index for index in allowed if index in found)
+
+
+def training_gpus(environ: Mapping[str, str] = os.environ, *, torch_version: str | None = None) -> tuple[int, ...]:
+    """The GPUs that a trainer gets of which nothing is written: none for a wheel of torch that is made for CPUs.
+
+    None either where MILLRACE_TRAINER_DEVICE is cpu. Without a trainer's GPUs, the engine's are left as they are, too.
+    """
+    wheel = version("torch") if torch_version is None else torch_version
+    return () if environ.get("MILLRACE_TRAINER_DEVICE") == "cpu" or wheel.endswith("+cpu") else machine_gpus(environ)
+
+
+def driver_version(path: Path = Path("/sys/module/nvidia/version")) -> str:
+    """The version of NVIDIA's driver that the kernel has loaded; empty without one."""
+    return path.read_text().strip() if path.exists() else ""
+
+
+def assign(
+    gpus: Sequence[int],
+    *,
+    engine_size: int,
+    inference: Sequence[int] | None = None,
+    trainer: Sequence[int] | None = None,
+) -> dict[str, tuple[int, ...]]:
+    """The GPUs of each service. What is written counts; nothing is said of a service where there are none.
+
+    `engine_size` is how many the engine uses, 0 for one that uses none. It gets the first ones and the trainer all
+    others; on a machine with too few they share.
+    """
+    given = {name: tuple(ids) for name, ids in (("inference", inference), ("trainer", trainer)) if ids is not None}
+    if not gpus:
+        return given
+    free = [index for index in gpus if index not in given.get("trainer", ())] or list(gpus)
+    engine = given.setdefault("inference", tuple(free[:engine_size]))
+    given.setdefault("trainer", tuple(index for index in gpus if index not in engine) or tuple(gpus))
+    return given
+
+
+def are_shared(assigned: Mapping[str, Sequence[int]]) -> bool:
+    """Whether engine and trainer have a GPU in common."""
+    return bool({*assigned.get("inference", ())} & {*assigned.get("trainer", ())})
+
+
+def require(assigned: Mapping[str, Sequence[int]], gpus: Sequence[int]) -> None:
+    """InvalidStateError (GPU_UNUSABLE) if a service was given a GPU that is not there: all of them are named."""
+    missing = {name: [index for index in ids if index not in gpus] for name, ids in assigned.items()}
+    told = [f"{name} {', '.join(map(str, ids))}" for name, ids in missing.items() if ids]
+    if told:
+        seen = ", ".join(map(str, gpus)) or "none"
+        raise InvalidStateError(
+            f"GPUs are asked for that this machine does not show: {'; '.join(told)} (nvidia-smi shows: {seen})",
+            reason="GPU_UNUSABLE",
+            remedy="mend the driver (`nvidia-smi` has to list them; CUDA 13 needs 580 or newer), or name others in "
+            "inference_gpu_ids and trainer_gpu_ids; [] trains on the CPU",
+        )

@@ -1,0 +1,214 @@
+"""What the dashboard sees of this orchestrator: its runs from memory, and its public API for everything else."""
+
+import asyncio
+import contextlib
+import math
+import os
+from collections.abc import AsyncIterator
+from typing import TYPE_CHECKING, Any, cast
+
+from millrace.config import EvalRunConfig, RLConfig
+from millrace.config.defaults import differences
+from millrace.dashboard.config_search import ConfigText
+from millrace.dashboard.plain import of_message
+from millrace.errors import NotFoundError, UnavailableError
+from millrace.orchestrator.api.service import RunServicer
+from millrace.orchestrator.explain.picture import boxes
+from millrace.orchestrator.explain.why import chain_of, explain, unanswered
+from millrace.orchestrator.manager import RunManager
+from millrace.orchestrator.runs.catalog import RunCatalog
+from millrace.orchestrator.runs.run_view import RunView
+from millrace.orchestrator.workers import WorkerRegistry
+from millrace.runlog.events.run_status import state_name
+from millrace.runlog.records.run_record import EVAL
+from millrace.telemetry.redact import secrets_of
+from millrace.v1 import run_pb2, run_service_pb2
+
+if TYPE_CHECKING:
+    import grpc.aio
+
+CALL_S = 10.0
+"""Deadline of what has to ask Redis or the store."""
+AUDIT_S = 300.0
+"""Deadline of an audit, which reads the whole log."""
+_ASK_AGAIN = "see whether both answer, and ask again: what was done is not done twice"
+_NO_CALL = cast("grpc.aio.ServicerContext", None)  # the methods that are called here do not look at it
+
+
+class OrchestratorSource:
+    """A `RunSource` over one orchestrator."""
+
+    def __init__(
+        self, *, service: RunServicer, catalog: RunCatalog, manager: RunManager, registry: WorkerRegistry, owner: str
+    ) -> None:
+        self._service = service
+        self._catalog = catalog
+        self._manager = manager
+        self._registry = registry
+        self._owner = owner
+        self._config_texts: dict[str, ConfigText] = {}
+        self._secrets = secrets_of(os.environ)
+
+    def list_runs(self, *, config: str = "") -> list[dict[str, Any]]:
+        """Every run as it was at the last look, which the manager takes twice a second."""
+        views = sorted(self._catalog.views, key=lambda view: view.record.uid, reverse=True)
+        return [self._summary(view) for view in views if not config or self._config_text(view).matches(config)]
+
+    async def find_run(self, name: str) -> dict[str, Any]:
+        """One run with its config."""
+        view = self._known(name)
+        model = EvalRunConfig if view.record.kind == EVAL else RLConfig
+        keys = [
+            {"key": each.key, "value": each.value, "default": each.default, "differs": each.differs}
+            for each in differences(view.record.config or {}, model)
+        ]
+        status = view.status
+        return self._summary(view) | {
+            "config": keys,
+            "run_hash": view.record.run_hash,
+            "code_version": view.record.code_version,
+            "dropped": dict(status.dropped),
+            "served": dict(status.served),
+            "entered": {state_name(state): at for state, at in status.entered.items()},
+        }
+
+    def uid_of(self, name: str) -> str:
+        """The uid of a run that is known."""
+        return self._known(name).record.uid
+
+    async def checkpoints(self, name: str) -> list[dict[str, Any]]:
+        """Its committed checkpoints, oldest first."""
+        request = run_service_pb2.ListCheckpointsRequest(parent=self._known(name).record.uid, page_size=1000)
+        async with _deadline():
+            found = await self._service.ListCheckpoints(request, _NO_CALL)
+        return [
+            {
+                "step": each.step,
+                "uri": each.uri,
+                "size_bytes": each.size_bytes,
+                "time": each.create_time.ToNanoseconds() / 1e9,
+            }
+            for each in found.checkpoints
+        ]
+
+    def explain(self, name: str) -> dict[str, Any]:
+        """Why it does not move, from memory."""
+        view = self._known(name)
+        found = explain(view, self._registry, owner=self._owner, name_of=self._name_of)
+        ended = view.is_terminal
+        return {
+            "summary": found.summary,
+            "chain": [] if ended else boxes(chain_of(view.record.uid, self._registry, owner=self._owner)),
+            "waits": [
+                {
+                    "owner": wait.owner,
+                    "reason": wait.reason,
+                    "waits_on": wait.waits_on,
+                    "age_seconds": wait.age_seconds,
+                    "deadline_seconds": wait.deadline_seconds,
+                }
+                for wait in found.waits[:200]
+            ],
+        }
+
+    async def act(self, name: str, action: str, *, reason: str) -> None:
+        """Ask for it as any client does."""
+        uid = self._known(name).record.uid
+        async with _deadline():
+            match action:
+                case "pause":
+                    request = run_service_pb2.PauseRunRequest(name=uid, reason=reason)
+                    await self._service.PauseRun(request, _NO_CALL)
+                case "resume":
+                    await self._service.ResumeRun(run_service_pb2.ResumeRunRequest(name=uid), _NO_CALL)
+                case "cancel":
+                    request = run_service_pb2.CancelRunRequest(name=uid, reason=reason)
+                    await self._service.CancelRun(request, _NO_CALL)
+                case _:
+                    raise NotFoundError(f"nothing of a run is called {action!r}", reason="PAGE_NOT_FOUND")
+
+    async def audit(self, name: str) -> dict[str, Any]:
+        """The audit's report on its log."""
+        request = run_service_pb2.AuditRunRequest(name=self._known(name).record.uid)
+        async with _deadline(AUDIT_S, remedy=f"an audit of a long run takes longer: `millrace run audit {name}`"):
+            found = await self._service.AuditRun(request, _NO_CALL)
+        return of_message(found.report)
+
+    def trouble(self) -> str:
+        """What does not answer at the moment."""
+        return unanswered(self._owner)
+
+    def _known(self, name: str) -> RunView:
+        view = self._catalog.known(name)
+        if view is None:
+            raise NotFoundError(
+                f"no run {name[:100]!r} is known", reason="RUN_NOT_FOUND", remedy="see the list of runs"
+            )
+        return view
+
+    def _config_text(self, view: RunView) -> ConfigText:
+        """What is searched of a run; a config never changes."""
+        found = self._config_texts.get(view.record.uid)
+        if found is None:
+            found = ConfigText.of(view.record.config or {}, secrets=self._secrets)
+            self._config_texts[view.record.uid] = found
+        return found
+
+    def _name_of(self, uid: str) -> str:
+        known = self._catalog.known(uid)
+        return known.record.name if known is not None else uid
+
+    def _summary(self, view: RunView) -> dict[str, Any]:
+        run = view.run
+        progress = self._manager.progress(view.record.uid) or run.progress
+        held = [each.worker_id for each in self._registry.records() if view.record.uid == each.run_uid]
+        return {
+            "name": view.record.name,
+            "uid": view.record.uid,
+            "kind": view.record.kind,
+            "state": run_pb2.RunState.Name(run.state).removeprefix("RUN_STATE_"),
+            "error": {"reason": run.error.reason, "message": run.error.message} if run.HasField("error") else None,
+            "created": _time(run, "create_time"),
+            "started": _time(run, "start_time"),
+            "ended": _time(run, "end_time"),
+            "labels": dict(run.labels),
+            "parent": {"name": run.parent.name, "step": run.parent.step} if run.HasField("parent") else None,
+            "step": progress.step,
+            "max_steps": progress.max_steps,
+            "version": progress.policy_version,
+            "inference_version": progress.min_inference_version,
+            "reward": progress.reward if math.isfinite(progress.reward) else None,
+            "rollouts": progress.num_rollouts,
+            "tokens": progress.num_tokens,
+            "groups": progress.num_groups,
+            "groups_dropped": progress.num_groups_dropped,
+            "environments": [
+                {
+                    "env": each.env,
+                    "rollouts": each.num_rollouts,
+                    "failed": each.num_failed,
+                    "first_error": each.first_error,
+                }
+                for each in progress.environments
+            ],
+            "held_by": sorted(held),
+            "has_ended": view.is_terminal,
+        }
+
+
+def _time(run: run_pb2.Run, name: str) -> float | None:
+    return getattr(run, name).ToNanoseconds() / 1e9 if run.HasField(name) else None
+
+
+@contextlib.asynccontextmanager
+async def _deadline(seconds: float = CALL_S, *, remedy: str = _ASK_AGAIN) -> AsyncIterator[None]:
+    """A time limit whose end is an error of ours."""
+    try:
+        async with asyncio.timeout(seconds):
+            yield
+    except TimeoutError as error:
+        raise UnavailableError(
+            f"Redis or the object store did not answer within {seconds:.0f} s",
+            reason="LOG_UNREADABLE",
+            remedy=remedy,
+        ) from error

@@ -1,0 +1,65 @@
+"""The exports of a run that its orchestrator keeps going: to W&B, and of traces to an OpenTelemetry collector."""
+
+import asyncio
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from millrace.exports.keeper import WANDB, Destination, Exporter
+from millrace.orchestrator.run_context import RunContext
+from millrace.storage.scratch import scratch_parent
+
+TRACES = Destination(
+    module="millrace.exports.traces",
+    name="the collector of traces",
+    reasons="TRACES",
+    rest="nothing: the traces of the last steps are lost",
+    finish_s=10.0,
+)
+_ENDPOINTS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
+
+
+class RunExports:
+    """What is exported of one run under one claim, as its config and the environment say."""
+
+    def __init__(self, context: RunContext, *, store_url: str, environ: Mapping[str, str] = os.environ) -> None:
+        self._running: list[Exporter] = []
+        config = context.record.config or {}
+        if not store_url:
+            return
+        if config.get("wandb"):
+            directory = _directory(config, context.record.name, context.record.uid)
+            self._start(context, WANDB, store_url, config=config, directory=str(directory))
+        if traces_wanted(environ):
+            self._start(context, TRACES, store_url)
+
+    def _start(self, context: RunContext, destination: Destination, store_url: str, **order: Any) -> None:
+        names, record = context.log.names, context.record
+        exporter = Exporter(record.name, destination, tell=context.events.warning)
+        exporter.start(store_url=store_url, prefix=names.prefix, uid=record.uid, **order)
+        self._running.append(exporter)
+
+    async def finish(self) -> None:
+        """The run has ended: let the rest be written, for a while."""
+        await asyncio.gather(*(exporter.finish() for exporter in self._running))
+
+    async def close(self) -> None:
+        """End the processes."""
+        await asyncio.gather(*(exporter.close() for exporter in self._running))
+
+
+def traces_wanted(environ: Mapping[str, str]) -> bool:
+    """Whether OpenTelemetry's variables ask for traces: an endpoint or an exporter is named, and nothing says no."""
+    exporter = environ.get("OTEL_TRACES_EXPORTER", "").strip().lower()
+    if environ.get("OTEL_SDK_DISABLED", "").strip().lower() == "true" or exporter == "none":
+        return False
+    return bool(exporter) or any(environ.get(name) for name in _ENDPOINTS)
+
+
+def _directory(config: dict[str, Any], run: str, uid: str) -> Path:
+    """Where W&B's own files go: WANDB_DIR, or beside the results of the run if they are on this machine."""
+    results = Path(str(config.get("output_dir") or "outputs")) / run
+    if "WANDB_DIR" not in os.environ and results.is_dir():
+        return results
+    return Path(os.environ.get("WANDB_DIR") or scratch_parent() / "wandb") / uid

@@ -1,0 +1,63 @@
+"""What env-servers are asked and what they play, on the wire (env_service.proto)."""
+
+import functools
+from dataclasses import fields
+from typing import Any
+
+from millrace.internal.v1 import env_service_pb2
+from millrace.rollouts.requests import EnvSpec, PlayedGroup, PlayRequest, Sampling
+from millrace.rollouts.wire import purpose_from_wire, purpose_to_wire
+
+
+def env_from_wire(message: env_service_pb2.EnvSpec) -> EnvSpec:
+    """The environment that a message names."""
+    return EnvSpec(**_values(message, EnvSpec))
+
+
+def env_to_wire(env: EnvSpec) -> env_service_pb2.EnvSpec:
+    """The message that names the environment."""
+    return env_service_pb2.EnvSpec(**_values(env, EnvSpec))
+
+
+def play_from_wire(message: env_service_pb2.PlayGroupRequest) -> PlayRequest:
+    """The request of a message; its limits are those that the env-server checks."""
+    values = _values(message, PlayRequest)
+    values["purpose"] = purpose_from_wire(message.purpose)
+    values["members"] = tuple(message.members)
+    values["env"] = env_from_wire(message.env)
+    values["sampling"] = Sampling(**_values(message.sampling, Sampling))
+    return PlayRequest(**values)
+
+
+def play_to_wire(request: PlayRequest) -> env_service_pb2.PlayGroupRequest:
+    """The message of a request."""
+    values = _values(request, PlayRequest)
+    values["purpose"] = purpose_to_wire(request.purpose)
+    values["env"] = env_to_wire(request.env)
+    values["sampling"] = env_service_pb2.Sampling(**_values(request.sampling, Sampling))
+    return env_service_pb2.PlayGroupRequest(**values)
+
+
+def group_from_wire(message: env_service_pb2.PlayingGroup) -> PlayedGroup:
+    """The group that a message names."""
+    values = _values(message, PlayedGroup)
+    values["purpose"] = purpose_from_wire(message.purpose)
+    values["members"] = tuple(message.members)
+    return PlayedGroup(**values)
+
+
+def group_to_wire(group: PlayedGroup) -> env_service_pb2.PlayingGroup:
+    """The message that names the group."""
+    values = _values(group, PlayedGroup)
+    values["purpose"] = purpose_to_wire(group.purpose)
+    return env_service_pb2.PlayingGroup(**values)
+
+
+def _values(source: Any, kind: Any) -> dict[str, Any]:
+    """The fields of `kind`, which have the same names on either side."""
+    return {name: getattr(source, name) for name in _field_names(kind)}
+
+
+@functools.cache
+def _field_names(kind: Any) -> tuple[str, ...]:
+    return tuple(part.name for part in fields(kind))

@@ -1,0 +1,251 @@
+"""How far long work is: a download, a model that is loaded, an environment, a compilation, a checkpoint.
+
+    with progress.work(Doing.DOWNLOAD, "policy 12", unit=BYTES, waits_on="object store") as work:
+        work.expect(size_bytes)
+        ...
+        work.add(len(data))
+
+It is a wait while it lasts, so that `millrace run why`, `watch` and the dashboard say "policy 12 to be downloaded: 3.1
+of 8.0 GB (39 %)"; every few seconds it is a line of the log, which `millrace up` and `rl` show while they wait for a
+service. A command on a terminal draws what is `active` instead (`cli/view/bars.py`).
+
+What does the work may be far below who knows its name: `add` and `expect` of the module count for the innermost work of
+the context. Threads that shall count need the context, as `asyncio.to_thread` hands it on.
+"""
+
+import contextlib
+import contextvars
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from enum import Enum
+from typing import Any, Self
+
+from millrace.telemetry import waits
+
+logger = logging.getLogger(__name__)
+
+SAY_EVERY_S = 5.0
+"""Seconds between two lines, and age of work from which on it is said at all."""
+BYTES = "bytes"
+_UNITS = ("kB", "MB", "GB", "TB", "PB")
+
+
+class Doing(Enum):
+    """What is done, as it is said while it is done, and of what waits for it."""
+
+    APPLY = ("applying", "to be applied")
+    DOWNLOAD = ("downloading", "to be downloaded")
+    LOAD = ("loading", "to be loaded")
+    RESTORE = ("restoring", "to be restored")
+    SAVE = ("saving", "to be saved")
+    UPLOAD = ("uploading", "to be uploaded")
+
+    def __init__(self, gerund: str, passive: str) -> None:
+        self.gerund = gerund
+        self.passive = passive
+
+
+class LongWork:
+    """A piece of work that is under way while its `with` block runs. Any thread may count."""
+
+    def __init__(self, doing: Doing, what: str, *, unit: str, total: int, wait: waits.Waiting) -> None:
+        self._doing = doing
+        self._what = what
+        self._unit = unit
+        self._total = total
+        self._done = 0
+        self._detail = ""
+        self._wait = wait
+        self._lock = threading.Lock()
+        self._over = threading.Event()
+        self._began = 0.0
+        self._is_said = False
+        self._token: contextvars.Token[LongWork | None] | None = None
+
+    def add(self, count: int) -> None:
+        """So much more is done; a negative count takes back what has to be done again."""
+        self._change(add=count)
+
+    def at(self, done: int, *, total: int | None = None) -> None:
+        """So much is done in all."""
+        self._change(done=done, total=total)
+
+    def expect(self, count: int) -> None:
+        """There is so much more to do than was known."""
+        self._change(expect=count)
+
+    def detail(self, text: str) -> None:
+        """Say in words where it is, for work that cannot be counted."""
+        with self._lock:
+            self._detail = text
+        self._wait.update(reason=self._reason())
+
+    def turn_to(self, doing: Doing, what: str, *, waits_on: str | None = None) -> None:
+        """Go on with other work behind the same wait; the count begins anew, without a total."""
+        with self._lock:
+            self._doing, self._what, self._detail = doing, what, ""
+            self._done = self._total = 0
+        self._wait.update(reason=self._reason(), waits_on=waits_on)
+
+    @property
+    def title(self) -> str:
+        """What is done: "loading the model"."""
+        return f"{self._doing.gerund} {self._what}"
+
+    @property
+    def amount(self) -> str:
+        """How far it is: "3.1 of 8.0 GB (39 %)"; empty while nothing is known."""
+        with self._lock:
+            done, total, unit, detail = self._done, self._total, self._unit, self._detail
+        return ", ".join(part for part in (_amount(done, total, unit), detail) if part)
+
+    @property
+    def share(self) -> float | None:
+        """What part of it is done, from 0 to 1; None if that is unknown."""
+        with self._lock:
+            return min(1.0, max(0.0, self._done / self._total)) if self._total > 0 else None
+
+    def __str__(self) -> str:
+        amount = self.amount
+        return f"{self.title}: {amount}" if amount else self.title
+
+    def __enter__(self) -> Self:
+        self._began = time.monotonic()
+        self._wait.__enter__()
+        self._wait.update(reason=self._reason())
+        self._token = _CURRENT.set(self)
+        with _LOCK:
+            _ACTIVE.append(self)
+        context = contextvars.copy_context()  # a line is of the run that the work is for
+        threading.Thread(target=context.run, args=(self._say_often,), name="progress", daemon=True).start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: object) -> None:
+        self._over.set()
+        with _LOCK:
+            _ACTIVE.remove(self)
+        if self._token is not None:
+            _CURRENT.reset(self._token)
+        self._wait.__exit__(kind, error, None)
+        if self._is_said and error is None:
+            _say(f"{self}: done in {time.monotonic() - self._began:.1f} s")
+
+    def _change(self, *, done: int | None = None, total: int | None = None, add: int = 0, expect: int = 0) -> None:
+        with self._lock:
+            self._done = (self._done if done is None else done) + add
+            self._total = (self._total if total is None else total) + expect
+        self._wait.update(reason=self._reason())
+
+    def _reason(self) -> str:
+        amount = self.amount
+        waited = f"{self._what} {self._doing.passive}"
+        return f"{waited}: {amount}" if amount else waited
+
+    def _say_often(self) -> None:
+        while not self._over.wait(SAY_EVERY_S):
+            self._is_said = True
+            age = f"{time.monotonic() - self._began:.0f} s"
+            _say(f"{self}, {age}" if self.amount else f"{self}: {age}")
+
+
+def work(
+    doing: Doing, what: str, *, unit: str = BYTES, total: int = 0, waits_on: str = "", deadline_s: float = 0.0
+) -> LongWork:
+    """Work that is counted in `unit` (a plural) of `total`, 0 if that is unknown, and is a wait while it lasts.
+
+    `waits_on` and `deadline_s` are the wait's.
+    """
+    wait = waits.waiting(f"{what} {doing.passive}", waits_on=waits_on, deadline_s=deadline_s)
+    return LongWork(doing, what, unit=unit, total=total, wait=wait)
+
+
+def add(count: int) -> None:
+    """Count for the innermost work of this context, if there is any."""
+    if (found := _CURRENT.get()) is not None:
+        found.add(count)
+
+
+def expect(count: int) -> None:
+    """Announce more to do to the innermost work of this context, if there is any."""
+    if (found := _CURRENT.get()) is not None:
+        found.expect(count)
+
+
+@contextlib.contextmanager
+def tried() -> Iterator[Callable[[int], None]]:
+    """What counts for the innermost work of this context, from any thread; taken back if the block raises."""
+    found, counted = _CURRENT.get(), 0
+    lock = threading.Lock()
+
+    def count(size: int) -> None:
+        nonlocal counted
+        if found is not None:
+            with lock:
+                counted += size
+            found.add(size)
+
+    try:
+        yield count
+    except BaseException:  # raised on: the next try counts again
+        if found is not None:
+            found.add(-counted)
+        raise
+
+
+def active() -> list[LongWork]:
+    """The work of this process that is under way, oldest first."""
+    with _LOCK:
+        return list(_ACTIVE)
+
+
+@contextlib.contextmanager
+def said_by(say: Callable[[str], None]) -> Iterator[None]:
+    """Lines of this block go to `say` instead of the log."""
+    global _sayer
+    before, _sayer = _sayer, say
+    try:
+        yield
+    finally:
+        _sayer = before
+
+
+def count_rows(found: LongWork, rows: Iterable[Any], *, total: int) -> Iterator[Any]:
+    """The rows, each of which counts as one of `total` when the next one is asked for."""
+    found.at(0, total=total)
+    for number, row in enumerate(rows, 1):
+        yield row
+        found.at(number)
+
+
+def _say(line: str) -> None:
+    _sayer(line)
+
+
+def _amount(done: int, total: int, unit: str) -> str:
+    """`3.1 of 8.0 GB (39 %)`, `120 of 290 tensors (41 %)`, `3.1 GB`."""
+    if done <= 0 and total <= 0:
+        return ""
+    share = f" ({min(done, total) / total:.0%})".replace("%", " %") if total > 0 else ""
+    if unit != BYTES:
+        return f"{done} of {total} {unit}{share}" if total > 0 else f"{done} {unit}"
+    scale, name = _scale(max(done, total))
+    shown = f"{done / scale:.1f}" if scale > 1 else str(done)
+    whole = f"{total / scale:.1f}" if scale > 1 else str(total)
+    return f"{shown} of {whole} {name}{share}" if total > 0 else f"{shown} {name}"
+
+
+def _scale(size: int) -> tuple[int, str]:
+    scale, name = 1, BYTES
+    for unit in _UNITS:
+        if size < 1000 * scale:
+            break
+        scale, name = scale * 1000, unit
+    return scale, name
+
+
+_LOCK = threading.Lock()
+_ACTIVE: list[LongWork] = []
+_CURRENT: contextvars.ContextVar[LongWork | None] = contextvars.ContextVar("millrace_long_work", default=None)
+_sayer: Callable[[str], None] = logger.info

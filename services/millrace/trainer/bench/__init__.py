@@ -1,0 +1,1 @@
+"""Steps of the trainer in isolation, on fake samples: what `--bench` measures."""

@@ -1,0 +1,1 @@
+"""What a training step takes of memory and time, before anything is paid for it."""

@@ -1,0 +1,88 @@
+"""From a config to its estimate."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from millrace.config.sections.trainer import TrainerConfig
+from millrace.errors import InvalidSpecError, NotFoundError, Violation
+from millrace.trainer.estimate.advice import trials
+from millrace.trainer.estimate.report import Estimate
+from millrace.trainer.estimate.step import Simulated, simulate
+
+_GIB = 2**30
+
+
+def estimate(
+    config: TrainerConfig,
+    *,
+    num_gpus: int,
+    gpu_memory: float,
+    reserve: float,
+    mfu: float,
+    tflops: float | None,
+    prefix: str = "trainer.",
+    on_trial: Callable[[], None] = lambda: None,
+) -> Estimate:
+    """What a run takes, and if it is more than `gpu_memory` GiB less `reserve`, which keys bring it down.
+
+    `prefix` is what stands before the keys of the section in the file; `on_trial` hears that another step begins.
+    NotFoundError (MODEL_NOT_FOUND) if there is no such config, or none that transformers knows; InvalidSpecError for
+    layers, rows or experts that ranks share, which the step on fake tensors does not do.
+    """
+    shared = {key: getattr(config.model, key) for key in ("tp", "cp", "ep")}
+    message = (
+        "an estimate does not count layers, rows or experts that ranks share; leave it out for what one rank holds"
+    )
+    if violations := [
+        Violation(field=f"{prefix}model.{key}", value=str(ranks), message=message)
+        for key, ranks in shared.items()
+        if ranks > 1
+    ]:
+        raise InvalidSpecError(violations)
+    model_config = load_config(config.model.name)
+
+    def step(changed: TrainerConfig, gpus: int) -> Simulated:
+        on_trial()
+        return simulate(changed, model_config, num_gpus=gpus)
+
+    found, limit = step(config, num_gpus), int((gpu_memory - reserve) * _GIB)
+    tried = []
+    if found.peak > limit:
+        tried = list(trials(config, num_gpus=num_gpus, limit=limit, simulate=step, prefix=prefix))
+    length = config.model.seq_len
+    per_token = found.flops.of_samples([length]) / length
+    speed = None if tflops is None else mfu * tflops * 1e12 * max(num_gpus, 1) / per_token
+    return Estimate(
+        model=config.model.name,
+        num_parameters=found.num_parameters,
+        num_trained=found.num_trained,
+        num_gpus=num_gpus,
+        rows=found.rows,
+        seq_len=length,
+        device=found.device,
+        host=found.host,
+        limit=limit,
+        reserve=int(reserve * _GIB),
+        flops_per_token=per_token,
+        mfu=mfu,
+        tokens_per_s=speed,
+        trials=tried,
+    )
+
+
+def load_config(name: str) -> Any:
+    """The Hugging Face config of a model, by directory or Hub id; its weights are not asked for."""
+    from transformers import AutoConfig
+
+    path = Path(name).expanduser()
+    try:
+        return AutoConfig.from_pretrained(path if path.is_dir() else name)
+    except (OSError, ValueError, KeyError) as error:
+        raise NotFoundError(
+            f"the config of model {name!r} cannot be read: {str(error).strip().partition(chr(10))[0]}",
+            reason="MODEL_NOT_FOUND",
+            remedy="set model.name to a directory with a config.json (no weights are needed), or to a Hub id that "
+            "this machine can reach",
+            metadata={"model": name},
+        ) from error

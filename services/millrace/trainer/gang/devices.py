@@ -1,0 +1,62 @@
+"""The device that a rank computes on: the GPU that was asked for, or an error that says why there is none.
+
+Nothing falls back to a CPU in silence. A GPU is asked for by `MILLRACE_TRAINER_DEVICE=cuda`, which the local stack, the
+chart and compose set where they give the trainer one; `auto`, the default, asks for one where
+the machine shows one and torch is built for CUDA: a laptop with a GPU and a CPU wheel trains on the CPU.
+"""
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+
+from millrace.errors import InvalidSpecError, InvalidStateError, Violation
+
+VARIABLE = "MILLRACE_TRAINER_DEVICE"
+"""auto, cpu or cuda."""
+CHOICES = ("auto", "cpu", "cuda")
+_GPU = Path("/dev/nvidia0")
+_DRIVER = Path("/sys/module/nvidia/version")
+
+
+def choose_device(environ: Mapping[str, str] = os.environ, *, gpu: Path = _GPU, driver: Path = _DRIVER) -> torch.device:
+    """The device of this rank; InvalidStateError (GPU_UNUSABLE) for a GPU that was asked for and cannot be used.
+
+    `gpu` and `driver` are what the kernel shows of a GPU and of its driver's version. InvalidSpecError for a choice
+    that is none.
+    """
+    choice = environ.get(VARIABLE) or "auto"
+    if choice not in CHOICES:
+        message = f"must be one of {', '.join(CHOICES)}"
+        raise InvalidSpecError([Violation(field=VARIABLE, value=choice, message=message, source="environment")])
+    if choice == "cpu" or (choice == "auto" and environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")):
+        return torch.device("cpu")
+    local_rank = int(environ.get("LOCAL_RANK", "0"))
+    found = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if local_rank < found:
+        return torch.device("cuda", local_rank)
+    if choice == "auto" and not found and not (gpu.exists() and torch.version.cuda):
+        return torch.device("cpu")
+    raise _unusable(environ, local_rank=local_rank, found=found, driver=driver)
+
+
+def _unusable(environ: Mapping[str, str], *, local_rank: int, found: int, driver: Path) -> InvalidStateError:
+    version = driver.read_text().strip() if driver.exists() else "none that the kernel shows"
+    wheel = f"torch {torch.__version__}, " + (f"CUDA {torch.version.cuda}" if torch.version.cuda else "without CUDA")
+    seen = environ.get("CUDA_VISIBLE_DEVICES")
+    visible = f"; CUDA_VISIBLE_DEVICES is {seen!r}" if seen is not None else ""
+    if found:
+        what = f"rank {local_rank} of this machine has no GPU: torch sees {found}"
+        remedy = f"start at most {found} ranks here, or make more GPUs visible"
+    elif not torch.version.cuda:
+        what = "a GPU is asked for or there, and this torch cannot use it"
+        remedy = "install a CUDA wheel of torch (an image with the tag -cuda)"
+    else:
+        what = "a GPU is asked for or there, and CUDA does not start"
+        remedy = "install a driver that the wheel works with (CUDA 13: 580 or newer), or an older wheel"
+    return InvalidStateError(
+        f"{what} (driver: {version}; wheel: {wheel}{visible})",
+        reason="GPU_UNUSABLE",
+        remedy=f"{remedy}; to train on the CPU set {VARIABLE}=cpu",
+    )

@@ -1,0 +1,143 @@
+"""Which samples go through the model at once, and at which rank: a pure function of lengths, layout and costs.
+
+A micro-batch is rows; a row is one sample, padded to the longest row, or several samples one behind the other. Whether
+a minibatch is padded or packed is decided by what both would cost (`[trainer.pack]`), so that every rank, a replay and
+a resumed run decide alike from the header's sample table.
+"""
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+Rows = list[list[int]]
+"""A micro-batch: the samples of each row."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Packing:
+    """What packing costs and saves, in operations of a matrix product.
+
+    `per_token` and `per_square` are those of `FlopCount`. An operation of attention takes `causal_cost` where a row is
+    one sample, and `masked_cost` where a dense mask keeps samples apart. A kernel for rows of varying lengths
+    (`is_varlen`) computes what the samples need only.
+    """
+
+    per_token: float
+    per_square: float
+    causal_cost: float
+    masked_cost: float
+    is_always: bool = False
+    is_varlen: bool = False
+
+    def cost(self, rows: Rows, lengths: Sequence[int]) -> float:
+        """What a micro-batch costs."""
+        if not rows:
+            return 0.0
+        width = max(sum(lengths[index] for index in row) for row in rows)
+        is_packed = any(len(row) > 1 for row in rows)
+        if is_packed and self.is_varlen:
+            pairs = self.causal_cost * sum(lengths[index] ** 2 for row in rows for index in row)
+        else:
+            pairs = (self.masked_cost if is_packed else self.causal_cost) * len(rows) * width**2
+        return self.per_token * len(rows) * width + self.per_square * pairs
+
+    def cost_of_ranks(self, plan: Sequence[Sequence[Rows]], lengths: Sequence[int]) -> float:
+        """What a plan costs: the ranks wait for one another after every micro-batch."""
+        return sum(max(self.cost(rows, lengths) for rows in abreast) for abreast in zip(*plan, strict=True))
+
+
+def plan_minibatches(ordinals: Sequence[int], count: int) -> list[list[int]]:
+    """Sample indices by minibatch: whole groups, dealt in turn in the order of their ordinals.
+
+    A pure function of the sample table. Fewer groups than `count` make fewer minibatches, but at least one.
+    """
+    places = {ordinal: place for place, ordinal in enumerate(sorted(set(ordinals)))}
+    minibatches: list[list[int]] = [[] for _ in range(max(min(count, len(places)), 1))]
+    for index, ordinal in enumerate(ordinals):
+        minibatches[places[ordinal] % len(minibatches)].append(index)
+    return minibatches
+
+
+def plan_micro_batches(
+    lengths: Sequence[int], *, max_tokens: int, world_size: int = 1, packing: Packing | None = None
+) -> list[list[Rows]]:
+    """Micro-batches by rank: rows times longest row at most `max_tokens`, unless one sample alone is longer.
+
+    Every rank gets equally many micro-batches, because the ranks' collectives pair up, and work; where there are fewer
+    samples than ranks, micro-batches are empty. Rows hold several samples only with `packing`, where that costs less.
+    """
+    order = sorted((index for index, length in enumerate(lengths) if length), key=lambda i: (-lengths[i], i))
+    padded = _dealt(_padded(order, lengths, max_tokens), lengths, world_size)
+    if packing is None:
+        return padded
+    packed = _dealt(_packed(order, lengths, max_tokens, packing), lengths, world_size)
+    is_cheaper = packing.cost_of_ranks(packed, lengths) < packing.cost_of_ranks(padded, lengths)
+    return packed if packing.is_always or is_cheaper else padded
+
+
+def in_order(rows: Rows) -> Rows:
+    """The same rows of samples that are numbered in the order in which they stand in them."""
+    starts = accumulate((len(row) for row in rows), initial=0)
+    return [list(range(start, start + len(row))) for start, row in zip(starts, rows, strict=False)]
+
+
+def _padded(order: Sequence[int], lengths: Sequence[int], max_tokens: int) -> list[Rows]:
+    """Rows of one sample, from the longest to the shortest, so that little is padded."""
+    micro_batches: list[Rows] = []
+    for index in order:
+        # Sorted downwards, so the first row of a micro-batch is its longest.
+        if micro_batches and (len(micro_batches[-1]) + 1) * lengths[micro_batches[-1][0][0]] <= max_tokens:
+            micro_batches[-1].append([index])
+        else:
+            micro_batches.append([[index]])
+    return micro_batches
+
+
+def _packed(order: Sequence[int], lengths: Sequence[int], max_tokens: int, packing: Packing) -> list[Rows]:
+    """Rows of several samples: the longest sample that is left begins a micro-batch, the longest that fits goes on.
+
+    A row with a dense mask is as long as that first sample, because its attention is quadratic in the row; a row with
+    a kernel for varying lengths is the whole micro-batch.
+    """
+    waiting = [(-lengths[index], index) for index in order]
+    micro_batches: list[Rows] = []
+    while waiting:
+        longest = -waiting[0][0]
+        width = max(max_tokens, longest) if packing.is_varlen else longest
+        rows: Rows = [[] for _ in range(max(max_tokens // width, 1))]
+        free = [width] * len(rows)
+        while (at := bisect_left(waiting, (-max(free), -1))) < len(waiting):
+            negative, index = waiting.pop(at)
+            row = next(place for place, room in enumerate(free) if room >= -negative)
+            rows[row].append(index)
+            free[row] += negative
+        micro_batches.append([row for row in rows if row])
+    return micro_batches
+
+
+def _dealt(micro_batches: list[Rows], lengths: Sequence[int], world_size: int) -> list[list[Rows]]:
+    """Micro-batches by rank: until all have equally many, the largest one is halved.
+
+    Consecutive ones go to consecutive ranks, so that the ranks' work is nearly equal.
+    """
+    while len(micro_batches) % world_size:
+        several = [at for at, rows in enumerate(micro_batches) if sum(map(len, rows)) > 1]
+        if not several:
+            micro_batches.append([])
+            continue
+        largest = max(several, key=lambda at: _size(micro_batches[at], lengths))
+        micro_batches[largest : largest + 1] = _halves(micro_batches[largest])
+    return [micro_batches[rank::world_size] for rank in range(world_size)]
+
+
+def _size(rows: Rows, lengths: Sequence[int]) -> int:
+    return len(rows) * max(sum(lengths[index] for index in row) for row in rows)
+
+
+def _halves(rows: Rows) -> list[Rows]:
+    """Two micro-batches: half of the rows each, or half of the samples of the only row."""
+    if len(rows) > 1:
+        half = -(-len(rows) // 2)
+        return [rows[:half], rows[half:]]
+    return [[rows[0][::2]], [rows[0][1::2]]]

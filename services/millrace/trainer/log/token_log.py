@@ -1,0 +1,145 @@
+"""Stores what the trainer computed of a step's tokens, one object per step, beside the training.
+
+    main thread      step n: keeps log-probs of its forward ─▶ hands them over ─▶ step n + 1 ─▶ …
+    beside it                                       encode, gather at rank 0, create the object
+
+No step waits for it: if more than a few objects are not stored yet, a step goes without. What fails here is told as a
+warning, and the training goes on.
+"""
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable
+from types import TracebackType
+from typing import Self
+
+from millrace.errors import MillraceError, UnavailableError
+from millrace.rollouts.token_log import TokenLog, decode_token_log, encode_token_log, merged
+from millrace.runlog.names import Names
+from millrace.runlog.records.token_logs import store_token_log
+from millrace.storage.base import ObjectStore
+from millrace.trainer.background import BackgroundWork
+from millrace.trainer.gang.distributed import Gang
+from millrace.trainer.learning.token_rows import TokenRows
+from millrace.trainer.log.batches import Batch
+
+logger = logging.getLogger(__name__)
+
+MAX_WAITING = 4
+"""Steps whose objects may be waiting to be stored: more than a store lacks behind that keeps up at all."""
+
+
+class TokenLogWriter:
+    """Writes the token log of every step; every rank of a gang calls it, at the same steps.
+
+    Used as a context manager around the training: leaving it waits for what is under way, or gives it up if the
+    training failed. `on_problem` hears once of a failure that lasts, on the thread that met it.
+    """
+
+    def __init__(
+        self,
+        store: ObjectStore,
+        names: Names,
+        *,
+        share: float,
+        lineage: int,
+        gang: Gang,
+        on_problem: Callable[[str], None],
+    ) -> None:
+        self._store = store
+        self._names = names
+        self._share = share
+        self._lineage = lineage
+        self._gang = gang
+        self._beside = gang.beside("token logs") if share else gang
+        self._on_problem = on_problem
+        self._work = BackgroundWork(gang=gang)
+        self._lock = threading.Lock()
+        self._waiting: deque[Callable[[], None]] = deque()
+        self._is_busy = False
+        self._has_problem = False
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if error is None:
+            self._work.finish()
+        else:
+            self._work.give_up(error)
+
+    def collect(self, batch: Batch) -> TokenRows | None:
+        """What the values of a batch's tokens are put into; None if none are logged."""
+        return TokenRows(batch.header, batch.minibatches, share=self._share) if self._share else None
+
+    def write(self, batch: Batch, rows: TokenRows | None) -> None:
+        """Begin to store what was collected of a step. Collective in a gang, of one number."""
+        if rows is None:
+            return
+        with self._lock:
+            num_waiting = len(self._waiting)
+        if self._gang.max([num_waiting])[0] >= MAX_WAITING:
+            self._tell(batch.step, UnavailableError(f"those of {MAX_WAITING} steps before are not stored yet"))
+            return
+        step, chain_hash = batch.step, batch.chain_hash
+        with self._lock:
+            self._waiting.append(lambda: self._store_step(step, chain_hash, rows))
+            begins, self._is_busy = not self._is_busy, True
+        if begins:
+            self._work.finish()  # of which nothing is left but to end its thread
+            self._work.begin("log-probs to be stored", self._drain)
+
+    def _drain(self) -> None:
+        """Store what waits, in order, until nothing does."""
+        while True:
+            with self._lock:
+                if not self._waiting or self._work.is_abandoned.is_set():
+                    self._is_busy = False
+                    return
+                store_next = self._waiting.popleft()
+            store_next()
+
+    def _store_step(self, step: int, chain_hash: bytes, rows: TokenRows) -> None:
+        try:
+            log = self._gathered(rows, chain_hash)
+            if log is None:
+                return
+            if not store_token_log(self._store, self._names, log):
+                logger.warning("the step's log-probs are not those that were stored before", extra={"step": step})
+        except Exception as error:  # noqa: BLE001 - a thread's edge: the training does not depend on this
+            self._tell(step, error)
+        else:
+            self._has_problem = False
+
+    def _gathered(self, rows: TokenRows, chain_hash: bytes) -> TokenLog | None:
+        """The step's log, at rank 0. Ranks that compute on the same samples have it once."""
+        if self._beside.is_alone:
+            return rows.to_log(lineage=self._lineage, chain_hash=chain_hash)
+        layout = self._beside.layout
+        is_first = layout.speaks_for_samples(self._beside.rank)
+
+        def mine() -> bytes:
+            return encode_token_log(rows.to_log(lineage=self._lineage, chain_hash=chain_hash)) if is_first else b""
+
+        parts = self._beside.agree(mine)
+        if not self._beside.is_leader:
+            return None
+        return merged([decode_token_log(part, where=f"of rank {rank}") for rank, part in enumerate(parts) if part])
+
+    def _tell(self, step: int, error: Exception) -> None:
+        """Say why a step's log-probs are not stored; once, until one is stored again."""
+        logger.warning("the step's log-probs were not stored", extra={"step": step, "error": repr(error)})
+        if self._has_problem or not self._gang.is_leader:
+            return
+        self._has_problem = True
+        cause = str(error) if isinstance(error, MillraceError) else f"{type(error).__name__}: {error}"
+        try:
+            self._on_problem(
+                f"the trainer's log-probs of step {step} were not stored: {cause}. The training goes on; the dashboard "
+                "cannot compare trainer and engine at this step, nor at those behind it as long as this lasts",
+            )
+        except MillraceError as failure:  # the log is away, too: the step's own report meets that
+            logger.warning("the warning was not written", extra={"error": str(failure)})

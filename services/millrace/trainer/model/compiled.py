@@ -1,0 +1,111 @@
+"""`torch.compile` of a model's blocks: each by itself, in place, under the names that it had.
+
+One graph serves every number and length of rows: both are symbols. Lengths are rounded up (`width_of`), because what a
+compiler asks of a symbol (whether 16 divides it) would otherwise be asked again of every batch. A graph of its own have
+one row and several, rows that are packed, and a forward without gradient: some eight, however long a run lasts.
+
+A compiler is a program of others, with a compiler of C++ or Triton behind it. Where it fails, the blocks of that class
+run eagerly from then on, and `Compilation.take_failures` says why.
+"""
+
+import functools
+import logging
+from collections.abc import Callable
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+from torch._dynamo import config as dynamo_config
+from torch._functorch import config as functorch_config
+
+from millrace.config.sections.trainer import CompileConfig
+from millrace.trainer.model.memory import blocks_of
+
+logger = logging.getLogger(__name__)
+
+WIDTH = 64
+"""Rows are as long as a multiple of it where blocks are compiled."""
+_MOST_GRAPHS = 32
+_LONGEST_CAUSE = 300
+
+Backend = str | Callable[..., Any]
+
+
+class Compilation:
+    """What became of compiling the blocks of one model."""
+
+    def __init__(self) -> None:
+        self._failures: list[str] = []
+        self._eager = set[str]()
+
+    def take_failures(self) -> list[str]:
+        """What failed since the last call, one sentence for each class of block."""
+        taken, self._failures = self._failures, []
+        return taken
+
+    def forward(self, block: nn.Module, compiled: Callable[..., Any], eager: Callable[..., Any]) -> Callable[..., Any]:
+        """The compiled forward of a block, or the eager one where that class of block failed to compile."""
+        name = type(block).__name__
+
+        @functools.wraps(eager)
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            if name in self._eager:
+                return eager(*args, **kwargs)
+            try:
+                return compiled(*args, **kwargs)
+            except torch.OutOfMemoryError:
+                raise
+            except Exception as error:  # noqa: BLE001 - foreign code: a compiler fails with whatever it likes
+                result = eager(*args, **kwargs)  # what is wrong with the block itself is raised here
+                self._fail(name, error)
+                return result
+
+        return forward
+
+    def _fail(self, name: str, error: Exception) -> None:
+        self._eager.add(name)
+        inner = getattr(error, "inner_exception", error)  # what the backend raised
+        lines = [line.strip() for line in str(inner).splitlines() if line.strip()] or [type(inner).__name__]
+        cause = lines[0][:_LONGEST_CAUSE]
+        logger.warning("a block does not compile and runs eagerly", extra={"block": name, "error": str(error)})
+        self._failures.append(f"blocks of class {name} do not compile and run eagerly from here on: {cause}")
+
+
+_of_model = WeakKeyDictionary[nn.Module, Compilation]()
+
+
+def compile_blocks(model: nn.Module, config: CompileConfig | None, *, backend: Backend = "inductor") -> None:
+    """Let the blocks be compiled when they are first computed; behind checkpointing of activations, before sharding.
+
+    What FSDP does around a block is outside of its graph.
+    """
+    if config is None:
+        return
+    dynamo_config.recompile_limit = max(dynamo_config.recompile_limit, _MOST_GRAPHS)
+    # With the forward, where a failure can be gone round, and not in the middle of autograd's backward.
+    functorch_config.force_non_lazy_backward_lowering = True
+    compilation = _of_model[model] = Compilation()
+    for block in blocks_of(model):
+        eager = block.forward
+        compiled = torch.compile(eager, dynamic=True, fullgraph=config.fullgraph, backend=backend)
+        block.__dict__["forward"] = compilation.forward(block, compiled, eager)
+
+
+def take_failures(model: nn.Module) -> list[str]:
+    """What failed to compile since the last call; nothing of a model that is not compiled."""
+    compilation = _of_model.get(model)
+    return [] if compilation is None else compilation.take_failures()
+
+
+def is_compiled(model: nn.Module) -> bool:
+    """Whether its blocks are compiled, or were meant to be."""
+    return model in _of_model
+
+
+def width_of(model: Any, width: int) -> int:
+    """How long rows of `width` tokens shall be for this model: a multiple of `WIDTH`, as far as it has positions."""
+    if not is_compiled(model):
+        return width
+    most = getattr(model.config.get_text_config(), "max_position_embeddings", None) or width
+    return max(min(-(-width // WIDTH) * WIDTH, most), width)

@@ -1,0 +1,190 @@
+"""Rows cut over ranks: each computes a piece of every row, and only attention sees the whole.
+
+Before attention the ranks exchange tokens for heads, so that each has all tokens of its share of the heads (all-to-all,
+as in DeepSpeed-Ulysses), and back behind it. Where heads do not divide, each gathers keys and values of all tokens and
+computes its own queries. Attention itself is sdpa, with the whole rows' mask, so that packed samples stay apart.
+
+The model is one of transformers: what a piece needs to know of its rows goes through its layers as the argument
+`context`, and comes out at attention. A call without it is an ordinary one, of whole rows.
+
+Shape suffixes: R rows, L longest row with padding, l a piece of it, N tokens whose log-probs are needed.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from millrace.trainer.model.exchange import all_to_all, gather_sequence, gather_shares
+
+_NAME = "millrace_context_parallel"
+
+
+class Rows(Protocol):
+    """What is asked of the rows of a micro-batch (`learning.batch.ModelRows`)."""
+
+    @property
+    def token_ids_RL(self) -> torch.Tensor: ...  # noqa: D102
+    @property
+    def position_ids_RL(self) -> torch.Tensor: ...  # noqa: D102
+    @property
+    def before_N(self) -> torch.Tensor: ...  # noqa: D102
+
+
+@dataclass(slots=True)
+class Context:
+    """What attention has to know of the rows that this rank has a piece of."""
+
+    group: dist.ProcessGroup
+    position_ids_RL: torch.Tensor
+    _masks: dict[int | None, torch.Tensor | None] = field(default_factory=dict)
+
+    def mask(self, window: int | None) -> torch.Tensor | None:
+        """Which token sees which, bool [R, 1, L, L]; None if it is just all that are before it in the row."""
+        if window not in self._masks:
+            self._masks[window] = self._new_mask(window)
+        return self._masks[window]
+
+    def _new_mask(self, window: int | None) -> torch.Tensor | None:
+        positions_RL = self.position_ids_RL
+        length = positions_RL.shape[1]
+        is_packed = bool((positions_RL[:, 1:] == 0).any())
+        if not is_packed and (window is None or window >= length):
+            return None
+        mask_R1LL = causal_mask(length, device=positions_RL.device)
+        if window is not None:
+            mask_R1LL = mask_R1LL & ~torch.ones_like(mask_R1LL).tril(-window)
+        if is_packed:
+            sample_RL = (positions_RL == 0).cumsum(1)
+            mask_R1LL = mask_R1LL & (sample_RL[:, None, :, None] == sample_RL[:, None, None, :])
+        return mask_R1LL
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Share:
+    """This rank's piece of the rows of a micro-batch.
+
+    `arguments` are the model's; `own_N` the places in the list of needed tokens of those behind a token of the piece,
+    and `before_N` the flat places of these in the piece [R, l].
+    """
+
+    arguments: dict[str, Any]
+    own_N: torch.Tensor
+    before_N: torch.Tensor
+    counts: list[int]
+    order_N: torch.Tensor
+    group: dist.ProcessGroup
+
+    def gathered(self, own: torch.Tensor) -> torch.Tensor:
+        """What all ranks have for their tokens, in the order of the list, from what this one has. Collective."""
+        shares = gather_shares(own, self.group, self.counts)
+        return torch.empty_like(shares).index_copy(0, self.order_N, shares)
+
+
+class ContextParallel:
+    """The ranks that share rows, of which this process is one."""
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        self._group = mesh.get_group()
+        self._size, self._piece = mesh.size(), mesh.get_local_rank()
+
+    def share(self, rows: Rows) -> Share:
+        """This rank's piece; rows are padded until all pieces are equally long."""
+        tokens_RL, positions_RL = _padded(rows, self._size)
+        length, width = tokens_RL.shape[1] // self._size, rows.token_ids_RL.shape[1]
+        piece = slice(self._piece * length, (self._piece + 1) * length)
+        row_N, column_N = rows.before_N // width, rows.before_N % width
+        piece_N = column_N // length
+        own_N = (piece_N == self._piece).nonzero().squeeze(1)
+        return Share(
+            arguments={
+                "input_ids": tokens_RL[:, piece].contiguous(),
+                "position_ids": positions_RL[:, piece].contiguous(),
+                # Four dimensions: a mask that is ready. None would have a wrong one made, of the piece's tokens only.
+                "attention_mask": torch.ones((1, 1, 1, 1), dtype=torch.bool, device=tokens_RL.device),
+                "context": Context(self._group, positions_RL),
+            },
+            own_N=own_N,
+            before_N=(row_N * length + column_N % length)[own_N],
+            counts=torch.bincount(piece_N, minlength=self._size).tolist(),
+            order_N=torch.argsort(piece_N, stable=True),
+            group=self._group,
+        )
+
+
+_PARALLEL = WeakKeyDictionary[nn.Module, ContextParallel]()
+
+
+def cut_rows(model: Any, mesh: DeviceMesh) -> None:
+    """Let a model compute pieces of rows, shared over a mesh of one dimension."""
+    ALL_ATTENTION_FUNCTIONS.register(_NAME, _attention)
+    ALL_MASK_ATTENTION_FUNCTIONS.register(_NAME, sdpa_mask)
+    model.set_attn_implementation(_NAME)
+    _PARALLEL[model] = ContextParallel(mesh)
+
+
+def context_parallel_of(model: nn.Module) -> ContextParallel | None:
+    """The ranks with which this one shares a model's rows; None if it computes whole ones."""
+    return _PARALLEL.get(model)
+
+
+def causal_mask(length: int, *, device: torch.device) -> torch.Tensor:
+    """Which token sees which, itself and those before it, bool [1, 1, length, length]."""
+    return torch.ones((1, 1, length, length), dtype=torch.bool, device=device).tril()
+
+
+def _padded(rows: Rows, size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tokens and positions of rows whose length is a multiple of `size`; the last sample goes on in the padding."""
+    tokens_RL, positions_RL = rows.token_ids_RL, rows.position_ids_RL
+    if not (missing := -tokens_RL.shape[1] % size):
+        return tokens_RL, positions_RL
+    further = torch.arange(1, missing + 1, device=positions_RL.device)
+    return (
+        nn.functional.pad(tokens_RL, (0, missing)),
+        torch.cat([positions_RL, positions_RL[:, -1:] + further], dim=1),
+    )
+
+
+def _attention(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *,
+    context: Context | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attend, as transformers' interface has it: query, key, value [R, heads, l, D] → [R, l, heads, D]."""
+    if context is None:
+        return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
+    group, size, mask = context.group, dist.get_world_size(context.group), context.mask(kwargs.get("sliding_window"))
+    if query.shape[1] % size == key.shape[1] % size == 0:
+        query, key, value = (_heads_of_all_tokens(each, group, size) for each in (query, key, value))
+        found, _ = sdpa_attention_forward(module, query, key, value, mask, **kwargs)
+        return _tokens_of_all_heads(found, group, size), None
+    length = query.shape[2]
+    mask = causal_mask(length * size, device=query.device) if mask is None else mask
+    own = slice(dist.get_rank(group) * length, (dist.get_rank(group) + 1) * length)
+    key, value = gather_sequence(key, group), gather_sequence(value, group)
+    found, _ = sdpa_attention_forward(module, query, key, value, mask[:, :, own], **kwargs)
+    return found, None
+
+
+def _heads_of_all_tokens(tensor: torch.Tensor, group: dist.ProcessGroup, size: int) -> torch.Tensor:
+    """[R, heads, l, D] → [R, heads / size, L, D]."""
+    heads = all_to_all(tensor.unflatten(1, (size, -1)).transpose(0, 1), group)  # [size, R, heads / size, l, D]
+    return heads.permute(1, 2, 0, 3, 4).flatten(2, 3)
+
+
+def _tokens_of_all_heads(tensor: torch.Tensor, group: dist.ProcessGroup, size: int) -> torch.Tensor:
+    """[R, L, heads / size, D] → [R, l, heads, D]."""
+    tokens = all_to_all(tensor.unflatten(1, (size, -1)).transpose(0, 1), group)  # [size, R, l, heads / size, D]
+    return tokens.permute(1, 2, 0, 3, 4).flatten(2, 3)

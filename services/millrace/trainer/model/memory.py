@@ -1,0 +1,88 @@
+"""What a model's blocks keep for the backward, and how FSDP holds the parameters: memory against time, never values."""
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from millrace.config.sections.trainer import ActivationCheckpointConfig, ModelMemoryConfig
+
+_aten = torch.ops.aten
+_DEAR = {
+    _aten.mm.default,
+    _aten.addmm.default,
+    _aten.bmm.default,
+    _aten.baddbmm.default,
+    _aten._scaled_dot_product_flash_attention_for_cpu.default,
+    _aten._scaled_dot_product_flash_attention.default,
+    _aten._scaled_dot_product_efficient_attention.default,
+    _aten._scaled_dot_product_cudnn_attention.default,
+}
+"""What costs most of a block's time: selective checkpointing keeps its results."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sharding:
+    """How FSDP computes and holds parameters. The formats differ from float32 for one process as for many."""
+
+    compute_dtype: torch.dtype
+    reduce_dtype: torch.dtype = torch.float32
+    reshards_after_forward: bool = True
+    offloads: bool = False
+
+    @classmethod
+    def of(cls, config: ModelMemoryConfig, *, compute_dtype: torch.dtype) -> "Sharding":
+        """That of a config."""
+        return cls(
+            compute_dtype=compute_dtype,
+            reduce_dtype=getattr(torch, config.reduce_dtype),
+            reshards_after_forward=config.reshard_after_forward,
+            offloads=config.fsdp_cpu_offload,
+        )
+
+    def is_needed(self, device: torch.device) -> bool:
+        """Whether one process needs FSDP for it: on a CPU parameters are in host memory already."""
+        is_float32 = self.compute_dtype == self.reduce_dtype == torch.float32
+        return not is_float32 or (self.offloads and device.type != "cpu")
+
+    def arguments(self, device: torch.device) -> dict[str, Any]:
+        """Arguments of `fully_shard`."""
+        param_dtype = None if self.compute_dtype == torch.float32 else self.compute_dtype
+        policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=self.reduce_dtype)
+        offload = CPUOffloadPolicy(pin_memory=device.type == "cuda") if self.offloads else OffloadPolicy()
+        return {"mp_policy": policy, "offload_policy": offload}
+
+
+def blocks_of(model: nn.Module) -> list[nn.Module]:
+    """The layers that follow one another, as transformers names their classes (FSDP makes subclasses); in order."""
+    names = set(getattr(model, "_no_split_modules", None) or ())
+    return [module for module in model.modules() if names & {each.__name__ for each in type(module).__mro__}]
+
+
+def checkpoint_activations(model: nn.Module, config: ActivationCheckpointConfig | None) -> None:
+    """Let every `freq`-th block compute its activations again in the backward, in place; before it is sharded."""
+    if config is None:
+        return
+    for block in blocks_of(model)[:: config.freq]:
+        block.__dict__["forward"] = _recomputing(block.forward, is_selective=config.mode == "selective")
+
+
+def _recomputing(forward: Callable[..., Any], *, is_selective: bool) -> Callable[..., Any]:
+    contexts = {"context_fn": functools.partial(create_selective_checkpoint_contexts, _policy)} if is_selective else {}
+
+    @functools.wraps(forward)
+    def recomputing(*args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return forward(*args, **kwargs)
+        return checkpoint(forward, *args, use_reentrant=False, **contexts, **kwargs)
+
+    return recomputing
+
+
+def _policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if operation in _DEAR else CheckpointPolicy.PREFER_RECOMPUTE

@@ -1,0 +1,268 @@
+"""Every page in a real browser: it shows what it should, obeys nothing that a model wrote, and outlives the server."""
+
+import pytest
+
+from millrace.rpc.access import ServerAccess
+from millrace.rpc.tokens import new_token, token_line
+from millrace.telemetry.settings import Settings
+from millrace.v1 import event_pb2
+from millrace_testing.dashboard import HOSTILE, RUN, ServedInThread
+
+pytestmark = [pytest.mark.browser, pytest.mark.timeout(300)]
+WAIT_MS = 60_000
+STEPS = 6
+PAGES = {
+    "/": "text=ended-1",
+    f"/runs/{RUN}": "figure svg text.tick",
+    f"/runs/{RUN}?show=config": "text=model.name",
+    f"/runs/{RUN}?show=events": "table.events",
+    f"/runs/{RUN}?show=checkpoints": "text=file:///c/2",
+    f"/runs/{RUN}?show=audit": "text=CHAIN_BROKEN",
+    f"/runs/{RUN}/samples": "table.samples tbody tr >> nth=5",
+    f"/runs/{RUN}/samples/3-1": ".token",
+    f"/runs/{RUN}/lineage?sample=3-1": "text=sampled its tokens",
+    f"/runs/{RUN}/lineage?version=2": "text=Policy v3",
+    f"/runs/{RUN}/timeline": ".lanes svg rect",
+    f"/compare?runs={RUN},ended-1": "figure svg text.tick",
+}
+
+
+@pytest.fixture
+def page(browser, served):
+    """A page that fails the test for whatever the browser complains of."""
+    context = browser.new_context(viewport={"width": 1280, "height": 900})
+    context.set_default_timeout(WAIT_MS)
+    found = context.new_page()
+    found.complaints = []
+    found.on("pageerror", lambda error: found.complaints.append(str(error)))
+    found.on("console", lambda said: found.complaints.append(said.text) if said.type in ("error", "warning") else None)
+    found.requested = []
+    found.on("request", lambda asked: found.requested.append(asked.url))
+    found.base = served.url
+    yield found
+    context.close()
+
+
+def demanding(directory, *, may_write=True):
+    """A token, and an access that demands it."""
+    token, path = new_token(), directory / "tokens"
+    path.write_text(token_line(token, "ada", may_write=may_write) + "\n")
+    return token, ServerAccess.of(Settings(tokens_file=str(path)))
+
+
+def logged_in(context, served, token):
+    """A page on which somebody has typed a token."""
+    found = context.new_page()
+    found.goto(served.url)
+    found.fill("#token", token)
+    found.click("button")
+    found.wait_for_selector("table.runs", timeout=WAIT_MS)
+    return found
+
+
+def opened(page, path, wanted):
+    page.goto(page.base + path)
+    page.wait_for_selector(wanted)
+    assert page.evaluate("window.hacked") is None
+    return page
+
+
+@pytest.mark.parametrize("path", PAGES)
+def test_a_page_shows_what_it_is_about(page, path):
+    opened(page, path, PAGES[path])
+    page.wait_for_timeout(300)
+    assert page.complaints == []
+    assert all(url.startswith(page.base) for url in page.requested)
+
+
+def test_what_models_wrote_is_text(page):
+    for at, said in enumerate(HOSTILE):
+        opened(page, f"/runs/{RUN}/samples/2-{at}", ".message.assistant")
+        shown = page.inner_text(".message.assistant")
+        if said.isascii() and said.isprintable() and len(said) < 1000 and "key is" not in said:
+            assert said.split("\n")[0] in shown
+        assert page.query_selector(".message script, .message img") is None
+        assert page.evaluate("window.hacked") is None
+    assert page.complaints == []
+
+
+def test_a_long_line_is_folded_and_opens(page):
+    at = next(at for at, said in enumerate(HOSTILE) if len(said) > 10_000)
+    opened(page, f"/runs/{RUN}/samples/2-{at}", ".more")
+    before = len(page.inner_text(".message.assistant"))
+    page.click(".more")
+    assert len(page.inner_text(".message.assistant")) > 10 * before
+
+
+def test_tokens_are_coloured_by_the_difference_of_trainer_and_engine(page, run_writer):
+    """Differences of a quarter, a half and three quarters; the two tokens of the prompt have none."""
+    run_writer.token_log(2, members=[1])
+    opened(page, f"/runs/{RUN}/samples/2-1", ".token")
+    page.select_option("select[aria-label='Colour tokens by']", "difference")
+    page.wait_for_selector("text=mean 0.5000, largest 0.7500, over 3 tokens")
+    colours = page.eval_on_selector_all(".token", "all => all.map((each) => each.style.backgroundColor)")
+    assert colours[:2] == ["", ""] and len(set(colours[2:])) == 3 and "" not in colours[2:]
+    page.hover(".token >> nth=2")
+    assert "trainer -0.250 (+0.2500), entropy 1.500" in page.inner_text(".readout")
+    opened(page, f"/runs/{RUN}/samples/2-0", ".token")
+    page.select_option("select[aria-label='Colour tokens by']", "difference")
+    page.wait_for_selector("text=No difference to show: of step 2, 1 of 8 rollouts are stored")
+    page.click(".note a:has-text('2-1')")
+    page.wait_for_selector("h1:has-text('Sample 2-1')")
+    assert page.complaints == []
+
+
+def test_filters_stand_in_the_address(page):
+    opened(page, f"/runs/{RUN}/samples?outcome=failed", "table.samples tbody tr")
+    assert set(page.locator("table.samples tbody tr td:nth-child(5)").all_inner_texts()) == {"env_error"}
+    page.select_option("select >> nth=0", "trained")
+    page.wait_for_selector("table.samples tbody tr:first-child td:nth-child(5):has-text('trained')")
+    assert "outcome=trained" in page.url
+    page.reload()
+    page.wait_for_selector("table.samples tbody tr")
+    assert set(page.locator("table.samples tbody tr td:nth-child(5)").all_inner_texts()) == {"trained"}
+
+
+def test_runs_are_found_by_their_configs(page):
+    opened(page, "/", "text=ended-1")
+    page.fill("[aria-label='Find in configs']", "name=ended")
+    page.wait_for_selector(f"table.runs >> text={RUN}", state="detached")
+    assert page.locator("table.runs tbody tr").count() == 1
+    assert page.url.endswith("/?config=name%3Dended")
+    page.fill("[aria-label='Find in configs']", "")
+    page.wait_for_selector(f"table.runs >> text={RUN}")
+    assert page.complaints == []
+
+
+def test_lineage_names_batches_and_tokens(page):
+    opened(page, f"/runs/{RUN}/lineage?sample=3-1", "text=made 3 of its tokens")
+    page.click("text=made from the batch of step 1")
+    page.wait_for_selector("table.samples tbody tr")
+    assert page.url.endswith("/samples?step=1")
+
+
+def test_a_live_run_gets_ahead_under_the_eyes(page, run_writer, served):
+    opened(page, f"/runs/{RUN}/samples", "text=6 batches are indexed")
+    run_writer.step(6, HOSTILE)
+    page.wait_for_selector("text=7 batches are indexed")
+    assert page.inner_text("table.samples tbody td") == "6"
+
+
+def test_every_page_of_a_finished_run(page):
+    for path, wanted in PAGES.items():
+        if path.startswith(f"/runs/{RUN}"):
+            opened(page, path.replace(RUN, "ended-1", 1), wanted)
+            page.wait_for_function("document.getElementById('live').textContent === ''")
+    assert page.complaints == []
+
+
+def test_a_run_that_is_killed_under_the_eyes(page, run_writer, served):
+    run = served.source.runs[0]
+    opened(page, f"/runs/{RUN}?show=events", "table.events")
+    lost = event_pb2.Warning(reason="WORKER_LOST", message="trainer-0 died: killed by SIGKILL")
+    at = run_writer.clock + STEPS * (run_writer.wait_s + run_writer.trainer_s)
+    run_writer.archive((at - 1, event_pb2.Event(warning=lost)))
+    wait = {
+        "owner": "orchestrator",
+        "reason": "a trainer",
+        "waits_on": "trainer",
+        "age_seconds": 3,
+        "deadline_seconds": 60,
+    }
+    run["held_by"], served.source.waits = [], [wait]
+    page.wait_for_selector("table.events >> text=killed by SIGKILL")
+    page.wait_for_selector(".chain li:has-text('a trainer')")
+    assert "nobody" in page.inner_text("dl.facts")
+    for path, wanted in PAGES.items():  # nobody trains it at the moment
+        opened(page, path, wanted)
+    opened(page, f"/runs/{RUN}/timeline", ".lanes svg rect")
+    page.wait_for_selector(".lanes line.m-death", state="attached")
+    assert "died, was lost" in page.inner_text(".words")
+    opened(page, f"/runs/{RUN}", ".state-running")
+    run |= {"state": "FAILED", "has_ended": True, "error": {"reason": "NO_TRAINER", "message": "no trainer came back"}}
+    page.wait_for_selector(".state-failed")
+    assert "no trainer came back" in page.inner_text(".failed")
+    assert page.locator("button:has-text('Reopen')").count() == 1
+    assert page.complaints == []
+
+
+def test_pages_keep_what_they_have_while_redis_is_away(page, served):
+    opened(page, f"/runs/{RUN}", "figure svg text.tick")
+    served.source.words = "Redis does not answer for 12 s"
+    page.wait_for_selector("#banner:has-text('Redis does not answer')")
+    assert page.is_visible("figure svg text.tick")
+    opened(page, "/", "text=ended-1")
+    page.wait_for_selector("#banner:has-text('the page shows what was read before')")
+    served.source.words = ""
+    page.wait_for_selector("#banner", state="hidden")
+
+
+def test_a_server_that_is_gone_leaves_the_page(browser, run_writer, tmp_path):
+    server = ServedInThread(run_writer.store, tmp_path / "other")
+    served = server.__enter__()
+    context = browser.new_context()
+    found = context.new_page()
+    found.goto(f"{served.url}/")
+    found.wait_for_selector("table.runs")
+    server.__exit__(None, None, None)
+    found.wait_for_selector("#banner:not([hidden])", timeout=WAIT_MS)
+    assert "does not answer" in found.inner_text("#banner")
+    assert RUN in found.inner_text("table.runs")
+    context.close()
+
+
+def test_pausing_a_run_takes_a_click(page, served):
+    opened(page, "/", "table.runs")
+    page.click("tr:has-text('letters-1') button:has-text('Pause')")
+    page.wait_for_timeout(500)
+    assert [(name, action) for name, action, _ in served.source.done] == [(RUN, "pause")]
+
+
+def test_who_may_only_read_sees_no_buttons(browser, run_writer, tmp_path):
+    token, access = demanding(tmp_path, may_write=False)
+    with ServedInThread(run_writer.store, tmp_path / "guests", access=access) as served:
+        found = logged_in(browser.new_context(), served, token)
+        assert found.inner_text("#read-only") == "read only"
+        found.goto(f"{served.url}/runs/{RUN}")
+        found.wait_for_selector("figure svg", timeout=WAIT_MS)
+        assert found.locator("button:has-text('Pause'), button:has-text('Cancel')").count() == 0
+        found.context.close()
+
+
+def test_keys_and_themes(page):
+    opened(page, f"/runs/{RUN}/samples/2-1", ".token")
+    page.keyboard.press("j")
+    page.wait_for_url("**/samples/2-2")
+    page.wait_for_selector("h1:has-text('Sample 2-2')")
+    page.keyboard.press("k")
+    page.wait_for_url("**/samples/2-1")
+    page.keyboard.press("t")
+    page.wait_for_url("**/timeline")
+    page.keyboard.press("?")
+    page.wait_for_selector("dialog[open]")
+    page.keyboard.press("Escape")
+    before = page.evaluate("getComputedStyle(document.body).backgroundColor")
+    page.keyboard.press("d")
+    assert page.evaluate("getComputedStyle(document.body).backgroundColor") != before
+
+
+@pytest.mark.parametrize("path", PAGES)
+def test_a_narrow_screen_does_not_scroll_sideways(page, path):
+    page.set_viewport_size({"width": 380, "height": 800})
+    opened(page, path, PAGES[path])
+    assert page.evaluate("document.documentElement.scrollWidth") <= 381
+
+
+def test_without_a_session_there_is_the_door(browser, run_writer, tmp_path):
+    token, access = demanding(tmp_path)
+    with ServedInThread(run_writer.store, tmp_path / "third", access=access) as served:
+        context = browser.new_context()
+        found = context.new_page()
+        found.goto(served.url)
+        found.fill("#token", "x" * 40)
+        found.click("button")
+        found.wait_for_selector("text=not accepted")
+        found = logged_in(context, served, token)
+        assert found.is_hidden("#read-only")
+        assert found.evaluate("document.cookie") == ""
+        context.close()

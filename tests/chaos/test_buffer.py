@@ -1,0 +1,66 @@
+"""Pools on the real stack: an orchestrator that is killed, and a fork, draw the tasks of an undisturbed run.
+
+The rewards of this environment say whether a task is easy or hard, whatever is sampled, so that runs can be compared.
+"""
+
+import json
+
+import pytest
+
+from millrace.rollouts.batch_wire import decode_header
+from millrace.runlog import Names
+from millrace.telemetry.faults import Point
+from millrace.trainer.replay.steps import replay
+from millrace_testing.chaos.policies import published, recomputed
+from millrace_testing.chaos.run import ChaosRun
+from millrace_testing.chaos.stack import PREFIX, ChaosStack
+from millrace_testing.repository import REPOSITORY
+
+pytestmark = pytest.mark.long
+
+STEPS = 8
+ENVIRONMENT = REPOSITORY / "tests" / "fixtures" / "environments" / "sorted_env"
+BUFFER = {
+    "orchestrator.env": json.dumps([{"id": "sorted-env"}]),
+    "orchestrator.buffer.easy_threshold": 0.9,
+    "orchestrator.buffer.hard_threshold": 0.1,
+    "orchestrator.buffer.online_difficulty_filtering": "true",
+    "trainer.determinism": "strict",
+    "async_level": 0,
+}
+
+
+def drawn(stack: ChaosStack, run: ChaosRun, *, first: int = 0) -> dict[int, str]:
+    """The task of every ordinal that the batches from step `first` on resolve."""
+    store, names = stack.store(), Names(PREFIX, run.uid)
+    headers = [decode_header(store.get(names.batch_header(step))) for step in range(first, STEPS)]
+    return {item.ordinal: item.task_id for header in headers for item in header.resolutions}
+
+
+def test_a_killed_orchestrator_and_a_fork_draw_what_an_undisturbed_run_draws(make_chaos) -> None:
+    stack: ChaosStack = make_chaos(env={"PYTHONPATH": str(ENVIRONMENT)})
+    undisturbed = stack.submit(max_steps=STEPS, **BUFFER)
+    stack.finish(undisturbed)
+    expected = drawn(stack, undisturbed)
+    counts = undisturbed.of("batch_committed")[-1].batch_committed
+    assert counts.num_easy_tasks > 2 and counts.num_hard_tasks > 2, "the pools matter for what is drawn"
+
+    # One dies with groups in flight, one behind a header that Redis has not seen, one before a header.
+    armed = [
+        stack.arm(Point.ORCHESTRATOR_AFTER_DISPATCH, when={"step": 2}),
+        stack.arm(Point.ORCHESTRATOR_AFTER_HEADER, when={"step": 4}),
+        stack.arm(Point.ORCHESTRATOR_MID_COMMIT, when={"step": 5}),
+    ]
+    killed = stack.submit(max_steps=STEPS, **BUFFER)
+    stack.finish(killed)  # its audit is clean
+    assert len({fault.wait()["pid"] for fault in armed}) == len(armed)
+    assert drawn(stack, killed) == expected
+    store, names = stack.store(), Names(PREFIX, killed.uid)
+    made = published(store, names)
+    assert recomputed(store, names, steps=STEPS) == made and len(set(made.values())) == STEPS + 1
+    assert replay(store, names, step=STEPS - 1).is_equal
+
+    forked = stack.fork(killed, "forked", "--step=3")
+    first = stack.finish(forked).first_step
+    assert first == 2, "the fork copies checkpoint 2, and computes step 2 again"
+    assert drawn(stack, forked, first=first) == drawn(stack, undisturbed, first=first)

@@ -1,0 +1,62 @@
+"""Every preset on the real stack: exact data, and the same policies through kill -9 of trainer and orchestrator.
+
+The undisturbed run is one training over the same log, in this process, from its first batch to its last.
+"""
+
+from pathlib import Path
+
+import pytest
+
+from millrace.config.presets import PRESETS
+from millrace.runlog import Names
+from millrace.telemetry.faults import Point
+from millrace.trainer.replay.steps import replay
+from millrace_testing import teachers
+from millrace_testing.chaos.policies import published, recomputed
+from millrace_testing.chaos.stack import PREFIX, ChaosStack
+
+IN_THE_DEFAULT_SUITE = ("dapo", "gspo")
+STEPS = 5
+KILLS = {Point.ORCHESTRATOR_AFTER_HEADER: {"step": 2}, Point.TRAINER_AFTER_STEP: {"step": 3}}
+"""The trainer dies behind checkpoint 2, so that its successor computes version 3 again."""
+SAMPLING = ("--orchestrator.sampling.temperature=0.8", "--orchestrator.sampling.top-p=0.9")
+"""What is trained is the distribution that was sampled from. Refused for opd: its teacher scores with its own."""
+
+
+@pytest.mark.parametrize(
+    "preset",
+    [name if name in IN_THE_DEFAULT_SUITE else pytest.param(name, marks=pytest.mark.presets) for name in PRESETS],
+)
+def test_a_preset_trains_on_exact_data_and_alike_through_kills(chaos: ChaosStack, tmp_path: Path, preset: str) -> None:
+    if preset == "opd":  # a teacher that knows less than the student differs from it as well
+        with teachers.serving(chaos.workplace, tmp_path, model="base") as url:
+            _prove(chaos, preset, *teachers.flags(url))
+    else:
+        _prove(chaos, preset, *SAMPLING)
+
+
+def _prove(chaos: ChaosStack, preset: str, *flags: str) -> None:
+    armed = [chaos.arm(point, when=when) for point, when in KILLS.items()]
+    run = chaos.submit(
+        None,
+        f"--algo.preset={preset}",
+        *flags,
+        max_steps=STEPS,
+        async_level=0,
+        **{"ckpt.interval": 2, "trainer.determinism": "strict"},
+    )
+    chaos.finish(run)
+    assert len({fault.wait()["pid"] for fault in armed}) == len(KILLS)
+
+    steps = {event.step_completed.step: event.step_completed for event in run.of("step_completed")}
+    assert sorted(steps) == list(range(STEPS)) and {step.staleness_max for step in steps.values()} == {0}
+    mismatch = {number: step.metrics["mismatch_kl/mean"] for number, step in steps.items()}
+    print(f"{preset}: largest mismatch_kl {max(mismatch.values()):.1e}")
+    assert all(0 <= value <= 1e-6 for value in mismatch.values()), mismatch
+
+    store, names = chaos.store(), Names(PREFIX, run.uid)
+    made = published(store, names)
+    assert sorted(made) == list(range(STEPS + 1)) and len(set(made.values())) == STEPS + 1
+    assert recomputed(store, names, steps=STEPS) == made
+    report = replay(store, names, step=3)
+    assert report.start == 2 and report.is_equal, report.differences

@@ -1,0 +1,20 @@
+"""Tests of what only CUDA can do: collected everywhere, skipped with the reason where there is too little of it."""
+
+import pytest
+import torch
+
+
+@pytest.fixture
+def gpu() -> torch.device:
+    """The first GPU."""
+    if not torch.cuda.is_available():
+        pytest.skip(f"no CUDA device (torch {torch.__version__})")
+    return torch.device("cuda", 0)
+
+
+@pytest.fixture
+def two_gpus(gpu: torch.device) -> torch.device:
+    """The first GPU, where there is a second one."""
+    if torch.cuda.device_count() < 2:
+        pytest.skip("one CUDA device, and the test needs two")
+    return gpu

@@ -1,0 +1,98 @@
+"""The dashboard of a real orchestrator: its runs, what is asked of them, and the command that opens it."""
+
+import asyncio
+import json
+
+import pytest
+from click.testing import CliRunner
+
+from millrace.cli.commands.stack.dashboard import dashboard
+from millrace.local.redis import free_port
+from millrace.orchestrator.api.serve import serve_orchestrator
+from millrace.rpc.channel import call, open_channel
+from millrace.telemetry.settings import Settings
+from millrace.v1 import run_pb2, run_service_pb2
+from millrace.v1.run_service_pb2_grpc import RunServiceStub
+from millrace_testing.dashboard import KnownRuns, Served
+
+CONFIG = {
+    "model": {"name": "m"},
+    "max_steps": 3,
+    "orchestrator": {"batch_size": 8, "rollouts_per_example": 4, "env": [{"id": "reverse-text"}]},
+}
+
+
+@pytest.fixture
+async def served(redis_url, tmp_path, monkeypatch):
+    """An orchestrator without workers, with one queued run."""
+    monkeypatch.setenv("MILLRACE_SCRATCH_DIR", str(tmp_path / "scratch"))
+    port = free_port()
+    settings = Settings(
+        redis_url=redis_url, store_url=(tmp_path / "store").as_uri(), prefix=f"dash{port}", listen="127.0.0.1:0",
+        dashboard_listen=f"127.0.0.1:{port}", drain_s=0.0, grace_s=1.0,
+    )  # fmt: skip
+    (tmp_path / "store").mkdir()
+    started: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+    running = asyncio.create_task(
+        serve_orchestrator(settings, on_started=started.set_result, handle_signals=False), name="orchestrator"
+    )
+    await asyncio.wait({started, running}, return_when=asyncio.FIRST_COMPLETED, timeout=60)
+    async with open_channel(f"127.0.0.1:{started.result()}") as channel:
+        request = run_service_pb2.CreateRunRequest(
+            run_id="first", kind=run_pb2.RUN_KIND_RL, config_json=json.dumps(CONFIG)
+        )
+        await call(RunServiceStub(channel).CreateRun, request, timeout_s=30)
+    yield Served(port, KnownRuns())
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+
+
+async def test_runs_are_shown_explained_and_paused(served):
+    async def ask(path, **options):
+        return await asyncio.to_thread(served.json, path, **options)
+
+    status, found = await ask("/api/runs")
+    assert status == 200 and [run["name"] for run in found["runs"]] == ["first"]
+    assert (found["runs"][0]["state"], found["trouble"]) == ("QUEUED", "")
+    for words, count in {"batch_size=8+reverse-text": 1, "batch_size=9": 0, "batch_size%3D8+nowhere": 0}.items():
+        status, found = await ask(f"/api/runs?config={words}")
+        assert status == 200 and len(found["runs"]) == count, words
+    assert (await ask("/api/runs?config=a&config=b"))[0] == 400
+    _, run = await ask("/api/runs/first")
+    differs = {each["key"]: each["value"] for each in run["config"] if each["differs"]}
+    assert differs["orchestrator.batch_size"] == 8 and differs["max_steps"] == 3
+    assert "no trainer worker is free" in run["why"]["summary"]
+    assert (await ask("/api/runs/first/checkpoints")) == (200, {"checkpoints": []})
+    status, page = await ask("/api/runs/first/samples")
+    assert status == 200 and page["total"] == 0
+    status, report = await ask("/api/runs/first/audit", method="POST", body={})
+    assert status == 200 and report["run"] == "runs/first" and "violations" not in report and report["not_seen"]
+    assert (await ask("/api/runs/first/audit"))[0] == 404  # a link of somebody else's must not cost a whole audit
+    assert (await ask("/api/runs/nobody/audit", method="POST", body={}))[0] == 404
+    assert (await ask("/api/runs/first/pause", method="POST", body={}))[0] == 200
+    assert (await ask("/api/runs/first/cancel", method="POST", body={"reason": "enough"}))[0] == 200
+    for _ in range(300):
+        _, run = await ask("/api/runs/first")
+        if run["state"] == "CANCELLED":
+            break
+        await asyncio.sleep(0.1)
+    assert run["state"] == "CANCELLED" and run["has_ended"]
+    status, refused = await ask("/api/runs/first/pause", method="POST", body={})
+    assert status == 409 and refused["error"]["reason"]
+
+
+async def test_the_command_prints_an_address_that_logs_in(served):
+    done = await asyncio.to_thread(CliRunner().invoke, dashboard, ["--url", served.url, "--no-browser"])
+    assert done.exit_code == 0, done.output
+    path = done.output.strip().removeprefix(served.url)
+    status, headers, _ = await asyncio.to_thread(served.ask, path)
+    assert (status, headers["location"]) == (303, "/")
+
+
+def test_the_command_says_what_is_missing(tmp_path):
+    nobody = CliRunner().invoke(dashboard, ["--dir", str(tmp_path)])
+    assert "no stack with a dashboard runs" in str(nobody.exception)
+    silent = CliRunner().invoke(dashboard, ["--url", f"http://127.0.0.1:{free_port()}"])
+    assert "no dashboard answers" in str(silent.exception)
+    odd = CliRunner().invoke(dashboard, ["--url", "ftp://x"])
+    assert "is no address of a dashboard" in str(odd.exception)

@@ -1,0 +1,100 @@
+"""Other releases of `verifiers` than ours, in virtual environments of their own, through the whole env-server."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from millrace.internal.v1 import env_service_pb2, rollout_pb2
+from millrace.rollouts.types import RolloutStatus
+
+pytestmark = [
+    pytest.mark.asyncio(loop_scope="session"),
+    pytest.mark.timeout(600),
+    pytest.mark.usefixtures("tokenizer_manifest_key"),
+]
+
+FIXTURES = Path(__file__).parents[2] / "fixtures" / "environments"
+
+# An environment of the v0 API that asks for nothing else.
+OLD_STYLE = "import verifiers as vf\n\ndef load_environment() -> vf.Environment:\n    return vf.SingleTurnEnv()\n"
+
+
+@pytest.fixture(scope="module")
+def pins(pinned_pythons: dict[str, str]) -> dict[str, str]:
+    """The interpreters by release, which find the environments of our fixtures."""
+    for python in pinned_pythons.values():
+        [site] = Path(python).parents[1].glob("lib/python*/site-packages")
+        paths = sorted(str(each) for each in FIXTURES.iterdir() if each.is_dir())
+        (site / "old_style.py").write_text(OLD_STYLE)
+        (site / "fixtures.pth").write_text("\n".join([*paths, ""]))
+    return pinned_pythons
+
+
+async def opened(server: Any, env_id: str, python: str, **args: Any) -> tuple[Any, dict[str, Any]]:
+    args["python"] = python
+    return await server.open(env_id, args), args
+
+
+async def test_v0_of_0_1_plays_with_exact_tokens_and_spans(server: Any, pins: dict[str, str]) -> None:
+    answer, args = await opened(server, "faulty-v0", pins["0.1"])
+    assert answer.state == env_service_pb2.ENV_STATE_READY and answer.api == "v0", answer
+    rollout = await server.play_one("faulty-v0", 0, args=args)
+    assert rollout.status is RolloutStatus.OK, rollout.error
+    [sample] = rollout.samples
+    assert rollout.num_turns == 2 and sample.loss_mask.sum() > 0
+    versions = [(span.lineage, span.version) for span in sample.policy_spans]
+    assert versions == [(0, 3), (0, 4)] * 2
+    assert set(sample.inference_logprobs[sample.loss_mask == 1].tolist()) == {-0.5}
+    failed = await server.play_one("faulty-v0", 1, args=args)
+    assert (failed.status, failed.error.type) == (RolloutStatus.ENV_ERROR, "RewardError"), failed.error
+
+
+async def test_v0_of_0_1_compares_the_members_of_a_group(server: Any, pins: dict[str, str]) -> None:
+    answer, args = await opened(server, "faulty-v0", pins["0.1"], kind="group")
+    assert answer.state == env_service_pb2.ENV_STATE_READY and answer.requires_group, answer
+    rollouts = await server.play(server.request("faulty-v0", 0, args=args, size=2))
+    assert [rollout.status for rollout in rollouts] == [RolloutStatus.OK] * 2, rollouts[0].error
+    assert [rollout.reward for rollout in rollouts] == [0.0, 1.0]
+
+
+async def test_v1_of_0_4_plays_with_exact_tokens_and_spans(server: Any, pins: dict[str, str]) -> None:
+    answer, args = await opened(server, "rev-text-v1", pins["0.4"], num_examples=8)
+    assert answer.state == env_service_pb2.ENV_STATE_READY and answer.api == "v1", answer
+    rollout = await server.play_one("rev-text-v1", 2, args=args)
+    assert rollout.status is RolloutStatus.OK, rollout.error
+    [sample] = rollout.samples
+    completion = server.engine.generated_ids
+    assert sample.token_ids[-len(completion) :].tolist() == completion
+    assert [(span.version, span.end - span.start) for span in sample.policy_spans] == [(3, 1), (4, len(completion) - 1)]
+
+
+@pytest.mark.parametrize("mode", ["toolong", "tiny"])
+async def test_v1_of_0_4_says_that_a_prompt_does_not_fit(server: Any, pins: dict[str, str], mode: str) -> None:
+    answer, args = await opened(server, "rev-text-v1", pins["0.4"], num_examples=8)
+    assert answer.state == env_service_pb2.ENV_STATE_READY, answer
+    rollout = await server.play_one("rev-text-v1", 2, args=args, mode=mode)
+    assert (rollout.status, rollout.error.type) == (RolloutStatus.PROMPT_TOO_LONG, "PromptTooLong"), rollout.error
+
+
+async def test_v1_of_0_4_calls_the_tools_of_mcp_servers(server: Any, pins: dict[str, str]) -> None:
+    answer, args = await opened(server, "tooled-v1", pins["0.4"])
+    assert answer.state == env_service_pb2.ENV_STATE_READY, answer
+    changes = {"purpose": rollout_pb2.PURPOSE_EVAL, "eval_id": "tools", "is_external": True, "use_train_tasks": True}
+    rollout = await server.play_one("tooled-v1", 2, args=args, mode="tools", **changes)
+    assert rollout.status is RolloutStatus.OK and rollout.reward == 1.0 and rollout.num_turns == 2, rollout.error
+
+
+@pytest.mark.parametrize(
+    ("env_id", "release", "said"),
+    [
+        ("old-style", "0.4", "cannot be imported with verifiers 0.4.0"),
+        ("rev-text-v1", "0.1", "cannot be imported with verifiers 0.1.14"),
+    ],
+)
+async def test_the_other_generation_is_refused_by_a_sentence(
+    server: Any, pins: dict[str, str], env_id: str, release: str, said: str
+) -> None:
+    answer, _ = await opened(server, env_id, pins[release])
+    assert answer.state == env_service_pb2.ENV_STATE_FAILED
+    assert said in answer.error_message and "v0 with 0.1.14 to 0.3.1 and v1 with 0.3.1 and 0.4" in answer.error_message

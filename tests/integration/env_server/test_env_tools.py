@@ -1,0 +1,88 @@
+"""MCP tool servers, over pipes (v0) and over HTTP (v1), and runtimes; what cannot run is refused at load."""
+
+import json
+import shutil
+from typing import Any
+
+import pytest
+
+from millrace.env_server.adapters import runtimes_v1
+from millrace.internal.v1 import env_service_pb2, rollout_pb2
+from millrace.rollouts.types import RolloutStatus
+
+pytestmark = [
+    pytest.mark.asyncio(loop_scope="session"),
+    pytest.mark.timeout(600),
+    pytest.mark.usefixtures("tokenizer_manifest_key"),
+]
+TURNS = ["user", "assistant", "tool", "assistant"]
+
+
+def roles(rollout: Any) -> list[str]:
+    return [message["role"] for message in json.loads(rollout.messages_json)]
+
+
+async def test_a_server_over_pipes_answers_the_policy(server: Any) -> None:
+    opened = await server.open("tooled-v0")
+    assert opened.state == env_service_pb2.ENV_STATE_READY, opened.error_message
+    rollout = await server.play_one("tooled-v0", 2, mode="tools")
+    assert rollout.status is RolloutStatus.OK and rollout.reward == 1.0, rollout.error
+    assert roles(rollout) == TURNS and rollout.num_turns == 2
+    assert json.loads(rollout.messages_json)[2]["content"] == "code-2"
+    assert sum(int(sample.loss_mask.sum()) for sample in rollout.samples) > 0
+
+
+async def test_a_server_that_cannot_be_started_is_said_at_load(server: Any) -> None:
+    opened = await server.open("tooled-v0", {"command": "/no/such/program"})
+    assert opened.state == env_service_pb2.ENV_STATE_FAILED
+    assert "/no/such/program" in opened.error_message and "orchestrator.env.args" in opened.error_message
+
+
+async def test_a_v1_tool_server_answers_the_policy(server: Any) -> None:
+    """At an endpoint that parses tool calls; with our engines the renderer of the model's family parses them."""
+    opened = await server.open("tooled-v1")
+    assert opened.state == env_service_pb2.ENV_STATE_READY, opened.error_message
+    changes = {"purpose": rollout_pb2.PURPOSE_EVAL, "eval_id": "tools", "is_external": True, "use_train_tasks": True}
+    rollout = await server.play_one("tooled-v1", 2, mode="tools", **changes)
+    assert rollout.status is RolloutStatus.OK and rollout.reward == 1.0, rollout.error
+    assert roles(rollout) == TURNS and rollout.num_turns == 2
+    assert server.engine.requests[-1]["tools"][0]["function"]["name"] == "code_of"
+
+
+async def test_tools_need_a_renderer_that_knows_how_the_model_calls_them(server: Any) -> None:
+    await server.open("tooled-v1")
+    rollout = await server.play_one("tooled-v1", 1)
+    assert (rollout.status, rollout.error.type) == (RolloutStatus.ENV_ERROR, "NoToolParser")
+    assert "`orchestrator.env.args.renderer`" in rollout.error.message and rollout.is_environment_failure
+
+
+def no_engine() -> bool:
+    return bool(runtimes_v1.problem_of(runtimes_v1.CONTAINERS))
+
+
+@pytest.mark.parametrize(
+    ("kind", "says"),
+    [
+        pytest.param("docker", "needs ", marks=pytest.mark.skipif(not no_engine(), reason="a Docker engine is here")),
+        ("prime", "must be 'subprocess' or 'docker'"),
+    ],
+)
+async def test_a_runtime_that_is_not_here_is_refused_at_load(server: Any, kind: str, says: str) -> None:
+    opened = await server.open("rev-text-v1", {"env": {"agent": {"runtime": {"type": kind}}}})
+    assert opened.state == env_service_pb2.ENV_STATE_FAILED
+    assert f"args.env.agent.runtime.type: {says}" in opened.error_message, opened.error_message
+
+
+async def test_a_tool_server_that_needs_a_container_is_named(server: Any) -> None:
+    opened = await server.open("tooled-v1", {"codes": {"runtime": {"type": "prime"}}})
+    assert opened.state == env_service_pb2.ENV_STATE_FAILED
+    assert "args (the runtime of tool server ''): must be 'subprocess' or 'docker'" in opened.error_message
+
+
+async def test_what_is_missing_for_containers_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    assert "needs the command `docker`" in runtimes_v1.problem_of(runtimes_v1.CONTAINERS)
+    monkeypatch.setattr(shutil, "which", lambda name: f"/bin/{name}")
+    monkeypatch.setattr(runtimes_v1, "ENGINE_SOCKET", str(tmp_path / "docker.sock"))
+    assert f"none answers at {tmp_path}" in runtimes_v1.problem_of(runtimes_v1.CONTAINERS)
+    assert runtimes_v1.problem_of(runtimes_v1.LOCAL) == ""

@@ -1,0 +1,95 @@
+"""vLLM's own parsers make of well-formed texts what ours do, and the config's keys bring them to its server."""
+
+import json
+import os
+import subprocess
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from millrace.config.sections.inference import InferenceConfig
+from millrace.inference.launch_env import vllm_flags
+from millrace_testing.inference import parser_cases, published, tiny, vllm_server
+from millrace_testing.patience import patient
+
+pytestmark = pytest.mark.timeout(600)
+
+MARKS = ["<tool_call>", "</tool_call>", "<think>", "</think>"]
+
+
+def write_tokenizer(directory: Path) -> None:
+    """The tiny tokenizer with the symbols that vLLM's parsers look for in a vocabulary."""
+    tokenizer = tiny.tiny_tokenizer()
+    tokenizer.add_tokens(MARKS)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|python_tag|>"]})
+    tokenizer.save_pretrained(directory)
+
+
+def test_vllm_makes_the_same_of_well_formed_texts(vllm_python: str, tmp_path: Path) -> None:
+    write_tokenizer(tmp_path)
+    environ = {
+        name: value for name, value in os.environ.items() if not name.startswith(("MILLRACE_", "VLLM_", "PYTHON"))
+    }
+    done = subprocess.run(
+        [vllm_python, parser_cases.__file__, str(tmp_path), str(tmp_path / "said.json")],
+        env=environ,
+        capture_output=True,
+        text=True,
+        timeout=patient(300),
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    said = json.loads((tmp_path / "said.json").read_text())
+    expected = json.loads(json.dumps([case.said for case in parser_cases.CASES]))
+    for case, theirs, ours in zip(parser_cases.CASES, said, expected, strict=True):
+        assert theirs == ours, case
+
+
+@pytest.fixture(scope="module")
+def server(vllm_python: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """A replica whose flags are what our config makes of the keys."""
+    directory = tmp_path_factory.mktemp("parsers")
+    model = published.model(99)
+    published.files(model, directory / "model")
+    model.save_pretrained(directory / "model")
+    write_tokenizer(directory / "model")
+    config = InferenceConfig.model_validate(
+        {
+            "engine": "vllm",
+            "max_num_seqs": 4,
+            "model": {
+                "tool_call_parser": "hermes",
+                "reasoning_parser": "deepseek_r1",
+                "max_model_len": 256,
+                "enforce_eager": True,
+            },
+            "vllm": {"block_size": 32},
+        }
+    )
+    yield from vllm_server.serving(vllm_python, directory / "model", directory, **vllm_flags(config))
+
+
+@pytest.fixture
+async def client(server: Any) -> AsyncIterator[Any]:
+    async with server.client() as client:
+        yield client
+
+
+async def test_a_request_with_tools_is_served_and_its_thought_is_reasoning(client: Any) -> None:
+    """Without automatic tool choice vLLM refuses it; without a reasoning parser the text would be content."""
+    body = {
+        "model": "policy",
+        "messages": [{"role": "user", "content": "x"}],
+        "tools": parser_cases.TOOLS[1:],
+        "max_tokens": 8,
+        "ignore_eos": True,
+        "logprobs": True,
+        "return_token_ids": True,
+    }
+    code, answer, _ = await client.post("/v1/chat/completions", body)
+    assert code == 200, answer
+    [choice] = answer["choices"]
+    assert choice["message"]["content"] is None and choice["message"]["reasoning"], "no thought ends within 8 tokens"
+    assert len(choice["token_ids"]) == len(choice["logprobs"]["content"]) == 8

@@ -1,0 +1,52 @@
+"""Reads what an offline run of W&B has written: records in the blocks of a LevelDB log."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+_BLOCK = 32 * 1024
+_HEADER = 7
+
+
+def records(path: Path) -> list[Any]:
+    """The records of one `run-*.wandb` file, as far as they are whole."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    data, at, found, part = path.read_bytes(), _HEADER, [], b""
+    while at + _HEADER <= len(data):
+        if _BLOCK - at % _BLOCK < _HEADER:  # no header fits in what is left of the block
+            at += _BLOCK - at % _BLOCK
+            continue
+        length, kind = int.from_bytes(data[at + 4 : at + 6], "little"), data[at + 6]
+        if kind == 0 or at + _HEADER + length > len(data):
+            break
+        part += data[at + _HEADER : at + _HEADER + length]
+        at += _HEADER + length
+        if kind in (1, 4):  # whole, or the last part
+            found.append(Record.FromString(part))
+            part = b""
+    return found
+
+
+def history(directory: Path) -> list[dict[str, Any]]:
+    """The rows of every attempt under a directory; what W&B has split into parts is one dict."""
+    rows = []
+    for path in sorted(directory.glob("wandb/offline-run-*/run-*.wandb")):
+        for record in records(path):
+            if record.HasField("history"):
+                row: dict[str, Any] = {}
+                for item in record.history.item:
+                    name, *part = [item.key] if item.key else item.nested_key
+                    value = json.loads(item.value_json)
+                    if part:
+                        row.setdefault(name, {})["/".join(part)] = value
+                    else:
+                        row[name] = value
+                rows.append(row)
+    return rows
+
+
+def table(directory: Path, value: dict[str, Any]) -> dict[str, Any]:
+    """The table that a row's value names: `columns` and `data`."""
+    (path,) = directory.glob(f"wandb/offline-run-*/files/{value['path']}")
+    return json.loads(path.read_text())

@@ -1,0 +1,338 @@
+"""Indexes and views without a server: what is damaged, what is away, and why a step is slow."""
+
+import math
+import threading
+import time
+
+import pytest
+
+from millrace.dashboard import reader as reader_module
+from millrace.dashboard.config_search import ConfigText
+from millrace.dashboard.index import columns as columns_module
+from millrace.dashboard.index.columns import Columns, Shelf
+from millrace.dashboard.plain import to_json
+from millrace.dashboard.reader import Reader
+from millrace.dashboard.views.vocabulary import pieces_of
+from millrace.errors import InvalidSpecError, UnavailableError
+from millrace.storage.local import LocalStore
+from millrace.telemetry.redact import masked
+from millrace_testing.dashboard import NAMES, UID, RunWriter
+
+
+class SwitchedStore:
+    """A store that can be away, or hang."""
+
+    def __init__(self, store: LocalStore) -> None:
+        self._store = store
+        self.is_away = False
+        self.gate = threading.Event()
+        self.gate.set()
+
+    def __getattr__(self, name: str):
+        found = getattr(self._store, name)
+
+        def asked(*args, **kwargs):
+            self.gate.wait(60)
+            if self.is_away:
+                raise UnavailableError("the object store is away", reason="STORE_UNREACHABLE", remedy="wait")
+            return found(*args, **kwargs)
+
+        return asked
+
+
+@pytest.fixture
+def written(local_store: LocalStore) -> RunWriter:
+    writer = RunWriter(store=local_store)
+    for step in range(3):
+        writer.step(step)
+    return writer
+
+
+def settled(reader: Reader, batches: int) -> dict:
+    """A page of samples, once so many batches are indexed."""
+    for _ in range(600):
+        page = reader.ask("samples", UID, {})
+        if page["index"]["batches"] >= batches and not page["index"]["is_growing"]:
+            return page
+        time.sleep(0.05)
+    raise AssertionError(page["index"])
+
+
+def test_new_batches_come_while_somebody_looks(written, tmp_path):
+    reader = Reader(written.store, "millrace", tmp_path / "i")
+    assert settled(reader, 3)["total"] == 12
+    assert len(reader.ask("metrics", UID, {})["curves"]["reward/mean"]) == 3
+    written.step(3)
+    assert settled(reader, 4)["total"] == 16
+    for _ in range(100):
+        if len(reader.ask("metrics", UID, {})["curves"]["reward/mean"]) == 4:
+            break
+        time.sleep(0.05)
+    else:
+        raise AssertionError("the new step is not told")
+    reader.close()
+
+
+def test_an_index_is_kept_and_nothing_is_read_twice(written, tmp_path):
+    reader = Reader(written.store, "millrace", tmp_path / "i")
+    before = settled(reader, 3)
+    reader.close()
+    for info in list(written.store.list(f"{NAMES.root}rollouts/")):
+        written.store.delete(info.key)  # pruned
+    again = Reader(written.store, "millrace", tmp_path / "i")
+    assert settled(again, 3)["samples"] == before["samples"]
+    again.close()
+
+
+def test_an_index_that_is_damaged_or_cut_off_is_made_again(written, tmp_path):
+    reader = Reader(written.store, "millrace", tmp_path / "i")
+    before = settled(reader, 3)["samples"]
+    reader.close()
+    steps = next((tmp_path / "i").rglob("steps.jsonl"))
+    whole = steps.read_bytes()
+    rows = steps.with_name("rows.bin")
+    for damaged in (whole[:-7], b"garbage\n" + whole, whole.replace(b'"first":4', b'"first":5'), b"", whole + b"{}\n"):
+        steps.write_bytes(damaged)
+        reader = Reader(written.store, "millrace", tmp_path / "i")
+        assert settled(reader, 3)["samples"] == before
+        reader.close()
+    rows.write_bytes(rows.read_bytes()[:-1])
+    reader = Reader(written.store, "millrace", tmp_path / "i")
+    assert settled(reader, 3)["samples"] == before
+    reader.close()
+
+
+def test_rows_behind_the_last_committed_step_are_taken_back(written, tmp_path):
+    reader = Reader(written.store, "millrace", tmp_path / "i")
+    before = settled(reader, 3)["samples"]
+    reader.close()
+    for name in ("rows.bin", "texts.bin"):  # its writer was killed between the rows and their line
+        path = next((tmp_path / "i").rglob(name))
+        path.write_bytes(path.read_bytes() + b"x" * 100)
+    written.step(3)
+    reader = Reader(written.store, "millrace", tmp_path / "i")
+    assert settled(reader, 4)["samples"][4:] == before
+    reader.close()
+
+
+def test_a_damaged_archive_hides_its_own_batch_only(written, tmp_path):
+    key = next(info.key for info in written.store.list(f"{NAMES.root}rollouts/00000001/"))
+    written.store.put(key, b"garbage")
+    reader = Reader(written.store, "millrace", tmp_path / "i")
+    page = settled(reader, 3)
+    assert page["total"] == 8
+    assert [each["step"] for each in page["index"]["unreadable"]] == [1]
+    assert "archive" in page["index"]["unreadable"][0]["problem"]
+    reader.close()
+
+
+def test_a_store_that_is_away_leaves_what_was_read(written, tmp_path):
+    store = SwitchedStore(written.store)
+    reader = Reader(store, "millrace", tmp_path / "i")  # type: ignore[arg-type]
+    before = settled(reader, 3)
+    reader.ask("metrics", UID, {})
+    store.is_away = True
+    for _ in range(200):
+        page = reader.ask("samples", UID, {})
+        assert page["samples"] == before["samples"]
+        if "stale" in page:
+            break
+        time.sleep(0.05)
+    assert "away" in page["stale"]
+    assert reader.ask("metrics", UID, {})["curves"]["reward/mean"]
+    store.is_away = False
+    for _ in range(200):
+        if "stale" not in reader.ask("samples", UID, {}):
+            break
+        time.sleep(0.05)
+    else:
+        raise AssertionError("the store is back, and the page does not notice")
+    reader.close()
+
+
+def test_a_store_that_hangs_keeps_no_page_waiting(written, tmp_path):
+    store = SwitchedStore(written.store)
+    reader = Reader(store, "millrace", tmp_path / "i")  # type: ignore[arg-type]
+    settled(reader, 3)
+    reader.ask("timeline", UID, {})
+    time.sleep(2.1)
+    store.gate.clear()
+    began = time.monotonic()
+    for question in ("samples", "metrics", "events", "timeline"):
+        assert reader.ask(question, UID, {})
+    assert time.monotonic() - began < 10
+    store.gate.set()
+    reader.close()
+
+
+def test_a_list_has_no_gap(written, tmp_path, monkeypatch):
+    monkeypatch.setattr(reader_module, "FIRST_WAIT_S", 0.1)
+    store = SwitchedStore(written.store)
+    store.gate.clear()
+    reader = Reader(store, "millrace", tmp_path / "i")  # type: ignore[arg-type]
+    for question, params in {"list-rollouts": {}, "list-metrics": {}, "get-lineage": {"version": "1"}}.items():
+        with pytest.raises(UnavailableError) as caught:
+            reader.ask(question, UID, params)
+        assert caught.value.reason == reader_module.INDEX_GROWING and caught.value.retry_after_s
+    store.gate.set()
+    settled(reader, 3)
+    page = reader.ask("list-rollouts", UID, {"size": "5", "offset": "5", "sort": "step"})
+    assert [each["id"] for each in page["samples"]] == ["1-1", "1-2", "1-3", "2-0", "2-1"]
+    assert (page["rows"], page["total"]) == (12, 12)
+    with pytest.raises(InvalidSpecError) as lost:
+        reader.ask("list-rollouts", UID, {"rows": "13"})
+    assert lost.value.reason == "PAGE_TOKEN_EXPIRED"
+    reader.close()
+
+
+def test_a_page_of_metrics_is_bounded_by_its_values(written, tmp_path, monkeypatch):
+    monkeypatch.setattr(reader_module, "MAX_VALUES", 3)
+    reader = Reader(written.store, "millrace", tmp_path / "i")
+    settled(reader, 3)
+    steps, first = [], 0
+    while first is not None:
+        page = reader.ask("list-metrics", UID, {"first": str(first), "names": "reward/mean,loss/mean,nothing"})
+        assert sum(len(values) for _, values in page["steps"]) <= 3
+        steps += [step for step, _ in page["steps"]]
+        first = page["next"]
+    assert steps == [0, 1, 2]
+    whole = reader.ask("list-metrics", UID, {"size": "1"})
+    assert len(whole["steps"]) == 1 and len(whole["steps"][0][1]) > 3, "a step is never cut"
+    reader.close()
+
+
+def test_lineage_names_the_range_of_versions_where_the_archive_is_gone(written, tmp_path):
+    written.commit(3)
+    reader = Reader(written.store, "millrace", tmp_path / "i")
+    settled(reader, 4)
+    before = reader.ask("lineage", UID, {"sample": "2-1"})
+    assert [(each["version"], each["tokens"]) for each in before["made_by"]] == [(1, 3)]
+    reader.close()
+    for info in list(written.store.list(f"{NAMES.root}rollouts/")):
+        written.store.delete(info.key)  # pruned
+    again = Reader(written.store, "millrace", tmp_path / "i")
+    settled(again, 4)
+    after = again.ask("lineage", UID, {"sample": "2-1"})
+    assert [(each["version"], each["tokens"]) for each in after["made_by"]] == [(1, None)]
+    assert (after["step"]["step"], after["step"]["is_done"]) == (2, True)
+    assert not again.ask("lineage", UID, {"sample": "3-1"})["step"]["is_done"]
+    again.close()
+
+
+def test_two_processes_do_not_share_a_shelf(tmp_path):
+    first, second = Shelf.open(tmp_path), Shelf.open(tmp_path)
+    assert first.directory != second.directory
+    first.close()
+    third = Shelf.open(tmp_path)
+    assert third.directory == tmp_path / "00"
+    for shelf in (second, third):
+        shelf.close()
+
+
+def test_the_oldest_indexes_go_first(tmp_path, monkeypatch):
+    import os
+
+    monkeypatch.setattr(columns_module, "MAX_RUNS", 3)
+    shelf = Shelf.open(tmp_path)
+    for at in range(5):
+        place = shelf.place(f"run-{at}")
+        Columns(place).close()
+        os.utime(place, (at + 1, at + 1))
+    assert sorted(path.name for path in shelf.directory.iterdir() if path.is_dir()) == ["run-2", "run-3", "run-4"]
+    shelf.close()
+
+
+@pytest.mark.parametrize(
+    ("slow", "cause"),
+    [
+        ({"env_seconds": 6.0, "model_seconds": 0.5, "wait_s": 6.0}, "environment"),
+        ({"env_seconds": 0.2, "model_seconds": 6.0, "wait_s": 6.0}, "engine"),
+        ({"publish_s": 6.0, "env_seconds": 0.2, "model_seconds": 0.5, "wait_s": 6.0}, "publish"),
+        ({"update_s": 6.0, "env_seconds": 0.2, "model_seconds": 0.5, "wait_s": 6.0}, "update"),
+        ({"trainer_s": 6.0, "wait_s": 0.5}, "trainer"),
+        ({"wait_s": 6.0, "commit_s": 5.5}, "commit"),
+        ({"trainer_s": 6.0, "wait_s": 0.5, "held_up": {"time/broadcast_weights": 5.0}}, "publish"),
+        ({"trainer_s": 6.0, "wait_s": 0.5, "held_up": {"time/load_data": 5.0}}, "load"),
+        ({"trainer_s": 6.0, "wait_s": 0.5, "held_up": {"time/save_ckpt": 5.0}}, "checkpoint"),
+    ],
+)
+def test_the_timeline_names_what_is_slow(local_store, tmp_path, slow, cause):
+    writer = RunWriter(store=local_store, **slow)
+    for step in range(4):
+        writer.step(step)
+    reader = Reader(local_store, "millrace", tmp_path / "i")
+    settled(reader, 4)
+    found = reader.ask("timeline", UID, {"steps": "3"})
+    assert found["shares"][0]["cause"] == cause
+    assert math.isclose(sum(each["share"] for each in found["shares"]), 1, abs_tol=0.01)
+    assert found["shares"][0]["text"] in found["words"][0]
+    assert ("The trainer stood still" in " ".join(found["words"])) == ("held_up" in slow)
+    assert {lane["group"] for lane in found["lanes"]} >= {"trainer", "publish", "inference", "env-server"}
+    assert (found["first_step"], found["last_step"]) == (1, 3)
+    reader.close()
+
+
+def test_a_store_that_is_slow_everywhere_is_one_cause(local_store, tmp_path):
+    held_up = {"time/broadcast_weights": 1.5, "time/load_data": 1.0, "time/save_ckpt": 1.5}
+    writer = RunWriter(store=local_store, trainer_s=6.0, wait_s=2.0, commit_s=1.5, held_up=held_up)
+    for step in range(4):
+        writer.step(step)
+    reader = Reader(local_store, "millrace", tmp_path / "i")
+    settled(reader, 4)
+    found = reader.ask("timeline", UID, {"steps": "3"})
+    assert found["shares"][0]["cause"] == "trainer"  # 2 s, and no other cause alone is longer
+    assert found["words"][0].startswith("Mostly, the object store is waited for: 69% of a step: ")
+    assert "the trainer saves a checkpoint (19%)" in found["words"][0]
+    reader.close()
+
+
+def test_a_conversation_that_is_no_unicode_is_said_to_be_so(local_store, tmp_path):
+    RunWriter(store=local_store).step(0, ["half a pair \ud83d, as JSON may hold it"])
+    reader = Reader(local_store, "millrace", tmp_path / "i")
+    settled(reader, 1)
+    found = to_json(reader.ask("sample", UID, {"id": "0-0"}))
+    assert b"not kept in a form that can be shown" in found and b"half a pair" not in found
+    reader.close()
+
+
+def test_a_timeline_without_steps_says_so(local_store, tmp_path):
+    reader = Reader(local_store, "millrace", tmp_path / "i")
+    assert reader.ask("timeline", UID, {})["words"] == ["No step is done yet."]
+    reader.close()
+
+
+def test_what_goes_out_is_json_that_no_text_breaks():
+    value = {"a": "\ud800 <script> \u2028 \x00", "n": float("nan"), "i": float("inf"), "password": "x", "l": [1.5, "b"]}
+    data = to_json(value, secrets=("b",))
+    assert data.isascii() and b"<script>" in data and b"\\u2028" in data
+    assert masked(value, ())["n"] is None and masked(value, ())["password"] == "***"
+    assert len(masked("x" * (1 << 20), ())) < 300_000
+
+
+def test_pieces_of_a_byte_level_and_of_a_sentencepiece_vocabulary():
+    bytes_level = {
+        "model": {"vocab": {"Ġthe": 0, "Ċ": 1, "é": 2, "Ã©": 3}}, "decoder": {"type": "ByteLevel"},
+        "added_tokens": [{"id": 9, "content": "<|end|>"}],
+    }  # fmt: skip
+    assert pieces_of(bytes_level) == {0: " the", 1: "\n", 2: "\ufffd", 3: "é", 9: "<|end|>"}
+    assert pieces_of({"model": {"vocab": [["▁the", -1.0], ["s", -2.0]]}}) == {0: " the", 1: "s"}
+    for odd in ({}, {"model": 3}, {"model": {"vocab": 5}, "added_tokens": "x"}, {"model": {"vocab": {"a": "b"}}}):
+        assert pieces_of(odd) == {}
+
+
+@pytest.mark.parametrize(
+    ("words", "is_found"),
+    [
+        ("", True), ("grpo", True), ("GRPO optim", True), ("lr=1e-5", True), ("optim.lr=0.00001", True),
+        ("lr=1e-4", False), ("1e-5", True), ("id=reverse", True), ("env[0].id=text", True), ("grpo lr=2", False),
+        ("max_steps=3", True), ("max_steps=30", False), ("shuffle=true", True), ("shuffle=1", False), ("=", True),
+        ("hunter2", False), ("password", True), ("nothing", False),
+    ],
+)  # fmt: skip
+def test_a_run_is_found_by_its_config_but_not_by_its_secrets(words, is_found):
+    config = {
+        "max_steps": 3, "trainer": {"optim": {"lr": 1e-5}},
+        "orchestrator": {"algo": {"type": "grpo"}, "shuffle": True, "env": [{"id": "reverse-text", "seed": None}]},
+        "client": {"password": "hunter2hunter2"},
+    }  # fmt: skip
+    assert ConfigText.of(config, secrets=()).matches(words) is is_found

@@ -1,0 +1,79 @@
+"""`millrace run export`: each format is read back by a library that knows nothing of us."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from millrace.cli.main import main
+
+SECRET = "mrt_0123456789abcdef0123"
+
+
+def export(form: str, *more: str) -> Path:
+    assert main(["run", "export", "letters-1", "--to", form, "--out", "out", *more]) == 0
+    return Path("out")
+
+
+def check_values(found: dict[tuple[str, int], float]) -> None:
+    assert [found["reward/mean", step] for step in range(3)] == [0.0, 0.25, 0.5]
+    assert found["loss/mean", 2] == pytest.approx(0.5 / 3) and found["reward/letters", 0] == 0.5
+
+
+def test_json_lines(stored_run, capsys: pytest.CaptureFixture[str]) -> None:
+    out = export("jsonl", "--samples")
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    check_values({(line["metric"], line["step"]): line["value"] for line in lines})
+    assert len({(line["metric"], line["step"]) for line in lines}) == len(lines)
+    assert capsys.readouterr().out.startswith(f"{len(lines)} values of 6 facts\n")
+    text = (out / "samples.jsonl").read_text()
+    samples = [json.loads(line) for line in text.splitlines()]
+    assert [each["advantage"] for each in samples] == [-0.5, 0.5] * 3 and samples[3]["completion"] == "<b>1</b> ***"
+    assert SECRET not in text
+
+
+def test_parquet(stored_run) -> None:
+    parquet = pytest.importorskip("pyarrow.parquet")
+    out = export("parquet", "--samples")
+    table = parquet.read_table(out / "metrics.parquet").to_pylist()
+    check_values({(line["metric"], line["step"]): line["value"] for line in table})
+    samples = parquet.read_table(out / "samples.parquet").to_pylist()
+    assert len(samples) == 6 and samples[1]["advantage"] == 0.5 and samples[1]["version_max"] == 0
+    assert all(SECRET not in each["completion"] for each in samples)
+
+
+def test_tensorboard(stored_run) -> None:
+    pytest.importorskip("tensorboardX", reason="needs millrace[tensorboard]")
+    from tensorboardX.proto.event_pb2 import Event
+
+    out = export("tensorboard", "--samples")
+    (path,) = out.glob("events.out.tfevents.*")
+    data, found, texts = path.read_bytes(), {}, []
+    while data:  # a record: length u64, its crc, the event, its crc
+        length = int.from_bytes(data[:8], "little")
+        event, data = Event.FromString(data[12 : 12 + length]), data[16 + length :]
+        for value in event.summary.value:
+            if value.HasField("tensor"):
+                texts += [(event.step, *value.tensor.string_val)]
+            else:
+                found[value.tag, event.step] = value.simple_value
+    check_values(found)
+    assert len(texts) == 6 and all(SECRET.encode() not in text[1] for text in texts)
+
+
+def test_what_is_not_installed_is_named_with_the_pip_command(
+    stored_run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import importlib
+
+    real = importlib.import_module
+
+    def without(name: str, *more: object) -> object:
+        if name == "tensorboardX":
+            raise ImportError("No module named 'tensorboardX'")
+        return real(name, *more)
+
+    monkeypatch.setattr("millrace.exports.extras.importlib.import_module", without)
+    assert main(["run", "export", "letters-1", "--to", "tensorboard"]) != 0
+    said = capsys.readouterr().err
+    assert "tensorboardX" in said and "pip install 'millrace[tensorboard]'" in said

@@ -1,0 +1,113 @@
+"""`[wandb]` of `millrace sft`: every line of its metrics is in W&B once, whatever dies and whenever it goes on."""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from millrace.exports.fine_tuning import read_rows
+from millrace_testing import wandb_files
+from millrace_testing.polling import block_until
+
+pytest.importorskip("wandb", reason="needs millrace[wandb]")
+
+# Stands in for the trainer: writes lines until a file says to end.
+TRAINER = """
+import json, pathlib, sys, time
+config = json.load(open(sys.argv[-1]))
+place = pathlib.Path(sys.argv[-1]).parent
+with (place / "metrics.jsonl").open("a") as file:
+    for step in range(config["max_steps"] - 3, config["max_steps"]):
+        file.write(json.dumps({"step": step, "loss/mean": step / 2, "optim/grad_norm": None}) + "\\n")
+        file.flush()
+while not (place / "end").exists():
+    time.sleep(0.05)
+"""
+COMMAND = """
+import sys
+from millrace.cli.session import fine_tune
+from millrace.cli.main import main
+fine_tune.TRAINER = ("-c", {trainer!r}, "sft", "--config")
+sys.exit(main(["sft", "--model.name", "gpt2", "--run.name", "warm", *sys.argv[1:]]))
+"""
+
+
+@contextlib.contextmanager
+def start(cwd: Path, *arguments: str, **variables: str) -> Iterator[subprocess.Popen[str]]:
+    """`millrace sft` in a directory; whatever the test does, it has ended afterwards."""
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("WANDB_")}
+    process = subprocess.Popen(
+        [sys.executable, "-c", COMMAND.format(trainer=TRAINER), *arguments],
+        cwd=cwd,
+        env={**clean, **variables},
+        stderr=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        yield process
+    finally:
+        process.kill()  # its reaper ends what it has started
+        process.communicate(timeout=60)
+
+
+def values(directory: Path) -> dict[tuple[str, int], float]:
+    """What every session has written; a repetition says the same."""
+    seen: dict[tuple[str, int], float] = {}
+    for row in wandb_files.history(directory):
+        for name, value in row.items():
+            if name not in ("step",) and name[0] != "_":
+                assert seen.setdefault((name, row["step"]), value) == value
+    return seen
+
+
+@pytest.mark.long
+def test_each_value_is_there_once_though_the_exporter_was_killed_and_the_run_went_on(tmp_path: Path) -> None:
+    home = tmp_path / "outputs" / "warm"
+    with start(tmp_path, "--wandb.offline", "--max-steps", "3") as process:
+        block_until(lambda: list(home.glob("wandb/offline-run-*/run-*.wandb")), what="a session")
+        children = psutil.Process(process.pid).children(recursive=True)
+        (exporter,) = (each for each in children if each.cmdline()[-1:] == ["millrace.exports.fine_tuning"])
+        os.killpg(exporter.pid, signal.SIGKILL)
+        block_until(lambda: len(list(home.glob("wandb/offline-run-*/run-*.wandb"))) == 2, what="a second session")
+        (home / "end").touch()
+        _, err = process.communicate(timeout=60)
+    assert process.returncode == 0, err
+    assert "warning: the process that writes to W&B died; it is started again [WANDB_EXPORTER_DIED]" in err
+    assert values(home) == {("loss/mean", step): step / 2 for step in range(3)}
+    with start(tmp_path, "--wandb.offline", "--max-steps", "6") as process:  # it goes on behind step 2
+        _, err = process.communicate(timeout=60)
+    assert process.returncode == 0 and err == ""
+    assert values(home) == {("loss/mean", step): step / 2 for step in range(6)}
+    (run_id,) = {path.stem.removeprefix("run-") for path in home.glob("wandb/offline-run-*/run-*.wandb")}
+    assert run_id == (home / "wandb-id").read_text()
+
+
+@pytest.mark.long
+def test_a_wandb_that_is_down_is_said_and_the_run_ends_well(tmp_path: Path) -> None:
+    down = {"WANDB_BASE_URL": "http://127.0.0.1:9", "WANDB_API_KEY": "0123456789" * 4, "WANDB_INIT_TIMEOUT": "3"}
+    home = tmp_path / "outputs" / "warm"
+    with start(tmp_path, "--wandb.project", "p", "--max-steps", "3", **down) as process:
+        block_until(lambda: (home / "metrics.jsonl").exists(), what="the start")
+        assert process.stderr is not None
+        assert "nothing reaches W&B, the run goes on without it" in process.stderr.readline()
+        process.send_signal(signal.SIGINT)
+        process.communicate(timeout=60)
+    assert process.returncode == 130 and len(read_rows(home / "metrics.jsonl")) == 3
+
+
+def test_a_torn_line_is_not_read_yet(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    assert read_rows(path) == []
+    path.write_text(json.dumps({"step": 4, "loss/mean": 1, "optim/grad_norm": None}) + '\n{"step": 5')
+    (row,) = read_rows(path)
+    assert (row.step, row.values) == (4, {"loss/mean": 1.0})
+    path.write_text('{"step": "x"}\n{"step": 1, "a": 2}\n')
+    assert read_rows(path) == []

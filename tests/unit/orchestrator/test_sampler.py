@@ -1,0 +1,86 @@
+"""A function of the user's own that says which task an ordinal draws."""
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from millrace.config.sections.buffer import BufferConfig
+from millrace.errors import InvalidSpecError
+from millrace.orchestrator.play.buffer import TaskBuffer
+from millrace.orchestrator.play.pools import GroupResult, Pools, Thresholds
+from millrace.orchestrator.play.sampler import Sampler
+from millrace.orchestrator.play.tasks import TaskSource
+
+A, B = TaskSource(env="a", num_tasks=4, digest="x"), TaskSource(env="b", num_tasks=3, digest="y")
+TASKS = {"a": np.arange(4), "b": np.arange(3)}
+
+
+def sampler(function: Callable[..., Any], **kwargs: Any) -> Sampler:
+    return Sampler(function, import_path="own.tasks:fn", kwargs=kwargs, seed=5)
+
+
+def test_it_is_given_what_may_be_drawn_the_step_the_seed_and_its_own_arguments() -> None:
+    seen: list[Any] = []
+
+    def fn(ordinal: int, tasks: Any, **rest: Any) -> tuple[str, int]:
+        seen.append((ordinal, {env: list(indices) for env, indices in tasks.items()}, rest))
+        return "b", 2
+
+    pools = Pools().after(
+        [GroupResult(env="a", task_index=1, reward=1.0)],
+        Thresholds(easy=0.8, hard=0.2),
+        step=1,
+        drawn_below=3,
+        resolved_below=3,
+    )
+    config = BufferConfig(easy_threshold=0.8, hard_threshold=0.2, sampler="own.tasks:fn")
+    drawer = TaskBuffer([A, B], config, seed=5, pools=lambda: pools, sampler=sampler(fn, hardest=True))
+    ref = drawer.task(7)
+    assert (ref.ordinal, ref.env, ref.task_index) == (7, "b", 2)
+    assert seen == [(7, {"a": [0, 2, 3], "b": [0, 1, 2]}, {"step": 1, "seed": 5, "hardest": True})]
+
+
+@pytest.mark.parametrize(
+    ("answer", "says"),
+    [
+        (None, "returned None for ordinal 3, not (environment, index of a task)"),
+        (("a", 1.0), "not (environment, index of a task)"),
+        (("c", 1), "named environment 'c' for ordinal 3; there are a, b"),
+        (("b", 3), "named task 3 of 'b' for ordinal 3, which is not in"),
+        (("b", -1), "named task -1"),
+    ],
+)
+def test_an_answer_that_names_no_task_is_refused(answer: Any, says: str) -> None:
+    with pytest.raises(InvalidSpecError) as raised:
+        sampler(lambda *_, **__: answer).choose(3, TASKS, step=0)
+    [violation] = raised.value.violations
+    assert violation.field == "orchestrator.buffer.sampler" and says in violation.message
+
+
+def test_what_it_raises_is_said() -> None:
+    def fn(*_: Any, **__: Any) -> tuple[str, int]:
+        raise KeyError("difficulty")
+
+    with pytest.raises(InvalidSpecError, match="KeyError"):
+        sampler(fn).choose(0, TASKS, step=0)
+
+
+async def test_a_trial_finds_slow_and_changing_answers() -> None:
+    asked: list[int] = []
+
+    def counts(ordinal: int, tasks: Any, **_: Any) -> tuple[str, int]:
+        asked.append(ordinal)
+        return "a", len(asked) % 4 if len(asked) > 8 else 0
+
+    def sleeps(ordinal: int, tasks: Any, **_: Any) -> tuple[str, int]:
+        time.sleep(0.15)
+        return "a", 0
+
+    await sampler(lambda ordinal, tasks, **_: ("a", ordinal % 4)).try_out([A, B])
+    for function, says in ((counts, "use only its arguments"), (sleeps, "the whole orchestrator waits")):
+        with pytest.raises(InvalidSpecError) as raised:
+            await sampler(function).try_out([A, B])
+        assert says in raised.value.violations[0].message

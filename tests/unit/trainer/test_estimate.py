@@ -1,0 +1,184 @@
+"""The estimate of a run: memory by kind from fake tensors, the keys that bring it down, tokens/s, the command."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import Qwen3Config
+
+from millrace.cli.main import main
+from millrace.config.sections.trainer import TrainerConfig
+from millrace.trainer.estimate.advice import trials
+from millrace.trainer.estimate.estimate import estimate
+from millrace.trainer.estimate.report import KINDS
+from millrace.trainer.estimate.step import Simulated, simulate, simulate_whole
+
+MIB = 2**20
+
+
+def model_config(*, blocks: int = 2, vocabulary: int = 512) -> Qwen3Config:
+    return Qwen3Config(
+        vocab_size=vocabulary,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=blocks,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        tie_word_embeddings=False,
+    )
+
+
+def trainer(*, rows: int = 2, optim: dict[str, Any] | None = None, **model: Any) -> TrainerConfig:
+    tree = {"model": {"name": "x", "seq_len": 64, **model}, "micro_batch_tokens": 64 * rows, "optim": optim or {}}
+    return TrainerConfig.model_validate(tree)
+
+
+@pytest.fixture(scope="module")
+def plain() -> Simulated:
+    return simulate(trainer(), model_config(), num_gpus=0)
+
+
+def test_state_is_what_the_parameters_say(plain: Simulated):
+    size = plain.num_parameters * 4
+    assert plain.num_parameters == sum(p.numel() for p in _real().parameters())
+    assert plain.learning["parameters"] == plain.learning["gradients"] == size
+    assert 2 * size <= plain.learning["optimizer"] < 2 * size + 1000  # a count of steps for each parameter
+    assert plain.learning["activations"] > 0 and plain.learning["logits"] > 0
+
+
+def test_a_long_model_is_the_short_ones_and_arithmetic():
+    config, whole = trainer(), model_config(blocks=8)
+    assert simulate(config, whole, num_gpus=0) == simulate_whole(config, whole, num_gpus=0)
+
+
+def test_each_key_brings_down_what_it_is_for(plain: Simulated):
+    recomputed = simulate(trainer(ac={}), model_config(), num_gpus=0)
+    adapters = simulate(trainer(lora={"rank": 4}), model_config(), num_gpus=0)
+    half = simulate(trainer(rows=1), model_config(), num_gpus=0)
+    assert recomputed.learning["activations"] < plain.learning["activations"]
+    assert adapters.num_trained < adapters.num_parameters / 4
+    assert adapters.learning["optimizer"] < plain.learning["optimizer"] / 4
+    assert half.learning["activations"] < 0.6 * plain.learning["activations"]
+    assert half.learning["optimizer"] == plain.learning["optimizer"]
+
+
+def test_a_gang_shares_its_state_and_gathers_blocks(plain: Simulated):
+    of_four = simulate(trainer(dtype="float32"), model_config(), num_gpus=4)
+    quarter = plain.learning["parameters"] / 4
+    assert quarter <= of_four.learning["parameters"] < quarter + 100  # FSDP has a few numbers of its own
+    assert of_four.learning["gradients"] == plain.learning["gradients"] / 4
+    assert of_four.learning["buffers"] > plain.learning["buffers"]
+    offloaded = simulate(trainer(dtype="float32", fsdp_cpu_offload=True), model_config(), num_gpus=4)
+    assert offloaded.device["optimizer"] == 0
+    assert offloaded.host["optimizer"] == of_four.learning["optimizer"]
+
+
+def _real() -> Any:
+    from transformers import Qwen3ForCausalLM
+
+    return Qwen3ForCausalLM(model_config())
+
+
+def fake_simulate(config: TrainerConfig, num_gpus: int) -> Simulated:
+    """A step whose memory is easy to foresee."""
+    size = 100 // num_gpus
+    size -= 40 if config.model.lora else 0
+    size -= 20 if config.model.ac else 0
+    return Simulated(
+        learning=dict.fromkeys(KINDS, 0) | {"activations": size},
+        stepping=dict.fromkeys(KINDS, 0),
+        elsewhere=frozenset(),
+        num_parameters=1,
+        num_trained=1,
+        flops=None,  # pyright: ignore[reportArgumentType] - not asked for
+        rows=1,
+    )
+
+
+@pytest.mark.parametrize(
+    ("limit", "keys"),
+    [
+        (80, ('trainer.model.ac.mode = "selective"',)),
+        (60, ("trainer.model.lora.rank = 16",)),
+        (
+            40,
+            ('trainer.model.ac.mode = "full"', "trainer.model.fsdp_cpu_offload = true", "trainer.model.lora.rank = 16"),
+        ),
+    ],
+)
+def test_the_first_change_that_fits_is_named(limit: int, keys: tuple[str, ...]):
+    config = trainer(rows=1)
+    tried = list(trials(config, num_gpus=1, limit=limit, simulate=fake_simulate, prefix="trainer."))
+    assert [each.fits for each in tried] == [False] * (len(tried) - 1) + [True]
+    assert tried[-1].keys == keys
+
+
+def test_more_gpus_come_last():
+    tried = list(trials(trainer(rows=1), num_gpus=1, limit=0, simulate=fake_simulate, prefix=""))
+    assert tried[-1].fits and tried[-1].keys[-1] == "--gpus 2"
+
+
+def test_tokens_per_s_come_from_the_formula_of_the_trainers_mfu(tmp_path: Path):
+    model_config().save_pretrained(tmp_path)
+    config = trainer(name=str(tmp_path))
+    found = estimate(config, num_gpus=0, gpu_memory=1, reserve=0, mfu=0.5, tflops=2)
+    flops = simulate(config, model_config(), num_gpus=0).flops
+    assert found.flops_per_token == flops.of_samples([64]) / 64
+    assert found.tokens_per_s == pytest.approx(0.5 * 2e12 / found.flops_per_token)
+
+
+@pytest.fixture
+def run_file(tmp_path: Path) -> Path:
+    file = tmp_path / "rl.toml"
+    orchestrator = "[orchestrator]\nbatch_size = 4\nrollouts_per_example = 2"
+    file.write_text(f'seq_len = 64\n{orchestrator}\n[[orchestrator.env]]\nid = "reverse-text"\n')
+    return file
+
+
+def test_the_command_says_it_as_data(run_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    model_config().save_pretrained(tmp_path / "model")
+    words = ["--model.name", str(tmp_path / "model"), "--trainer.model.lora.rank", "4"]
+    assert main(["estimate", "@", str(run_file), *words, "--gpus", "0", "--format", "json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["fits"] and found["parameters"] > 0
+    assert sum(found["bytes_per_rank"][kind] for kind in KINDS) == found["bytes_per_rank"]["peak"]
+
+
+@pytest.mark.long  # a simulation for each of the changes
+def test_what_does_not_fit_ends_with_1_and_says_what_was_tried(
+    run_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    model_config().save_pretrained(tmp_path / "model")
+    words = ["--model.name", str(tmp_path / "model"), "--gpus", "0"]
+    assert main(["estimate", "@", str(run_file), *words, "--gpu-memory", "0.003", "--reserve", "0"]) == 1
+    out = capsys.readouterr().out
+    assert "does not fit into 0.00 GiB" in out and "trainer.micro_batch_tokens = 64" in out
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--gpus", "some"], "--gpus"),
+        (["--mfu", "40"], "--mfu"),
+        (["--reserve", "81"], "--reserve"),
+    ],
+)
+def test_numbers_that_make_no_sense_are_refused(
+    words: list[str], message: str, run_file: Path, capsys: pytest.CaptureFixture[str]
+):
+    assert main(["estimate", "@", str(run_file), "--model.name", "x", *words]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_model_without_a_config_is_named(run_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    assert main(["estimate", "@", str(run_file), "--model.name", str(tmp_path)]) != 0
+    err = capsys.readouterr().err
+    assert str(tmp_path) in err and "config.json" in err
+
+
+def test_layers_that_are_cut_over_ranks_are_refused(run_file: Path, capsys: pytest.CaptureFixture[str]):
+    words = ["--model.name", "x", "--trainer.model.tp", "2", "--gpus", "2"]
+    assert main(["estimate", "@", str(run_file), *words]) == 2
+    assert "trainer.model.tp" in capsys.readouterr().err

@@ -1,0 +1,38 @@
+"""Rank 0 names the ranks that hold up the gang."""
+
+import json
+import time
+
+from torch import distributed as dist
+
+from millrace.telemetry import waits
+from millrace.trainer.gang.roll_call import RollCall
+
+
+def rank_waits() -> list[str]:
+    return [wait.reason for wait in waits.snapshot("trainer") if wait.reason.startswith("rank ")]
+
+
+def until(reason: str | None) -> None:
+    """Until that wait, or no wait for a rank, is registered; fails after 20 s."""
+    ends = time.monotonic() + 20
+    while rank_waits() != ([reason] if reason else []):
+        assert time.monotonic() < ends, rank_waits()
+        time.sleep(0.05)
+
+
+def test_a_rank_that_waits_for_something_of_its_own_is_named_and_so_is_one_that_is_silent():
+    store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage] - documented, and not in torch's stubs
+    roll_call = RollCall(store, rank=0, world_size=2)
+    roll_call.start()
+    try:
+        store.set("roll-call/1", json.dumps({"count": 1, "pid": 7, "host": "b", "wait": "the object store"}))
+        until("rank 1 of 2 (process 7 on b), which waits for the object store")
+        store.set("roll-call/1", json.dumps({"count": 2, "pid": 7, "host": "b", "wait": ""}))
+        until(None)
+        until("rank 1 of 2 (process 7 on b), which does not show itself")
+        store.set("roll-call/1", "no sign of ours")
+        until(None)
+    finally:
+        roll_call.stop()
+    until(None)
