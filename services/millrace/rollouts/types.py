@@ -89,8 +89,31 @@ def _equal_fields(left: object, right: object) -> bool:
     return True
 
 
+class _TokenColumns:
+    """What a sequence of tokens is, whatever else is known of it: equal where all columns are, and not hashable."""
+
+    __slots__ = ()
+    token_ids: Int32Array
+    loss_mask: Uint8Array
+
+    def __eq__(self, other: object) -> bool:
+        return _equal_fields(self, other) if type(self) is type(other) else NotImplemented
+
+    __hash__ = None  # pyright: ignore[reportAssignmentType] - arrays are not hashable
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens in the sample, prompts included."""
+        return len(self.token_ids)
+
+    @property
+    def num_loss_tokens(self) -> int:
+        """Tokens that the policy sampled."""
+        return int(np.count_nonzero(self.loss_mask))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Sample:
+class Sample(_TokenColumns):
     """One token sequence for the loss, cut from a rollout. All columns have the length T.
 
     `token_ids` int32 [T]; `loss_mask` uint8 [T], 1 where the policy sampled the token; `inference_logprobs` float32 [T]
@@ -105,21 +128,6 @@ class Sample:
     """Its model calls, in order, where the environment gave any turn of the rollout a reward of its own."""
     teacher_logprobs: Float32Array | None = None
     """float32 [T] of the teacher of a distillation, 0 where the mask is 0; kept beside the log (`scores.py`)."""
-
-    def __eq__(self, other: object) -> bool:
-        return _equal_fields(self, other) if isinstance(other, Sample) else NotImplemented
-
-    __hash__ = None  # pyright: ignore[reportAssignmentType] - arrays are not hashable
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens in the sample, prompts included."""
-        return len(self.token_ids)
-
-    @property
-    def num_loss_tokens(self) -> int:
-        """Tokens that the policy sampled."""
-        return int(np.count_nonzero(self.loss_mask))
 
     @property
     def min_version(self) -> int | None:
@@ -270,7 +278,7 @@ class Rollout:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class TrainSample:
+class TrainSample(_TokenColumns):
     """A sample with its per-token advantages and the facts of its rollout: one row of a batch.
 
     `rl_weights` None means 1 where the mask is 1; `ce_weights` None means 0 everywhere (float32 [T] otherwise).
@@ -294,18 +302,3 @@ class TrainSample:
     ce_weights: Float32Array | None = None
     truncation: Truncation = FULL
     reference_kl: float = 0.0
-
-    def __eq__(self, other: object) -> bool:
-        return _equal_fields(self, other) if isinstance(other, TrainSample) else NotImplemented
-
-    __hash__ = None  # pyright: ignore[reportAssignmentType] - arrays are not hashable
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens in the sample, prompts included."""
-        return len(self.token_ids)
-
-    @property
-    def num_loss_tokens(self) -> int:
-        """Tokens that the policy sampled."""
-        return int(np.count_nonzero(self.loss_mask))

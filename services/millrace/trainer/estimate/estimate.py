@@ -30,16 +30,7 @@ def estimate(
     NotFoundError (MODEL_NOT_FOUND) if there is no such config, or none that transformers knows; InvalidSpecError for
     layers, rows or experts that ranks share, which the step on fake tensors does not do.
     """
-    shared = {key: getattr(config.model, key) for key in ("tp", "cp", "ep")}
-    message = (
-        "an estimate does not count layers, rows or experts that ranks share; leave it out for what one rank holds"
-    )
-    if violations := [
-        Violation(field=f"{prefix}model.{key}", value=str(ranks), message=message)
-        for key, ranks in shared.items()
-        if ranks > 1
-    ]:
-        raise InvalidSpecError(violations)
+    _refuse_what_ranks_share(config, prefix=prefix)
     model_config = load_config(config.model.name)
 
     def step(changed: TrainerConfig, gpus: int) -> Simulated:
@@ -69,6 +60,19 @@ def estimate(
         tokens_per_s=speed,
         trials=tried,
     )
+
+
+def _refuse_what_ranks_share(config: TrainerConfig, *, prefix: str) -> None:
+    shared = {key: getattr(config.model, key) for key in ("tp", "cp", "ep")}
+    message = (
+        "an estimate does not count layers, rows or experts that ranks share; leave it out for what one rank holds"
+    )
+    if violations := [
+        Violation(field=f"{prefix}model.{key}", value=str(ranks), message=message)
+        for key, ranks in shared.items()
+        if ranks > 1
+    ]:
+        raise InvalidSpecError(violations)
 
 
 def load_config(name: str) -> Any:
