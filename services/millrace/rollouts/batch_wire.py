@@ -73,6 +73,11 @@ def decode_header(data: bytes) -> batch_pb2.BatchHeader:
     return header
 
 
+def closes_run(header: batch_pb2.BatchHeader) -> bool:
+    """Whether it is a closing header, which says how the run ended and trains nothing."""
+    return header.kind == batch_pb2.BATCH_KIND_CLOSE
+
+
 def check_header(header: batch_pb2.BatchHeader) -> None:
     """Raise `CorruptObjectError` unless the samples tile the chunks exactly and the counts add up."""
     is_known = header.kind != batch_pb2.BATCH_KIND_UNSPECIFIED and header.kind in batch_pb2.BatchKind.values()

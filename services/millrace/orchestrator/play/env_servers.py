@@ -20,8 +20,8 @@ from millrace.errors import (
     UnauthenticatedError,
     UnavailableError,
 )
-from millrace.internal.v1 import env_service_pb2, env_service_pb2_grpc, worker_service_pb2
-from millrace.orchestrator.workers import WorkerRecord, WorkerRegistry
+from millrace.internal.v1 import env_service_pb2, env_service_pb2_grpc
+from millrace.orchestrator.workers import WorkerKind, WorkerRecord, WorkerRegistry
 from millrace.rollouts.request_wire import env_to_wire, group_from_wire, group_to_wire, play_to_wire
 from millrace.rollouts.requests import EnvSpec, PlayedGroup, PlayRequest
 from millrace.rpc.channel import call, open_channel
@@ -88,17 +88,17 @@ class EnvServers:
 
     def alive(self) -> list[str]:
         """Worker ids of the env-servers whose lease holds."""
-        return [record.worker_id for record in self._registry.alive(worker_service_pb2.WORKER_KIND_ENV_SERVER)]
+        return [record.worker_id for record in self._registry.alive(WorkerKind.ENV_SERVER)]
 
     def places_of(self, spec: EnvSpec) -> list[str]:
         """Of those, the ones that may play an environment: they run its image, or announce none if it names none."""
-        records = self._registry.alive(worker_service_pb2.WORKER_KIND_ENV_SERVER)
+        records = self._registry.alive(WorkerKind.ENV_SERVER)
         return [record.worker_id for record in records if record.worker.env_image == spec.image]
 
     def servers_with(self, env: str) -> list[str]:
         """Env-servers that take work and on which `env` is ready, least busy first."""
         ready = self._ready.get(env, set())
-        records = self._registry.accepting(worker_service_pb2.WORKER_KIND_ENV_SERVER)
+        records = self._registry.accepting(WorkerKind.ENV_SERVER)
         found = [r.worker_id for r in sorted(records, key=lambda r: r.num_playing) if r.worker_id in ready]
         return [worker_id for worker_id in found if self._silent_until.get(worker_id, 0.0) <= time.monotonic()]
 
@@ -158,7 +158,7 @@ class EnvServers:
 
     def _no_place(self, spec: EnvSpec) -> str:
         """What an environment waits for that no env-server may play."""
-        records = self._registry.alive(worker_service_pb2.WORKER_KIND_ENV_SERVER)
+        records = self._registry.alive(WorkerKind.ENV_SERVER)
         wanted = f"an env-server that announces image {spec.image}" if spec.image else "an env-server without an image"
         return f"{wanted}; registered: {images_in_words(records)}"
 
@@ -261,7 +261,7 @@ class EnvServers:
         ends = time.monotonic() + RETURN_LIMIT_S
         with waits.waiting("env-servers to come back", waits_on="env-server", deadline_s=RETURN_LIMIT_S):
             while (now := time.monotonic()) < ends:
-                records = self._registry.alive(worker_service_pb2.WORKER_KIND_ENV_SERVER)
+                records = self._registry.alive(WorkerKind.ENV_SERVER)
                 newest = max((record.registered for record in records), default=0.0)
                 if now - newest >= RETURN_PAUSE_S:
                     return
@@ -319,7 +319,7 @@ class EnvServers:
 
     def _stub(self, worker_id: str) -> env_service_pb2_grpc.EnvServiceStub:
         if worker_id not in self._channels:
-            records = self._registry.alive(worker_service_pb2.WORKER_KIND_ENV_SERVER)
+            records = self._registry.alive(WorkerKind.ENV_SERVER)
             address = next((r.worker.address for r in records if r.worker_id == worker_id), None)
             if address is None:
                 raise UnavailableError(
