@@ -84,7 +84,7 @@ def _find(store: "ObjectStore", names: "Names", step: int, *, run: str) -> "Poli
 @click.option("--samples", "with_samples", is_flag=True, help="Prompts, completions, rewards and advantages, too.")
 @click.option(
     "--out", "directory", type=click.Path(path_type=Path, file_okay=False),
-    help="Directory that is written into; exports/RUN if left out.",
+    help="Directory that is written into; exports/UID if left out.",
 )  # fmt: skip
 @click.option("--project", default=None, metavar="NAME", help="With wandb: its project; else that of the run's config.")
 @click.option("--entity", default=None, metavar="NAME", help="With wandb: its user or team.")
@@ -120,13 +120,13 @@ def export(
     if form == "wandb":
         from dataclasses import replace
 
-        from millrace.exports.wandb_run import WandbRun
+        from millrace.exports.live import open_target
 
         made = _wandb_target(objects, names, target)
         made = replace(
             made, samples=with_samples or made.samples, **{key: value for key, value in wandb.items() if value}
         )
-        run = WandbRun(made, samples_of=lambda step: list(read_samples(objects, names, step=step)))
+        run = open_target(made, samples_of=lambda step: list(read_samples(objects, names, step=step)))
         for index, row in enumerate(rows):
             run.write(index, row)
         written = [run.directory]
