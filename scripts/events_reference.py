@@ -243,7 +243,7 @@ FAILURES: Texts = {
     ),
     "ENV_ARGS_INVALID": ("`args` of an environment are no JSON object", "mend `orchestrator.env.args`"),
     "ENV_IMAGE_MISSING": (
-        "no env-server announces the image that `orchestrator.env.image` names",
+        "no env-server announces the image that `orchestrator.env.image` names; or each announces one, and it names none",
         "start one from it with `MILLRACE_ENV_IMAGE` (with the chart: a pool of `envServer.pools`), or correct the key",
     ),
     "ENV_KILLS_WORKERS": (
