@@ -5,9 +5,12 @@ from collections.abc import AsyncIterator
 
 import pytest
 
+from millrace.config import RLConfig
+from millrace.config.load import validate_document
 from millrace.config.sections.orchestrator import NamedEnv
 from millrace.errors import InvalidSpecError, InvalidStateError, UnauthenticatedError, Violation
 from millrace.internal.v1 import env_service_pb2, worker_service_pb2
+from millrace.orchestrator.api.environments import check_environments
 from millrace.orchestrator.play import env_servers
 from millrace.orchestrator.play.env_servers import EnvServers, env_spec
 from millrace.orchestrator.workers import WorkerRegistry
@@ -191,3 +194,19 @@ async def test_what_one_env_server_refuses_another_may_play(pool: EnvServers, mo
     refusing.add("a")
     with pytest.raises(InvalidSpecError, match="is not there on a"):  # a key that every one of them must have
         await pool.open_all([IN_OWN_PYTHON])
+
+
+async def test_an_environment_to_train_on_that_has_no_tasks_is_named_at_submission(
+    registry: WorkerRegistry, monkeypatch
+) -> None:
+    async def answer(*args: object, **options: object) -> object:
+        ready, held_out = env_service_pb2.ENV_STATE_READY, env_service_pb2.TaskSet(num_tasks=3, digest="d")
+        return env_service_pb2.OpenEnvResponse(state=ready, train=env_service_pb2.TaskSet(), eval=held_out, api="v0")
+
+    monkeypatch.setattr(env_servers, "call", answer)
+    orchestrator = {"rollouts_per_example": 2, "env": [{"id": "reverse-text", "name": "text"}]}
+    config = validate_document({"model": {"name": "m"}, "orchestrator": orchestrator})
+    assert isinstance(config, RLConfig)
+    with pytest.raises(InvalidStateError, match=r"'text' .* has no training tasks, and 3 held-out ones") as caught:
+        await check_environments(config, registry)
+    assert caught.value.reason == "ENV_WITHOUT_TASKS"

@@ -47,7 +47,7 @@ IMAGE_REMEDY = (
     "start an env-server from that image with MILLRACE_ENV_IMAGE={image} (with the chart: a pool of envServer.pools), "
     "or correct orchestrator.env.image"
 )
-NO_IMAGE_REMEDY = "start an env-server without MILLRACE_ENV_IMAGE, or set orchestrator.env.image to one that is announced"
+NO_IMAGE_REMEDY = "start an env-server without MILLRACE_ENV_IMAGE, or set orchestrator.env.image to what one announces"
 KILLS_WORKERS = "ENV_KILLS_WORKERS"
 """What an env-server answers of an environment that it has given up, and the reason for which its run fails."""
 _KEY_FIELDS = ("api_key_var", "teacher_key_var")
