@@ -110,6 +110,10 @@ class RunManager:
         claim = self._claims.get(uid)
         return claim.driver.progress() if claim and claim.driver else None
 
+    def holds(self, uid: str) -> bool:
+        """Whether a run is under a claim of this replica, which may last beyond its end: exports write the rest."""
+        return uid in self._claims
+
     def driven(self) -> list[tuple[RunParts, bool]]:
         """The runs that are driven here, and whether their leases are fresh."""
         claims = list(self._claims.values())
@@ -264,7 +268,7 @@ class RunManager:
                     if not driver.is_paused:
                         await exported.finish()
                 finally:
-                    await exported.close()
+                    await exported.close(has_ended=driver.has_ended)
             except Exception as error:  # looked at only: `_safely` is the edge that reports it
                 if _is_gone(all_errors(error)):
                     self._kept_events[uid] = events  # goes on by itself as soon as the log is rebuilt

@@ -109,7 +109,8 @@ class OrchestratorSource:
     def explain(self, name: str) -> dict[str, Any]:
         """Why it does not move, from memory."""
         view = self._known(name)
-        found = explain(view, self._registry, owner=self._owner, name_of=self._name_of)
+        is_held = self._manager.holds(view.record.uid)
+        found = explain(view, self._registry, owner=self._owner, name_of=self._name_of, is_held=is_held)
         ended = view.is_terminal
         return {
             "summary": found.summary,

@@ -25,20 +25,37 @@ NameOf = Callable[[str], str]
 
 
 def explain(
-    view: RunView, registry: WorkerRegistry, *, owner: str, note: str = "", name_of: NameOf = str
+    view: RunView,
+    registry: WorkerRegistry,
+    *,
+    owner: str,
+    note: str = "",
+    name_of: NameOf = str,
+    is_held: bool = False,
 ) -> run_service_pb2.ExplainRunResponse:
-    """Collect what the run's processes wait for; `note` says why the view may be old."""
+    """Collect what the run's processes wait for; `note` says why the view may be old.
+
+    A run that has ended has waits as long as this orchestrator still holds it (`is_held`): its exports write the rest.
+    """
     if view.is_terminal:
         ended = f"run {view.record.name} has ended as {state_name(view.status.state)}"
         if (error := view.status.error) is not None:
             ended += f": {error.message} [{error.reason}]"
-        return run_service_pb2.ExplainRunResponse(summary=ended)
+        last = _last_waits(view.record.uid, owner) if is_held else []
+        ended = "; ".join([ended, *(f"{wait.owner} waits for {wait.reason}" for wait in last)])
+        return run_service_pb2.ExplainRunResponse(waits=last, summary=ended)
     uid = view.record.uid
     found = components(uid, registry, owner=owner)
     shown = [wait for component in found for wait in _collapsed(component.waits)]
     shown.sort(key=lambda wait: -wait.age_s)
     summary = _summary(view, registry, found, owner=owner, name_of=name_of)
     return run_service_pb2.ExplainRunResponse(waits=to_proto(shown), summary=f"{note}; {summary}" if note else summary)
+
+
+def _last_waits(uid: str, owner: str) -> list[event_pb2.Wait]:
+    """What this orchestrator still waits for before it gives back a run that has ended."""
+    found = [wait for wait in to_proto(waits.snapshot(owner)) if wait.run_uid == uid]
+    return found or [event_pb2.Wait(owner=owner, reason="the last objects of the run to be written", run_uid=uid)]
 
 
 def unanswered(owner: str) -> str:
