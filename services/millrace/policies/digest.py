@@ -22,8 +22,11 @@ _MASK = (1 << 64) - 1
 BLOCK_ELEMENTS = 1 << 14  # five scratch arrays of 8 bytes per element: they stay in a core's second-level cache
 _SHARE_ELEMENTS = 1 << 22  # what one thread digests at a time: some 25 ms
 _MAX_THREADS = 8
-_INDEX_KEY = 0x9E3779B97F4A7C15
-_LANE_KEYS = (np.uint64(0xD1B54A32D192ED03), np.uint64(0x8CB92BA72F3D8DD7))
+INDEX_KEY = 0x9E3779B97F4A7C15
+LANE_KEYS = (np.uint64(0xD1B54A32D192ED03), np.uint64(0x8CB92BA72F3D8DD7))
+MIX = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))
+"""SplitMix64's finaliser: shifts, each with the factor behind it. `LAST_SHIFT` ends it."""
+LAST_SHIFT = 31
 _ONE = np.uint64(1)
 
 
@@ -117,19 +120,19 @@ class _Mixer:
     def __init__(self, size: int, digest: int = 0) -> None:
         self._lanes = [digest >> 64, digest & _MASK]
         self._ramp = np.arange(size, dtype=np.uint64)
-        self._ramp *= np.uint64(_INDEX_KEY)
+        self._ramp *= np.uint64(INDEX_KEY)
         self._place, self._odd, self._held, self._mixed, self._scratch = np.empty((5, size), np.uint64)
 
     def place_range(self, first: int, count: int) -> None:
         """What is added next lies at the elements `first` .. `first + count`."""
         place = self._place[:count]
-        np.add(self._ramp[:count], np.uint64(first * _INDEX_KEY & _MASK), out=place)
+        np.add(self._ramp[:count], np.uint64(first * INDEX_KEY & _MASK), out=place)
         self._set_place(place)
 
     def place_at(self, positions: NDArray[np.int64]) -> None:
         """What is added next lies at the elements `positions`."""
         place = self._place[: positions.size]
-        np.multiply(positions.view(np.uint64), np.uint64(_INDEX_KEY), out=place)
+        np.multiply(positions.view(np.uint64), np.uint64(INDEX_KEY), out=place)
         self._set_place(place)
 
     def add(self, bits: NDArray[np.unsignedinteger], *, sign: int = 1) -> None:
@@ -138,7 +141,7 @@ class _Mixer:
         held, mixed = self._held[:count], self._mixed[:count]
         held[:] = bits  # widening in one go is faster than inside an operation
         held ^= self._place[:count]
-        for lane, key in enumerate(_LANE_KEYS):
+        for lane, key in enumerate(LANE_KEYS):
             np.multiply(self._odd[:count], key, out=mixed)
             mixed += held
             self._mix(mixed)
@@ -155,8 +158,7 @@ class _Mixer:
     def _mix(self, x: NDArray[np.uint64]) -> None:
         """SplitMix64's finaliser in place; arithmetic wraps modulo 2**64."""
         shifted = self._scratch[: x.size]
-        x ^= np.right_shift(x, np.uint64(30), out=shifted)
-        x *= np.uint64(0xBF58476D1CE4E5B9)
-        x ^= np.right_shift(x, np.uint64(27), out=shifted)
-        x *= np.uint64(0x94D049BB133111EB)
-        x ^= np.right_shift(x, np.uint64(31), out=shifted)
+        for shift, factor in MIX:
+            x ^= np.right_shift(x, np.uint64(shift), out=shifted)
+            x *= np.uint64(factor)
+        x ^= np.right_shift(x, np.uint64(LAST_SHIFT), out=shifted)

@@ -172,7 +172,7 @@ class Gang:
             mesh = self.layout.mesh(self.device)
             arguments["mesh"] = self.layout.data_mesh(mesh)
             if self.layout.tp > 1:
-                model.to(self.device)
+                _move_unless_empty(model, self.device)
                 cut_layers(model, mesh[TENSOR])
             if self.layout.cp > 1:
                 cut_rows(model, self.layout.piece_mesh(self.device))
@@ -231,6 +231,12 @@ def _init_group(device: torch.device, store: Store, *, rank: int, world_size: in
     dist.init_process_group(
         backend, store=store, rank=rank, world_size=world_size, timeout=_COLLECTIVE_TIMEOUT, device_id=bound
     )
+
+
+def _move_unless_empty(model: nn.Module, device: torch.device) -> None:
+    """Move a model that has its weights; one on the meta device is filled where it shall be."""
+    if not any(parameter.is_meta for parameter in model.parameters()):
+        model.to(device)
 
 
 def _require_group(device: torch.device) -> bool:

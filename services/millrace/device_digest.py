@@ -1,0 +1,62 @@
+"""Digests of tensors where they lie: those of `policies.digest`, computed by torch on the tensors' own device.
+
+A GPU digests at the speed of its memory what the host would first have to copy, and then needs a processor minute for;
+for tensors on a CPU numpy is faster, and is what is used for them.
+"""
+
+import torch
+
+from millrace.policies.digest import INDEX_KEY, LANE_KEYS, LAST_SHIFT, MIX, bits_digest, placed_digest
+
+_BLOCK_ELEMENTS = 1 << 24
+"""Elements at a time; each takes 40 bytes meanwhile."""
+_LANE = 1 << 64
+_WIDTHS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def device_digest(tensor: torch.Tensor, *, start: int = 0, positions: torch.Tensor | None = None) -> int:
+    """The digest of a tensor's elements in row-major order, of which the first has index `start` in the whole.
+
+    With `positions` int64 [N], on the same device, these are the indices instead. Waits for the device.
+    """
+    flat = tensor.detach().reshape(-1)
+    if not flat.numel():
+        return 0
+    bits = flat.view(_WIDTHS[flat.element_size()])
+    if bits.device.type == "cpu":
+        numbers = bits.numpy().view(f"u{bits.element_size()}")
+        return bits_digest(numbers, start=start) if positions is None else placed_digest(numbers, positions.numpy())
+    return torch_digest(bits, start=start, positions=positions)
+
+
+def torch_digest(bits: torch.Tensor, *, start: int = 0, positions: torch.Tensor | None = None) -> int:
+    """The same of flat element bits as signed integers, on whatever device they are."""
+    lanes = torch.zeros(len(LANE_KEYS), dtype=torch.int64, device=bits.device)
+    unsigned = -1 if bits.element_size() == 8 else (1 << 8 * bits.element_size()) - 1
+    for begin in range(0, bits.numel(), _BLOCK_ELEMENTS):
+        block = bits[begin : begin + _BLOCK_ELEMENTS].to(torch.int64) & unsigned  # widened with zeros
+        if positions is None:
+            place = torch.arange(start + begin, start + begin + block.numel(), device=bits.device)
+        else:
+            place = positions[begin : begin + _BLOCK_ELEMENTS]
+        place = _mix(place * _signed(INDEX_KEY))
+        odd = place | 1
+        block ^= place
+        for lane, key in enumerate(LANE_KEYS):
+            lanes[lane] += _mix(odd * _signed(int(key)) + block).sum()
+    high, low = (lane % _LANE for lane in lanes.tolist())
+    return high << 64 | low
+
+
+def _mix(x: torch.Tensor) -> torch.Tensor:
+    """SplitMix64's finaliser in place, modulo 2**64; shifts fill with zeros."""
+    for shift, factor in MIX:
+        x ^= (x >> shift) & ((1 << 64 - shift) - 1)
+        x *= _signed(factor)
+    x ^= (x >> LAST_SHIFT) & ((1 << 64 - LAST_SHIFT) - 1)
+    return x
+
+
+def _signed(number: int) -> int:
+    """The same 64 bits as a signed number."""
+    return number - _LANE if number >= _LANE // 2 else number
