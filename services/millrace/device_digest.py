@@ -48,6 +48,11 @@ def torch_digest(bits: torch.Tensor, *, start: int = 0, positions: torch.Tensor 
     return high << 64 | low
 
 
+def mixed(numbers: torch.Tensor, *, salt: int) -> torch.Tensor:
+    """int64 bits that look random, of numbers int64 and a salt; for what has to come out the same again."""
+    return _mix((numbers + 1) * _signed(INDEX_KEY) + _signed(salt * int(LANE_KEYS[0]) % _LANE))
+
+
 def _mix(x: torch.Tensor) -> torch.Tensor:
     """SplitMix64's finaliser in place, modulo 2**64; shifts fill with zeros."""
     for shift, factor in MIX:

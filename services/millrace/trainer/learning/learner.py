@@ -33,7 +33,7 @@ from millrace.trainer.model.lora import (
     trained_tensors,
 )
 from millrace.trainer.model.memory import Sharding
-from millrace.trainer.model.pretrained import resolve_dtype, resolve_publish_dtype
+from millrace.trainer.model.pretrained import resolve_compute_dtype, resolve_publish_dtype
 from millrace.trainer.model.trained import build_model
 
 
@@ -84,7 +84,7 @@ class Learner:
         loss_of = loss_function(trainer.loss, code)
         determinism = resolve_determinism(trainer.determinism, is_compiled=trainer.model.compile is not None)
         is_strict = set_determinism(determinism, seed=config.seed, device=gang.device)
-        compute_dtype = resolve_dtype(trainer.model.dtype, device=gang.device)
+        compute_dtype = resolve_compute_dtype(trainer.model, device=gang.device)
         is_proved = trainer.loss.kl is not None
         built = build_model(
             trainer.model, directory, gang=gang, seed=config.seed, prefix="trainer.model", is_proved=is_proved
@@ -102,7 +102,11 @@ class Learner:
             gang=gang,
             model=model,
             optimizer=PolicyOptimizer(
-                model, optim=trainer.optim, scheduler=trainer.scheduler, max_steps=trainer.max_steps
+                model,
+                optim=trainer.optim,
+                scheduler=trainer.scheduler,
+                max_steps=trainer.max_steps,
+                offloads_state=trainer.model.optim_cpu_offload,
             ),
             is_strict=is_strict,
             loss_of=loss_of,
@@ -124,7 +128,7 @@ class Learner:
         return Utilization.of(
             self.model,
             tflops=self.config.peak_tflops,
-            compute_dtype=resolve_dtype(self.config.model.dtype, device=self.gang.device),
+            compute_dtype=resolve_compute_dtype(self.config.model, device=self.gang.device),
             device=self.gang.device,
             world_size=self.gang.world_size,
         )

@@ -99,10 +99,16 @@ def resolve_dtype(name: str, *, device: torch.device) -> torch.dtype:
     return {"float32": torch.float32, "bfloat16": torch.bfloat16}[name]
 
 
+def resolve_compute_dtype(model: TrainerModelConfig | SFTModelConfig, *, device: torch.device) -> torch.dtype:
+    """Number format of forward and backward: bfloat16 wherever the weights that are stepped are in it."""
+    return resolve_dtype("bfloat16" if model.optimization_dtype == "bfloat16" else model.dtype, device=device)
+
+
 def resolve_publish_dtype(model: TrainerModelConfig | SFTModelConfig, *, device: torch.device) -> torch.dtype:
     """Number format of published policies; `auto` is what the trainer computes in."""
-    choice = model.dtype if model.publish_dtype == "auto" else model.publish_dtype
-    return resolve_dtype(choice, device=device)
+    if model.publish_dtype == "auto":
+        return resolve_compute_dtype(model, device=device)
+    return resolve_dtype(model.publish_dtype, device=device)
 
 
 def policy_tensors(model: nn.Module, *, dtype: torch.dtype, version: int = 0) -> Iterator[tuple[str, TensorBytes]]:

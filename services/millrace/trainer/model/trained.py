@@ -17,15 +17,15 @@ from millrace.trainer.gang.distributed import Gang
 from millrace.trainer.model.compiled import compile_blocks
 from millrace.trainer.model.fit import fit_layout
 from millrace.trainer.model.lora import add_adapters, published_tensors, round_base, round_filled
-from millrace.trainer.model.memory import Sharding, checkpoint_activations
-from millrace.trainer.model.pretrained import load_model, resolve_dtype, resolve_publish_dtype
+from millrace.trainer.model.memory import Sharding, checkpoint_activations, hold_weights
+from millrace.trainer.model.pretrained import load_model, resolve_compute_dtype, resolve_publish_dtype
 from millrace.trainer.model.sharded_loading import empty_model, fill_model
 from millrace.trainer.model.snapshot import published_share
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainedModel:
-    """`adapter` says what is adapted, if adapters are trained. `base_digest` (hex) is version 0's, where it is known."""
+    """`adapter` says what is adapted, if anything is; `base_digest` (hex) is version 0's, where it is known."""
 
     model: nn.Module
     adapter: AdapterSpec | None
@@ -47,9 +47,10 @@ def build_model(
     before anything is read of the weights.
     """
     gang.lay_out(fit_layout(config, directory, world_size=gang.world_size, prefix=prefix))
-    compute_dtype = resolve_dtype(config.dtype, device=gang.device)
+    compute_dtype = resolve_compute_dtype(config, device=gang.device)
     publish_dtype = resolve_publish_dtype(config, device=gang.device)
     model, adapter = open_model(directory, gang=gang), None
+    hold_weights(model, config)
     if config.lora is not None:
         round_base(model, config.lora, publish_dtype=publish_dtype, compute_dtype=compute_dtype)
         adapter = add_adapters(model, config.lora, seed=seed)

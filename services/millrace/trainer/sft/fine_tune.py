@@ -38,7 +38,7 @@ from millrace.trainer.model.compiled import take_failures
 from millrace.trainer.model.lora import set_learning
 from millrace.trainer.model.pretrained import (
     load_tokenizer,
-    resolve_dtype,
+    resolve_compute_dtype,
     resolve_model_directory,
     resolve_publish_dtype,
 )
@@ -105,7 +105,13 @@ def run_sft(config: SFTConfig, *, gang: Gang, on_step: Callable[[SFTStep], None]
         require_mergeable(model)
         seed_rank(config.seed, rank=gang.layout.draw(gang.rank))  # the adapters' dropout
     max_steps = config.max_steps or data.steps_per_pass
-    optimizer = PolicyOptimizer(model, optim=config.optim, scheduler=config.scheduler, max_steps=max_steps)
+    optimizer = PolicyOptimizer(
+        model,
+        optim=config.optim,
+        scheduler=config.scheduler,
+        max_steps=max_steps,
+        offloads_state=config.model.optim_cpu_offload,
+    )
     output = Path(config.output_dir) / (config.run.name or "sft")
     output.mkdir(parents=True, exist_ok=True)
     checkpoints = SFTCheckpoints(
@@ -247,7 +253,7 @@ class _Learner:
         self._gang = gang
         self._model = model
         self._optimizer = optimizer
-        dtype = resolve_dtype(config.model.dtype, device=gang.device)
+        dtype = resolve_compute_dtype(config.model, device=gang.device)
         self._packing = packing_of(model, config.pack, is_strict=is_strict, compute_dtype=dtype, device=gang.device)
         self._utilization = Utilization.of(
             model,

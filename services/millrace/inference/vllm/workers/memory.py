@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -74,12 +75,11 @@ class Write:
             box = box_of(parameter, self.region)
             box.copy_(source)
             wrong = 0 if torch.equal(box, source) else int((box != source).sum())
-        elif self.staged is not None:
-            wrong = scatter(flat_bits(parameter), *self.staged)
-        else:  # numpy takes a fifth of the time that torch's indexing takes
-            held = _as_numpy(flat_bits(parameter))
-            held[self.index] = self.bits
-            wrong = int(np.count_nonzero(held[self.index] != self.bits))
+        else:
+            flat = flat_bits(parameter)
+            index, bits = self.staged or (self.index, self.bits)
+            scatter(flat, index, bits)
+            wrong = count_other(flat, index, bits)
         if wrong:
             raise mismatch(f"the engine holds other bits than were written at {wrong} elements of {self.region.tensor}")
 
@@ -178,10 +178,19 @@ def gather(flat: torch.Tensor, index: NDArray[np.int64]) -> Bits:
     return _as_numpy(flat[torch.from_numpy(index).to(flat.device)].cpu())
 
 
-def scatter(flat: torch.Tensor, index: torch.Tensor, bits: torch.Tensor) -> int:
-    """Write these bits at these places of a tensor, all on one device; how many are not there afterwards."""
-    flat[index] = bits
-    return int(torch.count_nonzero(flat[index] != bits))
+def scatter(flat: torch.Tensor, index: Any, bits: Any) -> None:
+    """Write bits at places of a tensor: both arrays for one on a CPU, and both tensors on its device for any other."""
+    if isinstance(bits, torch.Tensor):
+        flat[index] = bits
+    else:  # numpy takes a fifth of the time that torch's indexing takes
+        _as_numpy(flat)[index] = bits
+
+
+def count_other(flat: torch.Tensor, index: Any, bits: Any) -> int:
+    """How many of these places of a tensor hold other bits."""
+    if isinstance(bits, torch.Tensor):
+        return int(torch.count_nonzero(flat[index] != bits))
+    return int(np.count_nonzero(_as_numpy(flat)[index] != bits))
 
 
 def _as_numpy(flat: torch.Tensor) -> Bits:
