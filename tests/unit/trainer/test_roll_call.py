@@ -1,6 +1,7 @@
 """Rank 0 names the ranks that hold up the gang."""
 
 import json
+import os
 import time
 
 from torch import distributed as dist
@@ -36,3 +37,13 @@ def test_a_rank_that_waits_for_something_of_its_own_is_named_and_so_is_one_that_
     finally:
         roll_call.stop()
     until(None)
+
+
+def test_a_rank_is_known_before_its_thread_gets_a_turn():
+    store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage] - documented, and not in torch's stubs
+    roll_call = RollCall(store, rank=1, world_size=2)
+    roll_call.start()
+    try:
+        assert json.loads(store.get("roll-call/1"))["pid"] == os.getpid()
+    finally:
+        roll_call.stop()

@@ -59,7 +59,8 @@ class RollCall:
         self._thread = threading.Thread(target=self._run, name="roll-call", daemon=True)
 
     def start(self) -> None:
-        """Begin, in a thread."""
+        """Show this rank, so that it can be described from the first moment on, and go on in a thread."""
+        self._store.set(_key(self._rank), _shown(0))
         self._thread.start()
 
     def stop(self) -> None:
