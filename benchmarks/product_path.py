@@ -5,8 +5,8 @@
 The model has the shape of Qwen3-0.6B (596 M parameters, vocabulary 151,936, tied), random weights and no tokenizer. The
 trainer holds float32 masters and an optimizer state in bfloat16, and publishes bfloat16: version 0 whole, and version
 1, after one step of AdamW, as a delta. Then a replica with the embedded engine fetches, proves and serves both. All
-parts are those that a run uses, on a store in a directory; each process is started when the one before has ended, so that
-one at a time is in memory. CPU seconds tell more than wall time on a shared machine.
+parts are those that a run uses, on a store in a directory; each process is started when the one before has ended, so
+that one at a time is in memory. CPU seconds tell more than wall time on a shared machine.
 """
 
 import argparse

@@ -25,6 +25,7 @@ from millrace.trainer.learning.optimizer import PolicyOptimizer
 from millrace.trainer.learning.packing import packing_of
 from millrace.trainer.learning.plan import Packing
 from millrace.trainer.learning.reference import Reference, StartModel, UnadaptedModel
+from millrace.trainer.learning.trained import build_model
 from millrace.trainer.losses import LossFunction, LossInputs, loss_function, token_losses
 from millrace.trainer.model.lora import (
     is_adapted,
@@ -34,7 +35,6 @@ from millrace.trainer.model.lora import (
 )
 from millrace.trainer.model.memory import Sharding
 from millrace.trainer.model.pretrained import resolve_compute_dtype, resolve_publish_dtype
-from millrace.trainer.model.trained import build_model
 
 
 class LearnerConfig(Protocol):

@@ -12,10 +12,10 @@ from torch import nn
 from millrace.trainer.gang.distributed import Gang
 from millrace.trainer.learning.batch import MicroBatch
 from millrace.trainer.learning.forward import token_logprobs
+from millrace.trainer.learning.trained import fill_opened, open_model
 from millrace.trainer.model.attention import use_varlen_kernel
 from millrace.trainer.model.lora import without_adapters
 from millrace.trainer.model.memory import Sharding
-from millrace.trainer.model.trained import fill_opened, open_model
 
 
 class Reference(Protocol):

@@ -33,6 +33,7 @@ from millrace.trainer.learning.forward import token_logprobs
 from millrace.trainer.learning.optimizer import PolicyOptimizer
 from millrace.trainer.learning.packing import packing_of
 from millrace.trainer.learning.plan import in_order, plan_micro_batches
+from millrace.trainer.learning.trained import build_model
 from millrace.trainer.losses import token_losses, total_loss
 from millrace.trainer.model.compiled import take_failures
 from millrace.trainer.model.lora import set_learning
@@ -42,7 +43,6 @@ from millrace.trainer.model.pretrained import (
     resolve_model_directory,
     resolve_publish_dtype,
 )
-from millrace.trainer.model.trained import build_model
 from millrace.trainer.sft.checkpoints import SFTCheckpoints
 from millrace.trainer.sft.encoder import RowEncoder
 from millrace.trainer.sft.order import Order, mix, take_full, take_rows
