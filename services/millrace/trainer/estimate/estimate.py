@@ -41,9 +41,7 @@ def estimate(
         for key, ranks in shared.items()
         if ranks > 1
     ]
-    violations = violations or RankLayout.violations(
-        config.model, world_size=max(num_gpus, 1), prefix=f"{prefix}model"
-    )
+    violations = violations or RankLayout.violations(config.model, world_size=max(num_gpus, 1), prefix=f"{prefix}model")
     if violations:
         raise InvalidSpecError(violations)
     model_config = load_config(config.model.name)
