@@ -243,7 +243,7 @@ FAILURES: Texts = {
     ),
     "ENV_ARGS_INVALID": ("`args` of an environment are no JSON object", "mend `orchestrator.env.args`"),
     "ENV_IMAGE_MISSING": (
-        "no env-server announces the image that `orchestrator.env.image` names",
+        "no env-server announces the image that `orchestrator.env.image` names, or all have one and it is not set",
         "start one from it with `MILLRACE_ENV_IMAGE` (with the chart: a pool of `envServer.pools`), or correct the key",
     ),
     "ENV_KILLS_WORKERS": (
@@ -263,6 +263,10 @@ FAILURES: Texts = {
         "see `docs/guides/first_environment.md`",
     ),
     "ENV_NOT_FOUND": ("no such module on the env-servers", "install the environment's package there"),
+    "ENV_WITHOUT_TASKS": (
+        "an environment to train on has no training tasks",
+        "see what its `args` select; one that has held-out tasks alone belongs under `orchestrator.eval.env`",
+    ),
     "EVAL_FAILED": (
         "no rollout of the first or the last evaluation finished",
         "as for `rollouts_failed`",

@@ -86,6 +86,28 @@ def test_what_models_wrote_is_text(page):
     assert page.complaints == []
 
 
+def test_a_curve_of_rounding_errors_is_a_line(page):
+    """Between 0.3 and 0.1 + 0.2 there is no room for ticks: looking for them never ended."""
+    opened(page, "/", "text=ended-1")
+    num_ticks = page.evaluate(
+        """async () => {
+          const { chart } = await import("/static/charts.js");
+          const drawn = chart("t", [{ name: "a", points: [[0, 0.3], [1, 0.1 + 0.2]] }]);
+          document.body.append(drawn);
+          await new Promise((done) => setTimeout(done, 300));
+          return drawn.querySelectorAll("text.tick").length;
+        }"""
+    )
+    assert 2 < num_ticks < 12
+    assert page.complaints == []
+
+
+def test_reasoning_without_an_end_freezes_no_page(page, run_writer):
+    run_writer.step(STEPS, ["<think>" * 9000])
+    page.goto(page.base + f"/runs/{RUN}/samples/{STEPS}-0")
+    page.wait_for_selector(".message.assistant", timeout=10_000)
+
+
 def test_a_long_line_is_folded_and_opens(page):
     at = next(at for at, said in enumerate(HOSTILE) if len(said) > 10_000)
     opened(page, f"/runs/{RUN}/samples/2-{at}", ".more")

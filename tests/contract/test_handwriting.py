@@ -15,10 +15,14 @@ SERVICES = TESTS.parent / "services" / "millrace"
 OBJECT = re.compile(r"[A-Z][a-z]+,? (?:an?|the|its?|what|all|every|each|this|one|them|for|with the)\b")
 
 
-def _modules() -> Iterator[tuple[str, ast.Module]]:
-    for path in sorted(SERVICES.rglob("*.py")):
-        if not path.stem.endswith(("_pb2", "_pb2_grpc")):
-            yield str(path.relative_to(SERVICES)), ast.parse(path.read_text())
+Modules = list[tuple[str, ast.Module]]
+
+
+@pytest.fixture(scope="module")
+def modules() -> Modules:
+    """Every module of the services with its tree, which takes seconds to parse and much memory to keep."""
+    paths = [path for path in sorted(SERVICES.rglob("*.py")) if not path.stem.endswith(("_pb2", "_pb2_grpc"))]
+    return [(str(path.relative_to(SERVICES)), ast.parse(path.read_text())) for path in paths]
 
 
 def _docstrings(tree: ast.Module) -> Iterator[tuple[int, str]]:
@@ -42,10 +46,10 @@ def _imperative(verb: str) -> set[str]:
     return {verb[:-1], verb[:-2], f"{verb[:-3]}y"} - {""}
 
 
-def test_loggers_are_called_logger() -> None:
+def test_loggers_are_called_logger(modules: Modules) -> None:
     wrong = [
         f"{module}:{node.lineno}"
-        for module, tree in _modules()
+        for module, tree in modules
         for node in ast.walk(tree)
         if isinstance(node, ast.Assign)
         and isinstance(node.value, ast.Call)
@@ -55,18 +59,18 @@ def test_loggers_are_called_logger() -> None:
     assert not wrong, f"write `logger = logging.getLogger(__name__)`: {wrong}"
 
 
-def test_logging_is_the_standard_library_s() -> None:
+def test_logging_is_the_standard_library_s(modules: Modules) -> None:
     wrong = [
         f"{module}:{node.lineno}"
-        for module, tree in _modules()
+        for module, tree in modules
         for node in ast.walk(tree)
         if isinstance(node, ast.ImportFrom) and any(alias.name in ("logging", "getLogger") for alias in node.names)
     ]
     assert not wrong, f"write `import logging`, and take `setup` and `bind` from `millrace.telemetry.logging`: {wrong}"
 
 
-def test_docstrings_are_imperative() -> None:
-    texts = [(f"{module}:{line}", text) for module, tree in _modules() for line, text in _docstrings(tree)]
+def test_docstrings_are_imperative(modules: Modules) -> None:
+    texts = [(f"{module}:{line}", text) for module, tree in modules for line, text in _docstrings(tree)]
     begun = {_first_word(text) for _, text in texts} | {"Return", "Raise"}
     third_person = [
         f"{place}: {text.splitlines()[0]}"
@@ -83,10 +87,10 @@ def test_the_third_person_is_known(verb: str, imperative: str) -> None:
     assert imperative in _imperative(verb)
 
 
-def test_private_names_stay_in_their_module() -> None:
+def test_private_names_stay_in_their_module(modules: Modules) -> None:
     taken = [
         f"{module}:{node.lineno}: {alias.name} of {node.module}"
-        for module, tree in _modules()
+        for module, tree in modules
         for node in ast.walk(tree)
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("millrace")
         for alias in node.names

@@ -30,13 +30,15 @@ def _is_race(node: ast.AST) -> bool:
     return isinstance(node, ast.Attribute | ast.Name) and ast.unparse(node).endswith("FIRST_COMPLETED")
 
 
+@pytest.fixture(scope="module")
+def trees() -> dict[str, ast.Module]:
+    """Every module of the services, parsed once."""
+    return {path.relative_to(ROOT).as_posix(): ast.parse(path.read_text()) for path in ROOT.rglob("*.py")}
+
+
 @pytest.mark.parametrize(("home", "is_written"), [("race.py", _is_race), ("backoff.py", _is_growing_delay)])
-def test_it_is_written_in_its_home_alone(home: str, is_written) -> None:  # type: ignore[no-untyped-def]
-    found = {
-        path.relative_to(ROOT).as_posix()
-        for path in ROOT.rglob("*.py")
-        if any(is_written(node) for node in ast.walk(ast.parse(path.read_text())))
-    }
+def test_it_is_written_in_its_home_alone(home: str, is_written, trees: dict[str, ast.Module]) -> None:  # type: ignore[no-untyped-def]
+    found = {name for name, tree in trees.items() if any(is_written(node) for node in ast.walk(tree))}
     assert found == {home}, f"use `millrace.{home.removesuffix('.py')}`"
 
 

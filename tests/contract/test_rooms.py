@@ -2,6 +2,7 @@
 
 import ast
 import functools
+import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -95,6 +96,14 @@ def _rooms(package: str) -> Graph:
 def test_a_package_is_not_crowded(package: str) -> None:
     modules = [name for name in _inside(package) if _room(package, name) == name and name not in PACKAGES]
     assert len(modules) <= MOST_MODULES, f"{package} has {len(modules)} modules: give those of one purpose a package"
+
+
+def test_the_architecture_names_every_room() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "architecture.md").read_text().partition("\n## Rooms\n")[2]
+    rows = dict(re.findall(r"^\| `(\w+)` \| (.*) \|$", text, re.MULTILINE))
+    assert len(rows) > 10
+    rooms = [name.split(".")[1:] for name in PACKAGES if name.count(".") == 2]
+    assert not [f"{package}.{room}" for package, room in rooms if f"`{room}`" not in rows.get(package, "")]
 
 
 def test_modules_do_not_import_each_other_in_a_circle() -> None:

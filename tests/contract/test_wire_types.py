@@ -12,7 +12,7 @@ ROOT = Path(millrace.__file__).parent
 CALLS = re.compile(r"\b(\w+_service|env_worker)_pb2\b")
 EDGES = {
     "client/": "the public client",
-    "cli/commands/look/lineage.py": "shows what the client answered, or the same made from files",
+    "cli/commands/run/lineage.py": "shows what the client answered, or the same made from files",
     "cli/view/lineage.py": "prints the same",
     "cli/view/output.py": "prints what the client answered",
     "dashboard/messages.py": "makes the answers of ListMetrics, ListRollouts and GetLineage",
@@ -29,7 +29,6 @@ EDGES = {
     "orchestrator/drive/policy_driver.py": "a client of replicas",
     "orchestrator/drive/trainer_watch.py": "reads what trainers say in their heartbeats",
     "orchestrator/explain/why.py": "makes the answer of ExplainRun",
-    "orchestrator/manager.py": "looks registered workers up by their kind",
     "orchestrator/play/env_servers.py": "a client of env-servers",
     "orchestrator/runs/forks.py": "turns a ForkRun into a CreateRun",
     "orchestrator/runs/new_run.py": "reads the request of CreateRun",

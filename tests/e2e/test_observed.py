@@ -19,6 +19,8 @@ pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
 DASHBOARD = Path(__file__).parents[2] / "charts" / "millrace" / "files" / "grafana-dashboard.json"
 STEPS = 30
 WITHIN_S = 500.0
+SLOW_FROM = 10
+"""From this step on the collector answers nothing until the run has ended and its command waits for that."""
 VARIABLES = {"$namespace": "test", "$run": ".*", "$__rate_interval": "1m"}
 """As Grafana fills them in: everything, and a window of several scrapes."""
 
@@ -54,7 +56,7 @@ def test_the_dashboards_queries_and_a_collector_get_what_they_ask_of_a_live_run(
     collector, missing, scraped, has_killed = Collector(), queries(), False, False
     assert len(missing) > 15 and not any("$" in expression for expression in missing.values())
     with prometheus(tmp_path / "prometheus") as server, collecting(collector):
-        variables = {"OTEL_EXPORTER_OTLP_ENDPOINT": collector.url}
+        variables = {"OTEL_EXPORTER_OTLP_ENDPOINT": collector.url, "OTEL_EXPORTER_OTLP_TIMEOUT": "60"}
         argv = ("rl", "@", warm.rl_toml, "--name", "observed", "--max-steps", str(STEPS))
         with warm.following(*argv, stdout=(tmp_path / "out").open("w"), env=variables) as process:
             ends = time.monotonic() + WITHIN_S
@@ -66,6 +68,10 @@ def test_the_dashboards_queries_and_a_collector_get_what_they_ask_of_a_live_run(
                 if scraped and not has_killed and server.query("millrace_orchestrator_step >= 3"):
                     kill_env_worker(warm.path)
                     has_killed = True
+                if "waiting for the collector of traces" in (tmp_path / "out").read_text():
+                    collector.answers.set()
+                elif server.query(f"millrace_orchestrator_step >= {SLOW_FROM}"):
+                    collector.answers.clear()
                 time.sleep(1)
             assert process.poll() == 0, (tmp_path / "out").read_text()[-3000:]
         assert not missing

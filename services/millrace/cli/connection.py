@@ -5,13 +5,15 @@ option: process lists show command lines.
 """
 
 import os
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from millrace.cli.errors import CliError
 
 if TYPE_CHECKING:
     from millrace.client import Client
+
+T = TypeVar("T")
 
 OPTIONS = {"--token-file": "MILLRACE_TOKEN_FILE", "--tls-ca": "MILLRACE_TLS_CA"}
 HELP = """\b
@@ -59,3 +61,21 @@ def open_client(address: str) -> "Client":
     from millrace.client import Client, ClientAccess
 
     return Client(address, access=ClientAccess.public_from_environ(environ()))
+
+
+def ask_server(server: str | None, work: "Callable[[Client], Coroutine[Any, Any, T]]") -> T:
+    """What the work answers, with a client of the orchestrator that `--server` or the environment names.
+
+    The first signal cancels the work; UnavailableError says where the address came from if nobody answers at it.
+    """
+    from millrace.cli import interrupts
+    from millrace.cli.address import explain_unreachable, server_address
+
+    address, origin = server_address(server)
+
+    async def call(_: interrupts.Interrupts) -> T:
+        async with open_client(address) as client:
+            return await work(client)
+
+    with explain_unreachable(origin, address):
+        return interrupts.run(call)

@@ -33,7 +33,7 @@ _COMMANDS = {
     "eval": ("millrace.cli.commands.eval:evaluate", "Evaluate a fixed model or an endpoint: millrace eval @ eval.toml"),
     "up": ("millrace.cli.commands.up:up", "Start the one-machine stack and leave it running."),
     "dashboard": ("millrace.cli.commands.stack.dashboard:dashboard", "Open the dashboard of a stack or a deployment."),
-    "run": ("millrace.cli.commands.run:run", "Submit, list, show, watch and cancel runs; ask why one waits."),
+    "run": ("millrace.cli.commands.run.group:run", "Submit, list, show, watch and cancel runs; ask why one waits."),
     "env": ("millrace.cli.commands.env_check:env", "Try an environment before a run needs it: millrace env check ID"),
     "doctor": ("millrace.cli.commands.stack.doctor:doctor", "Check that API, Redis and object store are fit for runs."),
     "token": ("millrace.cli.commands.token:token", "Make bearer tokens for protected servers."),

@@ -1,10 +1,13 @@
 """Looks at the store in the background: a page never waits longer for it than it wants to."""
 
+import logging
 import threading
 import time
 from collections.abc import Callable
 
 from millrace.errors import MillraceError
+
+logger = logging.getLogger(__name__)
 
 SILENT_S = 5.0
 """From which age on a look says that the store does not answer."""
@@ -66,5 +69,10 @@ class Looking:
             self._problem = ""
         except MillraceError as error:
             self._problem = error.message
+        except Exception as error:  # the edge of a thread: pages say it, and the next look tries again
+            problem = f"the log could not be read: {type(error).__name__}, see the orchestrator's log"
+            if problem != self._problem:
+                logger.exception("a look at the store failed")
+            self._problem = problem
         finally:
             self._ended = time.monotonic()

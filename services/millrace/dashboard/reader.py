@@ -32,6 +32,8 @@ FIRST_WAIT_S = 2.0
 EVENTS_MAX = 500
 LIST_MAX = 1000
 """Of steps or rollouts, on one page of a list of the API."""
+MAX_UNREADABLE = 20
+"""Batches whose rollouts cannot be read that are named, the last ones; all are counted."""
 MAX_VALUES = 20_000
 """Of metrics, on one such page."""
 
@@ -51,6 +53,11 @@ class _OpenRun:
     lineage: Lineage
     spread: Spread
     users: int = 0
+
+    @property
+    def is_read(self) -> bool:
+        """Whether the store is being asked about it."""
+        return self.facts.looking.is_busy or self.index.looking.is_busy
 
     def close(self) -> None:
         """Stop reading it."""
@@ -111,7 +118,8 @@ class Reader:
                 run = self._open[uid] = self._opened(uid)
             self._open.move_to_end(uid)
             run.users += 1
-            for other in [other for other, each in self._open.items() if not each.users]:
+            # A run that is being read is closed later: its look may wait for the store, and all pages for this lock.
+            for other in [other for other, each in self._open.items() if not (each.users or each.is_read)]:
                 if len(self._open) <= MAX_OPEN:
                     break
                 self._open.pop(other).close()
@@ -119,7 +127,7 @@ class Reader:
 
     def _opened(self, uid: str) -> _OpenRun:
         names = Names(self._prefix, uid)
-        columns = Columns(self._shelf.place(uid))
+        columns = Columns(self._shelf.place(uid, in_use=self._open))
         facts = RunFacts(self._store, names)
         return _OpenRun(
             facts=facts,
@@ -261,15 +269,15 @@ def _require_all(looking: Looking, meanwhile: str) -> None:
 def _progress(run: _OpenRun) -> dict[str, Any]:
     """How far the index is."""
     columns = run.index.columns
+    unreadable = [{"step": each.step, "problem": each.problem} for each in columns.segments if each.problem]
     return {
         "rollouts": columns.num_rows,
         "batches": len(columns.segments),
         "known_batches": max(run.index.known_headers, len(columns.segments)),
         "is_growing": run.index.looking.is_busy,
-        "unreadable": [
-            {"step": each.step, "problem": each.problem} for each in columns.segments if each.problem
-        ][-20:],
-    }  # fmt: skip
+        "num_unreadable": len(unreadable),
+        "unreadable": unreadable[-MAX_UNREADABLE:],
+    }
 
 
 def _whole(params: Params, name: str, default: int, *, most: int) -> int:

@@ -3,12 +3,17 @@
 A process of its own, because an archive may have gigabytes, and nothing that somebody looks at may slow down a run.
 Its first frame says where the store is; then each is a question, whose answer has the same number: a status of HTTP in
 three digits, and JSON. The end of its standard input is the end of its parent.
+
+Questions that wait for the store have threads of their own, so that what is answered from what was read before goes
+on while it hangs. What comes to its turn too late is left out: nobody waits for it any more.
 """
 
 import json
+import math
 import os
 import sys
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import IO, Any, NoReturn
@@ -23,6 +28,7 @@ from millrace.storage import open_store
 from millrace.telemetry.redact import secrets_of
 
 THREADS = 4
+_ASKS_STORE = ("sample", "tokens", "lineage", "get-lineage")
 _NICENESS = 10
 
 
@@ -51,22 +57,32 @@ def main() -> NoReturn:
     secrets = secrets_of(os.environ)
     lock = threading.Lock()
 
-    def answer(number: int, data: bytes) -> None:
-        status, body = _answer(reader, data, secrets)
+    def answer(number: int, asked: dict[str, Any]) -> None:
+        if time.monotonic() > float(asked.get("ends", math.inf)):
+            return
+        status, body = _answer(reader, asked, secrets)
         with lock:
             sink.write(frame(number, str(status).encode() + body))
             sink.flush()
 
-    with ThreadPoolExecutor(THREADS, thread_name_prefix="question") as pool:
-        while (found := _read_frame(source)) is not None:
-            pool.submit(answer, *found)
-        os._exit(0)  # nobody hears what is still being answered
+    pools = [ThreadPoolExecutor(THREADS, thread_name_prefix=name) for name in ("question", "question of the store")]
+    while (found := _read_frame(source)) is not None:
+        asked = _decoded(found[1])
+        pools[asked.get("question") in _ASKS_STORE].submit(answer, found[0], asked)
+    os._exit(0)  # nobody hears what is still being answered
 
 
-def _answer(reader: Reader, data: bytes, secrets: tuple[str, ...]) -> tuple[int, bytes]:
+def _decoded(data: bytes) -> dict[str, Any]:
+    """The question; an empty one, which gets an answer, too, if the bytes hold none."""
+    try:
+        return decode_object(data, what="a question", reason="QUESTION_UNREADABLE")
+    except CorruptObjectError:
+        return {}
+
+
+def _answer(reader: Reader, asked: dict[str, Any], secrets: tuple[str, ...]) -> tuple[int, bytes]:
     """A status and the body; whatever goes wrong is an answer, too."""
     try:
-        asked: dict[str, Any] = decode_object(data, what="a question", reason="QUESTION_UNREADABLE")
         found = reader.ask(str(asked["question"]), str(asked["uid"]), dict(asked["params"]))
         return 200, to_json(found, secrets=secrets)
     except Exception as error:  # noqa: BLE001 - the edge of a question: the page shows what is wrong, the others go on

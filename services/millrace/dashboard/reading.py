@@ -7,13 +7,14 @@ import json
 import logging
 import subprocess
 import sys
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
-from millrace.dashboard.wire import LENGTH, MAX_ANSWER_BYTES, frame
-from millrace.errors import CapacityError, MillraceError, UnavailableError
+from millrace.dashboard.wire import LENGTH, MAX_ANSWER_BYTES, MAX_QUESTION_BYTES, frame
+from millrace.errors import CapacityError, InvalidSpecError, MillraceError, UnavailableError, Violation
 from millrace.processes import sessions
 from millrace.storage.scratch import scratch_parent
 from millrace.telemetry import waits
@@ -56,7 +57,13 @@ class ReaderClient:
             raise CapacityError(
                 f"{MAX_QUESTIONS} questions of pages are open", reason="DASHBOARD_BUSY", remedy="ask again in a moment"
             )
-        data = json.dumps({"question": question, "uid": uid, "params": dict(params)}).encode()
+        ends = time.monotonic() + ANSWER_S  # the clock of this machine, and so the reader's, too
+        data = json.dumps({"question": question, "uid": uid, "params": dict(params), "ends": ends}).encode()
+        if len(data) > MAX_QUESTION_BYTES:  # the reader would end, with what it answers to others
+            wrong = Violation(
+                field="request", message=f"has {len(data)} bytes, and at most {MAX_QUESTION_BYTES} are taken"
+            )
+            raise InvalidSpecError([wrong], remedy="ask with shorter filters or ids")
         number = next(self._numbers)
         future = self._open[number] = asyncio.get_running_loop().create_future()
         try:

@@ -25,8 +25,10 @@ def content_of(message: dict[str, Any]) -> str:
     content = message.get("content")
     parts = content if isinstance(content, list) else [content]
     lines = [_part(part) for part in parts if part is not None]
-    for call in message.get("tool_calls") or []:
-        function = call.get("function", call) if isinstance(call, dict) else {}
+    calls = message.get("tool_calls")
+    for call in calls if isinstance(calls, list) else []:
+        named = call.get("function", call) if isinstance(call, dict) else call
+        function = named if isinstance(named, dict) else {}
         lines.append(f"→ {function.get('name', '?')}({function.get('arguments', '')})")
     return "\n".join(lines)
 

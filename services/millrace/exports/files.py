@@ -1,5 +1,6 @@
 """Exports to files: JSON lines, Parquet, and the event files of TensorBoard."""
 
+import contextlib
 import json
 import math
 import os
@@ -49,10 +50,21 @@ def _jsonl(directory: Path, rows: Iterable[MetricRow], samples: Iterable[Exporte
 
 def _write_lines(path: Path, lines: Iterable[Mapping[str, Any]]) -> Path:
     """One object per line; a number that JSON does not have (NaN, an infinity) is null."""
-    with path.open("w", encoding="utf-8") as file:
+    with _made(path) as part, part.open("w", encoding="utf-8") as file:
         for line in lines:
             file.write(json.dumps({name: _number(value) for name, value in line.items()}, allow_nan=False) + "\n")
     return path
+
+
+@contextlib.contextmanager
+def _made(path: Path) -> Iterator[Path]:
+    """Where to write what is this file once it is whole: an export that is killed leaves none that looks complete."""
+    part = path.with_name(f"{path.name}.part")
+    try:
+        yield part
+        part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)
 
 
 def _number(value: Any) -> Any:
@@ -73,14 +85,14 @@ def _parquet(directory: Path, rows: Iterable[MetricRow], samples: Iterable[Expor
 
 def _write_table(path: Path, schema: Any, lines: Iterable[Mapping[str, Any]]) -> Path:
     arrow, parquet = import_extra("pyarrow", extra="parquet"), import_extra("pyarrow.parquet", extra="parquet")
-    with parquet.ParquetWriter(path, schema) as writer:
-        part: list[Mapping[str, Any]] = []
+    with _made(path) as part, parquet.ParquetWriter(part, schema) as writer:
+        rows: list[Mapping[str, Any]] = []
         for line in lines:
-            part.append(line)
-            if len(part) == _PARQUET_ROWS:
-                writer.write_table(arrow.Table.from_pylist(part, schema=schema))
-                part = []
-        writer.write_table(arrow.Table.from_pylist(part, schema=schema))
+            rows.append(line)
+            if len(rows) == _PARQUET_ROWS:
+                writer.write_table(arrow.Table.from_pylist(rows, schema=schema))
+                rows = []
+        writer.write_table(arrow.Table.from_pylist(rows, schema=schema))
     return path
 
 

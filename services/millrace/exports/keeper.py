@@ -71,6 +71,7 @@ class Exporter:
         self._process: asyncio.subprocess.Process | None = None
         self._wait = waits.LastingWait()
         self._told: set[str] = set()
+        self._is_refused = False
         self._done = asyncio.Event()
         self._is_ending = False
         self._task: asyncio.Task[None] | None = None
@@ -81,12 +82,11 @@ class Exporter:
         self._task = asyncio.create_task(self._keep(order), name=f"export of {self._run} to {self._to.name}")
 
     async def finish(self) -> None:
-        """The run has ended: let the rest be written, for a while."""
+        """The run has ended: let the rest be written, for a while; for a moment only where nothing is taken anyway."""
         if self._task is None:
             return
-        self._is_ending = True
-        self._end_process()
-        limit_s = self._to.finish_s
+        self._begin_end()
+        limit_s = STOP_S if self._is_refused else self._to.finish_s
         taking = waits.waiting(f"{self._to.name} to take the rest of the run", deadline_s=limit_s)
         with contextlib.suppress(TimeoutError), taking:
             async with asyncio.timeout(limit_s):
@@ -97,10 +97,15 @@ class Exporter:
                 extra={"run": self._run, "to": self._to.name, "remedy": self._to.rest},
             )
 
-    async def close(self) -> None:
-        """End the process; what it has not written is left to the next one."""
+    async def close(self, *, has_ended: bool = False) -> None:
+        """End the process; what it has not written is left to the next one, and there is none where the run has ended.
+
+        Then what a moment allows is written.
+        """
         if self._task is None:
             return
+        if has_ended:
+            self._begin_end()
         if self._is_ending and not self._done.is_set():
             await asyncio.wait((asyncio.create_task(self._done.wait()),), timeout=STOP_S)
         self._task.cancel()
@@ -146,6 +151,11 @@ class Exporter:
             sessions.kill_group(process.pid)
             await asyncio.wait((asyncio.create_task(process.wait()),), timeout=STOP_S)
 
+    def _begin_end(self) -> None:
+        if not self._is_ending:
+            self._is_ending = True
+            self._end_process()
+
     def _end_process(self) -> None:
         process = self._process
         if process is not None and process.stdin is not None:
@@ -155,6 +165,7 @@ class Exporter:
     async def _heard(self, report: dict[str, Any]) -> None:
         """Show as a wait what the process waits for, and say in the log of the run what somebody has to mend."""
         state, reason, text = (str(report.get(name, "")) for name in ("state", "reason", "text"))
+        self._is_refused = state == "waiting" or (self._is_refused and state == "opening")
         if state == "opening":
             self._wait.on(f"{self._to.name} to open the run", key="opening")
         elif state == "waiting":

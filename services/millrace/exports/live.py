@@ -17,7 +17,7 @@ from millrace.exports.process import LogExport, RunExport, serve
 from millrace.exports.reader import MetricFollower
 from millrace.exports.samples import ExportedSample, read_samples
 from millrace.exports.wandb_run import SamplesOf, WandbRun
-from millrace.exports.wandb_target import target_of
+from millrace.exports.wandb_target import WandbTarget, target_of
 from millrace.telemetry.redact import keep_secret
 
 INIT_TIMEOUT_S = 60.0
@@ -57,15 +57,20 @@ def open_run(export: RunExport, order: Mapping[str, Any], *, samples_of: Samples
     """Open the run that an order names in W&B, or raise what is in the way, as ours."""
     target = target_of(order["config"], uid=order["uid"], run=order["run"], directory=Path(order["directory"]))
     export.say("opening")
-    try:
-        timeout_s = float(os.environ.get("WANDB_INIT_TIMEOUT") or INIT_TIMEOUT_S)
-        run = WandbRun(target, samples_of=samples_of, init_timeout_s=timeout_s)
-    except MillraceError:
-        raise
-    except Exception as error:  # the edge to foreign code: whatever it raises, it is tried again
-        raise _as_millrace(error) from error
+    run = open_target(target, samples_of=samples_of)
     export.say("open", text=f"row {run.next_row}")
     return run
+
+
+def open_target(target: WandbTarget, *, samples_of: SamplesOf) -> WandbRun:
+    """Open a run in W&B, or raise what is in the way, as ours."""
+    try:
+        timeout_s = float(os.environ.get("WANDB_INIT_TIMEOUT") or INIT_TIMEOUT_S)
+        return WandbRun(target, samples_of=samples_of, init_timeout_s=timeout_s)
+    except MillraceError:
+        raise
+    except Exception as error:  # the edge to foreign code: whatever it raises, who asks may try again
+        raise _as_millrace(error) from error
 
 
 def _as_millrace(error: Exception) -> MillraceError:
@@ -81,7 +86,7 @@ def _as_millrace(error: Exception) -> MillraceError:
     return UnavailableError(
         f"W&B cannot be reached: {error}",
         reason="WANDB_UNREACHABLE",
-        remedy="nothing: it is tried again; see WANDB_BASE_URL and the network of the orchestrator if it lasts",
+        remedy="see WANDB_BASE_URL and the network if it lasts; for a run that goes on it is tried again",
     )
 
 

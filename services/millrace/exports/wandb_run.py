@@ -5,17 +5,21 @@ evaluations and policies come when later steps are under way, and W&B takes no r
 order of the rows never changes, a second export of the run writes the same values under the same numbers.
 """
 
+import logging
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from millrace.errors import CorruptObjectError
 from millrace.exports.extras import import_extra
 from millrace.exports.files import redacted
 from millrace.exports.metrics import MetricRow
 from millrace.exports.samples import ExportedSample
 from millrace.exports.wandb_target import WandbTarget
 from millrace.telemetry.redact import masked, secrets_of
+
+logger = logging.getLogger(__name__)
 
 _COLUMNS = (
     "step", "prompt", "completion", "reward", "advantage", "version", "environment", "task_id", "ordinal", "member",
@@ -88,7 +92,11 @@ class WandbRun:
         is_due = row.key.startswith("batch/") and row.step % max(target.interval, 1) == 0
         if not is_due or not (target.samples or target.distributions):
             return {}
-        found = [sample for sample in self._samples_of(row.step) if sample.rollout.purpose.value == "train"]
+        try:
+            found = [sample for sample in self._samples_of(row.step) if sample.rollout.purpose.value == "train"]
+        except CorruptObjectError as error:  # one damaged archive keeps back no metric of this step or later ones
+            logger.warning("a table of samples is left out of W&B", extra={"step": row.step, "error": error.message})
+            return {}
         rows = [{**each, "version": each["version_min"]} for each in redacted(found)]
         tables: dict[str, Any] = {}
         if target.samples:

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from millrace.errors import InvalidStateError
+from millrace.inference.engine import require_fit
 from millrace.policies.adapter import AdapterSpec, Shape, adapter_problems
 from millrace.policies.manifest import AdapterEntry
 from millrace.policies.staged import StagedPolicy
@@ -22,10 +22,9 @@ def require_fitting(staged: StagedPolicy, base: Mapping[str, Shape]) -> None:
     if entry is not None:
         tensors = {name: (tensor.dtype, tensor.shape) for name, tensor in staged.tensors.items()}
         problems = adapter_problems(spec_of(entry), tensors, base, source="the adapter")
-    if problems:
-        raise InvalidStateError(
-            f"the adapter does not fit the model: {'; '.join(problems[:5])}"
-            + (f"; and {len(problems) - 5} more" if len(problems) > 5 else ""),
-            reason="ADAPTER_MODEL_MISMATCH",
-            remedy="publish the adapter with the base model and the number format that it was trained on",
-        )
+    require_fit(
+        problems,
+        what="adapter",
+        reason="ADAPTER_MODEL_MISMATCH",
+        remedy="publish the adapter with the base model and the number format that it was trained on",
+    )

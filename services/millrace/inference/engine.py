@@ -9,6 +9,7 @@ arguments are plain values, and the stages of an update that may fail harmlessly
 (`apply_policy`) are separate calls.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -17,6 +18,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from millrace.errors import InvalidStateError
 from millrace.policies.staged import StagedPolicy
 from millrace.rollouts.types import PolicySpan
 
@@ -267,3 +269,14 @@ class Engine(PolicyEngine, Protocol):
     async def abort(self, request_id: str) -> None:
         """End a request with ABORT; unknown ids are ignored."""
         ...
+
+
+def require_fit(problems: Sequence[str], *, what: str, reason: str, remedy: str) -> None:
+    """Raise InvalidStateError with the first of what keeps a policy or adapter out of a model, if there is any."""
+    if problems:
+        more = f"; and {len(problems) - 5} more" if len(problems) > 5 else ""
+        raise InvalidStateError(
+            f"the {what} does not fit the model: {'; '.join(problems[:5])}{more}",
+            reason=reason,
+            remedy=remedy,
+        )

@@ -33,8 +33,12 @@ def rotate(path: Path, *, max_bytes: int = MAX_BYTES) -> bool:
     except FileNotFoundError:
         return False
     fresh = path.with_name(f"{path.name}.new")
-    with path.open("rb") as source, fresh.open("wb") as target:
-        _copy_lines(source, target)
+    try:
+        with path.open("rb") as source, fresh.open("wb") as target:
+            _copy_lines(source, target)
+    except OSError:  # raised on: half a copy takes the last room of a disk
+        fresh.unlink(missing_ok=True)
+        raise
     os.truncate(path, 0)
     fresh.replace(old_of(path))
     return True

@@ -193,22 +193,15 @@ class LocalStack:
         self._start_fork_server()  # it imports while Redis starts
         probes: dict[str, Probe] = {}
         if redis_url := self.options.redis_url:
-            from millrace.local.preflight import (
-                check_redis,
-            )  # its client costs 0.1 s, and only what others run needs it
+            # Its client costs 0.1 s, and only what others run needs it.
+            from millrace.local.preflight import check_redis
 
             await check_redis(redis_url)
         else:
             redis = await self._start_redis(ports["redis"])
             redis_url, probes["redis"] = redis.url, probe_redis(redis)
             self._redis_url_file = str(redis.url_file)
-        store_url = self.options.store_url or (self.directory / "store").as_uri()
-        if self.options.store_url:
-            from millrace.local.preflight import check_store
-
-            await check_store(store_url, prefix=self.options.prefix)
-        else:
-            (self.directory / "store").mkdir(exist_ok=True)
+        store_url = await self._open_store()
         addresses = {name: f"{HOST}:{ports[name]}" for name in self._modules}
         exported = {name: f"{HOST}:{ports[f'metrics of {name}']}" for name in self._modules if name != "inference"}
         self.address = addresses["orchestrator"] = self.options.listen or addresses["orchestrator"]
@@ -235,6 +228,17 @@ class LocalStack:
         }
         access = self._peers()
         self._keep({**probes, **{name: probe_service(address, access) for name, address in addresses.items()}})
+
+    async def _open_store(self) -> str:
+        """The URL of the store: one that others run, which is checked, or a directory of the stack."""
+        if store_url := self.options.store_url:
+            from millrace.local.preflight import check_store
+
+            await check_store(store_url, prefix=self.options.prefix)
+            return store_url
+        directory = self.directory / "store"
+        directory.mkdir(exist_ok=True)
+        return directory.as_uri()
 
     def _settings(self) -> dict[str, Any]:
         """Keys of a config that the running stack has decided."""

@@ -5,7 +5,9 @@ from collections.abc import Mapping
 from millrace.orchestrator.play.buffer import PoolSizes
 from millrace.orchestrator.play.failures import EnvCount
 from millrace.orchestrator.run_meters import RunMeters
+from millrace.rpc.waits_wire import to_proto
 from millrace.runlog import EventWriter
+from millrace.telemetry.waits import Wait
 from millrace.v1 import event_pb2, run_pb2
 
 
@@ -94,9 +96,9 @@ class RunEvents:
         """Record something that needs a person's attention."""
         await self._writer.write(event_pb2.Event(warning=event_pb2.Warning(reason=reason, message=message)))
 
-    async def wait_reported(self, wait: event_pb2.Wait) -> None:
+    async def wait_reported(self, wait: Wait) -> None:
         """Record a wait that holds the run up."""
-        await self._writer.write(event_pb2.Event(wait_reported=event_pb2.WaitReported(wait=wait)))
+        await self._writer.write(event_pb2.Event(wait_reported=event_pb2.WaitReported(wait=to_proto([wait])[0])))
 
     async def flush(self) -> None:
         """Return when everything queued is in the log."""

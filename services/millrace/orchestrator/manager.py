@@ -11,7 +11,6 @@ import redis.asyncio
 
 from millrace.custom_code import CustomCode
 from millrace.errors import CorruptObjectError, FencedError, LogGoneError, MillraceError, all_errors
-from millrace.internal.v1 import worker_service_pb2
 from millrace.orchestrator import run_meters
 from millrace.orchestrator.drive.assembly import RunParts
 from millrace.orchestrator.drive.eval_run import EvalRunDriver
@@ -26,7 +25,7 @@ from millrace.orchestrator.runs.desired_state import POLL_S, DesiredState, Desir
 from millrace.orchestrator.runs.intent_calls import ROLE
 from millrace.orchestrator.runs.run_view import RunView
 from millrace.orchestrator.runs.sealing import Sealer
-from millrace.orchestrator.workers import RETIRED_S, WorkerRegistry
+from millrace.orchestrator.workers import RETIRED_S, WorkerKind, WorkerRegistry
 from millrace.runlog import EventWriter, Lease, RunLog
 from millrace.runlog.records.revisions import load_reopenings
 from millrace.runlog.records.run_record import EVAL
@@ -111,6 +110,10 @@ class RunManager:
         claim = self._claims.get(uid)
         return claim.driver.progress() if claim and claim.driver else None
 
+    def holds(self, uid: str) -> bool:
+        """Whether a run is under a claim of this replica, which may last beyond its end: exports write the rest."""
+        return uid in self._claims
+
     def driven(self) -> list[tuple[RunParts, bool]]:
         """The runs that are driven here, and whether their leases are fresh."""
         claims = list(self._claims.values())
@@ -187,7 +190,7 @@ class RunManager:
         self._forget_end(view.record.uid)
         if view.record.kind == EVAL:
             return self._drive  # it needs neither a trainer nor a replica
-        kind, uid = worker_service_pb2.WORKER_KIND_TRAINER, view.record.uid
+        kind, uid = WorkerKind.TRAINER, view.record.uid
         trainers = self._registry.claim(kind, uid, limit=1, fresh=not is_closing)
         if trainers or desired.is_cancelled or is_closing:
             return self._drive
@@ -265,7 +268,7 @@ class RunManager:
                     if not driver.is_paused:
                         await exported.finish()
                 finally:
-                    await exported.close()
+                    await exported.close(has_ended=driver.has_ended)
             except Exception as error:  # looked at only: `_safely` is the edge that reports it
                 if _is_gone(all_errors(error)):
                     self._kept_events[uid] = events  # goes on by itself as soon as the log is rebuilt

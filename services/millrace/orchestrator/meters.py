@@ -12,12 +12,11 @@ from prometheus_client import CollectorRegistry, Counter
 
 from millrace.config import OrchestratorConfig
 from millrace.orchestrator.drive.assembly import RunParts
-from millrace.orchestrator.explain.why import KIND_NAMES
 from millrace.orchestrator.manager import RunManager
 from millrace.orchestrator.play.play import PlayState
 from millrace.orchestrator.run_meters import COUNTED, seconds_since, seen
 from millrace.orchestrator.runs.catalog import RunCatalog
-from millrace.orchestrator.workers import QUIET_S, WorkerRecord, WorkerRegistry
+from millrace.orchestrator.workers import QUIET_S, WorkerKind, WorkerRecord, WorkerRegistry
 from millrace.runlog.records.run_record import EVAL
 from millrace.telemetry.metrics import Family, Sheet, StateCollector, make_registry
 from millrace.v1 import run_pb2
@@ -94,7 +93,7 @@ LOST = Counter(
     ["kind", "reason"],
     registry=None,
 )
-for _kind in KIND_NAMES.values():
+for _kind in WorkerKind:
     for _reason in ("WORKER_LOST", "WORKER_REPLACED"):
         LOST.labels(_kind, _reason)  # 0 from the beginning: `increase` sees the first one
 
@@ -137,12 +136,12 @@ def _read_workers(sheet: Sheet, workers: WorkerRegistry) -> None:
     now = time.monotonic()
     found = Count(
         (
-            KIND_NAMES.get(record.worker.kind, "worker"),
+            record.kind,
             "leaving" if record.is_leaving else "silent" if now - record.last_seen > QUIET_S else "ready",
         )
         for record in workers.records()
     )
-    for kind in KIND_NAMES.values():
+    for kind in WorkerKind:
         for state in ("ready", "silent", "leaving"):
             sheet.put(WORKERS, found[kind, state], kind, state)
     sheet.put(STOOD_STILL, workers.stood_still_s)
@@ -189,4 +188,4 @@ def _read_replicas(sheet: Sheet, parts: RunParts) -> None:
 
 
 def _count_lost(record: WorkerRecord, reason: str) -> None:
-    LOST.labels(KIND_NAMES.get(record.worker.kind, "worker"), reason).inc()
+    LOST.labels(record.kind, reason).inc()

@@ -11,14 +11,16 @@ import re
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from enum import StrEnum
 
 import grpc
 
 from millrace.config.section import IMAGE_PATTERN
 from millrace.errors import CapacityError, InvalidSpecError, Violation
 from millrace.internal.v1 import policy_pb2, policy_service_pb2, worker_service_pb2, worker_service_pb2_grpc
+from millrace.rpc.waits_wire import from_proto
 from millrace.telemetry.settings import parse_address
-from millrace.v1 import event_pb2
+from millrace.telemetry.waits import Wait
 
 logger = logging.getLogger(__name__)
 
@@ -46,6 +48,21 @@ MAX_WAITS = 512
 """Most waits that are kept of one worker's report."""
 
 
+class WorkerKind(StrEnum):
+    """What a worker does for runs, by the name of its service."""
+
+    TRAINER = "trainer"
+    ENV_SERVER = "env-server"
+    INFERENCE = "inference"
+
+
+_KINDS = {
+    worker_service_pb2.WORKER_KIND_TRAINER: WorkerKind.TRAINER,
+    worker_service_pb2.WORKER_KIND_ENV_SERVER: WorkerKind.ENV_SERVER,
+    worker_service_pb2.WORKER_KIND_INFERENCE: WorkerKind.INFERENCE,
+}
+
+
 @dataclass(slots=True)
 class WorkerRecord:
     """One registered worker and its last report."""
@@ -54,7 +71,7 @@ class WorkerRecord:
     last_seen: float
     registered: float = field(default_factory=time.monotonic)
     """When it joined, monotonic."""
-    waits: list[event_pb2.Wait] = field(default_factory=list)
+    waits: list[Wait] = field(default_factory=list)
     trainer: worker_service_pb2.TrainerStatus | None = None
     policy: policy_service_pb2.PolicyStatus | None = None
     num_playing: int = 0
@@ -69,6 +86,11 @@ class WorkerRecord:
     def worker_id(self) -> str:
         """Unique id of the process."""
         return self.worker.worker_id
+
+    @property
+    def kind(self) -> WorkerKind:
+        """What it does for runs."""
+        return _KINDS[self.worker.kind]
 
     @property
     def takes_work(self) -> bool:
@@ -143,7 +165,7 @@ class WorkerRegistry:
         if record is None:
             return None
         record.last_seen = time.monotonic()
-        record.waits = list(request.waits[:MAX_WAITS])
+        record.waits = from_proto(request.waits[:MAX_WAITS])
         record.num_playing = request.num_playing
         record.is_leaving = request.is_leaving
         if request.HasField("trainer"):
@@ -153,25 +175,23 @@ class WorkerRegistry:
         self.notify()
         return record
 
-    def alive(self, kind: worker_service_pb2.WorkerKind) -> list[WorkerRecord]:
+    def alive(self, kind: WorkerKind) -> list[WorkerRecord]:
         """Workers of a kind whose lease holds, in order of id."""
         self._expire()
         return sorted(
-            (record for record in self.by_id.values() if record.worker.kind == kind),
+            (record for record in self.by_id.values() if record.kind is kind),
             key=lambda record: record.worker_id,
         )
 
-    def accepting(self, kind: worker_service_pb2.WorkerKind) -> list[WorkerRecord]:
+    def accepting(self, kind: WorkerKind) -> list[WorkerRecord]:
         """Workers of a kind that take work, in order of id."""
         return [record for record in self.alive(kind) if record.takes_work]
 
-    def owned(self, kind: worker_service_pb2.WorkerKind, run_uid: str) -> list[WorkerRecord]:
+    def owned(self, kind: WorkerKind, run_uid: str) -> list[WorkerRecord]:
         """Workers of a kind that are given to a run."""
         return [record for record in self.alive(kind) if record.run_uid == run_uid]
 
-    def claim(
-        self, kind: worker_service_pb2.WorkerKind, run_uid: str, *, limit: int | None = None, fresh: bool = False
-    ) -> int:
+    def claim(self, kind: WorkerKind, run_uid: str, *, limit: int | None = None, fresh: bool = False) -> int:
         """Give free workers of a kind to a run, `limit` at most; returns how many it has then.
 
         A worker that reports to work on the run already (we restarted) goes first; one that reports another run is
@@ -201,7 +221,7 @@ class WorkerRegistry:
         self._damaged.pop(run_uid, None)
         self.notify()
 
-    def give_back(self, kind: worker_service_pb2.WorkerKind, run_uid: str) -> None:
+    def give_back(self, kind: WorkerKind, run_uid: str) -> None:
         """Take the run's workers of a kind from it; it goes on with others, or with these once they are free."""
         for record in self.owned(kind, run_uid):
             record.run_uid = ""
@@ -238,7 +258,7 @@ class WorkerRegistry:
 
     def assignments(self, record: WorkerRecord) -> Iterator[worker_service_pb2.Assignment]:
         """Runs that a worker shall work on: its own, or for an env-server all, those that just ended included."""
-        env_server = record.worker.kind == worker_service_pb2.WORKER_KIND_ENV_SERVER
+        env_server = record.kind is WorkerKind.ENV_SERVER
         for run_uid in list(self._resolved_below) if env_server else filter(None, [record.run_uid]):
             damaged, num_reports = (None, 0) if env_server else self._damaged.get(run_uid, (None, 0))
             yield worker_service_pb2.Assignment(
@@ -348,7 +368,7 @@ def _check_worker(worker: worker_service_pb2.Worker) -> None:
     wrong: list[Violation] = []
     if not worker.worker_id:
         wrong.append(Violation(field="worker.worker_id", message="must not be empty"))
-    if worker.kind == worker_service_pb2.WORKER_KIND_UNSPECIFIED:
+    if worker.kind not in _KINDS:
         wrong.append(Violation(field="worker.kind", message="must be set"))
     if worker.address:
         try:

@@ -1,10 +1,11 @@
 """Digests of tensors that do not depend on how the tensors are sharded.
 
-The digest of a tensor is a 128-bit sum, two lanes modulo 2**64, of a keyed mix of (element index, element bits). A sum
-commutes, so ranks digest their own shards, at the shards' element offsets, and add up. The mix is the finaliser of
-SplitMix64 (Steele, Lea, Flood 2014), applied to the index and again to index and bits together: a changed, moved or
-swapped element changes both lanes. It detects corruption and mix-ups; it is not a defence against an adversary, the
-sha256 of the objects is.
+The digest of a tensor is a 128-bit sum, two lanes modulo 2**64, over its elements. With an element's odd place
+`p = (2 * index + 1) * G` and `x = mix(p + bits * K)`, where the mix is the finaliser of SplitMix64 (Steele, Lea, Flood
+2014) and G and K are odd constants, the lanes add up `x` and `x * p`. A sum commutes, so ranks digest their own shards,
+at the shards' element offsets, and add up. For each place `x` is a bijection of the bits: a changed element changes
+both lanes, and so do moved and swapped ones but for a chance of 2**-64. It detects corruption and mix-ups; it is not a
+defence against an adversary, the sha256 of the objects is.
 """
 
 import hashlib
@@ -22,9 +23,7 @@ _MASK = (1 << 64) - 1
 BLOCK_ELEMENTS = 1 << 14  # five scratch arrays of 8 bytes per element: they stay in a core's second-level cache
 _SHARE_ELEMENTS = 1 << 22  # what one thread digests at a time: some 25 ms
 _MAX_THREADS = 8
-_INDEX_KEY = 0x9E3779B97F4A7C15
-_LANE_KEYS = (np.uint64(0xD1B54A32D192ED03), np.uint64(0x8CB92BA72F3D8DD7))
-_ONE = np.uint64(1)
+_PLACE_KEY, _BITS_KEY = 0x9E3779B97F4A7C15, np.uint64(0xD1B54A32D192ED03)
 
 
 def tensor_digest(tensor: TensorBytes, *, start: int = 0) -> int:
@@ -34,21 +33,21 @@ def tensor_digest(tensor: TensorBytes, *, start: int = 0) -> int:
 
 def bits_digest(bits: NDArray[np.unsignedinteger], *, start: int = 0) -> int:
     """The digest of flat element bits whose first element has row-major index `start`."""
-    mixer = _Mixer(min(bits.size, BLOCK_ELEMENTS))
+    lanes = _Lanes(min(bits.size, BLOCK_ELEMENTS))
     for begin in range(0, bits.size, BLOCK_ELEMENTS):
         block = bits[begin : begin + BLOCK_ELEMENTS]
-        mixer.place_range(start + begin, block.size)
-        mixer.add(block)
-    return mixer.digest()
+        lanes.place_range(start + begin, block.size)
+        lanes.add(block)
+    return lanes.digest()
 
 
 def placed_digest(bits: NDArray[np.unsignedinteger], positions: NDArray[np.int64]) -> int:
     """The digest of element bits [N] that lie at the row-major indices `positions` [N] of their tensor."""
-    mixer = _Mixer(min(bits.size, BLOCK_ELEMENTS))
+    lanes = _Lanes(min(bits.size, BLOCK_ELEMENTS))
     for begin in range(0, bits.size, BLOCK_ELEMENTS):
-        mixer.place_at(positions[begin : begin + BLOCK_ELEMENTS])
-        mixer.add(bits[begin : begin + BLOCK_ELEMENTS])
-    return mixer.digest()
+        lanes.place_at(positions[begin : begin + BLOCK_ELEMENTS])
+        lanes.add(bits[begin : begin + BLOCK_ELEMENTS])
+    return lanes.digest()
 
 
 def tensor_digests(tensors: Mapping[str, NDArray[np.unsignedinteger]]) -> dict[str, int]:
@@ -76,16 +75,15 @@ def change_digest(digest: int, change: TensorChange, old: NDArray[np.unsignedint
 
     `old` [N] are the bits before the change of the elements that it sets (`change.old_bits`).
     """
-    mixer = _Mixer(min(change.num_elements, BLOCK_ELEMENTS), digest)
+    lanes = _Lanes(min(change.num_elements, BLOCK_ELEMENTS), digest)
     for begin in range(0, change.num_elements, BLOCK_ELEMENTS):
         end = begin + BLOCK_ELEMENTS
         if change.positions is None:
-            mixer.place_range(change.start + begin, change.bits[begin:end].size)
+            lanes.place_range(change.start + begin, change.bits[begin:end].size)
         else:
-            mixer.place_at(change.positions[begin:end])
-        mixer.add(change.bits[begin:end])
-        mixer.add(old[begin:end], sign=-1)
-    return mixer.digest()
+            lanes.place_at(change.positions[begin:end])
+        lanes.add(change.bits[begin:end], instead_of=old[begin:end])
+    return lanes.digest()
 
 
 def add_digests(digests: Iterable[int]) -> int:
@@ -111,52 +109,48 @@ def policy_digest(tensors: Mapping[str, tuple[str, tuple[int, ...], str]]) -> st
     return whole.hexdigest()
 
 
-class _Mixer:
+class _Lanes:
     """Both lanes' sums, from `digest` on, and scratch for `size` elements; every array operation is in place."""
 
     def __init__(self, size: int, digest: int = 0) -> None:
-        self._lanes = [digest >> 64, digest & _MASK]
-        self._ramp = np.arange(size, dtype=np.uint64)
-        self._ramp *= np.uint64(_INDEX_KEY)
-        self._place, self._odd, self._held, self._mixed, self._scratch = np.empty((5, size), np.uint64)
+        self._sums = [digest >> 64, digest & _MASK]
+        self._ramp = np.arange(1, 2 * size, 2, dtype=np.uint64)
+        self._ramp *= np.uint64(_PLACE_KEY)
+        self._places, self._mixed, self._before, self._scratch = np.empty((4, size), np.uint64)
 
     def place_range(self, first: int, count: int) -> None:
         """What is added next lies at the elements `first` .. `first + count`."""
-        place = self._place[:count]
-        np.add(self._ramp[:count], np.uint64(first * _INDEX_KEY & _MASK), out=place)
-        self._set_place(place)
+        np.add(self._ramp[:count], np.uint64(2 * first * _PLACE_KEY & _MASK), out=self._places[:count])
 
     def place_at(self, positions: NDArray[np.int64]) -> None:
         """What is added next lies at the elements `positions`."""
-        place = self._place[: positions.size]
-        np.multiply(positions.view(np.uint64), np.uint64(_INDEX_KEY), out=place)
-        self._set_place(place)
+        places = self._places[: positions.size]
+        np.multiply(positions.view(np.uint64), np.uint64(2 * _PLACE_KEY & _MASK), out=places)
+        places += np.uint64(_PLACE_KEY)
 
-    def add(self, bits: NDArray[np.unsignedinteger], *, sign: int = 1) -> None:
-        """Add (sign 1) or take away (sign -1) the terms of elements at the places that were set last."""
-        count = bits.size
-        held, mixed = self._held[:count], self._mixed[:count]
-        held[:] = bits  # widening in one go is faster than inside an operation
-        held ^= self._place[:count]
-        for lane, key in enumerate(_LANE_KEYS):
-            np.multiply(self._odd[:count], key, out=mixed)
-            mixed += held
-            self._mix(mixed)
-            self._lanes[lane] += sign * int(mixed.sum(dtype=np.uint64))
+    def add(self, bits: NDArray[np.unsignedinteger], *, instead_of: NDArray[np.unsignedinteger] | None = None) -> None:
+        """Add the terms of elements at the places that were set last, and take away those of what was there before."""
+        places, mixed = self._places[: bits.size], self._mixed[: bits.size]
+        self._mix(bits, out=mixed)
+        if instead_of is not None:
+            before = self._before[: bits.size]
+            self._mix(instead_of, out=before)
+            mixed -= before
+        self._sums[0] += int(mixed.sum(dtype=np.uint64))
+        self._sums[1] += int(np.dot(mixed, places))
 
     def digest(self) -> int:
         """The lanes as one integer."""
-        return (self._lanes[0] & _MASK) << 64 | (self._lanes[1] & _MASK)
+        return (self._sums[0] & _MASK) << 64 | (self._sums[1] & _MASK)
 
-    def _set_place(self, place: NDArray[np.uint64]) -> None:
-        self._mix(place)
-        np.bitwise_or(place, _ONE, out=self._odd[: place.size])
-
-    def _mix(self, x: NDArray[np.uint64]) -> None:
-        """SplitMix64's finaliser in place; arithmetic wraps modulo 2**64."""
-        shifted = self._scratch[: x.size]
-        x ^= np.right_shift(x, np.uint64(30), out=shifted)
-        x *= np.uint64(0xBF58476D1CE4E5B9)
-        x ^= np.right_shift(x, np.uint64(27), out=shifted)
-        x *= np.uint64(0x94D049BB133111EB)
-        x ^= np.right_shift(x, np.uint64(31), out=shifted)
+    def _mix(self, bits: NDArray[np.unsignedinteger], *, out: NDArray[np.uint64]) -> None:
+        """SplitMix64's finaliser of places and bits; arithmetic wraps modulo 2**64."""
+        shifted = self._scratch[: bits.size]
+        out[:] = bits  # widening in one go is faster than inside an operation
+        out *= _BITS_KEY
+        out += self._places[: bits.size]
+        out ^= np.right_shift(out, np.uint64(30), out=shifted)
+        out *= np.uint64(0xBF58476D1CE4E5B9)
+        out ^= np.right_shift(out, np.uint64(27), out=shifted)
+        out *= np.uint64(0x94D049BB133111EB)
+        out ^= np.right_shift(out, np.uint64(31), out=shifted)

@@ -21,7 +21,7 @@ from millrace.policies.tensors import MAX_DIMENSIONS, element_bytes, tensor_byte
 from millrace.storage.base import check_key
 from millrace.storage.commit_points import revision_key
 
-FORMAT = 2
+FORMAT = 3
 MAX_OBJECT_BYTES = 1 << 40
 """Most bytes of a data object."""
 MAX_FILE_BYTES = 1 << 30

@@ -1,7 +1,7 @@
-"""Batches on the wire: samples ↔ chunks of little-endian columns plus a table of where each sample lies.
+"""Batches on the wire: samples ↔ chunks of packed columns plus a table of where each sample lies.
 
 A chunk holds whole samples, about 2 MiB of them (Redis and the network are fastest with 1–4 MiB entries), so a rank
-that needs some samples fetches only the chunks that hold them. Columns decode to numpy views without a copy.
+that needs some samples fetches only the chunks that hold them. Samples are views of a chunk's columns (`columns.py`).
 Nothing is trusted: a chunk must have the hash that the header names, and the table must tile its columns exactly.
 """
 
@@ -15,23 +15,26 @@ import numpy as np
 from millrace.decoding import decode_message
 from millrace.errors import CorruptObjectError, InvalidStateError
 from millrace.internal.v1 import batch_pb2
-from millrace.rollouts.types import TrainSample
-from millrace.rollouts.wire import (
-    check_column,
-    check_masked,
-    column_from_bytes,
-    column_to_bytes,
-    truncation_from_wire,
-    truncation_to_wire,
+from millrace.rollouts.columns import (
+    ids_from_bytes,
+    ids_to_bytes,
+    mask_from_bytes,
+    mask_to_bytes,
+    masked_from_bytes,
+    masked_to_bytes,
+    runs_from_proto,
+    runs_to_proto,
 )
+from millrace.rollouts.types import TrainSample
+from millrace.rollouts.wire import check_column, check_masked, truncation_from_wire, truncation_to_wire
 
 TARGET_CHUNK_BYTES = 2 << 20
-MAX_SAMPLE_TOKENS = 1 << 26  # 0.9 GiB of columns: below protobuf's limit of 2 GiB per message
+MAX_SAMPLE_TOKENS = 1 << 26  # at most 1.2 GiB of columns: below protobuf's limit of 2 GiB per message
 MAX_HEADER_BYTES = 64 << 20
 """Largest header that is read: a sample takes about 50 bytes of it."""
 _REASON = "BATCH_CORRUPT"
 _REMEDY = "read the batch again from the object store; if it stays, its writer has a bug"
-_BYTES_PER_TOKEN = 4 + 1 + 4 + 4
+_BYTES_PER_TOKEN = 8  # an id of three bytes, a bit of the mask, a log-prob, runs of advantages
 _WEIGHT_BYTES_PER_TOKEN = 4
 
 
@@ -55,7 +58,7 @@ def pack_batch(
         for sample in group:
             header.samples.append(_entry(sample, chunk=len(chunks), offset=offset, env=envs[sample.env]))
             offset += sample.num_tokens
-        data = _encode_chunk(group)
+        data = _encode_chunk(group, first=len(header.samples) - len(group))
         header.chunks.add(sha256=hashlib.sha256(data).digest(), size_bytes=len(data), num_tokens=offset)
         chunks.append(data)
     header.num_tokens = sum(sample.num_tokens for sample in samples)
@@ -71,6 +74,11 @@ def decode_header(data: bytes) -> batch_pb2.BatchHeader:
     )
     check_header(header)
     return header
+
+
+def closes_run(header: batch_pb2.BatchHeader) -> bool:
+    """Whether it is a closing header, which says how the run ended and trains nothing."""
+    return header.kind == batch_pb2.BATCH_KIND_CLOSE
 
 
 def check_header(header: batch_pb2.BatchHeader) -> None:
@@ -95,6 +103,11 @@ def check_header(header: batch_pb2.BatchHeader) -> None:
         truncation_from_wire(entry)
         if entry.min_policy_version > entry.max_policy_version:
             raise _corrupt(f"{where}.min_policy_version", entry.min_policy_version, "is above the newest version")
+        if entry.num_sampled_tokens > entry.length:
+            raise _corrupt(f"{where}.num_sampled_tokens", entry.num_sampled_tokens, f"is above {entry.length}")
+        mean = entry.mean_policy_version if entry.HasField("mean_policy_version") else entry.min_policy_version
+        if not entry.min_policy_version <= mean <= entry.max_policy_version:
+            raise _corrupt(f"{where}.mean_policy_version", mean, "is not between the oldest and the newest version")
         filled[entry.chunk] += entry.length
         last_chunk = entry.chunk
     for index, (chunk, tokens) in enumerate(zip(header.chunks, filled, strict=True)):
@@ -173,6 +186,7 @@ class _Columns:
             min_version=entry.min_policy_version,
             max_version=entry.max_policy_version,
             lineage=entry.lineage,
+            mean_version=entry.mean_policy_version if entry.HasField("mean_policy_version") else None,
         )
 
 
@@ -208,29 +222,47 @@ def _entry(sample: TrainSample, *, chunk: int, offset: int, env: int) -> batch_p
         temperature=sample.temperature,
         truncation=truncation_to_wire(sample.truncation),
         reference_kl=sample.reference_kl,
+        num_sampled_tokens=sample.num_loss_tokens,
+        mean_policy_version=sample.mean_version,
     )
 
 
-def _encode_chunk(group: Sequence[TrainSample]) -> bytes:
-    rl = ce = b""
+def _encode_chunk(group: Sequence[TrainSample], *, first: int) -> bytes:
+    """The chunk of these samples, of which the first has the index `first` in the batch."""
+
+    def join(columns: Sequence[np.ndarray] | None) -> np.ndarray | None:
+        return None if columns is None else np.concatenate(columns)
+
+    rl = ce = None
     if any(sample.rl_weights is not None for sample in group):
-        rl = _join([s.loss_mask if s.rl_weights is None else s.rl_weights for s in group], "<f4")
+        rl = [s.loss_mask.astype(np.float32) if s.rl_weights is None else s.rl_weights for s in group]
     if any(sample.ce_weights is not None for sample in group):
-        zeros = [np.zeros(s.num_tokens, np.float32) if s.ce_weights is None else s.ce_weights for s in group]
-        ce = _join(zeros, "<f4")
+        ce = [np.zeros(s.num_tokens, np.float32) if s.ce_weights is None else s.ce_weights for s in group]
+    columns = _Columns(
+        token_ids=np.concatenate([sample.token_ids for sample in group]),
+        loss_mask=np.concatenate([sample.loss_mask for sample in group]),
+        inference_logprobs=np.concatenate([sample.inference_logprobs for sample in group]),
+        advantages=np.concatenate([sample.advantages for sample in group]),
+        rl_weights=join(rl),
+        ce_weights=join(ce),
+    )
+    try:
+        _check_values(columns, where="samples")
+    except CorruptObjectError:
+        for index, sample in enumerate(group, first):
+            _check_values(sample, where=f"samples[{index}]")
+        raise
+    low, high = ids_to_bytes(columns.token_ids)
     chunk = batch_pb2.BatchChunk(
-        token_ids=_join([sample.token_ids for sample in group], "<i4"),
-        loss_mask=_join([sample.loss_mask for sample in group], "u1"),
-        inference_logprobs=_join([sample.inference_logprobs for sample in group], "<f4"),
-        advantages=_join([sample.advantages for sample in group], "<f4"),
-        rl_weights=rl,
-        ce_weights=ce,
+        token_ids_low=low,
+        token_ids_high=high,
+        loss_mask=mask_to_bytes(columns.loss_mask),
+        inference_logprobs=masked_to_bytes(columns.inference_logprobs, columns.loss_mask),
+        advantages=runs_to_proto(columns.advantages),
+        rl_weights=None if columns.rl_weights is None else runs_to_proto(columns.rl_weights),
+        ce_weights=None if columns.ce_weights is None else runs_to_proto(columns.ce_weights),
     )
     return chunk.SerializeToString(deterministic=True)
-
-
-def _join(columns: Sequence[np.ndarray], dtype: str) -> bytes:
-    return column_to_bytes(np.concatenate(columns), dtype)
 
 
 def decode_chunk(data: bytes, num_tokens: int, where: str) -> _Columns:
@@ -239,25 +271,25 @@ def decode_chunk(data: bytes, num_tokens: int, where: str) -> _Columns:
         batch_pb2.BatchChunk, data, what=f"batch {where} of {len(data)} bytes", reason=_REASON, remedy=_REMEDY
     )
 
-    def column(name: str, dtype: str, kind: type[np.generic]) -> np.ndarray:
-        values = column_from_bytes(getattr(chunk, name), dtype, f"{where}.{name}")
-        check_column(values, kind, num_tokens, f"{where}.{name}")
-        return values
+    def runs(name: str) -> np.ndarray:
+        return runs_from_proto(getattr(chunk, name), num_tokens, f"{where}.{name}")
 
+    ids = ids_from_bytes(chunk.token_ids_low, chunk.token_ids_high, num_tokens, f"{where}.token_ids")
+    mask = mask_from_bytes(chunk.loss_mask, num_tokens, f"{where}.loss_mask")
     columns = _Columns(
-        token_ids=column("token_ids", "<i4", np.int32),
-        loss_mask=column("loss_mask", "u1", np.uint8),
-        inference_logprobs=column("inference_logprobs", "<f4", np.float32),
-        advantages=column("advantages", "<f4", np.float32),
-        rl_weights=column("rl_weights", "<f4", np.float32) if chunk.rl_weights else None,
-        ce_weights=column("ce_weights", "<f4", np.float32) if chunk.ce_weights else None,
+        token_ids=ids,
+        loss_mask=mask,
+        inference_logprobs=masked_from_bytes(chunk.inference_logprobs, mask, f"{where}.inference_logprobs"),
+        advantages=runs("advantages"),
+        rl_weights=runs("rl_weights") if chunk.HasField("rl_weights") else None,
+        ce_weights=runs("ce_weights") if chunk.HasField("ce_weights") else None,
     )
-    check_masked(columns.loss_mask, columns.inference_logprobs, where=where)
-    _check_values(columns.token_ids, columns.advantages, columns.rl_weights, columns.ce_weights, where=where)
+    _check_values(columns, where=where)
     return columns
 
 
 def _check_sample(sample: TrainSample, *, where: str) -> None:
+    """Shapes and numbers of a sample; what its columns hold is checked where they are joined."""
     length = sample.num_tokens
     if not 1 <= length <= MAX_SAMPLE_TOKENS:
         raise _corrupt(f"{where}.token_ids", length, f"is not 1 to {MAX_SAMPLE_TOKENS} tokens")
@@ -267,25 +299,22 @@ def _check_sample(sample: TrainSample, *, where: str) -> None:
         values = getattr(sample, name)
         if values is not None:
             check_column(values, np.float32, length, f"{where}.{name}")
-    check_masked(sample.loss_mask, sample.inference_logprobs, where=where)
-    _check_values(sample.token_ids, sample.advantages, sample.rl_weights, sample.ce_weights, where=where)
     if not (math.isfinite(sample.reward) and math.isfinite(sample.temperature)):
         raise _corrupt(f"{where}.reward", (sample.reward, sample.temperature), "is not finite")
     if not 0 <= sample.min_version <= sample.max_version:
         raise _corrupt(f"{where}.min_version", sample.min_version, f"is not in 0 to {sample.max_version}")
+    mean = sample.min_version if sample.mean_version is None else sample.mean_version
+    if not sample.min_version <= mean <= sample.max_version:
+        raise _corrupt(f"{where}.mean_version", mean, "is not between the oldest and the newest version")
 
 
-def _check_values(
-    token_ids: np.ndarray,
-    advantages: np.ndarray,
-    rl_weights: np.ndarray | None,
-    ce_weights: np.ndarray | None,
-    *,
-    where: str,
-) -> None:
-    if token_ids.size and int(token_ids.min()) < 0:
-        raise _corrupt(f"{where}.token_ids", int(token_ids.min()), "is negative")
-    for name, values in (("advantages", advantages), ("rl_weights", rl_weights), ("ce_weights", ce_weights)):
+def _check_values(columns: _Columns | TrainSample, *, where: str) -> None:
+    """What the columns hold, of one sample or of many at once: numpy is fast where it is called seldom."""
+    check_masked(columns.loss_mask, columns.inference_logprobs, where=where)
+    if columns.token_ids.size and int(columns.token_ids.min()) < 0:
+        raise _corrupt(f"{where}.token_ids", int(columns.token_ids.min()), "is negative")
+    for name in ("advantages", "rl_weights", "ce_weights"):
+        values = getattr(columns, name)
         if values is not None and not bool(np.isfinite(values).all()):
             raise _corrupt(f"{where}.{name}", "nan or inf", "is not finite")
 

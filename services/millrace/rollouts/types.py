@@ -89,8 +89,31 @@ def _equal_fields(left: object, right: object) -> bool:
     return True
 
 
+class _TokenColumns:
+    """What a sequence of tokens is, whatever else is known of it: equal where all columns are, and not hashable."""
+
+    __slots__ = ()
+    token_ids: Int32Array
+    loss_mask: Uint8Array
+
+    def __eq__(self, other: object) -> bool:
+        return _equal_fields(self, other) if type(self) is type(other) else NotImplemented
+
+    __hash__ = None  # pyright: ignore[reportAssignmentType] - arrays are not hashable
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens in the sample, prompts included."""
+        return len(self.token_ids)
+
+    @property
+    def num_loss_tokens(self) -> int:
+        """Tokens that the policy sampled."""
+        return int(np.count_nonzero(self.loss_mask))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Sample:
+class Sample(_TokenColumns):
     """One token sequence for the loss, cut from a rollout. All columns have the length T.
 
     `token_ids` int32 [T]; `loss_mask` uint8 [T], 1 where the policy sampled the token; `inference_logprobs` float32 [T]
@@ -106,21 +129,6 @@ class Sample:
     teacher_logprobs: Float32Array | None = None
     """float32 [T] of the teacher of a distillation, 0 where the mask is 0; kept beside the log (`scores.py`)."""
 
-    def __eq__(self, other: object) -> bool:
-        return _equal_fields(self, other) if isinstance(other, Sample) else NotImplemented
-
-    __hash__ = None  # pyright: ignore[reportAssignmentType] - arrays are not hashable
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens in the sample, prompts included."""
-        return len(self.token_ids)
-
-    @property
-    def num_loss_tokens(self) -> int:
-        """Tokens that the policy sampled."""
-        return int(np.count_nonzero(self.loss_mask))
-
     @property
     def min_version(self) -> int | None:
         """Oldest policy version among the sampled tokens; None when no span is known."""
@@ -130,6 +138,14 @@ class Sample:
     def max_version(self) -> int | None:
         """Newest policy version among the sampled tokens; None when no span is known."""
         return max((span.version for span in self.policy_spans), default=None)
+
+    def mean_version(self, num_tokens: int) -> float | None:
+        """Mean policy version of the sampled tokens among the first `num_tokens`; None when no span is known."""
+        sampled = self.loss_mask[:num_tokens]
+        counts = [np.count_nonzero(sampled[span.start : span.end]) for span in self.policy_spans]
+        if not sum(counts):
+            return None
+        return sum(span.version * n for span, n in zip(self.policy_spans, counts, strict=True)) / sum(counts)
 
     @property
     def lineage(self) -> int | None:
@@ -270,11 +286,12 @@ class Rollout:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class TrainSample:
+class TrainSample(_TokenColumns):
     """A sample with its per-token advantages and the facts of its rollout: one row of a batch.
 
     `rl_weights` None means 1 where the mask is 1; `ce_weights` None means 0 everywhere (float32 [T] otherwise).
     `reference_kl` is not 0 where the advantages are that times the log-ratio of a reference to the behaviour policy.
+    `mean_version` is over the sampled tokens, None where it is not known.
     """
 
     token_ids: Int32Array
@@ -294,18 +311,4 @@ class TrainSample:
     ce_weights: Float32Array | None = None
     truncation: Truncation = FULL
     reference_kl: float = 0.0
-
-    def __eq__(self, other: object) -> bool:
-        return _equal_fields(self, other) if isinstance(other, TrainSample) else NotImplemented
-
-    __hash__ = None  # pyright: ignore[reportAssignmentType] - arrays are not hashable
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens in the sample, prompts included."""
-        return len(self.token_ids)
-
-    @property
-    def num_loss_tokens(self) -> int:
-        """Tokens that the policy sampled."""
-        return int(np.count_nonzero(self.loss_mask))
+    mean_version: float | None = None

@@ -19,3 +19,18 @@ def to_proto(waits: Iterable[Wait]) -> list[event_pb2.Wait]:
         )
         for wait in waits
     ]
+
+
+def from_proto(messages: Iterable[event_pb2.Wait]) -> list[Wait]:
+    """The waits that another process reports, in the same order."""
+    return [
+        Wait(
+            owner=message.owner,
+            reason=message.reason,
+            waits_on=message.waits_on,
+            age_s=message.age_seconds,
+            deadline_s=message.deadline_seconds,
+            run=message.run_uid,
+        )
+        for message in messages
+    ]

@@ -23,7 +23,7 @@ from typing import Any
 from millrace.decoding import MAX_JSON_BYTES, Fields, decode_object
 from millrace.errors import ConflictError, CorruptObjectError, InvalidSpecError, InvalidStateError, NotFoundError
 from millrace.internal.v1 import batch_pb2
-from millrace.rollouts.batch_wire import decode_header
+from millrace.rollouts.batch_wire import closes_run, decode_header
 from millrace.runlog.names import Names
 from millrace.runlog.records.frontier import Frontier, chain_hash
 from millrace.runlog.records.listing import list_checkpoints
@@ -273,7 +273,7 @@ def _count_steps(store: ObjectStore, names: Names, origin: RunOrigin) -> int:
     if steps[-1] < origin.base_step:
         return origin.base_step
     last = decode_header(_last_header(store, names, steps[-1]))
-    return steps[-1] if last.kind == batch_pb2.BATCH_KIND_CLOSE else steps[-1] + 1
+    return steps[-1] if closes_run(last) else steps[-1] + 1
 
 
 def _kept_checkpoints(store: ObjectStore, names: Names, origin: RunOrigin, num_steps: int) -> list[int]:

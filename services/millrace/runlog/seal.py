@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from millrace.decoding import MAX_JSON_BYTES, decode_object
 from millrace.errors import CorruptObjectError, NotFoundError
-from millrace.internal.v1 import batch_pb2
+from millrace.rollouts.batch_wire import closes_run
 from millrace.runlog.events.archive import EventArchive
 from millrace.runlog.names import Names
 from millrace.runlog.records.known import KnownObjects
@@ -112,7 +112,7 @@ async def seal_late(log: RunLog, *, state: str, by: str) -> bool:
         return False
     await EventArchive(log).archive()
     committed = await load_history(log)
-    if committed.is_reopened or committed.last is None or committed.last.kind != batch_pb2.BATCH_KIND_CLOSE:
+    if committed.is_reopened or committed.last is None or not closes_run(committed.last):
         return False  # it goes on
     key, known = log.names.seal(committed.num_reopened), KnownObjects(committed.headers)
     return await asyncio.to_thread(

@@ -125,6 +125,18 @@ def require_size(size_bytes: int, max_bytes: int, *, key: str, uri: str) -> None
         )
 
 
+def require_range(data: bytes, start: int, length: int, *, key: str, uri: str) -> bytes:
+    """The bytes that were read from `start`; CorruptObjectError if the object ends before all of them."""
+    if len(data) != length:
+        raise CorruptObjectError(
+            f"object {uri} ends before byte {start + length}",
+            reason="OBJECT_TOO_SHORT",
+            remedy="restore the object; what refers to it says that it is longer",
+            metadata={"key": key},
+        )
+    return data
+
+
 def is_text(key: str) -> bool:
     """Whether a key can be encoded: the name of a file of others may be any bytes."""
     return not any("\ud800" <= char <= "\udfff" for char in key)

@@ -15,8 +15,16 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
-from millrace.errors import CapacityError, CorruptObjectError, NotFoundError
-from millrace.storage.base import MAX_GET_BYTES, ObjectInfo, check_key, check_prefix, is_text, require_size
+from millrace.errors import CapacityError, NotFoundError
+from millrace.storage.base import (
+    MAX_GET_BYTES,
+    ObjectInfo,
+    check_key,
+    check_prefix,
+    is_text,
+    require_range,
+    require_size,
+)
 from millrace.storage.disk import io_errors, key_is_directory, make_parent
 from millrace.storage.retry import RetryPolicy, TransientError
 from millrace.telemetry import progress
@@ -78,14 +86,7 @@ class LocalStore:
         with self._reading(key) as path, path.open("rb") as file:
             file.seek(start)
             data = file.read(length)
-        if len(data) != length:
-            raise CorruptObjectError(
-                f"object {self.uri(key)} ends before byte {start + length}",
-                reason="OBJECT_TOO_SHORT",
-                remedy="restore the object; what refers to it says that it is longer",
-                metadata={"key": key},
-            )
-        return data
+        return require_range(data, start, length, key=key, uri=self.uri(key))
 
     def head(self, key: str) -> ObjectInfo | None:
         """See `ObjectStore.head`."""

@@ -20,8 +20,7 @@ from botocore.config import Config
 from botocore.exceptions import ClientError
 from s3transfer.subscribers import BaseSubscriber
 
-from millrace.errors import CorruptObjectError
-from millrace.storage.base import MAX_GET_BYTES, ObjectInfo, check_key, check_prefix, require_size
+from millrace.storage.base import MAX_GET_BYTES, ObjectInfo, check_key, check_prefix, require_range, require_size
 from millrace.storage.disk import io_errors, make_parent
 from millrace.storage.retry import ATTEMPT_S, RetryPolicy, TransientError
 from millrace.storage.s3_errors import ABSENT, CLIENT_ERRORS, error_code, http_status, translate
@@ -155,14 +154,7 @@ class S3Store:
                 raise
 
         data = self._run(f"GET {length} bytes from {start} of", key, attempt, is_read=True)
-        if len(data) != length:
-            raise CorruptObjectError(
-                f"object {self.uri(key)} ends before byte {start + length}",
-                reason="OBJECT_TOO_SHORT",
-                remedy="restore the object; what refers to it says that it is longer",
-                metadata={"key": key},
-            )
-        return data
+        return require_range(data, start, length, key=key, uri=self.uri(key))
 
     def head(self, key: str) -> ObjectInfo | None:
         """See `ObjectStore.head`."""

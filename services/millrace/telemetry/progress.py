@@ -40,7 +40,6 @@ class Doing(Enum):
     LOAD = ("loading", "to be loaded")
     RESTORE = ("restoring", "to be restored")
     SAVE = ("saving", "to be saved")
-    UPLOAD = ("uploading", "to be uploaded")
 
     def __init__(self, gerund: str, passive: str) -> None:
         self.gerund = gerund

@@ -1,10 +1,12 @@
-"""Work beside the training: one piece at a time, on a thread of its own."""
+"""Work in the background of a training: one piece at a time, on a thread of its own."""
 
 import concurrent.futures
 import contextvars
 import logging
 import threading
 from collections.abc import Callable
+from types import TracebackType
+from typing import Self
 
 from millrace.errors import FencedError, LogGoneError
 from millrace.telemetry import waits
@@ -79,3 +81,24 @@ class BackgroundWork:
             concurrent.futures.wait([self._under_way], _ENDS_WITHIN_S if self._gang.is_alone else _GANG_ENDS_WITHIN_S)
         self.is_abandoned.set()
         concurrent.futures.wait([self._under_way], _ABANDONED_S)
+
+
+class BackgroundWriter:
+    """What writes in the background of a training: its `with` block ends when all is written, or abandons the work."""
+
+    _work: BackgroundWork
+
+    def finish(self) -> None:
+        """Return when nothing is under way; raise what the work raised. Collective in a gang."""
+        self._work.finish()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if error is None:
+            self.finish()
+        else:
+            self._work.give_up(error)

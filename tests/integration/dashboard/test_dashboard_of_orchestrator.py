@@ -18,7 +18,11 @@ from millrace_testing.dashboard import KnownRuns, Served
 CONFIG = {
     "model": {"name": "m"},
     "max_steps": 3,
-    "orchestrator": {"batch_size": 8, "rollouts_per_example": 4, "env": [{"id": "reverse-text"}]},
+    "orchestrator": {
+        "batch_size": 8,
+        "rollouts_per_example": 4,
+        "env": [{"id": "reverse-text", "args": {"api_key": "sk-abcdefgh12345"}}],
+    },
 }
 
 
@@ -61,6 +65,7 @@ async def test_runs_are_shown_explained_and_paused(served):
     _, run = await ask("/api/runs/first")
     differs = {each["key"]: each["value"] for each in run["config"] if each["differs"]}
     assert differs["orchestrator.batch_size"] == 8 and differs["max_steps"] == 3
+    assert "sk-abcdefgh12345" not in str(run) and {"api_key": "***"} in differs.values()
     assert "no trainer worker is free" in run["why"]["summary"]
     assert (await ask("/api/runs/first/checkpoints")) == (200, {"checkpoints": []})
     status, page = await ask("/api/runs/first/samples")

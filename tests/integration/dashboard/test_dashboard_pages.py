@@ -159,6 +159,7 @@ def test_lineage_in_both_directions(served):
         f"{SAMPLES}?outcome=%3Cscript%3E", f"{SAMPLES}?offset={'9' * 400}", f"/api/runs/{RUN}/events?size=x",
         f"/api/runs/{RUN}/metrics?points=-5", f"/api/runs/{RUN}/timeline?steps=abc", f"{SAMPLES}?{'a' * 9000}=1",
         f"{SAMPLES}/0-0/tokens?part=-1", f"{SAMPLES}/not-an-id",
+        f"{SAMPLES}?{'&'.join(f'a{at}=1' for at in range(65))}",
     ],
 )  # fmt: skip
 def test_a_wrong_parameter_is_named(served, path):

@@ -278,6 +278,14 @@ async def test_reward_that_is_not_finite(server: Any) -> None:
     assert_failed(await faulty(server, "reward_nan"), RolloutStatus.ENV_ERROR, "NonFiniteReward", "nan")
 
 
+async def test_reward_that_is_no_number_is_not_a_zero(server: Any) -> None:
+    args = {"modes": ["reward_none", "reward_text", "reward_list"]}
+    for task, said in enumerate(("None", "'right'", "[1.0]")):
+        rollout = await server.play_one("faulty-v0", task, args=args)
+        text = f"reward function 'one' raised TypeError: it returned {said}, which is no number"
+        assert_failed(rollout, RolloutStatus.ENV_ERROR, "RewardError", text)
+
+
 async def test_what_a_step_earned_is_kept_with_its_turn(server: Any) -> None:
     args = {"modes": ["step_reward", "ok", "step_reward_nan"]}
     [rewarded, silent, broken] = [await server.play_one("faulty-v0", task, args=args) for task in range(3)]
@@ -329,6 +337,17 @@ async def test_group_reward_that_raises_fails_every_member(server: Any) -> None:
     rollouts = await server.play(server.request("faulty-v0", MODES.index("reward_raises"), args=args, size=3))
     for rollout in rollouts:
         assert_failed(rollout, RolloutStatus.ENV_ERROR, "RewardError", "group reward bug")
+
+
+@pytest.mark.parametrize(
+    ("mode", "said"),
+    [("reward_none", "None, not a list with a number for each member"), ("reward_text", "'r', which is no number")],
+)
+async def test_group_reward_without_numbers_fails_every_member(server: Any, mode: str, said: str) -> None:
+    args = {"kind": "group", "modes": [mode]}
+    await server.open("faulty-v0", args)
+    for rollout in await server.play(server.request("faulty-v0", 0, args=args, size=3)):
+        assert_failed(rollout, RolloutStatus.ENV_ERROR, "RewardError", f"raised TypeError: it returned {said}")
 
 
 async def test_group_reward_that_is_no_number_fails_every_member(server: Any) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from millrace.internal.v1 import policy_pb2, policy_service_pb2, policy_service_pb2_grpc, worker_service_pb2
 from millrace.orchestrator.drive.policy_driver import PolicyDriver
-from millrace.orchestrator.workers import WorkerRegistry
+from millrace.orchestrator.workers import WorkerKind, WorkerRegistry
 from millrace_testing.orchestrator.fakes import FakeReplica
 
 
@@ -45,7 +45,7 @@ async def test_a_replica_that_serves_a_newer_version_is_not_sent_back(replica) -
         (worker_service_pb2.WORKER_KIND_TRAINER, "t"),
     ):
         registry.register(worker_service_pb2.Worker(worker_id=name, kind=kind, address=replica.address))
-    registry.claim(worker_service_pb2.WORKER_KIND_TRAINER, "run1")
+    registry.claim(WorkerKind.TRAINER, "run1")
     events = SimpleNamespace(policy_served=_nothing, warning=_nothing)
     driver = PolicyDriver(run_uid="run1", epoch=1, registry=registry, events=events, on_change=lambda: None)  # type: ignore[arg-type]
     driver.publish(policy_pb2.PolicyEntry(version=10))

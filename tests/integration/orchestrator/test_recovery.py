@@ -93,9 +93,9 @@ async def test_evaluation_tasks_that_fail_are_played_again_once(stack) -> None:
 
 async def test_a_trainer_that_works_on_another_run_is_not_free() -> None:
     registry = workers.WorkerRegistry()
-    kind = worker_service_pb2.WORKER_KIND_TRAINER
+    kind = workers.WorkerKind.TRAINER
     for name, uid in (("a", "other"), ("b", "mine"), ("c", "")):
-        registry.register(worker_service_pb2.Worker(worker_id=name, kind=kind))
+        registry.register(worker_service_pb2.Worker(worker_id=name, kind=worker_service_pb2.WORKER_KIND_TRAINER))
         status = worker_service_pb2.TrainerStatus(run_uid=uid)
         registry.heartbeat(worker_service_pb2.HeartbeatRequest(worker_id=name, trainer=status))
     assert registry.claim(kind, "mine", limit=1) == 1

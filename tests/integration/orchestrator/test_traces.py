@@ -12,10 +12,12 @@ import pytest
 
 pytest.importorskip("opentelemetry.exporter.otlp.proto.http", reason="needs millrace[otel]")
 
+from millrace.cli.session import follow
+from millrace.client import Client
 from millrace.config.load import validate_document
 from millrace.exports import keeper
 from millrace.exports.spans import span_id, trace_id
-from millrace.orchestrator.drive import exports
+from millrace.orchestrator.drive import exports, housekeeping
 from millrace.rpc.channel import call
 from millrace.telemetry import waits
 from millrace.v1 import run_pb2, run_service_pb2
@@ -64,6 +66,60 @@ async def test_spans_arrive_though_their_exporter_was_killed_and_each_has_one_id
         found = {(span.trace_id, span.span_id) for span in collector.named(f"batch {step}")}
         assert found == {(trace_id(run.uid, step).to_bytes(16), span_id(run.uid, step, "batch").to_bytes(8))}
     assert collector.headers[0]["authorization"] == "Bearer abc"
+
+
+def all_batches(collector: Collector) -> bool:
+    return all(collector.named(f"batch {step}") for step in range(STEPS))
+
+
+async def test_what_a_run_that_has_ended_leaves_is_sent_though_its_orchestrator_stops_that_moment(
+    stack, collector: Collector, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a stack of `millrace rl` does; here before the run is sealed, so before anybody let the exports finish."""
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", collector.url)
+    monkeypatch.setattr(keeper, "STOP_S", 30.0)
+    sealing = asyncio.Event()
+
+    async def seal(*_: object) -> None:
+        sealing.set()
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(housekeeping.Housekeeper, "seal", seal)
+    await stack.trainer()
+    await create(stack)
+    async with asyncio.timeout(60):
+        await sealing.wait()
+    assert not all_batches(collector)  # it looks every five seconds
+    await stack.kill_orchestrator()
+    assert all_batches(collector)
+
+
+async def test_a_run_that_has_ended_is_held_until_its_traces_are_sent_and_why_says_so(
+    stack, collector: Collector, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However slow the collector is: the command with a stack of its own stays as long."""
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", collector.url)
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "60")
+    collector.answers.clear()
+    await stack.trainer()
+    run = await create(stack)
+    assert states(await watch(stack, run))[-1] == "SUCCEEDED"
+    wanted = "the collector of traces to take the rest of the run"
+    client, noted = Client(stack.address), []
+    async with client:
+
+        async def is_told() -> bool:
+            found = await client.runs.explain(run.name)
+            return [wait.reason for wait in found.waits] == [wanted] and wanted in found.summary
+
+        await until(is_told, what="the wait of an ended run")
+        staying = asyncio.create_task(follow.until_given_back(client, run.name, note=noted.append))
+        await until(lambda: noted, what="a note to who waits")
+        assert wanted in noted[0] and not staying.done() and not all_batches(collector)
+        collector.answers.set()
+        await staying
+        assert all_batches(collector)
+        assert not (await client.runs.explain(run.name)).waits
 
 
 @pytest.mark.parametrize("kind", ["down", "refusing"])

@@ -12,7 +12,7 @@ import pytest
 from millrace import errors
 from millrace.internal.v1 import worker_service_pb2 as pb
 from millrace.internal.v1.worker_service_pb2_grpc import WorkerServiceServicer, add_WorkerServiceServicer_to_server
-from millrace.orchestrator.workers import WorkerRegistry, WorkerServicer
+from millrace.orchestrator.workers import WorkerKind, WorkerRegistry, WorkerServicer
 from millrace.rpc import worker as worker_module
 from millrace.rpc.worker import WorkerAgent, new_worker_id
 from millrace.telemetry import waits
@@ -243,7 +243,7 @@ async def test_an_answer_is_held_until_there_is_news_or_somebody_asks_at_once(ru
         took: list[float] = []
         for uid in ("u1", "u2", "u3"):
             await asyncio.sleep(0.2)  # most of the interval of a second is still to come
-            registry.claim(TRAINER, uid)
+            registry.claim(WorkerKind.TRAINER, uid)
             took.append(await hears(running, [uid]))
             registry.release(uid)
             await hears(running, [])

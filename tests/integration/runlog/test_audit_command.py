@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from millrace.cli.commands.run_attest import audited_head
+from millrace.cli.commands.run.attest import audited_head
 from millrace.runlog.names import Deployment
 from millrace_testing.runlog.recorded_log import STEPS, audit, flip, record
 

@@ -1,10 +1,6 @@
 """Runs that train adapters: published as adapters on version 0, resumed bit for bit, replayed, kept to their base."""
 
 import json
-import os
-import socket
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,6 +17,7 @@ from millrace.policies.manifest import PolicyManifest
 from millrace.policies.pull import download_hf, pull_tensors, read_manifest
 from millrace.runlog import Names
 from millrace.trainer.replay.steps import replay
+from millrace_testing.trainer.torchrun import train_gang
 
 Recorder = Any  # conftest.Recorder; tests are not importable from one another
 
@@ -114,23 +111,11 @@ def test_two_ranks_train_the_adapter_of_one(new_recorder: Callable[[], Recorder]
     for recorder in (alone, gang, broken):
         recorder.record(config, steps=STEPS)
     alone.train()
-    _torchrun(gang)
+    train_gang(gang)
     assert gang.digests()[0] == alone.digests()[0]
     tensors = [pull_tensors(r.store, _manifest(r, STEPS)) for r in (alone, gang)]
     for name, tensor in tensors[0].items():
         assert np.allclose(tensor.numpy(), tensors[1][name].numpy(), atol=1e-3), name
-    _torchrun(broken, stop_at="3")
-    _torchrun(broken)
+    train_gang(broken, stop_at="3")
+    train_gang(broken)
     assert broken.digests() == gang.digests()
-
-
-def _torchrun(recorder: Recorder, *, stop_at: str = "") -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--master-addr=127.0.0.1"]
-    command += [f"--master-port={port}", "-m", "millrace_testing.trainer.gang_rank"]
-    command += [recorder.redis_url, recorder.store_url.removeprefix("file://"), recorder.prefix, recorder.uid, stop_at]
-    environ = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    ended = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=500)
-    assert ended.returncode == 0, ended.stderr[-4000:]

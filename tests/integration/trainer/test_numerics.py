@@ -1,8 +1,5 @@
 """One process computes what a gang of two computes, bit for bit: log-probs, loss, gradients, and the step."""
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,9 +9,9 @@ import torch
 from safetensors.torch import load_file
 
 from millrace.config.sections.rl import RLConfig
-from millrace.local.ports import free_port
 from millrace.runlog import Names
 from millrace.trainer.replay.steps import replay
+from millrace_testing.trainer.torchrun import torchrun
 
 Recorder = Any  # conftest.Recorder; tests are not importable from one another
 
@@ -33,13 +30,8 @@ MODELS: dict[str, dict[str, Any]] = {
 def _compute(configs: Path, facts: Path, *, world_size: int) -> None:
     """Have a gang of so many compute what the configs say."""
     facts.mkdir()
-    command = ["-m", "millrace_testing.trainer.numerics_rank", str(configs), str(facts)]
-    if world_size > 1:
-        gang = ["-m", "torch.distributed.run", f"--nproc-per-node={world_size}", "--master-addr=127.0.0.1"]
-        command = [*gang, f"--master-port={free_port()}", *command]
-    environ = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    ended = subprocess.run([sys.executable, *command], env=environ, capture_output=True, text=True, timeout=280)
-    assert ended.returncode == 0, ended.stderr[-4000:]
+    rank = "millrace_testing.trainer.numerics_rank"
+    torchrun(rank, str(configs), str(facts), world_size=world_size, timeout_s=280)
 
 
 @pytest.mark.long

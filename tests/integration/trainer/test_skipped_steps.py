@@ -1,11 +1,7 @@
 """Steps whose numbers are not finite change nothing, say where, replay alike, and end the run if there are too many."""
 
 import asyncio
-import os
 import signal
-import socket
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -22,6 +18,7 @@ from millrace.runlog.audit import Depth, audit_run
 from millrace.runlog.records.revisions import Reopening
 from millrace.telemetry import faults
 from millrace.telemetry.faults import Fault, Point
+from millrace_testing.trainer.torchrun import train_gang
 
 Recorder = Any  # conftest.Recorder; tests are not importable from one another
 MakeConfig = Callable[..., RLConfig]
@@ -196,15 +193,7 @@ def test_all_ranks_of_a_gang_skip_what_one_of_them_finds(
 ) -> None:
     recorder = new_recorder()
     record(recorder, make_config(micro_batch_tokens=48), steps=3, bad=(1,))
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--master-addr=127.0.0.1"]
-    command += [f"--master-port={port}", "-m", "millrace_testing.trainer.gang_rank"]
-    command += [recorder.redis_url, recorder.store_url.removeprefix("file://"), recorder.prefix, recorder.uid, ""]
-    environ = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    ended = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=500)
-    assert ended.returncode == 0, ended.stderr[-4000:]
+    train_gang(recorder)
     digests = recorder.digests()
     assert digests[1] == digests[2] and len({*digests.values()}) == 3
     ((reason, message),) = warnings(recorder)

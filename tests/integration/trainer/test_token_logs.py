@@ -1,9 +1,5 @@
 """The trainer's log-probs, step by step in the store: of the right weights, the same again, and never waited for."""
 
-import os
-import socket
-import subprocess
-import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -20,6 +16,7 @@ from millrace.rollouts.batch_wire import decode_header
 from millrace.rollouts.token_log import TokenLog, chosen_rollouts
 from millrace.runlog.records.token_logs import find_token_log, load_token_log
 from millrace.storage.local import LocalStore
+from millrace_testing.trainer.torchrun import train_gang
 
 MakeConfig = Callable[..., RLConfig]
 Recorder = Any  # conftest.Recorder; tests are not importable from one another
@@ -179,18 +176,6 @@ def test_a_store_that_takes_none_is_a_warning_and_the_run_goes_on(
     assert message.startswith("the trainer's log-probs of step 0 were not stored: the bucket takes nothing there")
 
 
-def _torchrun(recorder: Recorder) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--master-addr=127.0.0.1"]
-    command += [f"--master-port={port}", "-m", "millrace_testing.trainer.gang_rank"]
-    command += [recorder.redis_url, recorder.store_url.removeprefix("file://"), recorder.prefix, recorder.uid, ""]
-    environ = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    ended = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=500)
-    assert ended.returncode == 0, ended.stderr[-4000:]
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(1600)
 @pytest.mark.parametrize("tp", [1, 2], ids=["ranks with samples of their own", "ranks that share samples"])
@@ -207,7 +192,7 @@ def test_a_gang_of_two_stores_what_one_process_does(
             steps=STEPS,
         )
     alone.train()
-    _torchrun(gang)
+    train_gang(gang)
     for one, two in zip(whole_logs(alone), whole_logs(gang), strict=True):
         assert len(one.samples) == 6
         assert [(e.sample, e.key, e.minibatch, e.mask.tolist()) for e in one.samples] == [

@@ -1,9 +1,5 @@
 """Two processes train one model (torchrun, gloo, FSDP2) and agree with one process."""
 
-import os
-import socket
-import subprocess
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -11,20 +7,9 @@ import numpy as np
 import pytest
 
 from millrace.policies.pull import pull_tensors, read_manifest
+from millrace_testing.trainer.torchrun import train_gang
 
 Recorder = Any  # conftest.Recorder; tests are not importable from one another
-
-
-def _torchrun(recorder: Recorder, *, stop_at: str = "") -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--master-addr=127.0.0.1"]
-    command += [f"--master-port={port}", "-m", "millrace_testing.trainer.gang_rank"]
-    command += [recorder.redis_url, recorder.store_url.removeprefix("file://"), recorder.prefix, recorder.uid, stop_at]
-    environ = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    ended = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=500)
-    assert ended.returncode == 0, ended.stderr[-4000:]
 
 
 def _weights(recorder: Recorder, version: int) -> np.ndarray:
@@ -58,7 +43,7 @@ def test_two_ranks_equal_one_and_resume_bit_for_bit(
     for recorder in (alone, gang, broken):
         recorder.record(config, steps=4)
     alone.train()
-    _torchrun(gang)
+    train_gang(gang)
     for one, two in zip(_steps(alone), _steps(gang), strict=True):
         assert two.metrics["loss/mean"] == pytest.approx(one.metrics["loss/mean"], abs=1e-5)
         assert two.metrics["optim/grad_norm"] == pytest.approx(one.metrics["optim/grad_norm"], rel=1e-4)
@@ -70,9 +55,9 @@ def test_two_ranks_equal_one_and_resume_bit_for_bit(
     assert scores[0].num_tokens == scores[1].num_tokens
     assert scores[1].mismatch_kl == pytest.approx(scores[0].mismatch_kl, rel=1e-2)
 
-    _torchrun(broken, stop_at="3")
+    train_gang(broken, stop_at="3")
     assert broken.checkpoints() == [2, 3]
-    _torchrun(broken)
+    train_gang(broken)
     assert broken.digests() == gang.digests()
 
 
@@ -81,7 +66,7 @@ def test_two_ranks_equal_one_and_resume_bit_for_bit(
 def test_a_strict_run_of_one_goes_on_with_two_in_a_lineage_of_its_own(recorder: Recorder, make_config: Any) -> None:
     recorder.record(make_config(ckpt={"interval": 1}, determinism="strict", optim={"lr": 1e-3}), steps=4)
     assert recorder.train(stop_at=2) == 2
-    _torchrun(recorder)
+    train_gang(recorder)
     warnings = [event.warning for event in recorder.events() if event.HasField("warning")]
     (told,) = [each.message for each in warnings if each.reason == "NEW_LINEAGE"]
     assert "2 instead of 1" in told and "version 3 begins lineage 1" in told

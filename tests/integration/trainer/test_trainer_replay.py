@@ -250,7 +250,7 @@ def test_a_changed_batch_with_every_hash_redone_is_found_by_a_replay_only(
     assert (replayed, steps) == (set(), [2])
     header = decode_header(recorder.store.get(names.batch_header(2)))
     chunk = batch_pb2.BatchChunk.FromString(recorder.store.get(header.chunks[0].key))
-    chunk.advantages = (-2 * np.frombuffer(chunk.advantages, np.float32)).tobytes()
+    chunk.advantages.values = (-2 * np.frombuffer(chunk.advantages.values, np.float32)).tobytes()
     data = chunk.SerializeToString(deterministic=True)
     header.chunks[0].sha256, header.chunks[0].size_bytes = hashlib.sha256(data).digest(), len(data)
     recorder.store.put(header.chunks[0].key, data)

@@ -12,6 +12,8 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
 )
 from opentelemetry.proto.trace.v1.trace_pb2 import Span
 
+MAX_WAIT_S = 60.0
+
 
 class Collector:
     """What came, in the order in which it came."""
@@ -20,6 +22,9 @@ class Collector:
         self.url = ""
         self.status = 200
         """What it answers; spans are kept of requests that get 200."""
+        self.answers = threading.Event()
+        """Cleared, requests wait for their answer: a collector that is slow."""
+        self.answers.set()
         self.refused = 0
         self.spans: list[Span] = []
         self.resources: list[dict[str, str]] = []
@@ -45,6 +50,7 @@ def collecting(collector: Collector) -> Iterator[Collector]:
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
             data = self.rfile.read(int(self.headers["Content-Length"]))
+            collector.answers.wait(MAX_WAIT_S)
             if self.headers.get("Content-Encoding") == "gzip":
                 data = gzip.decompress(data)
             if collector.status == 200 and self.path == "/v1/traces":

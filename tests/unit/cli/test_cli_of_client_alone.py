@@ -14,7 +14,7 @@ class Absent:
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 
 sys.meta_path.insert(0, Absent())
-import millrace.cli.commands.rl, millrace.cli.commands.run
+import millrace.cli.commands.rl, millrace.cli.commands.run.group
 import millrace.cli.connection, millrace.cli.session.follow, millrace.cli.session.prepare
 import millrace.cli.session.results, millrace.cli.session.run_session
 import millrace.cli.view.compare, millrace.cli.view.json_view, millrace.cli.view.lineage, millrace.cli.view.output

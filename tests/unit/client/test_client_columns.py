@@ -2,7 +2,6 @@
 
 from collections.abc import AsyncIterator
 
-import grpc.aio
 import pytest
 
 from millrace.client import Client, SyncClient
@@ -11,7 +10,8 @@ from millrace.errors import InvalidSpecError, UnavailableError
 from millrace.rpc.status import abort
 from millrace.v1 import metric_pb2, rollout_pb2
 from millrace.v1 import run_service_pb2 as rs
-from millrace.v1.run_service_pb2_grpc import RunServiceServicer, add_RunServiceServicer_to_server
+from millrace.v1.run_service_pb2_grpc import RunServiceServicer
+from millrace_testing.runlog.fake_runs import served
 
 STEPS = 5
 
@@ -58,12 +58,8 @@ class Lists(RunServiceServicer):
 @pytest.fixture
 async def lists() -> AsyncIterator[tuple[Lists, str]]:
     servicer = Lists()
-    server = grpc.aio.server()
-    add_RunServiceServicer_to_server(servicer, server)
-    port = server.add_insecure_port("127.0.0.1:0")
-    await server.start()
-    yield servicer, f"127.0.0.1:{port}"
-    await server.stop(0)
+    async with served(servicer) as address:
+        yield servicer, address
 
 
 async def test_metrics_of_all_pages_are_columns_of_one_length(lists):

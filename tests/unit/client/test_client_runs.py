@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 import grpc.aio
 import pytest
 
-from millrace.client import Client, state_name
+from millrace.client import Client, SyncClient, state_name
 from millrace.errors import (
     AlreadyExistsError,
     InvalidSpecError,
@@ -19,7 +19,8 @@ from millrace.errors import (
 from millrace.rpc.status import abort
 from millrace.v1 import checkpoint_pb2, event_pb2, run_pb2
 from millrace.v1 import run_service_pb2 as rs
-from millrace.v1.run_service_pb2_grpc import RunServiceServicer, add_RunServiceServicer_to_server
+from millrace.v1.run_service_pb2_grpc import RunServiceServicer
+from millrace_testing.runlog.fake_runs import served, serving
 
 
 def state(new: run_pb2.RunState) -> event_pb2.Event:
@@ -119,12 +120,8 @@ class FakeRuns(RunServiceServicer):
 @pytest.fixture
 async def fake() -> AsyncIterator[tuple[FakeRuns, str]]:
     servicer = FakeRuns()
-    server = grpc.aio.server()
-    add_RunServiceServicer_to_server(servicer, server)
-    port = server.add_insecure_port("127.0.0.1:0")
-    await server.start()
-    yield servicer, f"127.0.0.1:{port}"
-    await server.stop(0)
+    async with served(servicer) as address:
+        yield servicer, address
 
 
 async def test_create_get_cancel_and_idempotence(fake):
@@ -216,37 +213,12 @@ async def test_watch_gives_up_when_nobody_answers():
 
 def test_sync_facade():
     """The synchronous client against a server in another thread's loop."""
-    import threading
-
-    from millrace.client import SyncClient
-
-    ready: list[str] = []
-    started = threading.Event()
-    loop = asyncio.new_event_loop()
-    stop = asyncio.Event()
-
-    async def serve() -> None:
-        servicer = FakeRuns()
-        servicer.script = [step(0), state(run_pb2.RUN_STATE_SUCCEEDED)]
-        server = grpc.aio.server()
-        add_RunServiceServicer_to_server(servicer, server)
-        ready.append(f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}")
-        await server.start()
-        started.set()
-        await stop.wait()
-        await server.stop(0)
-
-    thread = threading.Thread(target=lambda: loop.run_until_complete(serve()))
-    thread.start()
-    assert started.wait(10)
-    try:
-        with SyncClient(ready[0]) as client:
-            assert client.runs.create('{"a":1}', run_id="x").name == "runs/x"
-            assert [e.cursor for e in client.runs.watch("runs/x")] == ["1", "2"]
-            assert [r.name for r in client.runs.list()] == ["runs/x"]
-    finally:
-        loop.call_soon_threadsafe(stop.set)
-        thread.join(10)
+    servicer = FakeRuns()
+    servicer.script = [step(0), state(run_pb2.RUN_STATE_SUCCEEDED)]
+    with serving(servicer) as address, SyncClient(address) as client:
+        assert client.runs.create('{"a":1}', run_id="x").name == "runs/x"
+        assert [e.cursor for e in client.runs.watch("runs/x")] == ["1", "2"]
+        assert [r.name for r in client.runs.list()] == ["runs/x"]
 
 
 async def test_a_config_is_a_dict_a_file_or_several(fake, tmp_path):

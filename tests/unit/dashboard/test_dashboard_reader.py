@@ -4,16 +4,19 @@ import math
 import threading
 import time
 
+import numpy as np
 import pytest
 
 from millrace.dashboard import reader as reader_module
 from millrace.dashboard.config_search import ConfigText
+from millrace.dashboard.index import build as build_module
 from millrace.dashboard.index import columns as columns_module
-from millrace.dashboard.index.columns import Columns, Shelf
+from millrace.dashboard.index.columns import ROW, Columns, Shelf, packed
 from millrace.dashboard.plain import to_json
 from millrace.dashboard.reader import Reader
 from millrace.dashboard.views.vocabulary import pieces_of
-from millrace.errors import InvalidSpecError, UnavailableError
+from millrace.errors import InvalidSpecError, MillraceError, UnavailableError
+from millrace.exports.conversation import content_of
 from millrace.storage.local import LocalStore
 from millrace.telemetry.redact import masked
 from millrace_testing.dashboard import NAMES, UID, RunWriter
@@ -236,10 +239,88 @@ def test_the_oldest_indexes_go_first(tmp_path, monkeypatch):
     shelf = Shelf.open(tmp_path)
     for at in range(5):
         place = shelf.place(f"run-{at}")
-        Columns(place).close()
+        Columns(place)
         os.utime(place, (at + 1, at + 1))
     assert sorted(path.name for path in shelf.directory.iterdir() if path.is_dir()) == ["run-2", "run-3", "run-4"]
+    Columns(shelf.place("run-5", in_use=["run-2"]))
+    assert (shelf.directory / "run-2").is_dir(), "it is being looked at"
     shelf.close()
+
+
+def test_nobody_else_on_the_machine_reads_an_index(tmp_path):
+    shelf = Shelf.open(tmp_path / "dashboard" / "p")
+    assert shelf.directory.stat().st_mode & 0o077 == 0
+    shelf.close()
+
+
+def test_a_full_disk_leaves_no_rows_that_are_others(tmp_path, monkeypatch):
+    """The append that failed half-way is done again, and its names are there after a start."""
+    import errno
+
+    columns, rows = Columns(tmp_path / "run"), np.zeros(3, ROW)
+    rows["step"], rows["env"] = 7, columns.names.number("env", "letters")
+    written = Columns._write
+
+    def full(self, name, at, data):
+        written(self, name, at, data[: len(data) // 2])
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Columns, "_write", full)
+    with pytest.raises(MillraceError):
+        columns.append(step=7, revision=0, key="k", rows=rows, texts=packed("a", "b") * 3)
+    monkeypatch.undo()
+    columns.append(step=7, revision=0, key="k", rows=rows, texts=packed("a", "b") * 3)
+    for found in (columns, Columns(tmp_path / "run")):
+        assert found.rows()["step"].tolist() == [7, 7, 7]
+        assert list(found.texts([0, 2])) == [("a", "b")] * 2
+        assert found.names.name("env", 0) == "letters"
+
+
+def test_a_run_whose_store_hangs_keeps_no_page_of_another_waiting(written, tmp_path, monkeypatch):
+    monkeypatch.setattr(reader_module, "MAX_OPEN", 1)
+    monkeypatch.setattr(reader_module, "FIRST_WAIT_S", 0.1)
+    store = SwitchedStore(written.store)
+    reader = Reader(store, "millrace", tmp_path / "i")  # type: ignore[arg-type]
+    store.gate.clear()
+    began = time.monotonic()
+    for uid in (UID, "1" * 28, "2" * 28):
+        reader.ask("metrics", uid, {})
+    assert time.monotonic() - began < 20
+    store.gate.set()
+    settled(reader, 3)
+    reader.close()
+
+
+def test_what_no_view_expects_is_said_and_keeps_the_others(written, tmp_path, monkeypatch):
+    def broken(_):
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(build_module, "messages_of", broken)
+    reader = Reader(written.store, "millrace", tmp_path / "i")
+    for _ in range(200):
+        if "stale" in (page := reader.ask("samples", UID, {})):
+            break
+        time.sleep(0.05)
+    assert "ZeroDivisionError" in page["stale"]
+    reader.close()
+
+
+def test_all_batches_that_cannot_be_read_are_counted(local_store, tmp_path, monkeypatch):
+    monkeypatch.setattr(reader_module, "MAX_UNREADABLE", 2)
+    writer = RunWriter(store=local_store)
+    for step in range(3):
+        writer.step(step)
+    for info in list(local_store.list(f"{NAMES.root}rollouts/")):
+        local_store.delete(info.key)
+    reader = Reader(local_store, "millrace", tmp_path / "i")
+    index = settled(reader, 3)["index"]
+    assert (index["num_unreadable"], [each["step"] for each in index["unreadable"]]) == (3, [1, 2])
+    reader.close()
+
+
+@pytest.mark.parametrize("calls", [5, "text", [7, "f(x)", {"function": "f"}, {"function": {"name": "g"}}], {"a": 1}])
+def test_tool_calls_of_any_shape_have_a_text(calls):
+    assert content_of({"content": "said", "tool_calls": calls}).startswith("said")
 
 
 @pytest.mark.parametrize(

@@ -83,6 +83,19 @@ def test_what_it_lacks_is_named_with_the_command_that_installs_it(bare: str) -> 
     assert "'zstandard>=0.23' 'verifiers'`" in message
 
 
+def test_packages_on_our_own_search_path_are_not_the_interpreters(
+    bare: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, bounds in {**NEEDED, "verifiers": ">=0.3.1"}.items():
+        info = tmp_path / f"{name}-99.dist-info"
+        info.mkdir()
+        release = "7.0" if "<" in bounds else "99"
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {release}\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    with pytest.raises(InvalidSpecError, match="lacks what a worker needs: aiohttp"):
+        require_usable(bare)
+
+
 def test_a_package_that_is_too_old_is_named_with_its_version(tmp_path: Path) -> None:
     versions = dict.fromkeys(NEEDED, "99") | {"protobuf": "7.1", "numpy": "1.25.9", "verifiers": "0.1.14"}
     answer = json.dumps({"python": [3, 12, 0], "versions": versions})
@@ -105,6 +118,13 @@ def test_the_extra_says_what_a_worker_needs() -> None:
 def test_a_container_shows_the_environment_and_the_python_that_it_is_made_of(bare: str) -> None:
     shown = shown_files(bare)
     assert str(Path(bare).parents[1]) in shown and sys.base_prefix in shown and shown_files("") == []
+
+
+def test_a_container_shows_no_more_than_that(bare: str, tmp_path: Path) -> None:
+    (tmp_path / "bin").symlink_to(Path(bare).parent)
+    shown = shown_files(str(tmp_path / "bin" / "python"))
+    assert str(tmp_path) not in shown and str(Path(bare).resolve().parents[1]) in shown_files(bare)
+    assert "/" not in shown_files("/python")
 
 
 @pytest.mark.parametrize(

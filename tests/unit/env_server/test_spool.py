@@ -146,6 +146,18 @@ async def test_what_finishes_together_is_one_file_and_damage_to_one_costs_no_oth
     await successor.close()
 
 
+async def test_a_file_that_cannot_be_read_keeps_no_env_server_from_starting(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    first = Spool(tmp_path, limit_bytes=LIMIT)
+    await first.keep(make_rollout(1))
+    await first.close()
+    (tmp_path / "run1" / f"{2:012d}-{'0' * 64}.rollouts").mkdir()  # no user may read a directory as a file
+    second = Spool(tmp_path, limit_bytes=LIMIT)
+    assert [kept.ordinal for kept in second.of_run("run1")] == [1] and "cannot be read" in caplog.text
+    await second.close()
+
+
 async def test_only_its_own_files_are_touched(tmp_path: Path) -> None:
     (tmp_path / "run1").mkdir()
     foreign, cut = tmp_path / "run1" / "thesis.tmp", tmp_path / "run1" / f".{'a' * 64}.tmp"

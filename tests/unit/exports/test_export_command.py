@@ -6,7 +6,9 @@ from pathlib import Path
 import pytest
 
 from millrace.cli.main import main
+from millrace.runlog.names import Names
 
+NAMES = Names("millrace", "01a205f04e00c6b2d345401dca64")
 SECRET = "mrt_0123456789abcdef0123"
 
 
@@ -77,3 +79,27 @@ def test_what_is_not_installed_is_named_with_the_pip_command(
     assert main(["run", "export", "letters-1", "--to", "tensorboard"]) != 0
     said = capsys.readouterr().err
     assert "tensorboardX" in said and "pip install 'millrace[tensorboard]'" in said
+
+
+def test_an_export_that_breaks_off_leaves_no_file_that_looks_whole(stored_run) -> None:
+    out = export("jsonl", "--samples")
+    before = (out / "samples.jsonl").read_bytes()
+    (key,) = (info.key for info in stored_run.store.list(f"{NAMES.root}rollouts/00000002/"))
+    stored_run.store.put(key, b"garbage")
+    assert main(["run", "export", "letters-1", "--to", "jsonl", "--out", "out", "--samples"]) != 0
+    assert (out / "samples.jsonl").read_bytes() == before
+    assert sorted(path.name for path in out.iterdir()) == ["metrics.jsonl", "samples.jsonl"]
+
+
+def test_a_server_of_wandb_that_does_not_answer_is_named(
+    stored_run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("wandb", reason="needs millrace[wandb]")
+
+    def refused(*_: object, **__: object) -> None:
+        raise ConnectionError("connection refused")
+
+    monkeypatch.setattr("wandb.init", refused)
+    assert main(["run", "export", "letters-1", "--to", "wandb", "--out", "out"]) != 0
+    said = capsys.readouterr().err
+    assert "W&B cannot be reached: connection refused" in said and "WANDB_BASE_URL" in said

@@ -68,3 +68,13 @@ def test_exported_again_it_has_the_same_values_under_the_same_numbers(stored_run
         kept = {(name, value) for name, value in row.items() if name[0] != "_" and not isinstance(value, dict)}
         assert values.setdefault(row["_step"], kept) == kept
     assert len(before) == 6 and len(rows) == 14 and set(values) == set(range(8))
+
+
+def test_a_damaged_archive_keeps_back_its_own_table_only(stored_run) -> None:
+    (key,) = (info.key for info in stored_run.store.list(f"{NAMES.root}rollouts/00000002/"))
+    stored_run.store.put(key, b"garbage")
+    export()
+    rows = wandb_files.history(Path("out"))
+    assert [row["_step"] for row in rows] == list(range(6))
+    assert [row["step"] for row in rows if "samples" in row] == [0]
+    assert any(row["step"] == 2 and "reward/letters" in row for row in rows)

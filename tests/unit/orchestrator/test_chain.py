@@ -1,14 +1,16 @@
 """The chain of waits: from the trainer to what holds the run up, whatever the shape of the waits."""
 
+from dataclasses import replace
+
 from millrace.orchestrator.explain.chain import Chain, Component, Severity, find_chain
-from millrace.v1 import event_pb2
+from millrace.telemetry.waits import Wait
 
 
-def wait(owner: str, reason: str, on: str = "", *, age: float = 5.0, deadline: float = 0.0) -> event_pb2.Wait:
-    return event_pb2.Wait(owner=owner, reason=reason, waits_on=on, age_seconds=age, deadline_seconds=deadline)
+def wait(owner: str, reason: str, on: str = "", *, age: float = 5.0, deadline: float = 0.0) -> Wait:
+    return Wait(owner=owner, reason=reason, waits_on=on, age_s=age, deadline_s=deadline)
 
 
-def component(name: str, *waits: event_pb2.Wait, kind: str = "", **options) -> Component:
+def component(name: str, *waits: Wait, kind: str = "", **options) -> Component:
     return Component(name=name, kind=kind or name.rpartition("-")[0], waits=waits, **options)
 
 
@@ -23,11 +25,11 @@ def trainer(**options) -> Component:
 ENGINE = "http://engine/v1"
 
 
-def orchestrator(*waits: event_pb2.Wait) -> Component:
+def orchestrator(*waits: Wait) -> Component:
     return component("orch-0", *waits, kind="orchestrator")
 
 
-def groups(on: str = "env-server", age: float = 5.0) -> event_pb2.Wait:
+def groups(on: str = "env-server", age: float = 5.0) -> Wait:
     return wait("orch-0", "3 of 8 groups for batch 12", on, age=age)
 
 
@@ -67,7 +69,7 @@ def test_a_silent_worker_at_the_end_is_named_and_what_it_said_last_is_not_believ
     assert end(found) == "inf-0" and found.severity == Severity.SILENT
     assert str(found).endswith(" ← inference inf-0 has not answered for 12 s (frozen, or it or its machine is gone)")
     last = found.links[-1].wait
-    assert (last.owner, last.waits_on, last.age_seconds) == ("orch-0", "inf-0", 12.3)
+    assert (last.owner, last.waits_on, last.age_s) == ("orch-0", "inf-0", 12.3)
 
 
 def test_of_two_env_servers_the_silent_one_is_named():
@@ -120,7 +122,7 @@ def test_a_slow_store_is_the_end_and_a_young_operation_is_not():
     slow = wait("orch-0", "object store file:///s: PUT batches/00000012", "object store", age=12)
     found = chain(trainer(), orchestrator(groups(), slow), component("env-server-a", activity="plays 8 rollouts"))
     assert (end(found), found.severity) == ("object store", Severity.STORAGE)
-    slow.age_seconds = 1.5
+    slow = replace(slow, age_s=1.5)
     found = chain(trainer(), orchestrator(groups(), slow), component("env-server-a", activity="plays 8 rollouts"))
     assert end(found) == "env-server-a"
 

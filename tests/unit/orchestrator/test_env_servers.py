@@ -5,9 +5,12 @@ from collections.abc import AsyncIterator
 
 import pytest
 
+from millrace.config import RLConfig
+from millrace.config.load import validate_document
 from millrace.config.sections.orchestrator import NamedEnv
-from millrace.errors import InvalidStateError, UnauthenticatedError
+from millrace.errors import InvalidSpecError, InvalidStateError, UnauthenticatedError, Violation
 from millrace.internal.v1 import env_service_pb2, worker_service_pb2
+from millrace.orchestrator.api.environments import check_environments
 from millrace.orchestrator.play import env_servers
 from millrace.orchestrator.play.env_servers import EnvServers, env_spec
 from millrace.orchestrator.workers import WorkerRegistry
@@ -18,6 +21,7 @@ from millrace.telemetry import waits
 
 SPEC = env_spec(NamedEnv(id="reverse-text"), is_text_only=True)
 IMAGE = "registry.example.com/team/own-env:1.2"
+IN_OWN_PYTHON = env_spec(NamedEnv(id="own-python", python="/v/bin/python"), is_text_only=True)
 IN_IMAGE = env_spec(NamedEnv(id="own-env", image=IMAGE), is_text_only=True)
 
 
@@ -155,3 +159,54 @@ async def test_a_run_waits_for_its_image_by_name_and_then_says_what_to_start(poo
     with pytest.raises(InvalidStateError, match=rf"MILLRACE_ENV_IMAGE={IMAGE}") as caught:
         await pool.open_all([IN_IMAGE])
     assert caught.value.reason == "ENV_IMAGE_MISSING" and "'own-env'" in str(caught.value)
+
+
+async def test_where_every_env_server_has_an_image_a_run_without_one_says_so(
+    monkeypatch,
+) -> None:
+    only = WorkerRegistry()
+    only.register(env_server("c", image=IMAGE))
+    monkeypatch.setattr(env_servers, "OPEN_TIMEOUT_S", 0.05)
+    pool = EnvServers(run_uid="r1", epoch=1, registry=only)
+    with pytest.raises(InvalidStateError, match=rf"registered: 1 with {IMAGE}.*without MILLRACE_ENV_IMAGE") as caught:
+        await pool.open_all([SPEC])
+    assert caught.value.reason == "ENV_IMAGE_MISSING"
+    await pool.close()
+
+
+async def test_what_one_env_server_refuses_another_may_play(pool: EnvServers, monkeypatch) -> None:
+    refusing = {"a"}
+    field = "orchestrator.env.python"
+
+    async def answer(method: object, request: object, *, timeout_s: float, waits_on: str = "") -> object:
+        if waits_on in refusing and isinstance(request, env_service_pb2.OpenEnvRequest):
+            raise InvalidSpecError([Violation(field=field, message=f"is not there on {waits_on}")])
+        return await Tokens().call(method, request, timeout_s=timeout_s, waits_on=waits_on)
+
+    monkeypatch.setattr(env_servers, "call", answer)
+    await pool.open_all([SPEC])
+    assert pool.servers_with(SPEC.name) == ["b"]
+    refusing.add("b")
+    with pytest.raises(InvalidSpecError, match="is not there on"):  # at once: nobody else may play it
+        await pool.open_all([IN_OWN_PYTHON])
+    refusing.clear()
+    field = "teacher_key_var"
+    refusing.add("a")
+    with pytest.raises(InvalidSpecError, match="is not there on a"):  # a key that every one of them must have
+        await pool.open_all([IN_OWN_PYTHON])
+
+
+async def test_an_environment_to_train_on_that_has_no_tasks_is_named_at_submission(
+    registry: WorkerRegistry, monkeypatch
+) -> None:
+    async def answer(*args: object, **options: object) -> object:
+        ready, held_out = env_service_pb2.ENV_STATE_READY, env_service_pb2.TaskSet(num_tasks=3, digest="d")
+        return env_service_pb2.OpenEnvResponse(state=ready, train=env_service_pb2.TaskSet(), eval=held_out, api="v0")
+
+    monkeypatch.setattr(env_servers, "call", answer)
+    orchestrator = {"rollouts_per_example": 2, "env": [{"id": "reverse-text", "name": "text"}]}
+    config = validate_document({"model": {"name": "m"}, "orchestrator": orchestrator})
+    assert isinstance(config, RLConfig)
+    with pytest.raises(InvalidStateError, match=r"'text' .* has no training tasks, and 3 held-out ones") as caught:
+        await check_environments(config, registry)
+    assert caught.value.reason == "ENV_WITHOUT_TASKS"

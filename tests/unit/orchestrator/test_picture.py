@@ -4,11 +4,11 @@ import pytest
 
 from millrace.orchestrator.explain.chain import Component, find_chain
 from millrace.orchestrator.explain.picture import boxes
-from millrace.v1 import event_pb2
+from millrace.telemetry.waits import Wait
 
 
 def wait(owner, reason, on="", *, age=5.0, deadline=0.0):
-    return event_pb2.Wait(owner=owner, reason=reason, waits_on=on, age_seconds=age, deadline_seconds=deadline)
+    return Wait(owner=owner, reason=reason, waits_on=on, age_s=age, deadline_s=deadline)
 
 
 def drawn(*others, on="inference", deadline=0.0):

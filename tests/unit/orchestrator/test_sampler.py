@@ -49,6 +49,7 @@ def test_it_is_given_what_may_be_drawn_the_step_the_seed_and_its_own_arguments()
         (None, "returned None for ordinal 3, not (environment, index of a task)"),
         (("a", 1.0), "not (environment, index of a task)"),
         (("c", 1), "named environment 'c' for ordinal 3; there are a, b"),
+        ((["a"], 1), "named environment ['a'] for ordinal 3"),
         (("b", 3), "named task 3 of 'b' for ordinal 3, which is not in"),
         (("b", -1), "named task -1"),
     ],

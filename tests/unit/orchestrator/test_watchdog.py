@@ -9,7 +9,7 @@ from millrace.orchestrator.explain import watchdog as watchdog_module
 from millrace.orchestrator.explain.watchdog import Watchdog
 from millrace.orchestrator.explain.why import explain, stood_still
 from millrace.orchestrator.runs.run_view import RunView
-from millrace.orchestrator.workers import WorkerRegistry
+from millrace.orchestrator.workers import WorkerKind, WorkerRegistry
 from millrace.runlog.records.run_record import RunRecord
 from millrace.runlog.redis.connection import OUTAGES, Outage
 from millrace.telemetry import waits
@@ -24,12 +24,12 @@ class Events:
 
     def __init__(self) -> None:
         self.warnings: list[tuple[str, str]] = []
-        self.waits: list[event_pb2.Wait] = []
+        self.waits: list[waits.Wait] = []
 
     async def warning(self, reason: str, message: str) -> None:
         self.warnings.append((reason, message))
 
-    async def wait_reported(self, wait: event_pb2.Wait) -> None:
+    async def wait_reported(self, wait: waits.Wait) -> None:
         self.waits.append(wait)
 
     @property
@@ -63,7 +63,7 @@ class World:
         self.reported[worker_id] = waits_for
         self.beat(worker_id)
         if kind != ws.WORKER_KIND_ENV_SERVER:
-            self.registry.claim(kind, UID)
+            self.registry.claim(self.registry.by_id[worker_id].kind, UID)
 
     def beat(self, worker_id: str) -> None:
         request = ws.HeartbeatRequest(worker_id=worker_id)
@@ -81,7 +81,7 @@ class World:
             for worker_id in self.reported:
                 if worker_id not in self.frozen:
                     self.beat(worker_id)
-            self.registry.alive(ws.WORKER_KIND_TRAINER)
+            self.registry.alive(WorkerKind.TRAINER)
             self.meter.tick()
             await self.dog.look()
 
@@ -283,12 +283,12 @@ async def test_explain_says_what_is_special_of_the_state(world):
     world.add("trainer-9", ws.WORKER_KIND_TRAINER)
     world.registry.release(UID)
     assert summary(world, run_pb2.RUN_STATE_QUEUED).startswith("queued: a trainer is free")
-    world.registry.claim(ws.WORKER_KIND_TRAINER, "r-other")
+    world.registry.claim(WorkerKind.TRAINER, "r-other")
     named = summary(world, run_pb2.RUN_STATE_QUEUED, name_of={"r-other": "theirs"}.__getitem__)
     assert named == "queued: no trainer worker is free (trainer-9 has run theirs); see: millrace run why theirs"
     assert summary(world).startswith("no trainer is assigned to the run (trainer-9 has run r-other)")
     world.registry.release("r-other")
-    world.registry.claim(ws.WORKER_KIND_TRAINER, UID)
+    world.registry.claim(WorkerKind.TRAINER, UID)
     named = summary(world, run_pb2.RUN_STATE_QUEUED)
     assert named.startswith("queued: a trainer is free"), "a run never waits for itself"
 

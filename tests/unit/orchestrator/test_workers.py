@@ -2,7 +2,7 @@ import time
 
 from millrace.internal.v1 import worker_service_pb2 as ws
 from millrace.orchestrator import workers
-from millrace.orchestrator.workers import WorkerRegistry
+from millrace.orchestrator.workers import WorkerKind, WorkerRegistry
 
 
 def registry_with(*names: str, kind: int = ws.WORKER_KIND_ENV_SERVER, slot: str = "") -> WorkerRegistry:
@@ -26,27 +26,27 @@ def test_a_successor_in_its_slot_replaces_a_worker_at_once() -> None:
     registry.on_lost.append(lambda record, reason: gone.append((record.worker_id, reason)))
     registry.register(ws.Worker(worker_id="b", kind=ws.WORKER_KIND_ENV_SERVER, slot="host/2"))
     registry.register(ws.Worker(worker_id="c", kind=ws.WORKER_KIND_ENV_SERVER, slot="host/1"))
-    assert ids(registry.alive(ws.WORKER_KIND_ENV_SERVER)) == ["b", "c"]
+    assert ids(registry.alive(WorkerKind.ENV_SERVER)) == ["b", "c"]
     assert gone == [("a", "WORKER_REPLACED")]
     assert registry.heartbeat(ws.HeartbeatRequest(worker_id="a")) is None, "it has to register again"
 
 
 def test_workers_without_a_slot_replace_nobody() -> None:
-    assert ids(registry_with("a", "b").alive(ws.WORKER_KIND_ENV_SERVER)) == ["a", "b"]
+    assert ids(registry_with("a", "b").alive(WorkerKind.ENV_SERVER)) == ["a", "b"]
 
 
 def test_a_silent_worker_gets_nothing_new_and_is_lost_later() -> None:
     registry, gone = registry_with("a"), []
     registry.on_lost.append(lambda record, reason: gone.append((record.worker_id, reason)))
     silence(registry, "a", workers.QUIET_S + 1)
-    kind = ws.WORKER_KIND_ENV_SERVER
+    kind = WorkerKind.ENV_SERVER
     assert (ids(registry.accepting(kind)), ids(registry.alive(kind)), gone) == ([], ["a"], [])
     silence(registry, "a", workers.LEASE_S + 1)
     assert (ids(registry.alive(kind)), gone) == ([], [("a", "WORKER_LOST")])
 
 
 def test_a_worker_that_leaves_gets_nothing_new_and_is_gone_soon_after_its_last_word() -> None:
-    registry, kind = registry_with("a"), ws.WORKER_KIND_ENV_SERVER
+    registry, kind = registry_with("a"), WorkerKind.ENV_SERVER
     registry.heartbeat(ws.HeartbeatRequest(worker_id="a", is_leaving=True))
     assert (ids(registry.accepting(kind)), ids(registry.alive(kind))) == ([], ["a"])
     silence(registry, "a", workers.LEAVING_LEASE_S + 0.5)
@@ -54,12 +54,12 @@ def test_a_worker_that_leaves_gets_nothing_new_and_is_gone_soon_after_its_last_w
 
 
 def test_the_run_of_a_trainer_that_leaves_goes_to_another() -> None:
-    kind = ws.WORKER_KIND_TRAINER
-    registry = registry_with("a", kind=kind)
+    kind = WorkerKind.TRAINER
+    registry = registry_with("a", kind=ws.WORKER_KIND_TRAINER)
     assert registry.claim(kind, "run", limit=1) == 1
     registry.heartbeat(ws.HeartbeatRequest(worker_id="a", is_leaving=True))
     assert registry.claim(kind, "run", limit=1) == 0
-    registry.register(ws.Worker(worker_id="b", kind=kind))
+    registry.register(ws.Worker(worker_id="b", kind=ws.WORKER_KIND_TRAINER))
     assert registry.claim(kind, "run", limit=1) == 1
     assert ids(registry.owned(kind, "run")) == ["a", "b"]
 
@@ -84,7 +84,7 @@ def test_workers_let_go_of_paused_and_ended_runs_for_a_while() -> None:
     assert registry.retired_runs() == ["paused", "ended"]
     marks = {a.run_uid: a.is_over for a in registry.assignments(record)}
     assert marks == {"ended": True}, "rollouts of a paused run are kept"
-    registry.claim(ws.WORKER_KIND_TRAINER, "paused")
+    registry.claim(WorkerKind.TRAINER, "paused")
     assert registry.retired_runs() == ["ended"], "it was resumed"
 
 

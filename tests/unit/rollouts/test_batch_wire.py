@@ -26,10 +26,10 @@ def train_samples(draw: st.DrawFn) -> TrainSample:
     logprobs = -np.clip(np.abs(draw(column)), 0, 50)
     low, high = sorted((draw(st.integers(0, 2**40)), draw(st.integers(0, 2**40))))
     return TrainSample(
-        token_ids=(draw(words) >> 1).astype(np.int32),
+        token_ids=(draw(words) >> draw(st.sampled_from([1, 8, 16]))).astype(np.int32),  # of four, three and two bytes
         loss_mask=mask,
         inference_logprobs=np.where(mask == 1, logprobs, np.float32(0)),
-        advantages=draw(column),
+        advantages=draw(column | column.map(lambda drawn: np.full_like(drawn, drawn[0]))),
         rl_weights=draw(st.none() | column),
         ce_weights=draw(st.none() | column),
         ordinal=draw(st.integers(0, 2**64 - 1)),
@@ -41,6 +41,7 @@ def train_samples(draw: st.DrawFn) -> TrainSample:
         min_version=low,
         max_version=high,
         lineage=draw(st.integers(0, 9)),
+        mean_version=draw(st.sampled_from([None, low, (low + high) / 2, high])),
     )
 
 
@@ -133,7 +134,7 @@ def _sample(length: int = 10, **changes) -> TrainSample:
 def test_chunks_hold_whole_samples_of_about_the_target():
     samples = [_sample(1000) for _ in range(40)]
     header, chunks = _pack(samples, 100_000)
-    assert len(chunks) == 6 and max(map(len, chunks)) < 100_100
+    assert len(chunks) == 4 and max(map(len, chunks)) < 100_100
     assert [entry.chunk for entry in header.samples] == sorted(entry.chunk for entry in header.samples)
     _, chunks = _pack([_sample(5000), _sample(10), _sample(10)], 1000)
     assert len(chunks) == 2, "a sample above the target has a chunk of its own"
@@ -146,6 +147,39 @@ def test_columns_are_views_that_cannot_be_written():
     assert np.shares_memory(first.advantages.base, second.advantages.base)
     with pytest.raises(ValueError, match="read-only"):
         second.advantages[0] = 1
+
+
+def test_a_token_takes_at_most_eight_bytes():
+    """Of a vocabulary of 150k, every token sampled, one advantage per sample: id 3, log-prob 4, mask an eighth."""
+    ids = np.random.default_rng(0).integers(0, 151_936, 3000, dtype=np.int32)
+    ones = {"loss_mask": np.ones(3000, np.uint8), "inference_logprobs": np.full(3000, -0.5, np.float32)}
+    samples = [_sample(3000, token_ids=ids, advantages=np.full(3000, place, np.float32), **ones) for place in range(3)]
+    _, [chunk] = _pack(samples, 1 << 20)
+    assert len(chunk) / 9000 < 7.15
+
+
+def _advantages_of_no_length(chunk: batch_pb2.BatchChunk) -> None:
+    chunk.advantages.lengths = np.array([9], "<u4").tobytes()
+    chunk.advantages.values = np.array([1], "<f4").tobytes()
+
+
+@pytest.mark.parametrize(
+    ("match", "damage"),
+    [
+        ("token_ids", lambda chunk: setattr(chunk, "token_ids_low", chunk.token_ids_low[:-1])),
+        ("token_ids", lambda chunk: setattr(chunk, "token_ids_high", b"x" * 3)),
+        ("loss_mask", lambda chunk: setattr(chunk, "loss_mask", b"x" * 3)),
+        ("inference_logprobs", lambda chunk: setattr(chunk, "loss_mask", b"\xff\xff")),
+        ("is not 10 tokens", _advantages_of_no_length),
+        ("advantages", lambda chunk: setattr(chunk.advantages, "lengths", b"xxxx")),
+    ],
+)
+def test_columns_that_contradict_the_number_of_tokens_are_refused(match, damage):
+    _, chunks = _pack([_sample()])
+    chunk = batch_pb2.BatchChunk.FromString(chunks[0])
+    damage(chunk)
+    with pytest.raises(CorruptObjectError, match=match):
+        batch_wire.decode_chunk(chunk.SerializeToString(), 10, "chunks[0]")
 
 
 def test_a_missing_chunk_is_named():
@@ -201,6 +235,8 @@ def test_tables_that_do_not_tile_the_chunks_are_refused():
         "env": lambda h: setattr(h.samples[2], "env", 1),
         "32 bytes": lambda h: setattr(h.chunks[0], "sha256", b"x"),
         "newest version": lambda h: setattr(h.samples[0], "min_policy_version", 9),
+        "the oldest and the newest": lambda h: setattr(h.samples[0], "mean_policy_version", float("nan")),
+        "num_sampled_tokens = 11 is above 10": lambda h: setattr(h.samples[0], "num_sampled_tokens", 11),
         "reward": lambda h: setattr(h.samples[0], "reward", float("nan")),
         "run_uid": lambda h: setattr(h, "run_uid", ""),
     }
@@ -212,7 +248,7 @@ def test_tables_that_do_not_tile_the_chunks_are_refused():
 def test_a_chunk_whose_columns_differ_in_length_is_refused_even_with_a_right_hash():
     header, chunks = _pack([_sample()])
     chunk = batch_pb2.BatchChunk.FromString(chunks[0])
-    chunk.advantages = chunk.advantages[:-4]
+    chunk.advantages.values = chunk.advantages.values[:-4]
     data = chunk.SerializeToString()
     header.chunks[0].sha256, header.chunks[0].size_bytes = hashlib.sha256(data).digest(), len(data)
     with pytest.raises(CorruptObjectError, match="advantages"):

@@ -11,7 +11,7 @@ from pydantic import SecretStr
 
 from millrace.errors import InvalidSpecError
 from millrace.telemetry import logging
-from millrace.telemetry.redact import redact, secrets_of
+from millrace.telemetry.redact import masked, redact, secrets_of
 
 
 @pytest.fixture(autouse=True)
@@ -180,9 +180,21 @@ def test_a_masked_json_line_stays_json() -> None:
     assert {key: json.loads(line)[key] for key in extra} == extra
 
 
+@pytest.mark.parametrize("name", ["X-API-Key", "api-key", "accessToken", "Authorization", "hf_token", "CLIENT_SECRET"])
+def test_a_secret_is_known_by_its_name_however_it_is_written(name: str) -> None:
+    assert masked({"a": {name: "plain", "b": [{name: ["one", "two"]}]}}, ()) == {
+        "a": {name: "***", "b": [{name: ["***", "***"]}]}
+    }
+
+
+@pytest.mark.parametrize("name", ["num_tokens", "tokens", "api_key_var", "tokenizer", "keys", "author"])
+def test_what_only_sounds_like_one_is_shown(name: str) -> None:
+    assert masked({name: "plain"}, ()) == {name: "plain"}
+
+
 def test_pairs_are_masked() -> None:
-    masked = redact('password=abc, "api_key": "k1", X-Amz-Signature=ff0&x=1', secrets=())
-    assert masked == 'password=***, "api_key": "***", X-Amz-Signature=***&x=1'
+    text = redact('password=abc, "api_key": "k1", X-Amz-Signature=ff0&x=1', secrets=())
+    assert text == 'password=***, "api_key": "***", X-Amz-Signature=***&x=1'
 
 
 async def test_an_abandoned_stream_may_be_closed_by_another_task():

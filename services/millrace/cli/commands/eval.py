@@ -46,7 +46,7 @@ def evaluate(arguments: tuple[str, ...]) -> int:
     `millrace eval show RUN` shows its prompts, replies and rewards; `--help` behind it lists filters.
     """
     if arguments[:1] == ("show",):
-        from millrace.cli.commands.run_samples import samples
+        from millrace.cli.commands.run.samples import samples
 
         return samples.main([*arguments[1:]], prog_name="millrace eval show", standalone_mode=False)
     from millrace.cli.evals.prepare import prepare_eval

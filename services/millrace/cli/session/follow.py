@@ -3,7 +3,8 @@
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncIterator
+import time
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 from google.protobuf.json_format import MessageToDict
@@ -14,9 +15,14 @@ from millrace.cli.view.view import ProgressView
 from millrace.client import Client
 from millrace.errors import UnavailableError
 from millrace.runlog.events.run_status import state_name
+from millrace.telemetry import waits
 from millrace.v1 import event_pb2, run_pb2
 
 REFRESH_S = 0.25
+GIVEN_BACK_S = 120.0
+"""How long a stack of our own stays for what is still written of a run that has ended; exports have 60 s."""
+_LOOK_S = 0.1
+_SHOWN_S = 1.0
 _METRIC_KINDS = {"step_completed": "step", "eval_completed": "eval", "score_completed": "score"}
 
 
@@ -68,6 +74,29 @@ async def follow(
             view.show(event)
             if metrics is not None:
                 metrics.write(event)
+
+
+async def until_given_back(client: Client, name: str, *, note: Callable[[str], None]) -> None:
+    """Stay until the orchestrator has given back a run that has ended: exports, as to W&B, write the rest meanwhile.
+
+    What they wait for is noted once it lasts. Returns after two minutes at most, and where nobody answers.
+    """
+    ends, said = time.monotonic() + GIVEN_BACK_S, ""
+    shown_from = time.monotonic() + _SHOWN_S
+    with waits.waiting("the orchestrator to give the run back", waits_on="orchestrator", deadline_s=GIVEN_BACK_S):
+        while time.monotonic() < ends:
+            try:
+                found = await client.runs.explain(name)
+            except UnavailableError as error:
+                note(f"what the run's exports still had to write is not known: {error.message}")
+                return
+            if not found.waits:
+                return
+            reason = found.waits[0].reason
+            if reason != said and time.monotonic() > shown_from:
+                said = reason
+                note(f"the run has ended; waiting for {reason} (Ctrl-C leaves it undone)")
+            await asyncio.sleep(_LOOK_S)
 
 
 def require_success(progress: Progress, *, where: str = "") -> None:

@@ -79,9 +79,7 @@ def prepare(
     if not flags.get("dry-run"):
         refuse_blocked(loaded.notes)
         require_file_or_model(loaded, example=example)
-    server, origin = settings.server or default_server, "MILLRACE_SERVER" if settings.server else "the default"
-    if "server" in flags:
-        server, origin = check_address(str(flags["server"]), option="--server"), "--server"
+    server, origin = _server_of(flags, settings, default_server)
     if server is not None:
         _say_what_a_running_stack_keeps(loaded, stack_at(server, DEFAULT_DIRECTORY))
     else:
@@ -107,6 +105,13 @@ def prepare(
         is_plain=bool(flags.get("plain")),
         is_follow=bool(flags.get("follow")),
     )
+
+
+def _server_of(flags: Mapping[str, str | bool], settings: Settings, default: str | None) -> tuple[str | None, str]:
+    """The address of the orchestrator, if one is named, and where it comes from."""
+    if "server" in flags:
+        return check_address(str(flags["server"]), option="--server"), "--server"
+    return settings.server or default, "MILLRACE_SERVER" if settings.server else "the default"
 
 
 def _say_what_a_running_stack_keeps(loaded: Loaded[RLConfig], stack: Mapping[str, Any] | None) -> None:

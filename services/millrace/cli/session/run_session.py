@@ -12,7 +12,7 @@ from millrace.cli.connection import open_client
 from millrace.cli.errors import CliError
 from millrace.cli.interrupts import Interrupts
 from millrace.cli.session.existing import Note, begin, exists_error, find_home
-from millrace.cli.session.follow import MetricsFile, follow, require_success, ticking
+from millrace.cli.session.follow import MetricsFile, follow, require_success, ticking, until_given_back
 from millrace.cli.session.prepare import Prepared, choose_run_id
 from millrace.cli.session.results import collect, phases_of, summary, write_summary
 from millrace.cli.view.progress import Progress
@@ -164,6 +164,7 @@ async def _submit_and_follow(
     metrics = MetricsFile(Path(prepared.config.output_dir) / run.name.removeprefix("runs/") / "metrics.jsonl")
     try:
         await follow(client, progress, view, metrics=metrics)
+        await until_given_back(client, progress.name, note=view.note)
     finally:
         metrics.close()
 

@@ -39,9 +39,8 @@ class SampleIndex:
         """Headers that the store has, as far as is known."""
 
     def close(self) -> None:
-        """Stop, and let go of the files."""
+        """Stop."""
         self.looking.close()
-        self.columns.close()
 
     def _follow(self) -> None:
         new = list(self._new_headers())

@@ -5,7 +5,7 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -73,7 +73,7 @@ class NameTable:
         self.by_kind: dict[str, list[str]] = {}
         self._numbers: dict[tuple[str, str], int] = {}
         self.fresh: dict[str, list[str]] = {}
-        """Those that came since `take_fresh`."""
+        """Those that no committed segment has."""
 
     def number(self, kind: str, name: str) -> int:
         """The number of a name; -1 for the empty one."""
@@ -100,11 +100,6 @@ class NameTable:
         known = self.by_kind.get(kind, [])
         return known[number] if 0 <= number < len(known) else ""
 
-    def take_fresh(self) -> dict[str, list[str]]:
-        """The new names, which are now old."""
-        fresh, self.fresh = self.fresh, {}
-        return fresh
-
     def restore(self, names: dict[str, list[str]]) -> None:
         """Names of a segment that was written before."""
         for kind, found in names.items():
@@ -122,21 +117,22 @@ class Columns:
         self.names = NameTable()
         self.segments: list[Segment] = []
         self.num_rows = 0
+        self._steps_size = 0
         self._kept: dict[str, np.ndarray] = {}
         with scratch_errors(directory):
             directory.mkdir(parents=True, exist_ok=True)
+            os.utime(directory)  # used now: see `Shelf.place`
             try:
                 self._load()
             except CorruptObjectError:
                 self._clear()
-            self._rows = (directory / _ROWS).open("ab")
-            self._texts = (directory / _TEXTS).open("ab")
-            self._steps = (directory / _STEPS).open("ab")
+            for name in (_ROWS, _TEXTS, _STEPS):
+                (directory / name).touch()
 
     def _clear(self) -> None:
         for name in (_ROWS, _TEXTS, _STEPS):
             (self.directory / name).unlink(missing_ok=True)
-        self.names, self.segments, self.num_rows = NameTable(), [], 0
+        self.names, self.segments, self.num_rows, self._steps_size = NameTable(), [], 0, 0
 
     def _load(self) -> None:
         steps = self.directory / _STEPS
@@ -157,31 +153,34 @@ class Columns:
             self.names.restore(segment.names)
             self.num_rows += segment.count
             committed += len(line)
-        os.truncate(steps, len(head) + committed)
+        self._steps_size = len(head) + committed
         for name, size in ((_ROWS, ROW.itemsize), (_TEXTS, TEXT_BYTES)):
             path = self.directory / name
             if (path.stat().st_size if path.exists() else 0) < self.num_rows * size:
                 raise CorruptObjectError("an index that is cut off", reason="INDEX_CORRUPT")
-            if path.exists():
-                os.truncate(path, self.num_rows * size)
 
     def append(self, *, step: int, revision: int, key: str, rows: np.ndarray, texts: bytes, problem: str = "") -> None:
-        """Commit the rows of a header."""
+        """Commit the rows of a header. What an append left that failed, on a full disk, the next one writes over."""
+        segment = Segment(
+            step=step, revision=revision, key=key, first=self.num_rows, count=len(rows), names=dict(self.names.fresh),
+            problem=problem,
+        )  # fmt: skip
+        line = segment.line() if self._steps_size else _head() + segment.line()
         with scratch_errors(self.directory):
-            if self._steps.tell() == 0:
-                self._steps.write(_head())
-            self._rows.write(rows.tobytes())
-            self._texts.write(texts)
-            self._rows.flush()
-            self._texts.flush()
-            segment = Segment(
-                step=step, revision=revision, key=key, first=self.num_rows, count=len(rows),
-                names=self.names.take_fresh(), problem=problem,
-            )  # fmt: skip
-            self._steps.write(segment.line())
-            self._steps.flush()
+            self._write(_ROWS, self.num_rows * ROW.itemsize, rows.tobytes())
+            self._write(_TEXTS, self.num_rows * TEXT_BYTES, texts)
+            self._write(_STEPS, self._steps_size, line)
+        self._steps_size += len(line)
+        self.names.fresh = {}
         self.segments.append(segment)
         self.num_rows += len(rows)
+
+    def _write(self, name: str, at: int, data: bytes) -> None:
+        """Make these bytes the end of a file, behind those that are committed."""
+        with (self.directory / name).open("r+b") as file:
+            file.truncate(at)
+            file.seek(at)
+            file.write(data)
 
     def rows(self) -> np.ndarray:
         """Every committed row, as a view of the file."""
@@ -203,11 +202,6 @@ class Columns:
                 file.seek(int(row) * TEXT_BYTES)
                 data = file.read(TEXT_BYTES)
                 yield _text(data[:PROMPT_BYTES]), _text(data[PROMPT_BYTES:])
-
-    def close(self) -> None:
-        """Let go of the files."""
-        for file in (self._rows, self._texts, self._steps):
-            file.close()
 
 
 def packed(prompt: str, completion: str) -> bytes:
@@ -234,7 +228,7 @@ class Shelf:
         while True:
             directory = parent / f"{number:02d}"
             with scratch_errors(directory):
-                directory.mkdir(parents=True, exist_ok=True)
+                directory.mkdir(mode=0o700, parents=True, exist_ok=True)  # there are samples in it
                 lock = (directory / _LOCK).open("w")
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -244,15 +238,18 @@ class Shelf:
                 continue
             return cls(directory, lock)
 
-    def place(self, name: str) -> Path:
-        """The directory of a run's index; the oldest others go where there are too many, or too large ones."""
+    def place(self, name: str, *, in_use: Collection[str] = ()) -> Path:
+        """The directory of a run's index.
+
+        Where there are too many, or too large ones, those that were opened the longest ago go, but none `in_use`.
+        """
         wanted = self.directory / name
         others = [path for path in self.directory.iterdir() if path.is_dir() and path != wanted]
         others.sort(key=lambda path: path.stat().st_mtime, reverse=True)
         used = 0
         for kept, path in enumerate(others, start=1):
             used += sum(file.stat().st_size for file in path.iterdir())
-            if kept >= MAX_RUNS or used > MAX_BYTES:
+            if (kept >= MAX_RUNS or used > MAX_BYTES) and path.name not in in_use:
                 shutil.rmtree(path, ignore_errors=True)
         return wanted
 

@@ -26,15 +26,26 @@ export class Refusal extends Error {
   }
 }
 
+const ANSWER_MS = 60000; // longer than the orchestrator gives its reader
+const AUDIT_MS = 330000;
+
 async function answerOf(path, options) {
   let response;
+  const late = AbortSignal.timeout(path.endsWith("/audit") ? AUDIT_MS : ANSWER_MS);
   try {
-    response = await fetch(path, { credentials: "same-origin", ...options });
+    const signal = options.signal ? AbortSignal.any([options.signal, late]) : late;
+    response = await fetch(path, { credentials: "same-origin", ...options, signal });
   } catch (error) {
     if (error.name === "AbortError") throw error;
     throw new Refusal(0, { message: "the orchestrator does not answer", reason: "UNREACHABLE" });
   }
-  const body = await response.json().catch(() => ({}));
+  let body = {};
+  try {
+    body = await response.json();
+  } catch (error) {
+    if (error.name === "AbortError") throw error;
+    if (response.ok) throw new Refusal(0, { message: "the answer of the orchestrator broke off", reason: "UNREACHABLE" });
+  }
   if (response.ok) return body;
   if (response.status === 401 && !options.silent) location.assign("/login");
   throw new Refusal(response.status, body.error || {});

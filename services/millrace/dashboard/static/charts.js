@@ -92,7 +92,8 @@ function extent(drawn, options) {
   }
   if (!Number.isFinite(low)) [low, high] = [0, 1];
   if (options.zero) low = Math.min(0, low);
-  if (high === low) [low, high] = [low - Math.abs(low || 1) * 0.1, high + Math.abs(high || 1) * 0.1];
+  const rounding = 1e-9 * Math.max(Math.abs(low), Math.abs(high)); // 0.3 and 0.1 + 0.2 are no curve, and have no ticks between them
+  if (high - low <= rounding) [low, high] = [low - Math.abs(low || 1) * 0.1, high + Math.abs(high || 1) * 0.1];
   if (first === final) [first, final] = [first - 0.5, final + 0.5];
   return { low, high, first, final };
 }
@@ -159,6 +160,7 @@ function showTip(box, tip, drawn, scale, x, options) {
 export function sparkline(points, label) {
   const [width, height] = [110, 24];
   const box = svg("svg", { class: "spark", role: "img", "aria-label": label, width, height, viewBox: `0 0 ${width} ${height}` });
+  points = points.filter((point) => point[1] !== null); // not finite: no 0
   if (points.length < 2) return box;
   const values = points.map((point) => point[1]);
   const [low, high] = [Math.min(...values), Math.max(...values)];

@@ -52,9 +52,10 @@ function message(said) {
 
 // What stands between <think> and </think> is folded.
 function spoken(said) {
-  const found = said.match(/^([\s\S]*?)<think>([\s\S]*?)<\/think>([\s\S]*)$/);
-  if (!found) return [text(said)];
-  return [found[1] ? text(found[1]) : null, fold("reasoning", found[2]), text(found[3])];
+  const begin = said.indexOf("<think>"); // no pattern: one goes back for each of thousands without an end
+  const end = begin < 0 ? -1 : said.indexOf("</think>", begin);
+  if (end < 0) return [text(said)];
+  return [begin ? text(said.slice(0, begin)) : null, fold("reasoning", said.slice(begin + 7, end)), text(said.slice(end + 8))];
 }
 
 function fold(name, content) {

@@ -82,7 +82,7 @@ function growth(index) {
 }
 
 function unreadable(index) {
-  return index.unreadable.length ? h("p", { class: "panel warned" }, `Of ${index.unreadable.length} batches the rollouts cannot be read (pruned or damaged), the last: step ${index.unreadable.at(-1).step}: ${index.unreadable.at(-1).problem}`) : null;
+  return index.unreadable.length ? h("p", { class: "panel warned" }, `Of ${number(index.num_unreadable)} batches the rollouts cannot be read (pruned or damaged), the last: step ${index.unreadable.at(-1).step}: ${index.unreadable.at(-1).problem}`) : null;
 }
 
 export function reward(value) {

@@ -48,7 +48,11 @@ class Lineage:
 
     def of_version(self, version: int) -> dict[str, Any]:
         """What a version was made from, and what was made with it."""
-        column = self._columns.column
+        num_rows = self._columns.num_rows  # the index grows meanwhile: columns of one length
+
+        def column(name: str) -> np.ndarray:
+            return self._columns.column(name)[:num_rows]
+
         with_it = np.flatnonzero((column("version_min") <= version) & (version <= column("version_max")))
         from_it = np.flatnonzero((column("step") == version - 1) & (column("trained") == 1))
         about = self.version(version)

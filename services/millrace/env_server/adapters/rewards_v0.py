@@ -1,15 +1,16 @@
 """Makes a v0 reward function that raises visible.
 
 A `verifiers` v0 rubric swallows the exception, logs one line and scores 0.0, which would train the policy away from
-whatever made the reward function fail. Every reward function is wrapped once, when the environment is loaded; the
-wrapper notes the exception for the rollout that is being scored and lets it go on to the rubric.
+whatever made the reward function fail; it does the same of a result that is no number, such as the None of a forgotten
+`return`. Every reward function is wrapped once, when the environment is loaded; the wrapper notes the exception for the
+rollout that is being scored and lets it go on to the rubric.
 """
 
 import contextlib
 import contextvars
 import functools
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,12 +51,12 @@ def watch_rubric(rubric: Any) -> int:
     funcs = getattr(rubric, "funcs", None) or []
     for index, func in enumerate(funcs):
         if not getattr(func, "_millrace_watched", False):
-            funcs[index] = _watched(func)
+            funcs[index] = _watched(func, is_of_group=rubric._is_group_func(func))
             count += 1
     return count
 
 
-def _watched(func: Callable[..., Any]) -> Callable[..., Any]:
+def _watched(func: Callable[..., Any], *, is_of_group: bool) -> Callable[..., Any]:
     # `wraps` sets __wrapped__, so inspect.signature, by which a rubric picks arguments and tells group functions,
     # still sees the original.
     @functools.wraps(func)
@@ -63,7 +64,9 @@ def _watched(func: Callable[..., Any]) -> Callable[..., Any]:
         try:
             with judges.scoring():
                 result = func(*args, **kwargs)
-                return await result if inspect.isawaitable(result) else result
+                score = await result if inspect.isawaitable(result) else result
+            _require_numbers(score, is_of_group=is_of_group)
+            return score
         except Exception as error:  # foreign reward code: recorded for the rollout, then raised
             errors = _errors.get()
             if errors is not None:
@@ -75,3 +78,14 @@ def _watched(func: Callable[..., Any]) -> Callable[..., Any]:
 
     watched._millrace_watched = True  # type: ignore[attr-defined]
     return watched
+
+
+def _require_numbers(score: Any, *, is_of_group: bool) -> None:
+    """Raise TypeError unless it is what a rubric can add up: a number, or of a group one for each member."""
+    if is_of_group and not isinstance(score, Iterable):
+        raise TypeError(f"it returned {score!r:.100}, not a list with a number for each member of the group")
+    for each in score if is_of_group else [score]:
+        try:
+            float(each)
+        except (TypeError, ValueError) as error:
+            raise TypeError(f"it returned {each!r:.100}, which is no number") from error

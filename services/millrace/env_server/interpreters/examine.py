@@ -52,12 +52,15 @@ def shown_files(python: str) -> list[str]:
     """What a worker of level `container` has to see of files, to run in that interpreter."""
     if not python:
         return []
-    home = Path(python).parents[1]
-    base = Path(os.path.realpath(python)).parents[1]
+    named_home, home = Path(python).parent.parent, Path(os.path.realpath(os.path.dirname(python))).parent
+    if os.path.realpath(named_home) == str(home):  # else a link to its directory lies in another one, nobody's business
+        home = named_home
+    base = Path(os.path.realpath(python)).parent.parent
     named = [
         line.partition("=")[2].strip() for line in _lines(home / "pyvenv.cfg") if line.split("=")[0].strip() == "home"
     ]
-    return [str(home), str(base), *(str(Path(each).parent) for each in named), str(Path(ROOT, "millrace"))]
+    shown = [home, base, *(Path(each).parent for each in named), Path(ROOT, "millrace")]
+    return [str(each) for each in shown if each != each.parent]  # of an interpreter in /, not everything
 
 
 def _lines(path: Path) -> list[str]:
@@ -67,7 +70,14 @@ def _lines(path: Path) -> list[str]:
 def _problem_of(python: str) -> str:
     argv = [python, ENTRANCE, "check", *NEEDED, LIBRARY]
     try:
-        answer = subprocess.run(argv, capture_output=True, stdin=subprocess.DEVNULL, timeout=_ANSWER_S, check=False)
+        answer = subprocess.run(
+            argv,
+            capture_output=True,
+            stdin=subprocess.DEVNULL,
+            env=_environ(python),
+            timeout=_ANSWER_S,
+            check=False,
+        )
     except subprocess.TimeoutExpired:
         return f"did not answer within {_ANSWER_S:g} s"
     except OSError as error:
@@ -115,8 +125,13 @@ def _is_within(version: str, bounds: str) -> bool:
 
 def go_over(python: str, arguments: Sequence[str]) -> NoReturn:
     """Replace this process by a worker in that interpreter, whose packages alone it finds. Raises OSError."""
-    environ = {name: value for name, value in os.environ.items() if name not in _SEARCHED}
-    environ["PATH"] = os.pathsep.join([os.path.dirname(python), environ.get("PATH", os.defpath)])
     sys.stdout.flush()
     sys.stderr.flush()
-    os.execve(python, command(python, arguments), environ)
+    os.execve(python, command(python, arguments), _environ(python))
+
+
+def _environ(python: str) -> dict[str, str]:
+    """The variables of that interpreter: those of this process, but for where ours finds its packages."""
+    environ = {name: value for name, value in os.environ.items() if name not in _SEARCHED}
+    environ["PATH"] = os.pathsep.join([os.path.dirname(python), environ.get("PATH", os.defpath)])
+    return environ

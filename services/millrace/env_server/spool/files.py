@@ -362,7 +362,11 @@ class Spool:
 
     def _take_over(self, path: Path) -> None:
         """Keep what a predecessor's file holds; what is no record of it goes with it when the others are dropped."""
-        records, problem = scan_file(path)
+        try:
+            records, problem = scan_file(path)
+        except OSError as error:  # one that cannot be read keeps no env-server from starting; it goes with its run
+            logger.error("spool file cannot be read", extra={"path": str(path), "problem": str(error)})
+            return
         file = SpoolFile(path)
         for record in records:
             kept = Kept(
@@ -379,7 +383,7 @@ class Spool:
         if problem:
             aside = self.directory / _DAMAGED / f"{path.parent.name}-{path.name}"
             logger.error("spool file is damaged", extra={"path": str(path), "problem": problem, "aside": str(aside)})
-            _put_aside(aside, path.read_bytes())
+            _put_aside(aside, path)
         if not records:
             path.unlink()
 
@@ -388,10 +392,10 @@ def _read(kept: Kept) -> bytes:
     return b"" if kept.file is None else kept.file.read(kept.offset, kept.size_bytes)
 
 
-def _put_aside(aside: Path, data: bytes) -> None:
+def _put_aside(aside: Path, data: bytes | Path) -> None:
     try:
         aside.parent.mkdir(exist_ok=True)
-        aside.write_bytes(data)
+        aside.write_bytes(data.read_bytes() if isinstance(data, Path) else data)
     except OSError as error:
         logger.error("damaged rollout could not be put aside", extra={"path": str(aside), "problem": str(error)})
 

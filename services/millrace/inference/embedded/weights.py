@@ -7,6 +7,7 @@ import torch
 from numpy.typing import NDArray
 
 from millrace.errors import InvalidStateError
+from millrace.inference.engine import require_fit
 from millrace.inference.torch_dtypes import BITS, DTYPES, tag_of
 from millrace.policies.change import TensorChange
 from millrace.policies.tensors import TensorBytes
@@ -50,13 +51,7 @@ def check_tensors(model: torch.nn.Module, tensors: Mapping[str, TensorBytes]) ->
         if first != name and tensors[first].data != tensor.data:
             problems.append(f"{first} and {name} are one tied weight in the model, but differ in the policy")
     problems += [f"{name} is missing" for name, target in held.items() if target.data_ptr() not in covered]
-    if problems:
-        raise InvalidStateError(
-            f"the policy does not fit the model: {'; '.join(problems[:5])}"
-            + (f"; and {len(problems) - 5} more" if len(problems) > 5 else ""),
-            reason="POLICY_MODEL_MISMATCH",
-            remedy=_REMEDY,
-        )
+    require_fit(problems, what="policy", reason="POLICY_MODEL_MISMATCH", remedy=_REMEDY)
 
 
 @torch.no_grad()

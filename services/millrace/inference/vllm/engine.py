@@ -17,7 +17,14 @@ from pathlib import Path
 from typing import Any
 
 from millrace.errors import InternalError, InvalidStateError, UnavailableError
-from millrace.inference.engine import EngineState, EngineStatus, HeldDigest, InflightMode, PolicyIdentity
+from millrace.inference.engine import (
+    EngineState,
+    EngineStatus,
+    HeldDigest,
+    InflightMode,
+    PolicyIdentity,
+    require_fit,
+)
 from millrace.inference.pauses import OPERATOR
 from millrace.inference.updater import PAUSE_HOLDER
 from millrace.inference.vllm import gate as gates
@@ -156,14 +163,12 @@ class VllmEngine:
             self._adapters.check(staged)
             return
         places = [[name, tensor.dtype, list(tensor.shape)] for name, tensor in staged.tensors.items()]
-        problems = misfits(await self._rpc("millrace_check", places))
-        if problems:
-            raise InvalidStateError(
-                f"the policy does not fit the model: {'; '.join(problems[:5])}"
-                + (f"; and {len(problems) - 5} more" if len(problems) > 5 else ""),
-                reason="POLICY_MODEL_MISMATCH",
-                remedy="publish the policy with the tensors of its config.json, in the model's dtype",
-            )
+        require_fit(
+            misfits(await self._rpc("millrace_check", places)),
+            what="policy",
+            reason="POLICY_MODEL_MISMATCH",
+            remedy="publish the policy with the tensors of its config.json, in the model's dtype",
+        )
         try:
             found = await stage(self._rpc, self._ranks, staged, directory=self._directory, times=self._times)
         except InternalError as error:  # then raises: the new version is refused

@@ -38,7 +38,7 @@ RUN_OUTCOME_FAILED: RunOutcome
 RUN_OUTCOME_CANCELLED: RunOutcome
 
 class SampleEntry(_message.Message):
-    __slots__ = ("chunk", "offset", "length", "ordinal", "member", "attempt", "env", "reward", "min_policy_version", "max_policy_version", "lineage", "temperature", "truncation", "reference_kl")
+    __slots__ = ("chunk", "offset", "length", "ordinal", "member", "attempt", "env", "reward", "min_policy_version", "max_policy_version", "lineage", "temperature", "truncation", "reference_kl", "num_sampled_tokens", "mean_policy_version")
     CHUNK_FIELD_NUMBER: _ClassVar[int]
     OFFSET_FIELD_NUMBER: _ClassVar[int]
     LENGTH_FIELD_NUMBER: _ClassVar[int]
@@ -53,6 +53,8 @@ class SampleEntry(_message.Message):
     TEMPERATURE_FIELD_NUMBER: _ClassVar[int]
     TRUNCATION_FIELD_NUMBER: _ClassVar[int]
     REFERENCE_KL_FIELD_NUMBER: _ClassVar[int]
+    NUM_SAMPLED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    MEAN_POLICY_VERSION_FIELD_NUMBER: _ClassVar[int]
     chunk: int
     offset: int
     length: int
@@ -67,7 +69,9 @@ class SampleEntry(_message.Message):
     temperature: float
     truncation: _rollout_pb2.Truncation
     reference_kl: float
-    def __init__(self, chunk: _Optional[int] = ..., offset: _Optional[int] = ..., length: _Optional[int] = ..., ordinal: _Optional[int] = ..., member: _Optional[int] = ..., attempt: _Optional[int] = ..., env: _Optional[int] = ..., reward: _Optional[float] = ..., min_policy_version: _Optional[int] = ..., max_policy_version: _Optional[int] = ..., lineage: _Optional[int] = ..., temperature: _Optional[float] = ..., truncation: _Optional[_Union[_rollout_pb2.Truncation, _Mapping]] = ..., reference_kl: _Optional[float] = ...) -> None: ...
+    num_sampled_tokens: int
+    mean_policy_version: float
+    def __init__(self, chunk: _Optional[int] = ..., offset: _Optional[int] = ..., length: _Optional[int] = ..., ordinal: _Optional[int] = ..., member: _Optional[int] = ..., attempt: _Optional[int] = ..., env: _Optional[int] = ..., reward: _Optional[float] = ..., min_policy_version: _Optional[int] = ..., max_policy_version: _Optional[int] = ..., lineage: _Optional[int] = ..., temperature: _Optional[float] = ..., truncation: _Optional[_Union[_rollout_pb2.Truncation, _Mapping]] = ..., reference_kl: _Optional[float] = ..., num_sampled_tokens: _Optional[int] = ..., mean_policy_version: _Optional[float] = ...) -> None: ...
 
 class ChunkRef(_message.Message):
     __slots__ = ("key", "sha256", "size_bytes", "num_tokens")
@@ -168,17 +172,27 @@ class BatchHeader(_message.Message):
     def __init__(self, run_uid: _Optional[str] = ..., kind: _Optional[_Union[BatchKind, str]] = ..., step: _Optional[int] = ..., envs: _Optional[_Iterable[str]] = ..., samples: _Optional[_Iterable[_Union[SampleEntry, _Mapping]]] = ..., chunks: _Optional[_Iterable[_Union[ChunkRef, _Mapping]]] = ..., resolutions: _Optional[_Iterable[_Union[Resolution, _Mapping]]] = ..., resolved_below: _Optional[int] = ..., resolved_above: _Optional[_Iterable[int]] = ..., previous_chain_hash: _Optional[bytes] = ..., writer_epoch: _Optional[int] = ..., lineage: _Optional[int] = ..., run_hash: _Optional[str] = ..., config_revision: _Optional[int] = ..., orchestrator_state: _Optional[bytes] = ..., rollouts_key: _Optional[str] = ..., rollouts_sha256: _Optional[bytes] = ..., num_rollouts: _Optional[int] = ..., num_tokens: _Optional[int] = ..., num_loss_tokens: _Optional[int] = ..., reward_mean: _Optional[float] = ..., outcome: _Optional[_Union[RunOutcome, str]] = ..., final_version: _Optional[int] = ..., error_reason: _Optional[str] = ..., error_message: _Optional[str] = ..., error_component: _Optional[str] = ..., objects: _Optional[_Iterable[_Union[ObjectRef, _Mapping]]] = ..., revision: _Optional[int] = ...) -> None: ...
 
 class BatchChunk(_message.Message):
-    __slots__ = ("token_ids", "loss_mask", "inference_logprobs", "advantages", "rl_weights", "ce_weights")
-    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("token_ids_low", "token_ids_high", "loss_mask", "inference_logprobs", "advantages", "rl_weights", "ce_weights")
+    TOKEN_IDS_LOW_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_HIGH_FIELD_NUMBER: _ClassVar[int]
     LOSS_MASK_FIELD_NUMBER: _ClassVar[int]
     INFERENCE_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     ADVANTAGES_FIELD_NUMBER: _ClassVar[int]
     RL_WEIGHTS_FIELD_NUMBER: _ClassVar[int]
     CE_WEIGHTS_FIELD_NUMBER: _ClassVar[int]
-    token_ids: bytes
+    token_ids_low: bytes
+    token_ids_high: bytes
     loss_mask: bytes
     inference_logprobs: bytes
-    advantages: bytes
-    rl_weights: bytes
-    ce_weights: bytes
-    def __init__(self, token_ids: _Optional[bytes] = ..., loss_mask: _Optional[bytes] = ..., inference_logprobs: _Optional[bytes] = ..., advantages: _Optional[bytes] = ..., rl_weights: _Optional[bytes] = ..., ce_weights: _Optional[bytes] = ...) -> None: ...
+    advantages: RunColumn
+    rl_weights: RunColumn
+    ce_weights: RunColumn
+    def __init__(self, token_ids_low: _Optional[bytes] = ..., token_ids_high: _Optional[bytes] = ..., loss_mask: _Optional[bytes] = ..., inference_logprobs: _Optional[bytes] = ..., advantages: _Optional[_Union[RunColumn, _Mapping]] = ..., rl_weights: _Optional[_Union[RunColumn, _Mapping]] = ..., ce_weights: _Optional[_Union[RunColumn, _Mapping]] = ...) -> None: ...
+
+class RunColumn(_message.Message):
+    __slots__ = ("values", "lengths")
+    VALUES_FIELD_NUMBER: _ClassVar[int]
+    LENGTHS_FIELD_NUMBER: _ClassVar[int]
+    values: bytes
+    lengths: bytes
+    def __init__(self, values: _Optional[bytes] = ..., lengths: _Optional[bytes] = ...) -> None: ...

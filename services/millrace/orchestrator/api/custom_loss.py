@@ -2,8 +2,7 @@
 
 from millrace.config import RLConfig
 from millrace.custom_code import CustomCode
-from millrace.internal.v1.worker_service_pb2 import WORKER_KIND_TRAINER
-from millrace.orchestrator.workers import WorkerRegistry
+from millrace.orchestrator.workers import WorkerKind, WorkerRegistry
 
 FIELD = "trainer.loss.import_path"
 
@@ -14,7 +13,7 @@ def require_loadable_loss(config: RLConfig, registry: WorkerRegistry) -> None:
     Whether the function is any good is for the trainer to say, which has what it imports.
     """
     import_path = config.trainer.loss.import_path
-    codes = [CustomCode(tuple(each.worker.custom_modules)) for each in registry.alive(WORKER_KIND_TRAINER)]
+    codes = [CustomCode(tuple(each.worker.custom_modules)) for each in registry.alive(WorkerKind.TRAINER)]
     if import_path is None or any(code.allows(import_path.partition(":")[0]) for code in codes):
         return
     if codes:  # without a trainer the run waits for one, which looks itself

@@ -21,7 +21,7 @@ from millrace.orchestrator.runs.run_view import RunView
 from millrace.orchestrator.workers import WorkerRegistry
 from millrace.runlog.events.run_status import state_name
 from millrace.runlog.records.run_record import EVAL
-from millrace.telemetry.redact import secrets_of
+from millrace.telemetry.redact import masked, secrets_of
 from millrace.v1 import run_pb2, run_service_pb2
 
 if TYPE_CHECKING:
@@ -46,6 +46,7 @@ class OrchestratorSource:
         self._manager = manager
         self._registry = registry
         self._owner = owner
+        self._listings: dict[str, asyncio.Task[run_service_pb2.ListCheckpointsResponse]] = {}
         self._config_texts: dict[str, ConfigText] = {}
         self._secrets = secrets_of(os.environ)
 
@@ -58,9 +59,10 @@ class OrchestratorSource:
         """One run with its config."""
         view = self._known(name)
         model = EvalRunConfig if view.record.kind == EVAL else RLConfig
+        config = masked(view.record.config or {}, self._secrets)  # by its own names, which are values in the answer
         keys = [
             {"key": each.key, "value": each.value, "default": each.default, "differs": each.differs}
-            for each in differences(view.record.config or {}, model)
+            for each in differences(config, model)
         ]
         status = view.status
         return self._summary(view) | {
@@ -78,9 +80,9 @@ class OrchestratorSource:
 
     async def checkpoints(self, name: str) -> list[dict[str, Any]]:
         """Its committed checkpoints, oldest first."""
-        request = run_service_pb2.ListCheckpointsRequest(parent=self._known(name).record.uid, page_size=1000)
+        listing = self._listed_checkpoints(self._known(name).record.uid)
         async with _deadline():
-            found = await self._service.ListCheckpoints(request, _NO_CALL)
+            found = await asyncio.shield(listing)
         return [
             {
                 "step": each.step,
@@ -91,10 +93,24 @@ class OrchestratorSource:
             for each in found.checkpoints
         ]
 
+    def _listed_checkpoints(self, uid: str) -> asyncio.Task[run_service_pb2.ListCheckpointsResponse]:
+        """The listing of a run that is under way, or a new one.
+
+        It reads every manifest, in a thread that no deadline ends: pages that ask again must not take more.
+        """
+        found = self._listings.get(uid)
+        if found is None or found.done():
+            request = run_service_pb2.ListCheckpointsRequest(parent=uid, page_size=1000)
+            found = asyncio.create_task(self._service.ListCheckpoints(request, _NO_CALL), name=f"checkpoints of {uid}")
+            found.add_done_callback(lambda task: task.cancelled() or task.exception())  # all who asked may have left
+            self._listings[uid] = found
+        return found
+
     def explain(self, name: str) -> dict[str, Any]:
         """Why it does not move, from memory."""
         view = self._known(name)
-        found = explain(view, self._registry, owner=self._owner, name_of=self._name_of)
+        is_held = self._manager.holds(view.record.uid)
+        found = explain(view, self._registry, owner=self._owner, name_of=self._name_of, is_held=is_held)
         ended = view.is_terminal
         return {
             "summary": found.summary,

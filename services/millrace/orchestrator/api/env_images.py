@@ -5,9 +5,8 @@ from collections.abc import Iterator
 from millrace.config import EvalRunConfig, RLConfig
 from millrace.config.sections.orchestrator import NamedEnv
 from millrace.errors import InvalidSpecError, Violation
-from millrace.internal.v1.worker_service_pb2 import WORKER_KIND_ENV_SERVER
 from millrace.orchestrator.play.env_servers import IMAGE_REMEDY, images_in_words
-from millrace.orchestrator.workers import WorkerRegistry
+from millrace.orchestrator.workers import WorkerKind, WorkerRegistry
 
 
 def require_env_images(config: RLConfig | EvalRunConfig, registry: WorkerRegistry) -> None:
@@ -15,7 +14,7 @@ def require_env_images(config: RLConfig | EvalRunConfig, registry: WorkerRegistr
 
     Without any env-server the run waits for one: what waits names the image.
     """
-    records = registry.alive(WORKER_KIND_ENV_SERVER)
+    records = registry.alive(WorkerKind.ENV_SERVER)
     announced = {record.worker.env_image for record in records}
     wrong = [
         Violation(

@@ -2,7 +2,7 @@
 
 from millrace.config import EvalRunConfig, RLConfig
 from millrace.errors import UnavailableError
-from millrace.orchestrator.drive.assembly import env_specs
+from millrace.orchestrator.drive.assembly import env_specs, require_tasks
 from millrace.orchestrator.play.env_servers import EnvServers, KeyVariables
 from millrace.orchestrator.workers import WorkerRegistry
 
@@ -10,8 +10,8 @@ from millrace.orchestrator.workers import WorkerRegistry
 async def check_environments(config: RLConfig | EvalRunConfig, registry: WorkerRegistry) -> None:
     """Load every environment on an env-server, where the run will find them loaded.
 
-    InvalidStateError names the environment that cannot be loaded and its error, InvalidSpecError the key that is not
-    set, UnavailableError says that there is no env-server.
+    InvalidStateError names the environment that cannot be loaded and its error, or that has no training tasks,
+    InvalidSpecError the key that is not set, UnavailableError says that there is no env-server.
     """
     servers = EnvServers(run_uid="", epoch=0, registry=registry)
     try:
@@ -22,6 +22,8 @@ async def check_environments(config: RLConfig | EvalRunConfig, registry: WorkerR
                 remedy="start one, or submit without the check",
             )
         await servers.open_all(env_specs(config), keys=_keys(config))
+        for env in config.orchestrator.env if isinstance(config, RLConfig) else ():
+            require_tasks(env, servers.envs[env.name])
     finally:
         await servers.close()
 

@@ -286,7 +286,8 @@ class RunServicer(run_service_pb2_grpc.RunServiceServicer):
                     remedy="see whether Redis and the object store answer",
                 ) from error
             view, note = known, "the run's log cannot be read now, its state is that of the last look"
-        return explain(view, self._registry, owner=self._owner, note=note, name_of=self._name_of)
+        is_held = self._manager.holds(view.record.uid)
+        return explain(view, self._registry, owner=self._owner, note=note, name_of=self._name_of, is_held=is_held)
 
     async def _validated(self, request: run_service_pb2.CreateRunRequest) -> tuple[RLConfig | EvalRunConfig, RunRecord]:
         """The config and the record of the new run, checked in a thread; InvalidSpecError says all."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from millrace.algorithms import Algorithm, Baselines
 from millrace.config import EvalRunConfig, RLConfig
 from millrace.config.sections.orchestrator import MAX_FAILURE_WINDOW, EnvConfig
+from millrace.errors import InvalidStateError
 from millrace.orchestrator.drive.batch_writer import BatchWriter
 from millrace.orchestrator.drive.damage import DamageBook
 from millrace.orchestrator.drive.fixed_model import FixedEndpoints, NoTrainer
@@ -117,7 +118,7 @@ def assemble(context: RunContext, config: RLConfig | EvalRunConfig) -> RunParts:
 
 
 def task_sources(parts: RunParts, config: RLConfig) -> list[TaskSource]:
-    """The training tasks of a run whose environments are open."""
+    """The training tasks of a run whose environments are open. InvalidStateError if one has none."""
     return [_source(env, parts.envs.envs[env.name]) for env in config.orchestrator.env]
 
 
@@ -169,7 +170,20 @@ def make_loop(
     )
 
 
+def require_tasks(env: EnvConfig, opened: OpenedEnv) -> None:
+    """InvalidStateError if an environment to train on has nothing to train on."""
+    if not opened.num_train:
+        raise InvalidStateError(
+            f"environment {env.name!r} (id {env.id!r}) has no training tasks, and {opened.num_eval} held-out ones",
+            reason="ENV_WITHOUT_TASKS",
+            remedy="see what its args select (orchestrator.env.args); if it is there to evaluate, name it under "
+            "orchestrator.eval.env alone",
+            metadata={"env": env.name},
+        )
+
+
 def _source(env: EnvConfig, opened: OpenedEnv) -> TaskSource:
+    require_tasks(env, opened)
     return TaskSource(env=env.name, num_tasks=opened.num_train, digest=opened.train_digest, weight=env.weight)
 
 

@@ -27,7 +27,7 @@ from millrace.orchestrator.play.failures import Failures
 from millrace.orchestrator.play.pools import Pools
 from millrace.orchestrator.play.rollout_stream import RolloutStream
 from millrace.orchestrator.run_context import RunContext
-from millrace.rollouts.batch_wire import pack_batch
+from millrace.rollouts.batch_wire import closes_run, pack_batch
 from millrace.rollouts.types import Rollout, TrainSample
 from millrace.rollouts.wire import encode_archive
 from millrace.runlog import Frontier, chain_hash, commit_batch
@@ -107,7 +107,7 @@ class BatchWriter:
             self.baselines = self.baselines.restored(state.baselines)
             self._restore_pools(state.pools, step=origin.base_step, begins_anew=True)
             return
-        is_closing = last.kind == batch_pb2.BATCH_KIND_CLOSE
+        is_closing = closes_run(last)
         self.closing = last if is_closing and not committed.is_reopened else None
         self.lineage = last.lineage
         self._revision = last.revision + 1 if committed.is_reopened else 0

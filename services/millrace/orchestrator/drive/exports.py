@@ -15,7 +15,7 @@ TRACES = Destination(
     name="the collector of traces",
     reasons="TRACES",
     rest="nothing: the traces of the last steps are lost",
-    finish_s=10.0,
+    finish_s=30.0,
 )
 _ENDPOINTS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
 
@@ -44,9 +44,9 @@ class RunExports:
         """The run has ended: let the rest be written, for a while."""
         await asyncio.gather(*(exporter.finish() for exporter in self._running))
 
-    async def close(self) -> None:
-        """End the processes."""
-        await asyncio.gather(*(exporter.close() for exporter in self._running))
+    async def close(self, *, has_ended: bool) -> None:
+        """End the processes; where the run has ended, what a moment allows is written first."""
+        await asyncio.gather(*(exporter.close(has_ended=has_ended) for exporter in self._running))
 
 
 def traces_wanted(environ: Mapping[str, str]) -> bool:

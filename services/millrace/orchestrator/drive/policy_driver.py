@@ -9,10 +9,10 @@ import logging
 from collections.abc import Callable
 
 from millrace.errors import MillraceError
-from millrace.internal.v1 import policy_pb2, policy_service_pb2, policy_service_pb2_grpc, worker_service_pb2
+from millrace.internal.v1 import policy_pb2, policy_service_pb2, policy_service_pb2_grpc
 from millrace.orchestrator.events import RunEvents
 from millrace.orchestrator.play.routing import ReadyReplica
-from millrace.orchestrator.workers import WorkerRecord, WorkerRegistry
+from millrace.orchestrator.workers import WorkerKind, WorkerRecord, WorkerRegistry
 from millrace.race import first_of
 from millrace.rpc.channel import call, open_channel
 from millrace.telemetry import waits
@@ -64,7 +64,7 @@ class PolicyDriver:
     def ready(self) -> list[ReadyReplica]:
         """Replicas that serve some version of this run's policy and take work, in order of id."""
         replicas = []
-        for record in self._registry.owned(worker_service_pb2.WORKER_KIND_INFERENCE, self._run_uid):
+        for record in self._registry.owned(WorkerKind.INFERENCE, self._run_uid):
             if not record.takes_work:
                 continue
             status = self._served.get(record.worker_id)
@@ -93,11 +93,11 @@ class PolicyDriver:
 
     def known(self) -> set[str]:
         """Worker ids of the run's replicas that are registered, ready or not."""
-        return {r.worker_id for r in self._registry.owned(worker_service_pb2.WORKER_KIND_INFERENCE, self._run_uid)}
+        return {r.worker_id for r in self._registry.owned(WorkerKind.INFERENCE, self._run_uid)}
 
     def replica_at(self, http_url: str) -> str:
         """Worker id of the run's replica with that base URL; empty if it is not known."""
-        owned = self._registry.owned(worker_service_pb2.WORKER_KIND_INFERENCE, self._run_uid)
+        owned = self._registry.owned(WorkerKind.INFERENCE, self._run_uid)
         return next((record.worker_id for record in owned if record.worker.http_url == http_url), "")
 
     def suspect(self, worker_id: str) -> None:
@@ -114,11 +114,10 @@ class PolicyDriver:
             # unregistered wait: a periodic look; what it awaits is registered where it is awaited
             while True:
                 # Only a run that has a trainer takes replicas, else two runs could each hold half of what they need.
-                if self._registry.owned(worker_service_pb2.WORKER_KIND_TRAINER, self._run_uid):
-                    self._registry.claim(worker_service_pb2.WORKER_KIND_INFERENCE, self._run_uid)
+                if self._registry.owned(WorkerKind.TRAINER, self._run_uid):
+                    self._registry.claim(WorkerKind.INFERENCE, self._run_uid)
                 owned = {
-                    record.worker_id: record
-                    for record in self._registry.owned(worker_service_pb2.WORKER_KIND_INFERENCE, self._run_uid)
+                    record.worker_id: record for record in self._registry.owned(WorkerKind.INFERENCE, self._run_uid)
                 }
                 for worker_id in tasks.keys() - owned.keys():
                     tasks.pop(worker_id).cancel()

@@ -66,6 +66,8 @@ class RunDriver(ABC):
         self._is_restored = False  # before that, the next header is not known
         self.is_paused = False
         """The drive ended with the run paused."""
+        self.has_ended = False
+        """The terminal state is in the log: nobody drives the run after this."""
 
     @property
     def parts(self) -> RunParts:
@@ -225,6 +227,7 @@ class RunDriver(ABC):
             await self._events.rollouts_failed(count)
         await self._keeper.archive_now()  # what that finds is told before the end, where watchers still listen
         await self._events.state_changed(state, why, error=error, chain_hash=self._writer.chain.hex())
+        self.has_ended = True
         await self._keeper.archive_now()
         faults.reach(faults.Point.ORCHESTRATOR_BEFORE_SEAL)
         await self._keeper.seal(run_pb2.RunState.Name(state).removeprefix("RUN_STATE_"))

@@ -7,14 +7,14 @@ from typing import Protocol
 
 from millrace.errors import InternalError
 from millrace.internal.v1 import worker_service_pb2
-from millrace.orchestrator.workers import WorkerRegistry
+from millrace.orchestrator.workers import WorkerKind, WorkerRegistry
 from millrace.telemetry import waits
 
 FINISH_TIMEOUT_S = 600.0
 """Longest wait for the trainer to write its last checkpoint and reports after the closing header."""
 POLL_S = 0.5
 FINISH_POLL_S = 0.1
-_TRAINER = worker_service_pb2.WORKER_KIND_TRAINER
+_TRAINER = WorkerKind.TRAINER
 
 
 class TrainerFailedError(InternalError):

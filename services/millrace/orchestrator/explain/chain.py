@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
 
-from millrace.v1 import event_pb2
+from millrace.telemetry.waits import Wait
 
 SILENT_S = 3.0
 """Seconds without a heartbeat (one per second) from which on a worker is named as silent."""
@@ -43,7 +43,7 @@ class Component:
     """The worker's id."""
     kind: str
     """`trainer`, `orchestrator`, `env-server` or `inference`."""
-    waits: Sequence[event_pb2.Wait] = ()
+    waits: Sequence[Wait] = ()
     silence_s: float = 0.0
     is_lost: bool = False
     """Its lease ran out: it counts as gone until it registers again."""
@@ -65,7 +65,7 @@ class WaitLink:
     """One step of the chain. `wait` is what an event would say of it."""
 
     text: str
-    wait: event_pb2.Wait
+    wait: Wait
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,7 +80,7 @@ class Chain:
 
     def behind(self, link: WaitLink) -> "Chain":
         """Return this chain with a link in front. Its severity is at least that of the wait in the link."""
-        own = Severity.OVERDUE if is_overdue(link.wait) else Severity.WAITS
+        own = Severity.OVERDUE if link.wait.is_overdue else Severity.WAITS
         return replace(self, links=(link, *self.links), severity=max(self.severity, own))
 
 
@@ -95,11 +95,6 @@ def find_chain(components: Sequence[Component], *, starts: Sequence[str]) -> Cha
     if not waiting:
         return Chain()
     return max(waiting, key=lambda path: path.severity)  # the first of equals
-
-
-def is_overdue(wait: event_pb2.Wait) -> bool:
-    """Whether the wait is older than its deadline."""
-    return 0 < wait.deadline_seconds < wait.age_seconds
 
 
 class _Graph:
@@ -120,7 +115,7 @@ class _Graph:
             return _working(component)
         return max(paths, key=_weight)
 
-    def _along(self, component: Component, wait: event_pb2.Wait, seen: tuple[str, ...]) -> Chain:
+    def _along(self, component: Component, wait: Wait, seen: tuple[str, ...]) -> Chain:
         """The worst path that begins with one wait."""
         link = WaitLink(text=_describe(component, wait), wait=wait)
         tails = [self._to(target.strip(), component, wait, seen) for target in wait.waits_on.split(",")]
@@ -129,7 +124,7 @@ class _Graph:
             return Chain().behind(link)
         return max(ends, key=_weight).behind(link)
 
-    def _to(self, target: str, component: Component, wait: event_pb2.Wait, seen: tuple[str, ...]) -> Chain | None:
+    def _to(self, target: str, component: Component, wait: Wait, seen: tuple[str, ...]) -> Chain | None:
         if target in _EXTERNAL:
             return Chain(severity=Severity.STORAGE if _is_unanswered(wait, target) else Severity.WAITS)
         if target.startswith(f"{ENV_WORKER} "):
@@ -145,10 +140,10 @@ class _Graph:
         return max(paths, key=_weight, default=None)
 
 
-def _is_unanswered(wait: event_pb2.Wait, target: str) -> bool:
+def _is_unanswered(wait: Wait, target: str) -> bool:
     """Whether Redis, the store or a disk does not answer in time. A download as a whole may take long."""
     is_operation = target == DISK or wait.reason.startswith(STORE)
-    return target == REDIS or (is_operation and wait.age_seconds > SILENT_S)
+    return target == REDIS or (is_operation and wait.age_s > SILENT_S)
 
 
 _KINDS = ("trainer", "orchestrator", "env-server", "inference")
@@ -156,57 +151,57 @@ _KINDS = ("trainer", "orchestrator", "env-server", "inference")
 
 def _weight(path: Chain) -> tuple[int, int, float]:
     """Worse first, then what explains more, then what lasts longer."""
-    age_s = path.links[0].wait.age_seconds if path.links else 0.0
+    age_s = path.links[0].wait.age_s if path.links else 0.0
     return path.severity, len(path.links), age_s
 
 
-def _describe(component: Component, wait: event_pb2.Wait) -> str:
+def _describe(component: Component, wait: Wait) -> str:
     late = ""
-    if is_overdue(wait):
-        late = f" (overdue: {wait.deadline_seconds:g} s are expected)"
-    return f"{component.name} waits for {wait.reason}, {wait.age_seconds:.1f} s{late}"
+    if wait.is_overdue:
+        late = f" (overdue: {wait.deadline_s:g} s are expected)"
+    return f"{component.name} waits for {wait.reason}, {wait.age_s:.1f} s{late}"
 
 
 def _silent(component: Component, *, observer: str) -> Chain:
     gone = "; it counts as lost" if component.is_lost else ""
     who = f"{component.kind} {component.name}"
     state = f"has not answered for {component.silence_s:.0f} s (frozen, or it or its machine is gone{gone})"
-    wait = event_pb2.Wait(
+    wait = Wait(
         owner=observer,
         reason=f"a heartbeat of {who}, which {state}",
         waits_on=component.name,
-        age_seconds=component.silence_s,
+        age_s=component.silence_s,
     )
     link = WaitLink(text=f"{who} {state}", wait=wait)
     return Chain(links=(link,), severity=Severity.SILENT)
 
 
 def _working(component: Component) -> Chain:
-    wait = event_pb2.Wait(owner=component.name, reason=f"nobody: it {component.activity}")
+    wait = Wait(owner=component.name, reason=f"nobody: it {component.activity}")
     link = WaitLink(text=f"{component.name} {component.activity}", wait=wait)
     return Chain(links=(link,))
 
 
-def _missing(kind: str, component: Component, wait: event_pb2.Wait) -> Chain:
-    missing = event_pb2.Wait(
+def _missing(kind: str, component: Component, wait: Wait) -> Chain:
+    missing = Wait(
         owner=component.name,
         reason=f"a registered {kind} worker that serves this run: there is none",
         waits_on=kind,
-        age_seconds=wait.age_seconds,
+        age_s=wait.age_s,
     )
     link = WaitLink(text=f"no {kind} worker is registered for this run", wait=missing)
     return Chain(links=(link,), severity=Severity.MISSING)
 
 
-def _idle_engine(engine: Component, component: Component, wait: event_pb2.Wait) -> Chain | None:
+def _idle_engine(engine: Component, component: Component, wait: Wait) -> Chain | None:
     """Rollouts that are played "with the engine" while it has no open request are at their environment's own work."""
     if component.kind != "env-server" or engine.num_requests != 0 or engine.is_silent or engine.waits:
         return None
     text = f"{engine.name} has no open request: the environment's own code works"
-    inside = event_pb2.Wait(
+    inside = Wait(
         owner=component.name,
         reason=f"its environments' own code ({engine.name} has no open request)",
         waits_on=ENV_WORKER,
-        age_seconds=wait.age_seconds,
+        age_s=wait.age_s,
     )
     return Chain(links=(WaitLink(text=text, wait=inside),))

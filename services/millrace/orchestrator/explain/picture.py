@@ -3,7 +3,7 @@
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from millrace.orchestrator.explain.chain import ENV_WORKER, Chain, Severity, WaitLink, is_overdue
+from millrace.orchestrator.explain.chain import ENV_WORKER, Chain, Severity, WaitLink
 
 _WORKS = "nobody: it "
 
@@ -30,17 +30,17 @@ def boxes(chain: Chain) -> list[dict[str, Any]]:
 
 def _of_link(link: WaitLink, severity: Severity, *, is_last: bool) -> list[Box]:
     wait = link.wait
-    ages = {"age_seconds": wait.age_seconds, "deadline_seconds": wait.deadline_seconds}
+    ages = {"age_seconds": wait.age_s, "deadline_seconds": wait.deadline_s}
     if wait.reason.startswith(_WORKS):
         return [Box(name=wait.owner, does=wait.reason.removeprefix(_WORKS), state="works")]
     if is_last and wait.waits_on == ENV_WORKER:
-        return [Box(name="environment", does=link.text, state="works", age_seconds=wait.age_seconds)]
+        return [Box(name="environment", does=link.text, state="works", age_seconds=wait.age_s)]
     if is_last and severity is Severity.MISSING:
         return [Box(name=wait.waits_on, does=link.text, state="missing", **ages)]
     if is_last and severity is Severity.SILENT and wait.reason.startswith("a heartbeat of "):
         return [Box(name=wait.waits_on, does=link.text, state="silent", **ages)]
     waiting = Box(
-        name=wait.owner, does=f"waits for {wait.reason}", state="overdue" if is_overdue(wait) else "waits", **ages
+        name=wait.owner, does=f"waits for {wait.reason}", state="overdue" if wait.is_overdue else "waits", **ages
     )
     if not is_last or not wait.waits_on:
         return [waiting]

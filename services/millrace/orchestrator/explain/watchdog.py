@@ -26,15 +26,15 @@ from typing import Self
 
 from millrace.orchestrator.drive.assembly import RunParts
 from millrace.orchestrator.events import RunEvents
-from millrace.orchestrator.explain.chain import SILENT_S, Chain, is_overdue
-from millrace.orchestrator.explain.why import KIND_NAMES, chain_of, components, serves
+from millrace.orchestrator.explain.chain import SILENT_S, Chain
+from millrace.orchestrator.explain.why import chain_of, components, serves
 from millrace.orchestrator.run_context import RunContext
 from millrace.orchestrator.workers import WorkerRecord, WorkerRegistry
 from millrace.runlog.records.epochs import epoch_owner
 from millrace.runlog.redis.connection import OUTAGES
 from millrace.telemetry import standstill
 from millrace.telemetry.standstill import METER, Meter
-from millrace.v1 import event_pb2
+from millrace.telemetry.waits import Wait
 
 logger = logging.getLogger(__name__)
 
@@ -225,7 +225,7 @@ class Watchdog:
                 continue  # what it said last grows old with it; that it is silent is told by itself
             for wait in component.waits:
                 key = (wait.owner, wait.waits_on, re.sub(r"[\d.]+", "#", wait.reason))
-                if is_overdue(wait) and key not in self._overdue:
+                if wait.is_overdue and key not in self._overdue:
                     self._overdue[key] = now
                     await self._tell_wait(wait)
 
@@ -245,8 +245,8 @@ class Watchdog:
         if self._may_send():
             await self._events.warning(reason, message)
 
-    async def _tell_wait(self, wait: event_pb2.Wait) -> None:
-        fields = {"owner": wait.owner, "wait": wait.reason, "age_s": round(wait.age_seconds, 1)}
+    async def _tell_wait(self, wait: Wait) -> None:
+        fields = {"owner": wait.owner, "wait": wait.reason, "age_s": round(wait.age_s, 1)}
         logger.warning("a wait is long", extra={"run": self._run_uid, **fields})
         if self._may_send():
             await self._events.wait_reported(wait)
@@ -286,7 +286,7 @@ _CAUSES = "it is frozen or gone, or its machine or the network is"
 
 
 def _name(record: WorkerRecord) -> str:
-    return f"{KIND_NAMES.get(record.worker.kind, 'worker')} {record.worker_id}"
+    return f"{record.kind} {record.worker_id}"
 
 
 def _threshold_s(num_told: int) -> float:
@@ -295,10 +295,8 @@ def _threshold_s(num_told: int) -> float:
     return NO_PROGRESS_S[num_told] if num_told <= last else NO_PROGRESS_S[last] * (num_told - last + 1)
 
 
-def _end_of(chain: Chain, *, owner: str, idle_s: float) -> event_pb2.Wait:
+def _end_of(chain: Chain, *, owner: str, idle_s: float) -> Wait:
     """What an event says of a standstill: the end of the chain."""
     if chain.links:
         return chain.links[-1].wait
-    return event_pb2.Wait(
-        owner=owner, reason="any progress of the run; no service says that it waits", age_seconds=idle_s
-    )
+    return Wait(owner=owner, reason="any progress of the run; no service says that it waits", age_s=idle_s)

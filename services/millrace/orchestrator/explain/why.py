@@ -6,22 +6,17 @@ last), so it answers while Redis or the object store does not.
 
 import time
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 
-from millrace.internal.v1 import worker_service_pb2
 from millrace.orchestrator.explain.chain import REDIS, SILENT_S, STORE, Chain, Component, find_chain
 from millrace.orchestrator.runs.run_view import RunView
-from millrace.orchestrator.workers import WorkerRecord, WorkerRegistry
+from millrace.orchestrator.workers import WorkerKind, WorkerRecord, WorkerRegistry
 from millrace.rpc.waits_wire import to_proto
 from millrace.runlog.events.run_status import state_name
 from millrace.telemetry import waits
 from millrace.telemetry.standstill import METER, Meter
-from millrace.v1 import event_pb2, run_pb2, run_service_pb2
-
-TRAINER = worker_service_pb2.WORKER_KIND_TRAINER
-ENV_SERVER = worker_service_pb2.WORKER_KIND_ENV_SERVER
-INFERENCE = worker_service_pb2.WORKER_KIND_INFERENCE
-KIND_NAMES = {TRAINER: "trainer", ENV_SERVER: "env-server", INFERENCE: "inference"}
-
+from millrace.telemetry.waits import Wait
+from millrace.v1 import run_pb2, run_service_pb2
 
 RECENT_S = 60.0
 """How long this process reports that it stood still: until then the delays of others may be its own doing."""
@@ -30,20 +25,37 @@ NameOf = Callable[[str], str]
 
 
 def explain(
-    view: RunView, registry: WorkerRegistry, *, owner: str, note: str = "", name_of: NameOf = str
+    view: RunView,
+    registry: WorkerRegistry,
+    *,
+    owner: str,
+    note: str = "",
+    name_of: NameOf = str,
+    is_held: bool = False,
 ) -> run_service_pb2.ExplainRunResponse:
-    """Collect what the run's processes wait for; `note` says why the view may be old."""
+    """Collect what the run's processes wait for; `note` says why the view may be old.
+
+    A run that has ended has waits as long as this orchestrator still holds it (`is_held`): its exports write the rest.
+    """
     if view.is_terminal:
         ended = f"run {view.record.name} has ended as {state_name(view.status.state)}"
         if (error := view.status.error) is not None:
             ended += f": {error.message} [{error.reason}]"
-        return run_service_pb2.ExplainRunResponse(summary=ended)
+        last = _last_waits(view.record.uid, owner) if is_held else []
+        ended = "; ".join([ended, *(f"{wait.owner} waits for {wait.reason}" for wait in last)])
+        return run_service_pb2.ExplainRunResponse(waits=last, summary=ended)
     uid = view.record.uid
     found = components(uid, registry, owner=owner)
     shown = [wait for component in found for wait in _collapsed(component.waits)]
-    shown.sort(key=lambda wait: -wait.age_seconds)
+    shown.sort(key=lambda wait: -wait.age_s)
     summary = _summary(view, registry, found, owner=owner, name_of=name_of)
-    return run_service_pb2.ExplainRunResponse(waits=shown, summary=f"{note}; {summary}" if note else summary)
+    return run_service_pb2.ExplainRunResponse(waits=to_proto(shown), summary=f"{note}; {summary}" if note else summary)
+
+
+def _last_waits(uid: str, owner: str) -> list[event_pb2.Wait]:
+    """What this orchestrator still waits for before it gives back a run that has ended."""
+    found = [wait for wait in to_proto(waits.snapshot(owner)) if wait.run_uid == uid]
+    return found or [event_pb2.Wait(owner=owner, reason="the last objects of the run to be written", run_uid=uid)]
 
 
 def unanswered(owner: str) -> str:
@@ -70,14 +82,14 @@ def chain_of(uid: str, registry: WorkerRegistry, *, owner: str) -> Chain:
 def components(uid: str, registry: WorkerRegistry, *, owner: str) -> list[Component]:
     """This orchestrator and the workers that serve the run, each with its waits of this run or of no run."""
     now = time.monotonic()
-    own = _of_run(to_proto(waits.snapshot(owner)), uid)
+    own = _of_run(waits.snapshot(owner), uid)
     found = [Component(name=owner, kind="orchestrator", waits=own)]
     # A worker that announced its end and is silent has ended: nobody waits for it.
     here = [record for record in registry.records() if not (record.is_leaving and now - record.last_seen > SILENT_S)]
     found += [_component(record, uid, now) for record in here if serves(record, uid)]
     present = {component.kind for component in found}
     for record in registry.lost.values():
-        is_missed = KIND_NAMES.get(record.worker.kind) not in present and not record.is_leaving
+        is_missed = record.kind not in present and not record.is_leaving
         if is_missed and serves(record, uid):
             found.append(_component(record, uid, now, is_lost=True))
     return found
@@ -85,22 +97,17 @@ def components(uid: str, registry: WorkerRegistry, *, owner: str) -> list[Compon
 
 def serves(record: WorkerRecord, uid: str) -> bool:
     """Whether a worker does anything for the run: its trainer, its replicas, and every env-server."""
-    if record.worker.kind == ENV_SERVER:
+    if record.kind is WorkerKind.ENV_SERVER:
         return True
     return uid in (record.run_uid, record.reported)
 
 
 def _component(record: WorkerRecord, uid: str, now: float, *, is_lost: bool = False) -> Component:
     age_s = max(0.0, now - record.last_seen - METER.within(record.last_seen, now))  # not heard is not silent
-    waiting = []
-    for reported in _of_run(record.waits, uid):
-        wait = event_pb2.Wait()
-        wait.CopyFrom(reported)
-        wait.age_seconds += age_s
-        waiting.append(wait)
+    waiting = [replace(wait, age_s=wait.age_s + age_s) for wait in _of_run(record.waits, uid)]
     return Component(
         name=record.worker_id,
-        kind=KIND_NAMES.get(record.worker.kind, "worker"),
+        kind=record.kind,
         waits=waiting,
         silence_s=age_s,
         is_lost=is_lost,
@@ -110,25 +117,22 @@ def _component(record: WorkerRecord, uid: str, now: float, *, is_lost: bool = Fa
     )
 
 
-def _collapsed(found: Sequence[event_pb2.Wait]) -> list[event_pb2.Wait]:
+def _collapsed(found: Sequence[Wait]) -> list[Wait]:
     """One of each of an owner's waits that differ in nothing but their age: the oldest, with how many there are."""
-    same: dict[tuple[str, str, str, float, str], list[event_pb2.Wait]] = {}
+    same: dict[tuple[str, str, str, float, str], list[Wait]] = {}
     for wait in found:
-        key = (wait.owner, wait.reason, wait.waits_on, wait.deadline_seconds, wait.run_uid)
+        key = (wait.owner, wait.reason, wait.waits_on, wait.deadline_s, wait.run)
         same.setdefault(key, []).append(wait)
-    shown: list[event_pb2.Wait] = []
+    shown: list[Wait] = []
     for alike in same.values():
-        oldest = max(alike, key=lambda wait: wait.age_seconds)
-        wait = event_pb2.Wait()
-        wait.CopyFrom(oldest)
-        if len(alike) > 1:
-            wait.reason += f" (×{len(alike)}, oldest {oldest.age_seconds:.1f} s)"
-        shown.append(wait)
+        oldest = max(alike, key=lambda wait: wait.age_s)
+        times = f" (×{len(alike)}, oldest {oldest.age_s:.1f} s)" if len(alike) > 1 else ""
+        shown.append(replace(oldest, reason=oldest.reason + times))
     return shown
 
 
-def _of_run(found: Iterable[event_pb2.Wait], uid: str) -> list[event_pb2.Wait]:
-    return [wait for wait in found if wait.run_uid in ("", uid)]
+def _of_run(found: Iterable[Wait], uid: str) -> list[Wait]:
+    return [wait for wait in found if wait.run in ("", uid)]
 
 
 def _activity(record: WorkerRecord) -> str:
@@ -182,8 +186,8 @@ def _failing(count: run_pb2.EnvRollouts) -> str:
 
 def _why_queued(uid: str, registry: WorkerRegistry, name_of: NameOf) -> str:
     """Why a queued run does not start; a trainer that waits for this very run is never the reason."""
-    held = [run for record in registry.alive(TRAINER) if (run := record.run_uid or record.reported) != uid]
-    if not all(held) or len(held) < len(registry.alive(TRAINER)):
+    held = [run for record in registry.alive(WorkerKind.TRAINER) if (run := record.run_uid or record.reported) != uid]
+    if not all(held) or len(held) < len(registry.alive(WorkerKind.TRAINER)):
         return "a trainer is free, an orchestrator takes the run as soon as its log can be read"
     see = f"; see: millrace run why {name_of(held[0])}" if held else ""
     return f"no trainer worker is free ({_trainers(registry, name_of)}){see}"
@@ -192,10 +196,10 @@ def _why_queued(uid: str, registry: WorkerRegistry, name_of: NameOf) -> str:
 def _trainers(registry: WorkerRegistry, name_of: NameOf) -> str:
     """Which trainers there are, and what keeps them."""
     words = []
-    for record in registry.alive(TRAINER):
+    for record in registry.alive(WorkerKind.TRAINER):
         run = record.run_uid or record.reported
         words.append(f"{record.worker_id} has {f'run {name_of(run)}' if run else 'no run'}")
-    gone = [record.worker_id for record in registry.lost.values() if record.worker.kind == TRAINER]
+    gone = [record.worker_id for record in registry.lost.values() if record.kind is WorkerKind.TRAINER]
     if gone:
         words.append(f"lost: {', '.join(gone[-3:])}")
     return "; ".join(words) or "none is registered"

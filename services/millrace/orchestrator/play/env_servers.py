@@ -15,13 +15,14 @@ from millrace.config.sections.orchestrator import NamedEnv
 from millrace.errors import (
     CapacityError,
     InternalError,
+    InvalidSpecError,
     InvalidStateError,
     MillraceError,
     UnauthenticatedError,
     UnavailableError,
 )
-from millrace.internal.v1 import env_service_pb2, env_service_pb2_grpc, worker_service_pb2
-from millrace.orchestrator.workers import WorkerRecord, WorkerRegistry
+from millrace.internal.v1 import env_service_pb2, env_service_pb2_grpc
+from millrace.orchestrator.workers import WorkerKind, WorkerRecord, WorkerRegistry
 from millrace.rollouts.request_wire import env_to_wire, group_from_wire, group_to_wire, play_to_wire
 from millrace.rollouts.requests import EnvSpec, PlayedGroup, PlayRequest
 from millrace.rpc.channel import call, open_channel
@@ -46,8 +47,11 @@ IMAGE_REMEDY = (
     "start an env-server from that image with MILLRACE_ENV_IMAGE={image} (with the chart: a pool of envServer.pools), "
     "or correct orchestrator.env.image"
 )
+NO_IMAGE_REMEDY = "start an env-server without MILLRACE_ENV_IMAGE, or set orchestrator.env.image to what one announces"
 KILLS_WORKERS = "ENV_KILLS_WORKERS"
 """What an env-server answers of an environment that it has given up, and the reason for which its run fails."""
+_KEY_FIELDS = ("api_key_var", "teacher_key_var")
+"""Of OpenEnv: keys that every env-server must have, because each may be asked to play."""
 # INTERNAL: it died in the middle of its answer. UNAUTHENTICATED: tokens are being changed, and not every machine has
 # the new ones yet. None of them says anything about the run: others are asked, and this one again.
 _AWAY = (UnavailableError, InternalError, UnauthenticatedError)
@@ -88,17 +92,17 @@ class EnvServers:
 
     def alive(self) -> list[str]:
         """Worker ids of the env-servers whose lease holds."""
-        return [record.worker_id for record in self._registry.alive(worker_service_pb2.WORKER_KIND_ENV_SERVER)]
+        return [record.worker_id for record in self._registry.alive(WorkerKind.ENV_SERVER)]
 
     def places_of(self, spec: EnvSpec) -> list[str]:
         """Of those, the ones that may play an environment: they run its image, or announce none if it names none."""
-        records = self._registry.alive(worker_service_pb2.WORKER_KIND_ENV_SERVER)
+        records = self._registry.alive(WorkerKind.ENV_SERVER)
         return [record.worker_id for record in records if record.worker.env_image == spec.image]
 
     def servers_with(self, env: str) -> list[str]:
         """Env-servers that take work and on which `env` is ready, least busy first."""
         ready = self._ready.get(env, set())
-        records = self._registry.accepting(worker_service_pb2.WORKER_KIND_ENV_SERVER)
+        records = self._registry.accepting(WorkerKind.ENV_SERVER)
         found = [r.worker_id for r in sorted(records, key=lambda r: r.num_playing) if r.worker_id in ready]
         return [worker_id for worker_id in found if self._silent_until.get(worker_id, 0.0) <= time.monotonic()]
 
@@ -142,11 +146,11 @@ class EnvServers:
 
     def _not_opened(self, spec: EnvSpec) -> InvalidStateError:
         which = f"environment {spec.name!r} (id {spec.id!r})"
-        if spec.image and not self.places_of(spec):
+        if not self.places_of(spec) and (spec.image or self.alive()):
             return InvalidStateError(
                 f"{which} waited {OPEN_TIMEOUT_S:.0f} s for {self._no_place(spec)}",
                 reason="ENV_IMAGE_MISSING",
-                remedy=IMAGE_REMEDY.format(image=spec.image),
+                remedy=IMAGE_REMEDY.format(image=spec.image) if spec.image else NO_IMAGE_REMEDY,
                 metadata={"env": spec.name, "image": spec.image},
             )
         return InvalidStateError(
@@ -158,7 +162,7 @@ class EnvServers:
 
     def _no_place(self, spec: EnvSpec) -> str:
         """What an environment waits for that no env-server may play."""
-        records = self._registry.alive(worker_service_pb2.WORKER_KIND_ENV_SERVER)
+        records = self._registry.alive(WorkerKind.ENV_SERVER)
         wanted = f"an env-server that announces image {spec.image}" if spec.image else "an env-server without an image"
         return f"{wanted}; registered: {images_in_words(records)}"
 
@@ -184,6 +188,8 @@ class EnvServers:
 
     async def _open_somewhere(self, spec: EnvSpec, keys: KeyVariables = KeyVariables()) -> bool:
         failure: InvalidStateError | None = None
+        refusal: InvalidSpecError | None = None
+        others_may = False
         for worker_id in self.places_of(spec):
             if worker_id in self._ready.get(spec.name, set()):
                 continue
@@ -196,6 +202,15 @@ class EnvServers:
             except _AWAY as error:
                 logger.warning("env-server does not answer", extra={"worker": worker_id, "error": str(error)})
                 self._problems[worker_id] = str(error)
+                others_may = True
+                continue
+            except InvalidSpecError as error:
+                if any(each.field in _KEY_FIELDS for each in error.violations):
+                    raise
+                # It lacks the interpreter or the judge's key; others may have them.
+                logger.warning("env-server refuses an environment", extra={"worker": worker_id, "error": str(error)})
+                self._problems[worker_id] = str(error)
+                refusal = error
                 continue
             self._problems.pop(worker_id, None)
             if answer.state == env_service_pb2.ENV_STATE_FAILED:
@@ -209,11 +224,16 @@ class EnvServers:
                     remedy="submit again once that is mended",
                     metadata={"env": spec.name, "error_type": answer.error_type},
                 )
+            others_may |= answer.state == env_service_pb2.ENV_STATE_LOADING
             if answer.state == env_service_pb2.ENV_STATE_READY:
                 self._admit(spec, worker_id, answer)
-        if failure is not None and not self._ready.get(spec.name):
+        if self._ready.get(spec.name):
+            return True
+        if failure is not None:
             raise failure
-        return bool(self._ready.get(spec.name))
+        if refusal is not None and not others_may:
+            raise refusal
+        return False
 
     def _admit(self, spec: EnvSpec, worker_id: str, answer: env_service_pb2.OpenEnvResponse) -> None:
         known = self.envs.get(spec.name)
@@ -261,7 +281,7 @@ class EnvServers:
         ends = time.monotonic() + RETURN_LIMIT_S
         with waits.waiting("env-servers to come back", waits_on="env-server", deadline_s=RETURN_LIMIT_S):
             while (now := time.monotonic()) < ends:
-                records = self._registry.alive(worker_service_pb2.WORKER_KIND_ENV_SERVER)
+                records = self._registry.alive(WorkerKind.ENV_SERVER)
                 newest = max((record.registered for record in records), default=0.0)
                 if now - newest >= RETURN_PAUSE_S:
                     return
@@ -319,7 +339,7 @@ class EnvServers:
 
     def _stub(self, worker_id: str) -> env_service_pb2_grpc.EnvServiceStub:
         if worker_id not in self._channels:
-            records = self._registry.alive(worker_service_pb2.WORKER_KIND_ENV_SERVER)
+            records = self._registry.alive(WorkerKind.ENV_SERVER)
             address = next((r.worker.address for r in records if r.worker_id == worker_id), None)
             if address is None:
                 raise UnavailableError(

@@ -49,7 +49,7 @@ class Sampler:
         if not (isinstance(answer, tuple) and len(answer) == 2 and isinstance(answer[1], int | np.integer)):
             raise self._bad(f"it returned {answer!r:.200} for ordinal {ordinal}, not (environment, index of a task)")
         env, index = answer
-        if env not in tasks:
+        if not isinstance(env, str) or env not in tasks:
             raise self._bad(f"it named environment {env!r:.200} for ordinal {ordinal}; there are {', '.join(tasks)}")
         if not np.isin(index, tasks[env]):
             raise self._bad(f"it named task {index} of {env!r} for ordinal {ordinal}, which is not in `tasks[{env!r}]`")

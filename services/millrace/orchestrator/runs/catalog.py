@@ -17,8 +17,8 @@ from millrace.errors import (
     PermissionDeniedError,
     UnavailableError,
 )
-from millrace.internal.v1 import batch_pb2
 from millrace.orchestrator.runs.run_view import RunView
+from millrace.rollouts.batch_wire import closes_run
 from millrace.runlog import EventReader, RunLog, run_name
 from millrace.runlog.events.run_status import TERMINAL, state_name
 from millrace.runlog.index import RunIndex, read_index
@@ -176,7 +176,7 @@ class RunCatalog:
             view = RunView(view.record)
         if run_log.generation > 1 and not view.log_instance:
             committed = await load_history(run_log)
-            is_closing = committed.last is not None and committed.last.kind == batch_pb2.BATCH_KIND_CLOSE
+            is_closing = committed.last is not None and closes_run(committed.last)
             view.is_closed = is_closing and not committed.is_reopened
         view.log_instance = instance
         reader = EventReader(run_log)

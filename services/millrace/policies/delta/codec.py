@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from millrace.errors import ConflictError, InvalidStateError
 from millrace.policies.change import TensorChange
-from millrace.policies.delta.codings import Bits, corrupt
+from millrace.policies.delta.codings import Bits, corrupt, differing
 from millrace.policies.delta.frame import (
     DENSE,
     KIND_NAMES,
@@ -175,12 +175,10 @@ def _encode_sparse(base: Bits, new: Bits, start: int, base_digest: int, *, gap_w
 
 def _changed_positions(base: Bits, new: Bits) -> Iterator[NDArray[np.int64]]:
     """Where the arrays differ, in order, in batches that are large enough to be worth numpy's calls."""
-    differs = np.empty(min(new.size, BLOCK_ELEMENTS), np.bool_)
     batch: list[NDArray[np.int64]] = []
     size = 0
     for begin in range(0, new.size, BLOCK_ELEMENTS):
-        old_block, new_block = base[begin : begin + BLOCK_ELEMENTS], new[begin : begin + BLOCK_ELEMENTS]
-        inside = np.flatnonzero(np.not_equal(old_block, new_block, out=differs[: new_block.size]))
+        inside = differing(base[begin : begin + BLOCK_ELEMENTS], new[begin : begin + BLOCK_ELEMENTS])
         inside += begin
         batch.append(inside)
         size += inside.size

@@ -40,6 +40,22 @@ def unzigzag(folded: Bits) -> Bits:
     return sign_mask
 
 
+def differing(old: Bits, new: Bits) -> NDArray[np.int64]:
+    """The indices at which two contiguous arrays differ: first the words of eight bytes, then the elements in those."""
+    shift = (8 // new.dtype.itemsize).bit_length() - 1
+    whole = new.size >> shift << shift
+    old_words, new_words = old[:whole].view(np.uint64), new[:whole].view(np.uint64)
+    words = np.flatnonzero(old_words != new_words)
+    inside = np.flatnonzero(old_words[words].view(new.dtype) != new_words[words].view(new.dtype))
+    positions = words[inside >> shift]
+    positions <<= shift
+    inside &= (1 << shift) - 1
+    positions += inside
+    if whole == new.size:
+        return positions
+    return np.concatenate([positions, np.flatnonzero(old[whole:] != new[whole:]) + whole])
+
+
 def encode_gaps(positions: NDArray[np.int64], *, previous: int, width: int) -> Bits:
     """Gaps between increasing positions as units of `width` bytes; `previous` is the position before the first.
 
@@ -51,13 +67,12 @@ def encode_gaps(positions: NDArray[np.int64], *, previous: int, width: int) -> B
     skipped[:1] = positions[:1] - (previous + 1)
     np.subtract(positions[1:], positions[:-1], out=skipped[1:])
     skipped[1:] -= 1
-    if not skipped.size or int(skipped.max()) < escape:
-        return skipped.astype(f"<u{width}")
-    escapes, rest = np.divmod(skipped, escape)
-    units = np.full(skipped.size + int(escapes.sum()), escape, dtype=f"<u{width}")
-    escapes += 1
-    units[np.cumsum(escapes) - 1] = rest
-    return units
+    units = skipped.astype(f"<u{width}")
+    long = np.flatnonzero(skipped >= escape)
+    if not long.size:
+        return units
+    escapes, units[long] = np.divmod(skipped[long], escape)
+    return np.insert(units, np.repeat(long, escapes), escape)
 
 
 def decode_gaps(units: Bits, *, num_positions: int, limit: int, what: str) -> NDArray[np.int64]:

@@ -25,7 +25,7 @@ KIND_NAMES = {SPARSE: "sparse", DENSE: "dense", PLAIN: "plain"}
 COMPRESSION_LEVEL = 1  # level 3 gains nothing on these streams, and costs time
 
 _MAGIC = b"MRDP"
-_FORMAT = 1
+_FORMAT = 2
 _LEAD = struct.Struct("<4sI")
 _HEAD = struct.Struct("<BBBBBxH4Q16s16s")
 _SECTION = struct.Struct("<QQ")

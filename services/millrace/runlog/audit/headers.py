@@ -8,7 +8,7 @@ from itertools import pairwise
 from millrace.decoding import decode_object
 from millrace.errors import CorruptObjectError
 from millrace.internal.v1 import batch_pb2
-from millrace.rollouts.batch_wire import decode_header
+from millrace.rollouts.batch_wire import closes_run, decode_header
 from millrace.runlog.audit.findings import Audit, between
 from millrace.runlog.audit.named import NamedCheck
 from millrace.runlog.audit.ordinals import OrdinalCheck
@@ -179,7 +179,7 @@ class HeaderCheck:
                 f"revision {revision} of header {step} is committed, but no record says that the failed closing header "
                 "before it was reopened",
             )
-        is_closing = header.kind == batch_pb2.BATCH_KIND_CLOSE
+        is_closing = closes_run(header)
         trained = self.ordinals.add(header)
         if is_failed_closing(header) and hashlib.sha256(data).hexdigest() in self._records:
             self._reopened = step, revision

@@ -5,6 +5,7 @@ from itertools import islice
 
 from millrace.errors import CorruptObjectError
 from millrace.internal.v1 import batch_pb2
+from millrace.rollouts.batch_wire import closes_run
 from millrace.runlog.audit.findings import Audit, some
 from millrace.runlog.records.frontier import Frontier
 
@@ -64,7 +65,7 @@ class OrdinalCheck:
             case batch_pb2.ORDINAL_OUTCOME_TRAINED:
                 self.num_trained += 1
                 trained.add(item.ordinal)
-                if header.kind == batch_pb2.BATCH_KIND_CLOSE:
+                if closes_run(header):
                     self._findings.violation("TRAINED_BY_CLOSING_HEADER", f"{where}: a closing header trains nothing")
             case batch_pb2.ORDINAL_OUTCOME_DROPPED:
                 self.dropped[item.reason or "(none)"] += 1

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from millrace.errors import CorruptObjectError
 from millrace.internal.v1 import batch_pb2
+from millrace.rollouts.batch_wire import closes_run
 from millrace.rollouts.types import Purpose, Rollout, RolloutStatus
 from millrace.rollouts.wire import decode_archive
 from millrace.runlog.audit.findings import Audit
@@ -118,7 +119,7 @@ class Archives:
 
     def _check_trained(self, header: batch_pb2.BatchHeader, found: dict[tuple[int, int], list[RolloutFact]]) -> None:
         """Every trained member is archived as OK, from the attempt that was trained, with as many samples or more."""
-        if header.kind == batch_pb2.BATCH_KIND_CLOSE:
+        if closes_run(header):
             return  # its samples are those of the final evaluation
         trained = Counter((sample.ordinal, sample.member, sample.attempt) for sample in header.samples)
         for (ordinal, member, attempt), count in trained.items():

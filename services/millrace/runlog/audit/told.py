@@ -8,6 +8,7 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 
 from millrace.internal.v1 import batch_pb2
+from millrace.rollouts.batch_wire import closes_run
 from millrace.runlog.audit.findings import Audit, some
 from millrace.v1 import event_pb2, run_pb2
 
@@ -74,7 +75,7 @@ class ToldSteps:
 
     def check(self, header: batch_pb2.BatchHeader, step: int, chain: bytes) -> None:
         """Compare what is told of a header; `chain` is the chain hash behind it."""
-        if header.kind == batch_pb2.BATCH_KIND_CLOSE:
+        if closes_run(header):
             self._closing[chain.hex()] = header.outcome
             return
         self._seen.add(step)

@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass, fields
 from millrace.decoding import decode_object
 from millrace.errors import CorruptObjectError, InvalidStateError, NotFoundError
 from millrace.internal.v1 import batch_pb2
-from millrace.rollouts.batch_wire import MAX_HEADER_BYTES, decode_header, verify_chunk
+from millrace.rollouts.batch_wire import MAX_HEADER_BYTES, closes_run, decode_header, verify_chunk
 from millrace.runlog.names import Names
 from millrace.runlog.records.origin import load_origin
 from millrace.storage.base import MAX_GET_BYTES, ObjectStore
@@ -61,7 +61,7 @@ class StepHeaders:
 
 def is_failed_closing(header: batch_pb2.BatchHeader) -> bool:
     """Whether a header ends its run as FAILED: the only kind that can be superseded."""
-    return header.kind == batch_pb2.BATCH_KIND_CLOSE and header.outcome == batch_pb2.RUN_OUTCOME_FAILED
+    return closes_run(header) and header.outcome == batch_pb2.RUN_OUTCOME_FAILED
 
 
 def decode_stored(store: ObjectStore, names: Names, step: int, revision: int, data: bytes) -> batch_pb2.BatchHeader:
@@ -192,7 +192,7 @@ def has_ended(store: ObjectStore, names: Names) -> bool:
         return True
     if newest is None or (header := newest[1].in_force) is None:
         return False
-    return decode_header(header).kind == batch_pb2.BATCH_KIND_CLOSE
+    return closes_run(decode_header(header))
 
 
 def is_end(store: ObjectStore, names: Names, state: str) -> bool:
@@ -203,7 +203,7 @@ def is_end(store: ObjectStore, names: Names, state: str) -> bool:
         return True
     headers = [] if newest is None else [decode_header(data) for data in newest[1].revisions]
     outcome = batch_pb2.RunOutcome.Value(f"RUN_OUTCOME_{state}")
-    if any(header.kind == batch_pb2.BATCH_KIND_CLOSE and header.outcome == outcome for header in headers):
+    if any(closes_run(header) and header.outcome == outcome for header in headers):
         return True
     if store.head(names.tombstone) is not None:
         return True
@@ -222,7 +222,7 @@ def find_closing(store: ObjectStore, names: Names) -> "Closing | None":
         return None
     step, headers = newest
     header = decode_header(headers.revisions[-1])
-    if header.kind != batch_pb2.BATCH_KIND_CLOSE:
+    if not closes_run(header):
         return None
     if not is_failed_closing(header):
         outcome = batch_pb2.RunOutcome.Name(header.outcome).removeprefix("RUN_OUTCOME_")

@@ -12,13 +12,11 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import TracebackType
-from typing import Self
 
 import torch
 
 from millrace.config.sections.shared import CheckpointConfig
-from millrace.trainer.background import BackgroundWork
+from millrace.trainer.background import BackgroundWork, BackgroundWriter
 from millrace.trainer.checkpoint.manifest import Author
 from millrace.trainer.checkpoint.store import CheckpointStore, WrittenCheckpoint
 from millrace.trainer.gang.distributed import Gang
@@ -37,7 +35,7 @@ class SavedCheckpoint:
     manifest_sha256: str
 
 
-class Checkpointer:
+class Checkpointer(BackgroundWriter):
     """Saves at the interval, at the end and on request, and prunes.
 
     Used as a context manager around the training: leaving it waits for what is under way, or gives it up if the
@@ -60,17 +58,6 @@ class Checkpointer:
         self._work = BackgroundWork(gang=gang)
         self._is_async = config is not None and config.save_async
         self._uploading = gang.beside("checkpoints") if self._is_async else gang
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        if error is None:
-            self._work.finish()
-        else:
-            self._work.give_up(error)
 
     @property
     def is_enabled(self) -> bool:

@@ -32,18 +32,7 @@ def estimate(
     layers, rows or experts that ranks share, which the step on fake tensors does not do, and for ranks that a run would
     not start with.
     """
-    shared = {key: getattr(config.model, key) for key in ("tp", "cp", "ep")}
-    message = (
-        "an estimate does not count layers, rows or experts that ranks share; leave it out for what one rank holds"
-    )
-    violations = [
-        Violation(field=f"{prefix}model.{key}", value=str(ranks), message=message)
-        for key, ranks in shared.items()
-        if ranks > 1
-    ]
-    violations = violations or RankLayout.violations(config.model, world_size=max(num_gpus, 1), prefix=f"{prefix}model")
-    if violations:
-        raise InvalidSpecError(violations)
+    _refuse_ranks(config, num_gpus, prefix=prefix)
     model_config = load_config(config.model.name)
 
     def step(changed: TrainerConfig, gpus: int) -> Simulated:
@@ -73,6 +62,24 @@ def estimate(
         tokens_per_s=speed,
         trials=tried,
     )
+
+
+def _refuse_ranks(config: TrainerConfig, num_gpus: int, *, prefix: str) -> None:
+    """Refuse what the step on fake tensors does not do, and ranks that a run would not start with."""
+    shared = {key: getattr(config.model, key) for key in ("tp", "cp", "ep")}
+    message = (
+        "an estimate does not count layers, rows or experts that ranks share; leave it out for what one rank holds"
+    )
+    violations = [
+        Violation(field=f"{prefix}model.{key}", value=str(ranks), message=message)
+        for key, ranks in shared.items()
+        if ranks > 1
+    ]
+    violations = violations or RankLayout.violations(
+        config.model, world_size=max(num_gpus, 1), prefix=f"{prefix}model"
+    )
+    if violations:
+        raise InvalidSpecError(violations)
 
 
 def load_config(name: str) -> Any:

@@ -13,7 +13,7 @@ from typing import Protocol
 
 from millrace.errors import CorruptObjectError, InternalError
 from millrace.internal.v1 import batch_pb2
-from millrace.rollouts.batch_wire import chunks_for, decode_header, unpack_batch
+from millrace.rollouts.batch_wire import chunks_for, closes_run, decode_header, unpack_batch
 from millrace.rollouts.types import TrainSample
 from millrace.runlog.records.frontier import chain_hash
 from millrace.trainer.gang.distributed import Gang
@@ -81,7 +81,7 @@ class Batch:
     @property
     def is_closing(self) -> bool:
         """Whether the run ends here; the samples then are to be scored, not trained on."""
-        return self.header.kind == batch_pb2.BATCH_KIND_CLOSE
+        return closes_run(self.header)
 
     @property
     def micro_batches(self) -> list[MicroBatch]:
@@ -134,7 +134,7 @@ class Batches:
         self._verify(header, step, header.revision)
         self._chain_hash = chain_hash(self._chain_hash, header_bytes)
         minibatches = self._minibatches(header)
-        if header.kind != batch_pb2.BATCH_KIND_CLOSE and self._gang.is_leader:
+        if not closes_run(header) and self._gang.is_leader:
             self._log.prefetch(step + 1)
         return Batch(
             header=header,
@@ -171,7 +171,7 @@ class Batches:
 
     def _minibatches(self, header: batch_pb2.BatchHeader) -> list[Minibatch]:
         """This rank's samples, read, verified and padded."""
-        layout, is_closing = self._layout, header.kind == batch_pb2.BATCH_KIND_CLOSE
+        layout, is_closing = self._layout, closes_run(header)
         count = 1 if is_closing else layout.minibatches
         plans = [
             self._plan(header, part) for part in plan_minibatches([entry.ordinal for entry in header.samples], count)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from millrace.errors import InvalidStateError, NotFoundError
 from millrace.internal.v1 import batch_pb2
-from millrace.rollouts.batch_wire import decode_header
+from millrace.rollouts.batch_wire import closes_run, decode_header
 from millrace.runlog.names import Names
 from millrace.runlog.records.listing import list_checkpoints
 from millrace.runlog.records.revisions import list_headers, load_step, read_chunk, read_header
@@ -65,7 +65,7 @@ class StoreLog:
     def kept(self) -> KeptRange:
         """What can be recomputed: from the oldest checkpoint, or from the start while its batches are kept."""
         last = max((step for step, _ in list_headers(self._store, self._names)), default=-1)
-        if last >= 0 and self._header(last).kind == batch_pb2.BATCH_KIND_CLOSE:
+        if last >= 0 and closes_run(self._header(last)):
             last -= 1
         first = next(list_checkpoints(self._store, self._names), last + 1)
         if self._base_step == 0 and last >= 0 and self._has_data(0):

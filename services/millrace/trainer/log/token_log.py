@@ -11,15 +11,13 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable
-from types import TracebackType
-from typing import Self
 
 from millrace.errors import MillraceError, UnavailableError
 from millrace.rollouts.token_log import TokenLog, decode_token_log, encode_token_log, merged
 from millrace.runlog.names import Names
 from millrace.runlog.records.token_logs import store_token_log
 from millrace.storage.base import ObjectStore
-from millrace.trainer.background import BackgroundWork
+from millrace.trainer.background import BackgroundWork, BackgroundWriter
 from millrace.trainer.gang.distributed import Gang
 from millrace.trainer.learning.token_rows import TokenRows
 from millrace.trainer.log.batches import Batch
@@ -30,7 +28,7 @@ MAX_WAITING = 4
 """Steps whose objects may be waiting to be stored: more than a store lacks behind that keeps up at all."""
 
 
-class TokenLogWriter:
+class TokenLogWriter(BackgroundWriter):
     """Writes the token log of every step; every rank of a gang calls it, at the same steps.
 
     Used as a context manager around the training: leaving it waits for what is under way, or gives it up if the
@@ -59,17 +57,6 @@ class TokenLogWriter:
         self._waiting: deque[Callable[[], None]] = deque()
         self._is_busy = False
         self._has_problem = False
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        if error is None:
-            self._work.finish()
-        else:
-            self._work.give_up(error)
 
     def collect(self, batch: Batch) -> TokenRows | None:
         """What the values of a batch's tokens are put into; None if none are logged."""

@@ -11,8 +11,7 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from types import TracebackType
-from typing import Protocol, Self
+from typing import Protocol
 
 from millrace.internal.v1 import policy_pb2
 from millrace.policies.manifest import FileEntry
@@ -21,7 +20,7 @@ from millrace.policies.publishing.publish import PublishedPolicy
 from millrace.telemetry import faults
 from millrace.telemetry.faults import Point
 from millrace.trainer import meters
-from millrace.trainer.background import BackgroundWork
+from millrace.trainer.background import BackgroundWork, BackgroundWriter
 from millrace.trainer.learning.learner import Learner
 from millrace.trainer.model.pretrained import probe
 from millrace.trainer.model.snapshot import Snapshots
@@ -52,7 +51,7 @@ class PolicyLog(Protocol):
         ...
 
 
-class Publisher:
+class Publisher(BackgroundWriter):
     """Turns the live model into version n; every rank of a gang calls it, at the same versions.
 
     Used as a context manager around the training: leaving it waits for what is under way, or gives it up if the
@@ -97,17 +96,6 @@ class Publisher:
             upload_files=upload_files,
         )
         self._previous: list[TensorPart] = []
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        if error is None:
-            self.finish()
-        else:
-            self._work.give_up(error)
 
     @property
     def lineage(self) -> int:
@@ -158,10 +146,6 @@ class Publisher:
     def raise_failure(self) -> None:
         """Raise what publishing raised, if it has ended; wait for nothing."""
         self._work.raise_failure()
-
-    def finish(self) -> None:
-        """Return when nothing is under way; raise what publishing raised."""
-        self._work.finish()
 
     def _begin(self, version: int, parts: list[TensorPart], work: Callable[[], None]) -> None:
         """Run work for a version beside the training, then release its parts."""

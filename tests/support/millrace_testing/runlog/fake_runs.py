@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import threading
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 
 import grpc.aio
 
@@ -98,8 +98,21 @@ class FakeRuns(RunServiceServicer):
         return rs.ExplainRunResponse(waits=[wait], summary="trainer <- orchestrator <- env-server")
 
 
+@contextlib.asynccontextmanager
+async def served(servicer: RunServiceServicer) -> AsyncIterator[str]:
+    """Serve it from this event loop; gives host:port."""
+    server = grpc.aio.server()
+    add_RunServiceServicer_to_server(servicer, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    try:
+        yield f"127.0.0.1:{port}"
+    finally:
+        await server.stop(0)
+
+
 @contextlib.contextmanager
-def serving(servicer: FakeRuns) -> Iterator[str]:
+def serving(servicer: RunServiceServicer) -> Iterator[str]:
     """Serve it from a thread; gives host:port."""
     loop = asyncio.new_event_loop()
     stop = asyncio.Event()
@@ -107,13 +120,10 @@ def serving(servicer: FakeRuns) -> Iterator[str]:
     address: list[str] = []
 
     async def serve() -> None:
-        server = grpc.aio.server()
-        add_RunServiceServicer_to_server(servicer, server)
-        address.append(f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}")
-        await server.start()
-        started.set()
-        await stop.wait()
-        await server.stop(0)
+        async with served(servicer) as place:
+            address.append(place)
+            started.set()
+            await stop.wait()
 
     thread = threading.Thread(target=lambda: loop.run_until_complete(serve()))
     thread.start()

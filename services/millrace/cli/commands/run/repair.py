@@ -7,13 +7,14 @@ from typing import TYPE_CHECKING
 import click
 
 from millrace.cli.errors import EXIT_FAILED
+from millrace.cli.options import RUN
 
 if TYPE_CHECKING:
     from millrace.runlog.repair import Repair
 
 
 @click.command()
-@click.argument("name", metavar="RUN")
+@RUN
 @click.option("--apply", "is_applied", is_flag=True, help="Restore what can be restored; else nothing is changed.")
 @click.option("--dry-run", is_flag=True, help="Only say what is damaged; the default.")
 @click.option("--from", "backup", metavar="URL", help="A replica of the object store to restore from.")

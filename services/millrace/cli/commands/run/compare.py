@@ -5,8 +5,9 @@ from typing import TYPE_CHECKING
 
 import click
 
-from millrace.cli.defaults import DEFAULT_LISTEN
+from millrace.cli.connection import ask_server
 from millrace.cli.errors import CliError
+from millrace.cli.options import FORMAT, SERVER_OR_STORE
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -19,10 +20,8 @@ MAX_RUNS = 8
 @click.command()
 @click.argument("names", metavar="RUN RUN ...", nargs=-1)
 @click.option("--metric", "metrics", multiple=True, metavar="NAME", help="Only this metric; may be repeated.")
-@click.option("-o", "--format", "form", type=click.Choice(["table", "json"]), default="table", show_default=True)
-@click.option("--server", metavar="ADDR", help=f"Ask this orchestrator; else MILLRACE_SERVER, else {DEFAULT_LISTEN}.")
-@click.option("--store", metavar="URL", help="Read this object store, and ask no server.")
-@click.option("--prefix", metavar="NAME", help="With a store: its deployment; else MILLRACE_PREFIX, else millrace.")
+@FORMAT
+@SERVER_OR_STORE
 def compare(
     names: tuple[str, ...],
     metrics: tuple[str, ...],
@@ -63,28 +62,12 @@ def compare(
 
 def _looks(names: tuple[str, ...], *, server: str | None, store: str | None, prefix: str | None) -> "Sequence[RunLook]":
     """The runs, in the order in which they were named."""
-    from millrace.cli.offline.look import looks_here
+    from millrace.cli.offline.look import looks_here, looks_there
 
     found = {} if server is not None else looks_here(names, store=store, prefix=prefix, note=_note)
     if others := [name for name in names if name not in found]:
-        found |= _there(others, server)
+        found |= ask_server(server, lambda client: looks_there(client, others, note=_note))
     return [found[name] for name in names]
-
-
-def _there(names: list[str], server: str | None) -> "dict[str, RunLook]":
-    from millrace.cli import interrupts
-    from millrace.cli.address import explain_unreachable, server_address
-    from millrace.cli.connection import open_client
-    from millrace.cli.offline.look import looks_there
-
-    address, origin = server_address(server)
-
-    async def work(_: interrupts.Interrupts) -> "dict[str, RunLook]":
-        async with open_client(address) as client:
-            return await looks_there(client, names, note=_note)
-
-    with explain_unreachable(origin, address):
-        return interrupts.run(work)
 
 
 def _note(text: str) -> None:

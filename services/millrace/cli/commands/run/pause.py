@@ -1,33 +1,22 @@
 """`millrace run pause` and `millrace run resume`: stop a run at a step boundary, and let it go on from its log."""
 
 from collections.abc import Callable, Coroutine
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from millrace.cli.defaults import DEFAULT_LISTEN
+from millrace.cli.connection import ask_server
+from millrace.cli.options import RUN, SERVER
 
 if TYPE_CHECKING:
     from millrace.client import Client
     from millrace.v1 import run_pb2
 
-F = TypeVar("F", bound=Callable[..., Any])
-
-_NAME = click.argument("name", metavar="RUN")
-
-
-def _server(function: F) -> F:
-    return click.option(
-        "--server",
-        metavar="ADDR",
-        help=f"host:port of the orchestrator; else MILLRACE_SERVER, else {DEFAULT_LISTEN} (millrace up).",
-    )(function)
-
 
 @click.command()
-@_NAME
+@RUN
 @click.option("--reason", default="", help="Why; shown with the run later.")
-@_server
+@SERVER
 def pause(name: str, reason: str, server: str | None) -> None:
     """Ask a run to stop at a step boundary and to give its workers back; nothing of it is lost.
 
@@ -44,8 +33,8 @@ def pause(name: str, reason: str, server: str | None) -> None:
 
 
 @click.command()
-@_NAME
-@_server
+@RUN
+@SERVER
 def resume(name: str, server: str | None) -> None:
     """Let a paused run go on where it stopped, as soon as a trainer is free.
 
@@ -68,16 +57,9 @@ def _state(run: "run_pb2.Run") -> str:
 
 
 def _ask(name: str, server: str | None, ask: "Callable[[Client, run_pb2.Run], Coroutine[Any, Any, str]]") -> None:
-    from millrace.cli import interrupts
-    from millrace.cli.address import explain_unreachable, server_address
-    from millrace.cli.connection import open_client
     from millrace.cli.names import resolve
 
-    address, origin = server_address(server)
+    async def find_and_ask(client: "Client") -> str:
+        return await ask(client, await resolve(client.runs, name))
 
-    async def work(_: interrupts.Interrupts) -> str:
-        async with open_client(address) as client:
-            return await ask(client, await resolve(client.runs, name))
-
-    with explain_unreachable(origin, address):
-        click.echo(interrupts.run(work))
+    click.echo(ask_server(server, find_and_ask))

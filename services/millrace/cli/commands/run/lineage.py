@@ -4,25 +4,23 @@ from typing import TYPE_CHECKING
 
 import click
 
-from millrace.cli.defaults import DEFAULT_LISTEN
+from millrace.cli.connection import ask_server
 from millrace.cli.errors import CliError
+from millrace.cli.options import FORMAT, RUN, SERVER_OR_STORE
 
 if TYPE_CHECKING:
+    from millrace.client import Client
     from millrace.v1 import run_service_pb2 as rs
 
 _MAX_VERSION = (1 << 31) - 1
 
 
 @click.command()
-@click.argument("name", metavar="RUN")
+@RUN
 @click.option("--sample", default=None, metavar="ID", help="A sample, such as 12-3; `millrace run samples` lists them.")
 @click.option("--version", type=click.IntRange(0, _MAX_VERSION), default=None, metavar="N", help="A policy version.")
-@click.option(
-    "-o", "--format", "form", type=click.Choice(["table", "json"]), default="table", show_default=True
-)  # fmt: skip
-@click.option("--server", metavar="ADDR", help=f"Ask this orchestrator; else MILLRACE_SERVER, else {DEFAULT_LISTEN}.")
-@click.option("--store", metavar="URL", help="Read this object store, and ask no server.")
-@click.option("--prefix", metavar="NAME", help="With a store: its deployment; else MILLRACE_PREFIX, else millrace.")
+@FORMAT
+@SERVER_OR_STORE
 def lineage(
     name: str,
     sample: str | None,
@@ -81,17 +79,10 @@ def _here(
 
 
 def _there(name: str, sample: str | None, version: int | None, server: str | None) -> "rs.GetLineageResponse":
-    from millrace.cli import interrupts
-    from millrace.cli.address import explain_unreachable, server_address
-    from millrace.cli.connection import open_client
     from millrace.cli.names import resolve
 
-    address, origin = server_address(server)
+    async def ask(client: "Client") -> "rs.GetLineageResponse":
+        run = await resolve(client.runs, name)
+        return await client.runs.lineage(run.name, rollout=sample, version=version, on_note=_note)
 
-    async def work(_: interrupts.Interrupts) -> "rs.GetLineageResponse":
-        async with open_client(address) as client:
-            run = await resolve(client.runs, name)
-            return await client.runs.lineage(run.name, rollout=sample, version=version, on_note=_note)
-
-    with explain_unreachable(origin, address):
-        return interrupts.run(work)
+    return ask_server(server, ask)

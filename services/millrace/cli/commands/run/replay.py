@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 from millrace.cli.errors import CliError
+from millrace.cli.options import RUN, STORE
 
 if TYPE_CHECKING:
     from millrace.trainer.replay.report import ReplayReport
@@ -18,7 +19,7 @@ OnStep = Callable[[int, int], None]
 
 
 @click.command()
-@click.argument("name", metavar="RUN")
+@RUN
 @click.option("--step", type=click.IntRange(min=0), required=True, help="The step: it turns version K into K + 1.")
 @click.option(
     "--loss",
@@ -27,8 +28,7 @@ OnStep = Callable[[int, int], None]
     help="Also show the metrics of the step under this loss, written like millrace.trainer.losses.token_losses: "
     "(LossInputs, LossConfig) -> TokenLosses.",
 )
-@click.option("--store", metavar="URL", help="Its object store; else MILLRACE_STORE_URL, else outputs/local/store.")
-@click.option("--prefix", metavar="NAME", help="Deployment of the run; else MILLRACE_PREFIX, else millrace.")
+@STORE
 def replay(name: str, step: int, loss: str | None, store: str | None, prefix: str | None) -> int:
     """Recompute a step of a run from its log and compare the policy with the published one, bit for bit.
 

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from millrace.cli.errors import CliError
+from millrace.cli.options import OWN_STORE, RUN, STORE
 
 if TYPE_CHECKING:
     from millrace.exports.wandb_target import WandbTarget
@@ -18,7 +19,7 @@ _FORMS = ("jsonl", "parquet", "tensorboard", "wandb")
 
 
 @click.command("export-policy")
-@click.argument("name", metavar="RUN")
+@RUN
 @click.option(
     "--step", type=int, default=-1, help="The policy after so many steps (0: the start model); -1: the newest."
 )
@@ -26,8 +27,7 @@ _FORMS = ("jsonl", "parquet", "tensorboard", "wandb")
 @click.option(
     "--merged/--adapter", "is_merged", default=True, help="Of a LoRA run: a whole model, or the adapter alone."
 )
-@click.option("--store", metavar="URL", help="Its object store; else MILLRACE_STORE_URL, else outputs/local/store.")
-@click.option("--prefix", metavar="NAME", help="Deployment of the run; else MILLRACE_PREFIX, else millrace.")
+@STORE
 def export_policy(name: str, step: int, directory: Path, is_merged: bool, store: str | None, prefix: str | None) -> int:
     """Write the policy of a step in Hugging Face format.
 
@@ -79,18 +79,17 @@ def _find(store: "ObjectStore", names: "Names", step: int, *, run: str) -> "Poli
 
 
 @click.command("export")
-@click.argument("name", metavar="RUN")
+@RUN
 @click.option("--to", "form", type=click.Choice(_FORMS), required=True, help="What it is written for.")
 @click.option("--samples", "with_samples", is_flag=True, help="Prompts, completions, rewards and advantages, too.")
 @click.option(
     "--out", "directory", type=click.Path(path_type=Path, file_okay=False),
-    help="Directory that is written into; exports/RUN if left out.",
+    help="Directory that is written into; exports/UID if left out.",
 )  # fmt: skip
 @click.option("--project", default=None, metavar="NAME", help="With wandb: its project; else that of the run's config.")
 @click.option("--entity", default=None, metavar="NAME", help="With wandb: its user or team.")
 @click.option("--offline", "is_offline", is_flag=True, help="With wandb: write files only; `wandb sync` uploads them.")
-@click.option("--store", metavar="URL", help="Its object store; else outputs/RUN/store, MILLRACE_STORE_URL, …")
-@click.option("--prefix", metavar="NAME", help="Deployment of the run; else MILLRACE_PREFIX, else millrace.")
+@OWN_STORE
 def export(
     name: str,
     form: str,
@@ -121,13 +120,13 @@ def export(
     if form == "wandb":
         from dataclasses import replace
 
-        from millrace.exports.wandb_run import WandbRun
+        from millrace.exports.live import open_target
 
         made = _wandb_target(objects, names, target)
         made = replace(
             made, samples=with_samples or made.samples, **{key: value for key, value in wandb.items() if value}
         )
-        run = WandbRun(made, samples_of=lambda step: list(read_samples(objects, names, step=step)))
+        run = open_target(made, samples_of=lambda step: list(read_samples(objects, names, step=step)))
         for index, row in enumerate(rows):
             run.write(index, row)
         written = [run.directory]

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 import click
 
 from millrace.cli.errors import CliError
+from millrace.cli.options import RUN, STORE
 
 if TYPE_CHECKING:
     from millrace.runlog.attest import Attestation
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
 
 
 @click.command()
-@click.argument("name", metavar="RUN")
+@RUN
 @click.option(
     "--key",
     metavar="FILE",
@@ -30,8 +31,7 @@ if TYPE_CHECKING:
     type=click.Path(dir_okay=False, path_type=Path),
     help="Also write it here, to be kept where nobody who can write to the store can change it.",
 )
-@click.option("--store", metavar="URL", help="Its object store; else MILLRACE_STORE_URL, else outputs/local/store.")
-@click.option("--prefix", metavar="NAME", help="Deployment of the run; else MILLRACE_PREFIX, else millrace.")
+@STORE
 def attest(name: str, key: Path, out: Path | None, store: str | None, prefix: str | None) -> int:
     """Sign the chain hash of a run, and its seal if it has ended, and store that beside the run.
 

@@ -10,15 +10,17 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from millrace.cli.defaults import DEFAULT_LISTEN
+from millrace.cli.connection import ask_server
 from millrace.cli.errors import EXIT_FAILED
 from millrace.cli.offline.audit_here import AuditRequest, audit_here
+from millrace.cli.options import FORMAT, RUN, SERVER, options
 
 if TYPE_CHECKING:
+    from millrace.client import Client
     from millrace.v1 import audit_pb2
 
 
-_FROM_HERE = (
+_FROM_HERE = options(
     click.option("--store", metavar="URL", help="Audit this object store from here, without any server."),
     click.option(
         "--redis",
@@ -62,18 +64,14 @@ def _from_here(command: Callable[..., int]) -> Callable[..., int]:
     def with_request(name: str, as_json: bool, form: str, server: str | None, **options: Any) -> int:
         return command(AuditRequest(name=name, **options), as_json=as_json or form == "json", server=server)
 
-    return functools.reduce(lambda wrapped, option: option(wrapped), reversed(_FROM_HERE), with_request)
+    return _FROM_HERE(with_request)
 
 
 @click.command()
-@click.argument("name", metavar="RUN")
+@RUN
 @click.option("--json", "as_json", is_flag=True, help="The same as --format json.")
-@click.option("-o", "--format", "form", type=click.Choice(["table", "json"]), default="table", show_default=True)
-@click.option(
-    "--server",
-    metavar="ADDR",
-    help=f"host:port of the orchestrator; else MILLRACE_SERVER, else {DEFAULT_LISTEN} (millrace up).",
-)
+@FORMAT
+@SERVER
 @_from_here
 def audit(request: AuditRequest, *, as_json: bool, server: str | None) -> int:
     """Check that nothing of a run was lost, counted twice, or changed.
@@ -109,20 +107,13 @@ def _print(report: "audit_pb2.AuditReport", *, as_json: bool) -> None:
 
 
 def _by_server(name: str, server: str | None) -> "audit_pb2.AuditReport":
-    from millrace.cli import interrupts
-    from millrace.cli.address import explain_unreachable, server_address
-    from millrace.cli.connection import open_client
     from millrace.cli.names import resolve
 
-    address, origin = server_address(server)
+    async def ask(client: "Client") -> "audit_pb2.AuditReport":
+        found = await resolve(client.runs, name)
+        return await client.runs.audit(found.name)
 
-    async def work(_: interrupts.Interrupts) -> "audit_pb2.AuditReport":
-        async with open_client(address) as client:
-            found = await resolve(client.runs, name)
-            return await client.runs.audit(found.name)
-
-    with explain_unreachable(origin, address):
-        return interrupts.run(work)
+    return ask_server(server, ask)
 
 
 @contextlib.contextmanager

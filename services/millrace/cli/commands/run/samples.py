@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from millrace.cli.offline.samples import SORTS, SampleFilter, read_samples, sort_samples
+from millrace.cli.options import OWN_STORE, RUN
 
 if TYPE_CHECKING:
     from millrace.cli.offline.samples import SampleRecord
@@ -17,7 +18,7 @@ _ORDERS = [sign + name for name in SORTS for sign in ("", "-")]
 
 
 @click.command()
-@click.argument("name", metavar="RUN")
+@RUN
 @click.option("--env", default="", metavar="NAME", help="Only of this environment.")
 @click.option("--step", type=click.IntRange(min=0), default=None, help="Only those that this step's batch resolved.")
 @click.option("--task", type=click.IntRange(min=0), default=None, help="Only of this task: all members of its group.")
@@ -38,8 +39,7 @@ _ORDERS = [sign + name for name in SORTS for sign in ("", "-")]
     "-o", "--format", "form", type=click.Choice(["table", "json", "sft"]), default="table", show_default=True,
     help="sft: rows for `millrace sft --data.name FILE`.",
 )  # fmt: skip
-@click.option("--store", metavar="URL", help="Its object store; else outputs/RUN/store, MILLRACE_STORE_URL, …")
-@click.option("--prefix", metavar="NAME", help="Deployment of the run; else MILLRACE_PREFIX, else millrace.")
+@OWN_STORE
 def samples(
     name: str,
     order: str,

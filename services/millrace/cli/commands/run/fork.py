@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from millrace.cli.connection import ask_server
 from millrace.cli.errors import CliError
 from millrace.cli.session.raw import RawCommand
 
@@ -43,9 +44,6 @@ def fork(arguments: tuple[str, ...]) -> int:
     again, and goes on from there; RUN itself is only read, whether it is running, paused or has ended. Settings of the
     trainer that change a step need a checkpoint at K itself.
     """
-    from millrace.cli import interrupts
-    from millrace.cli.address import explain_unreachable, server_address
-    from millrace.cli.connection import open_client
     from millrace.cli.session.new_name import check_new_name
 
     if not arguments or arguments[0].startswith(("--", "@")):
@@ -55,15 +53,8 @@ def fork(arguments: tuple[str, ...]) -> int:
     step = _step(flags.get("step"))
     if flags.get("name"):
         check_new_name(str(flags["name"]))
-    server = flags.get("server")
-    address, origin = server_address(None if server is None else str(server))
-
-    async def work(_: interrupts.Interrupts) -> str:
-        async with open_client(address) as client:
-            return await _fork(client, name, rest, step=step, flags=flags)
-
-    with explain_unreachable(origin, address):
-        click.echo(interrupts.run(work))
+    server = None if flags.get("server") is None else str(flags["server"])
+    click.echo(ask_server(server, lambda client: _fork(client, name, rest, step=step, flags=flags)))
     return 0
 
 

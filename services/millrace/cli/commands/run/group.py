@@ -3,22 +3,24 @@
 import datetime
 import os
 import sys
-from collections.abc import AsyncIterator, Callable, Coroutine
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from collections.abc import AsyncIterator
+from typing import TYPE_CHECKING, Any, cast
 
 import click
 
-from millrace.cli.commands.look.compare import compare
-from millrace.cli.commands.look.lineage import lineage
-from millrace.cli.commands.run_attest import attest
-from millrace.cli.commands.run_audit import audit
-from millrace.cli.commands.run_export import export, export_policy
-from millrace.cli.commands.run_fork import fork
-from millrace.cli.commands.run_pause import pause, resume
-from millrace.cli.commands.run_repair import repair
-from millrace.cli.commands.run_replay import replay
-from millrace.cli.commands.run_samples import samples
+from millrace.cli.commands.run.attest import attest
+from millrace.cli.commands.run.audit import audit
+from millrace.cli.commands.run.compare import compare
+from millrace.cli.commands.run.export import export, export_policy
+from millrace.cli.commands.run.fork import fork
+from millrace.cli.commands.run.lineage import lineage
+from millrace.cli.commands.run.pause import pause, resume
+from millrace.cli.commands.run.repair import repair
+from millrace.cli.commands.run.replay import replay
+from millrace.cli.commands.run.samples import samples
+from millrace.cli.connection import ask_server
 from millrace.cli.defaults import DEFAULT_LISTEN
+from millrace.cli.options import FORMAT, RUN, SERVER
 from millrace.cli.session.raw import OPTIONS_HELP, RawCommand
 
 if TYPE_CHECKING:
@@ -26,22 +28,8 @@ if TYPE_CHECKING:
     from millrace.client import Client
     from millrace.v1 import event_pb2, run_pb2
 
-F = TypeVar("F", bound=Callable[..., Any])
-
 CURVES_S = 10.0
 """How long `show` waits for curves, which are a decoration."""
-_NAME = click.argument("name", metavar="RUN")
-_FORMAT = click.option(
-    "-o", "--format", "form", type=click.Choice(["table", "json"]), default="table", show_default=True
-)
-
-
-def _server(function: F) -> F:
-    return click.option(
-        "--server",
-        metavar="ADDR",
-        help=f"host:port of the orchestrator; else MILLRACE_SERVER, else {DEFAULT_LISTEN} (millrace up).",
-    )(function)
 
 
 @click.group()
@@ -108,8 +96,8 @@ def submit(arguments: tuple[str, ...]) -> int:
 @run.command(name="list")
 @click.option("--state", "states", multiple=True, help="Only runs in this state, such as running; may be repeated.")
 @click.option("--limit", type=click.IntRange(min=0), default=20, show_default=True, help="0 is all.")
-@_FORMAT
-@_server
+@FORMAT
+@SERVER
 def list_runs(states: tuple[str, ...], limit: int, form: str, server: str | None) -> None:
     """List runs, newest first."""
     from millrace.cli.view.output import runs_json, runs_table
@@ -126,13 +114,13 @@ def list_runs(states: tuple[str, ...], limit: int, form: str, server: str | None
         else:
             click.echo("no runs", err=True)
 
-    _with_client(server, show)
+    ask_server(server, show)
 
 
 @run.command()
-@_NAME
-@_FORMAT
-@_server
+@RUN
+@FORMAT
+@SERVER
 def show(name: str, form: str, server: str | None) -> None:
     """Show one run; on a terminal with its curves."""
     from millrace.cli.names import resolve
@@ -150,7 +138,7 @@ def show(name: str, form: str, server: str | None) -> None:
         now = datetime.datetime.now(datetime.UTC)
         click.echo(run_details(found, saved, now=now, curves=curves, paint=Paint.of(sys.stdout)))
 
-    _with_client(server, act)
+    ask_server(server, act)
 
 
 async def _curves(client: "Client", run: "run_pb2.Run") -> list[tuple[str, str]]:
@@ -173,10 +161,10 @@ async def _curves(client: "Client", run: "run_pb2.Run") -> list[tuple[str, str]]
 
 
 @run.command()
-@_NAME
+@RUN
 @click.option("--plain", is_flag=True, help="One line per step also on a terminal.")
-@_FORMAT
-@_server
+@FORMAT
+@SERVER
 def watch(name: str, plain: bool, form: str, server: str | None) -> None:
     """Follow a run to its end; Ctrl-C detaches, and the run continues. Exits 1 if it failed or was cancelled.
 
@@ -203,11 +191,11 @@ def watch(name: str, plain: bool, form: str, server: str | None) -> None:
             click.echo("\n".join(["", *summary_lines(watched_summary(progress), with_plot=False)]))
         require_success(progress, where=f"see its events: millrace run logs {found.name.removeprefix('runs/')}")
 
-    _with_client(server, act)
+    ask_server(server, act)
 
 
 @run.command()
-@_NAME
+@RUN
 @click.option("-f", "--follow", "is_follow", is_flag=True, help="Go on with what is new until the run ends.")
 @click.option(
     "--component", metavar="NAME",
@@ -217,8 +205,8 @@ def watch(name: str, plain: bool, form: str, server: str | None) -> None:
     "-n", "--lines", type=click.IntRange(min=0), default=None, help="Of a component: only the last so many lines."
 )
 @click.option("--all", "is_all", is_flag=True, help="Of a component: also lines that are not this run's.")
-@_FORMAT
-@_server
+@FORMAT
+@SERVER
 def logs(name: str, component: str | None, form: str, server: str | None, **options: Any) -> None:
     """Print the events of a run, one per line, or with --component what one of its services has written.
 
@@ -236,9 +224,9 @@ def logs(name: str, component: str | None, form: str, server: str | None, **opti
             require_component(component, [directory])
             interrupts.run(lambda _: show_own(directory, query))
             return
-        _with_client(server, lambda client: _component_logs(client, name, query))
+        ask_server(server, lambda client: _component_logs(client, name, query))
         return
-    _with_client(server, lambda client: _event_lines(client, name, is_follow=options["is_follow"], form=form))
+    ask_server(server, lambda client: _event_lines(client, name, is_follow=options["is_follow"], form=form))
 
 
 async def _component_logs(client: "Client", name: str, query: "LogQuery") -> None:
@@ -282,9 +270,9 @@ async def _event_lines(client: "Client", name: str, *, is_follow: bool, form: st
 
 
 @run.command()
-@_NAME
+@RUN
 @click.option("--reason", default="", help="Why; shown with the run later.")
-@_server
+@SERVER
 def cancel(name: str, reason: str, server: str | None) -> None:
     """Ask a run to end; it ends as CANCELLED at its next step boundary."""
     from millrace.cli.names import resolve
@@ -295,13 +283,13 @@ def cancel(name: str, reason: str, server: str | None) -> None:
         asked = await client.runs.cancel(found.name, reason=reason)
         click.echo(f"{asked.name} is asked to end (now {state_name(asked.state)})")
 
-    _with_client(server, act)
+    ask_server(server, act)
 
 
 @run.command()
-@_NAME
-@_FORMAT
-@_server
+@RUN
+@FORMAT
+@SERVER
 def why(name: str, form: str, server: str | None) -> None:
     """Say what every service of a run waits for right now, and what holds it up."""
     from millrace.cli.names import resolve
@@ -316,7 +304,7 @@ def why(name: str, form: str, server: str | None) -> None:
             answer = await client.runs.explain(found.name)
         click.echo(message_json(answer) if form == "json" else explanation(answer))
 
-    _with_client(server, act)
+    ask_server(server, act)
 
 
 def _state(text: str) -> "run_pb2.RunState":
@@ -327,18 +315,3 @@ def _state(text: str) -> "run_pb2.RunState":
     if name.removeprefix("RUN_STATE_").lower() not in known:
         raise click.BadParameter(f"{text!r} is no state; there are {', '.join(known)}", param_hint="--state")
     return cast("run_pb2.RunState", run_pb2.RunState.Value(name))
-
-
-def _with_client(server: str | None, act: "Callable[[Client], Coroutine[Any, Any, None]]") -> None:
-    from millrace.cli import interrupts
-    from millrace.cli.address import explain_unreachable, server_address
-    from millrace.cli.connection import open_client
-
-    address, origin = server_address(server)
-
-    async def work(_: interrupts.Interrupts) -> None:
-        async with open_client(address) as client:
-            await act(client)
-
-    with explain_unreachable(origin, address):
-        interrupts.run(work)

@@ -1,1 +1,0 @@
-"""Commands that look at what runs have done: where something comes from, and how runs differ."""

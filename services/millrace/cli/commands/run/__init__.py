@@ -1,0 +1,1 @@
+"""`millrace run` and its commands: what is asked of a server, and what is read from the store itself."""

@@ -1,0 +1,48 @@
+"""Arguments and options that several commands have; importing them must cost nothing."""
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import click
+
+from millrace.cli.defaults import DEFAULT_LISTEN
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+RUN = click.argument("name", metavar="RUN")
+FORMAT = click.option(
+    "-o", "--format", "form", type=click.Choice(["table", "json"]), default="table", show_default=True
+)
+SERVER = click.option(
+    "--server",
+    metavar="ADDR",
+    help=f"host:port of the orchestrator; else MILLRACE_SERVER, else {DEFAULT_LISTEN} (millrace up).",
+)
+
+
+def options(*decorators: Callable[[F], F]) -> Callable[[F], F]:
+    """The decorators as one, in the order of a help text."""
+
+    def decorate(function: F) -> F:
+        for each in reversed(decorators):
+            function = each(function)
+        return function
+
+    return decorate
+
+
+SERVER_OR_STORE = options(
+    click.option(
+        "--server", metavar="ADDR", help=f"Ask this orchestrator; else MILLRACE_SERVER, else {DEFAULT_LISTEN}."
+    ),
+    click.option("--store", metavar="URL", help="Read this object store, and ask no server."),
+    click.option("--prefix", metavar="NAME", help="With a store: its deployment; else MILLRACE_PREFIX, else millrace."),
+)
+STORE = options(
+    click.option("--store", metavar="URL", help="Its object store; else MILLRACE_STORE_URL, else outputs/local/store."),
+    click.option("--prefix", metavar="NAME", help="Deployment of the run; else MILLRACE_PREFIX, else millrace."),
+)
+OWN_STORE = options(
+    click.option("--store", metavar="URL", help="Its object store; else outputs/RUN/store, MILLRACE_STORE_URL, …"),
+    click.option("--prefix", metavar="NAME", help="Deployment of the run; else MILLRACE_PREFIX, else millrace."),
+)
