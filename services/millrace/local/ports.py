@@ -75,13 +75,13 @@ def _given_out() -> Iterator[int | None]:
 def _is_locked(file: int) -> bool:
     """Take the lock, which is held for milliseconds; False where its holder stands still."""
     ends = time.monotonic() + _LOCK_S
+    # unregistered wait: a second at most, before anything is started
     while True:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             if time.monotonic() >= ends:
                 return False
-            # unregistered wait: a second at most, before anything is started
             time.sleep(_LOCK_AGAIN_S)
         else:
             return True
