@@ -6,6 +6,7 @@ filter finds follows from the rollout alone, so a successor, a replay and a fork
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -25,7 +26,7 @@ class Filtered:
         """See `Algorithm.credit`: what is masked or dropped gets credit that trains nothing."""
         actions = [_actions(rollout, self._filters) for rollout in group]
         compared = [
-            rollout.penalised(penalty) if (penalty := _penalty(rollout, self._filters)) else rollout
+            _penalised(rollout, self._filters)
             for rollout, action in zip(group, actions, strict=True)
             if "drop" not in action
         ]
@@ -37,8 +38,16 @@ class Filtered:
         return credited
 
     def finish(self, batch: Sequence[Credited]) -> list[Credit]:
-        """See `Algorithm.finish`: what is left out has no part in what is computed over the batch."""
-        finished = iter(self._algorithm.finish([item for item in batch if not item.credit.trains_nothing]))
+        """See `Algorithm.finish`: what is left out has no part in what is computed over the batch.
+
+        Rewards are those that were compared.
+        """
+        compared = [
+            replace(item, rollout=_penalised(item.rollout, self._filters))
+            for item in batch
+            if not item.credit.trains_nothing
+        ]
+        finished = iter(self._algorithm.finish(compared))
         return [item.credit if item.credit.trains_nothing else next(finished) for item in batch]
 
 
@@ -51,8 +60,10 @@ def _actions(rollout: Rollout, filters: Sequence[FilterConfig]) -> set[str]:
     return {each.action for each in filters if _finds(each, rollout)}
 
 
-def _penalty(rollout: Rollout, filters: Sequence[FilterConfig]) -> float:
-    return sum(each.penalty for each in filters if each.action == "penalise" and _finds(each, rollout))
+def _penalised(rollout: Rollout, filters: Sequence[FilterConfig]) -> Rollout:
+    """The rollout with the reward that it is compared with."""
+    penalty = sum(each.penalty for each in filters if each.action == "penalise" and _finds(each, rollout))
+    return rollout.penalised(penalty) if penalty else rollout
 
 
 def _finds(config: FilterConfig, rollout: Rollout) -> bool:

@@ -103,6 +103,11 @@ def check_header(header: batch_pb2.BatchHeader) -> None:
         truncation_from_wire(entry)
         if entry.min_policy_version > entry.max_policy_version:
             raise _corrupt(f"{where}.min_policy_version", entry.min_policy_version, "is above the newest version")
+        if entry.num_sampled_tokens > entry.length:
+            raise _corrupt(f"{where}.num_sampled_tokens", entry.num_sampled_tokens, f"is above {entry.length}")
+        mean = entry.mean_policy_version if entry.HasField("mean_policy_version") else entry.min_policy_version
+        if not entry.min_policy_version <= mean <= entry.max_policy_version:
+            raise _corrupt(f"{where}.mean_policy_version", mean, "is not between the oldest and the newest version")
         filled[entry.chunk] += entry.length
         last_chunk = entry.chunk
     for index, (chunk, tokens) in enumerate(zip(header.chunks, filled, strict=True)):
@@ -181,6 +186,7 @@ class _Columns:
             min_version=entry.min_policy_version,
             max_version=entry.max_policy_version,
             lineage=entry.lineage,
+            mean_version=entry.mean_policy_version if entry.HasField("mean_policy_version") else None,
         )
 
 
@@ -216,6 +222,8 @@ def _entry(sample: TrainSample, *, chunk: int, offset: int, env: int) -> batch_p
         temperature=sample.temperature,
         truncation=truncation_to_wire(sample.truncation),
         reference_kl=sample.reference_kl,
+        num_sampled_tokens=sample.num_loss_tokens,
+        mean_policy_version=sample.mean_version,
     )
 
 
@@ -295,6 +303,9 @@ def _check_sample(sample: TrainSample, *, where: str) -> None:
         raise _corrupt(f"{where}.reward", (sample.reward, sample.temperature), "is not finite")
     if not 0 <= sample.min_version <= sample.max_version:
         raise _corrupt(f"{where}.min_version", sample.min_version, f"is not in 0 to {sample.max_version}")
+    mean = sample.min_version if sample.mean_version is None else sample.mean_version
+    if not sample.min_version <= mean <= sample.max_version:
+        raise _corrupt(f"{where}.mean_version", mean, "is not between the oldest and the newest version")
 
 
 def _check_values(columns: _Columns | TrainSample, *, where: str) -> None:

@@ -139,6 +139,14 @@ class Sample(_TokenColumns):
         """Newest policy version among the sampled tokens; None when no span is known."""
         return max((span.version for span in self.policy_spans), default=None)
 
+    def mean_version(self, num_tokens: int) -> float | None:
+        """Mean policy version of the sampled tokens among the first `num_tokens`; None when no span is known."""
+        sampled = self.loss_mask[:num_tokens]
+        counts = [np.count_nonzero(sampled[span.start : span.end]) for span in self.policy_spans]
+        if not sum(counts):
+            return None
+        return sum(span.version * n for span, n in zip(self.policy_spans, counts, strict=True)) / sum(counts)
+
     @property
     def lineage(self) -> int | None:
         """Lineage of the oldest version; None when no span is known."""
@@ -283,6 +291,7 @@ class TrainSample(_TokenColumns):
 
     `rl_weights` None means 1 where the mask is 1; `ce_weights` None means 0 everywhere (float32 [T] otherwise).
     `reference_kl` is not 0 where the advantages are that times the log-ratio of a reference to the behaviour policy.
+    `mean_version` is over the sampled tokens, None where it is not known.
     """
 
     token_ids: Int32Array
@@ -302,3 +311,4 @@ class TrainSample(_TokenColumns):
     ce_weights: Float32Array | None = None
     truncation: Truncation = FULL
     reference_kl: float = 0.0
+    mean_version: float | None = None

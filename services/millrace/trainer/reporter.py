@@ -48,6 +48,20 @@ def staleness(header: batch_pb2.BatchHeader) -> tuple[float, int]:
     return (sum(ages) / len(ages), max(ages)) if ages else (0.0, 0)
 
 
+def token_staleness(header: batch_pb2.BatchHeader) -> dict[str, float]:
+    """The step minus the policy version that sampled a token: `staleness/mean` and `/max`, by environment too."""
+    known = [entry for entry in header.samples if entry.num_sampled_tokens and entry.HasField("mean_policy_version")]
+    found = {}
+    for scope, env in (("", None), *((f"/{name}", number) for number, name in enumerate(header.envs))):
+        entries = [entry for entry in known if env in (None, entry.env)]
+        if not entries:
+            continue
+        total = sum((header.step - entry.mean_policy_version) * entry.num_sampled_tokens for entry in entries)
+        found[f"staleness{scope}/mean"] = total / sum(entry.num_sampled_tokens for entry in entries)
+        found[f"staleness{scope}/max"] = float(header.step - min(entry.min_policy_version for entry in entries))
+    return found
+
+
 class Reporter:
     """Writes step reports; only rank 0 has one with a log."""
 
@@ -82,7 +96,7 @@ class Reporter:
         }
         meters.step_completed(seconds, num_tokens=header.num_tokens)
         throughput = header.num_tokens / step_s if step_s > 0 else 0.0
-        metrics |= {
+        metrics |= token_staleness(header) | {
             "optim/lr": optimizer.lr,
             "optim/grad_norm": optimizer.grad_norm,
             "optim/skipped": optimizer.num_skipped / optimizer.num_steps,

@@ -10,6 +10,7 @@ that torchrun starts the gang anew: the other ranks may be stuck in a collective
 """
 
 import contextlib
+import gc
 import logging
 import queue
 import threading
@@ -230,6 +231,7 @@ class TrainerWorker:
                 logger.exception("the run failed with an unexpected error")
                 self._fail("INTERNAL", f"{type(error).__name__}: {error}")
             finally:
+                gc.collect()  # models are cycles (a block knows the forward that knows it), and the next run needs room
                 self._board.expect_progress(PROCESS, within_s=None)
 
     def _release(self, why: str) -> None:

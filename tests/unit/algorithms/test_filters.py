@@ -90,17 +90,24 @@ def test_gibberish_is_a_rare_token_that_was_very_unlikely(token: int, logprob: f
     assert found == ({"gibberish": 1} if is_found else {}), "and tokens of the prompt count for nothing"
 
 
+def finished(algorithm: Any, members: list[Rollout]) -> list[Any]:
+    credits = algorithm.credit(members)
+    items = [
+        Credited(rollout=r, sample=r.samples[0], credit=c[0], num_tokens=r.samples[0].num_tokens)
+        for r, c in zip(members, credits, strict=True)
+    ]
+    return algorithm.finish(items)
+
+
+def test_the_deviation_of_a_batch_is_that_of_the_rewards_that_were_compared() -> None:
+    """Rewards 1, 2 and 9, the last one 6 lower: 1, 2 and 3, which deviate by 1."""
+    penalised = Filtered(Grpo(std_norm="batch"), [config(type="truncated", action="penalise", penalty=6.0)])
+    found = [float(credit.advantages[-1]) for credit in finished(penalised, rollouts(1.0, 2.0, 9.0))]
+    assert found == pytest.approx([-1.0, 0.0, 1.0], abs=1e-5)
+
+
 def test_what_is_left_out_has_no_part_in_what_is_computed_over_a_batch() -> None:
     group = rollouts(1.0, 2.0, 9.0)
-
-    def finished(algorithm: Any, members: list[Rollout]) -> list[Any]:
-        credits = algorithm.credit(members)
-        items = [
-            Credited(rollout=r, sample=r.samples[0], credit=c[0], num_tokens=r.samples[0].num_tokens)
-            for r, c in zip(members, credits, strict=True)
-        ]
-        return algorithm.finish(items)
-
     with_filter = finished(Filtered(ReinforcePlusPlus(), [config(type="truncated", action="drop")]), group)
     without = finished(ReinforcePlusPlus(), group[:2])
     assert [credit.advantages.tolist() for credit in with_filter[:2]] == [
@@ -133,4 +140,12 @@ def test_a_batch_counts_and_leaves_out_what_was_found() -> None:
 def test_contradictions_are_refused_with_the_reason(algo: str, filters: dict[str, Any], says: str) -> None:
     orchestrator = {"algo": {"type": algo}, "rollouts_per_example": 2, "env": [{"id": "e"}], "filters": [filters]}
     with pytest.raises(InvalidSpecError, match=says):
+        validate_document({"model": {"name": "gpt2"}, "orchestrator": orchestrator})
+
+
+def test_what_an_algorithm_does_not_go_with_is_refused_for_one_environment_too() -> None:
+    filters = [{"type": "truncated", "action": "penalise"}]
+    env = [{"id": "e"}, {"id": "f", "algo": {"type": "max_rl"}}]
+    orchestrator = {"rollouts_per_example": 2, "env": env, "filters": filters}
+    with pytest.raises(InvalidSpecError, match="max_rl divides by their mean"):
         validate_document({"model": {"name": "gpt2"}, "orchestrator": orchestrator})

@@ -7,6 +7,7 @@ from millrace.algorithms import Grpo, ReinforcePlusPlus
 from millrace.internal.v1 import batch_pb2
 from millrace.orchestrator.drive.batcher import count_dropped, cut, resolutions, score_samples, teaches
 from millrace.orchestrator.play.play import Play
+from millrace.rollouts.types import PolicySpan
 from millrace_testing.orchestrator.builders import make_play, make_rollout
 
 GRPO = {make_play(0).task.env: Grpo()}
@@ -116,3 +117,16 @@ def test_tokens_that_are_cut_off_count_in_no_mean() -> None:
     )
     tokens = np.concatenate([sample.advantages[sample.loss_mask == 1] for sample in batch.samples])
     assert len(tokens) == 8 and abs(tokens.mean()) < 1e-6 and np.var(tokens, ddof=1) == pytest.approx(1, abs=1e-5)
+
+
+def test_the_mean_version_is_that_of_the_sampled_tokens_within_the_sequence_length() -> None:
+    """Two prompt tokens, then one of version 3, two of version 5 and one of version 9."""
+    group = make_group(0, [0.0, 1.0])
+    spans = [(3, 2, 3), (5, 3, 5), (9, 5, 6)]
+    versions = tuple(PolicySpan(lineage=0, version=version, start=start, end=end) for version, start, end in spans)
+    for member, rollout in group.members.items():
+        [sample] = rollout.samples
+        group.members[member] = replace(rollout, samples=(replace(sample, policy_spans=versions),))
+    for seq_len, mean in ((64, 22 / 4), (5, 13 / 3), (3, 3.0)):
+        batch = cut([group], GRPO, step=9, filter_zero_advantages=True, seq_len=seq_len)
+        assert [sample.mean_version for sample in batch.samples] == [pytest.approx(mean)] * 2

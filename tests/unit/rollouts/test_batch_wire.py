@@ -41,6 +41,7 @@ def train_samples(draw: st.DrawFn) -> TrainSample:
         min_version=low,
         max_version=high,
         lineage=draw(st.integers(0, 9)),
+        mean_version=draw(st.sampled_from([None, low, (low + high) / 2, high])),
     )
 
 
@@ -234,6 +235,8 @@ def test_tables_that_do_not_tile_the_chunks_are_refused():
         "env": lambda h: setattr(h.samples[2], "env", 1),
         "32 bytes": lambda h: setattr(h.chunks[0], "sha256", b"x"),
         "newest version": lambda h: setattr(h.samples[0], "min_policy_version", 9),
+        "the oldest and the newest": lambda h: setattr(h.samples[0], "mean_policy_version", float("nan")),
+        "num_sampled_tokens = 11 is above 10": lambda h: setattr(h.samples[0], "num_sampled_tokens", 11),
         "reward": lambda h: setattr(h.samples[0], "reward", float("nan")),
         "run_uid": lambda h: setattr(h, "run_uid", ""),
     }

@@ -182,3 +182,13 @@ def test_layers_that_are_cut_over_ranks_are_refused(run_file: Path, capsys: pyte
     words = ["--model.name", "x", "--trainer.model.tp", "2", "--gpus", "2"]
     assert main(["estimate", "@", str(run_file), *words]) == 2
     assert "trainer.model.tp" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("gpus", [1, 3])
+def test_ranks_that_no_run_starts_with_are_refused(
+    gpus: int, run_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    model_config().save_pretrained(tmp_path / "model")
+    words = ["--model.name", str(tmp_path / "model"), "--trainer.model.dp_replicate", "2", "--gpus", str(gpus)]
+    assert main(["estimate", "@", str(run_file), *words]) == 2
+    assert f"{gpus} ranks cannot be laid out as dp_replicate 2" in capsys.readouterr().err

@@ -199,6 +199,25 @@ def model_of(kind: str) -> nn.Module:
     return model
 
 
+def test_what_is_tried_of_a_model_draws_no_dropout() -> None:
+    """A resumed run meets such a model for the first time: its step has to draw what the run before it drew."""
+    model = model_of("scaled")
+    model.config.attention_dropout = 0.5
+    for module in model.modules():
+        if hasattr(module, "attention_dropout"):
+            module.attention_dropout = 0.5
+    model.train()
+    micro_batch = build_micro_batch([sample(9), sample(30)], seq_len=64, device=torch.device("cpu"))
+    found: list[tuple[list[float], bytes]] = []
+    for _ in range(2):
+        torch.manual_seed(3)
+        logprobs_BT, _ = token_logprobs(model, micro_batch)
+        found.append((logprobs_BT.flatten().tolist(), torch.get_rng_state().numpy().tobytes()))
+    before = torch.manual_seed(3).get_state().numpy().tobytes()
+    assert found[0][1] != before, "there is dropout"
+    assert found[0] == found[1]
+
+
 @pytest.mark.parametrize("kind", ["tied", "untied", "scaled"])
 def test_a_model_is_asked_for_no_logits_unless_it_changes_them(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(head, "VOCABULARY", 64)

@@ -96,6 +96,15 @@ def importance(t: torch.Tensor, i: torch.Tensor, advantage: float) -> torch.Tens
     return torch.exp(t - i) * advantage
 
 
+def inside(threshold: float) -> Objective:
+    """Importance sampling where the probability moved by no more than the threshold (prime-rl's ipo)."""
+
+    def objective(t: torch.Tensor, i: torch.Tensor, advantage: float) -> torch.Tensor:
+        return torch.where((t.exp() - i.exp()).abs() <= threshold, torch.exp(t - i) * advantage, 0.0)
+
+    return objective
+
+
 def reinforce_tis(cap: float) -> Objective:
     def objective(t: torch.Tensor, i: torch.Tensor, advantage: float) -> torch.Tensor:
         return torch.exp(t - i).detach().clamp(max=cap) * advantage * t
@@ -132,6 +141,8 @@ CASES: list[tuple[dict[str, Any], Objective]] = [
     ({"type": "gspo", "clip_low": 0.5, "clip_high": 0.5}, gspo(0.5, 0.5)),
     ({"type": "cispo"}, cispo(1.0, 4.0)),
     ({"type": "cispo", "clip_low": 0.2, "clip_high": 0.3}, cispo(0.2, 0.3)),
+    ({"type": "ipo", "kl_tau": 0.0}, inside(0.1)),
+    ({"type": "ipo", "kl_tau": 0.0, "ipo_threshold": 0.3}, inside(0.3)),
     ({"type": "importance_sampling"}, importance),
     ({"type": "importance_sampling", "aggregation": "sequence"}, importance),
     ({"type": "importance_sampling", "correction": [{"type": "token_tis"}]}, reinforce_tis(2.0)),
@@ -271,6 +282,9 @@ def document(**loss: Any) -> dict[str, Any]:
         ({"type": "cispo", "dual_clip": 3.0}, "has no meaning for cispo"),
         ({"type": "ppo", "kl_tau": 0.1}, "has no meaning for ppo"),
         ({"type": "sapo"}, "type"),
+        ({"type": "grpo"}, "prime-rl's grpo is not here: take default, ipo, or importance_sampling with"),
+        ({"clip_ratio": 8.0}, "belongs to a loss that is not there yet"),
+        ({"type": "ppo", "ipo_threshold": 0.2}, "has no meaning for ppo"),
     ],
 )
 def test_contradictions_are_refused_with_the_reason(loss: dict[str, Any], says: str) -> None:

@@ -5,6 +5,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from millrace.config.load import validate_document
 from millrace.config.sections.rl import RLConfig
@@ -53,6 +56,27 @@ def test_ranks_that_share_layers_compute_on_the_same_samples() -> None:
     assert gang.data_rank == 5
     gang.lay_out(found)
     assert gang.data_rank == 2
+
+
+def test_a_gang_that_trains_many_runs_has_the_connections_of_one() -> None:
+    device = torch.device("cpu")
+
+    def lay_out(found: RankLayout) -> int:
+        found.data_mesh(found.mesh(device))
+        found.piece_mesh(device)
+        found.expert_data_mesh(found.expert_mesh(device))
+        return len(dist.distributed_c10d._world.pg_map)
+
+    counts: list[list[int]] = []
+    for _ in range(2):  # another gang of the same process has groups of its own
+        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
+        try:
+            counts.append([lay_out(layout(8, **keys)) for keys in ({"tp": 2}, {"tp": 2}, {"cp": 2, "ep": 2}, {"tp": 2})])
+        finally:
+            dist.destroy_process_group()
+    first, again, other, last = counts[0]
+    assert 1 < first == again < other == last
+    assert counts[1] == counts[0]
 
 
 def test_what_ranks_with_the_same_samples_have_counts_once() -> None:

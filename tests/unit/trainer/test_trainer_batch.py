@@ -237,7 +237,15 @@ def test_metrics_by_environment_and_the_spread_of_the_advantages() -> None:
     assert [found[f"reference_kl/{env}/mean"] for env in ("a", "b", "all")] == pytest.approx([k3 / 2, 0, k3 / 5])
     assert found["advantage/mean"] == pytest.approx(0.1)
     assert found["advantage/std"] == pytest.approx((2 / 5 * 0.9**2 + 3 / 5 * 0.6**2) ** 0.5)
-    assert "advantage_squared/mean" not in found and "ratio_squared/mean" not in found
+    assert [found[f"is_masked_{side}/a/mean"] for side in ("low", "high")] == pytest.approx([0, 1 / 2])
+    assert [found[f"is_masked_{side}/b/mean"] for side in ("low", "high")] == [0, 0]
+    assert [found[f"advantage/{env}/mean"] for env in ("a", "b")] == [1.0, -0.5]
+    assert [found[f"advantage/{env}/std"] for env in ("a", "b")] == [0.0, 0.0]
+    one, e = pytest.approx(1.0), math.e
+    assert [found[f"ratio/a/{name}"] for name in ("mean", "min", "max")] == pytest.approx([(1 + e) / 2, 1, e])
+    assert [found[f"ratio/b/{name}"] for name in ("mean", "min", "max")] == [one, one, one]
+    assert found["ess/a/mean"] == pytest.approx((1 + e) ** 2 / (2 * (1 + e**2))) and found["ess/b/mean"] == one
+    assert not [name for name in found if "squared" in name]
 
 
 def test_ratios_and_their_effective_sample_size() -> None:

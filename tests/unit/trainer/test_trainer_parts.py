@@ -13,7 +13,7 @@ from millrace.trainer.checkpoint.index import ShardPiece, ShardTensor, decode_in
 from millrace.trainer.gang.distributed import Gang
 from millrace.trainer.log.background import BackgroundLoop
 from millrace.trainer.model.pretrained import policy_files, policy_tensors, resolve_model_directory, with_tokenizer
-from millrace.trainer.reporter import staleness
+from millrace.trainer.reporter import staleness, token_staleness
 
 
 def test_background_calls_return_raise_and_time_out() -> None:
@@ -138,3 +138,22 @@ def test_staleness_is_per_rollout_by_its_oldest_token() -> None:
         header.samples.add(ordinal=ordinal, member=member, min_policy_version=version, max_policy_version=9)
     assert staleness(header) == (1.5, 3)
     assert staleness(batch_pb2.BatchHeader(step=9)) == (0.0, 0)
+
+
+def test_staleness_by_token_is_over_sampled_tokens_and_by_environment() -> None:
+    """Step 9. Environment a: 3 tokens of version 8 and 1 of version 4. b: 4 tokens of version 9."""
+    header = batch_pb2.BatchHeader(step=9, envs=["a", "b"])
+    header.samples.add(env=0, min_policy_version=4, max_policy_version=8, mean_policy_version=7.0, num_sampled_tokens=4)
+    header.samples.add(env=1, min_policy_version=9, max_policy_version=9, mean_policy_version=9.0, num_sampled_tokens=4)
+    assert token_staleness(header) == {
+        "staleness/mean": 1.0,
+        "staleness/max": 5.0,
+        "staleness/a/mean": 2.0,
+        "staleness/a/max": 5.0,
+        "staleness/b/mean": 0.0,
+        "staleness/b/max": 0.0,
+    }
+    header.samples[0].ClearField("mean_policy_version")
+    assert token_staleness(header).keys() == {
+        f"staleness{env}/{name}" for env in ("", "/b") for name in ("mean", "max")
+    }

@@ -1,10 +1,14 @@
 """The worker's state machine, with jobs that end in every way."""
 
+import functools
+import gc
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 
 import pytest
+from torch import nn
 
 from millrace.errors import FencedError, NotFoundError
 from millrace.internal.v1.worker_service_pb2 import Assignment, HeartbeatResponse, TrainerStatus
@@ -91,6 +95,32 @@ def test_a_run_is_worked_on_once_and_reported_until_the_assignment_ends(
     _assign(worker, "run-b")
     _until(worker, lambda status: status.is_finished and status.run_uid == "run-b")
     assert jobs == ["run-a", "run-b"]
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_model_of_a_run_is_gone_when_its_end_is_reported(
+    fails: bool, worker: TrainerWorker, start: Callable[..., None]
+) -> None:
+    """A model is held by its own blocks, as one is whose activations are checkpointed: it lives until garbage goes."""
+    models: list[weakref.ref[nn.Module]] = []
+
+    def job(uid: str) -> None:
+        model = nn.Linear(2, 2)
+        model.__dict__["forward"] = functools.partial(model.forward)
+        models.append(weakref.ref(model))
+        if fails:
+            raise NotFoundError("no model", reason="MODEL_NOT_FOUND")
+
+    gc.disable()  # or it might go by chance
+    try:
+        start(job)
+        _assign(worker, "a")
+        _until(worker, lambda status: bool(status.is_finished or status.error_reason))
+        _assign(worker)
+        _until(worker, lambda status: not status.run_uid)
+        assert models[0]() is None
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("is_assigned", [True, False])

@@ -28,7 +28,7 @@ ENGINES = (
     "and train on them with `millrace sft` (docs/evaluations.md)"
 )
 LOSS = (
-    "prime-rl's {value} is not here: take default, or importance_sampling with `trainer.loss.correction` = "
+    "prime-rl's {value} is not here: take default, ipo, or importance_sampling with `trainer.loss.correction` = "
     '[{{type = "token_mask", low = 0.125, high = 8.0}}]'
 )
 ADVANTAGE = "only `orchestrator.algo.type` chooses how advantages are made: this is not there yet"
@@ -212,11 +212,11 @@ ONE_FILE: dict[str, Meaning] = {
     "orchestrator.eval.env[].skip_verification": nothing("nothing is verified beforehand"),
     "teacher_inference": blocks("start the teacher yourself, and name it in `orchestrator.algo.teacher`"),
     "teacher_gpu_ids": nothing("start the teacher yourself"),
-    "trainer.loss.type": only(LOSS, "default", "ppo", "gspo", "cispo", "importance_sampling", "custom"),
+    "trainer.loss.type": only(LOSS, "default", "ppo", "gspo", "cispo", "importance_sampling", "ipo", "custom"),
     **same(
         blocks("belongs to a loss that is not there yet"),
         "trainer.loss.",
-        "ipo_threshold ratio_type ratio_length_norm mask_ratio_high mask_ratio_low clip_ratio "
+        "ratio_type ratio_length_norm mask_ratio_high mask_ratio_low clip_ratio "
         "kl_mask_high kl_mask_low token_mask_high token_mask_low geo_mask_high geo_mask_low sequence_mask_low "
         "sequence_mask_high sequence_clip_high teacher_tau kl_coef",
     ),

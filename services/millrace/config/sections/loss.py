@@ -74,12 +74,13 @@ class KlConfig(ConfigSection):
 class LossConfig(ConfigSection):
     """The policy loss. Its gradient is -w f A grad log p for every token: `type` says what f is, A is the advantage."""
 
-    type: Literal["default", "ppo", "gspo", "cispo", "importance_sampling", "custom"] = option(
+    type: Literal["default", "ppo", "gspo", "cispo", "importance_sampling", "ipo", "custom"] = option(
         "default",
         "With r the ratio of the trained policy to the one that sampled: default: r, but 0 where the probability moved "
         "too far (DPPO), and a squared log-ratio penalty. ppo: r, but 0 where it is clipped. gspo: the ratio of the "
-        "whole sample, clipped. cispo: r clipped, no token is dropped. importance_sampling: r. custom: what "
-        "`import_path` returns.",
+        "whole sample, clipped. cispo: r clipped, no token is dropped. importance_sampling: r. ipo: r, but 0 where the "
+        "probability moved by more than `ipo_threshold`, and the penalty of default. custom: what `import_path` "
+        "returns.",
     )
     import_path: str | None = option(
         None,
@@ -103,8 +104,15 @@ class LossConfig(ConfigSection):
         ge=0,
         le=1,
     )
-    adv_tau: float = option(1.0, "Factor of the policy-gradient term.", facts=_for("default"), ge=0)
-    kl_tau: float = option(1e-3, "Factor of the squared log-ratio term.", facts=_for("default"), ge=0)
+    ipo_threshold: float = option(
+        0.1,
+        "A token is dropped when its probability moved by more than this, up or down.",
+        facts=_for("ipo"),
+        ge=0,
+        le=1,
+    )
+    adv_tau: float = option(1.0, "Factor of the policy-gradient term.", facts=_for("default", "ipo"), ge=0)
+    kl_tau: float = option(1e-3, "Factor of the squared log-ratio term.", facts=_for("default", "ipo"), ge=0)
     clip_low: float | None = option(
         None,
         "The ratio is clipped at 1 minus this.",

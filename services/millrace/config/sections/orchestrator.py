@@ -304,9 +304,9 @@ class OrchestratorConfig(ConfigSection):
                 paths = tuple(("orchestrator", "filters", index, name) for name in (key, other))
                 yield BrokenRule(paths=paths, message=message)
             path: Path = ("orchestrator", "filters", index, "action")
-            message = _UNPENALISED.get(self.algo.type) if each.action == "penalise" else None
-            if message:
-                yield BrokenRule(paths=(path, ("orchestrator", "algo", "type")), message=message)
+            for named, algorithm in self._algorithms() if each.action == "penalise" else ():
+                if message := _UNPENALISED.get(algorithm):
+                    yield BrokenRule(paths=(path, named), message=message)
             if each.action == "penalise" and self.baseline_decays:
                 message = "lowers rewards that are compared, and rae compares none; use mask or drop"
                 yield BrokenRule(paths=(path, ("orchestrator", "algo", "type")), message=message)
@@ -319,12 +319,16 @@ class OrchestratorConfig(ConfigSection):
                 message = "has no meaning for opd: it distils on every environment; leave it out"
                 yield BrokenRule(paths=(where, ("orchestrator", "algo", "type")), message=message)
 
+    def _algorithms(self) -> Iterator[tuple[Path, str]]:
+        """The run's algorithm and those of single environments, with where each is named."""
+        yield ("orchestrator", "algo", "type"), self.algo.type
+        for index, env in enumerate(self.env):
+            if env.algo is not None:
+                yield ("orchestrator", "env", index, "algo", "type"), env.algo.type
+
     def _group_rules(self) -> Iterator[BrokenRule]:
         """Of algorithms that compare, with groups of one."""
-        compared: list[tuple[Path, str]] = [(("orchestrator", "algo", "type"), self.algo.type)]
-        for index, env in enumerate(self.env):
-            compared += [(("orchestrator", "env", index, "algo", "type"), env.algo.type)] if env.algo else []
-        for path, algorithm in compared:
+        for path, algorithm in self._algorithms():
             if algorithm in (*COMPARING, "hierarchical_grpo"):
                 message = (
                     f"must be at least 2 for {algorithm}: it compares rollouts of the same task, so with one every "

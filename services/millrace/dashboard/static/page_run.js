@@ -71,7 +71,9 @@ function heading(page, head, run) {
 
 const CHARTS = [
   ["Loss", ["loss/mean"]], ["Mismatch KL", ["mismatch_kl/mean"], "trainer against engine, k3 over sampled tokens"],
-  ["Entropy", ["entropy/mean"]], ["Masked or clipped", ["is_masked/mean", "is_masked_low/mean", "is_masked_high/mean"], "share of tokens"],
+  ["Effective sample size", ["ess/mean"], "of the importance ratios, 0 to 1"],
+  ["Advantages", ["advantage/mean", "advantage/std"], "over the tokens that are trained on"], ["KL to the start model", ["reference_kl/mean"]],
+  ["Staleness of tokens", ["staleness/mean", "staleness/max"], "steps, over sampled tokens"], ["Entropy", ["entropy/mean"]], ["Masked or clipped", ["is_masked/mean", "is_masked_low/mean", "is_masked_high/mean"], "share of tokens"],
   ["Gradient norm", ["optim/grad_norm"]], ["Importance ratio", ["ratio/mean", "ratio/min", "ratio/max"]],
   ["Tokens/s", ["perf/throughput"]], ["Seconds of a step", ["time/step", "time/wait_for_batch", "time/forward_backward"]],
   ["Update of engines", ["time/update_weights", "policy/pause_seconds"], "seconds"], ["Learning rate", ["optim/lr"]],
@@ -106,7 +108,7 @@ async function curves(page, name, place, memory) {
   fill(place, note, h("div", { class: "charts" }, drawn.filter((each) => each.querySelector("svg"))), drawn.some((each) => each.querySelector("svg")) ? null : h("p", { class: "none" }, "No step is done yet."));
 }
 
-const label = (key, all) => (all.length > 1 ? key.replace(/^(time|policy|is_masked|ratio)[/_]/, "").replace(/\/mean$/, "").replaceAll("_", " ") : key);
+const label = (key, all) => (all.length > 1 ? key.replace(/^(time|policy|is_masked|ratio|advantage|staleness)[/_]/, "").replace(/\/mean$/, "").replaceAll("_", " ") : key);
 
 function idle(found) {
   const waits = new Map((found["time/wait_for_batch"] || []).map(([step, value]) => [step, value]));

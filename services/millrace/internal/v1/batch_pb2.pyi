@@ -38,7 +38,7 @@ RUN_OUTCOME_FAILED: RunOutcome
 RUN_OUTCOME_CANCELLED: RunOutcome
 
 class SampleEntry(_message.Message):
-    __slots__ = ("chunk", "offset", "length", "ordinal", "member", "attempt", "env", "reward", "min_policy_version", "max_policy_version", "lineage", "temperature", "truncation", "reference_kl")
+    __slots__ = ("chunk", "offset", "length", "ordinal", "member", "attempt", "env", "reward", "min_policy_version", "max_policy_version", "lineage", "temperature", "truncation", "reference_kl", "num_sampled_tokens", "mean_policy_version")
     CHUNK_FIELD_NUMBER: _ClassVar[int]
     OFFSET_FIELD_NUMBER: _ClassVar[int]
     LENGTH_FIELD_NUMBER: _ClassVar[int]
@@ -53,6 +53,8 @@ class SampleEntry(_message.Message):
     TEMPERATURE_FIELD_NUMBER: _ClassVar[int]
     TRUNCATION_FIELD_NUMBER: _ClassVar[int]
     REFERENCE_KL_FIELD_NUMBER: _ClassVar[int]
+    NUM_SAMPLED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    MEAN_POLICY_VERSION_FIELD_NUMBER: _ClassVar[int]
     chunk: int
     offset: int
     length: int
@@ -67,7 +69,9 @@ class SampleEntry(_message.Message):
     temperature: float
     truncation: _rollout_pb2.Truncation
     reference_kl: float
-    def __init__(self, chunk: _Optional[int] = ..., offset: _Optional[int] = ..., length: _Optional[int] = ..., ordinal: _Optional[int] = ..., member: _Optional[int] = ..., attempt: _Optional[int] = ..., env: _Optional[int] = ..., reward: _Optional[float] = ..., min_policy_version: _Optional[int] = ..., max_policy_version: _Optional[int] = ..., lineage: _Optional[int] = ..., temperature: _Optional[float] = ..., truncation: _Optional[_Union[_rollout_pb2.Truncation, _Mapping]] = ..., reference_kl: _Optional[float] = ...) -> None: ...
+    num_sampled_tokens: int
+    mean_policy_version: float
+    def __init__(self, chunk: _Optional[int] = ..., offset: _Optional[int] = ..., length: _Optional[int] = ..., ordinal: _Optional[int] = ..., member: _Optional[int] = ..., attempt: _Optional[int] = ..., env: _Optional[int] = ..., reward: _Optional[float] = ..., min_policy_version: _Optional[int] = ..., max_policy_version: _Optional[int] = ..., lineage: _Optional[int] = ..., temperature: _Optional[float] = ..., truncation: _Optional[_Union[_rollout_pb2.Truncation, _Mapping]] = ..., reference_kl: _Optional[float] = ..., num_sampled_tokens: _Optional[int] = ..., mean_policy_version: _Optional[float] = ...) -> None: ...
 
 class ChunkRef(_message.Message):
     __slots__ = ("key", "sha256", "size_bytes", "num_tokens")

@@ -66,6 +66,7 @@ def train_sample(item: Credited, credit: Credit, *, seq_len: int) -> TrainSample
         min_version=sample.min_version or 0,
         max_version=sample.max_version or 0,
         lineage=sample.lineage or 0,
+        mean_version=sample.mean_version(seq_len),
         rl_weights=None if credit.rl_weights is None else credit.rl_weights[:seq_len],
         ce_weights=None if credit.ce_weights is None else credit.ce_weights[:seq_len],
     )

@@ -1,7 +1,7 @@
 """What one step measured, token by token, over all micro-batches and ranks, under prime-rl's metric names."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -31,7 +31,20 @@ _MEANS = (
     "advantage_squared",
 )
 _MAX_LOG_RATIO = 20.0
-_BY_ENV = ("mismatch_kl", "entropy", "is_masked", "reference_kl")
+_BY_ENV = (
+    "mismatch_kl",
+    "entropy",
+    "is_masked",
+    "is_masked_low",
+    "is_masked_high",
+    "reference_kl",
+    "ratio",
+    "ratio_squared",
+    "advantage",
+    "advantage_squared",
+)
+_ALL = ("mismatch_kl", "entropy", "is_masked", "reference_kl")
+"""Also under the name `<name>/all/mean`, which prime-rl's dashboards read."""
 
 
 class StepMetrics:
@@ -42,7 +55,9 @@ class StepMetrics:
         names = [*_MEANS, *(f"{name}/{env}" for name in _BY_ENV for env in self._envs)]
         self._sums = dict.fromkeys(names, 0.0)
         self._counts = dict.fromkeys(names, 0.0)
-        self._maxima = {"loss": -float("inf"), "mismatch_kl": 0.0, "ratio": 0.0, "-ratio": -float("inf")}
+        self._maxima = {"loss": -float("inf"), "mismatch_kl": 0.0}
+        for scope in self._scopes:
+            self._maxima |= {f"ratio{scope}": 0.0, f"-ratio{scope}": -float("inf")}
         self._loss_squares = 0.0
         self._total_loss = 0.0
         self._num_steps = 1
@@ -70,13 +85,13 @@ class StepMetrics:
         self._add("masked_mismatch_kl", losses.mismatch_kl, is_masked)
         self._add("unmasked_mismatch_kl", losses.mismatch_kl, members & ~is_masked)
         self._add_by_env("is_masked", is_masked, members, micro_batch)
-        self._add("is_masked_low", losses.is_masked_low, members)
-        self._add("is_masked_high", losses.is_masked_high, members)
+        self._add_by_env("is_masked_low", losses.is_masked_low, members, micro_batch)
+        self._add_by_env("is_masked_high", losses.is_masked_high, members, micro_batch)
         self._add("masked_advantage_positive", losses.is_masked_high, is_masked)
         self._add("masked_advantage_negative", losses.is_masked_low & (losses.advantages != 0), is_masked)
-        self._add("advantage", losses.advantages, members)
-        self._add("advantage_squared", losses.advantages.double() ** 2, members)
-        self._add_ratio(trainer_logprobs_BT - micro_batch.inference_logprobs_BT, members)
+        self._add_by_env("advantage", losses.advantages, members, micro_batch)
+        self._add_by_env("advantage_squared", losses.advantages.double() ** 2, members, micro_batch)
+        self._add_ratio(trainer_logprobs_BT - micro_batch.inference_logprobs_BT, members, micro_batch)
         if micro_batch.truncation_B is not None:
             self._add("is_outside_support", is_outside, micro_batch.loss_mask_BT)
         own_entropy = self._add_by_env("entropy", entropy_BT, sampled, micro_batch)
@@ -135,38 +150,54 @@ class StepMetrics:
             metrics["loss/std"] = max(variance, 0.0) ** 0.5
             metrics["loss/max"] = maxima["loss"]
         metrics["loss/mean"] = self._total_loss / self._num_steps
-        for name in _BY_ENV:  # prime-rl's dashboards read `<name>/all/mean`
+        for name in _ALL:
             if f"{name}/mean" in metrics:
                 metrics[f"{name}/all/mean"] = metrics[f"{name}/mean"]
         if counts["mismatch_kl"]:
             metrics["mismatch_kl/max"] = maxima["mismatch_kl"]
-        if counts["ratio"]:
-            metrics["ratio/max"], metrics["ratio/min"] = maxima["ratio"], -maxima["-ratio"]
-            squared = metrics.pop("ratio_squared/mean")
-            metrics["ess/mean"] = means["ratio"] ** 2 / squared if squared else 0.0
-        if counts["advantage"]:
-            variance = metrics.pop("advantage_squared/mean") - means["advantage"] ** 2
-            metrics["advantage/std"] = max(variance, 0.0) ** 0.5
+        for scope in self._scopes:
+            if counts[f"ratio{scope}"]:
+                metrics[f"ratio{scope}/max"] = maxima[f"ratio{scope}"]
+                metrics[f"ratio{scope}/min"] = -maxima[f"-ratio{scope}"]
+                squared = metrics.pop(f"ratio_squared{scope}/mean")
+                metrics[f"ess{scope}/mean"] = means[f"ratio{scope}"] ** 2 / squared if squared else 0.0
+            if counts[f"advantage{scope}"]:
+                variance = metrics.pop(f"advantage_squared{scope}/mean") - means[f"advantage{scope}"] ** 2
+                metrics[f"advantage{scope}/std"] = max(variance, 0.0) ** 0.5
         if means.get("entropy"):
             metrics["kl_ent_ratio/mean"] = means["mismatch_kl"] / means["entropy"]
         if self._expert_load is not None:
             metrics |= load_metrics(self._expert_load)
         return metrics
 
-    def _add_ratio(self, log_ratio_BT: torch.Tensor, members: torch.Tensor) -> None:
+    @property
+    def _scopes(self) -> tuple[str, ...]:
+        """What follows a metric's name: nothing for the whole batch, and each environment."""
+        return ("", *(f"/{env}" for env in self._envs))
+
+    def _add_ratio(self, log_ratio_BT: torch.Tensor, members: torch.Tensor, micro_batch: MicroBatch) -> None:
         """Add the ratio of both policies at the tokens that are trained on; bounded, so that one token is not all."""
         ratio_BT = log_ratio_BT.double().clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO).exp()
-        self._add("ratio", ratio_BT, members)
-        self._add("ratio_squared", ratio_BT**2, members)
-        if (selected := ratio_BT[members]).numel():
-            self._maxima["-ratio"] = max(self._maxima["-ratio"], -float(selected.min()))
+        self._add_by_env("ratio", ratio_BT, members, micro_batch)
+        self._add_by_env("ratio_squared", ratio_BT**2, members, micro_batch)
+        for scope, own in self._members_by_scope(members, micro_batch):
+            if (selected := ratio_BT[own]).numel():
+                self._maxima[f"-ratio{scope}"] = max(self._maxima[f"-ratio{scope}"], -float(selected.min()))
+
+    def _members_by_scope(self, members: torch.Tensor, micro_batch: MicroBatch) -> Iterator[tuple[str, torch.Tensor]]:
+        """The tokens of each environment of the micro-batch, and last all of them."""
+        for env in self._envs:
+            if env in micro_batch.env_B:
+                rows = torch.tensor([each == env for each in micro_batch.env_B], device=members.device)[:, None]
+                yield f"/{env}", members & rows
+        yield "", members
 
     def _add_by_env(self, name: str, values: torch.Tensor, members: torch.Tensor, micro_batch: MicroBatch) -> float:
         """Add what is measured at some tokens, and once more for each environment; its sum."""
-        for env in self._envs:
-            rows = torch.tensor([each == env for each in micro_batch.env_B], device=members.device)[:, None]
-            self._add(f"{name}/{env}", values, members & rows)
-        return self._add(name, values, members)
+        own = 0.0
+        for scope, selected in self._members_by_scope(members, micro_batch):
+            own = self._add(f"{name}{scope}", values, selected)
+        return own
 
     def _add(self, name: str, values: torch.Tensor, members: torch.Tensor) -> float:
         """Add what is measured at some tokens; its sum."""

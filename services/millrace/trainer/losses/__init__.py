@@ -14,6 +14,7 @@ from millrace.trainer.losses.custom import load_custom_loss, try_loss
 from millrace.trainer.losses.dppo import dppo
 from millrace.trainer.losses.gspo import gspo
 from millrace.trainer.losses.importance_sampling import importance_sampling
+from millrace.trainer.losses.ipo import ipo
 from millrace.trainer.losses.ppo import ppo
 from millrace.trainer.losses.regularizers import log_ratio_to_reference, regularized
 
@@ -23,6 +24,7 @@ LOSSES: dict[str, PolicyLoss] = {
     "gspo": gspo,
     "cispo": cispo,
     "importance_sampling": importance_sampling,
+    "ipo": ipo,
 }
 """From `[trainer.loss] type` to the function. A new loss is one file, one line here, one row in its test's table."""
 
@@ -59,7 +61,7 @@ def policy_losses(inputs: LossInputs, config: LossConfig) -> TokenLosses:
     # 1 in value, with the gradient of t; what is no member must not reach exp.
     unit = torch.exp(torch.where(rl_members, inputs.trainer_logprobs - inputs.trainer_logprobs.detach(), 0.0))
     policy_term = torch.where(rl_members, factor * unit, 0.0)
-    if config.type == "default":
+    if config.type in ("default", "ipo"):
         penalty = config.kl_tau * log_ratio**2
         policy_term = policy_term + (penalty if weights is None else penalty * weights)
     return TokenLosses(

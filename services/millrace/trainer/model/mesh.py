@@ -12,8 +12,10 @@ another, and cut over the rest:
 
 from dataclasses import dataclass
 from typing import Self
+from weakref import WeakKeyDictionary
 
 import torch
+from torch import distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from millrace.config.sections.trainer import ModelLayoutConfig
@@ -21,6 +23,9 @@ from millrace.errors import Violation
 
 REPLICATE, SHARD, TENSOR, PIECE = "dp_replicate", "dp_shard", "tp", "cp"
 EXPERT_SHARD, EXPERT = "expert_shard", "ep"
+
+_MADE = WeakKeyDictionary[dist.ProcessGroup, dict[object, DeviceMesh]]()
+"""The meshes of a gang, by its process group: the groups of a mesh live as long as that, whoever still uses them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,7 +95,7 @@ class RankLayout:
     def mesh(self, device: torch.device) -> DeviceMesh:
         """The mesh of all ranks, in which pieces are shards. Collective."""
         sides = (self.dp_replicate, self.dp_shard * self.cp, self.tp)
-        return init_device_mesh(device.type, sides, mesh_dim_names=(REPLICATE, SHARD, TENSOR))
+        return _mesh(device, sides, (REPLICATE, SHARD, TENSOR))
 
     def data_mesh(self, mesh: DeviceMesh) -> DeviceMesh:
         """The part of the mesh over which FSDP cuts and repeats parameters."""
@@ -99,13 +104,27 @@ class RankLayout:
     def piece_mesh(self, device: torch.device) -> DeviceMesh:
         """The ranks that compute pieces of the same rows, a mesh of one dimension. Collective over all ranks."""
         sides = (self.data_size, self.cp, self.tp)
-        return init_device_mesh(device.type, sides, mesh_dim_names=("data", PIECE, TENSOR))[PIECE]
+        return _mesh(device, sides, ("data", PIECE, TENSOR))[PIECE]
 
     def expert_mesh(self, device: torch.device) -> DeviceMesh:
         """The mesh of all ranks as experts are shared out. Collective."""
         sides = (self.dp_replicate, self.dp_shard * self.cp // self.ep, self.ep, self.tp)
-        return init_device_mesh(device.type, sides, mesh_dim_names=(REPLICATE, EXPERT_SHARD, EXPERT, TENSOR))
+        return _mesh(device, sides, (REPLICATE, EXPERT_SHARD, EXPERT, TENSOR))
 
     def expert_data_mesh(self, mesh: DeviceMesh) -> DeviceMesh:
         """The part of the experts' mesh over which FSDP cuts and repeats them."""
         return mesh[REPLICATE, EXPERT_SHARD] if self.dp_replicate > 1 else mesh[EXPERT_SHARD]
+
+
+def _mesh(device: torch.device, sides: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
+    """The mesh of these sides, made once: a gang that trains one run after the other has the same connections for all.
+
+    Collective the first time.
+    """
+    world = dist.group.WORLD
+    assert world is not None  # whoever lays ranks out has joined them
+    made = _MADE.setdefault(world, {})
+    key = (device.type, sides, names)
+    if key not in made:
+        made[key] = init_device_mesh(device.type, sides, mesh_dim_names=names)
+    return made[key]
