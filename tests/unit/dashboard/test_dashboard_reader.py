@@ -1,7 +1,6 @@
 """Indexes and views without a server: what is damaged, what is away, and why a step is slow."""
 
 import math
-import resource
 import threading
 import time
 
@@ -21,6 +20,7 @@ from millrace.exports.conversation import content_of
 from millrace.storage.local import LocalStore
 from millrace.telemetry.redact import masked
 from millrace_testing.dashboard import NAMES, UID, RunWriter
+from millrace_testing.full_disk import largest_file
 
 
 class SwitchedStore:
@@ -258,13 +258,8 @@ def test_an_append_that_fails_half_way_leaves_no_rows_that_are_others(tmp_path):
     """It is done again, and its names are there after a start."""
     columns, rows = Columns(tmp_path / "run"), np.zeros(3, ROW)
     rows["step"], rows["env"] = 7, columns.names.number("env", "letters")
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (rows.nbytes + 50, limits[1]))  # it ends within the texts
-    try:
-        with pytest.raises(MillraceError):
-            columns.append(step=7, revision=0, key="k", rows=rows, texts=packed("a", "b") * 3)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    with pytest.raises(MillraceError), largest_file(rows.nbytes + 50):  # it ends within the texts
+        columns.append(step=7, revision=0, key="k", rows=rows, texts=packed("a", "b") * 3)
     rows["step"] = 8
     columns.append(step=8, revision=0, key="k", rows=rows, texts=packed("c", "d") * 3)
     for found in (columns, Columns(tmp_path / "run")):
