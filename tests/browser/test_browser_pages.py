@@ -20,6 +20,7 @@ PAGES = {
     f"/runs/{RUN}?show=audit": "text=CHAIN_BROKEN",
     f"/runs/{RUN}/samples": "table.samples tbody tr >> nth=5",
     f"/runs/{RUN}/samples/3-1": ".token",
+    f"/runs/{RUN}/samples/3-1?side=1": ".members .member >> nth=7",
     f"/runs/{RUN}/lineage?sample=3-1": "text=sampled its tokens",
     f"/runs/{RUN}/lineage?version=2": "text=Policy v3",
     f"/runs/{RUN}/timeline": ".lanes svg rect",
@@ -83,6 +84,24 @@ def test_what_models_wrote_is_text(page):
             assert said.split("\n")[0] in shown
         assert page.query_selector(".message script, .message img") is None
         assert page.evaluate("window.hacked") is None
+    assert page.complaints == []
+
+
+def test_a_group_stands_side_by_side(page):
+    """Every member with what it answered, what all were asked once; keys and links lead there and back."""
+    opened(page, f"/runs/{RUN}/samples/3-1", ".token")
+    page.keyboard.press("g")
+    page.wait_for_selector(".members .member >> nth=7")
+    assert page.url.endswith("/samples/3-1?side=1")
+    asked, members = page.locator(".panel:has(.members) > .chat"), page.locator(".members .member")
+    assert asked.locator(".message.user").count() == 1 and members.locator(".message.user").count() == 0
+    assert members.locator(".message.assistant").count() == members.count()
+    assert "Member 2" in page.inner_text(".member.here") and HOSTILE[0] in page.inner_text(".members")
+    assert page.query_selector(".members script, .members img") is None and page.evaluate("window.hacked") is None
+    page.keyboard.press("j")
+    page.wait_for_selector(".member.here:has-text('Member 3')")
+    page.click("a:has-text('This one alone')")
+    page.wait_for_selector(".columns .chat")
     assert page.complaints == []
 
 

@@ -122,7 +122,7 @@ class Page {
 
 const KEYS = [
   ["r", "all runs"], ["o", "the run"], ["s", "its samples"], ["l", "its lineage"], ["t", "its timeline"],
-  ["/", "the first filter"], ["j / k", "the next or previous sample"], ["← / →", "read a chart that has the focus"],
+  ["/", "the first filter"], ["j / k", "the next or previous sample"], ["g", "its group side by side"], ["← / →", "read a chart that has the focus"],
   ["d", "dark or light"], ["?", "this list"],
 ];
 
