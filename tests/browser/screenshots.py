@@ -50,7 +50,8 @@ def take(url: str, run: str, sample: str, directory: Path) -> None:
         "runs": "/", "run": f"/runs/{run}", "config": f"/runs/{run}?show=config", "events": f"/runs/{run}?show=events",
         "checkpoints": f"/runs/{run}?show=checkpoints", "audit": f"/runs/{run}?show=audit",
         "samples": f"/runs/{run}/samples",
-        "sample": f"/runs/{run}/samples/{sample}", "side": f"/runs/{run}/samples/{sample}?side=1", "lineage": f"/runs/{run}/lineage?sample={sample}",
+        "sample": f"/runs/{run}/samples/{sample}", "side": f"/runs/{run}/samples/{sample}?side=1",
+        "lineage": f"/runs/{run}/lineage?sample={sample}",
         "version": f"/runs/{run}/lineage?version=5", "timeline": f"/runs/{run}/timeline", "login": "/login",
     }  # fmt: skip
     directory.mkdir(parents=True, exist_ok=True)

@@ -87,6 +87,23 @@ def test_what_models_wrote_is_text(page):
     assert page.complaints == []
 
 
+def test_a_link_to_a_sample_waits_until_its_batch_is_read(page):
+    growing = {"error": {"reason": "INDEX_GROWING", "message": "3 of 6 batches of the run are read"}}
+    left = [growing, growing]
+
+    def answer(route):
+        if left:
+            route.fulfill(status=503, json=left.pop())
+        else:
+            route.continue_()
+
+    page.route("**/samples/3-1", lambda route: answer(route) if "/api/" in route.request.url else route.continue_())
+    page.goto(f"{page.base}/runs/{RUN}/samples/3-1")
+    page.wait_for_selector("text=3 of 6 batches of the run are read")
+    page.wait_for_selector(".token")
+    assert not left
+
+
 def test_a_group_stands_side_by_side(page):
     """Every member with what it answered, what all were asked once; keys and links lead there and back."""
     opened(page, f"/runs/{RUN}/samples/3-1", ".token")

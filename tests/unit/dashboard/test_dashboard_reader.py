@@ -11,9 +11,9 @@ from millrace.dashboard.config_search import ConfigText
 from millrace.dashboard.index import columns as columns_module
 from millrace.dashboard.index.columns import Columns, Shelf
 from millrace.dashboard.plain import to_json
-from millrace.dashboard.reader import Reader
+from millrace.dashboard.reader import INDEX_GROWING, Reader
 from millrace.dashboard.views.vocabulary import pieces_of
-from millrace.errors import InvalidSpecError, UnavailableError
+from millrace.errors import InvalidSpecError, NotFoundError, UnavailableError
 from millrace.storage.local import LocalStore
 from millrace.telemetry.redact import masked
 from millrace_testing.dashboard import NAMES, UID, RunWriter
@@ -162,6 +162,25 @@ def test_a_store_that_hangs_keeps_no_page_waiting(written, tmp_path):
         assert reader.ask(question, UID, {})
     assert time.monotonic() - began < 10
     store.gate.set()
+    reader.close()
+
+
+@pytest.mark.parametrize(
+    ("question", "params"), [("sample", {"id": "2-1"}), ("tokens", {"id": "2-1"}), ("lineage", {"sample": "2-1"})]
+)
+def test_a_link_to_a_sample_waits_for_its_batch_to_be_read(written, tmp_path, question, params):
+    """Who opens a run by such a link is the first who asks for its index."""
+    store = SwitchedStore(written.store)
+    store.gate.clear()
+    reader = Reader(store, "millrace", tmp_path / "i")
+    with pytest.raises(UnavailableError, match="0 of 0 batches of the run are read") as raised:
+        reader.ask(question, UID, params)
+    assert raised.value.reason == INDEX_GROWING
+    store.gate.set()
+    settled(reader, 3)
+    assert reader.ask(question, UID, params)
+    with pytest.raises(NotFoundError, match="no batch of step 7"):
+        reader.ask("sample", UID, {"id": "7-1"})
     reader.close()
 
 
