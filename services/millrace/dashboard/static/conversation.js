@@ -8,7 +8,7 @@ export function message(said) {
   if (said.reasoning_content || said.reasoning) body.push(fold("reasoning", said.reasoning_content || said.reasoning));
   const pieces = Array.isArray(said.content) ? said.content : [said.content];
   for (const piece of pieces) {
-    if (piece === null || piece === undefined) continue;
+    if (piece === null || piece === undefined || piece === "") continue;
     if (typeof piece === "object") body.push(piece.type === "text" || piece.text ? spoken(String(piece.text)) : fold(String(piece.type || "part"), JSON.stringify(piece, null, 1)));
     else if (kind === "system" || kind === "tool") body.push(fold(kind, String(piece)));
     else body.push(...spoken(String(piece)));

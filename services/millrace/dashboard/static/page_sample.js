@@ -31,8 +31,8 @@ export async function samplePage(page, run, id) {
     h("dl", { class: "facts" }, facts.map(([term, value]) => h("div", {}, h("dt", {}, term), h("dd", {}, value)))),
     isSide ? await sideBySide(page, run, found) : null,
     h("div", { class: "columns" },
-      isSide ? null : panel("Conversation", h("div", { class: "chat" }, found.messages.map(message))),
-      h("div", {}, parts(found), groupPanel(run, found))),
+      isSide ? groupPanel(run, found) : panel("Conversation", h("div", { class: "chat" }, found.messages.map(message))),
+      h("div", {}, parts(found), isSide ? null : groupPanel(run, found))),
     found.samples.length ? tokensPanel(page, run, found) : null);
 }
 

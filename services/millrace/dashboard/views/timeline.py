@@ -42,7 +42,7 @@ class _Window:
     def span(self, lane: str, kind: str, start: float, end: float, text: str, *, group: str) -> None:
         found = self.lanes.setdefault(lane, {"name": lane, "group": group, "spans": []})
         if end > self.begin and start < self.end:
-            found["spans"].append([kind, max(start, self.begin), end, text])
+            found["spans"].append([kind, max(start, self.begin), min(end, self.end), text])
 
 
 def timeline(facts: RunFacts, columns: Columns, *, num_steps: int) -> dict[str, Any]:
