@@ -125,7 +125,7 @@ class Reader:
         return _OpenRun(
             facts=facts,
             index=SampleIndex(self._store, names, columns, secrets=self._secrets),
-            details=Details(self._store, names, columns, facts),
+            details=Details(self._store, names, columns, facts, secrets=self._secrets),
             lineage=Lineage(self._store, names, columns, facts),
             spread=Spread(),
         )

@@ -12,7 +12,7 @@ from millrace.dashboard.index import columns as columns_module
 from millrace.dashboard.index.columns import Columns, Shelf
 from millrace.dashboard.plain import to_json
 from millrace.dashboard.reader import INDEX_GROWING, Reader
-from millrace.dashboard.views.vocabulary import pieces_of
+from millrace.dashboard.views.vocabulary import of_secrets, pieces_of
 from millrace.errors import InvalidSpecError, NotFoundError, UnavailableError
 from millrace.storage.local import LocalStore
 from millrace.telemetry.redact import masked
@@ -355,3 +355,19 @@ def test_a_run_is_found_by_its_config_but_not_by_its_secrets(words, is_found):
         "client": {"password": "hunter2hunter2"},
     }  # fmt: skip
     assert ConfigText.of(config, secrets=()).matches(words) is is_found
+
+
+@pytest.mark.parametrize(
+    ("pieces", "hidden"),
+    [
+        (["my ", "pass", "word", " = ", "hun", "ter2", "hun", " ", "ok"], "hunter2hun"),
+        (["key ", "plain", "look", "ing-42", "!", None, "."], "plainlooking-42"),
+        (["mrt", "_0123456789", "abcdef", "0123", ", ", "x"], "mrt_0123456789abcdef0123"),
+        (["redis://u:", "se", "cret", "@", "host"], "secret"),
+        (["nothing", " to ", "hide", None], ""),
+        ([], ""),
+    ],
+)
+def test_a_secret_in_several_tokens_is_hidden_and_nothing_else(pieces, hidden):
+    found = of_secrets(pieces, ("plainlooking-42",))
+    assert "".join(piece or "" for piece, is_hidden in zip(pieces, found, strict=True) if is_hidden) == hidden
