@@ -13,9 +13,9 @@ from millrace.dashboard.index import build as build_module
 from millrace.dashboard.index import columns as columns_module
 from millrace.dashboard.index.columns import ROW, Columns, Shelf, packed
 from millrace.dashboard.plain import to_json
-from millrace.dashboard.reader import Reader
-from millrace.dashboard.views.vocabulary import pieces_of
-from millrace.errors import InvalidSpecError, MillraceError, UnavailableError
+from millrace.dashboard.reader import INDEX_GROWING, Reader
+from millrace.dashboard.views.vocabulary import of_secrets, pieces_of
+from millrace.errors import InvalidSpecError, MillraceError, NotFoundError, UnavailableError
 from millrace.exports.conversation import content_of
 from millrace.storage.local import LocalStore
 from millrace.telemetry.redact import masked
@@ -166,6 +166,25 @@ def test_a_store_that_hangs_keeps_no_page_waiting(written, tmp_path):
         assert reader.ask(question, UID, {})
     assert time.monotonic() - began < 10
     store.gate.set()
+    reader.close()
+
+
+@pytest.mark.parametrize(
+    ("question", "params"), [("sample", {"id": "2-1"}), ("tokens", {"id": "2-1"}), ("lineage", {"sample": "2-1"})]
+)
+def test_a_link_to_a_sample_waits_for_its_batch_to_be_read(written, tmp_path, question, params):
+    """Who opens a run by such a link is the first who asks for its index."""
+    store = SwitchedStore(written.store)
+    store.gate.clear()
+    reader = Reader(store, "millrace", tmp_path / "i")
+    with pytest.raises(UnavailableError, match="0 of 0 batches of the run are read") as raised:
+        reader.ask(question, UID, params)
+    assert raised.value.reason == INDEX_GROWING
+    store.gate.set()
+    settled(reader, 3)
+    assert reader.ask(question, UID, params)
+    with pytest.raises(NotFoundError, match="no batch of step 7"):
+        reader.ask("sample", UID, {"id": "7-1"})
     reader.close()
 
 
@@ -409,3 +428,19 @@ def test_a_run_is_found_by_its_config_but_not_by_its_secrets(words, is_found):
         "client": {"password": "hunter2hunter2"},
     }  # fmt: skip
     assert ConfigText.of(config, secrets=()).matches(words) is is_found
+
+
+@pytest.mark.parametrize(
+    ("pieces", "hidden"),
+    [
+        (["my ", "pass", "word", " = ", "hun", "ter2", "hun", " ", "ok"], "hunter2hun"),
+        (["key ", "plain", "look", "ing-42", "!", None, "."], "plainlooking-42"),
+        (["mrt", "_0123456789", "abcdef", "0123", ", ", "x"], "mrt_0123456789abcdef0123"),
+        (["redis://u:", "se", "cret", "@", "host"], "secret"),
+        (["nothing", " to ", "hide", None], ""),
+        ([], ""),
+    ],
+)
+def test_a_secret_in_several_tokens_is_hidden_and_nothing_else(pieces, hidden):
+    found = of_secrets(pieces, ("plainlooking-42",))
+    assert "".join(piece or "" for piece, is_hidden in zip(pieces, found, strict=True) if is_hidden) == hidden
