@@ -104,8 +104,10 @@ def test_a_curve_of_rounding_errors_is_a_line(page):
 
 def test_reasoning_without_an_end_freezes_no_page(page, run_writer):
     run_writer.step(STEPS, ["<think>" * 9000])
+    opened(page, f"/runs/{RUN}/samples", f"text={STEPS + 1} batches are indexed")
     page.goto(page.base + f"/runs/{RUN}/samples/{STEPS}-0")
-    page.wait_for_selector(".message.assistant", timeout=10_000)
+    page.wait_for_selector(".message.assistant")
+    assert page.locator(".message.assistant details").count() == 0
 
 
 def test_a_long_line_is_folded_and_opens(page):

@@ -18,6 +18,7 @@ _RANGE = (20000, 32000)
 _TRIES = 200
 _HELD_S = 60.0  # a port that was given out is nobody else's until the service that it is for has been started
 _TIME = struct.Struct("<d")
+_LOCK_S, _LOCK_AGAIN_S = 1.0, 0.01
 
 
 def is_free(host: str, port: int) -> bool:
@@ -66,10 +67,24 @@ def _given_out() -> Iterator[int | None]:
         yield None
         return
     try:
-        fcntl.flock(file, fcntl.LOCK_EX)  # held for milliseconds
-        yield file
+        yield file if _is_locked(file) else None
     finally:
         os.close(file)
+
+
+def _is_locked(file: int) -> bool:
+    """Take the lock, which is held for milliseconds; False where its holder stands still."""
+    ends = time.monotonic() + _LOCK_S
+    # unregistered wait: a second at most, before anything is started
+    while True:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() >= ends:
+                return False
+            time.sleep(_LOCK_AGAIN_S)
+        else:
+            return True
 
 
 def _is_held(times: int | None, port: int) -> bool:

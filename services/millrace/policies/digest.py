@@ -23,7 +23,11 @@ _MASK = (1 << 64) - 1
 BLOCK_ELEMENTS = 1 << 14  # five scratch arrays of 8 bytes per element: they stay in a core's second-level cache
 _SHARE_ELEMENTS = 1 << 22  # what one thread digests at a time: some 25 ms
 _MAX_THREADS = 8
-_PLACE_KEY, _BITS_KEY = 0x9E3779B97F4A7C15, np.uint64(0xD1B54A32D192ED03)
+PLACE_KEY, BITS_KEY = 0x9E3779B97F4A7C15, 0xD1B54A32D192ED03
+"""G and K of the formula."""
+MIX = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))
+"""SplitMix64's finaliser: shifts, each with the factor behind it. `LAST_SHIFT` ends it."""
+LAST_SHIFT = 31
 
 
 def tensor_digest(tensor: TensorBytes, *, start: int = 0) -> int:
@@ -115,18 +119,18 @@ class _Lanes:
     def __init__(self, size: int, digest: int = 0) -> None:
         self._sums = [digest >> 64, digest & _MASK]
         self._ramp = np.arange(1, 2 * size, 2, dtype=np.uint64)
-        self._ramp *= np.uint64(_PLACE_KEY)
+        self._ramp *= np.uint64(PLACE_KEY)
         self._places, self._mixed, self._before, self._scratch = np.empty((4, size), np.uint64)
 
     def place_range(self, first: int, count: int) -> None:
         """What is added next lies at the elements `first` .. `first + count`."""
-        np.add(self._ramp[:count], np.uint64(2 * first * _PLACE_KEY & _MASK), out=self._places[:count])
+        np.add(self._ramp[:count], np.uint64(2 * first * PLACE_KEY & _MASK), out=self._places[:count])
 
     def place_at(self, positions: NDArray[np.int64]) -> None:
         """What is added next lies at the elements `positions`."""
         places = self._places[: positions.size]
-        np.multiply(positions.view(np.uint64), np.uint64(2 * _PLACE_KEY & _MASK), out=places)
-        places += np.uint64(_PLACE_KEY)
+        np.multiply(positions.view(np.uint64), np.uint64(2 * PLACE_KEY & _MASK), out=places)
+        places += np.uint64(PLACE_KEY)
 
     def add(self, bits: NDArray[np.unsignedinteger], *, instead_of: NDArray[np.unsignedinteger] | None = None) -> None:
         """Add the terms of elements at the places that were set last, and take away those of what was there before."""
@@ -147,10 +151,9 @@ class _Lanes:
         """SplitMix64's finaliser of places and bits; arithmetic wraps modulo 2**64."""
         shifted = self._scratch[: bits.size]
         out[:] = bits  # widening in one go is faster than inside an operation
-        out *= _BITS_KEY
+        out *= np.uint64(BITS_KEY)
         out += self._places[: bits.size]
-        out ^= np.right_shift(out, np.uint64(30), out=shifted)
-        out *= np.uint64(0xBF58476D1CE4E5B9)
-        out ^= np.right_shift(out, np.uint64(27), out=shifted)
-        out *= np.uint64(0x94D049BB133111EB)
-        out ^= np.right_shift(out, np.uint64(31), out=shifted)
+        for shift, factor in MIX:
+            out ^= np.right_shift(out, np.uint64(shift), out=shifted)
+            out *= np.uint64(factor)
+        out ^= np.right_shift(out, np.uint64(LAST_SHIFT), out=shifted)

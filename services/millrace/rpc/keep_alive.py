@@ -17,7 +17,10 @@ SOCKET_OPTIONS: list[tuple[int, int, int]] = [
     (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
     *((socket.IPPROTO_TCP, getattr(socket, name), value) for name, value in _TIMES.items() if hasattr(socket, name)),
 ]
-"""Level, option and value: a peer that is gone is noticed within 30 s."""
+"""Level, option and value: a peer that is gone is noticed within 30 s, if it had acknowledged all that was sent to it.
+
+Else TCP sends again what is left, for minutes.
+"""
 
 
 def keep_alive(connection: socket.socket) -> None:

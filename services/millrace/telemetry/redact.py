@@ -23,7 +23,9 @@ _PAIR = re.compile(
     r"|x-amz-security-token)[\"']?\s*[=:]\s*[\"']?)[^\s&\"',;]+",
     re.IGNORECASE,
 )
-_SECRET_NAME = re.compile(r"(SECRET|PASSWORD|PASSWD|API_?KEY|ACCESS_KEY|PRIVATE_KEY|CREDENTIALS?|(^|_)(TOKEN|AUTHORIZATION))$")
+_SECRET_NAME = re.compile(
+    r"(SECRET|PASSWORD|PASSWD|API_?KEY|ACCESS_KEY|PRIVATE_KEY|CREDENTIALS?|(^|_)(TOKEN|AUTHORIZATION))$"
+)
 _BETWEEN_WORDS = re.compile(r"-|(?<=[a-z0-9])(?=[A-Z])")  # of X-API-Key, and of accessToken
 
 

@@ -22,6 +22,7 @@ from millrace.trainer.checkpoint.checkpointer import Checkpointer
 from millrace.trainer.checkpoint.manifest import Author
 from millrace.trainer.checkpoint.resume import Resumed, describe, require_batches, resume
 from millrace.trainer.checkpoint.store import CheckpointStore
+from millrace.trainer.gang.agreement import agreed
 from millrace.trainer.gang.distributed import Gang
 from millrace.trainer.learning.batch import BatchLayout
 from millrace.trainer.learning.learner import Learner
@@ -112,7 +113,8 @@ def prepare(context: JobContext, names: Names, client: LogClient, record: bytes)
     The model is loaded while the lease is waited for; what is in the store is looked at once the run is held.
     """
     gang, config = context.gang, parse_config(record, uid=names.uid)
-    directory = resolve_model_directory(config.trainer.model.name)
+    with agreed(gang):  # one machine may lack it: rank 0 tells why, and nobody waits for the rank there
+        directory = resolve_model_directory(config.trainer.model.name)
     learner = Learner.of_start_model(
         config, gang=gang, directory=directory, start_directory=directory, code=context.custom_code
     )

@@ -149,4 +149,5 @@ async def test_a_v1_judge_that_answers_with_an_error_fails_its_rollout(
 ) -> None:
     wanted = spec(server, "judged-v1", v1_args(judge.base_url("500"), "PATH"), max_concurrent=8, timeout_s=60.0)
     [rollout] = await play(server, wanted)
-    assert rollout.status is RolloutStatus.ENV_ERROR and "500" in rollout.error.message, rollout.error
+    assert (rollout.status, rollout.error.type) == (RolloutStatus.ENV_ERROR, "JudgeError"), rollout.error
+    assert "500" in rollout.error.message and "lower `judge.max_concurrent`" in rollout.error.message

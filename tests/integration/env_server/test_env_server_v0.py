@@ -280,6 +280,7 @@ async def test_reward_that_is_not_finite(server: Any) -> None:
 
 async def test_reward_that_is_no_number_is_not_a_zero(server: Any) -> None:
     args = {"modes": ["reward_none", "reward_text", "reward_list"]}
+    await server.open("faulty-v0", args)
     for task, said in enumerate(("None", "'right'", "[1.0]")):
         rollout = await server.play_one("faulty-v0", task, args=args)
         text = f"reward function 'one' raised TypeError: it returned {said}, which is no number"
@@ -288,6 +289,7 @@ async def test_reward_that_is_no_number_is_not_a_zero(server: Any) -> None:
 
 async def test_what_a_step_earned_is_kept_with_its_turn(server: Any) -> None:
     args = {"modes": ["step_reward", "ok", "step_reward_nan"]}
+    await server.open("faulty-v0", args)
     [rewarded, silent, broken] = [await server.play_one("faulty-v0", task, args=args) for task in range(3)]
     assert rewarded.status is RolloutStatus.OK and rewarded.num_turns == 2, rewarded.error
     turns = [turn for sample in rewarded.samples for turn in sample.turns]

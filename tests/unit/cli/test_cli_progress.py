@@ -1,5 +1,6 @@
 """What is known of a run from its events, and how it is shown: plain lines and the live picture."""
 
+import datetime
 import io
 
 import pytest
@@ -7,10 +8,11 @@ from rich.console import Console
 
 from millrace.cli.view.lines import log_line, progress_line
 from millrace.cli.view.live import render
+from millrace.cli.view.output import explanation, run_details
 from millrace.cli.view.progress import Progress
 from millrace.cli.view.text import count, duration, size, sparkline, table
 from millrace.cli.view.view import PlainView, is_fancy, make_view
-from millrace.v1 import event_pb2, run_pb2
+from millrace.v1 import event_pb2, run_pb2, run_service_pb2
 from millrace_testing.runlog.recorded_run import at, evaluation, progress_of, recorded, state, step
 
 
@@ -28,6 +30,20 @@ def picture(progress: Progress, *, width: int = 110) -> str:
     console = Console(record=True, width=width, file=io.StringIO(), color_system=None)
     console.print(render(progress, elapsed_s=61))
     return console.export_text()
+
+
+def test_what_a_model_wrote_steers_no_terminal():
+    """Errors of environments quote it: in events, in `run show`, and in why a run waits."""
+    said = "ToolError: \x1b]0;owned\x07\x1b[2J\nstep 3/3"
+    failed = event_pb2.Event(rollouts_failed=event_pb2.RolloutsFailed(message=said))
+    lost = event_pb2.Event(warning=event_pb2.Warning(reason="R", message=said))
+    progress = run_pb2.RunProgress(environments=[run_pb2.EnvRollouts(env="e", num_failed=1, first_error=said)])
+    run = run_pb2.Run(name="runs/x", progress=progress, error=run_pb2.RunError(reason="R", message=said))
+    answer = run_service_pb2.ExplainRunResponse(waits=[event_pb2.Wait(owner="o", reason=said)])
+    lines = plain_lines([failed, lost])
+    assert len(lines) == 2 and "ToolError: ␛]0;owned␇␛[2J ⏎ step 3/3" in lines[0]
+    shown = "".join([*lines, run_details(run, [], now=datetime.datetime.now(datetime.UTC)), explanation(answer)])
+    assert "\x1b" not in shown and "\x07" not in shown and shown.count("owned") == 5
 
 
 def test_state_of_a_finished_run():

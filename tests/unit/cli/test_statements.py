@@ -382,7 +382,7 @@ SCALE = [
     later("R", f"{RL} --trainer.model.attn flash_attention_2", "trainer.model.attn"),
     later("A", f"{RL} --trainer.model.moe-use-grouped-mm", "trainer.model.moe_use_grouped_mm"),
     effect("A", f"{RL} --trainer.model.ac.freq 2", "trainer.model.ac.freq", 2),
-    later("A", f"{RL} --trainer.model.optim-cpu-offload", "trainer.model.optim_cpu_offload"),
+    effect("A", f"{RL} --trainer.model.optim-cpu-offload", "trainer.model.optim_cpu_offload", True),
     later("A", f"{RL} --trainer.model.use-liger", "trainer.model.use_liger"),
 ]
 VLLM_FLAGS = {

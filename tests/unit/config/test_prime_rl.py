@@ -95,7 +95,6 @@ WORKS = {
     "trainer.model.dp_replicate": ("2", ("trainer.model.dp_replicate", 2)),
     "trainer.model.tp": ("2", ("trainer.model.tp", 2)),
     "trainer.model.reduce_dtype": ("bfloat16", ("trainer.model.reduce_dtype", "bfloat16")),
-    "trainer.model.optimization_dtype": ("bfloat16", ("trainer.model.dtype", "bfloat16")),
     "trainer.model.lora.rank": ("8", ("trainer.model.lora.rank", 8)),
     "orchestrator.batch_size": ("32", ("orchestrator.batch_size", 32)),
     "orchestrator.group_size": ("2", ("orchestrator.rollouts_per_example", 2)),

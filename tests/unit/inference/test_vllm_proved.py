@@ -2,6 +2,7 @@
 
 import math
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -152,6 +153,25 @@ def test_a_damaged_element_that_does_not_change_is_found_in_the_background(
     rank.update(order(tmp_path, new, np.array([2000])))
     rank.memory[position - FIRST] ^= 1
     assert "w is damaged in the engine's memory" in rank.read_all()
+
+
+def test_what_is_staged_on_a_device_is_written_and_read_back_there(
+    rank: Rank, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The path of a GPU, on tensors of a CPU."""
+    files = order(tmp_path, bits_of(1), np.array([1500, 4000]))
+    [write] = rank.writes(files)
+    assert write.on(torch.device("cpu")) is write
+    assert write.index is not None and write.bits is not None
+    staged = replace(write, staged=(torch.from_numpy(write.index), torch.from_numpy(write.bits.view(np.int16))))
+    staged.put(files, rank.parameter)
+    assert rank.memory[500] == bits_of(1)[1500]
+    monkeypatch.setattr(memory, "scatter", lambda *_: None)
+    [later] = rank.writes(order(tmp_path, bits_of(2), np.array([1500, 4000])))
+    assert later.index is not None and later.bits is not None
+    lost = replace(later, staged=(torch.from_numpy(later.index), torch.from_numpy(later.bits.view(np.int16))))
+    with pytest.raises(InternalError, match="other bits than were written"):
+        lost.put(files, rank.parameter)
 
 
 @pytest.mark.parametrize("positions", [np.array([1500, 4000]), None], ids=["changes", "whole"])

@@ -1,5 +1,6 @@
 """Ports: free ones, and a clear error for a taken one."""
 
+import fcntl
 import os
 import socket
 import subprocess
@@ -43,6 +44,14 @@ def test_what_was_given_out_to_one_process_is_not_given_to_another_within_a_minu
 def test_ports_are_given_out_where_nothing_can_be_written(monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", "/nowhere")
     assert len(free_ports(3)) == 3
+
+
+def test_a_process_that_stands_still_keeps_no_stack_from_starting(monkeypatch, tmp_path):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setattr("millrace.local.ports._LOCK_S", 0.1)
+    with (tmp_path / f"millrace-ports-{os.getuid()}").open("wb") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        assert len(free_ports(3)) == 3
 
 
 def test_no_port_left(monkeypatch):

@@ -67,11 +67,12 @@ def test_a_gang_that_trains_many_runs_has_the_connections_of_one() -> None:
         found.expert_data_mesh(found.expert_mesh(device))
         return len(dist.distributed_c10d._world.pg_map)
 
+    each: list[dict[str, int]] = [{"tp": 2}, {"tp": 2}, {"cp": 2, "ep": 2}, {"tp": 2}]
     counts: list[list[int]] = []
     for _ in range(2):  # another gang of the same process has groups of its own
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
         try:
-            counts.append([lay_out(layout(8, **keys)) for keys in ({"tp": 2}, {"tp": 2}, {"cp": 2, "ep": 2}, {"tp": 2})])
+            counts.append([lay_out(layout(8, **keys)) for keys in each])
         finally:
             dist.destroy_process_group()
     first, again, other, last = counts[0]

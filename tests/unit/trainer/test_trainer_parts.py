@@ -2,14 +2,18 @@
 
 import asyncio
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from millrace.errors import InvalidStateError, NotFoundError, UnavailableError
 from millrace.internal.v1 import batch_pb2
+from millrace.trainer import job
 from millrace.trainer.checkpoint.files import load_shards, needed_files, save_shards
 from millrace.trainer.checkpoint.index import ShardPiece, ShardTensor, decode_index
+from millrace.trainer.gang.agreement import tell
 from millrace.trainer.gang.distributed import Gang
 from millrace.trainer.log.background import BackgroundLoop
 from millrace.trainer.model.pretrained import policy_files, policy_tensors, resolve_model_directory, with_tokenizer
@@ -92,6 +96,27 @@ def test_a_rank_needs_only_the_files_with_what_it_loads() -> None:
     ):
         with pytest.raises(InvalidStateError, match=r"do not fit the model: .*model\.[ab]"):
             needed_files(wrong, index)
+
+
+def test_a_model_that_another_machine_lacks_is_told_before_anything_loads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    told, _ = tell(lambda: resolve_model_directory(str(tmp_path / "none")), rank=1)
+
+    class Leader(Gang):
+        """Rank 0 of two."""
+
+        def gather(self, data: bytes) -> list[bytes]:
+            return [data, told]
+
+    config: Any = SimpleNamespace(trainer=SimpleNamespace(model=SimpleNamespace(name=str(tmp_path))))
+    monkeypatch.setattr(job, "parse_config", lambda record, uid: config)
+    context: Any = SimpleNamespace(gang=Leader(rank=0, world_size=2))
+    nothing: Any = SimpleNamespace(uid="run")
+    with pytest.raises(NotFoundError, match="none is not a directory") as raised:
+        job.prepare(context, nothing, nothing, b"")
+    assert raised.value.reason == "MODEL_NOT_FOUND"
 
 
 def test_a_model_path_that_does_not_exist_is_not_looked_up_on_the_hub(tmp_path: Path) -> None:

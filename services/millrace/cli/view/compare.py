@@ -6,8 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from millrace.cli.offline.look import RunLook
-from millrace.cli.view.samples import printable
-from millrace.cli.view.text import curve, table
+from millrace.cli.view.text import curve, printable, table
 from millrace.config import EvalRunConfig, RLConfig
 from millrace.config.defaults import differences
 from millrace.telemetry.redact import masked

@@ -3,8 +3,7 @@
 import datetime
 from collections.abc import Iterator
 
-from millrace.cli.view.samples import printable
-from millrace.cli.view.text import size
+from millrace.cli.view.text import printable, size
 from millrace.v1 import lineage_pb2, rollout_pb2
 from millrace.v1 import run_service_pb2 as rs
 

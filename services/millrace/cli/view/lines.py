@@ -3,7 +3,7 @@
 import datetime
 
 from millrace.cli.view.progress import Progress, StepPoint
-from millrace.cli.view.text import count, duration, size
+from millrace.cli.view.text import count, duration, printable, size
 from millrace.runlog.events.run_status import state_name
 from millrace.v1 import event_pb2
 
@@ -41,7 +41,11 @@ def progress_line(event: event_pb2.Event, progress: Progress) -> str | None:
 
 
 def event_line(event: event_pb2.Event, progress: Progress) -> str:
-    """Any event in one line."""
+    """Any event in one line, which steers no terminal: the errors of environments quote what a model wrote."""
+    return printable(_event_words(event, progress).replace("\n", " ⏎ "))
+
+
+def _event_words(event: event_pb2.Event, progress: Progress) -> str:
     match event.WhichOneof("body"):
         case "state_changed":
             change = event.state_changed

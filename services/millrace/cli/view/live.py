@@ -11,7 +11,7 @@ from rich.text import Text
 
 from millrace.cli.view.lines import LONG_WAIT_S, progress_line, wait_line
 from millrace.cli.view.progress import Progress
-from millrace.cli.view.text import count, duration, sparkline
+from millrace.cli.view.text import count, duration, printable, sparkline
 from millrace.runlog.events.run_status import state_name
 from millrace.v1 import event_pb2, run_pb2
 
@@ -33,7 +33,8 @@ def render(progress: Progress, *, elapsed_s: float) -> RenderableType:
     if progress.steps or progress.evals:
         parts.append(_measures(progress))
     parts.append(_pipeline(progress))
-    parts += [Text(wait_line(w), style="yellow") for w in progress.waits.values() if w.age_seconds >= LONG_WAIT_S]
+    late = [wait for wait in progress.waits.values() if wait.age_seconds >= LONG_WAIT_S]
+    parts += [Text(printable(wait_line(wait)), style="yellow") for wait in late]
     parts += [Text(line, style="dim", no_wrap=True, overflow="ellipsis") for line in progress.last_lines]
     return Group(*parts)
 

@@ -12,8 +12,7 @@ from google.protobuf.message import Message
 
 from millrace.cli.view.lines import wait_line
 from millrace.cli.view.paint import Paint
-from millrace.cli.view.samples import printable
-from millrace.cli.view.text import count, curve, duration, table
+from millrace.cli.view.text import count, curve, duration, printable, table
 from millrace.runlog.events.run_status import state_name
 from millrace.v1 import checkpoint_pb2, run_pb2
 from millrace.v1 import run_service_pb2 as rs
@@ -100,7 +99,7 @@ def run_details(
         lines.append(("labels", ", ".join(f"{key}={value}" for key, value in sorted(run.labels.items()))))
     lines += [("checkpoint", f"step {saved.step}  {saved.uri}") for saved in checkpoints]
     if run.HasField("error"):
-        message = f"{run.error.message} [{run.error.reason}] ({run.error.component})"
+        message = printable(f"{run.error.message} [{run.error.reason}] ({run.error.component})")
         lines.append(("error", paint(message, "red")))
     return "\n".join(f"{paint(f'{label:<12}', dim=True)} {value}" for label, value in lines)
 
@@ -122,7 +121,7 @@ def _tasks(progress: run_pb2.RunProgress) -> str:
 def failed_rollouts(each: run_pb2.EnvRollouts) -> str:
     """What came of the rollouts of an environment of which some failed."""
     by_status = ", ".join(f"{number} {status}" for status, number in sorted(each.failed.items()))
-    return (
+    return printable(
         f"{each.num_failed} of {each.num_rollouts} rollouts of {each.env} ({by_status}); the first: {each.first_error}"
     )
 
@@ -135,7 +134,7 @@ def explanation(answer: rs.ExplainRunResponse) -> str:
     if others and answer.waits:
         lines.append("every wait:")
     lines += [f"  {wait_line(wait)}" for wait in answer.waits]
-    return "\n".join(lines) or "nothing waits"
+    return printable("\n".join(lines)) or "nothing waits"
 
 
 def _row(run: run_pb2.Run, now: datetime.datetime) -> tuple[str, ...]:

@@ -3,21 +3,15 @@
 What a model wrote may hold anything: control characters are shown as signs, so no sample can steer a terminal.
 """
 
-import unicodedata
 from collections.abc import Iterator, Sequence
 
 from millrace.cli.offline.samples import SampleRecord
 from millrace.cli.view.paint import Paint
-from millrace.cli.view.text import table
+from millrace.cli.view.text import printable, table
 from millrace.exports.conversation import content_of, messages_of
 
 PLAIN = Paint()
 _MAX_CELL = 60
-
-
-def printable(text: str) -> str:
-    """The text with every control or unprintable character but the line break as a visible sign."""
-    return "".join(char if char == "\n" or not _is_control(char) else _sign(char) for char in text)
 
 
 def sample_table(samples: Sequence[SampleRecord], *, paint: Paint = PLAIN) -> str:
@@ -69,14 +63,3 @@ def sample_lines(found: SampleRecord) -> Iterator[str]:
 def _cell(text: str) -> str:
     line = printable(text.replace("\n", "⏎"))
     return line if len(line) <= _MAX_CELL else line[: _MAX_CELL - 1] + "…"
-
-
-def _is_control(char: str) -> bool:
-    return unicodedata.category(char)[0] == "C" or char in "\u2028\u2029"
-
-
-def _sign(char: str) -> str:
-    code = ord(char)
-    if code < 0x20:
-        return chr(0x2400 + code)
-    return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}"

@@ -1,7 +1,8 @@
-"""Numbers and times as people read them."""
+"""Numbers, times and texts of others as people read them."""
 
 import math
 import statistics
+import unicodedata
 from collections.abc import Callable, Sequence
 
 _BARS = "▁▂▃▄▅▆▇█"
@@ -71,3 +72,19 @@ def table(
             wide = [paint(*each) for each in zip(header, row, wide, strict=True)]
         lines.append("  ".join(wide).rstrip())
     return "\n".join(lines)
+
+
+def printable(text: str) -> str:
+    """The text with every control or unprintable character but the line break as a visible sign."""
+    return "".join(char if char == "\n" or not _is_control(char) else _sign(char) for char in text)
+
+
+def _is_control(char: str) -> bool:
+    return unicodedata.category(char)[0] == "C" or char in "\u2028\u2029"
+
+
+def _sign(char: str) -> str:
+    code = ord(char)
+    if code < 0x20:
+        return chr(0x2400 + code)
+    return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}"

@@ -47,7 +47,7 @@ def same(meaning: Meaning, prefix: str, names: str) -> dict[str, Meaning]:
 def model_keys(prefix: str) -> dict[str, Meaning]:
     """Keys of the trained model, in RL and in SFT."""
     return {
-        **same(later(MEMORY, False), prefix, "ac_offloading optim_cpu_offload full_offload"),
+        **same(later(MEMORY, False), prefix, "ac_offloading full_offload"),
         f"{prefix}ac.targets": later("mode selective keeps matrix products and attention: no effect yet"),
         **same(later(MEMORY, True, False), prefix, "load_using_meta use_liger"),
         **same(
@@ -66,7 +66,6 @@ def model_keys(prefix: str) -> dict[str, Meaning]:
             "moe_router_dtype moe_use_grouped_mm moe_fused_kernel freeze_moe_router index_cache deepep_num_sms "
             "deepep_token_chunk_size moe_backend",
         ),
-        f"{prefix}optimization_dtype": moved(f"{prefix}dtype", "is `dtype` here; master weights stay float32"),
         f"{prefix}quantization": blocks("training in fp8 is not there yet"),
         f"{prefix}debug": blocks("there are no debugging variants of models", {}),
         f"{prefix}vlm": blocks(VISION),

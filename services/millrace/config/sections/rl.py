@@ -8,7 +8,12 @@ from millrace.config.section import option, required, table
 from millrace.config.sections.inference import CONSTRAINING_PARSERS, InferenceConfig
 from millrace.config.sections.orchestrator import OrchestratorConfig
 from millrace.config.sections.shared import PresetConfig, RunConfig, SharedKeys
-from millrace.config.sections.trainer import TrainerConfig, broken_compile_rules, broken_layout_rules
+from millrace.config.sections.trainer import (
+    TrainerConfig,
+    broken_compile_rules,
+    broken_format_rules,
+    broken_layout_rules,
+)
 
 
 class RLConfig(SharedKeys):
@@ -42,6 +47,7 @@ class RLConfig(SharedKeys):
             *schedule,
             *broken_layout_rules(self.trainer.model, self.trainer.optim, prefix="trainer."),
             *broken_compile_rules(self.trainer),
+            *broken_format_rules(self.trainer.model, prefix="trainer."),
             *self.trainer.loss.broken_rules("trainer.loss"),
             *self.inference.broken_rules(),
             *self._constrained_calls(),

@@ -17,6 +17,7 @@ from millrace.config.sections.trainer import (
     SchedulerConfig,
     TrainerConfig,
     TrainerModelConfig,
+    broken_format_rules,
     broken_layout_rules,
     micro_batch_tokens,
     peak_tflops,
@@ -168,6 +169,7 @@ class SFTConfig(Document):
             *self.scheduler.broken_rules(self.optim, self.max_steps),
             *self._broken_data_rules(),
             *broken_layout_rules(self.model, self.optim),
+            *broken_format_rules(self.model),
             *super().broken_rules(),
         ]
 

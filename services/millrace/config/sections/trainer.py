@@ -98,8 +98,19 @@ class ModelMemoryConfig(ConfigSection):
         "Whether parameters, gradients and optimizer state are in host memory, from where each block comes to the GPU "
         "for as long as it computes. Changes nothing for one process on a CPU.",
     )
+    optim_cpu_offload: bool = option(
+        False,
+        "Whether the optimizer's state is in host memory, from where that of each parameter comes to the GPU for its "
+        "step. Changes nothing on a CPU, and nothing beside `fsdp_cpu_offload`.",
+    )
     reduce_dtype: Literal["float32", "bfloat16"] = option(
         "float32", "Number format in which gradients are summed over the ranks."
+    )
+    optimization_dtype: Literal["float32", "bfloat16"] = option(
+        "float32",
+        "Number format of the weights that are stepped, of their gradients and of the optimizer's state. bfloat16 "
+        "takes half the memory, and loses steps below a 256th of a weight: most of them at a learning rate of 1e-6. "
+        "What is computed is in bfloat16 then, too. Not with `lora`.",
     )
 
 
@@ -151,8 +162,8 @@ class TrainerModelConfig(ModelLayoutConfig):
     )
     dtype: Dtype = option(
         "auto",
-        "Number format of forward and backward, for one process as for a gang; master weights and optimizer "
-        "state are float32 always. auto: float32 on a CPU, bfloat16 on a GPU.",
+        "Number format of forward and backward, for one process as for a gang; that of the weights that are stepped is "
+        "`optimization_dtype`. auto: float32 on a CPU, bfloat16 on a GPU.",
     )
     publish_dtype: Dtype = option(
         "auto", "Number format of published policies. auto: the format that the trainer computes in."
@@ -230,6 +241,12 @@ class OptimConfig(ConfigSection):
     )
     mu: float = option(0.95, "Momentum of Muon.", facts=Facts(only_for=OnlyFor(".type", ("muon",))), gt=0, lt=1)
     momentum: float = option(0.9, "Momentum of sgd.", facts=Facts(only_for=OnlyFor(".type", ("sgd",))), ge=0, lt=1)
+    state_dtype: Literal["auto", "bfloat16"] = option(
+        "auto",
+        "Number format in which the optimizer's state is held between steps. auto: that of the weights that are "
+        "stepped. bfloat16: half of float32's memory; it is rounded up or down by chance, and each step takes longer, "
+        "because parameters are stepped one by one.",
+    )
     nesterov: bool = option(True, "Nesterov momentum of sgd.", facts=Facts(only_for=OnlyFor(".type", ("sgd",))))
 
 
@@ -243,6 +260,17 @@ def broken_layout_rules(model: ModelLayoutConfig, optim: OptimConfig, *, prefix:
         yield broken("must be 1 with adapters, which are not cut; leave it out", key, f"{prefix}model.lora")
     if model.tp > 1 and getattr(model, "dropout", False):
         yield broken("must be 1 with dropout, which every rank would draw alike", key, f"{prefix}model.dropout")
+
+
+def broken_format_rules(model: ModelMemoryConfig, *, prefix: str = "") -> Iterator[BrokenRule]:
+    """Number formats that do not go together; `prefix` is what stands before the keys of the section."""
+    key = f"{prefix}model.optimization_dtype"
+    if model.optimization_dtype == "float32":
+        return
+    if getattr(model, "dtype", "auto") == "float32":
+        yield broken("must be float32 where float32 is computed in; leave one of both out", key, f"{prefix}model.dtype")
+    if getattr(model, "lora", None) is not None:
+        yield broken("must be float32 with adapters, which are small; leave it out", key, f"{prefix}model.lora")
 
 
 def broken_compile_rules(trainer: "TrainerConfig") -> Iterator[BrokenRule]:

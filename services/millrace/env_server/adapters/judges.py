@@ -22,10 +22,10 @@ _HTTPX = [importlib.import_module(name) for name in ("httpx", "httpx2") if impor
 
 TIMEOUT_TYPE, ERROR_TYPE = "JudgeTimeout", "JudgeError"
 """Types of a rollout's error: the endpoint did not answer in time; it answered with an error."""
+TYPES = (TIMEOUT_TYPE, ERROR_TYPE)
 _TIMEOUT_KEY = "`judge.timeout_s` of the `[[orchestrator.env]]`"
 _CONCURRENCY_KEY = "`judge.max_concurrent`"
 _REMEDY = f"see that the endpoint serves what its key allows, or lower {_CONCURRENCY_KEY}"
-_LATE = "an endpoint that the reward asks did not answer within"
 
 _is_scoring: contextvars.ContextVar[bool] = contextvars.ContextVar("millrace_is_scoring", default=False)
 
@@ -59,7 +59,8 @@ class JudgeGate:
         except TimeoutError as error:
             if not limit.expired():
                 raise
-            message = f"{_LATE} {self._timeout_s:g} s; raise {_TIMEOUT_KEY}, or {_REMEDY}"
+            late = f"an endpoint that the reward asks did not answer within {self._timeout_s:g} s"
+            message = f"{late}; raise {_TIMEOUT_KEY}, or {_REMEDY}"
             raise JudgeTimeoutError(message) from error
 
     def _room(self) -> contextlib.AbstractAsyncContextManager[Any]:
@@ -119,11 +120,6 @@ def failure_type(error: BaseException) -> str:
             return ERROR_TYPE
         cause = cause.__cause__ or cause.__context__
     return ""
-
-
-def is_late(message: str) -> bool:
-    """Whether the text of an error is that of a call that took too long."""
-    return _LATE in message
 
 
 def with_remedy(kind: str, message: str) -> str:

@@ -82,10 +82,17 @@ def _watched(func: Callable[..., Any], *, is_of_group: bool) -> Callable[..., An
 
 def _require_numbers(score: Any, *, is_of_group: bool) -> None:
     """Raise TypeError unless it is what a rubric can add up: a number, or of a group one for each member."""
-    if is_of_group and not isinstance(score, Iterable):
+    if not is_of_group:
+        _require_number(score)
+        return
+    if not isinstance(score, Iterable):
         raise TypeError(f"it returned {score!r:.100}, not a list with a number for each member of the group")
-    for each in score if is_of_group else [score]:
-        try:
-            float(each)
-        except (TypeError, ValueError) as error:
-            raise TypeError(f"it returned {each!r:.100}, which is no number") from error
+    for each in score:
+        _require_number(each)
+
+
+def _require_number(score: Any) -> None:
+    try:
+        float(score)
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"it returned {score!r:.100}, which is no number") from error

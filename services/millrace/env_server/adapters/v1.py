@@ -52,6 +52,8 @@ _MAX_ROLLOUTS_PER_RENDERER = 256
 
 
 _NotTextError = not_text_error(vf.TaskError)
+_JUDGE_ERRORS = {kind: type(kind, (vf.TaskError,), {}) for kind in judges.TYPES}
+"""What the library is told of a judge that failed: it keeps an error's type and text alone."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -190,13 +192,18 @@ def _keep_whole_traces() -> None:
 
 
 def _mark_scoring() -> None:
-    """Have what a task's rewards and judges ask pass the gate of judges."""
+    """Have what a task's rewards and judges ask pass the gate of judges, and errors say that it began there."""
     stock = vf.Task.score
 
     @functools.wraps(stock)
     async def score(self: Any, *args: Any, **kwargs: Any) -> None:
-        with judges.scoring():
-            await stock(self, *args, **kwargs)
+        try:
+            with judges.scoring():
+                await stock(self, *args, **kwargs)
+        except vf.TaskError as error:
+            if not (kind := judges.failure_type(error)):
+                raise
+            raise _JUDGE_ERRORS[kind](judges.with_remedy(kind, str(error))) from error
 
     vf.Task.score = score
 
@@ -278,7 +285,8 @@ def _failure(episode: Any, trace: Any, played: Outcome) -> Outcome | None:
     stop = played.stop_condition
     # 0.4 marks a timed-out trace and still calls the episode ok; 0.3 records an error that says so.
     is_timeout = any(getattr(thing, "is_timeout", False) for thing in (episode, *episode.traces))
-    says_timeout = error is not None and error.type != "ProviderError" and "timed out" in error.message.lower()
+    is_of_others = error is not None and error.type in ("ProviderError", *judges.TYPES)
+    says_timeout = error is not None and not is_of_others and "timed out" in error.message.lower()
     says_timeout = says_timeout or (error is not None and "agent timeout" in error.message)
     if is_timeout or says_timeout or stop.endswith("_timeout"):
         message = error.message if error else f"stopped by {stop or 'a deadline'} of the environment"
@@ -295,7 +303,7 @@ def _failure(episode: Any, trace: Any, played: Outcome) -> Outcome | None:
         is_fault = is_fault and not any(mark in error.message for mark in (MISSING_TOKENS_MARK, UNREADABLE_MARK))
         return failed(
             _error_status(error),
-            judges.TIMEOUT_TYPE if judges.is_late(error.message) else error.type,
+            error.type,
             our_spelling(error.message),
             of=played,
             frames=frames,

@@ -3,6 +3,7 @@
 Rendering and tokenizing a short chat costs as much CPU as all its decoding steps of a small model.
 """
 
+import hashlib
 import time
 from collections import OrderedDict
 from typing import Any
@@ -25,7 +26,8 @@ class PromptCache:
         if tokenizer is not self._tokenizer:
             self._tokenizer, self._num_tokens = tokenizer, 0
             self._chats.clear()
-        key = f"{int(time.time() / _VALID_S)} {chat!r}"
+        digest = hashlib.sha256(repr(chat).encode()).hexdigest()  # a chat may be as large as a body
+        key = f"{int(time.time() / _VALID_S)} {digest}"
         tokens = self._chats.get(key)
         if tokens is not None:
             self._chats.move_to_end(key)

@@ -43,7 +43,7 @@ def explain(
             ended += f": {error.message} [{error.reason}]"
         last = _last_waits(view.record.uid, owner) if is_held else []
         ended = "; ".join([ended, *(f"{wait.owner} waits for {wait.reason}" for wait in last)])
-        return run_service_pb2.ExplainRunResponse(waits=last, summary=ended)
+        return run_service_pb2.ExplainRunResponse(waits=to_proto(last), summary=ended)
     uid = view.record.uid
     found = components(uid, registry, owner=owner)
     shown = [wait for component in found for wait in _collapsed(component.waits)]
@@ -52,10 +52,10 @@ def explain(
     return run_service_pb2.ExplainRunResponse(waits=to_proto(shown), summary=f"{note}; {summary}" if note else summary)
 
 
-def _last_waits(uid: str, owner: str) -> list[event_pb2.Wait]:
+def _last_waits(uid: str, owner: str) -> list[Wait]:
     """What this orchestrator still waits for before it gives back a run that has ended."""
-    found = [wait for wait in to_proto(waits.snapshot(owner)) if wait.run_uid == uid]
-    return found or [event_pb2.Wait(owner=owner, reason="the last objects of the run to be written", run_uid=uid)]
+    found = [wait for wait in waits.snapshot(owner) if wait.run == uid]
+    return found or [Wait(owner=owner, reason="the last objects of the run to be written", run=uid)]
 
 
 def unanswered(owner: str) -> str:

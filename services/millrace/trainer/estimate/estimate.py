@@ -75,9 +75,7 @@ def _refuse_ranks(config: TrainerConfig, num_gpus: int, *, prefix: str) -> None:
         for key, ranks in shared.items()
         if ranks > 1
     ]
-    violations = violations or RankLayout.violations(
-        config.model, world_size=max(num_gpus, 1), prefix=f"{prefix}model"
-    )
+    violations = violations or RankLayout.violations(config.model, world_size=max(num_gpus, 1), prefix=f"{prefix}model")
     if violations:
         raise InvalidSpecError(violations)
 

@@ -27,9 +27,9 @@ from millrace.trainer.learning.optimizer import PolicyOptimizer
 from millrace.trainer.learning.reference import Reference, StartModel, UnadaptedModel
 from millrace.trainer.losses import divisor, token_losses, total_loss
 from millrace.trainer.model.lora import add_adapters, round_base
-from millrace.trainer.model.memory import Sharding, checkpoint_activations
+from millrace.trainer.model.memory import Sharding, checkpoint_activations, hold_weights
 from millrace.trainer.model.mesh import RankLayout
-from millrace.trainer.model.pretrained import resolve_dtype, resolve_publish_dtype
+from millrace.trainer.model.pretrained import resolve_compute_dtype, resolve_publish_dtype
 
 _FIRST = 8
 """Tokens of a first micro-batch, which is there for its gradients: from the second one on they are held beside it."""
@@ -89,14 +89,17 @@ def simulate_whole(config: TrainerConfig, model_config: Any, *, num_gpus: int) -
     `auto` is what it is on such devices, but the tensors are on none.
     """
     kind = torch.device("cuda" if num_gpus else "cpu")  # a name for what `auto` means
-    compute_dtype = resolve_dtype(config.model.dtype, device=kind)
+    compute_dtype = resolve_compute_dtype(config.model, device=kind)
     offloaded = config.model.fsdp_cpu_offload and num_gpus > 0
     ledger = Ledger()
     with _gang(max(num_gpus, 1)) as gang, ledger.following_resizes(), ledger:
         gang.lay_out(RankLayout.of(config.model, world_size=gang.world_size))
         if offloaded:
             ledger.elsewhere = frozenset({"parameters", "gradients", "optimizer"})
+        elif config.model.optim_cpu_offload and num_gpus > 0:
+            ledger.elsewhere = frozenset({"optimizer"})
         model = _new_model(model_config, ledger)
+        hold_weights(model, config.model)
         if config.model.lora is not None:
             publish_dtype = resolve_publish_dtype(config.model, device=kind)
             round_base(model, config.model.lora, publish_dtype=publish_dtype, compute_dtype=compute_dtype)

@@ -2,6 +2,8 @@
 
 import hashlib
 import os
+from dataclasses import dataclass
+from typing import Self
 
 import torch
 
@@ -33,3 +35,24 @@ def set_determinism(choice: str, *, seed: int, device: torch.device) -> bool:
 def seed_rank(seed: int, *, rank: int) -> None:
     """Give each rank random numbers of its own; before that, all load the same model with the same ones."""
     torch.manual_seed(int.from_bytes(hashlib.sha256(f"{seed}/{rank}".encode()).digest()[:8]))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RandomState:
+    """Where the generators are that a computation on a device draws from: the host's, and that of a GPU."""
+
+    device: torch.device
+    host: torch.Tensor
+    gpu: torch.Tensor | None
+
+    @classmethod
+    def of(cls, device: torch.device) -> Self:
+        """As they are now."""
+        gpu = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+        return cls(device=device, host=torch.get_rng_state(), gpu=gpu)
+
+    def restore(self) -> None:
+        """Let what follows draw the same numbers again."""
+        torch.set_rng_state(self.host)
+        if self.gpu is not None:
+            torch.cuda.set_rng_state(self.gpu, self.device)

@@ -12,6 +12,7 @@ from typing import Self, TypeVar
 import torch
 from torch import distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.rendezvous import rendezvous
@@ -45,13 +46,16 @@ class Gang:
         """How the ranks share the model that they train; `lay_out` changes it."""
         self._group: dist.ProcessGroup | None = None
         self._beside: dict[str, Gang] = {}
+        self._meshes: dict[str, DeviceMesh] = {}
         self._roll_call: RollCall | None = None
         self._watch: PeerWatch | None = None
         self._has_group = world_size > 1
         """Whether the process group is ended with this gang; a process alone makes one when FSDP needs it."""
 
     def lay_out(self, layout: RankLayout) -> None:
-        """Share the next models like this."""
+        """Share the next models like this; what models were shared over in another layout ends. Collective then."""
+        if layout != self.layout:
+            self._end_meshes()
         for gang in (self, *self._beside.values()):
             gang.layout = layout
 
@@ -169,13 +173,13 @@ class Gang:
                 return model.to(self.device)
             self._has_group |= _require_group(self.device)
         else:
-            mesh = self.layout.mesh(self.device)
+            mesh = self._mesh(self.layout.mesh)
             arguments["mesh"] = self.layout.data_mesh(mesh)
             if self.layout.tp > 1:
-                model.to(self.device)
+                _move_unless_empty(model, self.device)
                 cut_layers(model, mesh[TENSOR])
             if self.layout.cp > 1:
-                cut_rows(model, self.layout.piece_mesh(self.device))
+                cut_rows(model, self._mesh(self.layout.piece_mesh))
             if self.layout.ep > 1:
                 self._shard_experts(model, sharding)
         for block in blocks_of(model):
@@ -189,10 +193,23 @@ class Gang:
 
     def _shard_experts(self, model: nn.Module, sharding: Sharding) -> None:
         """Share out experts over ep, and cut each rank's over the ranks that are left of those that shard."""
-        mesh = self.layout.expert_mesh(self.device)
+        mesh = self._mesh(self.layout.expert_mesh)
         arguments = {**sharding.arguments(self.device), "mesh": self.layout.expert_data_mesh(mesh)}
         for experts in cut_experts(model, mesh[EXPERT]):
             fully_shard(experts, reshard_after_forward=sharding.reshards_after_forward, **arguments)
+
+    def _mesh(self, make: Callable[[torch.device], DeviceMesh]) -> DeviceMesh:
+        """A mesh of the layout, made once: each has a process group per side, and each group has threads."""
+        if make.__name__ not in self._meshes:
+            self._meshes[make.__name__] = make(self.device)
+        return self._meshes[make.__name__]
+
+    def _end_meshes(self) -> None:
+        groups = {id(group): group for mesh in self._meshes.values() for group in mesh.get_all_groups()}
+        for group in groups.values():
+            if group is not dist.group.WORLD:
+                dist.destroy_process_group(group)
+        self._meshes = {}
 
     def leave(self) -> None:
         """End the process group, if this gang made it."""
@@ -231,6 +248,12 @@ def _init_group(device: torch.device, store: Store, *, rank: int, world_size: in
     dist.init_process_group(
         backend, store=store, rank=rank, world_size=world_size, timeout=_COLLECTIVE_TIMEOUT, device_id=bound
     )
+
+
+def _move_unless_empty(model: nn.Module, device: torch.device) -> None:
+    """Move a model that has its weights; one on the meta device is filled where it shall be."""
+    if not any(parameter.is_meta for parameter in model.parameters()):
+        model.to(device)
 
 
 def _require_group(device: torch.device) -> bool:

@@ -11,6 +11,7 @@ from weakref import WeakSet
 import torch
 from torch import nn
 
+from millrace.trainer.gang.determinism import RandomState
 from millrace.trainer.learning.batch import MicroBatch
 from millrace.trainer.learning.head import SORTED_TOKENS, Targets, instead_of_logits
 from millrace.trainer.model.compiled import width_of
@@ -47,12 +48,12 @@ def token_logprobs(
     whole: dict[str, Any] = {"input_ids": rows.token_ids_RL, "position_ids": rows.position_ids_RL}
     arguments = {**(whole if share is None else share.arguments), "use_cache": False}
     if type(head) is nn.Linear and model not in _CHANGES_LOGITS:
-        drawn = _random_state(rows.token_ids_RL.device)
+        drawn = RandomState.of(rows.token_ids_RL.device)
         with instead_of_logits(head, targets) as given:
             both_N2 = model(**arguments).logits
         if not given or both_N2 is not given[0]:
             _CHANGES_LOGITS.add(model)
-            _restore(drawn)  # a process that knows the model already draws its dropout once
+            drawn.restore()  # a process that knows the model already draws its dropout once
             return token_logprobs(model, micro_batch, is_entropy_learned=is_entropy_learned)
     else:
         both_N2 = _of_logits(targets.select(model(**arguments).logits).float(), targets)
@@ -133,15 +134,3 @@ def select_logprobs(
 def _head_of(model: Any) -> Any:
     """The layer that makes logits of hidden states, of a causal model of transformers."""
     return model.get_output_embeddings()
-
-
-def _random_state(device: torch.device) -> tuple[torch.Tensor, torch.Tensor | None, torch.device]:
-    """Where the generators are that a forward on the device draws from."""
-    return torch.get_rng_state(), torch.cuda.get_rng_state(device) if device.type == "cuda" else None, device
-
-
-def _restore(state: tuple[torch.Tensor, torch.Tensor | None, torch.device]) -> None:
-    host, own, device = state
-    torch.set_rng_state(host)
-    if own is not None:
-        torch.cuda.set_rng_state(own, device)

@@ -25,19 +25,16 @@ from millrace.trainer.learning.optimizer import PolicyOptimizer
 from millrace.trainer.learning.packing import packing_of
 from millrace.trainer.learning.plan import Packing
 from millrace.trainer.learning.reference import Reference, StartModel, UnadaptedModel
+from millrace.trainer.learning.trained import build_model
 from millrace.trainer.losses import LossFunction, LossInputs, loss_function, token_losses
-from millrace.trainer.model.compiled import compile_blocks
-from millrace.trainer.model.fit import fit_layout
 from millrace.trainer.model.lora import (
-    add_adapters,
     is_adapted,
     published_tensors,
-    round_base,
     set_learning,
     trained_tensors,
 )
-from millrace.trainer.model.memory import Sharding, checkpoint_activations
-from millrace.trainer.model.pretrained import load_model, policy_tensors, resolve_dtype, resolve_publish_dtype
+from millrace.trainer.model.memory import Sharding
+from millrace.trainer.model.pretrained import resolve_compute_dtype, resolve_publish_dtype
 
 
 class LearnerConfig(Protocol):
@@ -87,20 +84,12 @@ class Learner:
         loss_of = loss_function(trainer.loss, code)
         determinism = resolve_determinism(trainer.determinism, is_compiled=trainer.model.compile is not None)
         is_strict = set_determinism(determinism, seed=config.seed, device=gang.device)
-        compute_dtype = resolve_dtype(trainer.model.dtype, device=gang.device)
-        gang.lay_out(fit_layout(trainer.model, directory, world_size=gang.world_size, prefix="trainer.model"))
-        model, adapter, base_digest = load_model(directory), None, ""
-        publish_dtype = resolve_publish_dtype(trainer.model, device=gang.device)
-        if trainer.model.lora is not None:
-            round_base(model, trainer.model.lora, publish_dtype=publish_dtype, compute_dtype=compute_dtype)
-        if trainer.model.lora is not None or trainer.loss.kl is not None:
-            base_digest = digest_of(policy_tensors(model, dtype=publish_dtype))
-        if trainer.model.lora is not None:
-            adapter = add_adapters(model, trainer.model.lora, seed=config.seed)
-        checkpoint_activations(model, trainer.model.ac)
-        compile_blocks(model, trainer.model.compile)
-        sharding = Sharding.of(trainer.model, compute_dtype=compute_dtype)
-        model, reference = gang.shard(model, sharding), None
+        compute_dtype = resolve_compute_dtype(trainer.model, device=gang.device)
+        is_proved = trainer.loss.kl is not None
+        built = build_model(
+            trainer.model, directory, gang=gang, seed=config.seed, prefix="trainer.model", is_proved=is_proved
+        )
+        model, sharding, reference = built.model, Sharding.of(trainer.model, compute_dtype=compute_dtype), None
         packing = packing_of(model, trainer.pack, is_strict=is_strict, compute_dtype=compute_dtype, device=gang.device)
         if trainer.loss.kl is not None:
             is_base = trainer.model.lora is not None and not trainer.model.lora.modules_to_save
@@ -113,15 +102,19 @@ class Learner:
             gang=gang,
             model=model,
             optimizer=PolicyOptimizer(
-                model, optim=trainer.optim, scheduler=trainer.scheduler, max_steps=trainer.max_steps
+                model,
+                optim=trainer.optim,
+                scheduler=trainer.scheduler,
+                max_steps=trainer.max_steps,
+                offloads_state=trainer.model.optim_cpu_offload,
             ),
             is_strict=is_strict,
             loss_of=loss_of,
             reference=reference,
             packing=packing,
             expert_load=ExpertLoad.of(model),
-            adapter=adapter,
-            base_digest=base_digest,
+            adapter=built.adapter,
+            base_digest=built.base_digest,
         )
 
     @property
@@ -135,7 +128,7 @@ class Learner:
         return Utilization.of(
             self.model,
             tflops=self.config.peak_tflops,
-            compute_dtype=resolve_dtype(self.config.model.dtype, device=self.gang.device),
+            compute_dtype=resolve_compute_dtype(self.config.model, device=self.gang.device),
             device=self.gang.device,
             world_size=self.gang.world_size,
         )

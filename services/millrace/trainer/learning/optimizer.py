@@ -1,8 +1,9 @@
-"""AdamW, Muon or SGD on float32 master weights, with gradient clipping and the schedule."""
+"""AdamW, Muon or SGD on master weights, with gradient clipping and the schedule."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from statistics import fmean
 from typing import Any, TypeVar
 
@@ -12,9 +13,13 @@ from torch.distributed.tensor import DTensor
 from torch.optim import SGD, AdamW, Muon
 
 from millrace.config.sections.trainer import OptimConfig, SchedulerConfig
+from millrace.trainer.learning.optimizer_state import StateKeeping, brought
 from millrace.trainer.learning.scheduler import learning_rate
 
 T = TypeVar("T", bound=torch.Tensor)
+
+_PARTS = 4
+"""More than a parameter's state has."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,18 +55,26 @@ class PolicyOptimizer:
     """Steps the model's parameters. The state is plain tensors by parameter name, so a checkpoint needs no pickle."""
 
     def __init__(
-        self, model: nn.Module, *, optim: OptimConfig, scheduler: SchedulerConfig, max_steps: int | None
+        self,
+        model: nn.Module,
+        *,
+        optim: OptimConfig,
+        scheduler: SchedulerConfig,
+        max_steps: int | None,
+        offloads_state: bool = False,
     ) -> None:
         self._optim = optim
         self._scheduler = scheduler
         self._max_steps = max_steps
         self._named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
         self._parameters = [parameter for _, parameter in self._named]
-        self._optimizers = _optimizers(model, self._parameters, optim)
+        dtype = torch.bfloat16 if optim.state_dtype == "bfloat16" else None
+        self._keeping = StateKeeping(dtype=dtype, offloads=offloads_state)
+        self._optimizers = _optimizers(model, self._parameters, optim, is_apart=not self._keeping.is_plain)
         for optimizer in self._optimizers:
             for parameter in (p for group in optimizer.param_groups for p in group["params"]):
                 # Optimizers make their state at the first step; made here, loading a checkpoint finds tensors to fill.
-                optimizer.state[parameter] = _fresh_state(optimizer, parameter)
+                optimizer.state[parameter] = _fresh_state(optimizer, parameter, self._keeping)
 
     def step(self, step: int, *, skips: bool = False) -> OptimizerReport:
         """Clip the gradient, apply it at the learning rate of step `step` (from 0) and clear it.
@@ -72,11 +85,15 @@ class PolicyOptimizer:
         lr = learning_rate(step, lr=self._optim.lr, config=self._scheduler, max_steps=self._max_steps)
         grad_norm = clip(self._parameters, max_norm=self._optim.max_norm)
         was_skipped = skips or not math.isfinite(grad_norm)
-        for optimizer in self._optimizers:
+        for number, optimizer in enumerate(self._optimizers):
             if lr != 0 and not was_skipped:
                 for group in optimizer.param_groups:
                     group["lr"] = lr
-                optimizer.step()
+                if self._keeping.is_plain:
+                    optimizer.step()
+                else:
+                    with brought(optimizer, salt=(step * len(self._optimizers) + number) * _PARTS):
+                        optimizer.step()
             optimizer.zero_grad(set_to_none=True)
         return OptimizerReport(lr=lr, grad_norm=grad_norm, num_skipped=int(was_skipped))
 
@@ -86,27 +103,40 @@ class PolicyOptimizer:
         return {name: dict(state[parameter]) for name, parameter in self._named}
 
 
-def _optimizers(model: nn.Module, parameters: list[nn.Parameter], optim: OptimConfig) -> list[torch.optim.Optimizer]:
-    """Torch's own; Muon takes the matrices of the hidden layers, and AdamW what is left."""
+def _optimizers(
+    model: nn.Module, parameters: list[nn.Parameter], optim: OptimConfig, *, is_apart: bool
+) -> list[torch.optim.Optimizer]:
+    """Torch's own; Muon takes the matrices of the hidden layers, and AdamW what is left.
+
+    `is_apart` makes one for each parameter, so that the state of one at a time is there.
+    """
+    grouped: Callable[[Sequence[nn.Parameter]], list[list[nn.Parameter]]] = _by_mesh
+    if is_apart:
+        grouped = _apart
     decay = optim.weight_decay
     if optim.type == "sgd":
         nesterov = optim.nesterov and optim.momentum > 0
         return [
             SGD(alike, lr=optim.lr, momentum=optim.momentum, nesterov=nesterov, weight_decay=decay)
-            for alike in _by_mesh(parameters)
+            for alike in grouped(parameters)
         ]
     matrices = _hidden_matrices(model, parameters) if optim.type == "muon" else []
     taken = set(map(id, matrices))
     others = [parameter for parameter in parameters if id(parameter) not in taken]
     optimizers: list[torch.optim.Optimizer] = []
     betas = (optim.betas1, optim.betas2)
-    for alike in _by_mesh(others):
+    for alike in grouped(others):
         is_fused = all(parameter.device.type == "cuda" for parameter in alike)  # on a CPU its bits are others
         optimizers.append(AdamW(alike, lr=optim.lr, betas=betas, weight_decay=decay, fused=is_fused))
-    if matrices:  # steps of the size of AdamW's, so that one learning rate and one weight decay fit both
-        muon = Muon(matrices, lr=optim.lr, momentum=optim.mu, weight_decay=decay, adjust_lr_fn="match_rms_adamw")
-        optimizers.append(muon)
+    # Steps of the size of AdamW's, so that one learning rate and one weight decay fit both.
+    muon = partial(Muon, lr=optim.lr, momentum=optim.mu, weight_decay=decay, adjust_lr_fn="match_rms_adamw")
+    if matrices:
+        optimizers += map(muon, grouped(matrices) if is_apart else [matrices])
     return optimizers
+
+
+def _apart(parameters: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:
+    return [[parameter] for parameter in parameters]
 
 
 def _hidden_matrices(model: nn.Module, parameters: list[nn.Parameter]) -> list[nn.Parameter]:
@@ -117,16 +147,14 @@ def _hidden_matrices(model: nn.Module, parameters: list[nn.Parameter]) -> list[n
     return [parameter for parameter in parameters if parameter.ndim == 2 and id(parameter) not in outer]
 
 
-def _fresh_state(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> dict[str, torch.Tensor]:
+def _fresh_state(
+    optimizer: torch.optim.Optimizer, parameter: nn.Parameter, keeping: StateKeeping
+) -> dict[str, torch.Tensor]:
     """What the optimizer would make for a parameter at its first step."""
-
-    def zeros() -> torch.Tensor:
-        return torch.zeros_like(parameter, memory_format=torch.preserve_format)
-
     if isinstance(optimizer, AdamW):
         step = torch.zeros((), dtype=torch.float32, device=parameter.device)
-        return {"step": step, "exp_avg": zeros(), "exp_avg_sq": zeros()}
-    return {"momentum_buffer": zeros()} if optimizer.param_groups[0]["momentum"] else {}
+        return {"step": step, "exp_avg": keeping.zeros(parameter), "exp_avg_sq": keeping.zeros(parameter)}
+    return {"momentum_buffer": keeping.zeros(parameter)} if optimizer.param_groups[0]["momentum"] else {}
 
 
 def clip(parameters: Sequence[nn.Parameter], *, max_norm: float) -> float:

@@ -12,10 +12,10 @@ from torch import nn
 from millrace.trainer.gang.distributed import Gang
 from millrace.trainer.learning.batch import MicroBatch
 from millrace.trainer.learning.forward import token_logprobs
+from millrace.trainer.learning.trained import fill_opened, open_model
 from millrace.trainer.model.attention import use_varlen_kernel
 from millrace.trainer.model.lora import without_adapters
 from millrace.trainer.model.memory import Sharding
-from millrace.trainer.model.pretrained import load_model
 
 
 class Reference(Protocol):
@@ -44,7 +44,9 @@ class StartModel:
     @classmethod
     def load(cls, directory: Path, *, gang: Gang, sharding: Sharding, is_varlen: bool = False) -> Self:
         """That of the model in `directory`."""
-        return cls(load_model(directory), gang=gang, sharding=sharding, is_varlen=is_varlen)
+        start = cls(open_model(directory, gang=gang), gang=gang, sharding=sharding, is_varlen=is_varlen)
+        fill_opened(start._model, directory, gang=gang, sharding=sharding)
+        return start
 
     @torch.no_grad()
     def logprobs(self, micro_batch: MicroBatch) -> torch.Tensor:

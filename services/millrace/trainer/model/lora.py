@@ -16,6 +16,7 @@ from collections.abc import Iterable, Iterator
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
 from millrace.config.sections.trainer import DEFAULT_LORA_TARGETS, LoraConfig
@@ -137,6 +138,15 @@ def round_base(model: nn.Module, config: LoraConfig, *, publish_dtype: torch.dty
     for parameter in model.parameters():
         if parameter.is_floating_point():
             parameter.data = parameter.data.to(publish_dtype).to(held)  # the object stays, and so do ties
+
+
+@torch.no_grad()
+def round_filled(model: nn.Module, *, publish_dtype: torch.dtype) -> None:
+    """Round what was read since `round_base` and is held in another format than the published one, in place."""
+    for name, parameter in model.named_parameters():
+        if not _is_adapter(name) and parameter.is_floating_point() and parameter.dtype != publish_dtype:
+            local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+            local.copy_(local.to(publish_dtype))
 
 
 def _linear(weight: torch.Tensor) -> nn.Linear:

@@ -58,6 +58,14 @@ class Sharding:
         return {"mp_policy": policy, "offload_policy": offload}
 
 
+def hold_weights(model: nn.Module, config: ModelMemoryConfig) -> None:
+    """Hold a model's weights in the format that they are stepped in, in place; before it is sharded."""
+    if config.optimization_dtype == "bfloat16":
+        for parameter in model.parameters():
+            if parameter.is_floating_point():
+                parameter.data = parameter.data.to(torch.bfloat16)  # the object stays, and so do ties
+
+
 def blocks_of(model: nn.Module) -> list[nn.Module]:
     """The layers that follow one another, as transformers names their classes (FSDP makes subclasses); in order."""
     names = set(getattr(model, "_no_split_modules", None) or ())

@@ -11,6 +11,7 @@ from safetensors import SafetensorError
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from millrace.config.sections.sft import SFTModelConfig
 from millrace.config.sections.trainer import TrainerModelConfig
 from millrace.errors import CorruptObjectError, NotFoundError
 from millrace.policies.manifest import Probe
@@ -46,10 +47,10 @@ def resolve_model_directory(name: str) -> Path:
     path = Path(name).expanduser()
     if path.is_dir():
         if not (path / "config.json").is_file():
-            raise _model_not_found(name, f"directory {path.resolve()} holds no config.json")
+            raise model_not_found(name, f"directory {path.resolve()} holds no config.json")
         return path
     if not _HUB_ID.fullmatch(name) or path.exists():
-        raise _model_not_found(name, f"{path.resolve()} is not a directory")
+        raise model_not_found(name, f"{path.resolve()} is not a directory")
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
@@ -58,7 +59,7 @@ def resolve_model_directory(name: str) -> Path:
             return Path(snapshot_download(name, allow_patterns=list(_WEIGHT_PATTERNS), tqdm_class=counting_bar(work)))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         first_line = str(error).strip().partition("\n")[0]
-        raise _model_not_found(
+        raise model_not_found(
             name, f"{path.resolve()} is not a directory, and the Hub did not give it: {first_line}"
         ) from error
 
@@ -75,15 +76,9 @@ def load_model(directory: Path) -> nn.Module:
         with progress.work(Doing.LOAD, f"model {directory.name}", unit="tensors") as work, loading_counts(work):
             model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, local_files_only=True)
     except (OSError, ValueError, KeyError) as error:
-        raise _model_not_found(str(directory), f"the files there do not load: {error}") from error
+        raise model_not_found(str(directory), f"the files there do not load: {error}") from error
     except (SafetensorError, RuntimeError) as error:  # RuntimeError: sizes that differ; transformers logs which
-        raise CorruptObjectError(
-            f"model {str(directory)!r} cannot be loaded: its *.safetensors are damaged or do not fit its config.json: "
-            f"{str(error).strip().partition(chr(10))[0]}",
-            reason="MODEL_CORRUPT",
-            remedy="copy, download or make the model again, or set model.name to another one",
-            metadata={"model": str(directory)},
-        ) from error
+        raise model_corrupt(directory, error) from error
     return model.eval()
 
 
@@ -94,7 +89,7 @@ def load_tokenizer(directory: Path) -> Any:
     try:
         return AutoTokenizer.from_pretrained(directory, local_files_only=True)
     except (OSError, ValueError, KeyError) as error:
-        raise _model_not_found(str(directory), f"the tokenizer there does not load: {error}") from error
+        raise model_not_found(str(directory), f"the tokenizer there does not load: {error}") from error
 
 
 def resolve_dtype(name: str, *, device: torch.device) -> torch.dtype:
@@ -104,10 +99,16 @@ def resolve_dtype(name: str, *, device: torch.device) -> torch.dtype:
     return {"float32": torch.float32, "bfloat16": torch.bfloat16}[name]
 
 
-def resolve_publish_dtype(model: TrainerModelConfig, *, device: torch.device) -> torch.dtype:
+def resolve_compute_dtype(model: TrainerModelConfig | SFTModelConfig, *, device: torch.device) -> torch.dtype:
+    """Number format of forward and backward: bfloat16 wherever the weights that are stepped are in it."""
+    return resolve_dtype("bfloat16" if model.optimization_dtype == "bfloat16" else model.dtype, device=device)
+
+
+def resolve_publish_dtype(model: TrainerModelConfig | SFTModelConfig, *, device: torch.device) -> torch.dtype:
     """Number format of published policies; `auto` is what the trainer computes in."""
-    choice = model.dtype if model.publish_dtype == "auto" else model.publish_dtype
-    return resolve_dtype(choice, device=device)
+    if model.publish_dtype == "auto":
+        return resolve_compute_dtype(model, device=device)
+    return resolve_dtype(model.publish_dtype, device=device)
 
 
 def policy_tensors(model: nn.Module, *, dtype: torch.dtype, version: int = 0) -> Iterator[tuple[str, TensorBytes]]:
@@ -181,7 +182,19 @@ def probe(model: nn.Module, *, vocabulary: int, device: torch.device) -> Probe:
     return Probe(token_ids=tuple(token_ids), logprobs=tuple(logprobs_T.tolist()))
 
 
-def _model_not_found(name: str, problem: str) -> NotFoundError:
+def model_corrupt(directory: Path, problem: object) -> CorruptObjectError:
+    """The error of weights that are not those of their config."""
+    return CorruptObjectError(
+        f"model {str(directory)!r} cannot be loaded: its *.safetensors are damaged or do not fit its config.json: "
+        f"{str(problem).strip().partition(chr(10))[0]}",
+        reason="MODEL_CORRUPT",
+        remedy="copy, download or make the model again, or set model.name to another one",
+        metadata={"model": str(directory)},
+    )
+
+
+def model_not_found(name: str, problem: str) -> NotFoundError:
+    """The error of a model that is not there, or that nothing here can load."""
     return NotFoundError(
         f"model {name!r} cannot be loaded: {problem}",
         reason="MODEL_NOT_FOUND",

@@ -39,7 +39,7 @@ class Snapshots:
         used: dict[str, torch.Tensor] = {}
         parts: list[TensorPart] = []
         for name, tensor in published_tensors(self._model, version=version).items():
-            share = _local_share(tensor, rank=self._rank, is_first_part=self._is_first_part)
+            share = published_share(tensor, rank=self._rank, is_first_part=self._is_first_part)
             if share is None:
                 continue
             local, start = share
@@ -70,7 +70,7 @@ def _bits(buffer: torch.Tensor, tag: str) -> np.ndarray:
     return flat.numpy().view(bits_type(tag)) if buffer.numel() else np.empty(0, bits_type(tag))
 
 
-def _local_share(tensor: torch.Tensor, *, rank: int, is_first_part: bool) -> tuple[torch.Tensor, int] | None:
+def published_share(tensor: torch.Tensor, *, rank: int, is_first_part: bool) -> tuple[torch.Tensor, int] | None:
     """What this rank publishes of a tensor, and the row-major index of its first element; None if nothing.
 
     What is not cut is rank 0's. Collective where columns are cut.

@@ -30,6 +30,7 @@ from millrace.storage.scratch import owned_directory
 from millrace.trainer.checkpoint.manifest import CheckpointManifest, conditions
 from millrace.trainer.checkpoint.resume import describe, first_whole, restore
 from millrace.trainer.checkpoint.store import CheckpointStore
+from millrace.trainer.gang.determinism import RandomState
 from millrace.trainer.gang.distributed import Gang
 from millrace.trainer.job import parse_config
 from millrace.trainer.learning.batch import BatchLayout
@@ -125,14 +126,14 @@ class Replayer:
 
         Of several minibatches, each is computed with the weights before the batch.
         """
-        random_state = torch.get_rng_state()
+        drawn = RandomState.of(self._learner.gang.device)
         metrics, norms = list[StepMetrics](), list[float]()
         for minibatch in batch.minibatches:
             metrics.append(forward_backward(self._learner, batch, minibatch, loss_of=loss_of)[0])
             gradients = [p.grad for p in self._learner.model.parameters() if p.grad is not None]
             norms.append(norm_of(gradients))
             self._learner.model.zero_grad(set_to_none=True)
-        torch.set_rng_state(random_state)  # the run's own loss sees the same dropout
+        drawn.restore()  # the run's own loss sees the same dropout
         return StepMetrics.merged(metrics).values() | {"optim/grad_norm": fmean(norms)}
 
     def tensors(self) -> dict[str, TensorBytes]:

@@ -24,28 +24,24 @@ from millrace.config.sections.loss import LossConfig
 from millrace.config.sections.sft import SFTConfig
 from millrace.decoding import decode_json
 from millrace.errors import CorruptObjectError, InvalidStateError
-from millrace.policies.adapter import AdapterSpec
 from millrace.rollouts.types import TrainSample
 from millrace.trainer.gang.determinism import resolve_determinism, seed_rank, set_determinism
 from millrace.trainer.gang.distributed import Gang
 from millrace.trainer.learning.batch import MicroBatch, build_micro_batch
 from millrace.trainer.learning.flops import Utilization
 from millrace.trainer.learning.forward import token_logprobs
-from millrace.trainer.learning.learner import digest_of
 from millrace.trainer.learning.optimizer import PolicyOptimizer
 from millrace.trainer.learning.packing import packing_of
 from millrace.trainer.learning.plan import in_order, plan_micro_batches
+from millrace.trainer.learning.trained import build_model
 from millrace.trainer.losses import token_losses, total_loss
-from millrace.trainer.model.compiled import compile_blocks, take_failures
-from millrace.trainer.model.fit import fit_layout
-from millrace.trainer.model.lora import add_adapters, round_base, set_learning
-from millrace.trainer.model.memory import Sharding, checkpoint_activations
+from millrace.trainer.model.compiled import take_failures
+from millrace.trainer.model.lora import set_learning
 from millrace.trainer.model.pretrained import (
-    load_model,
     load_tokenizer,
-    policy_tensors,
-    resolve_dtype,
+    resolve_compute_dtype,
     resolve_model_directory,
+    resolve_publish_dtype,
 )
 from millrace.trainer.sft.checkpoints import SFTCheckpoints
 from millrace.trainer.sft.encoder import RowEncoder
@@ -103,9 +99,19 @@ def run_sft(config: SFTConfig, *, gang: Gang, on_step: Callable[[SFTStep], None]
     is_strict = set_determinism(determinism, seed=config.seed, device=gang.device)
     directory = resolve_model_directory(config.model.name)
     data = _Data(config, load_tokenizer(directory))
-    model, adapter, base_digest = _load(config, directory, gang=gang)
+    built = build_model(config.model, directory, gang=gang, seed=config.seed, prefix="model")
+    model, adapter = built.model, built.adapter
+    if adapter is not None:
+        require_mergeable(model)
+        seed_rank(config.seed, rank=gang.layout.draw(gang.rank))  # the adapters' dropout
     max_steps = config.max_steps or data.steps_per_pass
-    optimizer = PolicyOptimizer(model, optim=config.optim, scheduler=config.scheduler, max_steps=max_steps)
+    optimizer = PolicyOptimizer(
+        model,
+        optim=config.optim,
+        scheduler=config.scheduler,
+        max_steps=max_steps,
+        offloads_state=config.model.optim_cpu_offload,
+    )
     output = Path(config.output_dir) / (config.run.name or "sft")
     output.mkdir(parents=True, exist_ok=True)
     checkpoints = SFTCheckpoints(
@@ -115,7 +121,7 @@ def run_sft(config: SFTConfig, *, gang: Gang, on_step: Callable[[SFTStep], None]
         optimizer=optimizer,
         gang=gang,
         data={} if config.ckpt is None else data.identity,
-        base_digest=base_digest,
+        base_digest=built.base_digest,
     )
     step, position = checkpoints.resume(max_steps=max_steps)
     learner = _Learner(config, gang=gang, model=model, optimizer=optimizer, is_strict=is_strict)
@@ -140,7 +146,7 @@ def run_sft(config: SFTConfig, *, gang: Gang, on_step: Callable[[SFTStep], None]
         val_loss = validate(step, is_last=True)
         if gang.is_leader and val_loss is not None:
             _write_line(metrics, {"step": step, "val/loss": val_loss})
-    dtype = _publish_dtype(config, gang)
+    dtype = resolve_publish_dtype(config.model, device=gang.device)
     if adapter is not None:
         save_adapter(model, adapter, base=config.model.name, target=output / "adapter", dtype=dtype, gang=gang)
     return save_model(model, source=directory, target=output / "model", dtype=dtype, gang=gang)
@@ -156,30 +162,6 @@ def _require_learning(config: SFTConfig, step: int, num_skipped: int) -> None:
         reason="TOO_MANY_SKIPPED_STEPS",
         remedy="see whether the start model's weights are finite; lower optim.lr, and begin under another run.name",
     )
-
-
-def _load(config: SFTConfig, directory: Path, *, gang: Gang) -> tuple[nn.Module, AdapterSpec | None, str]:
-    """The model that is trained, sharded; with adapters also what these are, and the digest of their base."""
-    compute_dtype = resolve_dtype(config.model.dtype, device=gang.device)
-    gang.lay_out(fit_layout(config.model, directory, world_size=gang.world_size, prefix="model"))
-    model, adapter, base_digest = load_model(directory), None, ""
-    if config.model.lora is not None:
-        publish_dtype = _publish_dtype(config, gang)
-        round_base(model, config.model.lora, publish_dtype=publish_dtype, compute_dtype=compute_dtype)
-        base_digest = digest_of(policy_tensors(model, dtype=publish_dtype))
-        adapter = add_adapters(model, config.model.lora, seed=config.seed)
-        require_mergeable(model)
-    checkpoint_activations(model, config.model.ac)
-    compile_blocks(model, config.model.compile)
-    model = gang.shard(model, Sharding.of(config.model, compute_dtype=compute_dtype))
-    if adapter is not None:
-        seed_rank(config.seed, rank=gang.layout.draw(gang.rank))  # the adapters' dropout
-    return model, adapter, base_digest
-
-
-def _publish_dtype(config: SFTConfig, gang: Gang) -> torch.dtype:
-    choice = config.model.dtype if config.model.publish_dtype == "auto" else config.model.publish_dtype
-    return resolve_dtype(choice, device=gang.device)
 
 
 class _Data:
@@ -271,7 +253,7 @@ class _Learner:
         self._gang = gang
         self._model = model
         self._optimizer = optimizer
-        dtype = resolve_dtype(config.model.dtype, device=gang.device)
+        dtype = resolve_compute_dtype(config.model, device=gang.device)
         self._packing = packing_of(model, config.pack, is_strict=is_strict, compute_dtype=dtype, device=gang.device)
         self._utilization = Utilization.of(
             model,

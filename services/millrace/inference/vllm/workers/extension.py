@@ -162,8 +162,9 @@ class PolicyExtension(AnsweringWorker, FetchingWorker):
         held, began = self._millrace_required(), time.monotonic()
         staged = held.staged
         assert staged is not None and staged.num_gathered >= min(first, len(staged.slices))
+        model = self._millrace_model()
         writes = [
-            write
+            write.on(parameter_of(model, region).device)
             for part in staged.slices[first:last]
             for region in _plain_regions(held, part.tensor)
             for write in writes_of(staged.files, region, held.layout.specs[region.slot][2].itemsize, part)

@@ -99,9 +99,13 @@ class Region:
         """The digest of a part of the box, whose first element is the box's element `begin`."""
         if self.is_contiguous:
             return bits_digest(bits, start=self.source_offset + begin)
+        return placed_digest(bits, self.positions(begin, begin + bits.size).numpy())
+
+    def positions(self, begin: int, end: int, *, device: torch.device | None = None) -> torch.Tensor:
+        """Where the box's elements [begin, end) lie in the tensor, int64."""
         length, distance = self._run
-        run, rest = np.divmod(np.arange(begin, begin + bits.size, dtype=np.int64), length)
-        return placed_digest(bits, self.source_offset + run * distance + rest)
+        place = torch.arange(begin, end, device=device)
+        return self.source_offset + place // length * distance + place % length
 
     @property
     def _run(self) -> tuple[int, int]:
@@ -109,6 +113,16 @@ class Region:
         if self.is_contiguous:
             return self.num_elements, max(1, self.num_elements)
         return self.shape[1], self.source_strides[0]
+
+    def span_of(self, positions: NDArray[np.int64]) -> slice:
+        """Those of ascending positions [N] that lie between the box's first and last element; no others are in it.
+
+        A tensor of fused experts has two boxes for each, and the changes of one are a small part of all.
+        """
+        last = sum((size - 1) * stride for size, stride in zip(self.shape, self.source_strides, strict=True))
+        ends = (self.source_offset, self.source_offset + last + 1) if self.num_elements else (0, 0)
+        begin, end = np.searchsorted(positions, ends)
+        return slice(int(begin), int(end))
 
     def targets(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """(which of the tensor's row-major positions [N] are in the box, their indices in the parameter's storage)."""

@@ -1,0 +1,66 @@
+"""Digests of tensors where they lie: those of `policies.digest`, computed by torch on the tensors' own device.
+
+A GPU digests at the speed of its memory what the host would first have to copy, and then needs a processor minute for;
+for tensors on a CPU numpy is faster, and is what is used for them.
+"""
+
+import torch
+
+from millrace.policies.digest import BITS_KEY, LAST_SHIFT, MIX, PLACE_KEY, bits_digest, placed_digest
+
+_BLOCK_ELEMENTS = 1 << 24
+"""Elements at a time; each takes 40 bytes meanwhile."""
+_LANE = 1 << 64
+_WIDTHS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def device_digest(tensor: torch.Tensor, *, start: int = 0, positions: torch.Tensor | None = None) -> int:
+    """The digest of a tensor's elements in row-major order, of which the first has index `start` in the whole.
+
+    With `positions` int64 [N], on the same device, these are the indices instead. Waits for the device.
+    """
+    flat = tensor.detach().reshape(-1)
+    if not flat.numel():
+        return 0
+    bits = flat.view(_WIDTHS[flat.element_size()])
+    if bits.device.type == "cpu":
+        numbers = bits.numpy().view(f"u{bits.element_size()}")
+        return bits_digest(numbers, start=start) if positions is None else placed_digest(numbers, positions.numpy())
+    return torch_digest(bits, start=start, positions=positions)
+
+
+def torch_digest(bits: torch.Tensor, *, start: int = 0, positions: torch.Tensor | None = None) -> int:
+    """The same of flat element bits as signed integers, on whatever device they are."""
+    sums = torch.zeros(2, dtype=torch.int64, device=bits.device)
+    unsigned = -1 if bits.element_size() == 8 else (1 << 8 * bits.element_size()) - 1
+    for begin in range(0, bits.numel(), _BLOCK_ELEMENTS):
+        block = bits[begin : begin + _BLOCK_ELEMENTS].to(torch.int64) & unsigned  # widened with zeros
+        if positions is None:
+            indices = torch.arange(start + begin, start + begin + block.numel(), device=bits.device)
+        else:
+            indices = positions[begin : begin + _BLOCK_ELEMENTS]
+        places = (2 * indices + 1) * _signed(PLACE_KEY)
+        terms = _mix(block * _signed(BITS_KEY) + places)
+        sums[0] += terms.sum()
+        sums[1] += (terms * places).sum()
+    high, low = (lane % _LANE for lane in sums.tolist())
+    return high << 64 | low
+
+
+def mixed(numbers: torch.Tensor, *, salt: int) -> torch.Tensor:
+    """int64 bits that look random, of numbers int64 and a salt; for what has to come out the same again."""
+    return _mix((numbers + 1) * _signed(PLACE_KEY) + _signed(salt * BITS_KEY % _LANE))
+
+
+def _mix(x: torch.Tensor) -> torch.Tensor:
+    """SplitMix64's finaliser in place, modulo 2**64; shifts fill with zeros."""
+    for shift, factor in MIX:
+        x ^= (x >> shift) & ((1 << 64 - shift) - 1)
+        x *= _signed(factor)
+    x ^= (x >> LAST_SHIFT) & ((1 << 64 - LAST_SHIFT) - 1)
+    return x
+
+
+def _signed(number: int) -> int:
+    """The same 64 bits as a signed number."""
+    return number - _LANE if number >= _LANE // 2 else number
