@@ -16,7 +16,7 @@ from millrace.runlog.events.run_status import state_name
 from millrace.telemetry import waits
 from millrace.telemetry.standstill import METER, Meter
 from millrace.telemetry.waits import Wait
-from millrace.v1 import event_pb2, run_pb2, run_service_pb2
+from millrace.v1 import run_pb2, run_service_pb2
 
 RECENT_S = 60.0
 """How long this process reports that it stood still: until then the delays of others may be its own doing."""
