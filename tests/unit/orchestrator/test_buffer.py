@@ -14,7 +14,7 @@ from millrace.config.sections.buffer import BufferConfig, RatioConfig
 from millrace.decoding import Fields
 from millrace.errors import InvalidSpecError
 from millrace.orchestrator.play.book import Resolved
-from millrace.orchestrator.play.buffer import TaskBuffer
+from millrace.orchestrator.play.buffer import TaskBuffer, thresholds_of
 from millrace.orchestrator.play.play import Arrival
 from millrace.orchestrator.play.pools import GroupResult, Pool, Pools, Thresholds
 from millrace.orchestrator.play.tasks import TaskOrder, TaskSource
@@ -51,6 +51,28 @@ def test_a_task_moves_at_its_threshold_and_stays_there() -> None:
     assert pools.counts("a") == (1, 1) and pools.counts("b") == (0, 0)
 
 
+def test_a_hard_task_that_is_replayed_moves_by_its_new_group() -> None:
+    replaying = Thresholds(easy=0.8, hard=0.2, replays_hard=True)
+    pools = Pools().after(
+        [result(task, 0.0) for task in range(3)] + [result(3, 1.0)], replaying, step=1, drawn_below=4, resolved_below=4
+    )
+    again = [result(0, 0.5), result(1, 0.9), result(2, 0.1), result(3, 0.0)]
+    pools = stored(pools.after(again, replaying, step=2, drawn_below=9, resolved_below=6))
+    assert pools.newest() == {"a": {1: Pool.EASY, 2: Pool.HARD, 3: Pool.EASY}}, "what is easy is so for good"
+    assert pools.behind(pools.num_counting(8))[1]["a"][0] is Pool.HARD, "an ordinal that was drawn before"
+
+
+def test_a_share_of_the_draws_plays_hard_tasks_again() -> None:
+    pools = behind(Pools(), result(0, 0.0), result(4, 0.1), result(7, 1.0), drawn_below=5, resolved_below=5)
+    config = BufferConfig(easy_threshold=0.8, hard_threshold=0.2)
+    plain, replaying = drawer(pools, config), drawer(pools, config.model_copy(update={"hard_replay": 0.25}))
+    before, drawn = ([each.task(i).task_index for i in range(5, 2005)] for each in (plain, replaying))
+    again = [task for task in drawn if task in (0, 4)]
+    assert 0.2 < len(again) / len(drawn) < 0.3 and set(again) == {0, 4} and 7 not in drawn
+    assert all(new in (0, 4) or new == old for old, new in zip(before, drawn, strict=True))
+    assert not {0, 4, 7} & set(before)
+
+
 def test_without_thresholds_or_a_schedule_the_draw_is_the_task_order() -> None:
     order = TaskOrder([A, B], seed=3)
     config = BufferConfig(online_difficulty_filtering=True)
@@ -78,22 +100,27 @@ def test_a_header_does_not_count_for_what_was_drawn_before_it() -> None:
     assert not new & {ref.task_index for ref in old}
 
 
-@given(st.integers(0, 2**32))
-def test_what_an_ordinal_draws_is_the_same_after_any_kill(seed: int) -> None:
+@given(st.integers(0, 2**32), st.sampled_from([0.0, 0.5]))
+def test_what_an_ordinal_draws_is_the_same_after_any_kill(seed: int, hard_replay: float) -> None:
     """Headers are cut at random while ordinals are drawn; each is drawn again from each later stored state."""
     rng, pools = random.Random(seed), Pools()
+    config = BufferConfig(easy_threshold=0.8, hard_threshold=0.2, hard_replay=hard_replay)
+    thresholds = thresholds_of(config)
     drawn: list[int] = []
     unresolved: set[int] = set()
     for _ in range(8):
         for _ in range(rng.randrange(4)):
             unresolved.add(len(drawn))
-            drawn.append(drawer(pools).task(len(drawn)).task_index)
+            drawn.append(drawer(pools, config).task(len(drawn)).task_index)
         ended = rng.sample(sorted(unresolved), rng.randrange(len(unresolved) + 1))
         unresolved -= set(ended)
         groups = [result(drawn[ordinal], rng.random()) for ordinal in sorted(ended)]
         below = min(unresolved, default=len(drawn))
-        pools = stored(behind(pools, *groups, drawn_below=len(drawn), resolved_below=below))
-        assert [drawer(pools).task(ordinal).task_index for ordinal in unresolved] == [drawn[o] for o in unresolved]
+        step = 1 + max([pools.step, *(moves.step for moves in pools.recent)])
+        pools = stored(pools.after(groups, thresholds, step=step, drawn_below=len(drawn), resolved_below=below))
+        assert [drawer(pools, config).task(ordinal).task_index for ordinal in unresolved] == [
+            drawn[o] for o in unresolved
+        ]
         assert all(moves.drawn_below > below for moves in pools.recent), "what is resolved is kept no longer"
 
 
@@ -187,6 +214,8 @@ def test_what_was_drawn_stands_below_the_number_that_a_header_keeps() -> None:
         ({"easy_threshold": 0.2, "hard_threshold": 0.2}, "must be above `orchestrator.buffer.hard_threshold`"),
         ({"easy_fraction": 0.5}, "needs `orchestrator.buffer.easy_threshold`"),
         ({"hard_fraction": 0.5}, "needs `orchestrator.buffer.hard_threshold`"),
+        ({"hard_replay": 0.5}, "needs `orchestrator.buffer.hard_threshold`"),
+        ({"hard_replay": 0.5, "hard_threshold": 0.0, "sampler": "own.tasks:fn"}, "chooses among normal tasks"),
         ({"hard_fraction": 1.5, "hard_threshold": 0.0}, "at most 1"),
         ({"schedule": [{"step": 3, "env_ratios": [1.0]}, {"step": 3, "env_ratios": [1.0]}]}, "ascending steps"),
         ({"schedule": [{"step": 3, "env_ratios": [1.0, 2.0]}]}, "2 env_ratios at step 3, but there are 1"),

@@ -40,6 +40,13 @@ class BufferConfig(ConfigSection):
         le=1,
     )
     hard_fraction: float = option(0.0, "Likewise for hard tasks.", ge=0, le=1)
+    hard_replay: float = option(
+        0.0,
+        "Share of the draws that play a hard task again, chosen at random. One whose group then has a mean reward "
+        "above `hard_threshold` is normal again, or easy.",
+        ge=0,
+        lt=1,
+    )
     online_difficulty_filtering: bool = option(
         False,
         "Replace a group whose mean reward is exactly 0 or 1 by another task's before the batch is cut, so that "
@@ -81,6 +88,12 @@ class BufferConfig(ConfigSection):
             if fraction and threshold is None:
                 message = f"needs `{_AT}{pool}_threshold`: without it no task is {pool}; set it, or leave this out"
                 yield broken(message, f"{_AT}{pool}_fraction", f"{_AT}{pool}_threshold")
+        if self.hard_replay and hard is None:
+            message = f"needs `{_AT}hard_threshold`: without it no task is hard; set it, or leave this out"
+            yield broken(message, f"{_AT}hard_replay", f"{_AT}hard_threshold")
+        if self.hard_replay and self.sampler is not None:
+            message = f"has no effect beside `{_AT}sampler`, which chooses among normal tasks; leave it out"
+            yield broken(message, f"{_AT}hard_replay", f"{_AT}sampler")
         if self.sampler_kwargs and self.sampler is None:
             message = f"has no effect without `{_AT}sampler`; set it, or leave this out"
             yield broken(message, f"{_AT}sampler_kwargs", f"{_AT}sampler")

@@ -1,8 +1,8 @@
 """Which task an ordinal draws where the run has pools of tasks, ratios that follow a schedule, or a sampler.
 
 A function of the run's record, the ordinal, and the pools that the log has for the ordinal (`pools.py`): the task of
-the task order where it is normal, else a random normal one of the same environment, else of another; or what the user's
-own function says.
+the task order where it is normal, else a random normal one of the same environment, else of another; for a share of the
+ordinals a hard one; or what the user's own function says.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from millrace.config.sections.buffer import BufferConfig
-from millrace.orchestrator.play.pools import Placed, Pools, Thresholds, random_of
+from millrace.orchestrator.play.pools import Placed, Pool, Pools, Thresholds, random_of, replay_of
 from millrace.orchestrator.play.sampler import Sampler
 from millrace.orchestrator.play.tasks import TaskOrder, TaskRef, TaskSource
 
@@ -27,7 +27,7 @@ class PoolSizes:
 
 def thresholds_of(config: BufferConfig) -> Thresholds:
     """What moves a task."""
-    return Thresholds(easy=config.easy_threshold, hard=config.hard_threshold)
+    return Thresholds(easy=config.easy_threshold, hard=config.hard_threshold, replays_hard=bool(config.hard_replay))
 
 
 class TaskBuffer:
@@ -47,6 +47,7 @@ class TaskBuffer:
         self._sources = {source.env: source for source in sources}
         self._schedule = sorted((entry.step, tuple(entry.env_ratios)) for entry in config.schedule)
         self._is_on = config.changes_draws
+        self._hard_replay = config.hard_replay
         self._seed = seed
         self._pools = pools
         self._sampler = sampler
@@ -66,6 +67,8 @@ class TaskBuffer:
         ref, ratios = self._order.task(ordinal), self._ratios(step)
         rng = random_of(self._seed, ordinal)
         env = ref.env if ratios is None else self._choose(ratios, rng, list(self._sources))
+        if (hard := self._replayed(ordinal, env, placed)) is not None:
+            return TaskRef(ordinal=ordinal, env=env, task_index=hard)
         if env == ref.env and ref.task_index not in placed.get(env, {}):
             return ref
         if not len(self._normal_of(env, placed)):
@@ -100,6 +103,14 @@ class TaskBuffer:
     def _choose(self, ratios: Mapping[str, float], rng: np.random.Generator, envs: Sequence[str]) -> str:
         shares = np.asarray([ratios[env] for env in envs], np.float64)
         return envs[int(rng.choice(len(envs), p=shares / shares.sum()))]
+
+    def _replayed(self, ordinal: int, env: str, placed: Placed) -> int | None:
+        """The hard task that an ordinal plays again; None where it does not, or none is hard."""
+        if not self._hard_replay:
+            return None
+        rng = replay_of(self._seed, ordinal)
+        hard = sorted(task for task, pool in placed.get(env, {}).items() if pool is Pool.HARD)
+        return int(rng.choice(hard)) if rng.random() < self._hard_replay and hard else None
 
     def _at(self, ordinal: int) -> tuple[int, Placed]:
         """The step at which an ordinal is drawn, and the pools that it is drawn from; the same object for the same."""

@@ -3,6 +3,8 @@
     normal ──group's mean reward ≥ easy_threshold──▶ easy      for good, but for the share that `easy_fraction` and
        └─────group's mean reward ≤ hard_threshold──▶ hard      `hard_fraction` return where a run begins anew
 
+With `hard_replay` hard tasks are played again now and then, and move by what their group was worth.
+
 Each header records `drawn_below`, the first ordinal that nobody had drawn when it was cut, and what it moved. Ordinal n
 is drawn from the pools behind the headers with `drawn_below` ≤ n. That says the same before and after a kill: a header
 that was cut after n was drawn does not count for n, also where the orchestrator that draws n again knows that header.
@@ -39,6 +41,8 @@ class Thresholds:
 
     easy: float | None = None
     hard: float | None = None
+    replays_hard: bool = False
+    """Whether hard tasks are played again, and move by their new group."""
 
     def pool(self, reward: float) -> Pool:
         """The pool that a group's mean reward stands for."""
@@ -108,8 +112,9 @@ class Pools:
         moved: dict[str, dict[int, Pool]] = {}
         for group in groups:
             pool = thresholds.pool(group.reward)
-            is_normal = now.get(group.env, {}).get(group.task_index, Pool.NORMAL) is Pool.NORMAL
-            if pool is not Pool.NORMAL and is_normal and group.task_index < MAX_TASKS:
+            stands = now.get(group.env, {}).get(group.task_index, Pool.NORMAL)
+            may_move = stands is Pool.NORMAL or (stands is Pool.HARD and thresholds.replays_hard)
+            if may_move and pool is not stands and group.task_index < MAX_TASKS:
                 moved.setdefault(group.env, {}).setdefault(group.task_index, pool)
         drawn_below = max(self.drawn_below, drawn_below)
         recent = (*self.recent, Moves(drawn_below=drawn_below, step=step, placed=moved))
@@ -185,6 +190,11 @@ class Pools:
 def random_of(seed: int, ordinal: int) -> np.random.Generator:
     """The randomness of one ordinal's draw."""
     return _rng(f"{seed}/draw/{ordinal}")
+
+
+def replay_of(seed: int, ordinal: int) -> np.random.Generator:
+    """The randomness that says whether an ordinal plays a hard task again, and which."""
+    return _rng(f"{seed}/replay/{ordinal}")
 
 
 def _rng(material: str) -> np.random.Generator:
