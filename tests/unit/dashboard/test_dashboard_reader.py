@@ -11,7 +11,8 @@ from millrace.dashboard.config_search import ConfigText
 from millrace.dashboard.index import columns as columns_module
 from millrace.dashboard.index.columns import Columns, Shelf
 from millrace.dashboard.plain import to_json
-from millrace.dashboard.reader import INDEX_GROWING, Reader
+from millrace.dashboard.problems import INDEX_GROWING
+from millrace.dashboard.reader import Reader
 from millrace.dashboard.views.vocabulary import of_secrets, pieces_of
 from millrace.errors import InvalidSpecError, NotFoundError, UnavailableError
 from millrace.storage.local import LocalStore

@@ -35,7 +35,7 @@ async function answerOf(path, options) {
     throw new Refusal(0, { message: "the orchestrator does not answer", reason: "UNREACHABLE" });
   }
   const body = await response.json().catch(() => ({}));
-  if (response.ok) return body;
+  if (response.ok && !body.error) return body; // 202: asked for too early, and told so
   if (response.status === 401 && !options.silent) location.assign("/login");
   throw new Refusal(response.status, body.error || {});
 }
