@@ -111,20 +111,21 @@ def test_reasoning_without_an_end_freezes_no_page(page, run_writer):
     assert page.locator(".message.assistant details").count() == 0
 
 
-def test_a_link_to_a_sample_waits_until_its_batch_is_read(page):
+@pytest.mark.parametrize("path", ["samples/3-1", "lineage?sample=3-1"])
+def test_a_link_to_a_sample_waits_until_its_batch_is_read(page, path):
     growing = {"error": {"reason": "INDEX_GROWING", "message": "3 of 6 batches of the run are read"}}
     left = [growing, growing]
 
     def answer(route):
         if left:
-            route.fulfill(status=503, json=left.pop())
+            route.fulfill(status=202, json=left.pop())
         else:
             route.continue_()
 
-    page.route("**/samples/3-1", lambda route: answer(route) if "/api/" in route.request.url else route.continue_())
-    page.goto(f"{page.base}/runs/{RUN}/samples/3-1")
+    page.route(lambda url: url.endswith(f"/api/runs/{RUN}/{path}"), answer)
+    page.goto(f"{page.base}/runs/{RUN}/{path}")
     page.wait_for_selector("text=3 of 6 batches of the run are read")
-    page.wait_for_selector(".token")
+    page.wait_for_selector(PAGES[f"/runs/{RUN}/{path}"])
     assert not left
 
 

@@ -21,6 +21,10 @@ from millrace.telemetry.redact import redact
 
 logger = logging.getLogger(__name__)
 
+INDEX_GROWING = "INDEX_GROWING"
+"""Reason of what cannot be given yet, because the log is being read: a list, or a sample."""
+_ACCEPTED = 202  # asked for, and on its way: no failure
+
 _STATUS: tuple[tuple[type[MillraceError], int], ...] = (
     (InvalidSpecError, 400),
     (UnauthenticatedError, 401),
@@ -44,6 +48,8 @@ def problem_of(error: Exception) -> tuple[int, dict[str, Any]]:
             remedy="see the orchestrator's log",
         )
     status = next((number for kind, number in _STATUS if isinstance(error, kind)), 500)
+    if error.reason == INDEX_GROWING:
+        status = _ACCEPTED
     body = {
         "reason": error.reason,
         "message": redact(error.message)[:4000],
@@ -57,6 +63,8 @@ def error_of(status: int, body: dict[str, Any]) -> MillraceError:
     told = body.get("error") or {}
     reason, message, remedy = (str(told.get(name, "")) for name in ("reason", "message", "remedy"))
     kind = next((kind for kind, number in _STATUS if number == status and kind is not CapacityError), InternalError)
+    if status == _ACCEPTED:
+        kind = UnavailableError
     if issubclass(kind, InvalidSpecError):
         wrong = [Violation(field="request", message=message)]
         return InvalidSpecError(wrong, message=message, reason=reason, remedy=remedy or None)

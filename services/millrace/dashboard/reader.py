@@ -14,6 +14,7 @@ from millrace.dashboard.index.build import SampleIndex
 from millrace.dashboard.index.columns import Columns, Shelf
 from millrace.dashboard.index.query import NAMED, SampleQuery, row_json, select
 from millrace.dashboard.looking import Looking
+from millrace.dashboard.problems import INDEX_GROWING
 from millrace.dashboard.views.detail import MAX_TOKENS, Details
 from millrace.dashboard.views.facts import MAX_POINTS, RunFacts
 from millrace.dashboard.views.lineage import Lineage
@@ -37,9 +38,6 @@ MAX_UNREADABLE = 20
 """Batches whose rollouts cannot be read that are named, the last ones; all are counted."""
 MAX_VALUES = 20_000
 """Of metrics, on one such page."""
-
-INDEX_GROWING = "INDEX_GROWING"
-"""Reason of what cannot be given yet, because the log is being read: a list, or a sample."""
 
 Params = Mapping[str, str]
 

@@ -13,7 +13,8 @@ from millrace.dashboard.index import build as build_module
 from millrace.dashboard.index import columns as columns_module
 from millrace.dashboard.index.columns import ROW, Columns, Shelf, packed
 from millrace.dashboard.plain import to_json
-from millrace.dashboard.reader import INDEX_GROWING, Reader
+from millrace.dashboard.problems import INDEX_GROWING
+from millrace.dashboard.reader import Reader
 from millrace.dashboard.views.vocabulary import of_secrets, pieces_of
 from millrace.errors import InvalidSpecError, MillraceError, NotFoundError, UnavailableError
 from millrace.exports.conversation import content_of

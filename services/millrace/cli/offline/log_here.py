@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from millrace.dashboard.reader import INDEX_GROWING, Reader
+from millrace.dashboard.problems import INDEX_GROWING
+from millrace.dashboard.reader import Reader
 from millrace.errors import UnavailableError
 from millrace.runlog.names import Names
 from millrace.runlog.records.run_record import RunRecord

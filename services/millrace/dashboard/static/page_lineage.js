@@ -22,6 +22,7 @@ export async function lineagePage(page, run) {
     trouble("store", found.stale || "");
     fill(body, params.sample ? ofSample(base, found) : ofVersion(base, found));
   } catch (error) {
+    if (error.reason === "INDEX_GROWING") throw error;
     if (error.name !== "AbortError") fill(body, h("p", { class: "panel failed" }, `${error.message}. ${error.remedy}`));
   }
 }
