@@ -1,4 +1,4 @@
-"""Pictures of every page: python tests/browser/screenshots.py DIRECTORY [--url URL --run RUN --sample ID].
+"""Pictures of every page: python tests/browser/screenshots.py DIRECTORY [--url URL --run RUN --other RUN --sample ID].
 
 Without --url it serves a small run of its own. Light, dark and narrow, each page once.
 """
@@ -44,14 +44,16 @@ def served() -> Iterator[str]:
             yield found.url
 
 
-def take(url: str, run: str, sample: str, directory: Path) -> None:
+def take(url: str, run: str, other: str, sample: str, directory: Path) -> None:
     """One file for each page and look."""
     pages = {
         "runs": "/", "run": f"/runs/{run}", "config": f"/runs/{run}?show=config", "events": f"/runs/{run}?show=events",
         "checkpoints": f"/runs/{run}?show=checkpoints", "audit": f"/runs/{run}?show=audit",
         "samples": f"/runs/{run}/samples",
-        "sample": f"/runs/{run}/samples/{sample}", "lineage": f"/runs/{run}/lineage?sample={sample}",
+        "sample": f"/runs/{run}/samples/{sample}", "side": f"/runs/{run}/samples/{sample}?side=1",
+        "lineage": f"/runs/{run}/lineage?sample={sample}",
         "version": f"/runs/{run}/lineage?version=5", "timeline": f"/runs/{run}/timeline", "login": "/login",
+        "compare": f"/compare?runs={run},{other}",
     }  # fmt: skip
     directory.mkdir(parents=True, exist_ok=True)
     with sync_playwright() as playwright:
@@ -77,10 +79,11 @@ def main() -> None:
     parser.add_argument("directory", type=Path)
     parser.add_argument("--url")
     parser.add_argument("--run", default=RUN)
+    parser.add_argument("--other", default="letters-0", help="What the run is compared with.")
     parser.add_argument("--sample", default="5-3")
     given = parser.parse_args()
     with contextlib.nullcontext(given.url) if given.url else served() as url:
-        take(url.rstrip("/"), given.run, given.sample, given.directory)
+        take(url.rstrip("/"), given.run, given.other, given.sample, given.directory)
 
 
 if __name__ == "__main__":

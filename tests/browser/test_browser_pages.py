@@ -20,6 +20,7 @@ PAGES = {
     f"/runs/{RUN}?show=audit": "text=CHAIN_BROKEN",
     f"/runs/{RUN}/samples": "table.samples tbody tr >> nth=5",
     f"/runs/{RUN}/samples/3-1": ".token",
+    f"/runs/{RUN}/samples/3-1?side=1": ".members .member >> nth=7",
     f"/runs/{RUN}/lineage?sample=3-1": "text=sampled its tokens",
     f"/runs/{RUN}/lineage?version=2": "text=Policy v3",
     f"/runs/{RUN}/timeline": ".lanes svg rect",
@@ -108,6 +109,41 @@ def test_reasoning_without_an_end_freezes_no_page(page, run_writer):
     page.goto(page.base + f"/runs/{RUN}/samples/{STEPS}-0")
     page.wait_for_selector(".message.assistant")
     assert page.locator(".message.assistant details").count() == 0
+
+
+def test_a_link_to_a_sample_waits_until_its_batch_is_read(page):
+    growing = {"error": {"reason": "INDEX_GROWING", "message": "3 of 6 batches of the run are read"}}
+    left = [growing, growing]
+
+    def answer(route):
+        if left:
+            route.fulfill(status=503, json=left.pop())
+        else:
+            route.continue_()
+
+    page.route("**/samples/3-1", lambda route: answer(route) if "/api/" in route.request.url else route.continue_())
+    page.goto(f"{page.base}/runs/{RUN}/samples/3-1")
+    page.wait_for_selector("text=3 of 6 batches of the run are read")
+    page.wait_for_selector(".token")
+    assert not left
+
+
+def test_a_group_stands_side_by_side(page):
+    """Every member with what it answered, what all were asked once; keys and links lead there and back."""
+    opened(page, f"/runs/{RUN}/samples/3-1", ".token")
+    page.keyboard.press("g")
+    page.wait_for_selector(".members .member >> nth=7")
+    assert page.url.endswith("/samples/3-1?side=1")
+    asked, members = page.locator(".panel:has(.members) > .chat"), page.locator(".members .member")
+    assert asked.locator(".message.user").count() == 1 and members.locator(".message.user").count() == 0
+    assert members.locator(".message.assistant").count() == members.count()
+    assert "Member 2" in page.inner_text(".member.here") and HOSTILE[0] in page.inner_text(".members")
+    assert page.query_selector(".members script, .members img") is None and page.evaluate("window.hacked") is None
+    page.keyboard.press("j")
+    page.wait_for_selector(".member.here:has-text('Member 3')")
+    page.click("a:has-text('This one alone')")
+    page.wait_for_selector(".columns .chat")
+    assert page.complaints == []
 
 
 def test_a_long_line_is_folded_and_opens(page):

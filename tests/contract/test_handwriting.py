@@ -107,6 +107,7 @@ FOREIGN = {
     "_cdata": "of torch: the address of a storage, by which one is known again",
     "_get_fsdp_state": "of torch: FSDP shows nowhere else what it offloads",
     "_fsdp_param_group": "of torch: as above",
+    "_world": "of torch: which process groups there are is said nowhere else",
     "_collector_to_names": "of prometheus_client: metrics that have no values yet have labels there only",
     "_labelnames": "of prometheus_client: as above",
 }

@@ -19,15 +19,18 @@ def _has(node: ast.AST, *operators: type[ast.operator]) -> bool:
 
 def _is_growing_delay(node: ast.AST) -> bool:
     """Whether it is "some seconds times a power" or "that many seconds times something, but no more than those"."""
-    if not any(name.lower().endswith("_s") for name in _names(node)):
-        return False
     is_power = isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult) and _has(node, ast.Pow)
-    is_limited = isinstance(node, ast.Call) and ast.unparse(node.func) == "min" and _has(node, ast.Mult)
-    return is_power or is_limited
+    is_minimum = isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "min"
+    is_limited = is_minimum and _has(node, ast.Mult)
+    return (is_power or is_limited) and any(name.lower().endswith("_s") for name in _names(node))
 
 
 def _is_race(node: ast.AST) -> bool:
-    return isinstance(node, ast.Attribute | ast.Name) and ast.unparse(node).endswith("FIRST_COMPLETED")
+    match node:
+        case ast.Attribute(attr="FIRST_COMPLETED") | ast.Name(id="FIRST_COMPLETED"):
+            return True
+        case _:
+            return False
 
 
 @pytest.fixture(scope="module")

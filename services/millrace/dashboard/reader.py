@@ -1,10 +1,11 @@
 """Answers the questions of pages from the object store: what is asked of which run, and where the answer is."""
 
+import contextlib
 import os
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -38,7 +39,7 @@ MAX_VALUES = 20_000
 """Of metrics, on one such page."""
 
 INDEX_GROWING = "INDEX_GROWING"
-"""Reason of a list that cannot be given yet, because the log is being read."""
+"""Reason of what cannot be given yet, because the log is being read: a list, or a sample."""
 
 Params = Mapping[str, str]
 
@@ -132,7 +133,7 @@ class Reader:
         return _OpenRun(
             facts=facts,
             index=SampleIndex(self._store, names, columns, secrets=self._secrets),
-            details=Details(self._store, names, columns, facts),
+            details=Details(self._store, names, columns, facts, secrets=self._secrets),
             lineage=Lineage(self._store, names, columns, facts),
             spread=Spread(),
         )
@@ -186,18 +187,20 @@ def _page_of_samples(run: _OpenRun, query: SampleQuery) -> dict[str, Any]:
 
 def _sample(run: _OpenRun, params: Params) -> dict[str, Any]:
     run.index.looking.refresh(WAIT_S)
-    return run.details.show(params.get("id", ""))
+    with _unless_growing(run):
+        return run.details.show(params.get("id", ""))
 
 
 def _tokens(run: _OpenRun, params: Params) -> dict[str, Any]:
     run.facts.looking.refresh(FIRST_WAIT_S if not run.facts.names else 0.0)
     run.index.looking.refresh()
-    return run.details.tokens(
-        params.get("id", ""),
-        part=_whole(params, "part", 0, most=1 << 20),
-        offset=_whole(params, "offset", 0, most=1 << 30),
-        size=max(1, _whole(params, "size", 1024, most=MAX_TOKENS)),
-    )
+    with _unless_growing(run):
+        return run.details.tokens(
+            params.get("id", ""),
+            part=_whole(params, "part", 0, most=1 << 20),
+            offset=_whole(params, "offset", 0, most=1 << 30),
+            size=max(1, _whole(params, "size", 1024, most=MAX_TOKENS)),
+        )
 
 
 def _lineage(run: _OpenRun, params: Params) -> dict[str, Any]:
@@ -208,7 +211,8 @@ def _lineage(run: _OpenRun, params: Params) -> dict[str, Any]:
         wrong = Violation(field="sample, version", message="exactly one of them must be given", source="request")
         raise InvalidSpecError([wrong], reason="QUERY_INVALID", remedy="?sample=12-3 or ?version=12")
     if sample is not None:
-        return run.lineage.of_sample(run.details.row(sample), run.details.tokens_by_version(sample))
+        with _unless_growing(run):
+            return run.lineage.of_sample(run.details.row(sample), run.details.tokens_by_version(sample))
     return run.lineage.of_version(_whole(params, "version", 0, most=(1 << 31) - 1))
 
 
@@ -247,10 +251,25 @@ def _whole_lineage(run: _OpenRun, params: Params) -> dict[str, Any]:
     return _lineage(run, params)
 
 
+@contextlib.contextmanager
+def _unless_growing(run: _OpenRun) -> Iterator[None]:
+    """A sample that is not there while batches are still being read may come: UnavailableError instead."""
+    try:
+        yield
+    except NotFoundError as error:
+        if not run.index.looking.is_busy:
+            raise
+        raise UnavailableError(_growth(run), reason=INDEX_GROWING, remedy="ask again in a moment") from error
+
+
 def _require_index(run: _OpenRun) -> None:
     run.index.looking.refresh(FIRST_WAIT_S)
+    _require_all(run.index.looking, _growth(run))
+
+
+def _growth(run: _OpenRun) -> str:
     at = _progress(run)
-    _require_all(run.index.looking, f"{at['batches']} of {at['known_batches']} batches of the run are read")
+    return f"{at['batches']} of {at['known_batches']} batches of the run are read"
 
 
 def _require_all(looking: Looking, meanwhile: str) -> None:

@@ -67,7 +67,7 @@ class WandbRun:
         )
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
-        self.next_row: int = self._run.step
+        self.next_row: int = self._run.starting_step  # `step` is 0 in a run that was resumed
         """Rows below are in W&B already."""
 
     @property

@@ -83,6 +83,20 @@ def redact(text: str, *, secrets: tuple[str, ...] | None = None) -> str:
     return text
 
 
+def secret_spans(text: str, *, secrets: tuple[str, ...]) -> list[tuple[int, int]]:
+    """Where `redact` would mask something, as begins and ends; they may overlap."""
+    found = []
+    for secret in {*secrets, *known_secrets}:
+        at = text.find(secret)
+        while at >= 0:
+            found.append((at, at + len(secret)))
+            at = text.find(secret, at + len(secret))
+    found += [match.span("secret") for match in _URL_PASSWORD.finditer(text)]
+    found += [match.span() for match in _TOKEN.finditer(text)]
+    found += [(match.end("head"), match.end()) for pattern in (_BEARER, _PAIR) for match in pattern.finditer(text)]
+    return found
+
+
 def masked(value: Any, secrets: tuple[str, ...]) -> Any:
     """The plain value without secrets: neither in its texts, nor under names of secrets. Texts have an end, numbers are
     finite or None."""

@@ -25,6 +25,7 @@ from millrace.v1 import run_pb2, run_service_pb2
 from millrace_testing import wandb_files
 from millrace_testing.orchestrator.runs import CONFIG, bodies, states, watch
 from millrace_testing.polling import until
+from millrace_testing.wandb_server import WandbServer, serving
 
 pytest.importorskip("wandb", reason="needs millrace[wandb]")
 
@@ -103,6 +104,40 @@ async def test_an_offline_run_has_every_value_though_its_exporter_was_killed(sta
         "batch/trained_groups",
         2,
     ) in expected
+
+
+async def test_an_online_run_has_every_value_once_though_its_exporter_was_killed(
+    stack, directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next exporter goes on in the run behind the rows that W&B says it has."""
+    monkeypatch.setenv("WANDB_API_KEY", "0123456789" * 4)
+    with serving(WandbServer()) as server:
+        monkeypatch.setenv("WANDB_BASE_URL", server.url)
+        trainer = await workers_of(stack)
+        trainer.hold.clear()
+        run = await create(stack, project="letters", id="again")
+        await until(lambda: "again" in server.runs and server.runs["again"].history, what="the first row")
+        stored = server.runs["again"]
+        (process,) = (
+            child for child in psutil.Process().children() if child.cmdline()[-1:] == ["millrace.exports.live"]
+        )
+        os.killpg(process.pid, signal.SIGKILL)
+        before = len(stored.history)
+        await until(lambda: server.num_resumed, what="a second session")
+        trainer.hold.set()
+        events = await watch(stack, run)
+        assert states(events)[-1] == "SUCCEEDED"
+        names = Names(stack.prefix, run.uid)
+        expected = {(name, step): value for name, step, value in points(read_metrics(stack.deps["store"], names))}
+        await until(lambda: stored.is_complete, what="the end of the session")
+    rows = stored.rows()
+    seen = [(name, row["step"]) for row in rows for name in row if name != "step" and name[0] != "_"]
+    assert len(seen) == len(set(seen)) and set(expected) <= set(seen)
+    assert {(n, row["step"]): row[n] for row in rows for n in row if (n, row["step"]) in expected} == pytest.approx(
+        expected
+    )
+    assert [row["_step"] for row in rows] == list(range(len(rows))) and 0 < before < len(rows)
+    assert (stored.project, stored.num_repeated, server.unknown) == ("letters", 0, [])
 
 
 @pytest.mark.parametrize("kind", ["refused", "down", "slow"])

@@ -4,13 +4,14 @@ import json
 import os
 import re
 import shlex
-import subprocess
-import sys
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 from millrace.cli.commands.up import restart_command
+from millrace.cli.main import main
 from millrace.cli.session.model_path import is_path
 from millrace.cli.session.prepare import choose_run_id, prepare
 from millrace.cli.session.run_session import stack_options
@@ -40,10 +41,23 @@ def rl(tmp_path, monkeypatch) -> Path:
     return path
 
 
-def run(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "millrace.cli", *arguments], capture_output=True, text=True, timeout=60, cwd=cwd
-    )
+@dataclass(frozen=True, slots=True)
+class Ended:
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch, capsys) -> Callable[..., Ended]:
+    """What the command line does in an empty directory, in this process: starting one costs a second."""
+    monkeypatch.chdir(tmp_path)
+
+    def command(*arguments: str) -> Ended:
+        code = main(arguments)
+        return Ended(code, *capsys.readouterr())
+
+    return command
 
 
 def test_flags_and_config(rl):
@@ -111,35 +125,35 @@ def test_output_dir_and_existing_directories_are_paths(tmp_path, monkeypatch):
     assert is_path("models/warm") and is_path("out/warm", output_dir="out")
 
 
-def test_missing_model_names_path_directory_source_and_remedy(rl, tmp_path):
-    done = run("rl", "@", "rl.toml", "--model.name", "outputs/nobody", cwd=tmp_path)
+def test_missing_model_names_path_directory_source_and_remedy(rl, tmp_path, run):
+    done = run("rl", "@", "rl.toml", "--model.name", "outputs/nobody")
     assert done.returncode == 2 and done.stdout == ""
     assert f"model.name: does not exist in {tmp_path} (got outputs/nobody)" in done.stderr
     assert "--model.name" in done.stderr and "millrace sft @" in done.stderr
     assert not (tmp_path / "outputs").joinpath("reverse-text").exists()
 
 
-def test_directory_without_a_model(rl, tmp_path):
+def test_directory_without_a_model(rl, tmp_path, run):
     (tmp_path / "outputs" / "warm" / "config.json").unlink()
-    done = run("rl", "@", "rl.toml", cwd=tmp_path)
+    done = run("rl", "@", "rl.toml")
     assert done.returncode == 2
     assert "no config.json in" in done.stderr and "rl.toml:5" in done.stderr
 
 
-def test_all_violations_at_once_with_exit_code_2(rl, tmp_path):
-    done = run("rl", "@", "rl.toml", "--max-stpes", "3", "--orchestrator.batch-size", "10", cwd=tmp_path)
+def test_all_violations_at_once_with_exit_code_2(rl, tmp_path, run):
+    done = run("rl", "@", "rl.toml", "--max-stpes", "3", "--orchestrator.batch-size", "10")
     assert done.returncode == 2 and "Traceback" not in done.stderr
     assert "max_steps" in done.stderr and "batch_size" in done.stderr and "(got 10)" in done.stderr
     assert [path.name for path in (tmp_path / "outputs").iterdir()] == ["warm"]  # nothing was started
 
 
-def test_missing_file(tmp_path):
-    done = run("rl", "@", "nowhere.toml", cwd=tmp_path)
+def test_missing_file(run):
+    done = run("rl", "@", "nowhere.toml")
     assert done.returncode == 2 and "nowhere.toml" in done.stderr
 
 
-def test_dry_run_prints_the_resolved_config(rl, tmp_path):
-    done = run("rl", "@", "rl.toml", "--dry-run", "--model.name", "outputs/nobody", cwd=tmp_path)
+def test_dry_run_prints_the_resolved_config(rl, run):
+    done = run("rl", "@", "rl.toml", "--dry-run", "--model.name", "outputs/nobody")
     assert done.returncode == 0 and done.stderr == ""
     config = json.loads(done.stdout)
     assert config["orchestrator"]["batch_size"] == 8 and config["trainer"]["model"]["name"] == "outputs/nobody"
@@ -176,10 +190,10 @@ def test_vllm_of_the_stack_gets_its_flags_by_the_keys_of_the_config(rl, tmp_path
     assert stack_options(auto, tmp_path).engine == "vllm", "one of its keys is set"
 
 
-def test_sft_checks_its_model_and_dry_runs(tmp_path):
-    done = run("sft", "--model.name", "./nobody", cwd=tmp_path)
+def test_sft_checks_its_model_and_dry_runs(run):
+    done = run("sft", "--model.name", "./nobody")
     assert done.returncode == 2 and "model.name: does not exist" in done.stderr
-    done = run("sft", "--dry-run", "--max-steps", "3", cwd=tmp_path)
+    done = run("sft", "--dry-run", "--max-steps", "3")
     assert done.returncode == 0 and json.loads(done.stdout)["max_steps"] == 3
 
 
@@ -234,11 +248,11 @@ def test_a_step_to_resume_from_belongs_to_the_command(rl, words, expected):
 
 
 @pytest.mark.parametrize("command", ["rl", "sft"])
-def test_without_a_file_the_hub_is_not_asked(command, tmp_path):
-    done = run(command, cwd=tmp_path)
+def test_without_a_file_the_hub_is_not_asked(command, tmp_path, run):
+    done = run(command)
     assert done.returncode == 2 and done.stdout == ""
     assert done.stderr == f"Error: name a config file: millrace {command} @ examples/reverse_text/{command}.toml\n"
-    assert run("sft", "--max-steps", "3", cwd=tmp_path).returncode == 2 and not list(tmp_path.iterdir())
+    assert run("sft", "--max-steps", "3").returncode == 2 and not list(tmp_path.iterdir())
 
 
 def test_keys_that_a_running_stack_does_not_take_are_named(rl, capsys):

@@ -1,7 +1,6 @@
 """Indexes and views without a server: what is damaged, what is away, and why a step is slow."""
 
 import math
-import resource
 import threading
 import time
 
@@ -14,13 +13,14 @@ from millrace.dashboard.index import build as build_module
 from millrace.dashboard.index import columns as columns_module
 from millrace.dashboard.index.columns import ROW, Columns, Shelf, packed
 from millrace.dashboard.plain import to_json
-from millrace.dashboard.reader import Reader
-from millrace.dashboard.views.vocabulary import pieces_of
-from millrace.errors import InvalidSpecError, MillraceError, UnavailableError
+from millrace.dashboard.reader import INDEX_GROWING, Reader
+from millrace.dashboard.views.vocabulary import of_secrets, pieces_of
+from millrace.errors import InvalidSpecError, MillraceError, NotFoundError, UnavailableError
 from millrace.exports.conversation import content_of
 from millrace.storage.local import LocalStore
 from millrace.telemetry.redact import masked
 from millrace_testing.dashboard import NAMES, UID, RunWriter
+from millrace_testing.full_disk import largest_file
 
 
 class SwitchedStore:
@@ -169,6 +169,25 @@ def test_a_store_that_hangs_keeps_no_page_waiting(written, tmp_path):
     reader.close()
 
 
+@pytest.mark.parametrize(
+    ("question", "params"), [("sample", {"id": "2-1"}), ("tokens", {"id": "2-1"}), ("lineage", {"sample": "2-1"})]
+)
+def test_a_link_to_a_sample_waits_for_its_batch_to_be_read(written, tmp_path, question, params):
+    """Who opens a run by such a link is the first who asks for its index."""
+    store = SwitchedStore(written.store)
+    store.gate.clear()
+    reader = Reader(store, "millrace", tmp_path / "i")
+    with pytest.raises(UnavailableError, match="0 of 0 batches of the run are read") as raised:
+        reader.ask(question, UID, params)
+    assert raised.value.reason == INDEX_GROWING
+    store.gate.set()
+    settled(reader, 3)
+    assert reader.ask(question, UID, params)
+    with pytest.raises(NotFoundError, match="no batch of step 7"):
+        reader.ask("sample", UID, {"id": "7-1"})
+    reader.close()
+
+
 def test_a_list_has_no_gap(written, tmp_path, monkeypatch):
     monkeypatch.setattr(reader_module, "FIRST_WAIT_S", 0.1)
     store = SwitchedStore(written.store)
@@ -258,13 +277,8 @@ def test_an_append_that_fails_half_way_leaves_no_rows_that_are_others(tmp_path):
     """It is done again, and its names are there after a start."""
     columns, rows = Columns(tmp_path / "run"), np.zeros(3, ROW)
     rows["step"], rows["env"] = 7, columns.names.number("env", "letters")
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (rows.nbytes + 50, limits[1]))  # it ends within the texts
-    try:
-        with pytest.raises(MillraceError):
-            columns.append(step=7, revision=0, key="k", rows=rows, texts=packed("a", "b") * 3)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    with pytest.raises(MillraceError), largest_file(rows.nbytes + 50):  # it ends within the texts
+        columns.append(step=7, revision=0, key="k", rows=rows, texts=packed("a", "b") * 3)
     rows["step"] = 8
     columns.append(step=8, revision=0, key="k", rows=rows, texts=packed("c", "d") * 3)
     for found in (columns, Columns(tmp_path / "run")):
@@ -414,3 +428,19 @@ def test_a_run_is_found_by_its_config_but_not_by_its_secrets(words, is_found):
         "client": {"password": "hunter2hunter2"},
     }  # fmt: skip
     assert ConfigText.of(config, secrets=()).matches(words) is is_found
+
+
+@pytest.mark.parametrize(
+    ("pieces", "hidden"),
+    [
+        (["my ", "pass", "word", " = ", "hun", "ter2", "hun", " ", "ok"], "hunter2hun"),
+        (["key ", "plain", "look", "ing-42", "!", None, "."], "plainlooking-42"),
+        (["mrt", "_0123456789", "abcdef", "0123", ", ", "x"], "mrt_0123456789abcdef0123"),
+        (["redis://u:", "se", "cret", "@", "host"], "secret"),
+        (["nothing", " to ", "hide", None], ""),
+        ([], ""),
+    ],
+)
+def test_a_secret_in_several_tokens_is_hidden_and_nothing_else(pieces, hidden):
+    found = of_secrets(pieces, ("plainlooking-42",))
+    assert "".join(piece or "" for piece, is_hidden in zip(pieces, found, strict=True) if is_hidden) == hidden

@@ -1,13 +1,10 @@
 """The spool against a real disk: what a predecessor left, what is torn, what does not fit."""
 
 import asyncio
-import contextlib
 import hashlib
 import multiprocessing
-import resource
 import shutil
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +15,7 @@ from millrace.errors import CapacityError, InvalidStateError
 from millrace.rollouts.types import Purpose, Rollout, RolloutError, RolloutStatus
 from millrace.rollouts.wire import encode_rollout
 from millrace.telemetry import waits
+from millrace_testing.full_disk import largest_file
 from millrace_testing.polling import until
 
 LIMIT = 1 << 20
@@ -43,17 +41,6 @@ def make_rollout(ordinal: int, *, uid: str = "run1", size: int = 100, purpose: P
 
 def encoded(rollout: Rollout) -> bytes:
     return encode_rollout(rollout)
-
-
-@contextlib.contextmanager
-def largest_file(size: int) -> Iterator[None]:
-    """The kernel refuses to write more than that into a file, as it does when a disk is full."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 async def test_a_successor_finds_exactly_the_bytes(tmp_path: Path) -> None:

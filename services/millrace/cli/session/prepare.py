@@ -26,6 +26,7 @@ from millrace.config.sections.shared import LogConfig
 from millrace.config.suggest import shown
 from millrace.telemetry.settings import Settings, parse_address
 
+_BENCH = "millrace rl --bench, with the same files"
 _OF_THE_STACK = ("inference", "log", "inference_gpu_ids", "trainer_gpu_ids")
 
 
@@ -72,9 +73,7 @@ def prepare(
         loaded = load(RLConfig, arguments, environ, base=_engine_of(environ), reserved=reserved)
     flags = loaded.flags
     if bench.is_bench(flags, prefix="trainer.") and command != "millrace rl":
-        raise CliError(
-            f"{command} has no --bench: it measures nothing", hint="millrace rl --bench, with the same files"
-        )
+        raise CliError(f"{command} has no --bench: it measures nothing", hint=_BENCH)
     say_notes(loaded.notes)
     if not flags.get("dry-run"):
         refuse_blocked(loaded.notes)

@@ -53,10 +53,21 @@ async function show() {
   const page = new Page();
   current = page;
   fill(main, h("p", { class: "loading" }, "Reading the log…"));
+  await open(page, () => found[1](page, ...parts));
+}
+
+// Opens a page; again and again while the log is still being read for what it is about.
+async function open(page, draw) {
   try {
-    await found[1](page, ...parts);
+    await draw();
   } catch (error) {
-    if (!page.isOver) page.failed(error);
+    if (page.isOver) return;
+    if (error.reason !== "INDEX_GROWING") {
+      page.failed(error);
+      return;
+    }
+    fill(main, h("p", { class: "loading" }, `Reading the log: ${error.message}…`));
+    page.timers.push(setTimeout(() => open(page, draw), 1000));
   }
 }
 
@@ -122,7 +133,7 @@ class Page {
 
 const KEYS = [
   ["r", "all runs"], ["o", "the run"], ["s", "its samples"], ["l", "its lineage"], ["t", "its timeline"],
-  ["/", "the first filter"], ["j / k", "the next or previous sample"], ["← / →", "read a chart that has the focus"],
+  ["/", "the first filter"], ["j / k", "the next or previous sample"], ["g", "its group side by side"], ["← / →", "read a chart that has the focus"],
   ["d", "dark or light"], ["?", "this list"],
 ];
 

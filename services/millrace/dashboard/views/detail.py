@@ -11,7 +11,7 @@ from millrace.dashboard.index.columns import Columns, Segment
 from millrace.dashboard.index.query import parse_id, row_json, sample_id
 from millrace.dashboard.views.facts import RunFacts
 from millrace.dashboard.views.trainer_logprobs import Asked, TrainerLogprobs, not_trained
-from millrace.dashboard.views.vocabulary import Vocabulary
+from millrace.dashboard.views.vocabulary import Vocabulary, of_secrets
 from millrace.errors import CorruptObjectError, MillraceError, NotFoundError
 from millrace.exports.conversation import messages_of
 from millrace.internal.v1 import batch_pb2
@@ -21,11 +21,13 @@ from millrace.rollouts.wire import decode_archive
 from millrace.runlog.names import Names
 from millrace.runlog.records.frontier import chain_hash
 from millrace.storage import ObjectStore
+from millrace.telemetry.redact import MASK
 
 MAX_TOKENS = 4096
 """On one page of tokens."""
 MAX_MEMBERS = 256
 """Of a group, on one page."""
+_SECRET_TOKENS = 512  # a secret may begin so many tokens before a page, or end behind it
 _KEPT, _MAX_KEPT_BYTES = 2, 32 << 20
 
 
@@ -68,8 +70,12 @@ class RecentArchives:
 class Details:
     """Answers for single samples of one run."""
 
-    def __init__(self, store: ObjectStore, names: Names, columns: Columns, facts: RunFacts) -> None:
+    def __init__(
+        self, store: ObjectStore, names: Names, columns: Columns, facts: RunFacts, *, secrets: tuple[str, ...] = ()
+    ) -> None:
+        """`secrets` are values that no token may show; what `redact` finds by its look is hidden in any case."""
         self._store = store
+        self._secrets = secrets
         self._names = names
         self._columns = columns
         self._trainer = TrainerLogprobs(store, names, facts)
@@ -145,21 +151,30 @@ class Details:
             )
         columns = rollout.samples[part]
         window = slice(offset, offset + min(size, MAX_TOKENS))
-        if self._vocabulary is None:
-            self._vocabulary = Vocabulary.of_run(self._store, self._names)
-        ids = columns.token_ids[window]
+        ids, texts = self._readable(columns.token_ids, window)
         advantages = self._advantages(archive.header, rollout, part) if row["trained"] else None
         return {
             "total": columns.num_tokens,
             "offset": offset,
-            "ids": ids.tolist(),
-            "texts": [self._vocabulary.text(int(token)) for token in ids],
+            "ids": ids,
+            "texts": texts,
             "mask": columns.loss_mask[window].tolist(),
             "logprobs": [round(float(value), 5) for value in columns.inference_logprobs[window]],
             "versions": _versions(columns)[window].tolist(),
             "advantages": None if advantages is None else _rounded(advantages[window]),
             "trainer": self._of_trainer(row, archive, part, window) if row["trained"] else not_trained(),
         }
+
+    def _readable(self, token_ids: np.ndarray, window: slice) -> tuple[list[int], list[str | None]]:
+        """The ids and texts of a window; those of secrets, which stand in several tokens, are -1 and masked."""
+        if self._vocabulary is None:
+            self._vocabulary = Vocabulary.of_run(self._store, self._names)
+        first = max(0, window.start - _SECRET_TOKENS)
+        around = token_ids[first : window.stop + _SECRET_TOKENS].tolist()
+        texts = [self._vocabulary.text(token) for token in around]
+        hidden = of_secrets(texts, self._secrets)
+        shown = range(window.start - first, min(window.stop - first, len(around)))
+        return [-1 if hidden[at] else around[at] for at in shown], [MASK if hidden[at] else texts[at] for at in shown]
 
     def _of_trainer(self, row: Any, archive: BatchArchive, part: int, window: slice) -> dict[str, Any]:
         """The trainer's columns; where it has those of others only, the samples that they are of."""

@@ -42,7 +42,7 @@ class _Window:
     def span(self, lane: str, kind: str, start: float, end: float, text: str, *, group: str) -> None:
         found = self.lanes.setdefault(lane, {"name": lane, "group": group, "spans": []})
         if end > self.begin and start < self.end:
-            found["spans"].append([kind, max(start, self.begin), end, text])
+            found["spans"].append([kind, max(start, self.begin), min(end, self.end), text])
 
 
 def timeline(facts: RunFacts, columns: Columns, *, num_steps: int) -> dict[str, Any]:
@@ -185,10 +185,13 @@ def _shares(window: _Window, columns: Columns, rollouts: dict[str, float]) -> li
 
 def _whole(window: _Window, columns: Columns) -> dict[int, float]:
     """When the last rollout of each step's batch was finished."""
-    rows = columns.rows()
-    steps, finished = rows["step"], rows["finished"]
-    found = {step.body.step: finished[steps == step.body.step] for step in window.steps}
-    return {step: float(each.max()) for step, each in found.items() if len(each)}
+    steps, finished = columns.column("step"), columns.column("finished")
+    near = np.flatnonzero((steps >= window.steps[0].body.step) & (steps <= window.steps[-1].body.step))
+    found, which = np.unique(steps[near], return_inverse=True)
+    last = np.full(len(found), -np.inf)
+    np.maximum.at(last, which, finished[near])
+    shown = {step.body.step for step in window.steps}
+    return {int(step): float(at) for step, at in zip(found, last, strict=True) if int(step) in shown}
 
 
 def _publish_gap(window: _Window) -> float:

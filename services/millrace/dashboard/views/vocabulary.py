@@ -1,5 +1,8 @@
 """The text of single tokens, read from the `tokenizer.json` that is published with a policy; no tokenizer is needed."""
 
+from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any
 
 from millrace.decoding import decode_object
@@ -9,6 +12,7 @@ from millrace.runlog.names import Names
 from millrace.runlog.records.listing import list_policies
 from millrace.storage import ObjectStore
 from millrace.storage.commit_points import newest_revision
+from millrace.telemetry.redact import secret_spans
 
 _FILE = "tokenizer.json"
 _MAX_BYTES = 64 << 20
@@ -39,6 +43,16 @@ class Vocabulary:
     def text(self, token: int) -> str | None:
         """The piece of a token."""
         return self._pieces.get(token)
+
+
+def of_secrets(pieces: Sequence[str | None], secrets: tuple[str, ...]) -> list[bool]:
+    """Which of consecutive pieces are part of a secret that `redact` finds in their text."""
+    ends = list(accumulate(len(piece or "") for piece in pieces))
+    hidden = [False] * len(pieces)
+    for begin, end in secret_spans("".join(piece or "" for piece in pieces), secrets=secrets):
+        for at in range(bisect_right(ends, begin), bisect_left(ends, end) + 1):
+            hidden[at] = True
+    return hidden
 
 
 def pieces_of(document: dict[str, Any]) -> dict[int, str]:

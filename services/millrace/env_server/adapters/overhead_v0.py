@@ -1,13 +1,14 @@
 """What `verifiers` v0 does again for every rollout, done once: signatures of functions, and hops to threads.
 
-Together they are a third of what a short rollout costs in a worker (benchmarks/env_overhead.py). Nothing that an
-environment can see changes: a signature is the function's own, and what runs in the event loop instead of a thread
-is the library's own formatting, which holds the interpreter's lock for as long either way.
+Nothing that an environment can see changes: a signature is the function's own, and what runs in the event loop instead
+of a thread is the library's own formatting, which holds the interpreter's lock for as long either way.
 """
 
 import asyncio
+import functools
 import inspect
-from collections.abc import Callable, Iterable
+import sys
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar
 
@@ -15,17 +16,32 @@ from millrace.env_server.library.v0 import response_utils, state_to_output
 
 T = TypeVar("T")
 
+_SIGNATURES_KEPT = 1024
+_kept_signature = functools.lru_cache(_SIGNATURES_KEPT)(inspect.signature)
 
-def remember_signatures(functions: Iterable[Callable[..., Any]]) -> None:
-    """Have `inspect.signature` answer at once for these functions and methods: it looks for `__signature__` first."""
-    for function in functions:
-        plain = getattr(function, "__func__", function)
-        if not inspect.isfunction(plain) or hasattr(plain, "__signature__"):
-            continue
+
+class _Inspection:
+    """The module `inspect`, which looks at a function's signature once."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(inspect, name)
+
+    @staticmethod
+    def signature(function: Callable[..., Any]) -> inspect.Signature:
+        """As `inspect.signature`, which takes the library a sixth of a short rollout."""
         try:
-            plain.__signature__ = inspect.signature(plain)  # type: ignore[attr-defined] - its documented protocol
-        except (ValueError, TypeError):
-            continue  # the library will say so of it as it would have
+            hash(function)
+        except TypeError:  # an object that can be called, and not be kept
+            return inspect.signature(function)
+        return _kept_signature(function)
+
+
+def remember_signatures() -> None:
+    """Have the library's modules that look at signatures in every rollout ask for each of them once."""
+    inspection = _Inspection()
+    for name, module in list(sys.modules.items()):
+        if name.startswith("verifiers.") and vars(module).get("inspect") is inspect:
+            vars(module)["inspect"] = inspection
 
 
 class EnvExecutor(ThreadPoolExecutor):

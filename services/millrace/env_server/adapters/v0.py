@@ -72,7 +72,7 @@ class V0Adapter:
         self._session: aiohttp.ClientSession | None = None
         self._clients: dict[tuple[str, bool, str, str], Client] = {}
         num_watched = watch_rubric(env.rubric)
-        remember_signatures(_called_per_rollout(env))
+        remember_signatures()
         logger.info("reward functions watched", extra={"count": num_watched})
         self.train = _table(env, is_eval=False)
         self.eval = _table(env, is_eval=True)
@@ -233,16 +233,6 @@ def _no_renderers(renderer: str) -> InvalidSpecError:
         f'leave the key out, set it to "{NO_RENDERER}", or install verifiers 0.3.1 with `renderers`'
     )
     return InvalidSpecError([Violation(field=f"args.{RENDERER}", value=renderer, message=message)])
-
-
-def _called_per_rollout(env: vf.Environment) -> list[Any]:
-    """The functions whose signatures the library looks at in every rollout."""
-    rubrics = [env.rubric]
-    for rubric in rubrics:
-        rubrics += getattr(rubric, "rubrics", None) or ()
-    owners = [env, *rubrics]
-    handlers = ("_stop_conditions", "_cleanup_handlers", "funcs")
-    return [each for owner in owners for name in handlers for each in getattr(owner, name, None) or ()]
 
 
 def _table(env: vf.Environment, *, is_eval: bool) -> TaskTable:

@@ -1,12 +1,13 @@
 """The manifest of a checkpoint: the create-only object whose existence commits it. A stored format.
 
 It carries the chain hash H(step - 1), so that a resumed trainer proves that the batches it reads next follow those that
-the state was trained on, the conditions (world size, threads, versions) that strict determinism needs, the sha256 of
+the state was trained on, the conditions (threads, device, versions) that strict determinism needs, the sha256 of
 every file, and a checksum over itself.
 """
 
 import platform
 from dataclasses import asdict, dataclass
+from importlib.metadata import version
 
 import torch
 
@@ -129,6 +130,7 @@ def conditions() -> dict[str, str]:
     return {
         "millrace": millrace.__version__,
         "torch": torch.__version__,
+        "transformers": version("transformers"),  # the code of the models
         "python": platform.python_version(),
         "machine": platform.machine(),
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",

@@ -46,16 +46,14 @@ class Gang:
         """How the ranks share the model that they train; `lay_out` changes it."""
         self._group: dist.ProcessGroup | None = None
         self._beside: dict[str, Gang] = {}
-        self._meshes: dict[str, DeviceMesh] = {}
+        self._meshes: dict[tuple[RankLayout, str], DeviceMesh] = {}
         self._roll_call: RollCall | None = None
         self._watch: PeerWatch | None = None
         self._has_group = world_size > 1
         """Whether the process group is ended with this gang; a process alone makes one when FSDP needs it."""
 
     def lay_out(self, layout: RankLayout) -> None:
-        """Share the next models like this; what models were shared over in another layout ends. Collective then."""
-        if layout != self.layout:
-            self._end_meshes()
+        """Share the next models like this."""
         for gang in (self, *self._beside.values()):
             gang.layout = layout
 
@@ -199,17 +197,14 @@ class Gang:
             fully_shard(experts, reshard_after_forward=sharding.reshards_after_forward, **arguments)
 
     def _mesh(self, make: Callable[[torch.device], DeviceMesh]) -> DeviceMesh:
-        """A mesh of the layout, made once: each has a process group per side, and each group has threads."""
-        if make.__name__ not in self._meshes:
-            self._meshes[make.__name__] = make(self.device)
-        return self._meshes[make.__name__]
+        """A mesh of the layout, made once for all models: it has a process group per side, and each group has threads.
 
-    def _end_meshes(self) -> None:
-        groups = {id(group): group for mesh in self._meshes.values() for group in mesh.get_all_groups()}
-        for group in groups.values():
-            if group is not dist.group.WORLD:
-                dist.destroy_process_group(group)
-        self._meshes = {}
+        It stays for good, because torch keeps what it computed for one mesh, groups and all, for every equal one.
+        """
+        key = (self.layout, make.__name__)
+        if key not in self._meshes:
+            self._meshes[key] = make(self.device)
+        return self._meshes[key]
 
     def leave(self) -> None:
         """End the process group, if this gang made it."""

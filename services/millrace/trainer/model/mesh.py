@@ -25,7 +25,7 @@ REPLICATE, SHARD, TENSOR, PIECE = "dp_replicate", "dp_shard", "tp", "cp"
 EXPERT_SHARD, EXPERT = "expert_shard", "ep"
 
 _MADE = WeakKeyDictionary[dist.ProcessGroup, dict[object, DeviceMesh]]()
-"""The meshes of a gang, by its process group: the groups of a mesh live as long as that, whoever still uses them."""
+"""The meshes of a gang, by its process group: their groups end with it, also where they are still used."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,7 +122,7 @@ def _mesh(device: torch.device, sides: tuple[int, ...], names: tuple[str, ...]) 
     Collective the first time.
     """
     world = dist.group.WORLD
-    assert world is not None  # whoever lays ranks out has joined them
+    assert world is not None  # the caller has joined them
     made = _MADE.setdefault(world, {})
     key = (device.type, sides, names)
     if key not in made:

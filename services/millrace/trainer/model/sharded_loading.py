@@ -52,9 +52,8 @@ def fill_model(model: Any, directory: Path, *, device: torch.device) -> None:
     paths = sorted(directory.glob("*.safetensors"))
     if not paths:
         raise model_not_found(str(directory), "it has no *.safetensors")
-    how = LoadStateDictConfig(
-        device_map={"": device}, dtype=torch.float32, weight_mapping=get_model_conversion_mapping(model)
-    )
+    conversions: Any = get_model_conversion_mapping(model)
+    how = LoadStateDictConfig(device_map={"": device}, dtype=torch.float32, weight_mapping=conversions)
     try:
         with contextlib.ExitStack() as opened:
             work = opened.enter_context(progress.work(Doing.LOAD, f"model {directory.name}", unit="tensors"))
@@ -91,10 +90,10 @@ def _parameters_on_meta() -> Iterator[None]:
     """In this block every new parameter moves to the meta device as soon as a module has it; buffers stay."""
     register = nn.Module.register_parameter
 
-    def on_meta(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
+    def on_meta(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
         if param is not None and not param.is_meta:
             param = nn.Parameter(param.to("meta"), requires_grad=param.requires_grad)
-        register(module, name, param)
+        register(self, name, param)
 
     nn.Module.register_parameter = on_meta
     try:

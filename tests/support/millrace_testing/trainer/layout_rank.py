@@ -4,7 +4,6 @@ Each job is a JSON file: the config of a run, the steps to make, and from which 
 of a plan with several micro-batches per rank.
 """
 
-import gc
 import json
 import sys
 from pathlib import Path
@@ -45,7 +44,6 @@ def main(jobs: Path) -> None:
             _work(job, path.with_suffix(""), gang)
         except MillraceError as error:
             path.with_suffix(f".error-{gang.rank}").write_text(f"{error.reason}: {error.message}")
-        gc.collect()  # a model of the job before holds process groups, each of which has threads
     gang.leave()
 
 

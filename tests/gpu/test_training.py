@@ -1,0 +1,179 @@
+"""Steps on GPUs: what they compute, what they hold, and what leaves them."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from millrace.config.sections.bench import TrainerBench
+from millrace.config.sections.trainer import OptimConfig, SchedulerConfig
+from millrace.device_digest import device_digest, torch_digest
+from millrace.inference.vllm.workers.layout import Region, Slot
+from millrace.inference.vllm.workers.memory import Write
+from millrace.local.ports import free_port
+from millrace.policies.digest import bits_digest
+from millrace.trainer.bench.measure import measure
+from millrace.trainer.gang.distributed import Gang
+from millrace.trainer.learning.optimizer import PolicyOptimizer
+from millrace.trainer.model.mesh import RankLayout
+from millrace.trainer.model.snapshot import Snapshots
+from millrace_testing.trainer.equality import LAYOUTS, LIMITS, compare, make_model, table
+
+pytestmark = pytest.mark.gpu
+STEPS = """
+import json, sys
+from pathlib import Path
+from millrace.config.sections.bench import TrainerBench
+from millrace.custom_code import CustomCode
+from millrace.device_digest import device_digest
+from millrace.trainer.bench.data import fake_batch, fake_samples
+from millrace.trainer.gang.distributed import Gang
+from millrace.trainer.learning.batch import BatchLayout
+from millrace.trainer.learning.learner import Learner
+from millrace.trainer.loop import learn
+bench, gang = TrainerBench.model_validate_json(sys.argv[1]), Gang.join()
+at = Path(bench.trainer.model.name)
+learner = Learner.of_start_model(bench, gang=gang, directory=at, start_directory=at, code=CustomCode())
+layout = BatchLayout.of(learner.config, learner.packing)
+for step in range(3):
+    samples = fake_samples(bench.data, step=step, seed=0, vocabulary=64)
+    learn(learner, fake_batch(samples, step=step, layout=layout, gang=gang))
+print(json.dumps([device_digest(each) for each in learner.model.parameters()]))
+"""
+DEVICES = """
+from millrace.trainer.gang.distributed import Gang
+gang = Gang.join()
+print(gang.device)
+gang.barrier()
+gang.leave()
+"""
+
+
+def _bench(directory: Path, **keys: Any) -> TrainerBench:
+    return TrainerBench.model_validate(
+        {
+            "trainer": {"model": {"name": str(directory), "seq_len": 32, **keys}, "micro_batch_tokens": 256},
+            "data": {"type": "variable", "batch_size": 16, "seq_len": 32},
+            "steps": 3,
+        }
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.int64])
+def test_a_digest_on_the_gpu_is_the_hosts(gpu: torch.device, dtype: torch.dtype):
+    """7 of the list."""
+    values = torch.arange(3_000_001, device=gpu).to(dtype)
+    width = values.element_size()
+    bits = values.cpu().view(torch.uint8).numpy().view(f"u{width}")
+    assert device_digest(values, start=7) == bits_digest(bits, start=7)
+    signed = values.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[width])
+    assert torch_digest(signed) == bits_digest(bits)
+
+
+def test_a_snapshot_has_the_bits_of_the_masters_while_the_next_step_runs(gpu: torch.device):
+    """6 of the list: what is copied does not change behind it."""
+    model = nn.Linear(2048, 2048, bias=False).to(gpu)
+    snapshots = Snapshots(model, dtype=torch.bfloat16, rank=0, device=gpu, layout=RankLayout())
+    expected = model.weight.detach().bfloat16().cpu()
+    [part] = snapshots.take(1)
+    for _ in range(20):
+        with torch.no_grad():
+            model.weight.add_(1.0)
+    assert np.array_equal(part.bits, expected.view(torch.int16).numpy().view("u2").ravel())
+
+
+def test_a_state_on_the_host_steps_as_one_on_the_gpu(gpu: torch.device):
+    models = [nn.Linear(64, 64).to(gpu), nn.Linear(64, 64).to(gpu)]
+    models[1].load_state_dict(models[0].state_dict())
+    for model, offloads in zip(models, (False, True), strict=True):
+        optimizer = PolicyOptimizer(
+            model,
+            optim=OptimConfig(lr=1e-2),
+            scheduler=SchedulerConfig(),
+            max_steps=None,
+            offloads_state=offloads,
+        )
+        for step in range(3):
+            torch.manual_seed(step)
+            model(torch.randn(8, 64, device=gpu)).square().mean().backward()
+            optimizer.step(step)
+        parts = optimizer.state_tensors()["weight"]
+        assert parts["exp_avg"].device.type == ("cpu" if offloads else "cuda")
+    assert torch.allclose(models[0].weight, models[1].weight, atol=1e-6)
+
+
+def test_changes_are_scattered_from_the_gpus_own_memory(gpu: torch.device):
+    """12 of the list, its mechanism: what the pause writes was there before it."""
+    parameter = torch.zeros(5000, dtype=torch.bfloat16, device=gpu)
+    region = Region(
+        tensor="w",
+        slot=Slot(module="m", name="weight"),
+        shape=(5000,),
+        source_offset=0,
+        source_strides=(1,),
+        target_offset=0,
+        target_strides=(1,),
+    )
+    index, bits = np.array([3, 4999]), np.array([0x3F80, 0x4000], np.uint16)
+    write = Write(region=region, index=index, positions=index, bits=bits).on(gpu)
+    assert write.staged is not None and all(each.device == gpu for each in write.staged)
+    write.put(None, parameter)  # type: ignore[arg-type] - of a scatter no file is read
+    assert parameter[3] == 1.0 and parameter[4999] == 2.0
+
+
+def test_the_address_of_a_parameter_stays_over_steps(gpu: torch.device):
+    """10 of the list, the trainer's half."""
+    model = nn.Linear(64, 64).to(gpu)
+    optimizer = PolicyOptimizer(model, optim=OptimConfig(lr=1e-2), scheduler=SchedulerConfig(), max_steps=None)
+    addresses = [each.data_ptr() for each in model.parameters()]
+    for step in range(50):
+        model(torch.randn(8, 64, device=gpu)).mean().backward()
+        optimizer.step(step)
+    assert addresses == [each.data_ptr() for each in model.parameters()]
+
+
+def test_two_hundred_steps_of_random_lengths_do_not_grow(gpu: torch.device, tmp_path: Path):
+    """18 of the list."""
+    bench = _bench(make_model("dense", tmp_path)).model_copy(update={"steps": 200})
+    steps = measure(bench, gang=Gang(device=gpu), on_step=lambda step: None)
+    assert steps[-1].peak_bytes < 1.1 * max(step.peak_bytes for step in steps[:100])
+
+
+@pytest.mark.parametrize("determinism", ["strict", "best_effort"])
+def test_two_starts_compute_the_same(gpu: torch.device, tmp_path: Path, determinism: str):
+    """15 of the list: strict gives the same bits, or says in a sentence why not."""
+    directory = make_model("dense", tmp_path)
+    digests = []
+    for _ in range(2):
+        bench = _bench(directory)
+        bench.trainer.determinism = determinism  # type: ignore[assignment]
+        command = [sys.executable, "-c", STEPS, bench.model_dump_json()]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, done.stderr[-2000:]
+        digests.append(json.loads(done.stdout.splitlines()[-1]))
+    assert determinism == "best_effort" or digests[0] == digests[1]
+
+
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("layout", ["FSDP 2", "TP 2", "CP 2", "EP 2"])
+def test_two_gpus_learn_what_one_learns(two_gpus: torch.device, tmp_path: Path, layout: str):
+    """14 of the list: same loss, gradients and policy, and a checkpoint goes on in the other one."""
+    name = "moe" if "EP" in layout else "dense"
+    rows = list(compare(tmp_path / "jobs", {name: make_model(name, tmp_path)}, layouts={layout: LAYOUTS[layout]}))
+    bad = [row for row in rows if row.worst > 10 * LIMITS[row.kind]]  # sums of a GPU have another order
+    assert rows and not bad, table(bad)
+
+
+@pytest.mark.timeout(900)
+def test_a_gang_gets_a_gpu_for_each_rank(two_gpus: torch.device):
+    """3 of the list, its second half."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--master-addr=127.0.0.1"]
+    command += [f"--master-port={free_port()}", "--no-python", sys.executable, "-c", DEVICES]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert sorted(done.stdout.split()) == ["cuda:0", "cuda:1"], done.stderr[-2000:]

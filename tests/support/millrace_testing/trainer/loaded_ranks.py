@@ -1,0 +1,58 @@
+"""What each rank of a gang holds of a model that it has read its shares of, on a machine that is none: ranks are forked
+one after the other, and nothing that they send arrives. `python -m millrace_testing.trainer.loaded_ranks` reads a job.
+"""
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from millrace.device_digest import device_digest
+from millrace.trainer.bench.memory import PeakMemory
+from millrace.trainer.gang.distributed import Gang
+from millrace.trainer.model.lora import published_tensors
+from millrace.trainer.model.memory import Sharding
+from millrace.trainer.model.mesh import RankLayout
+from millrace.trainer.model.sharded_loading import empty_model, fill_model
+from millrace.trainer.model.snapshot import published_share
+
+_CPU = torch.device("cpu")
+
+
+def loaded(directory: Path, layout: RankLayout, rank: int) -> dict[str, Any]:
+    """The digests of what a rank publishes, in hex by tensor, the bytes that it holds, and those that it took more."""
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=layout.data_size)
+    gang = Gang(rank=rank, world_size=layout.data_size)
+    gang.lay_out(layout)
+    memory = PeakMemory(_CPU)
+    before = memory.peak
+    model = gang.shard(empty_model(directory), Sharding(compute_dtype=torch.float32))
+    fill_model(model, directory, device=_CPU)
+    digests = {}
+    for name, tensor in published_tensors(model, version=0).items():
+        if (share := published_share(tensor, rank=rank, is_first_part=True)) is not None:
+            digests[name] = f"{device_digest(share[0], start=share[1]):x}"
+    held = sum(each.to_local().nbytes for each in model.parameters())  # pyright: ignore[reportCallIssue] - all are cut
+    return {"digests": digests, "held": held, "taken": memory.peak - before}
+
+
+def main(job: dict[str, Any]) -> None:
+    """Print a line of JSON for each rank of the job."""
+    torch.set_num_threads(1)
+    layout = RankLayout(**job["layout"])
+    for rank in job["ranks"]:
+        sys.stdout.flush()
+        if (child := os.fork()) == 0:
+            print(json.dumps(loaded(Path(job["directory"]), layout, rank)), flush=True)
+            os._exit(0)
+        if os.waitpid(child, 0)[1]:
+            raise SystemExit(f"rank {rank} failed")
+
+
+if __name__ == "__main__":
+    main(json.loads(sys.argv[1]))
