@@ -1,5 +1,5 @@
-"""What each rank of a gang holds of a model that it has read its shares of, on a machine that is none: ranks are forked
-one after the other, and nothing that they send arrives. `python -m millrace_testing.trainer.loaded_ranks` reads a job.
+"""What each rank of a gang holds of a model that it has read its shares of, on a machine that is none: all but the last
+are forked one after the other, and nothing that they send arrives. It reads a job, as JSON, from its argument.
 """
 
 import json
@@ -44,14 +44,17 @@ def loaded(directory: Path, layout: RankLayout, rank: int) -> dict[str, Any]:
 def main(job: dict[str, Any]) -> None:
     """Print a line of JSON for each rank of the job."""
     torch.set_num_threads(1)
-    layout = RankLayout(**job["layout"])
-    for rank in job["ranks"]:
-        sys.stdout.flush()
+    directory, layout = Path(job["directory"]), RankLayout(**job["layout"])
+    empty_model(directory)  # imports the model's code, which is no rank's own
+    *others, last = job["ranks"]
+    for rank in others:
         if (child := os.fork()) == 0:
-            print(json.dumps(loaded(Path(job["directory"]), layout, rank)), flush=True)
+            print(json.dumps(loaded(directory, layout, rank)), flush=True)
             os._exit(0)
         if os.waitpid(child, 0)[1]:
             raise SystemExit(f"rank {rank} failed")
+    # Here, because a fork that touches the pages of its parent seems to take them.
+    print(json.dumps(loaded(directory, layout, last)))
 
 
 if __name__ == "__main__":
