@@ -45,7 +45,6 @@ def main(job: dict[str, Any]) -> None:
     """Print a line of JSON for each rank of the job."""
     torch.set_num_threads(1)
     directory, layout = Path(job["directory"]), RankLayout(**job["layout"])
-    empty_model(directory)  # imports the model's code, which is no rank's own
     *others, last = job["ranks"]
     for rank in others:
         if (child := os.fork()) == 0:
@@ -53,7 +52,8 @@ def main(job: dict[str, Any]) -> None:
             os._exit(0)
         if os.waitpid(child, 0)[1]:
             raise SystemExit(f"rank {rank} failed")
-    # Here, because a fork that touches the pages of its parent seems to take them.
+    # In this process, because a fork that touches the pages of its parent seems to take them.
+    empty_model(directory)  # imports the model's code, which is no rank's own
     print(json.dumps(loaded(directory, layout, last)))
 
 
