@@ -1,5 +1,6 @@
 """Compiled blocks: the same gradients, few graphs whatever the shapes, and eager blocks where compiling fails."""
 
+import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch import nn
 from millrace.config.load import validate_document
 from millrace.config.sections.trainer import ActivationCheckpointConfig, CompileConfig
 from millrace.errors import InvalidSpecError
+from millrace.telemetry import waits
 from millrace.trainer.learning.batch import MicroBatch, build_micro_batch
 from millrace.trainer.learning.fake_samples import fake_sample
 from millrace.trainer.learning.forward import token_logprobs
@@ -191,3 +193,18 @@ def test_strict_is_refused_with_the_reason() -> None:
     with pytest.raises(InvalidSpecError, match="another start may have other bits"):
         validate_document(document)
     assert validate_document(document | {"trainer": {"model": {"compile": {}}}}).trainer.model.compile is not None
+
+
+def test_a_graph_that_is_being_compiled_is_a_wait() -> None:
+    """`millrace run why` says why the first step takes so long."""
+    seen: list[str] = []
+
+    def looking(graph: Any, inputs: Any) -> Callable[..., Any]:
+        seen.extend(wait.reason for wait in waits.snapshot("trainer") if wait.waits_on == "compiler")
+        return graph.forward
+
+    compiled = model()
+    compile_blocks(compiled, CompileConfig(), backend=looking)
+    learned(compiled, micro_batch([10, 12]))
+    assert seen and all(re.fullmatch(r"a graph of \d+ operations to be compiled", reason) for reason in seen)
+    assert not [wait for wait in waits.snapshot("trainer") if wait.waits_on == "compiler"]

@@ -17,9 +17,11 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 from torch._dynamo import config as dynamo_config
+from torch._dynamo import lookup_backend
 from torch._functorch import config as functorch_config
 
 from millrace.config.sections.trainer import CompileConfig
+from millrace.telemetry import waits
 from millrace.trainer.model.memory import blocks_of
 
 logger = logging.getLogger(__name__)
@@ -86,10 +88,24 @@ def compile_blocks(model: nn.Module, config: CompileConfig | None, *, backend: B
     # With the forward, where a failure can be gone round, and not in the middle of autograd's backward.
     functorch_config.force_non_lazy_backward_lowering = True
     compilation = _of_model[model] = Compilation()
+    backend = _waited_for(backend)
     for block in blocks_of(model):
         eager = block.forward
         compiled = torch.compile(eager, dynamic=True, fullgraph=config.fullgraph, backend=backend)
         block.__dict__["forward"] = compilation.forward(block, compiled, eager)
+
+
+@functools.cache  # graphs are those of a backend: a new one would compile what there is again
+def _waited_for(backend: Backend) -> Callable[..., Any]:
+    """The backend, each of whose graphs is a wait: a first step may take minutes for them."""
+    compile_graph = lookup_backend(backend)
+
+    @functools.wraps(compile_graph)
+    def compiled(graph: torch.fx.GraphModule, inputs: list[torch.Tensor], **kwargs: Any) -> Callable[..., Any]:
+        with waits.waiting(f"a graph of {len(graph.graph.nodes)} operations to be compiled", waits_on="compiler"):
+            return compile_graph(graph, inputs, **kwargs)
+
+    return compiled
 
 
 def take_failures(model: nn.Module) -> list[str]:
