@@ -26,7 +26,7 @@ async def test_open_finds_what_create_made(log, redis, local_store, prefix):
     assert (again.generation, again.run_hash, again.uid) == (1, "ab" * 32, log.uid)
     assert await redis.hgetall(f"{prefix}:{{{log.uid}}}:meta") == {
         b"generation": b"1",
-        b"format": b"2",
+        b"format": str(FORMAT_MAJOR).encode(),
         b"run_hash": b"ab" * 32,
     }
 
@@ -49,7 +49,7 @@ async def test_rollouts_keep_their_order_and_fields(log, redis):
     entries = await log.read("rollouts")
     assert [entry.d for entry in entries] == [b"one", b"two", b"three"]
     assert entries[0].h == hashlib.sha256(b"one").hexdigest()
-    assert (entries[0].v, entries[0].tp) == (2, "trace")
+    assert (entries[0].v, entries[0].tp) == (FORMAT_MAJOR, "trace")
     raw = await redis.xrange(log.names.stream(Stream.ROLLOUTS))
     assert set(raw[0][1]) == {b"v", b"h", b"d", b"tp"}
     assert [entry.d for entry in await log.read("rollouts", after=entries[0].id, count=1)] == [b"two"]
@@ -182,7 +182,7 @@ async def test_damaged_older_and_newer_rollouts_say_so_and_hide_nobody(log, redi
     await redis.xadd(key, {"v": "1", "h": good, "d": b"data", "tp": ""}, id="5-1")
     wrong, new, fine, short, old = await log.read("rollouts")
     assert "sha256" in wrong.damage and f"format {newer}" in new.damage and "lacks the field" in short.damage
-    assert "reads only 2" in old.damage
+    assert f"reads only {FORMAT_MAJOR}" in old.damage
     assert (fine.d, fine.damage) == (b"data", "") and not any(entry.d for entry in (wrong, new, short, old))
 
 

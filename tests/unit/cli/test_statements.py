@@ -297,7 +297,7 @@ KEYS = [
     effect("N", f"{RL} --orchestrator.sampling.extra-body '{{\"foo\": 1}}'", note="the embedded engine has no foo"),
     effect("R", f"{RL} --trainer.tokenizer.name t", "trainer.tokenizer.name", "t"),
     effect("R", f"{RL} --trainer.model.ac.freq 1", "trainer.model.ac.freq", 1),
-    key("R", "trainer.model.optimization-dtype", "bfloat16", "bfloat16", "trainer.model.dtype"),
+    key("R", "trainer.model.optimization-dtype", "bfloat16", "bfloat16"),
     effect("R", f"{RL} --trainer.model.reduce-dtype bfloat16", "trainer.model.reduce_dtype", "bfloat16"),
     effect("R", f"{RL} --trainer.model.fsdp-cpu-offload", "trainer.model.fsdp_cpu_offload", True),
     key("R", "orchestrator.trajectory-strategy", "interleaved", "interleaved"),

@@ -199,8 +199,8 @@ async def test_reward_errors_are_recorded_and_signatures_kept() -> None:
     async def good(completions: list[str]) -> list[float]:
         return [1.0]
 
-    inner = SimpleNamespace(funcs=[good])
-    rubric = SimpleNamespace(funcs=[bad], rubrics=[inner])
+    inner = SimpleNamespace(funcs=[good], _is_group_func=lambda func: True)
+    rubric = SimpleNamespace(funcs=[bad], rubrics=[inner], _is_group_func=lambda func: False)
     assert watch_rubric(rubric) == 2 and watch_rubric(rubric) == 0
     assert list(inspect.signature(rubric.funcs[0]).parameters) == ["completion", "answer"]
     assert rubric.funcs[0].__name__ == "bad" and inspect.signature(inner.funcs[0]).return_annotation == list[float]

@@ -13,7 +13,7 @@ from millrace.cli.errors import EXIT_FAILED, CliError
 from millrace.cli.view.progress import Progress
 from millrace.cli.view.view import ProgressView
 from millrace.client import Client
-from millrace.errors import UnavailableError
+from millrace.errors import MillraceError, UnavailableError
 from millrace.runlog.events.run_status import state_name
 from millrace.telemetry import waits
 from millrace.v1 import event_pb2, run_pb2
@@ -87,7 +87,7 @@ async def until_given_back(client: Client, name: str, *, note: Callable[[str], N
         while time.monotonic() < ends:
             try:
                 found = await client.runs.explain(name)
-            except UnavailableError as error:
+            except MillraceError as error:  # the run has ended, and how is known
                 note(f"what the run's exports still had to write is not known: {error.message}")
                 return
             if not found.waits:
