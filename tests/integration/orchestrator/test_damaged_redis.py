@@ -315,7 +315,7 @@ async def _replace_meta(attacked: Attacked) -> None:
 @pytest.mark.long
 async def test_damage_that_comes_again_is_rebuilt_ever_more_seldom_and_why_names_it(attacked, monkeypatch) -> None:
     monkeypatch.setattr(rebuild, "MAX_PROMPT", 3)
-    monkeypatch.setattr(rebuild, "BACKOFF", Backoff(14.0, 60.0))
+    monkeypatch.setattr(rebuild, "BACKOFF", Backoff(30.0, 60.0))  # what is looked at below takes 20 s at the most
     key = attacked.key(Stream.POLICIES)
     for _ in range(3):
         await attacked.rebuilt(attacked.redis.xadd(key, entry(JUNK), id="50-1"), "promptly")
@@ -340,7 +340,7 @@ async def test_damage_that_comes_again_is_rebuilt_ever_more_seldom_and_why_names
         await asyncio.sleep(0.5)
     now = len(list(attacked.stack.deps["store"].list(attacked.names.epochs("log"))))
     assert stored == now, "it is not rebuilt again before its time"
-    await until(lambda: _is_running(attacked), timeout_s=30.0, what="it is tried again")
+    await until(lambda: _is_running(attacked), timeout_s=60.0, what="it is tried again")
     await attacked.finish()
 
 
