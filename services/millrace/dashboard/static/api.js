@@ -46,7 +46,7 @@ async function answerOf(path, options) {
     if (error.name === "AbortError") throw error;
     if (response.ok) throw new Refusal(0, { message: "the answer of the orchestrator broke off", reason: "UNREACHABLE" });
   }
-  if (response.ok && !body.error) return body; // 202: asked for too early, and told so
+  if (response.ok && response.status !== 202) return body; // 202: asked for too early, and told so
   if (response.status === 401 && !options.silent) location.assign("/login");
   throw new Refusal(response.status, body.error || {});
 }
