@@ -102,7 +102,7 @@ def _waited_for(backend: Backend) -> Callable[..., Any]:
 
     @functools.wraps(compile_graph)
     def compiled(graph: torch.fx.GraphModule, inputs: list[torch.Tensor], **kwargs: Any) -> Callable[..., Any]:
-        with waits.waiting(f"a graph of {len(graph.graph.nodes)} operations to be compiled", waits_on="compiler"):
+        with waits.waiting(f"a graph of {len(graph.graph.nodes)} operations to be compiled"):
             return compile_graph(graph, inputs, **kwargs)
 
     return compiled
