@@ -165,8 +165,8 @@ class RunManager:
             if view.is_terminal:
                 self._note_ended(view)
             elif uid not in self._claims and time.monotonic() >= self._not_before.get(uid, 0.0):
-                self._end_pause(uid)
                 if self._catalog.is_unreadable(view):
+                    self._end_pause(uid)
                     continue
                 try:
                     found.append((view, await self._desired.read(uid)))
@@ -174,6 +174,9 @@ class RunManager:
                     self._put_off(view, error)
         # Without an await in between: a trainer that registers now goes to the oldest run that lacks one.
         works = [(view, self._work_on(view, desired)) for view, desired in found]
+        for view, work in works:
+            if work is None:
+                self._end_pause(view.record.uid)
         return [(view, work) for view, work in works if work is not None]
 
     def _work_on(self, view: RunView, desired: DesiredState) -> Work | None:
@@ -201,6 +204,7 @@ class RunManager:
         try:
             with waits.of_run(uid):
                 await work(view)
+            self._end_pause(uid)
         except Exception as error:  # noqa: BLE001 - the edge of a run: whatever it was, the other runs go on
             self._put_off(view, error)
         finally:
@@ -244,6 +248,7 @@ class RunManager:
         try:
             epoch = await run_log.acquire_epoch(ROLE, self._owner)
             await lease.renew(epoch=epoch.number)
+            self._end_pause(uid)  # not before: until the run is held again, it is what stopped it that `run why` names
             events = await self._events(view)
             try:
                 kind = EvalRunDriver if view.record.kind == EVAL else TrainRunDriver

@@ -80,6 +80,8 @@ async def open_or_rebuild(
         if await _is_proven(log):
             return log
         what = f"the log of run {uid} to be compared with the store, and rebuilt if need be"
+        if damage := proof_of(log).damage:  # of a try before: it still says why nothing goes on
+            what += f" ({damage})"
         with waits.waiting(what, waits_on="object store"):
             async with proof_of(log).lock:
                 if await _mend(log, owner):
@@ -105,6 +107,7 @@ async def _is_proven(log: RunLog) -> bool:
 async def _mend(log: RunLog, owner: str) -> bool:
     """Open the log if it is current, else try once to rebuild it; whether it is open."""
     stale = await _find_stale(log)
+    proof_of(log).damage = stale.why if stale is not None and stale.is_damaged else ""
     if stale is None:
         return True
     if stale.is_damaged:

@@ -17,6 +17,8 @@ class Proof:
     """The log instance that was compared last; "" if none was, or it was found behind."""
     rebuilt: list[float] = field(default_factory=list)
     """When this process rebuilt it because of damage, on the monotonic clock; the newest ones, oldest first."""
+    damage: str = ""
+    """What was found damaged and is not rebuilt yet; "" if nothing is."""
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Held while the log is compared or rebuilt, so that one process does it once."""
 
