@@ -29,7 +29,7 @@ start_engine() {
     echo "installing Debian's docker.io"
     apt-get update -qq || echo "apt-get update failed" >&2
     offered docker.io || no_engine "the package mirrors have no docker.io"
-    apt-get install -y -qq docker.io iptables >/dev/null || fail "docker.io does not install"
+    apt-get install -o DPkg::Lock::Timeout=300 -y -qq docker.io iptables >/dev/null || fail "docker.io does not install"
   }
   [ "$(id -u)" = 0 ] || no_engine "dockerd is not running, and only root can start it"
   mkdir -p "$logs"
@@ -112,6 +112,6 @@ if ! docker image inspect debian:bookworm-slim >/dev/null 2>&1 && ! timeout 20 d
   if ! command -v mmdebstrap >/dev/null; then
     [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null && offered mmdebstrap ||
       no_engine "base images can neither be pulled nor made: mmdebstrap is missing and cannot be had"
-    apt-get install -y -qq mmdebstrap >/dev/null || fail "mmdebstrap does not install"
+    apt-get install -o DPkg::Lock::Timeout=300 -y -qq mmdebstrap >/dev/null || fail "mmdebstrap does not install"
   fi
 fi
