@@ -27,8 +27,8 @@ from millrace.trainer.job import JobContext, run_job
 from millrace.trainer.log.background import BackgroundLoop
 from millrace.trainer.log.stop import StopRequested
 from millrace.v1 import event_pb2
+from millrace_testing.forked_services import ForkedService, ServiceHost
 from millrace_testing.polling import until
-from millrace_testing.trainer.forked_trainers import ForkedTrainer, TrainerHost
 
 PREFIX = "t"
 VOCABULARY = 64
@@ -261,12 +261,12 @@ async def orchestrator() -> AsyncIterator[FakeOrchestrator]:
 class TrainerProcesses:
     """Starts `python -m millrace.trainer.main`, each time in the same place, as a supervisor would."""
 
-    def __init__(self, orchestrator: FakeOrchestrator, log_path: Path, host: TrainerHost) -> None:
+    def __init__(self, orchestrator: FakeOrchestrator, log_path: Path, host: ServiceHost) -> None:
         self.listen = f"127.0.0.1:{free_port()}"
         self.log_path = log_path
         self._orchestrator = orchestrator
         self._host = host
-        self._started: list[subprocess.Popen[bytes] | ForkedTrainer] = []
+        self._started: list[subprocess.Popen[bytes] | ForkedService] = []
 
     def start(self, recorder: Recorder, *arguments: str, **environ: str) -> subprocess.Popen[bytes]:
         """`arguments` replace `-m millrace.trainer.main`."""
@@ -278,7 +278,7 @@ class TrainerProcesses:
         self._started.append(process)
         return process
 
-    def fork(self, recorder: Recorder, **environ: str) -> ForkedTrainer:
+    def fork(self, recorder: Recorder, **environ: str) -> ForkedService:
         """The same from a process that has torch imported: for what is started again and again."""
         process = self._host.start(self._variables(recorder, environ), self.log_path)
         self._started.append(process)
@@ -304,14 +304,14 @@ class TrainerProcesses:
 
 
 @pytest.fixture(scope="session")
-def trainer_host() -> Iterator[TrainerHost]:
-    host = TrainerHost()
+def trainer_host() -> Iterator[ServiceHost]:
+    host = ServiceHost("millrace.trainer.main")
     yield host
     host.close()
 
 
 @pytest.fixture
-def trainers(orchestrator: FakeOrchestrator, trainer_host: TrainerHost, tmp_path: Path) -> Iterator[TrainerProcesses]:
+def trainers(orchestrator: FakeOrchestrator, trainer_host: ServiceHost, tmp_path: Path) -> Iterator[TrainerProcesses]:
     processes = TrainerProcesses(orchestrator, tmp_path / "trainer.log", trainer_host)
     yield processes
     processes.kill_all()

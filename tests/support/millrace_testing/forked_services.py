@@ -1,8 +1,8 @@
-"""Trainers that are forked from a process which has imported what they need, as a stack forks its own.
+"""Services that are forked from a process which has imported what they need, as a stack forks its own.
 
-    python -m millrace_testing.trainer.forked_trainers
+    python -m millrace_testing.forked_services MODULE
 
-Importing torch and transformers takes longer than what a test does with a trainer that it kills and starts again.
+Importing torch and transformers takes longer than what a test does with a service that it kills and starts again.
 """
 
 import gc
@@ -15,23 +15,22 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from millrace.local.preloads import NEEDS
 from millrace.processes.fork_server import become
 from millrace.telemetry import faults
 
-MODULE = "millrace.trainer.main"
 
+class ForkedService:
+    """A service's process, with the part of `subprocess.Popen` that tests use."""
 
-class ForkedTrainer:
-    """A trainer's process, with the part of `subprocess.Popen` that tests use."""
-
-    def __init__(self, host: "TrainerHost", pid: int) -> None:
+    def __init__(self, host: "ServiceHost", pid: int) -> None:
         self.pid = pid
         self.returncode: int | None = None
         self._host = host
         self._descriptor = os.pidfd_open(pid)  # the host reaps it when it is asked for the code
+        self._reaping = threading.Lock()
 
     def poll(self) -> int | None:
         """Its exit code, if it has ended."""
@@ -40,7 +39,7 @@ class ForkedTrainer:
     def wait(self, timeout: float) -> int:
         """Its exit code once it has ended; TimeoutExpired after so many seconds."""
         if (code := self._look(timeout)) is None:
-            raise subprocess.TimeoutExpired(MODULE, timeout)
+            raise subprocess.TimeoutExpired(self._host.module, timeout)
         return code
 
     def kill(self) -> None:
@@ -50,29 +49,35 @@ class ForkedTrainer:
 
     def _look(self, timeout_s: float) -> int | None:
         if self.returncode is None and select.select([self._descriptor], [], [], timeout_s)[0]:
-            self.returncode = self._host.ask({"ended": self.pid})
-            os.close(self._descriptor)
+            with self._reaping:  # another thread may wait for it as well
+                if self.returncode is None:
+                    self.returncode = self._host.ask({"ended": self.pid})
         return self.returncode
 
+    def __del__(self) -> None:
+        os.close(self._descriptor)
 
-class TrainerHost:
-    """The process that forks, started with the first trainer."""
 
-    def __init__(self) -> None:
+class ServiceHost:
+    """The process that forks, started with the first service."""
+
+    def __init__(self, module: str) -> None:
+        """`module` is one of `local.preloads.NEEDS`."""
+        self.module = module
         self._process: subprocess.Popen[str] | None = None
         self._asking = threading.Lock()
 
-    def start(self, environ: dict[str, str], log: Path) -> ForkedTrainer:
-        """A trainer with these variables, whose output is added to a file."""
+    def start(self, environ: dict[str, str], log: Path) -> ForkedService:
+        """A service with these variables, whose output is added to a file."""
         if self._process is None:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", __name__],
+                [sys.executable, "-m", __name__, self.module],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 text=True,
                 env={**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
             )
-        return ForkedTrainer(self, self.ask({"environ": environ, "log": str(log)}))
+        return ForkedService(self, self.ask({"environ": environ, "log": str(log)}))
 
     def ask(self, question: dict[str, Any]) -> int:
         """What the process answers."""
@@ -87,9 +92,9 @@ class TrainerHost:
             self._process.communicate(timeout=60)
 
 
-def main() -> None:
+def main(module: str) -> None:
     """Fork, and tell of ends, as the lines of standard input ask, until it ends."""
-    for need in NEEDS[MODULE]:
+    for need in NEEDS[module]:
         importlib.import_module(need)
     gc.freeze()
     for line in sys.stdin:
@@ -97,19 +102,18 @@ def main() -> None:
         if "ended" in asked:
             answer = os.waitstatus_to_exitcode(os.waitpid(asked["ended"], 0)[1])
         else:
-            answer = os.fork() or _become_trainer(asked["environ"], Path(asked["log"]))
+            answer = os.fork() or _become(module, asked["environ"], Path(asked["log"]))
         print(answer, flush=True)
 
 
-def _become_trainer(environ: dict[str, str], log: Path) -> int:
+def _become(module: str, environ: dict[str, str], log: Path) -> NoReturn:
     with log.open("ab") as output, Path(os.devnull).open("rb") as nothing:
         os.dup2(nothing.fileno(), 0)
         os.dup2(output.fileno(), 1)
         os.dup2(output.fileno(), 2)
     faults.DIRECTORY = environ.get(faults.VARIABLE)  # it was read at the import
-    argv = [sys.executable, "-m", MODULE]
-    become({"env": environ, "argv": argv, "module": MODULE, "marks": []})
+    become({"env": environ, "argv": [sys.executable, "-m", module], "module": module, "marks": []})
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1])
