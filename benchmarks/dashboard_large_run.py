@@ -28,6 +28,7 @@ from millrace.internal.v1 import batch_pb2
 from millrace.orchestrator.api.log_lists import LogLists
 from millrace.rollouts.batch_wire import decode_header
 from millrace.rpc.channel import call, open_channel
+from millrace.rpc.interceptors import CallInterceptor
 from millrace.runlog.records.run_record import RunRecord
 from millrace.storage.local import LocalStore
 from millrace.v1 import run_service_pb2 as rs
@@ -100,7 +101,7 @@ class Calls(RunServiceServicer):
 async def measure_calls(store: LocalStore, directory: Path) -> None:
     """Print what the calls take over the index that lies there, through gRPC, and the page behind the first."""
     reader = ReaderClient(store_url=store.uri("").rstrip("/"), prefix="millrace", directory=directory)
-    server = grpc.aio.server()
+    server = grpc.aio.server(interceptors=[CallInterceptor()])
     add_RunServiceServicer_to_server(Calls(reader), server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()

@@ -25,8 +25,11 @@ from millrace.runlog.names import Names
 from millrace.storage import ObjectStore
 from millrace.telemetry.redact import secrets_of
 
-MAX_OPEN = 12
-"""Runs whose events and index are open at once; which nobody asked for the longest is closed first."""
+MAX_OPEN = 60
+"""Runs whose events and index are open at once: as many as the page of runs draws curves of. Which nobody asked for the
+longest is closed first."""
+MAX_OPEN_EVENTS = 300_000
+"""Events of open runs that are held, at about 1 KB each; of one run there are up to `facts.MAX_EVENTS`."""
 WAIT_S = 0.15
 """How long a page waits for an index that grows, before it shows what there is."""
 FIRST_WAIT_S = 2.0
@@ -119,7 +122,8 @@ class Reader:
             run.users += 1
             # A run that is being read is closed later: its look may wait for the store, and all pages for this lock.
             for other in [other for other, each in self._open.items() if not (each.users or each.is_read)]:
-                if len(self._open) <= MAX_OPEN:
+                num_events = sum(each.facts.num_events for each in self._open.values())
+                if len(self._open) <= MAX_OPEN and num_events <= MAX_OPEN_EVENTS:
                     break
                 self._open.pop(other).close()
             return run

@@ -17,21 +17,30 @@ _TIMEOUT_S = 20.0
 
 
 def machine_gpus(environ: Mapping[str, str] = os.environ) -> tuple[int, ...]:
-    """Numbers of the GPUs that the driver shows, as far as CUDA_VISIBLE_DEVICES allows; none without a driver."""
+    """Numbers of the GPUs that the driver shows, as far as CUDA_VISIBLE_DEVICES allows; none without a driver.
+
+    The variable may name them by number or by (the beginning of) their UUID; of parts of a GPU (MIG) there are none.
+    """
     program = shutil.which("nvidia-smi", path=environ.get("PATH"))
     if program is None:
         return ()
     try:
-        command = [program, "--query-gpu=index", "--format=csv,noheader"]
+        command = [program, "--query-gpu=index,uuid", "--format=csv,noheader"]
         answer = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, env=dict(environ))
     except (OSError, subprocess.TimeoutExpired):
         return ()
-    lines = answer.stdout.split() if answer.returncode == 0 else []
-    found = tuple(int(line) for line in lines if line.isdecimal())
+    lines = answer.stdout.splitlines() if answer.returncode == 0 else []
+    rows = [line.replace(" ", "").split(",") for line in lines]
+    found = {int(row[0]): row[1] for row in rows if len(row) == 2 and row[0].isdecimal()}
     if (visible := environ.get("CUDA_VISIBLE_DEVICES")) is None:
-        return found
-    allowed = [int(part) for part in visible.split(",") if part.strip().isdecimal()]
-    return tuple(index for index in allowed if index in found)
+        return tuple(found)
+    names = [name.strip() for name in visible.split(",")]
+    return tuple(
+        index
+        for name in names
+        for index, uuid in found.items()
+        if name == str(index) or (name.startswith("GPU-") and uuid.startswith(name))
+    )
 
 
 def training_gpus(environ: Mapping[str, str] = os.environ, *, torch_version: str | None = None) -> tuple[int, ...]:

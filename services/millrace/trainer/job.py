@@ -245,9 +245,10 @@ def make_publisher(
     plan: PublishPlan,
 ) -> Publisher:
     """The publisher; rank 0 uploads once the files that all versions share."""
-    shared = policy_files(directory, dtype=learner.publish_dtype)
-    if (tokenizer := learner.config.tokenizer.name) is not None:
-        shared = with_tokenizer(shared, resolve_model_directory(tokenizer))
+    with agreed(context.gang):
+        shared = policy_files(directory, dtype=learner.publish_dtype)
+        if (tokenizer := learner.config.tokenizer.name) is not None:
+            shared = with_tokenizer(shared, resolve_model_directory(tokenizer))
     if learner.adapter is not None:
         shared[ADAPTER_CONFIG] = learner.adapter.to_config()  # with the base, too: engines see at once what will come
 

@@ -303,6 +303,22 @@ def test_a_run_whose_store_hangs_keeps_no_page_of_another_waiting(written, tmp_p
     reader.close()
 
 
+@pytest.mark.parametrize(("most", "is_kept"), [(reader_module.MAX_OPEN_EVENTS, True), (0, False)])
+def test_the_events_of_as_many_runs_as_have_room_are_kept(written, tmp_path, monkeypatch, most, is_kept):
+    """A page that draws curves of many live runs does not read each from its beginning every time."""
+    monkeypatch.setattr(reader_module, "MAX_OPEN_EVENTS", most)
+    store = SwitchedStore(written.store)
+    reader = Reader(store, "millrace", tmp_path / "i")  # type: ignore[arg-type]
+    settled(reader, 3)
+    assert reader.ask("metrics", UID, {})["names"]
+    for number in range(20):
+        reader.ask("metrics", f"{number:028}", {})
+    store.is_away = True
+    answer = reader.ask("metrics", UID, {})
+    assert bool(answer["names"]) is is_kept
+    reader.close()
+
+
 def test_what_no_view_expects_is_said_and_keeps_the_others(written, tmp_path, monkeypatch):
     def broken(_):
         raise ZeroDivisionError

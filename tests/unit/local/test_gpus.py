@@ -39,16 +39,18 @@ def test_gpus_that_are_not_there_are_refused_all_at_once():
 
 def test_the_driver_says_which_there_are(tmp_path: Path):
     program = tmp_path / "nvidia-smi"
-    program.write_text("#!/bin/sh\necho 0\necho 1\necho 2\n")
+    program.write_text("#!/bin/sh\necho 0, GPU-aa1\necho 1, GPU-ab2\necho 2, GPU-b3\n")
     program.chmod(0o755)
     assert machine_gpus({"PATH": str(tmp_path)}) == (0, 1, 2)
     assert machine_gpus({"PATH": str(tmp_path), "CUDA_VISIBLE_DEVICES": "2,1"}) == (2, 1)
+    assert machine_gpus({"PATH": str(tmp_path), "CUDA_VISIBLE_DEVICES": "GPU-b3, GPU-aa"}) == (2, 0)
+    assert machine_gpus({"PATH": str(tmp_path), "CUDA_VISIBLE_DEVICES": "MIG-b3"}) == ()
     assert machine_gpus({"PATH": str(tmp_path / "nowhere")}) == ()
 
 
 def test_a_wheel_for_cpus_gets_none_and_neither_does_a_trainer_that_is_told_to_use_the_cpu(tmp_path: Path):
     program = tmp_path / "nvidia-smi"
-    program.write_text("#!/bin/sh\necho 0\n")
+    program.write_text("#!/bin/sh\necho 0, GPU-aa1\n")
     program.chmod(0o755)
     environ = {"PATH": str(tmp_path)}
     assert training_gpus(environ, torch_version="2.13.0") == (0,)

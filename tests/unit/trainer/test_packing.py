@@ -16,6 +16,7 @@ from millrace.config.sections.loss import LossConfig
 from millrace.config.sections.trainer import PackConfig
 from millrace.errors import InvalidSpecError
 from millrace.rollouts.types import TrainSample, Truncation
+from millrace.trainer.gang.distributed import Gang
 from millrace.trainer.learning.batch import MicroBatch, build_micro_batch
 from millrace.trainer.learning.forward import token_logprobs
 from millrace.trainer.learning.packing import packing_of
@@ -209,7 +210,7 @@ def test_positions_restart_and_what_is_left_of_a_row_is_nobodys() -> None:
 
 def settle(model: nn.Module, mode: str) -> Packing | None:
     config = PackConfig.model_validate({"mode": mode})
-    return packing_of(model, config, is_strict=True, compute_dtype=torch.float32, device=CPU)
+    return packing_of(model, config, is_strict=True, compute_dtype=torch.float32, gang=Gang())
 
 
 def test_a_model_that_carries_its_state_along_is_not_packed(caplog: pytest.LogCaptureFixture) -> None:

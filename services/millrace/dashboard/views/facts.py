@@ -47,6 +47,11 @@ class RunFacts:
         with self._lock:
             return list(self._events)
 
+    @property
+    def num_events(self) -> int:
+        """How many events are held."""
+        return len(self._events)
+
     def values(self, name: str) -> dict[int, float]:
         """A metric by step; what was said first stays."""
         with self._lock:

@@ -125,26 +125,26 @@ def decode_checkpoint_object(fields: Fields) -> CheckpointObject:
     )
 
 
-def conditions() -> dict[str, str]:
-    """What bit-exactness depends on besides the log: versions, threads, instruction set."""
+def conditions(device: torch.device) -> dict[str, str]:
+    """What bit-exactness depends on besides the log: versions, threads, instruction set, the kind of `device`."""
     return {
         "millrace": millrace.__version__,
         "torch": torch.__version__,
         "transformers": version("transformers"),  # the code of the models
         "python": platform.python_version(),
         "machine": platform.machine(),
-        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
         "num_threads": str(torch.get_num_threads()),
     }
 
 
-def require_same_conditions(manifest: CheckpointManifest, *, run_hash: str) -> None:
+def require_same_conditions(manifest: CheckpointManifest, *, run_hash: str, device: torch.device) -> None:
     """InvalidStateError if a strict resume would not be bit-exact, naming every condition that differs.
 
     The number of ranks is none of them: with another one a strict run goes on in a new lineage.
     """
-    now = {**conditions(), "run_hash": run_hash}
+    now = {**conditions(device), "run_hash": run_hash}
     then = {**manifest.conditions, "run_hash": manifest.run_hash}
     differing = [f"{name} was {then.get(name)}, is {value}" for name, value in now.items() if then.get(name) != value]
     if differing:

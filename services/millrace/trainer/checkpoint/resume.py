@@ -73,7 +73,7 @@ def resume(
     def restore_one(manifest: CheckpointManifest) -> None:
         with agreed(gang):
             if is_strict:
-                require_same_conditions(manifest, run_hash=run_hash)
+                require_same_conditions(manifest, run_hash=run_hash, device=gang.device)
         restore(checkpoints, manifest, model, optimizer, gang=gang, base_digest=base_digest, more=more)
 
     found = first_whole(checkpoints, restore_one, gang=gang)

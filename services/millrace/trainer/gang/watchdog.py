@@ -111,7 +111,9 @@ class PeerWatch:
         """Whether a rank is gone, and did not say that it goes."""
         pid, began = process
         try:
-            is_alive = start_ticks(pid) == began and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+            started = start_ticks(pid)  # 0 where it cannot be read, which says nothing of the process
+            is_same = psutil.pid_exists(pid) if started == 0 else started == began
+            is_alive = is_same and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
         except psutil.NoSuchProcess:
             is_alive = False
         return not is_alive and not self._store.check([_key(rank) + "/left"])

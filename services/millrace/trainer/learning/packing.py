@@ -13,6 +13,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from millrace.config.sections.trainer import PackConfig
 from millrace.errors import InvalidSpecError, Violation
+from millrace.trainer.gang.distributed import Gang
 from millrace.trainer.learning.flops import FlopCount
 from millrace.trainer.learning.plan import Packing
 from millrace.trainer.model.attention import use_varlen_kernel
@@ -26,7 +27,7 @@ _TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-10}
 
 
 def packing_of(
-    model: nn.Module, config: PackConfig, *, is_strict: bool, compute_dtype: torch.dtype, device: torch.device
+    model: nn.Module, config: PackConfig, *, is_strict: bool, compute_dtype: torch.dtype, gang: Gang
 ) -> Packing | None:
     """What the plan decides with; None where every row is one sample. Collective in a gang.
 
@@ -34,8 +35,9 @@ def packing_of(
     """
     if config.mode == "never":
         return None
-    is_varlen = not is_strict and use_varlen_kernel(model, compute_dtype=compute_dtype, device=device)
-    if not keeps_samples_apart(model, tolerance=_TOLERANCE.get(compute_dtype, 0.05), device=device):
+    is_varlen = not is_strict and use_varlen_kernel(model, compute_dtype=compute_dtype, device=gang.device)
+    is_apart = keeps_samples_apart(model, tolerance=_TOLERANCE.get(compute_dtype, 0.05), device=gang.device)
+    if not all(gang.agree(lambda: is_apart)):  # ranks that round differently could make different plans
         if config.mode == "always":
             raise _mixes_samples(model)
         logger.warning("the model mixes samples of one row, so every row holds one sample")

@@ -13,6 +13,7 @@ from millrace.policies.adapter import AdapterSpec
 from millrace.policies.digest import digest_hex
 from millrace.policies.manifest import whole_digest
 from millrace.policies.publishing.parts import merge_digests
+from millrace.trainer.gang.agreement import agreed
 from millrace.trainer.gang.distributed import Gang
 from millrace.trainer.model.compiled import compile_blocks
 from millrace.trainer.model.fit import fit_layout
@@ -46,19 +47,23 @@ def build_model(
     Its digest is computed where it has adapters, or `is_proved` asks for it. InvalidSpecError for what contradicts,
     before anything is read of the weights.
     """
-    gang.lay_out(fit_layout(config, directory, world_size=gang.world_size, prefix=prefix))
+    with agreed(gang):  # the model's files are of this rank's machine: what is wrong with them here, all get to know
+        layout = fit_layout(config, directory, world_size=gang.world_size, prefix=prefix)
+    gang.lay_out(layout)
     compute_dtype = resolve_compute_dtype(config, device=gang.device)
     publish_dtype = resolve_publish_dtype(config, device=gang.device)
-    model, adapter = open_model(directory, gang=gang), None
-    hold_weights(model, config)
-    if config.lora is not None:
-        round_base(model, config.lora, publish_dtype=publish_dtype, compute_dtype=compute_dtype)
-        adapter = add_adapters(model, config.lora, seed=seed)
-    checkpoint_activations(model, config.ac)
-    compile_blocks(model, config.compile)
+    with agreed(gang):
+        model, adapter = open_model(directory, gang=gang), None
+        hold_weights(model, config)
+        if config.lora is not None:
+            round_base(model, config.lora, publish_dtype=publish_dtype, compute_dtype=compute_dtype)
+            adapter = add_adapters(model, config.lora, seed=seed)
+        checkpoint_activations(model, config.ac)
+        compile_blocks(model, config.compile)
     sharding = Sharding.of(config, compute_dtype=compute_dtype)
     model = gang.shard(model, sharding)
-    fill_opened(model, directory, gang=gang, sharding=sharding)
+    with agreed(gang):
+        fill_opened(model, directory, gang=gang, sharding=sharding)
     if config.lora is not None:
         round_filled(model, publish_dtype=publish_dtype)
     digest = model_digest(model, dtype=publish_dtype, gang=gang) if is_proved or adapter is not None else ""

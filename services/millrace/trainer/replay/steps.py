@@ -283,7 +283,7 @@ def _notes(checkpoint: CheckpointManifest | None) -> tuple[str, ...]:
     """What differs from the conditions under which the checkpoint was written."""
     if checkpoint is None:
         return ()
-    now = {**conditions(), "world_size": "1"}
+    now = {**conditions(_device_of(checkpoint)), "world_size": "1"}
     then = {**checkpoint.conditions, "world_size": str(checkpoint.world_size)}
     differing = [f"{name} was {then[name]}, is {now.get(name)}" for name in then if then[name] != now.get(name)]
     return (f"last bits may differ, because {'; '.join(differing)}",) if differing else ()

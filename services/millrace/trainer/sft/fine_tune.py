@@ -268,7 +268,7 @@ class _Learner:
         self._model = model
         self._optimizer = optimizer
         dtype = resolve_compute_dtype(config.model, device=gang.device)
-        self._packing = packing_of(model, config.pack, is_strict=is_strict, compute_dtype=dtype, device=gang.device)
+        self._packing = packing_of(model, config.pack, is_strict=is_strict, compute_dtype=dtype, gang=gang)
         self._utilization = Utilization.of(
             model,
             tflops=config.peak_tflops,

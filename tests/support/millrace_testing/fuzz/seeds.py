@@ -257,6 +257,7 @@ def corpus() -> Iterator[tuple[str, bytes]]:
 
     from millrace.rollouts.scores import encode_scores
     from millrace.rollouts.wire import encode_archive, encode_rollout, rollout_to_proto
+    from millrace.runlog.redis.entry import FORMAT_MAJOR
     from millrace.v1 import event_pb2, run_pb2
 
     good, failed = rollout(), rollout(is_ok=False, ordinal=1)
@@ -272,7 +273,7 @@ def corpus() -> Iterator[tuple[str, bytes]]:
     data = event.SerializeToString()
     yield "event", data
     yield "event_archive", _archive_of_events(data)
-    yield "entry", b"|".join([b"1-7", b"2", hashlib.sha256(data).hexdigest().encode(), data, b""])
+    yield "entry", b"|".join([b"1-7", str(FORMAT_MAJOR).encode(), hashlib.sha256(data).hexdigest().encode(), data, b""])
     yield "intent", json.dumps({"kind": "pause", "payload": {"reason": "x"}, "time": 1.0}).encode()
     yield "epoch", json.dumps({"owner": "orchestrator-1"}).encode()
     run = json.dumps(RUN).encode()

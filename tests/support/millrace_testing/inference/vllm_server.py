@@ -127,7 +127,11 @@ class Server:
     async def client(self) -> AsyncIterator["Client"]:
         """A client for one test, under which nothing is in flight at its beginning."""
         timeout = aiohttp.ClientTimeout(total=CALL_S)
-        async with aiohttp.ClientSession(self.http, timeout=timeout) as session, open_channel(self.grpc) as channel:
+        # Tests compute what they expect on this loop, and the server ends connections that are idle meanwhile: a request
+        # on one of these would fail before the loop has seen its end.
+        connector = aiohttp.TCPConnector(force_close=True)
+        session = aiohttp.ClientSession(self.http, timeout=timeout, connector=connector)
+        async with session, open_channel(self.grpc) as channel:
             yield Client(self, policy_service_pb2_grpc.PolicyServiceStub(channel), session)
 
 
