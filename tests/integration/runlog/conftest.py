@@ -150,6 +150,7 @@ def run_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[s
     def command(verb: str, run, *options: str) -> tuple[int, str, str]:
         store = run.store.uri("x").removesuffix("/x")
         code = main(["run", verb, "demo", "--store", store, "--prefix", run.names.prefix, *options])
-        return code, *capsys.readouterr()
+        out, err = capsys.readouterr()
+        return code, out, err
 
     return command
