@@ -1,5 +1,6 @@
 """What a service may import before it serves, by name: seconds differ by machine, modules do not."""
 
+import functools
 import subprocess
 import sys
 from collections import Counter
@@ -53,11 +54,12 @@ MOST_MODULES = {
 """
 
 
-def imported(modules: str) -> set[str]:
+@functools.cache
+def imported(modules: str) -> frozenset[str]:
     """The names of all modules that a process has after importing these."""
     code = f"import sys, {modules}; print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=110, check=True)
-    return set(done.stdout.split())
+    return frozenset(done.stdout.split())
 
 
 @pytest.mark.parametrize("module", MAY)

@@ -1,8 +1,10 @@
-"""Messages of calls stay at the edges: servicers, clients, the code that registers workers, and `*wire.py`.
+"""Which code uses which protobuf messages (docs/architecture.md, Records are messages).
 
-Domain code uses our own types. What is stored (events, headers, rollouts) has its own protos, which are not looked at.
+Messages of calls stay at the edges: servicers, clients, the code that registers workers, and `*wire.py`. Records of the
+log are used as they are stored, by the rooms that work on the log; all other code has types of our own.
 """
 
+import ast
 import re
 from pathlib import Path
 
@@ -38,11 +40,58 @@ EDGES = {
     "trainer/serve.py": "serves",
     "trainer/worker.py": "a worker's heartbeat",
 }
+RECORDS = {
+    "internal.v1.batch_pb2": """
+        dashboard/index dashboard/views exports orchestrator/drive rollouts runlog runlog/audit runlog/records
+        runlog/recovery runlog/redis runlog/repair trainer trainer/bench trainer/checkpoint trainer/learning trainer/log
+    """,
+    "internal.v1.policy_pb2": """
+        orchestrator orchestrator/drive orchestrator/play runlog/audit runlog/recovery runlog/redis trainer trainer/log
+        trainer/publish
+    """,
+    "internal.v1.rollout_pb2": "env_server env_server/workers rollouts",
+    "internal.v1.token_log_pb2": "rollouts",
+    "v1.event_pb2": """
+        cli/commands/run cli/evals cli/session cli/view client dashboard/views exports orchestrator orchestrator/api
+        orchestrator/drive orchestrator/play orchestrator/runs rpc runlog/audit runlog/events runlog/recovery
+        runlog/repair trainer trainer/log trainer/publish
+    """,
+    "v1.run_pb2": """
+        cli cli/commands/run cli/evals cli/offline cli/session cli/view client orchestrator orchestrator/api
+        orchestrator/drive orchestrator/explain orchestrator/runs runlog/audit runlog/events runlog/records
+    """,
+    # Answers about the log: made by one room, shown by another.
+    "v1.audit_pb2": "cli/commands/run cli/offline client runlog/audit",
+    "v1.checkpoint_pb2": "cli/view client orchestrator/api",
+    "v1.lineage_pb2": "cli/view dashboard",
+    "v1.metric_pb2": "client dashboard",
+    "v1.rollout_pb2": "cli/view client dashboard",
+}
+"""The rooms that use each module of records."""
+_PACKAGE = re.compile(r"millrace\.((?:internal\.)?v1)(?:\.(\w+_pb2))?")
+
+
+def _sources() -> dict[str, str]:
+    """The text of every module that was not generated."""
+    paths = [path for path in ROOT.rglob("*.py") if "_pb2" not in path.name]
+    return {path.relative_to(ROOT).as_posix(): path.read_text() for path in paths}
 
 
 def _importers() -> set[str]:
-    paths = [path for path in ROOT.rglob("*.py") if "_pb2" not in path.name]
-    return {path.relative_to(ROOT).as_posix() for path in paths if CALLS.search(path.read_text())}
+    return {name for name, source in _sources().items() if CALLS.search(source)}
+
+
+def messages_imported(source: str) -> set[str]:
+    """The modules of our messages that a module imports, such as `v1.event_pb2`."""
+    found = set[str]()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.ImportFrom) and (match := _PACKAGE.fullmatch(node.module or "")):
+            package, module = match.groups()
+            found |= {f"{package}.{module or name.name}" for name in node.names}
+        elif isinstance(node, ast.Import):
+            matches = [_PACKAGE.fullmatch(name.name) for name in node.names]
+            found |= {f"{match[1]}.{match[2]}" for match in matches if match}
+    return found
 
 
 def test_messages_of_calls_stay_at_the_edges() -> None:
@@ -55,3 +104,24 @@ def test_messages_of_calls_stay_at_the_edges() -> None:
 def test_an_import_of_such_messages_is_seen() -> None:
     assert CALLS.search("from millrace.internal.v1 import env_service_pb2, rollout_pb2")
     assert not CALLS.search("from millrace.internal.v1 import rollout_pb2")
+
+
+def test_records_are_used_by_the_rooms_that_work_on_the_log() -> None:
+    rooms: dict[str, set[str]] = {}
+    for name, source in _sources().items():
+        for module in messages_imported(source):
+            if not CALLS.fullmatch(module.rpartition(".")[2]) and not module.endswith("_grpc"):
+                rooms.setdefault(module, set()).add(name.rpartition("/")[0])
+    wanted = {module: set(names.split()) for module, names in RECORDS.items()}
+    assert rooms == wanted, "use a type of our own, or say here that the room works on the log"
+
+
+def test_every_way_to_import_a_record_is_seen() -> None:
+    ways = (
+        "from millrace.v1 import event_pb2 as e",
+        "from millrace.v1.event_pb2 import Event",
+        "import millrace.v1.event_pb2 as e",
+        "def f():\n    from millrace.v1 import event_pb2",
+    )
+    assert [messages_imported(way) for way in ways] == [{"v1.event_pb2"}] * len(ways)
+    assert messages_imported("from millrace.internal.v1 import batch_pb2") == {"internal.v1.batch_pb2"}

@@ -4,8 +4,7 @@ import asyncio
 import contextlib
 import os
 import signal
-import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,8 @@ from millrace.rpc.channel import call, open_channel
 from millrace.storage.local import LocalStore
 from millrace.telemetry import faults
 from millrace.telemetry.faults import Action, Fault, Point
+from millrace_testing.forked_services import ForkedService, ServiceHost
+from millrace_testing.patience import patient
 from millrace_testing.polling import until
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(180)]
@@ -36,26 +37,34 @@ class Place:
     environ: dict[str, str]
     servicer: Any
     faults: Path
-    process: asyncio.subprocess.Process | None = None
+    log: Path
+    host: ServiceHost
+    process: ForkedService | None = None
 
     async def start(self) -> workers.Worker:
         """Start a process there and wait until it registers."""
         before = len(self.servicer.registered)
-        self.process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "millrace.inference.main", env=self.environ
-        )
+        self.process = await asyncio.to_thread(self.host.start, self.environ, self.log)
         await until(lambda: len(self.servicer.registered) != before, timeout_s=START_S)
         return self.servicer.registered[-1]
 
     async def died_of(self) -> int:
         """Wait for its end."""
         assert self.process is not None
-        async with asyncio.timeout(30):
-            return await self.process.wait()
+        return await asyncio.to_thread(self.process.wait, 30)
+
+
+@pytest.fixture(scope="module")
+def host() -> Iterator[ServiceHost]:
+    made = ServiceHost("millrace.inference.main")
+    yield made
+    made.close()
 
 
 @pytest.fixture
-async def place(orchestrator, tmp_path: Path, unused_port: Callable[[], int]) -> AsyncIterator[Place]:
+async def place(
+    orchestrator, host: ServiceHost, tmp_path: Path, unused_port: Callable[[], int]
+) -> AsyncIterator[Place]:
     servicer, port = orchestrator
     environ = os.environ | {
         "OMP_NUM_THREADS": "1",
@@ -68,11 +77,11 @@ async def place(orchestrator, tmp_path: Path, unused_port: Callable[[], int]) ->
         "MILLRACE_MAX_MODEL_LEN": "128",
         faults.VARIABLE: str(tmp_path / "faults"),
     }
-    made = Place(environ, servicer, tmp_path / "faults")
+    made = Place(environ, servicer, tmp_path / "faults", tmp_path / "log", host)
     yield made
-    if made.process is not None and made.process.returncode is None:
+    if made.process is not None:
         made.process.kill()
-        await made.process.wait()
+        await made.died_of()
 
 
 async def update(worker: workers.Worker, entry: PolicyEntry) -> pb.PolicyStatus:
@@ -163,7 +172,7 @@ async def test_sigterm_says_so_at_once_and_refuses_what_cannot_finish(
     stuck = asyncio.create_task(generate(worker, max_tokens=8))
     await until(lambda: place.servicer.reported.num_requests != 0, timeout_s=10)
     assert place.process is not None and not place.servicer.is_leaving
-    place.process.send_signal(signal.SIGTERM)
+    os.kill(place.process.pid, signal.SIGTERM)
     async with asyncio.timeout(1.5):  # well before its grace period ends
         while not place.servicer.is_leaving:
             await asyncio.sleep(0.02)
@@ -172,5 +181,5 @@ async def test_sigterm_says_so_at_once_and_refuses_what_cannot_finish(
     assert (code, "shutting down" in str(body)) == (503, True) and int(headers["Retry-After"]) > 0
     code, body, headers = await stuck
     assert (code, "shutting down" in str(body)) == (503, True) and int(headers["Retry-After"]) > 0
-    async with asyncio.timeout(5):
-        assert await place.process.wait() == 0
+    async with asyncio.timeout(patient(5)):
+        assert await place.died_of() == 0

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 import shutil
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 import redis.asyncio as redis_asyncio
 
+from millrace.cli.main import main
 from millrace.internal.v1 import batch_pb2
 from millrace.local.redis import EmbeddedRedis
 from millrace.rollouts.batch_wire import pack_batch
@@ -20,6 +22,7 @@ from millrace.storage.local import LocalStore
 
 RunJson = Callable[..., bytes]
 MakeBatch = Callable[..., tuple[batch_pb2.BatchHeader, list[bytes]]]
+RunCommand = Callable[..., tuple[int, str, str]]
 
 
 @pytest.fixture
@@ -133,3 +136,21 @@ def make_batch(log: RunLog) -> MakeBatch:
         return header, pack_batch(header, samples, target_chunk_bytes=target_chunk_bytes)
 
     return make
+
+
+@pytest.fixture
+def run_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> RunCommand:
+    """`millrace run VERB demo` on the store of a recorded run, in this process; returns exit code, output and errors.
+
+    A command makes its own event loop, so what calls it is no coroutine.
+    """
+    for name in [name for name in os.environ if name.startswith("MILLRACE_")]:
+        monkeypatch.delenv(name)
+
+    def command(verb: str, run, *options: str) -> tuple[int, str, str]:
+        store = run.store.uri("x").removesuffix("/x")
+        code = main(["run", verb, "demo", "--store", store, "--prefix", run.names.prefix, *options])
+        out, err = capsys.readouterr()
+        return code, out, err
+
+    return command

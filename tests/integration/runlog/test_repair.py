@@ -4,7 +4,6 @@ import asyncio
 import hashlib
 import json
 import shutil
-import sys
 from dataclasses import replace
 
 import pytest
@@ -166,29 +165,17 @@ async def test_a_repair_that_was_killed_is_finished(run, backup) -> None:
     assert done.state is RepairState.RESTORED and run.store.get(key) == right and run.store.get(aside) == wrong
 
 
-async def test_the_command(run, backup) -> None:
-    url = run.store.uri("x").removesuffix("/x")
+def test_the_command(run, backup, run_command) -> None:
     replica = backup.uri("x").removesuffix("/x")
-    common = ["-m", "millrace.cli", "run", "repair", "demo", "--store", url, "--prefix", run.names.prefix]
-
-    async def command(*options: str) -> tuple[int, str]:
-        process = await asyncio.create_subprocess_exec(
-            sys.executable, *common, *options, stdout=asyncio.subprocess.PIPE
-        )
-        async with asyncio.timeout(60):
-            out, _ = await process.communicate()
-        assert process.returncode is not None
-        return process.returncode, out.decode()
-
-    assert (await command()) == (0, f"run {run.names.uid}: nothing is damaged or missing\n")
+    assert run_command("repair", run)[:2] == (0, f"run {run.names.uid}: nothing is damaged or missing\n")
     key = key_of(run, "rollouts")
     flip(run, key)
-    code, out = await command("--from", replica)
+    code, out, _ = run_command("repair", run, "--from", replica)
     assert code == 1 and "restorable" in out and "nothing was changed" in out
-    code, out = await command("--from", replica, "--apply", "--json")
+    code, out, _ = run_command("repair", run, "--from", replica, "--apply", "--json")
     document = json.loads(out)
     assert code == 0 and [each["state"] for each in document["repairs"]] == ["restored"]
-    assert (await command())[0] == 0
+    assert run_command("repair", run)[0] == 0
 
 
 FAR = (99_999_999, 10**14, 10**17, 10**30)

@@ -27,6 +27,7 @@ from millrace.trainer.job import JobContext, run_job
 from millrace.trainer.log.background import BackgroundLoop
 from millrace.trainer.log.stop import StopRequested
 from millrace.v1 import event_pb2
+from millrace_testing.forked_services import ForkedService, ServiceHost
 from millrace_testing.polling import until
 
 PREFIX = "t"
@@ -260,15 +261,31 @@ async def orchestrator() -> AsyncIterator[FakeOrchestrator]:
 class TrainerProcesses:
     """Starts `python -m millrace.trainer.main`, each time in the same place, as a supervisor would."""
 
-    def __init__(self, orchestrator: FakeOrchestrator, log_path: Path) -> None:
+    def __init__(self, orchestrator: FakeOrchestrator, log_path: Path, host: ServiceHost) -> None:
         self.listen = f"127.0.0.1:{free_port()}"
         self.log_path = log_path
         self._orchestrator = orchestrator
-        self._started: list[subprocess.Popen[bytes]] = []
+        self._host = host
+        self._started: list[subprocess.Popen[bytes] | ForkedService] = []
 
     def start(self, recorder: Recorder, *arguments: str, **environ: str) -> subprocess.Popen[bytes]:
         """`arguments` replace `-m millrace.trainer.main`."""
-        variables = {
+        command = [sys.executable, *(arguments or ("-m", "millrace.trainer.main"))]
+        with self.log_path.open("ab") as log:
+            process = subprocess.Popen(
+                command, env=self._variables(recorder, environ), stdout=log, stderr=subprocess.STDOUT
+            )
+        self._started.append(process)
+        return process
+
+    def fork(self, recorder: Recorder, **environ: str) -> ForkedService:
+        """The same from a process that has torch imported: for what is started again and again."""
+        process = self._host.start(self._variables(recorder, environ), self.log_path)
+        self._started.append(process)
+        return process
+
+    def _variables(self, recorder: Recorder, environ: dict[str, str]) -> dict[str, str]:
+        return {
             **os.environ,
             "OMP_NUM_THREADS": "1",
             "MILLRACE_REDIS_URL": recorder.redis_url,
@@ -279,10 +296,6 @@ class TrainerProcesses:
             "MILLRACE_DRAIN_S": "0",
             **environ,
         }
-        command = [sys.executable, *(arguments or ("-m", "millrace.trainer.main"))]
-        with self.log_path.open("ab") as log:
-            self._started.append(subprocess.Popen(command, env=variables, stdout=log, stderr=subprocess.STDOUT))
-        return self._started[-1]
 
     def kill_all(self) -> None:
         for process in self._started:
@@ -290,9 +303,16 @@ class TrainerProcesses:
             process.wait(10)
 
 
+@pytest.fixture(scope="session")
+def trainer_host() -> Iterator[ServiceHost]:
+    host = ServiceHost("millrace.trainer.main")
+    yield host
+    host.close()
+
+
 @pytest.fixture
-def trainers(orchestrator: FakeOrchestrator, tmp_path: Path) -> Iterator[TrainerProcesses]:
-    processes = TrainerProcesses(orchestrator, tmp_path / "trainer.log")
+def trainers(orchestrator: FakeOrchestrator, trainer_host: ServiceHost, tmp_path: Path) -> Iterator[TrainerProcesses]:
+    processes = TrainerProcesses(orchestrator, tmp_path / "trainer.log", trainer_host)
     yield processes
     processes.kill_all()
 

@@ -97,10 +97,10 @@ async def test_killed_between_two_optimizer_steps_it_makes_the_same_policies(
     fault = Fault(point=Point.TRAINER_MID_BACKWARD, when={"step": 1}, skip=len(plans[1]))
     faults.arm(tmp_path / "faults", fault)
     orchestrator.run_uid = recorder.uid
-    process = trainers.start(recorder, MILLRACE_FAULTS=str(tmp_path / "faults"))
+    process = trainers.fork(recorder, MILLRACE_FAULTS=str(tmp_path / "faults"))
     await orchestrator.until(lambda status: process.poll() is not None or bool(status.error_reason))
     assert process.returncode == -signal.SIGKILL, trainers.log_path.read_text()
-    trainers.start(recorder)
+    trainers.fork(recorder)
     await orchestrator.until(lambda status: status.is_finished or bool(status.error_reason))
     assert not orchestrator.status.error_reason, orchestrator.status.error_message
     assert recorder.digests() == unkilled

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from millrace.config.sections.rl import RLConfig
 from millrace.runlog import Names
 from millrace.trainer.replay.steps import replay
-from millrace_testing.trainer.torchrun import torchrun
+from millrace_testing.trainer.forked_ranks import run_ranks
 
 Recorder = Any  # conftest.Recorder; tests are not importable from one another
 
@@ -31,7 +31,7 @@ def _compute(configs: Path, facts: Path, *, world_size: int) -> None:
     """Have a gang of so many compute what the configs say."""
     facts.mkdir()
     rank = "millrace_testing.trainer.numerics_rank"
-    torchrun(rank, str(configs), str(facts), world_size=world_size, timeout_s=280)
+    run_ranks(rank, configs, facts, count=world_size, timeout_s=280)
 
 
 @pytest.mark.long

@@ -104,10 +104,10 @@ async def test_a_trainer_killed_in_a_skipped_step_goes_on_alike(
     step = 2 if point is Point.TRAINER_MID_CHECKPOINT else 1
     faults.arm(tmp_path / "faults", Fault(point=point, when={"step": step}))
     orchestrator.run_uid = recorder.uid
-    process = trainers.start(recorder, MILLRACE_FAULTS=str(tmp_path / "faults"))
+    process = trainers.fork(recorder, MILLRACE_FAULTS=str(tmp_path / "faults"))
     await orchestrator.until(lambda status: process.poll() is not None or bool(status.error_reason))
     assert process.returncode == -signal.SIGKILL, trainers.log_path.read_text()
-    trainers.start(recorder)
+    trainers.fork(recorder)
     await orchestrator.until(lambda status: status.is_finished or bool(status.error_reason))
     assert not orchestrator.status.error_reason, orchestrator.status.error_message
     assert recorder.digests() == unkilled and unkilled[1] == unkilled[2]

@@ -100,14 +100,14 @@ async def test_a_trainer_killed_at_every_point_makes_the_same_policies(
         faults.arm(tmp_path / "faults", fault)
     orchestrator.run_uid = recorder.uid
     for _ in KILLS:
-        process = trainers.start(recorder, MILLRACE_FAULTS=str(tmp_path / "faults"))
+        process = trainers.fork(recorder, MILLRACE_FAULTS=str(tmp_path / "faults"))
         await orchestrator.until(
             lambda status, process=process: process.poll() is not None or bool(status.error_reason)
         )
         assert not orchestrator.status.error_reason, orchestrator.status.error_message
         assert process.returncode == -signal.SIGKILL, trainers.log_path.read_text()
         assert not orchestrator.status.is_finished
-    trainers.start(recorder, MILLRACE_FAULTS=str(tmp_path / "faults"))
+    trainers.fork(recorder, MILLRACE_FAULTS=str(tmp_path / "faults"))
     await orchestrator.until(lambda status: status.is_finished)
     _require_every_kill(tmp_path / "faults")
     assert recorder.digests() == unkilled

@@ -3,6 +3,7 @@
 import asyncio
 import os
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -65,7 +66,7 @@ async def test_let_go_and_sigterm_save_a_checkpoint_and_give_the_lease_back(
 ) -> None:
     recorder.create(make_config(ckpt={}))
     orchestrator.run_uid = recorder.uid
-    process = trainers.start(recorder)
+    process = trainers.fork(recorder)
 
     async def trained(step: int) -> None:
         await asyncio.to_thread(recorder.commit, step, recorder.make_samples(step))
@@ -83,7 +84,7 @@ async def test_let_go_and_sigterm_save_a_checkpoint_and_give_the_lease_back(
     orchestrator.let_go = []  # resumed
     await trained(1)
     assert orchestrator.status.epoch == 2
-    process.send_signal(signal.SIGTERM)
+    os.kill(process.pid, signal.SIGTERM)
     assert await asyncio.to_thread(process.wait, 240) == 0, trainers.log_path.read_text()
     assert recorder.checkpoints() == [1, 2] and holder() is None
     assert orchestrator.is_leaving and orchestrator.status.run_uid == ""
@@ -94,7 +95,7 @@ async def test_a_frozen_trainer_that_was_replaced_lets_go(
 ) -> None:
     recorder.create(make_config(ckpt={}))
     orchestrator.run_uid = recorder.uid
-    frozen = trainers.start(recorder)
+    frozen = trainers.fork(recorder)
     recorder.commit(0, recorder.make_samples(0))
     await orchestrator.until(lambda status: status.step == 1)
     async with asyncio.timeout(240):  # published beside the training
@@ -141,22 +142,10 @@ def test_bad_settings_end_the_process_with_one_line(
     assert all(word in ended.stderr for word in words) and "Traceback" not in ended.stderr
 
 
-def test_a_taken_port_ends_the_process_naming_it(tmp_path: Path, redis_url: str) -> None:
-    import socket
-
+async def test_a_taken_port_ends_the_process_naming_it(trainers: TrainerProcesses, recorder: Recorder) -> None:
     with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
+        taken.bind(("127.0.0.1", int(trainers.listen.rpartition(":")[2])))
         taken.listen()
-        address = f"127.0.0.1:{taken.getsockname()[1]}"
-        environ = {
-            **os.environ,
-            "MILLRACE_REDIS_URL": redis_url,
-            "MILLRACE_STORE_URL": tmp_path.as_uri(),
-            "MILLRACE_ORCHESTRATOR": "127.0.0.1:1",
-            "MILLRACE_LISTEN": address,
-            "MILLRACE_DRAIN_S": "0",
-        }
-        ended = subprocess.run(
-            [sys.executable, "-m", "millrace.trainer.main"], env=environ, capture_output=True, text=True, timeout=240
-        )
-    assert ended.returncode == 5 and address in ended.stderr
+        process = trainers.fork(recorder)
+        code = await asyncio.to_thread(process.wait, 240)
+    assert code == 5 and trainers.listen in trainers.log_path.read_text()

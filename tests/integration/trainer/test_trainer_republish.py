@@ -32,7 +32,7 @@ async def _kill_after_version_3(
     """A trainer publishes versions 0 to 3, has checkpoint 2, and is killed."""
     faults.arm(tmp_path / "faults", Fault(point=Point.TRAINER_AFTER_PUBLISH, when={"step": 2}))
     orchestrator.run_uid = recorder.uid
-    process = trainers.start(recorder, MILLRACE_FAULTS=str(tmp_path / "faults"))
+    process = trainers.fork(recorder, MILLRACE_FAULTS=str(tmp_path / "faults"))
     assert await asyncio.to_thread(process.wait, 240) == -signal.SIGKILL, trainers.log_path.read_text()
     assert sorted(recorder.digests()) == [0, 1, 2, 3] and recorder.checkpoints() == [2]
 
@@ -68,7 +68,7 @@ async def test_under_strict_the_run_fails_with_both_digests(
     assert await asyncio.to_thread(process.wait, 240) == 0
 
     # The same log and the right trainer: it goes on.
-    trainers.start(recorder)
+    trainers.fork(recorder)
     await orchestrator.until(lambda status: status.is_finished)
     assert published.items() <= recorder.digests().items() and sorted(recorder.digests()) == [0, 1, 2, 3, 4]
 

@@ -100,16 +100,14 @@ def run_sft(config: SFTConfig, *, gang: Gang, on_step: Callable[[SFTStep], None]
     directory = resolve_model_directory(config.model.name)
     data = _Data(config, load_tokenizer(directory))
     built = build_model(config.model, directory, gang=gang, seed=config.seed, prefix="model")
-    model, adapter = built.model, built.adapter
-    if adapter is not None:
-        require_mergeable(model)
+    if built.adapter is not None:
+        require_mergeable(built.model)
         seed_rank(config.seed, rank=gang.layout.draw(gang.rank))  # the adapters' dropout
-    max_steps = config.max_steps or data.steps_per_pass
     optimizer = PolicyOptimizer(
-        model,
+        built.model,
         optim=config.optim,
         scheduler=config.scheduler,
-        max_steps=max_steps,
+        max_steps=data.num_steps,
         offloads_state=config.model.optim_cpu_offload,
     )
     output = Path(config.output_dir) / (config.run.name or "sft")
@@ -117,39 +115,55 @@ def run_sft(config: SFTConfig, *, gang: Gang, on_step: Callable[[SFTStep], None]
     checkpoints = SFTCheckpoints(
         config,
         output / "checkpoints",
-        model=model,
+        model=built.model,
         optimizer=optimizer,
         gang=gang,
         data={} if config.ckpt is None else data.identity,
         base_digest=built.base_digest,
     )
-    step, position = checkpoints.resume(max_steps=max_steps)
-    learner = _Learner(config, gang=gang, model=model, optimizer=optimizer, is_strict=is_strict)
-    validate = _validation(config, data, learner, start=step)
+    start = checkpoints.resume(max_steps=data.num_steps)
+    learner = _Learner(config, gang=gang, model=built.model, optimizer=optimizer, is_strict=is_strict)
+    _train(config, data, learner, checkpoints, start=start, output=output, gang=gang, on_step=on_step)
+    dtype = resolve_publish_dtype(config.model, device=gang.device)
+    if built.adapter is not None:
+        save_adapter(
+            built.model, built.adapter, base=config.model.name, target=output / "adapter", dtype=dtype, gang=gang
+        )
+    return save_model(built.model, source=directory, target=output / "model", dtype=dtype, gang=gang)
+
+
+def _train(
+    config: SFTConfig,
+    data: "_Data",
+    learner: "_Learner",
+    checkpoints: SFTCheckpoints,
+    *,
+    start: tuple[int, int],
+    output: Path,
+    gang: Gang,
+    on_step: Callable[[SFTStep], None],
+) -> None:
+    """Make the steps from `start`, a step and the position of its rows, to the last, with their checkpoints."""
+    step, position = start
     num_skipped = 0
+    validate = _validation(config, data, learner)
     with _open_metrics(output, step, gang=gang) as metrics, checkpoints:
-        while not data.is_over(step, position, max_steps=config.max_steps):
+        while not data.is_over(step, position):
             val_loss = validate(step)
             samples, following = data.take(position)
             report = learner.step(step, samples)
-            num_steps = max_steps or max(round(data.rows_per_pass * (step + 1) / following), step + 1)
-            report = replace(report, num_steps=num_steps, val_loss=val_loss)
+            report = replace(report, num_steps=data.expect_steps(step, following), val_loss=val_loss)
+            _write_line(metrics, report.metrics())
             if gang.is_leader:
-                _write_line(metrics, report.metrics())
                 on_step(report)
                 data.warn_of_losses(position, following, is_first=step == 0)
             num_skipped = num_skipped + 1 if report.was_skipped else 0
             _require_learning(config, step, num_skipped)
             step, position = step + 1, following
-            is_last = data.is_over(step, position, max_steps=config.max_steps)
-            checkpoints.maybe_save(step, position=position, is_last=is_last)
+            checkpoints.maybe_save(step, position=position, is_last=data.is_over(step, position))
         val_loss = validate(step, is_last=True)
-        if gang.is_leader and val_loss is not None:
+        if val_loss is not None:
             _write_line(metrics, {"step": step, "val/loss": val_loss})
-    dtype = resolve_publish_dtype(config.model, device=gang.device)
-    if adapter is not None:
-        save_adapter(model, adapter, base=config.model.name, target=output / "adapter", dtype=dtype, gang=gang)
-    return save_model(model, source=directory, target=output / "model", dtype=dtype, gang=gang)
 
 
 def _require_learning(config: SFTConfig, step: int, num_skipped: int) -> None:
@@ -184,6 +198,7 @@ class _Data:
         self.validation = None if config.val is None else load_rows(config.val.data)
         self._order = Order(mixed, batch_size=data.batch_size, shuffle=data.shuffle, seed=data.seed)
         self._is_full = data.pack_function == "cat"
+        self._max_steps = config.max_steps
         self._tokenizer, self._data = tokenizer, data
         self._encoder = self._new_encoder()
         self._take = (
@@ -205,18 +220,17 @@ class _Data:
         }
 
     @property
-    def rows_per_pass(self) -> int:
-        """Rows of one pass."""
-        return self._order.rows_per_pass
+    def num_steps(self) -> int | None:
+        """Steps of the run: `max_steps`, or those of one pass; None if that is known only when it is over."""
+        return self._max_steps or (None if self._is_full else self._order.steps_per_pass)
 
-    @property
-    def steps_per_pass(self) -> int | None:
-        """Steps of one pass; None if that is known only when it is over."""
-        return None if self._is_full else self._order.steps_per_pass
+    def expect_steps(self, step: int, following: int) -> int:
+        """Steps of the run; where they are not known, as many as at the pace of those up to `step`."""
+        return self.num_steps or max(round(self._order.rows_per_pass * (step + 1) / following), step + 1)
 
-    def is_over(self, step: int, position: int, *, max_steps: int | None) -> bool:
-        """Whether all steps were made, or, if their number is unknown, one pass over the rows."""
-        return position >= self.rows_per_pass if max_steps is None else step >= max_steps
+    def is_over(self, step: int, position: int) -> bool:
+        """Whether all steps were made, or, if no number was asked for, one pass over the rows."""
+        return position >= self._order.rows_per_pass if self._max_steps is None else step >= self._max_steps
 
     def take(self, position: int) -> tuple[list[TrainSample], int]:
         """The samples of the step that begins at a position, and the position behind it."""
@@ -233,7 +247,7 @@ class _Data:
 
     def warn_of_losses(self, position: int, following: int, *, is_first: bool) -> None:
         """Log what became of the rows, early and when every one was seen."""
-        if is_first or position < self.rows_per_pass <= following:
+        if is_first or position < self._order.rows_per_pass <= following:
             self._encoder.warn_of_losses()
 
     def _new_encoder(self) -> RowEncoder:
@@ -332,7 +346,7 @@ class _Learner:
         ]
 
 
-def _validation(config: SFTConfig, data: _Data, learner: _Learner, *, start: int) -> Callable[..., float | None]:
+def _validation(config: SFTConfig, data: _Data, learner: _Learner) -> Callable[..., float | None]:
     """What gives the validation loss of the weights before a step, or behind the last one, where it is due."""
     if config.val is None:
         return lambda step, is_last=False: None
@@ -346,7 +360,7 @@ def _validation(config: SFTConfig, data: _Data, learner: _Learner, *, start: int
 
 
 def _open_metrics(output: Path, start: int, *, gang: Gang) -> IO[str]:
-    """`metrics.jsonl`, continued behind step `start`."""
+    """`metrics.jsonl`, continued behind step `start`; what ranks other than the leader write goes nowhere."""
     if not gang.is_leader:
         return Path(os.devnull).open("w", encoding="utf-8")
     path = output / "metrics.jsonl"

@@ -1,9 +1,8 @@
-"""One rank of a gang, started by torchrun in test_checkpoint_gang.py: a checkpoint saved, loaded, and damaged."""
+"""One rank of a gang, forked in test_checkpoint_gang.py: a checkpoint saved, loaded, and damaged."""
 
 import json
 import resource
 import signal
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -81,7 +80,3 @@ def main(directory: Path) -> None:
 
 def _local(tensor: Any) -> torch.Tensor:
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))

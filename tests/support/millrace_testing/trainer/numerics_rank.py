@@ -1,6 +1,5 @@
-"""One process, or one rank of a gang that torchrun starts for test_numerics.py: what it computes of one batch."""
+"""One process, or one rank of a gang for test_numerics.py: what it computes of one batch."""
 
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -81,7 +80,3 @@ def _sample(index: int) -> TrainSample:
 
 def _whole(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor  # type: ignore[operator]
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]))
