@@ -62,9 +62,9 @@ test-presets: setup-dev ## Run every preset of docs/algorithms.md on whole stack
 test-vllm: setup-dev setup-vllm ## Run the tests of real vLLM; `make setup-vllm` installs it (2.5 GB, minutes).
 	$(PY) -m pytest -m "vllm and not slow" -rs
 
-test-environments: setup-dev ## Train on public task packages (reasoning-gym, textarena), and play with other releases of verifiers; installs them into .venv-environments and .venv-verifiers-*.
+test-environments: setup-dev ## Train on public task packages (reasoning-gym, textarena, nemo-gym), and play with other releases of verifiers; installs them into .venv-environments, .venv-nemo-gym (Python 3.12) and .venv-verifiers-*.
 	@scripts/setup_environments.sh
-	$(PY) -m pytest -m environments tests/e2e/test_public_environments.py tests/integration/env_server/test_env_other_pins.py
+	$(PY) -m pytest -m environments -rs tests/e2e/test_public_environments.py tests/e2e/test_public_tools.py tests/integration/env_server/test_env_other_pins.py
 
 test-compose: setup-dev ## Build the images and test the compose stacks; gets a Docker engine on Debian as root.
 	@tests/compose/run.sh $(PY)

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Makes what the tests of environments need beside .venv: public task packages in .venv-environments, a directory for
-# PYTHONPATH, and virtual environments with other releases of verifiers, .venv-verifiers-*. Idempotent and quick when
-# nothing changed; 700 MB and two minutes the first time. pycosat needs a C compiler.
+# PYTHONPATH, virtual environments with other releases of verifiers, .venv-verifiers-*, and .venv-nemo-gym, if there is a
+# Python 3.12. Idempotent and quick when nothing changed; 1.5 GB and three minutes the first time. pycosat needs a C compiler.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 python=${MILLRACE_VENV:-.venv}/bin/python
@@ -36,3 +36,10 @@ for release in 0.1 0.4; do
     setup "$target" "requirements/verifiers-$release.txt" --python "$target/bin/python"
   fi
 done
+if ! newer=$(scripts/find_python.sh 3.12); then
+  echo "Left out: nemo-gym needs Python 3.12, which is not on this machine"
+elif ! is_done .venv-nemo-gym requirements/nemo-gym.txt; then
+  rm -rf .venv-nemo-gym
+  "$python" -m uv venv --quiet --python "$newer" .venv-nemo-gym
+  setup .venv-nemo-gym requirements/nemo-gym.txt --python .venv-nemo-gym/bin/python
+fi

@@ -5,20 +5,9 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-find_python() { # prints an interpreter of a version: of PATH, or of pyenv, whose shims may be for others
-  local candidate
-  for candidate in "python$1" "${PYENV_ROOT:-$HOME/.pyenv}/versions/$1".*/bin/python; do
-    if "$candidate" -c "import sys; sys.exit(sys.version.split('.')[:2] != '$1'.split('.'))" >/dev/null 2>&1; then
-      echo "$candidate"
-      return
-    fi
-  done
-  return 1
-}
-
 tested=0
 for version in "$@"; do
-  if ! python=$(find_python "$version"); then
+  if ! python=$(scripts/find_python.sh "$version"); then
     echo "Left out: no Python $version on this machine"
     continue
   fi

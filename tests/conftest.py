@@ -28,6 +28,7 @@ _SERVER_START_S = 60.0
 _VENV_VLLM = Path(__file__).resolve().parents[1] / ".venv-vllm" / "bin" / "python"
 _REPOSITORY = Path(__file__).resolve().parents[1]
 _PUBLIC_ENVIRONMENTS = _REPOSITORY / ".venv-environments"
+_VENV_NEMO_GYM = _REPOSITORY / ".venv-nemo-gym"
 _WAITS_END_S = 5.0  # threads that were told to stop are given that long
 
 # Shared machines are slow at times; that is no finding. No example database: a test run leaves nothing in the tree.
@@ -144,7 +145,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         names = getattr(item, "fixturenames", ())
         if "vllm_python" in names:
             item.add_marker(pytest.mark.vllm)
-        if "public_environments" in names or "pinned_pythons" in names:
+        if not {"public_environments", "pinned_pythons", "nemo_gym_python"}.isdisjoint(names):
             item.add_marker(pytest.mark.environments)
 
 
@@ -163,6 +164,14 @@ def pinned_pythons() -> dict[str, str]:
     if not all((place / ".millrace-setup").exists() for place in places.values()):
         pytest.skip("no other releases of verifiers: run scripts/setup_environments.sh")
     return {release: str(place / "bin" / "python") for release, place in places.items()}
+
+
+@pytest.fixture(scope="session")
+def nemo_gym_python() -> str:
+    """An interpreter with `nemo-gym`, which needs Python 3.12 or later and other pins than ours."""
+    if not (_VENV_NEMO_GYM / ".millrace-setup").exists():
+        pytest.skip("no nemo-gym: run scripts/setup_environments.sh where there is a Python 3.12")
+    return str(_VENV_NEMO_GYM / "bin" / "python")
 
 
 @pytest.fixture(scope="session")

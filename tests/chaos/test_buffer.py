@@ -4,9 +4,11 @@ The rewards of this environment say whether a task is easy or hard, whatever is 
 """
 
 import json
+from collections import Counter
 
 import pytest
 
+from millrace.internal.v1 import batch_pb2
 from millrace.rollouts.batch_wire import decode_header
 from millrace.runlog import Names
 from millrace.telemetry.faults import Point
@@ -24,17 +26,23 @@ BUFFER = {
     "orchestrator.env": json.dumps([{"id": "sorted-env"}]),
     "orchestrator.buffer.easy_threshold": 0.9,
     "orchestrator.buffer.hard_threshold": 0.1,
+    "orchestrator.buffer.hard_replay": 0.3,
     "orchestrator.buffer.online_difficulty_filtering": "true",
     "trainer.determinism": "strict",
     "async_level": 0,
 }
 
 
-def drawn(stack: ChaosStack, run: ChaosRun, *, first: int = 0) -> dict[int, str]:
-    """The task of every ordinal that the batches from step `first` on resolve."""
+def resolved(stack: ChaosStack, run: ChaosRun, *, first: int = 0) -> list[batch_pb2.Resolution]:
+    """What became of every ordinal that the batches from step `first` on resolve."""
     store, names = stack.store(), Names(PREFIX, run.uid)
     headers = [decode_header(store.get(names.batch_header(step))) for step in range(first, STEPS)]
-    return {item.ordinal: item.task_id for header in headers for item in header.resolutions}
+    return [item for header in headers for item in header.resolutions]
+
+
+def drawn(stack: ChaosStack, run: ChaosRun, *, first: int = 0) -> dict[int, str]:
+    """The task of each of them."""
+    return {item.ordinal: item.task_id for item in resolved(stack, run, first=first)}
 
 
 def test_a_killed_orchestrator_and_a_fork_draw_what_an_undisturbed_run_draws(make_chaos) -> None:
@@ -44,6 +52,8 @@ def test_a_killed_orchestrator_and_a_fork_draw_what_an_undisturbed_run_draws(mak
     expected = drawn(stack, undisturbed)
     counts = undisturbed.of("batch_committed")[-1].batch_committed
     assert counts.num_easy_tasks > 2 and counts.num_hard_tasks > 2, "the pools matter for what is drawn"
+    times = Counter(item.task_id for item in resolved(stack, undisturbed) if item.reason == "hard")
+    assert max(times.values()) > 1, "a hard task is played again"
 
     # One dies with groups in flight, one behind a header that Redis has not seen, one before a header.
     armed = [

@@ -18,8 +18,8 @@ ROOM_GIB = 15.0
 
 
 @pytest.fixture(scope="session")
-def images() -> None:
-    """All images of today's code; skipped with the reason where no engine can be had, or no base image."""
+def base_images() -> None:
+    """A Docker engine and what images are made of; skipped with the reason where one of them cannot be had."""
     no_engine = os.environ.get("MILLRACE_NO_ENGINE")
     """What run.sh found: why this machine can have no engine, empty if it has one; None: it was not asked."""
     if no_engine:
@@ -38,6 +38,11 @@ def images() -> None:
         give_up = pytest.fail if os.environ.get("MILLRACE_COMPOSE_REQUIRED") else pytest.skip
         why = "the package mirrors do not have what they are made of" if code == NO_PACKAGE else f"exit code {code}"
         give_up(f"no base images here: {why}: {said}")
+
+
+@pytest.fixture(scope="session")
+def images(base_images: None) -> None:
+    """All images of today's code."""
     builder = Deployment(project="millracetest", port=0)
     try:
         builder.build()

@@ -1,4 +1,6 @@
-"""What the log rests on with real servers in containers; the default suite has an embedded Redis and a fake S3."""
+"""What the log rests on with real servers in containers (the default suite has an embedded Redis and a fake S3), and
+tasks of a v1 environment in containers of their own.
+"""
 
 import os
 import re
@@ -14,6 +16,7 @@ from millrace_testing.deployment import run
 pytestmark = [pytest.mark.compose, pytest.mark.timeout(1200)]
 
 LOG = [f"tests/integration/runlog/test_runlog_{what}.py" for what in ("append", "commit", "events", "lease", "rebuild")]
+TASKS = ["tests/integration/env_server/test_env_tools.py", "-k", "played_in_a_container"]
 STORE = ["tests/integration/storage/test_storage_conformance.py", "-k", "real"]
 
 
@@ -35,3 +38,7 @@ def test_the_log_is_kept_by_a_real_redis(images: None) -> None:
 def test_a_real_s3_server_keeps_what_the_store_promises(images: None, tmp_path: Path) -> None:
     with containers.s3(tmp_path) as variables:
         assert passed(*STORE, **variables) > 15
+
+
+def test_a_v1_task_is_played_in_a_container_of_its_own(base_images: None) -> None:
+    assert passed(*TASKS, MILLRACE_TEST_TASK_IMAGE="debian:bookworm-slim") == 1

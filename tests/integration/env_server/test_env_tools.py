@@ -1,7 +1,9 @@
 """MCP tool servers, over pipes (v0) and over HTTP (v1), and runtimes; what cannot run is refused at load."""
 
 import json
+import os
 import shutil
+import subprocess
 from typing import Any
 
 import pytest
@@ -15,6 +17,8 @@ pytestmark = [
     pytest.mark.timeout(600),
     pytest.mark.usefixtures("tokenizer_manifest_key"),
 ]
+IMAGE = os.environ.get("MILLRACE_TEST_TASK_IMAGE", "")
+"""Of containers for tasks, where there is an engine: set by tests/compose/test_containers.py."""
 TURNS = ["user", "assistant", "tool", "assistant"]
 
 
@@ -71,6 +75,33 @@ async def test_a_runtime_that_is_not_here_is_refused_at_load(server: Any, kind: 
     opened = await server.open("rev-text-v1", {"env": {"agent": {"runtime": {"type": kind}}}})
     assert opened.state == env_service_pb2.ENV_STATE_FAILED
     assert f"args.env.agent.runtime.type: {says}" in opened.error_message, opened.error_message
+
+
+async def test_tasks_that_need_a_container_are_refused_without_one(server: Any) -> None:
+    opened = await server.open("contained-v1")
+    assert opened.state == env_service_pb2.ENV_STATE_FAILED
+    wanted = "args.env.agent.runtime.type: must be 'docker': tasks of ContainedTask need a container"
+    assert wanted in opened.error_message, opened.error_message
+
+
+@pytest.mark.skipif(not IMAGE, reason="needs a Docker engine and an image: run by tests/compose/test_containers.py")
+async def test_a_task_is_played_in_a_container(server: Any) -> None:
+    runtime = {"type": "docker", "image": IMAGE, "workdir": "/"}
+    args = {"env": {"agent": {"runtime": runtime}}}
+    opened = await server.open("contained-v1", args)
+    assert opened.state == env_service_pb2.ENV_STATE_READY, opened.error_message
+    rollouts = [await server.play_one("contained-v1", index, args=args) for index in (1, 2)]
+    for rollout in rollouts:
+        assert rollout.status is RolloutStatus.OK and rollout.reward == 1.0, rollout.error
+        assert rollout.samples[0].loss_mask.any() and rollout.samples[0].policy_spans, "it could be trained on"
+    commands = ["docker", "ps", "--all", "--no-trunc", "--format", "{{.Command}}"]
+    left = subprocess.check_output(commands, text=True, timeout=60)
+    assert "sleep infinity" not in left, "a rollout's container ends with it"
+
+    args = {"env": {"agent": {"runtime": {**runtime, "image": "millrace/no-such-image:0"}}}}
+    assert (await server.open("contained-v1", args)).state == env_service_pb2.ENV_STATE_READY
+    rollout = await server.play_one("contained-v1", 1, args=args)
+    assert rollout.status is RolloutStatus.ENV_ERROR and "millrace/no-such-image" in rollout.error.message
 
 
 async def test_a_tool_server_that_needs_a_container_is_named(server: Any) -> None:

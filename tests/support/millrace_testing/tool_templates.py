@@ -12,6 +12,20 @@ _XML = (
     "<function={{ c.function.name }}>\n{% for key, value in c.function.arguments.items() %}"
     "<parameter={{ key }}>\n{{ value }}\n</parameter>\n{% endfor %}</function>\n</tool_call>{% endfor %}"
 )
+TOOLS_BEGIN = (
+    "# Tools\n\nYou may call one or more functions to assist with the user query.\n\n"
+    "You are provided with function signatures within <tools></tools> XML tags:\n<tools>"
+)
+TOOLS_END = (
+    "\n</tools>\n\nFor each function call, return a json object with function name and arguments within "
+    '<tool_call></tool_call> XML tags:\n<tool_call>\n{"name": <function-name>, "arguments": <args-json-object>}\n'
+    "</tool_call>"
+)
+_RESULT = (
+    "{% if m.role == 'tool' %}{% if loop.first or loop.previtem.role != 'tool' %}<|im_start|>user{% endif %}"
+    "{{ '\n' }}<tool_response>\n{{ m.content }}\n</tool_response>"
+    "{% if loop.last or loop.nextitem.role != 'tool' %}<|im_end|>\n{% endif %}{% else %}"
+)
 _THOUGHT = "{% if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>{% endif %}"
 
 NAMES_ONLY = "tools | map(attribute='function.name') | join(' ')"
@@ -21,6 +35,23 @@ NAMES_ONLY = "tools | map(attribute='function.name') | join(' ')"
 def hermes(*, shows: str = "tools | tojson", keeps_thoughts: bool = True) -> str:
     """Calls as JSON; `shows` is how the tools stand in the prompt."""
     return _BEGIN.replace("%s", shows) + _HEAD % (_THOUGHT if keeps_thoughts else "") + _JSON + _END
+
+
+QWEN3_SYMBOLS = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>")
+"""What is one token each for a Qwen3."""
+
+
+def qwen3() -> str:
+    """As a Qwen3 has it, but for thoughts, and for a system message beside tools.
+
+    What stands behind a tag begins with no line break, which `transformers` would take away.
+    """
+    offered = (
+        TOOLS_BEGIN + "{% for tool in tools %}{{ '\n' + tool | tojson }}{% endfor %}{{ '\n' }}" + TOOLS_END.lstrip()
+    )
+    begin = "{% if tools %}<|im_start|>system\n" + offered + "<|im_end|>\n{% endif %}"
+    message = "<|im_start|>{{ m.role }}\n{{ m.content }}" + _JSON + "<|im_end|>\n"
+    return begin + "{% for m in messages %}" + _RESULT + message + "{% endif %}" + _END.removeprefix("<|im_end|>\n")
 
 
 def xml() -> str:
