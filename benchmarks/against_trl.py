@@ -181,7 +181,7 @@ def run_theirs(task: Task, place: Path, model: Path, steps: int, python: str) ->
         wall_s, cpu_s = command.end()
     finally:
         command.stop()
-    lines = [json.loads(line) for line in command.output.read_text().splitlines() if line.startswith("{")]
+    lines = [json.loads(line) for line in command.output.read_text().splitlines() if line.startswith('{"kind"')]
     marks = {line["step"]: line for line in lines if line["kind"] == "cpu"}
     first, last = marks[FIRST], marks[steps - 1]
     end = next(line for line in lines if line["kind"] == "end")
