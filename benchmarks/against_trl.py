@@ -12,8 +12,8 @@ Three tasks: `instant` is examples/reverse_text, `late` the same with a reward t
 whose tool answers between two turns. Each step has 256 rollouts, each run an evaluation of 256 held-out ones before the
 first step and after the last. Contenders take turns: Millrace, TRL, Millrace, TRL. `millrace rl` starts a stack of its
 own with every process; `against_trl_peer.py` is one process, whose settings are those of the example's rl.toml. A
-step's cost leaves start and evaluations out: it is taken between the end of step 2 and that of the last but one. CPU
-seconds, user and system, are those of all processes.
+step's cost leaves start and evaluations out: it is taken between the end of step 10 (of the quarter in short runs)
+and that of the last but one. CPU seconds, user and system, are those of all processes.
 """
 
 import argparse
@@ -37,7 +37,7 @@ from workplace import EXAMPLE, STOP_TIMEOUT_S, Workplace
 
 HERE = Path(__file__).parent
 ROLLOUTS = 256
-FIRST = 2
+FIRST = 10
 POLL_S = 0.05
 LONGEST_S = 1800.0
 LATENCY_S = 0.5
@@ -130,6 +130,11 @@ class Command:
             self.process.wait()
 
 
+def first_of(steps: int) -> int:
+    """The step from whose end on the cost counts."""
+    return min(FIRST, steps // 4)
+
+
 def environ(**more: str) -> dict[str, str]:
     """Of both contenders: one thread per process, nothing from a network, no variable of a deployment."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("MILLRACE_")}
@@ -149,7 +154,7 @@ def run_ours(task: Task, place: Path, model: Path, steps: int) -> Run:
     metrics = place / "outputs" / "peer" / "metrics.jsonl"
     seen = []
     try:
-        for wanted in (FIRST, steps - 1):
+        for wanted in (first_of(steps), steps - 1):
             command.wait_for(f"step {wanted}", lambda wanted=wanted: steps_done(metrics) >= wanted)
             used = sum(cpu_by_process(command.process.pid).values())
             seen.append((steps_done(metrics), time.monotonic(), used))
@@ -183,13 +188,14 @@ def run_theirs(task: Task, place: Path, model: Path, steps: int, python: str) ->
         command.stop()
     lines = [json.loads(line) for line in command.output.read_text().splitlines() if line.startswith('{"kind"')]
     marks = {line["step"]: line for line in lines if line["kind"] == "cpu"}
-    first, last = marks[FIRST], marks[steps - 1]
+    begun = first_of(steps)
+    first, last = marks[begun], marks[steps - 1]
     end = next(line for line in lines if line["kind"] == "end")
     return Run(
         wall_s=wall_s,
         cpu_s=cpu_s,
-        step_s=(last["at_s"] - first["at_s"]) / (steps - 1 - FIRST),
-        rollout_cpu_ms=(last["cpu_s"] - first["cpu_s"]) * 1000 / ((steps - 1 - FIRST) * ROLLOUTS),
+        step_s=(last["at_s"] - first["at_s"]) / (steps - 1 - begun),
+        rollout_cpu_ms=(last["cpu_s"] - first["cpu_s"]) * 1000 / ((steps - 1 - begun) * ROLLOUTS),
         before=end["before"],
         after=end["after"],
         last_reward=mean([line["reward"] for line in lines if line["kind"] == "step"][-5:]),
