@@ -10,6 +10,7 @@ import contextlib
 from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
+import aiohttp
 import httpx
 import verifiers.v1 as vf
 from mcp import ClientSession
@@ -27,18 +28,26 @@ HARNESS_ID = "millrace_inprocess"
 _SHOWN_CHARS = 500
 # Backstop only: a rollout's deadline cancels its request long before. To connect takes as long as the environment's
 # code holds up the event loop, which serves the other end.
-_TIMEOUT = httpx.Timeout(6 * 3600.0)
+_TIMEOUT = aiohttp.ClientTimeout(total=6 * 3600.0)
 
-_clients: dict[asyncio.AbstractEventLoop, httpx.AsyncClient] = {}
+_sessions: dict[asyncio.AbstractEventLoop, aiohttp.ClientSession] = {}
 
 
-def _client() -> httpx.AsyncClient:
-    """The event loop's client; it talks to the interception server in this process only."""
+def _session() -> aiohttp.ClientSession:
+    """The event loop's session; it talks to the interception server in this process only.
+
+    httpx, which the library uses, looks at every connection of its pool for each request.
+    """
     loop = asyncio.get_running_loop()
-    if loop not in _clients:
-        limits = httpx.Limits(max_connections=None, max_keepalive_connections=256)
-        _clients[loop] = httpx.AsyncClient(timeout=_TIMEOUT, limits=limits, trust_env=False)
-    return _clients[loop]
+    if loop not in _sessions:
+        _sessions[loop] = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=_TIMEOUT)
+    return _sessions[loop]
+
+
+async def close_session() -> None:
+    """Close the event loop's session, if there is one."""
+    if session := _sessions.pop(asyncio.get_running_loop(), None):
+        await session.close()
 
 
 class Tools:
@@ -140,13 +149,12 @@ class InprocessHarness(vf.Harness[InprocessHarnessConfig]):
             if tools.definitions:
                 body["tools"] = tools.definitions
             while True:
-                reply = await _client().post(
-                    f"{endpoint}/chat/completions", headers={"Authorization": f"Bearer {secret}"}, json=body
-                )
-                if reply.status_code != 200:
-                    detail = f"{reply.status_code} {reply.text[:_SHOWN_CHARS]}"
-                    return ProgramResult(exit_code=1, stdout="", stderr=detail)
-                message = reply.json()["choices"][0]["message"]
+                headers = {"Authorization": f"Bearer {secret}"}
+                async with _session().post(f"{endpoint}/chat/completions", headers=headers, json=body) as reply:
+                    if reply.status != 200:
+                        detail = f"{reply.status} {(await reply.text())[:_SHOWN_CHARS]}"
+                        return ProgramResult(exit_code=1, stdout="", stderr=detail)
+                    message = (await reply.json())["choices"][0]["message"]
                 calls = message.get("tool_calls") if tools.definitions else None
                 if not calls:
                     return ProgramResult(exit_code=0, stdout="", stderr="")

@@ -147,8 +147,9 @@ def install_span_capture() -> None:
     importlib.import_module(RENDERER_CLIENT).generate = generate_with_spans  # type: ignore[attr-defined]
 
 
+@lru_cache(maxsize=64)  # every rollout asks, and building the type's schema costs milliseconds
 def renderer_config(name: str, tokenizer_dir: str) -> Any:
-    """The typed config of a renderer by name; an empty name chooses by the policy's files.
+    """The typed config of a renderer by name, shared by who asks; an empty name chooses by the policy's files.
 
     What has no renderer of its own gets the default one, which applies the tokenizer's chat template, parses no tool
     calls, and renders the whole conversation anew in every turn.

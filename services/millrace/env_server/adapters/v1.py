@@ -110,6 +110,7 @@ class V1Adapter:
         install_span_capture()
         _keep_whole_traces()
         _refuse_other_parts()
+        self._stack.push_async_callback(harness_v1.close_session)
         await self._stack.enter_async_context(self._env.serving())
 
     async def close(self) -> None:
