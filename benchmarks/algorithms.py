@@ -4,7 +4,7 @@
 
 A cell is one preset, level and seed: `millrace rl` with the example's file and `--algo.preset`, from the model of
 its seed, warmed up to the same loss; opd's teacher is the demo's trained policy, served by an engine of its own. What a
-cell gave stands in results/algorithms.json as soon as it is over, and a cell that stands there with as many steps is not
+cell gave stands in results/algorithms.json as soon as it is over; one that stands there with as many steps is not
 run again: stop and start as you like; --minutes begins no cell after so long. First come seed 0 and level 1 of all
 presets. The picture is drawn from all that is there. A cell takes about a minute on two idle cores, all 50 an hour.
 """
