@@ -2,17 +2,18 @@
 
     python benchmarks/algorithms.py [--quick] [--presets grpo gspo …] [--steps 40] [--minutes M] [--draw-only]
 
-A cell is one preset, level and seed: `millrace rl` with the example's file and `--algo.preset`, from the warmed-up
-model of its seed; opd's teacher is the demo's trained policy, served by an engine of its own. What a cell gave stands
-in results/algorithms.json as soon as it is over, and a cell that stands there with as many steps is not run again: stop
-and start as you like; --minutes begins no cell after so long. First come seed 0 and level 1 of all presets. The picture
-is drawn from all that is there. A cell takes about a minute on two idle cores, all 50 cells an hour.
+A cell is one preset, level and seed: `millrace rl` with the example's file and `--algo.preset`, from the model of
+its seed, warmed up to the same loss; opd's teacher is the demo's trained policy, served by an engine of its own. What a
+cell gave stands in results/algorithms.json as soon as it is over; one that stands there with as many steps is not
+run again: stop and start as you like; --minutes begins no cell after so long. First come seed 0 and level 1 of all
+presets. The picture is drawn from all that is there. A cell takes about a minute on two idle cores, all 50 an hour.
 """
 
 import argparse
 import contextlib
 import json
 import os
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -34,6 +35,10 @@ PLOT = REPOSITORY / "docs" / "algorithms.png"
 STEPS, QUICK_STEPS = 40, 3
 PLANS = ((1, 0), (0, 0), (4, 0), (1, 1), (1, 2))
 """(async level, seed) of every preset's cells, in the order in which they are run."""
+WARM_UP_STEPS = range(60, 121, 15)
+"""SFT steps, as many as a seed needs to be as warm as the demo's model: cells compare algorithms, not warm-ups."""
+WARM_LOSS = 0.61
+"""Mean loss of the last five SFT steps up to which a model is warm: seeds 0 and 1 after 60, seed 2 after 75."""
 TEACHER_STARTS_WITHIN_S = 180.0
 
 
@@ -67,7 +72,10 @@ class Bench:
             place = self._places[seed] = Workplace(path)
             progress(f"seed {seed}: model and SFT")
             place.make_model(seed=seed)
-            place.fine_tune("--seed", str(seed))
+            for steps in WARM_UP_STEPS:
+                place.fine_tune("--seed", str(seed), "--max-steps", str(steps))
+                if warm_up_loss(path) <= WARM_LOSS:
+                    break
         return self._places[seed]
 
     def run(self, cell: Cell) -> dict[str, Any]:
@@ -90,6 +98,12 @@ class Bench:
             place = self.place(0)
             self._trained = place.path / place.train("--seed", "0", "--run.name", "teacher").summary["policy_path"]
         return self._trained
+
+
+def warm_up_loss(directory: Path) -> float:
+    """The mean loss of the last five steps of the SFT in a directory."""
+    lines = (directory / "outputs" / "reverse-text" / "sft" / "metrics.jsonl").read_text().splitlines()
+    return statistics.mean(json.loads(line)["loss/mean"] for line in lines[-5:])
 
 
 @contextlib.contextmanager
