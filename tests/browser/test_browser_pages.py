@@ -87,20 +87,30 @@ def test_what_models_wrote_is_text(page):
     assert page.complaints == []
 
 
+def ticks_of(page, points: list[list[float]]) -> list[str]:
+    """The texts beside the axes of a curve."""
+    return page.evaluate(
+        """async (points) => {
+          const { chart } = await import("/static/charts.js");
+          const drawn = chart("t", [{ name: "a", points }]);
+          document.body.append(drawn);
+          await new Promise((done) => setTimeout(done, 300));
+          return [...drawn.querySelectorAll("text.tick")].map((tick) => tick.textContent);
+        }""",
+        points,
+    )
+
+
 def test_a_curve_of_rounding_errors_is_a_line(page):
     """Between 0.3 and 0.1 + 0.2 there is no room for ticks: looking for them never ended."""
     opened(page, "/", "text=ended-1")
-    num_ticks = page.evaluate(
-        """async () => {
-          const { chart } = await import("/static/charts.js");
-          const drawn = chart("t", [{ name: "a", points: [[0, 0.3], [1, 0.1 + 0.2]] }]);
-          document.body.append(drawn);
-          await new Promise((done) => setTimeout(done, 300));
-          return drawn.querySelectorAll("text.tick").length;
-        }"""
-    )
-    assert 2 < num_ticks < 12
+    assert 2 < len(ticks_of(page, [[0, 0.3], [1, 0.1 + 0.2]])) < 12
     assert page.complaints == []
+
+
+def test_a_mark_that_stands_alone_has_digits(page):
+    opened(page, "/", "text=ended-1")
+    assert "0.005" in ticks_of(page, [[0, 7e-14], [1, 0.00998]])
 
 
 def test_reasoning_without_an_end_freezes_no_page(page, run_writer):

@@ -115,7 +115,7 @@ function frame(box, drawn, width, height, options) {
   const y = (value) => PAD.top + (1 - (value - low) / (high - low)) * tall;
   box.replaceChildren();
   const marks = ticks(low, high, 4);
-  const apart = marks.length > 1 ? marks[1] - marks[0] : 1;
+  const apart = marks.length > 1 ? marks[1] - marks[0] : high - low;
   for (const value of marks) {
     box.append(svg("line", { class: "grid", x1: PAD.left, x2: width - PAD.right, y1: y(value), y2: y(value) }));
     box.append(svg("text", { class: "tick", x: PAD.left - 6, y: y(value) + 4, "text-anchor": "end" }, tickText(value, apart)));
