@@ -5,7 +5,7 @@ PY := .venv/bin/python
 ENGINE ?= embedded
 # Tests mostly wait: twice as many at a time as there are processors, which nproc takes from OMP_NUM_THREADS if it can.
 TEST_JOBS ?= $(shell n=$$((2 * $$(env -u OMP_NUM_THREADS nproc))); echo $$((n < 24 ? n : 24)))
-PYTEST_JOBS = --durations=40 --durations-min=5 -p millrace_testing.cpu_by_file -n $(TEST_JOBS) --dist loadfile --no-loadscope-reorder
+PYTEST_JOBS = --durations=40 --durations-min=5 -p millrace_testing.cpu_by_file -p millrace_testing.crashed_workers -n $(TEST_JOBS) --dist loadfile --no-loadscope-reorder
 # Collecting all other files costs every worker 20 s.
 LONG_FILES = $(shell grep -rl --include='test_*.py' 'mark\.long' tests)
 FUZZ_SECONDS ?= 60

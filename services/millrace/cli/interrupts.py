@@ -2,16 +2,14 @@
 
 import asyncio
 import signal
-import threading
 from collections.abc import Callable, Coroutine
-from types import FrameType
 from typing import Any, TypeVar
 
+from millrace.cli.early_interrupts import remembered
 from millrace.cli.errors import Interrupted
 
 T = TypeVar("T")
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-remembered: list[signal.Signals] = []
 
 
 class Interrupts:
@@ -34,21 +32,6 @@ class Interrupts:
             return
         for callback in self._hurry:
             callback()
-
-
-def listen_early() -> None:
-    """From now on a Ctrl-C during imports is remembered as well as raised.
-
-    Python swallows a KeyboardInterrupt that meets a callback of its own (of a weak reference, of an import lock): it
-    prints "Exception ignored in …", and the command would go on as if nobody had asked it to end.
-    """
-    if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGINT, _note_early)
-
-
-def _note_early(number: int, frame: FrameType | None) -> None:
-    remembered.append(signal.Signals(number))
-    raise KeyboardInterrupt
 
 
 def run(work: Callable[[Interrupts], Coroutine[Any, Any, T]]) -> T:

@@ -11,8 +11,8 @@ import click
 
 import millrace
 from millrace.cli.connection import HELP, take_options
+from millrace.cli.early_interrupts import listen_early, remembered
 from millrace.cli.errors import EXIT_USAGE, Interrupted, report
-from millrace.cli.interrupts import listen_early, remembered
 from millrace.cli.lazy import LazyGroup
 
 _COMMANDS = {

@@ -1,0 +1,22 @@
+"""A Ctrl-C that comes while a command is still being imported. Its imports take a moment."""
+
+import signal
+import threading
+from types import FrameType
+
+remembered: list[signal.Signals] = []
+
+
+def listen_early() -> None:
+    """From now on a Ctrl-C during imports is remembered as well as raised.
+
+    Python swallows a KeyboardInterrupt that meets a callback of its own (of a weak reference, of an import lock): it
+    prints "Exception ignored in …", and the command would go on as if nobody had asked it to end.
+    """
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGINT, _note_early)
+
+
+def _note_early(number: int, frame: FrameType | None) -> None:
+    remembered.append(signal.Signals(number))
+    raise KeyboardInterrupt
