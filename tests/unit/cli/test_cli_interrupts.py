@@ -5,23 +5,26 @@ import signal
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
 import pytest
 
-from millrace.cli import interrupts
+from millrace.cli import early_interrupts, interrupts
 from millrace.cli.errors import Interrupted
 
 
 def test_a_swallowed_interrupt_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
     assert threading.current_thread() is threading.main_thread()
-    monkeypatch.setattr(interrupts, "remembered", [])
+    remembered: list[signal.Signals] = []
+    for module in (early_interrupts, interrupts):
+        monkeypatch.setattr(module, "remembered", remembered)
     before = signal.getsignal(signal.SIGINT)
 
     async def work(_: interrupts.Interrupts) -> None:
         pytest.fail("the command went on")
 
     try:
-        interrupts.listen_early()
+        early_interrupts.listen_early()
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGINT)
         with pytest.raises(Interrupted):
@@ -45,3 +48,26 @@ def test_an_import_that_an_interrupt_broke_off_is_an_interrupt() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 130 and "half-made" not in done.stderr
+
+
+def test_the_command_listens_before_its_imports(tmp_path: Path) -> None:
+    """What Python swallows while the command's own modules are imported ends it, too."""
+    code = (
+        "import builtins, os, runpy, signal, sys\n"
+        "original = builtins.__import__\n"
+        "def swallowed(name, *rest, **more):\n"
+        "    if name == 'click':\n"
+        "        builtins.__import__ = original\n"
+        "        try:\n"
+        "            os.kill(os.getpid(), signal.SIGINT)\n"
+        "        except KeyboardInterrupt:\n"
+        "            pass\n"
+        "    return original(name, *rest, **more)\n"
+        "builtins.__import__ = swallowed\n"
+        "sys.argv = ['millrace', 'up', '--dir', 'outputs']\n"
+        "runpy.run_module('millrace.cli', run_name='__main__')\n"
+    )
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 130, done.stderr
+    assert not (tmp_path / "outputs").exists()
