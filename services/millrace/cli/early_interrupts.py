@@ -1,4 +1,4 @@
-"""A Ctrl-C that comes while a command is still being imported. Its imports take a moment."""
+"""Remembers a Ctrl-C that comes while the modules of a command are imported. This one imports next to nothing."""
 
 import signal
 import threading
