@@ -11,6 +11,7 @@ import pytest
 import pytest_asyncio
 import redis.asyncio as redis_asyncio
 
+from millrace.env_server.spool.appender import RunAppender
 from millrace.env_server.spool.files import Spool
 from millrace.env_server.spool.sink import RolloutSink
 from millrace.errors import UnavailableError
@@ -122,6 +123,24 @@ async def test_what_is_appended_stays_until_the_watermark_passes(setup: Setup) -
     await until(lambda: not (setup.directory / setup.uid).exists(), timeout_s=120)
     setup.sink.note_run(setup.uid, 4, "")  # it had failed, and was reopened
     assert await setup.sink.append(setup.rollout(5))
+
+
+async def test_what_was_kept_before_the_appender_is_appended_once(setup: Setup) -> None:
+    """Members that finish together are kept together, and the first of them makes the appender, which takes all."""
+
+    async def open_log(_run_uid: str) -> RunLog:
+        return setup.log
+
+    spool = setup.sink.spool
+    first, second = [await spool.keep(setup.rollout(ordinal)) for ordinal in (0, 1)]
+    appender = RunAppender(setup.uid, spool, open_log, on_closed_log=lambda: None)
+    try:
+        assert await appender.append(first)
+        await until(lambda: appender.num_pending == 0, timeout_s=120)
+        assert await appender.append(second)
+        assert await setup.ordinals() == {0: 1, 1: 1}
+    finally:
+        await appender.close()
 
 
 async def test_a_successor_appends_what_the_log_lacks_and_nothing_twice(setup: Setup) -> None:
