@@ -11,20 +11,19 @@ import ssl
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 from urllib.parse import urlsplit
 
-import httpx
+import aiohttp
 
 from millrace.rpc.access import ClientAccess
-from millrace.rpc.keep_alive import SOCKET_OPTIONS
+from millrace.rpc.keep_alive import kept_alive_socket
 from millrace.rpc.tls import Stamp, client_context
 from millrace.rpc.tokens import WorkersFile
 from millrace.telemetry.settings import Settings
 
-# A rollout's deadline cancels its request long before.
-_TIMEOUT = httpx.Timeout(6 * 3600.0, connect=5.0)
-_LIMITS = httpx.Limits(max_connections=None, max_keepalive_connections=256)
+_CONNECT_TIMEOUT_S = 5.0
+# Backstop only: a rollout's deadline cancels its request long before.
+_TOTAL_TIMEOUT_S = 6 * 3600.0
 
 
 class EngineAccess:
@@ -35,7 +34,7 @@ class EngineAccess:
         self._access = ClientAccess.engine(Settings.from_env(os.environ)) if access is None else access
         self._context: ssl.SSLContext | None = None
         self._seen: Stamp = ()
-        self._clients: dict[asyncio.AbstractEventLoop, tuple[ssl.SSLContext, httpx.AsyncClient]] = {}
+        self._sessions: dict[asyncio.AbstractEventLoop, aiohttp.ClientSession] = {}
 
     def headers(self, url: str) -> dict[str, str]:
         """The header that shows the token; InvalidStateError if it would travel in plain text beyond this machine."""
@@ -58,29 +57,25 @@ class EngineAccess:
             self._context = client_context(tls)
         return self._context
 
-    def secured(self, client: Any) -> Any:
-        """An AsyncOpenAI like `client` that shows the token and trusts our CA; `client` itself where none is set."""
-        headers, context = self.headers(str(client.base_url)), self.context()
-        if not headers and context is None:
-            return client
-        options: dict[str, Any] = {}
-        if headers:
-            options["api_key"] = headers["Authorization"].removeprefix("Bearer ")
-        if context is not None:
-            options["http_client"] = self._http_client(context)
-        return client.with_options(**options)
-
-    def _http_client(self, context: ssl.SSLContext) -> httpx.AsyncClient:
-        """The event loop's client with this context; that of an older one is dropped with its idle connections."""
+    def session(self) -> aiohttp.ClientSession:
+        """The event loop's session, until `close`. It has no limit of connections: the env-server's capacity is one."""
         loop = asyncio.get_running_loop()
-        known = self._clients.get(loop)
-        if known is None or known[0] is not context:
-            transport = httpx.AsyncHTTPTransport(
-                verify=context, limits=_LIMITS, trust_env=False, socket_options=SOCKET_OPTIONS
-            )
-            fresh = httpx.AsyncClient(transport=transport, timeout=_TIMEOUT, trust_env=False)
-            known = self._clients[loop] = (context, fresh)
-        return known[1]
+        if loop not in self._sessions:
+            self._sessions[loop] = make_session()
+        return self._sessions[loop]
+
+    async def close(self) -> None:
+        """Close the event loop's session, if there is one."""
+        if session := self._sessions.pop(asyncio.get_running_loop(), None):
+            await session.close()
+
+
+def make_session() -> aiohttp.ClientSession:
+    """A session for engines and endpoints, without a limit of connections."""
+    return aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(limit=0, socket_factory=kept_alive_socket),
+        timeout=aiohttp.ClientTimeout(total=_TOTAL_TIMEOUT_S, sock_connect=_CONNECT_TIMEOUT_S),
+    )
 
 
 class EngineToken:

@@ -12,8 +12,9 @@ import verifiers as vf
 from aiohttp import web
 
 from millrace.env_server.adapters import client_v0
-from millrace.env_server.adapters.client_v0 import EngineLostError, LeanClient, make_session
+from millrace.env_server.adapters.client_v0 import EngineLostError, LeanClient
 from millrace.env_server.adapters.span_log import SPANS
+from millrace.env_server.engine_access import make_session
 from millrace.rollouts import choices_wire
 
 MESSAGES = [{"role": "user", "content": "turn me around"}]

@@ -1,6 +1,7 @@
 """The HTTP API behind TLS and tokens: the embedded engine, the gate of vLLM, env-servers' clients."""
 
 import contextlib
+import json
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -8,10 +9,10 @@ import aiohttp
 import pytest
 from fastapi import FastAPI
 from fastapi.responses import JSONResponse
-from openai import APIConnectionError, AsyncOpenAI, AuthenticationError
+from openai import APIStatusError
 
-from millrace.env_server.adapters import client_v0
-from millrace.env_server.engine_access import EngineAccess, EngineToken
+from millrace.env_server.adapters import client_v0, renderer
+from millrace.env_server.engine_access import EngineAccess, EngineToken, make_session
 from millrace.errors import InvalidSpecError, InvalidStateError, UnauthenticatedError
 from millrace.inference.http.access import TokenGate, http_scheme, vllm_flags
 from millrace.inference.http.server import start_http
@@ -155,7 +156,7 @@ async def test_the_v0_client_shows_the_token_and_trusts_the_ca_of_ours_only(plac
     api = Api()
     ours = place.engine_access()
     monkeypatch.setattr(client_v0, "engine_access", lambda: ours)
-    async with serving(api) as url, client_v0.make_session() as session:
+    async with serving(api) as url, make_session() as session:
         client = client_v0.LeanClient(f"{url}/v1", session)
         assert (await client.get_native_response([], "policy", {}))["id"] == "x"
         fresh = new_token()
@@ -169,17 +170,32 @@ async def test_the_v0_client_shows_the_token_and_trusts_the_ca_of_ours_only(plac
         assert api.calls == 2
 
 
-async def test_the_openai_client_of_renderers_is_secured(place):
+async def test_the_client_of_renderers_shows_the_token_and_trusts_our_ca(place, monkeypatch):
     api = Api()
-    async with serving(api) as url, AsyncOpenAI(base_url=f"{url}/v1", api_key="EMPTY", max_retries=0) as stock:
-        ask = {"model": "policy", "messages": []}
-        with pytest.raises(APIConnectionError):
-            await stock.chat.completions.create(**ask)
-        answer = await place.engine_access().secured(stock).chat.completions.create(**ask)
-        assert answer.id == "x"
-        with pytest.raises(AuthenticationError):
-            await place.engine_access(worker_token_file=None).secured(stock).chat.completions.create(**ask)
-        assert EngineAccess(ClientAccess.plain()).secured(stock) is stock
+
+    def client(access: EngineAccess) -> renderer.GenerateClient:
+        monkeypatch.setattr(renderer, "engine_access", lambda: access)
+        return renderer.GenerateClient(f"{url}/v1/")
+
+    async with serving(api) as url:
+        ask = f"{url}/v1/chat/completions"
+        for access, status in ((place.engine_access(), 200), (place.engine_access(worker_token_file=None), 401)):
+            try:
+                if status == 200:
+                    assert json.loads((await client(access).post(ask, body={})).content) == ANSWER
+                else:
+                    with pytest.raises(renderer.EngineLostReplyError, match=f"engine lost: Error code: {status}"):
+                        await client(access).post(ask, body={})
+                    with pytest.raises(APIStatusError, match=f"Error code: {status}"):
+                        await client(access).get("/models")
+            finally:
+                await access.close()
+        stranger = EngineAccess(ClientAccess.plain())
+        monkeypatch.setattr(renderer, "MAX_ATTEMPTS", 1)
+        with pytest.raises(renderer.EngineLostReplyError, match=r"(?i)certificate"):
+            await client(stranger).post(ask, body={})
+        await stranger.close()
+    assert api.calls == 1
 
 
 async def test_mtls_over_http(place, monkeypatch):

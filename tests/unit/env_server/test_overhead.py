@@ -11,7 +11,7 @@ pytest.importorskip("verifiers")
 
 import verifiers as vf
 
-from millrace.env_server.adapters.overhead_v0 import remember_signatures
+from millrace.env_server.library.signatures import remember_signatures
 
 
 def _rubric_module() -> ModuleType:

@@ -6,7 +6,7 @@ import socket
 import aiohttp
 from aiohttp import web
 
-from millrace.env_server.adapters.client_v0 import make_session
+from millrace.env_server.engine_access import make_session
 from millrace.rpc.keep_alive import IDLE_S
 
 

@@ -42,13 +42,9 @@ from millrace.env_server.library.v0 import (
     Usage,
 )
 from millrace.rollouts import choices_wire
-from millrace.rpc.keep_alive import kept_alive_socket
 
 logger = logging.getLogger(__name__)
 
-_CONNECT_TIMEOUT_S = 5.0
-# Backstop only: a rollout's deadline cancels its request long before.
-_TOTAL_TIMEOUT_S = 6 * 3600.0
 _SHOWN_CHARS = 300
 _FINISH_REASONS = frozenset({"stop", "length", "tool_calls"})
 _TOO_LONG = ("context length", "maximum model length", "prompt_too_long", "exceeded model", "configured limit")
@@ -272,14 +268,6 @@ def _unconstrained(tool: Mapping[str, Any]) -> dict[str, Any]:
     """
     function = {key: value for key, value in tool["function"].items() if key != "strict"}
     return {**tool, "function": function}
-
-
-def make_session() -> aiohttp.ClientSession:
-    """A session without a connection limit: the env-server's capacity bounds the requests."""
-    return aiohttp.ClientSession(
-        connector=aiohttp.TCPConnector(limit=0, socket_factory=kept_alive_socket),
-        timeout=aiohttp.ClientTimeout(total=_TOTAL_TIMEOUT_S, sock_connect=_CONNECT_TIMEOUT_S),
-    )
 
 
 def _status_error(url: str, status: int, raw: bytes, *, attempts: int, is_external: bool) -> vf.Error:

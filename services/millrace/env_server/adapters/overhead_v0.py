@@ -1,13 +1,10 @@
-"""What `verifiers` v0 does again for every rollout, done once: signatures of functions, and hops to threads.
+"""Hops to threads that `verifiers` v0 makes in every rollout, and that are left out.
 
-Nothing that an environment can see changes: a signature is the function's own, and what runs in the event loop instead
-of a thread is the library's own formatting, which holds the interpreter's lock for as long either way.
+Nothing that an environment can see changes: what runs in the event loop instead of a thread is the library's own
+formatting, which holds the interpreter's lock for as long either way.
 """
 
 import asyncio
-import functools
-import inspect
-import sys
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar
@@ -15,33 +12,6 @@ from typing import Any, TypeVar
 from millrace.env_server.library.v0 import response_utils, state_to_output
 
 T = TypeVar("T")
-
-_SIGNATURES_KEPT = 1024
-_kept_signature = functools.lru_cache(_SIGNATURES_KEPT)(inspect.signature)
-
-
-class _Inspection:
-    """The module `inspect`, which looks at a function's signature once."""
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(inspect, name)
-
-    @staticmethod
-    def signature(function: Callable[..., Any]) -> inspect.Signature:
-        """As `inspect.signature`, which takes the library a sixth of a short rollout."""
-        try:
-            hash(function)
-        except TypeError:  # an object that can be called, and not be kept
-            return inspect.signature(function)
-        return _kept_signature(function)
-
-
-def remember_signatures() -> None:
-    """Have the library's modules that look at signatures in every rollout ask for each of them once."""
-    inspection = _Inspection()
-    for name, module in list(sys.modules.items()):
-        if name.startswith("verifiers.") and vars(module).get("inspect") is inspect:
-            vars(module)["inspect"] = inspection
 
 
 class EnvExecutor(ThreadPoolExecutor):

@@ -1,26 +1,32 @@
 """Client-side tokenization with the `renderers` package: which renderer, and what it forgets.
 
 `renderers.client.generate` posts token ids to `/inference/v1/generate` and returns a dictionary of the fields that it
-knows; the engine's `policy_spans` are not among them. Of the ways to keep them (a patched parser, a custom transport, a
-wrapped client) the wrapped client is the narrowest: `generate` is replaced by a function that hands the original a
-client whose `post` remembers the body, reads the spans from it and notes them under the request's `X-Session-ID`.
-Both generations of `verifiers` look `generate` up by name, so one replacement serves both.
+knows; the engine's `policy_spans` are not among them. So `generate` is replaced by a function that hands the original a
+client of our own in place of OpenAI's, whose body it reads the spans from and notes them under the request's
+`X-Session-ID`. That client asks with aiohttp: OpenAI's on httpx, whose pool looks at every connection for each request,
+took half of a short rollout's CPU. Both generations of `verifiers` look `generate` up by name, so one replacement
+serves both.
 
 The other known incompatibility, log-prob entries without `"token": "token_id:N"`, is not patched here: Millrace's
 engines send that shape.
 """
 
 import asyncio
+import contextlib
 import importlib
 import json
+from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
+import aiohttp
 import httpx
+import orjson
 import renderers.client
-from openai import APIConnectionError, APIStatusError, OpenAIError
+from openai import APIStatusError, BadRequestError, OpenAIError
 
+from millrace.decoding import decode_json
 from millrace.env_server.adapters.samples import engine_spans
 from millrace.env_server.adapters.span_log import SPANS
 from millrace.env_server.engine_access import engine_access
@@ -33,6 +39,7 @@ from millrace.env_server.engine_loss import (
     retry_pause_s,
 )
 from millrace.env_server.library import releases
+from millrace.errors import CorruptObjectError
 
 SESSION_HEADER = "X-Session-ID"
 # Marks a provider error that is really a reply without usable tokens, through layers that keep only its text.
@@ -40,6 +47,7 @@ MISSING_TOKENS_MARK = "missing tokens:"
 # Marks one that is a reply which nobody can read: the engine's fault, which trying again does not mend.
 UNREADABLE_MARK = "unreadable reply:"
 DEFAULT = "default"
+_NOT_JSON = "ENGINE_ANSWER_INVALID"
 # Renderers to try by the model's type, the likeliest first.
 _FAMILIES = {"qwen3": ("qwen3", "prime-qwen3")}
 _PROBES: tuple[list[Any], ...] = (
@@ -66,52 +74,80 @@ class EngineLostReplyError(OpenAIError):
         super().__init__(f"{ENGINE_LOST_MARK} {message}")
 
 
-class _RememberingClient:
-    """An AsyncOpenAI that keeps the body of its last POST, and says when the engine is lost; one per call."""
+class GenerateClient:
+    """What `renderers.client.generate` asks of an AsyncOpenAI: `base_url`, `get` and `post`; one per call."""
 
-    def __init__(self, client: Any) -> None:
-        self._client = client
-        self.body = b""
+    def __init__(self, base_url: str) -> None:
+        self.base_url = base_url
+        self.content = b""
+        """Body of the last answer to a `post`."""
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._client, name)
+    async def get(self, path: str, **_: object) -> Any:
+        """The JSON value at a path below the base. Raises OpenAIError, and what aiohttp raises."""
+        url = self.base_url.rstrip("/") + path
+        status, raw = await self._ask("GET", url)
+        if not _is_good(status):
+            raise _status_error("GET", url, status, raw)
+        return decode_json(raw, what=f"the answer of {url}", reason=_NOT_JSON)
 
-    async def post(self, *args: Any, **kwargs: Any) -> Any:
-        """Post, a few times if the engine refuses before it works, and keep the body."""
+    async def post(
+        self, url: str, *, body: Mapping[str, Any], options: Mapping[str, Any] | None = None, **_: object
+    ) -> Self:
+        """Post, a few times if the engine refuses before it works, and keep what it answers. Raises OpenAIError."""
+        raw, headers = orjson.dumps(body), (options or {}).get("headers") or {}
         # unregistered wait: in an environment worker, all of whose rollouts are one wait of the env-server
         for attempt in range(1, MAX_ATTEMPTS + 1):
             is_last = attempt == MAX_ATTEMPTS
             try:
-                reply = await self._client.post(*args, **kwargs)
-            except APIStatusError as error:
-                if (is_last and error.status_code in LOST_STATUSES) or _is_lost_at_once(error):
-                    raise EngineLostReplyError(str(error)) from error
-                if error.status_code not in RETRIED_STATUSES:
-                    raise
-            except APIConnectionError as error:
+                status, self.content = await self._ask("POST", url, raw, headers)
+            except (aiohttp.ClientError, TimeoutError, ConnectionError) as error:
                 # Refused is worth a try; what broke off in the middle may have cost the engine minutes.
-                if is_last or not _is_refused(error):
-                    raise EngineLostReplyError(_describe(error, self._client.base_url)) from error
+                if is_last or not isinstance(error, aiohttp.ClientConnectorError | aiohttp.ConnectionTimeoutError):
+                    why = f"{self.base_url}: {type(error).__name__}: {error}"
+                    raise EngineLostReplyError(why) from error
             else:
-                self.body = reply.content
-                return reply
+                if _is_good(status):
+                    return self
+                problem = _status_error("POST", url, status, self.content)
+                if (is_last and status in LOST_STATUSES) or _is_lost_at_once(status):
+                    raise EngineLostReplyError(str(problem)) from problem
+                if status not in RETRIED_STATUSES:
+                    raise problem
             await asyncio.sleep(retry_pause_s(attempt))
         raise AssertionError("unreachable: the last attempt returns or raises")
 
+    async def _ask(
+        self, method: str, url: str, body: bytes = b"", headers: Mapping[str, str] | None = None
+    ) -> tuple[int, bytes]:
+        access = engine_access()
+        sent = {"content-type": "application/json", **(headers or {}), **access.headers(url)}
+        trust = access.context()
+        # A redirect would carry the token and the prompt to a server that the config does not name.
+        async with access.session().request(
+            method, url, data=body or None, headers=sent, allow_redirects=False, ssl=True if trust is None else trust
+        ) as reply:
+            return reply.status, await reply.read()
 
-def _is_lost_at_once(error: APIStatusError) -> bool:
-    return error.status_code in (LOST_STATUSES - RETRIED_STATUSES) | REFUSED_STATUSES
+
+def _is_good(status: int) -> bool:
+    return 200 <= status < 300
 
 
-def _is_refused(error: APIConnectionError) -> bool:
-    return isinstance(error.__cause__, httpx.ConnectError | httpx.ConnectTimeout)
+def _is_lost_at_once(status: int) -> bool:
+    return status in (LOST_STATUSES - RETRIED_STATUSES) | REFUSED_STATUSES
 
 
-def _describe(error: APIConnectionError, base_url: object) -> str:
-    """The error with its cause and address, as `Connection error.` alone names neither."""
-    cause = error.__cause__
-    why = f"{type(cause).__name__}: {cause}" if cause is not None else str(error)
-    return f"{base_url}: {why}"
+def _status_error(method: str, url: str, status: int, raw: bytes) -> APIStatusError:
+    """The error that OpenAI's client raises for such an answer; `verifiers` looks at its class, status and text."""
+    response = httpx.Response(status, content=raw, request=httpx.Request(method, url))
+    text: object = response.text
+    with contextlib.suppress(CorruptObjectError):
+        parsed = decode_json(raw, what=f"the answer of {url}", reason=_NOT_JSON)
+        text = parsed.get("error", parsed) if isinstance(parsed, dict) else parsed
+    told = text.get("message") if isinstance(text, dict) else None
+    message = f"Error code: {status}" + (f" - {told}" if isinstance(told, str) and told else "")
+    kind = BadRequestError if status == 400 else APIStatusError
+    return kind(message, response=response, body=text)
 
 
 _stock_generate = renderers.client.generate
@@ -119,19 +155,19 @@ _stock_generate = renderers.client.generate
 
 async def generate_with_spans(*, client: Any, **kwargs: Any) -> dict[str, Any]:
     """`renderers.client.generate`, with the engine's policy spans noted and its reply errors typed."""
-    remembering: Any = _RememberingClient(engine_access().secured(client))
+    lean: Any = GenerateClient(str(client.base_url))
     try:
-        result = await _stock_generate(client=remembering, **kwargs)
+        result = await _stock_generate(client=lean, **kwargs)
     except renderers.client.MalformedGenerateResponseError as error:
         raise GenerateResponseError(f"{MISSING_TOKENS_MARK} {error}") from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        if not remembering.body:
-            raise  # nothing was posted yet: not the reply's fault
-        shown = remembering.body[:300].decode("utf-8", "replace")
+        if not lean.content:
+            raise  # nothing was answered yet: not the reply's fault
+        shown = lean.content[:300].decode("utf-8", "replace")
         raise GenerateResponseError(f"{UNREADABLE_MARK} {type(error).__name__}: {error}: {shown}") from error
     session_id = (kwargs.get("extra_headers") or {}).get(SESSION_HEADER)
     if session_id:
-        choice = (json.loads(remembering.body).get("choices") or [{}])[0]
+        choice = (orjson.loads(lean.content).get("choices") or [{}])[0]
         SPANS.note(session_id, result.get("completion_ids") or (), engine_spans(choice))
     return result
 

@@ -29,18 +29,20 @@ import verifiers as vf
 from pydantic import BaseModel
 
 from millrace.env_server.adapters import judges
-from millrace.env_server.adapters.client_v0 import LeanClient, make_session
+from millrace.env_server.adapters.client_v0 import LeanClient
 from millrace.env_server.adapters.env_args import NO_RENDERER, RENDERER
 from millrace.env_server.adapters.failures import frames_of, is_engine_fault
 from millrace.env_server.adapters.outcome import Outcome, checked, checked_turns, failed, failed_like
-from millrace.env_server.adapters.overhead_v0 import EnvExecutor, remember_signatures
+from millrace.env_server.adapters.overhead_v0 import EnvExecutor
 from millrace.env_server.adapters.rewards_v0 import RewardFailure, recorded_reward_errors, watch_rubric
 from millrace.env_server.adapters.samples import MissingTokensError, Turn, merge_turns
 from millrace.env_server.adapters.span_log import SPANS
 from millrace.env_server.adapters.tasks import TaskTable, build_task_table, no_tasks
 from millrace.env_server.adapters.text_only import not_text_error, other_part, refusal, refuse_other_parts
+from millrace.env_server.engine_access import engine_access
 from millrace.env_server.engine_loss import ENGINE_LOST_MARK
 from millrace.env_server.library import releases
+from millrace.env_server.library.signatures import remember_signatures
 from millrace.env_server.library.v0 import HAS_RENDERERS, Client, ClientConfig, ErrorChain, resolve_client
 from millrace.errors import InvalidSpecError, Violation
 from millrace.rollouts.requests import EnvSpec, LoadedEnv, PlayRequest, Sampling
@@ -101,12 +103,11 @@ class V0Adapter:
         """Open the HTTP session, and the pool of threads for what environments run beside the event loop."""
         asyncio.get_running_loop().set_default_executor(EnvExecutor(_ENV_THREADS, "env"))
         os.environ.setdefault(_API_KEY_VARIABLE, "EMPTY")
-        self._session = make_session()
+        self._session = engine_access().session()
 
     async def close(self) -> None:
         """Close it."""
-        if self._session is not None:
-            await self._session.close()
+        await engine_access().close()
 
     async def play(self, request: PlayRequest, *, tokenizer_dir: str) -> Sequence[Outcome]:
         """Play the request's members: together if rewards compare them, else there is one."""
