@@ -119,6 +119,9 @@ class Exporter:
                 await self._once(order)
             except OSError as error:
                 logger.warning("the exporter cannot be started", extra={"error": str(error)})
+            # The edge of this task, which nobody awaits before the run ends: what is not foreseen is said, and tried again.
+            except Exception:
+                logger.exception("the exporter failed", extra={"run": self._run, "to": self._to.name})
             if not self._done.is_set():
                 deaths += 1
                 self._wait.on(f"the exporter to {self._to.name} to be started again", key="restart")
