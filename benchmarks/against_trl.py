@@ -1,7 +1,7 @@
 """The demo against TRL's synchronous GRPOTrainer: same machine, model, tasks, batch, optimizer and number of steps.
 
     python benchmarks/against_trl.py --peers-python .venv-peers/bin/python [--quick] [--steps 80] [--rounds 2]
-        [--tasks instant late two-turns] [--model DIR]
+        [--tasks instant late two-turns] [--async-levels 1 0] [--model DIR]
 
     python -m venv .venv-peers
     .venv-peers/bin/pip install trl==1.16.0 torch==2.13.0 transformers==5.23.0 accelerate==1.15.0 datasets==5.2.0 \\
@@ -11,9 +11,11 @@ Three tasks: `instant` is examples/reverse_text, `late` the same with a reward t
 (`environments/late_reverse_text.py`; TRL awaits those of a batch at once), `two-turns` is environments/code_lookup,
 whose tool answers between two turns. Each step has 256 rollouts, each run an evaluation of 256 held-out ones before the
 first step and after the last. Contenders take turns: Millrace, TRL, Millrace, TRL. `millrace rl` starts a stack of its
-own with every process; `against_trl_peer.py` is one process, whose settings are those of the example's rl.toml. A
-step's cost leaves start and evaluations out: it is taken between the end of step 10 (of the quarter in short runs)
-and that of the last but one. CPU seconds, user and system, are those of all processes.
+own with every process; `against_trl_peer.py` is one process, whose settings are those of the example's rl.toml, but for
+one: at async level 1 Millrace samples with the policy before, while TRL always samples with the newest. Millrace runs
+at level 1, which users have, and at 0, the only one at which rewards after the same number of steps compare like with
+like. A step's cost leaves start and evaluations out: it is taken between the end of step 10 (of the quarter in short
+runs) and that of the last but one. CPU seconds, user and system, are those of all processes.
 """
 
 import argparse
@@ -41,6 +43,7 @@ FIRST = 10
 POLL_S = 0.05
 LONGEST_S = 1800.0
 LATENCY_S = 0.5
+PEER = "TRL"
 ENVIRONMENTS = [REPOSITORY / "environments" / name for name in ("reverse_text", "code_lookup")]
 ENVIRONMENTS.append(HERE / "environments")
 EXAMPLE_ENV = 'id = "reverse-text"\nargs = { num_train = 2000, num_eval = 64 }'
@@ -141,7 +144,7 @@ def environ(**more: str) -> dict[str, str]:
     return kept | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TRL_EXPERIMENTAL_SILENCE": "1", **more}
 
 
-def run_ours(task: Task, place: Path, model: Path, steps: int) -> Run:
+def run_ours(task: Task, place: Path, model: Path, steps: int, async_level: int) -> Run:
     """`millrace rl` with the example's file, its environment replaced."""
     text = (EXAMPLE / "rl.toml").read_text()
     assert EXAMPLE_ENV in text, "the example names another environment"
@@ -149,6 +152,7 @@ def run_ours(task: Task, place: Path, model: Path, steps: int) -> Run:
     config.write_text(text.replace(EXAMPLE_ENV, task.env))
     words = [sys.executable, "-m", "millrace.cli", "rl", "@", str(config), "--model.name", str(model), "--plain"]
     words += ["--max-steps", str(steps), "--orchestrator.eval.interval", str(steps), "--seq-len", str(task.seq_len)]
+    words += ["--async-level", str(async_level)]
     paths = os.pathsep.join(map(str, [REPOSITORY / "services", HERE / "environments"]))
     command = Command([*words, "--name", "peer"], place, environ(PYTHONPATH=paths))
     metrics = place / "outputs" / "peer" / "metrics.jsonl"
@@ -211,12 +215,15 @@ def render(found: dict[str, dict[str, list[Run]]], steps: int) -> str:
             cells = [f"{median.step_s:.2f}", f"{median.rollout_cpu_ms:.2f}", f"{median.wall_s:.0f}"]
             cells += [f"{median.cpu_s:.0f}", f"{median.before:.3f} → {median.after:.3f}", f"{median.last_reward:.3f}"]
             rows.append([f"{TASKS[task].title}: {name}", *cells])
-        ours, theirs = medians["Millrace"], medians["TRL"]
-        ratios = [
-            f"{getattr(theirs, field) / getattr(ours, field):.2f}"
-            for field in ("step_s", "rollout_cpu_ms", "wall_s", "cpu_s")
-        ]
-        rows.append(["… TRL's to ours", *ratios, "", ""])
+        theirs = medians[PEER]
+        for name, ours in medians.items():
+            if name == PEER:
+                continue
+            ratios = [
+                f"{getattr(theirs, field) / getattr(ours, field):.2f}"
+                for field in ("step_s", "rollout_cpu_ms", "wall_s", "cpu_s")
+            ]
+            rows.append([f"… TRL's to that of {name}", *ratios, "", ""])
     header = ["", "a step, s", "a rollout, CPU ms", f"{steps} steps, s", "CPU s", "held-out reward", "last five steps"]
     return table(header, rows)
 
@@ -252,16 +259,17 @@ def measure(options: argparse.Namespace) -> str:
         model = model.resolve()
         for name in options.tasks:
             task = TASKS[name]
-            found[name] = {"Millrace": [], "TRL": []}
+            levels = {f"Millrace at level {level}": level for level in options.async_levels}
+            found[name] = {contender: [] for contender in (*levels, PEER)}
             for number in range(options.rounds):
                 for contender, runs in found[name].items():
-                    own = place / f"{name}-{contender}-{number}"
+                    own = place / f"{name}-{levels.get(contender, PEER)}-{number}"
                     own.mkdir()
                     progress(f"{name}, round {number + 1} of {options.rounds}: {contender}, {options.steps} steps")
-                    if contender == "TRL":
+                    if contender == PEER:
                         run = run_theirs(task, own, model, options.steps, options.peers_python)
                     else:
-                        run = run_ours(task, own, model, options.steps)
+                        run = run_ours(task, own, model, options.steps, levels[contender])
                     runs.append(run)
                     progress(str(run))
     title = f"## The demo against TRL's GRPOTrainer, {options.steps} steps of {ROLLOUTS} rollouts"
@@ -276,6 +284,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--steps", type=int, default=80)
     parser.add_argument("--tasks", nargs="+", choices=list(TASKS), default=list(TASKS))
+    parser.add_argument("--async-levels", type=int, nargs="+", default=[1, 0])
     parser.add_argument("--model", type=Path, help="a model that is there, instead of making one")
     parser.add_argument("--quick", action="store_true", help="one round of 8 steps")
     options = parser.parse_args()
