@@ -243,10 +243,12 @@ class RunDriver(ABC):
         await self._record_end(run_pb2.RUN_STATE_FAILED, error.message, error=detail)
 
     async def _abandon(self, reason: str) -> None:
-        """The run ends: if nobody has read its rollouts yet, what a predecessor left open is dropped as well."""
-        if not self._parts.intake.has_begun:
+        """The run ends: if its rollouts are not all read yet, what a predecessor left open is dropped as well."""
+        intake = self._parts.intake
+        if not intake.has_begun or intake.is_taking_over:
             await self._parts.stream.catch_up()
-            self._parts.book.abandon(self._parts.intake.noted, reason=reason)
+        if not intake.has_begun:
+            self._parts.book.abandon(intake.noted, reason=reason)
 
 
 def _decisive(error: Exception) -> Exception:
