@@ -108,20 +108,21 @@ class BatchWriter:
             self._restore_pools(state.pools, step=origin.base_step, begins_anew=True)
             return
         is_closing = closes_run(last)
+        is_forked = last.writer_epoch == 0  # copied: the fork has committed nothing of its own
+        begins_anew = is_forked or committed.is_reopened
         self.closing = last if is_closing and not committed.is_reopened else None
         self.lineage = last.lineage
         self._revision = last.revision + 1 if committed.is_reopened else 0
         state = decode_state(last.orchestrator_state)
         self.baselines = self.baselines.restored(state.baselines)
-        self._failures.restore(state.failures, is_reopened=committed.is_reopened)
+        self._failures.restore(state.failures, is_reopened=begins_anew)
         self._book.restore(
             step=last.step + (not committed.is_reopened),
             frontier=Frontier.from_header(last),
             num_duplicates=state.num_duplicates,
             counted_until=state.read_until,
         )
-        is_forked = last.writer_epoch == 0  # copied: the fork has committed nothing of its own
-        self._restore_pools(state.pools, step=self._book.step, begins_anew=is_forked or committed.is_reopened)
+        self._restore_pools(state.pools, step=self._book.step, begins_anew=begins_anew)
 
     def _restore_pools(self, pools: Pools | None, *, step: int, begins_anew: bool) -> None:
         """Go on with the pools of the log; where a run begins anew, a share of the easy and hard tasks returns."""
