@@ -119,8 +119,7 @@ class Exporter:
                 await self._once(order)
             except OSError as error:
                 logger.warning("the exporter cannot be started", extra={"error": str(error)})
-            # The edge of this task, which nobody awaits before the run ends: what is not foreseen is said, and tried again.
-            except Exception:
+            except Exception:  # the edge of this task, which nobody awaits before the run ends: said, and tried again
                 logger.exception("the exporter failed", extra={"run": self._run, "to": self._to.name})
             if not self._done.is_set():
                 deaths += 1

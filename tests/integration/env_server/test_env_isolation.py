@@ -95,6 +95,7 @@ async def test_user_keeps_it_from_our_files() -> None:
     assert seen["environ"]["HOME"].endswith("/home") and seen["environ"]["USER"] == "env"
 
 
+@pytest.mark.long
 async def test_a_template_that_is_killed_is_replaced(tmp_path: Path) -> None:
     """Its copies die with it, as if killed from outside; the next worker comes from a new one."""
     starter = WorkerStarter()

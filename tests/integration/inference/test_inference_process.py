@@ -91,6 +91,7 @@ async def test_process_from_registration_to_drain(orchestrator, local_store: Loc
             await process.wait()
 
 
+@pytest.mark.long
 async def test_process_serves_a_fixed_model_without_any_neighbour(full_model_dir: Path, unused_port):
     grpc_port, http_port = unused_port(), unused_port()
     process = await start(

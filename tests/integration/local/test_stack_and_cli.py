@@ -85,7 +85,7 @@ def test_interrupt_while_running(project, number, code):
     assert leftovers(project) == []
 
 
-@pytest.mark.parametrize("delay_s", [0.3, 1.0, 2.0])
+@pytest.mark.parametrize("delay_s", [0.3, *(pytest.param(each, marks=pytest.mark.long) for each in (1.0, 2.0))])
 def test_interrupt_at_any_time_of_the_start(project, delay_s):
     process = start(project, "rl", "@", "rl.toml", FAKE_DEAF="trainer")
     time.sleep(delay_s)
@@ -112,6 +112,7 @@ def test_a_process_that_dies_at_the_start_is_named_with_its_last_lines(project):
     assert leftovers(project) == []
 
 
+@pytest.mark.long
 def test_a_process_that_dies_later_is_started_again_until_that_is_hopeless(project):
     code, _, err = run(project, "rl", "@", "rl.toml", FAKE_DIE_LATER="trainer", FAKE_SLOW="1")
     assert code == 1
@@ -121,6 +122,7 @@ def test_a_process_that_dies_later_is_started_again_until_that_is_hopeless(proje
     assert leftovers(project) == []
 
 
+@pytest.mark.long
 def test_a_death_stops_a_stack_that_does_not_restart(project):
     options = ["up", "--no-restart", "--listen", f"127.0.0.1:{free_port()}", "--http-port", str(free_port())]
     process = start(project, *options)
