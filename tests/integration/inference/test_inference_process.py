@@ -18,7 +18,7 @@ from millrace.rpc.channel import call, open_channel
 from millrace.storage.local import LocalStore
 from millrace_testing.polling import until
 
-START_S = 60.0
+START_S = 110.0
 
 
 async def start(**variables: str) -> asyncio.subprocess.Process:

@@ -63,6 +63,7 @@ def test_a_run_from_command_to_summary_twice(project):
     assert code == 2 and "a run called 'demo' exists" in err and "--resume" in err and "--ckpt.resume_step K" in err
 
 
+@pytest.mark.long
 def test_a_failed_run_exits_1_with_the_reason(project):
     code, out, err = run(project, "rl", "@", "rl.toml", FAKE_FAIL="1")
     assert code == 1 and out == ""
@@ -70,7 +71,9 @@ def test_a_failed_run_exits_1_with_the_reason(project):
     assert leftovers(project) == []
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.long)]
+)
 def test_interrupt_while_running(project, number, code):
     process = start(project, "rl", "@", "rl.toml", "--run.name", "demo", FAKE_SLOW="1")
     block_until((project / "created").exists, what="the run")
