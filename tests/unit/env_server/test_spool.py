@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from millrace.env_server.spool import files
 from millrace.env_server.spool.files import Spool
 from millrace.errors import CapacityError, InvalidStateError
 from millrace.rollouts.types import Purpose, Rollout, RolloutError, RolloutStatus
@@ -132,22 +131,6 @@ async def test_what_finishes_together_is_one_file_and_damage_to_one_costs_no_oth
     await successor.drop(successor.of_run("run1"))
     assert not path.exists()
     await successor.close()
-
-
-async def test_what_finishes_shortly_after_a_write_began_shares_the_next_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(files, "WRITTEN_TOGETHER_S", 0.5)
-    spool = Spool(tmp_path, limit_bytes=LIMIT)
-    await spool.keep(make_rollout(0))
-    later = []
-    for ordinal in (1, 2, 3):
-        later.append(asyncio.create_task(spool.keep(make_rollout(ordinal))))
-        for _ in range(5):  # it is asked to write before the next one comes
-            await asyncio.sleep(0)
-    await asyncio.gather(*later)
-    assert len(list(tmp_path.glob("run1/*.rollouts"))) == 2
-    await spool.close()
 
 
 async def test_a_file_that_cannot_be_read_keeps_no_env_server_from_starting(

@@ -139,7 +139,7 @@ def _is_lost_at_once(status: int) -> bool:
 
 def _status_error(method: str, url: str, status: int, raw: bytes) -> APIStatusError:
     """The error that OpenAI's client raises for such an answer; `verifiers` looks at its class, status and text."""
-    response = httpx.Response(status, content=raw, request=httpx.Request(method, url))
+    response: Any = httpx.Response(status, content=raw, request=httpx.Request(method, url))
     text: object = response.text
     with contextlib.suppress(CorruptObjectError):
         parsed = decode_json(raw, what=f"the answer of {url}", reason=_NOT_JSON)

@@ -9,9 +9,8 @@ lost its tail or everything costs a finished rollout. `appender` appends the fil
     {MILLRACE_SPOOL_DIR}/.dropped-{time}-{uid}/                       of a run that ended: being deleted
     {MILLRACE_SPOOL_DIR}/damaged/{uid}-{name}                         what did not have its sha256: never appended
 
-A file holds what finished within `WRITTEN_TOGETHER_S` of the one before it, or while that was written: with hundreds of
-short rollouts per second a file for each, and an append to the log, costs more than everything else here, because
-Python's lock changes hands at every call to the kernel. A rollout that finishes by itself waits for nothing. A file is
+A file holds what finished while the one before it was written: with hundreds of short rollouts per second a file for
+each costs more than everything else here, because Python's lock changes hands at every call to the kernel. A file is
 deleted with the last of its rollouts; a successor may so find resolved ones, which nobody counts again. It appears
 whole by a rename and is not fsynced: the kernel keeps what a killed process wrote, and a machine that loses power loses
 at most the last half minute of files, torn ones show by their sha256, and what is lost is played again. An fsync per
@@ -52,8 +51,6 @@ _DROPPED = ".dropped-"
 _SLOW_DISK_S = 10.0  # a write above this is overdue in `run why`; the kernel ends it
 _QUIET_DISK_S = 2.0  # a queue of writes that lasts no longer is ordinary
 _RETRIES = Backoff(0.5, 5.0)
-WRITTEN_TOGETHER_S = 0.05
-"""Seconds from the beginning of one write to that of the next, at least."""
 
 T = TypeVar("T")
 
@@ -103,8 +100,6 @@ class Spool:
         self._next_write: asyncio.Task[None] | None = None
         """Will write the queue."""
         self._one_write = asyncio.Lock()
-        self._began_at = 0.0
-        """Monotonic time at which the last write began."""
         self.executor = ThreadPoolExecutor(1, "spool")
         self._lock_file = self._take()
         self._scan()
@@ -168,8 +163,6 @@ class Spool:
     async def _write_queue(self) -> None:
         """Write what waits. What finishes meanwhile is written together."""
         async with self._one_write:
-            await asyncio.sleep(self._began_at + WRITTEN_TOGETHER_S - time.monotonic())
-            self._began_at = time.monotonic()
             batch, self._queue, self._next_write = self._queue, [], None
             by_run: dict[str, list[Kept]] = {}
             for kept in batch:
