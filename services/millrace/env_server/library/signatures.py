@@ -31,7 +31,7 @@ def signature(function: Callable[..., Any], **options: Any) -> inspect.Signature
     if options:
         return inspect.signature(function, **options)
     if isinstance(function, MethodType) and isinstance(function.__func__, FunctionType):
-        return _kept_of_method(function.__func__)  # whoever owns the method is not kept with it
+        return _kept_of_method(function.__func__)  # its owner is not kept with it
     try:
         return _kept(function)
     except TypeError:  # an object that can be called, and not be kept
