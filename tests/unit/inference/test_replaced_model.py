@@ -2,7 +2,7 @@
 
 import asyncio
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, MutableMapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -53,7 +53,7 @@ async def test_tokens_of_one_model_are_never_given_to_another(
     may_end.set()
     if stream_choices:
         sent: list[bytes] = []
-        await (await chat)({}, asyncio.Event().wait, partial(_note, sent))
+        await (await chat)({}, _never, partial(_note, sent))
         assert b'"status":503' in b"".join(sent) and b"replaced" in b"".join(sent)
     else:
         with pytest.raises(UnavailableError, match="replaced"):
@@ -62,5 +62,9 @@ async def test_tokens_of_one_model_are_never_given_to_another(
     await engine.close()
 
 
-async def _note(sent: list[bytes], message: dict[str, Any]) -> None:
+async def _never() -> MutableMapping[str, Any]:
+    return await asyncio.get_running_loop().create_future()
+
+
+async def _note(sent: list[bytes], message: MutableMapping[str, Any]) -> None:
     sent.append(message.get("body", b""))
