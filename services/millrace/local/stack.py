@@ -251,10 +251,11 @@ class LocalStack:
 
     async def guard(self, work: Coroutine[Any, Any, T]) -> T:
         """Await `work` while the stack lives; ProcessDiedError as soon as a process is dead for good."""
+        is_starting = self._keeping is None
         done, death = await first_of(work, self._wait_failure())
-        if done is not None:
+        if done is not None and (death is None or not is_starting):
             return done.result()
-        assert death is not None
+        assert death is not None  # of a start that ends at the same moment as well: nobody would hear of it again
         raise death.result()
 
     def _keep(self, probes: Mapping[str, Probe]) -> None:
