@@ -30,7 +30,6 @@ KILL_WAIT_S = 5.0
 BEGIN_S = 2.0
 """How long a stack that has just got the lock may take to write its identity."""
 _POLL_S = 0.1
-_MAX_ID_BYTES = 1024
 
 
 async def hold_directory(directory: Path, stack: StackId, *, note: Callable[[str], None]) -> IO[str]:
@@ -103,8 +102,8 @@ def _try(file: IO[str]) -> bool:
 
 
 def _read(file: IO[str]) -> str:
-    """What is there now: the file's own buffer would go on saying what it said at first."""
-    return os.pread(file.fileno(), _MAX_ID_BYTES, 0).decode(errors="replace").strip()
+    file.seek(0)
+    return file.read().strip()
 
 
 def holders(file: IO[str]) -> set[int]:

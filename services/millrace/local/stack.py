@@ -301,8 +301,10 @@ class LocalStack:
         fresh.rename(self.directory / "stack.json")
 
     def _choose_ports(self) -> dict[str, int]:
+        taken = {port for port in (self.options.http_port, self.options.dashboard_port) if port}
         if self.options.listen:
             host, port = parse_address(self.options.listen)
+            taken.add(port)
             require_free(host, port, purpose="the orchestrator's gRPC server", option="--listen HOST:PORT")
         if self.options.http_port:
             require_free(
@@ -314,7 +316,7 @@ class LocalStack:
         if self.options.dashboard_port:
             require_free(HOST, self.options.dashboard_port, purpose="the dashboard", option="--dashboard-port")
         names = ["redis", "http", "dashboard", *self._modules, *(f"metrics of {name}" for name in self._modules)]
-        ports = dict(zip(names, free_ports(len(names)), strict=True))
+        ports = dict(zip(names, free_ports(len(names), but=taken), strict=True))
         if self.options.http_port:
             ports["http"] = self.options.http_port
         if self.options.dashboard_port:
