@@ -9,7 +9,9 @@ import yaml
 COMPOSE = Path(__file__).parents[2] / "docker-compose.tls.yml"
 
 
-@pytest.mark.parametrize("line", ["requirepass hunter2", 'requirepass "hunter2"', 'maxclients 100\nrequirepass  "hunter2" '])
+@pytest.mark.parametrize(
+    "line", ["requirepass hunter2", 'requirepass "hunter2"', 'maxclients 100\nrequirepass  "hunter2" ']
+)
 def test_the_password_may_stand_in_quotes_and_beside_other_lines(line: str, tmp_path: Path) -> None:
     (tmp_path / "redis.conf").write_text(f"{line}\n")
     check = yaml.safe_load(COMPOSE.read_text())["services"]["redis"]["healthcheck"]["test"][1]

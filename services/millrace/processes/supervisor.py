@@ -230,7 +230,7 @@ class Supervisor:
             ) from error
 
     async def wait_death(self) -> ProcessDiedError:
-        """Return when a process ends unasked, with what to tell the user. May be cancelled: then the death is told again."""
+        """Return when a process ends unasked, with what to tell the user. May be cancelled: it is told again then."""
         child = await self.next_death()
         try:
             return await asyncio.to_thread(describe_death, child)

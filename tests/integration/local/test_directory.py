@@ -140,7 +140,9 @@ async def test_of_two_that_begin_at_once_one_gets_the_directory(tmp_path) -> Non
             each.close()  # type: ignore[attr-defined]
 
 
-async def test_a_stack_that_takes_the_lock_meanwhile_is_not_ended_as_a_leftover(tmp_path, impatient, monkeypatch) -> None:
+async def test_a_stack_that_takes_the_lock_meanwhile_is_not_ended_as_a_leftover(
+    tmp_path, impatient, monkeypatch
+) -> None:
     """Two stacks wait for what a third one has left behind. The slower one looks for it while the faster one begins."""
     lock, holders, other = tmp_path / ".lock", directory.holders, StackId.new(tmp_path)
     lock.write_text(str(dead_stack(tmp_path)))

@@ -63,7 +63,9 @@ def test_a_redis_that_does_not_say_how_it_keeps_its_data_keeps_nothing_else_from
     client.execute_command("ACL", "SETUSER", "app", "on", ">hunter2hunter2", "~*", "+@all", "-info")
     (tmp_path / "store").mkdir()
     monkeypatch.setenv("MILLRACE_STORE_URL", (tmp_path / "store").as_uri())
-    monkeypatch.setenv("MILLRACE_REDIS_URL", f"redis://app:hunter2hunter2@{redis_url.rpartition('@')[2].removeprefix('redis://')}")
+    monkeypatch.setenv(
+        "MILLRACE_REDIS_URL", f"redis://app:hunter2hunter2@{redis_url.rpartition('@')[2].removeprefix('redis://')}"
+    )
     try:
         main(["doctor", "--server", "127.0.0.1:1"])
     finally:

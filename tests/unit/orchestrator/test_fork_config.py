@@ -123,7 +123,9 @@ def test_a_fork_does_not_write_into_the_run_of_its_parent_in_wandb():
     parent = record(config(wandb={"id": "mine", "project": "p"}))
 
     def wandb_of(config_json: str) -> dict:
-        return json.loads(as_create(run_service_pb2.ForkRunRequest(config_json=config_json), parent, uid="u" * 28).config_json)["wandb"]
+        return json.loads(
+            as_create(run_service_pb2.ForkRunRequest(config_json=config_json), parent, uid="u" * 28).config_json
+        )["wandb"]
 
     assert wandb_of("")["id"] is None and wandb_of("")["project"] == "p"
     assert wandb_of(config(wandb={"id": "mine"}).resolved_json())["id"] is None
