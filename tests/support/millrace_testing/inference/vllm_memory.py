@@ -33,12 +33,14 @@ def held(model: torch.nn.Module) -> Digests:
     """Dtype, shape and SHA-256 of every tensor that the model reaches; what packed layers compute stands for these."""
     found: Digests = {}
     for name, module in model.named_modules():
-        for each, tensor in {**module._parameters, **module._buffers}.items():
+        parameters = dict(module.named_parameters(recurse=False, remove_duplicate=False))
+        buffers = dict(module.named_buffers(recurse=False, remove_duplicate=False))
+        for each, tensor in {**parameters, **buffers}.items():
             _note(found, f"{name}.{each}", tensor)
         for each, value in module.__dict__.items():
             if each not in _OF_TORCH:
                 _follow(found, f"{name}:{each}", value, 0, set())
-        weight = module._parameters.get("weight")
+        weight = parameters.get("weight")
         if hasattr(module, "cpu_linear") and weight is not None and weight.dim() == 2:
             rows = torch.arange(3 * weight.shape[1], dtype=torch.float32).reshape(3, -1).sin().to(weight.dtype)
             with torch.inference_mode():
