@@ -58,7 +58,8 @@ def test_one_process_equals_two(make_config: Callable[..., RLConfig], tmp_path: 
                     assert torch.equal(tensor, one[key]), f"{key} of {name}"
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.long
+@pytest.mark.timeout(600)
 def test_a_gang_saves_weights_and_moments_in_the_format_that_they_are_stepped_in(
     make_config: Callable[..., RLConfig], tmp_path: Path
 ) -> None:
