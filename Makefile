@@ -7,7 +7,7 @@ ENGINE ?= embedded
 TEST_JOBS ?= $(shell n=$$((2 * $$(env -u OMP_NUM_THREADS nproc))); echo $$((n < 24 ? n : 24)))
 PYTEST_JOBS = --durations=40 --durations-min=5 -p millrace_testing.cpu_by_file -p millrace_testing.crashed_workers -n $(TEST_JOBS) --dist loadfile --no-loadscope-reorder
 # Collecting all other files costs every worker 20 s.
-LONG_FILES = $(shell grep -rl --include='test_*.py' 'mark\.long' tests)
+LONG_FILES = $(shell grep -rl --include='test_*.py' 'mark\.long\|one_by_default' tests)
 FUZZ_SECONDS ?= 60
 PYTHONS ?= 3.12 3.13
 export OMP_NUM_THREADS ?= 1
@@ -57,7 +57,7 @@ equality: setup-dev ## Print how far each layout of ranks is from one rank (MODE
 	$(PY) -m millrace_testing.trainer.equality $(MODELS)
 
 test-presets: setup-dev ## Run every preset of docs/algorithms.md on whole stacks: exact data, kills, replay, the example.
-	$(PY) -m pytest tests/chaos/test_presets.py tests/e2e/test_algorithms.py -m "not long"
+	$(PY) -m pytest tests/chaos/test_presets.py tests/e2e/test_algorithms.py
 
 test-vllm: setup-dev setup-vllm ## Run the tests of real vLLM; `make setup-vllm` installs it (2.5 GB, minutes).
 	$(PY) -m pytest -m "vllm and not slow" -rs

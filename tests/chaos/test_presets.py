@@ -15,7 +15,7 @@ from millrace_testing import teachers
 from millrace_testing.chaos.policies import published, recomputed
 from millrace_testing.chaos.stack import PREFIX, ChaosStack
 
-IN_THE_DEFAULT_SUITE = ("dapo", "gspo")
+IN_THE_LONG_SUITE = ("dapo", "gspo")
 STEPS = 5
 KILLS = {Point.ORCHESTRATOR_AFTER_HEADER: {"step": 2}, Point.TRAINER_AFTER_STEP: {"step": 3}}
 """The trainer dies behind checkpoint 2, so that its successor computes version 3 again."""
@@ -25,7 +25,10 @@ SAMPLING = ("--orchestrator.sampling.temperature=0.8", "--orchestrator.sampling.
 
 @pytest.mark.parametrize(
     "preset",
-    [name if name in IN_THE_DEFAULT_SUITE else pytest.param(name, marks=pytest.mark.presets) for name in PRESETS],
+    [
+        pytest.param(name, marks=pytest.mark.long if name in IN_THE_LONG_SUITE else pytest.mark.presets)
+        for name in PRESETS
+    ],
 )
 def test_a_preset_trains_on_exact_data_and_alike_through_kills(chaos: ChaosStack, tmp_path: Path, preset: str) -> None:
     if preset == "opd":  # a teacher that knows less than the student differs from it as well

@@ -20,6 +20,8 @@ from millrace_testing.chaos.logs import said_at
 from millrace_testing.chaos.run import ChaosRun, Event
 from millrace_testing.chaos.stack import PREFIX, SERVICES, ChaosStack
 
+pytestmark = pytest.mark.long
+
 T = TypeVar("T")
 
 NOTICED_WITHIN_S = 5.0

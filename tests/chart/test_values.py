@@ -58,6 +58,7 @@ def _tables(value, path=()):
         ("orchestrator.ingress.enabled=true", "orchestrator.ingress.enabled needs a host"),
         ("orchestrator.dashboard.ingress.enabled=true", "orchestrator.dashboard.ingress.enabled needs a host"),
         ("orchestrator.dashboard.ingress.enabled=true", "ingress.enabled needs auth.existingSecret: without tokens"),
+        ("orchestrator.dashboard.service.type=LoadBalancer", "service.type LoadBalancer shows every run's samples"),
         ("orchestrator.dashboard.ingress.enabled=true", "ingress.enabled needs networkPolicy.dashboardClients"),
         (
             "orchestrator.dashboard.ingress.enabled=true,orchestrator.dashboard.enabled=false",

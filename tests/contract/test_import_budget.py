@@ -7,6 +7,8 @@ from collections import Counter
 
 import pytest
 
+pytestmark = pytest.mark.long
+
 HEAVY = {
     "torch",
     "transformers",

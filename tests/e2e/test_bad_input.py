@@ -14,6 +14,8 @@ from millrace.client import SyncClient
 from millrace.errors import AlreadyExistsError
 from millrace.v1 import run_pb2
 
+pytestmark = pytest.mark.long
+
 FAULTY = Path(__file__).resolve().parents[1] / "fixtures" / "environments" / "faulty_v0"
 
 
@@ -121,7 +123,6 @@ def test_load_environment_raises(warm, server, env: dict, text: str) -> None:
     assert end.count("environment's args") <= 1 and "; submit again once that is mended" in end, "one remedy"
 
 
-@pytest.mark.long
 def test_load_environment_raises_on_a_stack_of_its_own(warm) -> None:
     """The same without a server: the stack is torn down, and the remedy is the directory of its logs."""
     code, output = rl(warm, *environments({"id": "reverse-text", "args": {"num_train": -1}}), "--run.name", "raises")

@@ -15,6 +15,8 @@ from millrace.storage.local import LocalStore
 from millrace_testing import tool_callers
 from millrace_testing.workplaces import Workplace
 
+pytestmark = pytest.mark.long
+
 REPOSITORY = Path(__file__).resolve().parents[2]
 STEPS, BATCH, GROUP = 2, 32, 8
 MIN_OK = STEPS * BATCH
@@ -87,7 +89,6 @@ def test_two_turns_and_a_tool_give_exact_tokens(warm) -> None:
         assert roles_of(rollout) == ["user", "assistant", "user", "assistant"]
 
 
-@pytest.mark.long
 def test_a_v1_taskset_trains(warm) -> None:
     fixture = REPOSITORY / "tests" / "fixtures" / "environments" / "rev_text_v1"
     summary, rollouts = train(
@@ -109,7 +110,6 @@ def caller(make_workplace: Callable[[str], Workplace]) -> Workplace:
     return workplace
 
 
-@pytest.mark.long
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("environment", ["letter-tools", "letter-mcp"])
 def test_a_tool_env_trains_a_model_that_calls_its_tool(caller: Workplace, environment: str) -> None:

@@ -28,7 +28,7 @@ from millrace.trainer.sft.conversation import ConversationEncoder
 from millrace.trainer.sft.rows import conversation_of
 from millrace_testing.workplaces import Workplace
 
-pytestmark = pytest.mark.timeout(280)
+pytestmark = [pytest.mark.long, pytest.mark.timeout(280)]
 
 KEY = "key-that-nobody-may-see-7f3a"
 NUM_TASKS, PER_TASK = 24, 2
@@ -217,7 +217,6 @@ def transformers_server(warm: Workplace, tmp_path: Path) -> Iterator[tuple[str, 
         process.wait(20)
 
 
-@pytest.mark.long  # the others evaluate an endpoint that starts in no time
 def test_the_server_of_transformers_is_evaluated(make_workplace, transformers_server: tuple[str, str]) -> None:
     place, (url, model) = make_workplace("eval-transformers"), transformers_server
     place.millrace(
@@ -234,7 +233,6 @@ def test_the_server_of_transformers_is_evaluated(make_workplace, transformers_se
     assert len(shown) == 12
 
 
-@pytest.mark.long  # a server, a stack and a fine-tuning
 def test_a_model_is_trained_on_rollouts_of_the_server_of_transformers(
     make_workplace, transformers_server: tuple[str, str]
 ) -> None:
@@ -304,7 +302,6 @@ def interrupt(process: subprocess.Popen) -> str:
     return said
 
 
-@pytest.mark.long
 @pytest.mark.timeout(600)  # four stacks, one after the other
 def test_the_policies_of_a_run_are_compared_and_an_interrupted_comparison_goes_on(warm: Workplace) -> None:
     warm.train(*SMALL, "--name", "trained")
@@ -336,7 +333,6 @@ def test_the_policies_of_a_run_are_compared_and_an_interrupted_comparison_goes_o
     assert warm.processes() == []
 
 
-@pytest.mark.long
 @pytest.mark.timeout(500)  # three stacks, one after the other
 def test_an_interrupted_evaluation_goes_on_with_what_was_played(warm: Workplace) -> None:
     tasks, per_task = 300, 2

@@ -13,7 +13,7 @@ from millrace.local.ports import free_ports
 from millrace.rollouts.wire import decode_archive
 from millrace_testing.patience import patient
 
-pytestmark = pytest.mark.timeout(280)
+pytestmark = [pytest.mark.long, pytest.mark.timeout(280)]
 
 FAULTY = Path(__file__).resolve().parents[1] / "fixtures" / "environments" / "faulty_v0"
 WITHIN_S = 60.0
@@ -48,7 +48,7 @@ MISTAKES = {
 
 @pytest.mark.parametrize(
     "mistake",
-    [name if name in ("reward-raises", "refused") else pytest.param(name, marks=pytest.mark.long) for name in MISTAKES],
+    MISTAKES,
 )
 def test_a_mistake_ends_the_run_and_is_named(warm, server, mistake: str) -> None:
     options, texts = MISTAKES[mistake]
@@ -69,7 +69,6 @@ def test_a_mistake_ends_the_run_and_is_named(warm, server, mistake: str) -> None
     assert len(output.splitlines()) < 100
 
 
-@pytest.mark.long
 def test_images_are_refused_when_the_environment_is_loaded(warm, server) -> None:
     options = faulty("ok", kind="image")
     code, output = warm.attempt(
@@ -83,7 +82,6 @@ def test_images_are_refused_when_the_environment_is_loaded(warm, server) -> None
     assert "image_url" in warm.millrace("run", "why", "image", env=server)
 
 
-@pytest.mark.long
 def test_a_mistake_that_the_first_evaluation_meets_is_named_too(warm, server) -> None:
     code, output = warm.attempt(
         *("-m", "millrace.cli", "rl", "@", warm.rl_toml, "--name", "evaluated", *SMALL, *faulty("reward_raises")),
@@ -98,7 +96,6 @@ def test_the_next_run_starts_and_learns_as_ever(warm, server) -> None:
     assert summary["steps"] == 1
 
 
-@pytest.mark.long  # test_failing_runs.py has the successor of an orchestrator alone
 def test_kill_9_of_the_whole_stack_neither_resets_the_window_nor_counts_a_rollout_twice(warm) -> None:
     port, http_port = free_ports(2)
     address = f"127.0.0.1:{port}"

@@ -81,6 +81,9 @@
 {{- if and .ingress.enabled (empty $.Values.auth.existingSecret) -}}
 {{- $wrong = append $wrong "orchestrator.dashboard.ingress.enabled needs auth.existingSecret: without tokens the dashboard answers to addresses and localhost, and to no host name" -}}
 {{- end -}}
+{{- if and .enabled (ne .service.type "ClusterIP") (empty $.Values.auth.existingSecret) (not $.Values.tls.requireClientCertificates) -}}
+{{- $wrong = append $wrong (printf "orchestrator.dashboard.service.type %s shows every run's samples to whoever reaches its address: it needs auth.existingSecret (tokens) or tls.requireClientCertificates; or keep ClusterIP and use `kubectl port-forward`" .service.type) -}}
+{{- end -}}
 {{- if and .ingress.enabled $.Values.tls.requireClientCertificates -}}
 {{- $wrong = append $wrong "tls.requireClientCertificates shuts out orchestrator.dashboard.ingress, which shows no certificate of this CA" -}}
 {{- end -}}

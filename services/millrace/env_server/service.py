@@ -151,6 +151,7 @@ class EnvService(env_service_pb2_grpc.EnvServiceServicer):
         self.groups.check_epoch(play.run_uid, play.epoch)
         if not self.groups.is_known(group_key(play)) and self._teachers is not None:
             await self._teachers.require_ready(play)
+            self.groups.check_epoch(play.run_uid, play.epoch)  # another orchestrator may have asked what is played here
         if self.groups.is_known(group_key(play)):  # perhaps asked for a second time meanwhile
             return env_service_pb2.PlayGroupResponse(already_playing=True)
         self._require_room(len(play.members))

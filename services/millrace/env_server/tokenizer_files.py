@@ -2,12 +2,14 @@
 
 import asyncio
 import hashlib
+import shutil
 import tempfile
 from collections import OrderedDict
 from contextlib import ExitStack
 from pathlib import Path
 
 from millrace.errors import CorruptObjectError
+from millrace.policies.manifest import PolicyManifest
 from millrace.policies.pull import pull_files, read_manifest
 from millrace.storage.base import ObjectStore
 from millrace.storage.scratch import owned_directory
@@ -50,6 +52,17 @@ class TokenizerFiles:
         if target.is_dir():
             return target
         partial = Path(tempfile.mkdtemp(dir=self._root))
+        try:
+            self._fill(partial, manifest, manifest_key)
+            partial.rename(target)
+        except OSError:
+            if not target.is_dir():  # else another thread was faster, whose caller was cancelled and let the lock go
+                raise
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
+        return target
+
+    def _fill(self, directory: Path, manifest: PolicyManifest, manifest_key: str) -> None:
         for name, data in pull_files(self._store, manifest).items():
             if Path(name).name != name:
                 raise CorruptObjectError(
@@ -57,11 +70,9 @@ class TokenizerFiles:
                     reason="MANIFEST_INVALID",
                     remedy="publish the policy again",
                 )
-            (partial / name).write_bytes(data)
-            (partial / name).chmod(0o644)
-        partial.chmod(0o755)  # whether workers of another user come here is said by the directory above
-        partial.rename(target)
-        return target
+            (directory / name).write_bytes(data)
+            (directory / name).chmod(0o644)
+        directory.chmod(0o755)  # whether workers of another user come here is said by the directory above
 
     def close(self) -> None:
         """Delete every directory."""

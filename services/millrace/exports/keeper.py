@@ -119,6 +119,8 @@ class Exporter:
                 await self._once(order)
             except OSError as error:
                 logger.warning("the exporter cannot be started", extra={"error": str(error)})
+            except Exception:  # the edge of this task, which nobody awaits before the run ends: said, and tried again
+                logger.exception("the exporter failed", extra={"run": self._run, "to": self._to.name})
             if not self._done.is_set():
                 deaths += 1
                 self._wait.on(f"the exporter to {self._to.name} to be started again", key="restart")

@@ -253,7 +253,8 @@ class PolicyUpdater:
         staged = await self._stage(desired)
         self._base_bytes = 0
         files = tuple((entry.name, entry.sha256) for entry in staged.manifest.files)
-        is_same_model = self._served is not None and self._served.run_uid == desired.run_uid
+        is_same_run = self._served is not None and self._served.run_uid == desired.run_uid
+        is_same_model = is_same_run and self._slot.current is not None  # a base whose adapter failed is not announced
         if is_same_model and files == self._held_files and self._engine.status().state is EngineState.READY:
             work.turn_to(Doing.APPLY, f"policy {desired.version}", waits_on="")
             staged = self._against_held(staged)

@@ -9,6 +9,7 @@ with UNAVAILABLE, is tried up to five times within two seconds and its deadline;
 is safe because every RPC of ours is idempotent.
 """
 
+import asyncio
 import json
 from collections.abc import AsyncIterator, Callable
 from typing import Any
@@ -17,7 +18,7 @@ import grpc
 import grpc.aio
 
 import millrace
-from millrace.errors import InvalidSpecError, Violation
+from millrace.errors import InvalidSpecError, UnavailableError, Violation
 from millrace.rpc.access import ClientAccess
 from millrace.rpc.gate import ShowTokenStream, ShowTokenUnary
 from millrace.rpc.interceptors import REQUEST_ID_KEY, DefaultDeadline, new_request_id
@@ -128,6 +129,24 @@ async def call(
             return await method(request, timeout=timeout_s, metadata=_metadata())
     except grpc.aio.AioRpcError as error:
         raise from_rpc_error(error, to=to, timeout_s=timeout_s) from error
+    except asyncio.CancelledError:
+        _require_cancelled(to or waits_on)
+        raise
+
+
+def _require_cancelled(to: str) -> None:
+    """UnavailableError unless it is this task that was cancelled, and with it the call.
+
+    gRPC cancels a call also where another task has closed the channel under it. Who took that for a cancellation of
+    its own would end without a word.
+    """
+    task = asyncio.current_task()
+    if task is not None and not task.cancelling():
+        raise UnavailableError(
+            f"the connection to {to or 'a server'} was closed while it was called",
+            reason="CHANNEL_CLOSED",
+            remedy="call again",
+        ) from None
 
 
 async def stream(
@@ -144,5 +163,8 @@ async def stream(
             yield response
     except grpc.aio.AioRpcError as error:
         raise from_rpc_error(error, to=to, timeout_s=timeout_s) from error
+    except asyncio.CancelledError:
+        _require_cancelled(to)
+        raise
     finally:
         responses.cancel()

@@ -11,16 +11,21 @@ IDLE_S = 10
 """Silence after which the kernel asks the other side whether it is there; a long answer costs a packet each time."""
 _PERIOD_S = 5
 _PROBES = 4
-_TIMES = {"TCP_KEEPIDLE": IDLE_S, "TCP_KEEPINTVL": _PERIOD_S, "TCP_KEEPCNT": _PROBES}
+GONE_S = IDLE_S + _PERIOD_S * _PROBES
+"""Silence after which it counts as gone. The same holds for what was sent and not acknowledged: nothing is asked while
+such data is on its way, and without a bound TCP sends it again for a quarter of an hour."""
+_TIMES = {
+    "TCP_KEEPIDLE": IDLE_S,
+    "TCP_KEEPINTVL": _PERIOD_S,
+    "TCP_KEEPCNT": _PROBES,
+    "TCP_USER_TIMEOUT": 1000 * GONE_S,  # in milliseconds; Linux alone has it
+}
 
 SOCKET_OPTIONS: list[tuple[int, int, int]] = [
     (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
     *((socket.IPPROTO_TCP, getattr(socket, name), value) for name, value in _TIMES.items() if hasattr(socket, name)),
 ]
-"""Level, option and value: a peer that is gone is noticed within 30 s, if it had acknowledged all that was sent to it.
-
-Else TCP sends again what is left, for minutes.
-"""
+"""Level, option and value: a peer that is gone is noticed within about 30 s."""
 
 
 def keep_alive(connection: socket.socket) -> None:

@@ -57,7 +57,7 @@ def _read_all(terminal: int) -> str:
     return data.decode()
 
 
-@pytest.mark.parametrize("env", ["faulty-v0", "faulty-v1"])
+@pytest.mark.parametrize("env", ["faulty-v0", pytest.param("faulty-v1", marks=pytest.mark.long)])
 def test_one_task_is_played_and_shown(env: str) -> None:
     done = check(env, "--reply", "forty-two", "-o", "json")
     assert done.returncode == 0, done.stderr
@@ -71,6 +71,7 @@ def test_one_task_is_played_and_shown(env: str) -> None:
     assert any(line.startswith("loaded in ") and "training tasks" in line for line in lines)
 
 
+@pytest.mark.long
 def test_what_is_wrong_with_it_is_named() -> None:
     modes = json.dumps({"modes": ["reward_raises"]})
     raising, failing, missing, beyond, keyless = check_many(
@@ -91,6 +92,7 @@ def test_what_is_wrong_with_it_is_named() -> None:
     assert all("Traceback" not in done.stderr for done in (raising, failing, missing, beyond, keyless))
 
 
+@pytest.mark.long
 def test_a_terminal_shows_progress_and_load_only_plays_nothing() -> None:
     ours, theirs = pty.openpty()
     with ThreadPoolExecutor(1) as threads:
@@ -118,6 +120,7 @@ def test_arguments_that_are_none_are_refused_at_once(
     assert all(word in said for word in words)
 
 
+@pytest.mark.long
 def test_a_config_is_checked_with_its_environments(tmp_path: Path) -> None:
     """`millrace rl --dry-run --check-environments`, without a server: in a worker on this machine."""
     good, bad = tmp_path / "good.toml", tmp_path / "bad.toml"

@@ -54,6 +54,7 @@ async def test_process_keeps_it_from_the_processes_around_it(tmp_path: Path, for
     assert seen["signal"] == "PermissionError" and seen["no_new_privs"]
 
 
+@pytest.mark.long
 async def test_none_keeps_it_from_nothing_but_our_variables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "hunter2")
     mine = f"/proc/{os.getpid()}/environ"
@@ -95,6 +96,7 @@ async def test_user_keeps_it_from_our_files() -> None:
     assert seen["environ"]["HOME"].endswith("/home") and seen["environ"]["USER"] == "env"
 
 
+@pytest.mark.long
 async def test_a_template_that_is_killed_is_replaced(tmp_path: Path) -> None:
     """Its copies die with it, as if killed from outside; the next worker comes from a new one."""
     starter = WorkerStarter()
@@ -116,6 +118,7 @@ async def test_a_template_that_is_killed_is_replaced(tmp_path: Path) -> None:
         await starter.close()
 
 
+@pytest.mark.long
 async def test_without_a_template_workers_are_started_by_themselves(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

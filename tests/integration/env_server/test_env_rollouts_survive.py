@@ -293,3 +293,18 @@ async def test_a_deleted_run_ends_the_wait_for_its_log(setup: Setup) -> None:
     setup.store.delete(setup.log.names.run_json)
     assert not await setup.sink.append(setup.rollout(0))
     assert setup.sink.spool.run_uids == []
+
+
+@pytest.mark.parametrize("has_appender", [False, True])
+async def test_what_was_being_kept_when_its_play_was_stopped_is_in_the_log_before_the_run_is_taken_over(
+    setup: Setup, has_appender: bool
+) -> None:
+    """A pause stops plays at any await, and whoever resumes the run shall not have to play again what had finished."""
+    if has_appender:
+        assert await setup.sink.append(setup.rollout(0))
+    stopped = asyncio.create_task(setup.sink.append(setup.rollout(1)))
+    await asyncio.sleep(0)  # it is being written
+    stopped.cancel()
+    await asyncio.gather(stopped, return_exceptions=True)
+    await setup.sink.catch_up(setup.uid, await setup.log.read_instance(), timeout_s=120)
+    assert (await setup.ordinals())[1] == 1

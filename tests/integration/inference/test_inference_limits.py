@@ -89,6 +89,7 @@ async def test_a_body_that_expands_beyond_the_bound_is_refused(http):
         assert answer.status in (400, 413)
 
 
+@pytest.mark.long
 async def test_a_big_legal_request_keeps_neither_health_nor_others_waiting(http):
     """512 completions of 80 tokens, on 256 rows: seconds of work. One of 4 tokens comes through meanwhile."""
     prompt = "a b c " * 10

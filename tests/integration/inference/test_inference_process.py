@@ -18,7 +18,7 @@ from millrace.rpc.channel import call, open_channel
 from millrace.storage.local import LocalStore
 from millrace_testing.polling import until
 
-START_S = 60.0
+START_S = 110.0
 
 
 async def start(**variables: str) -> asyncio.subprocess.Process:
@@ -91,6 +91,7 @@ async def test_process_from_registration_to_drain(orchestrator, local_store: Loc
             await process.wait()
 
 
+@pytest.mark.long
 async def test_process_serves_a_fixed_model_without_any_neighbour(full_model_dir: Path, unused_port):
     grpc_port, http_port = unused_port(), unused_port()
     process = await start(

@@ -124,3 +124,13 @@ async def test_an_adapter_that_computes_otherwise_is_not_served(run: Run, replic
     assert replica.updater.status().identity is None
     assert await replica.update(run.adapter(3)) is UpdateState.SERVING  # base and adapter anew
     assert await replica.logprob_gap(run.twins[3]) < 1e-5
+
+
+async def test_a_base_without_the_adapter_that_failed_on_it_is_no_model_that_serves(run: Run, replica: Replica) -> None:
+    await replica.update(run.adapter(1))
+    await replica.engine.fail("its memory was found damaged")
+    assert await replica.update(run.adapter(2, damage=half)) is UpdateState.UPDATE_FAILED  # the base is in, alone
+    desired = run.adapter(3)
+    assert await replica.update(desired) is UpdateState.SERVING, replica.updater.status().error
+    assert replica.updater.serves(desired) and replica.slot.current is not None
+    assert await replica.logprob_gap(run.twins[3]) < 1e-5

@@ -16,6 +16,8 @@ from millrace.local.stack import LocalStack, StackOptions
 from millrace.processes import table
 from millrace_testing.polling import until
 
+pytestmark = pytest.mark.long
+
 SERVICES = ("orchestrator", "env-server", "inference", "trainer")
 MODULES = {name: f"millrace_testing.local.fake_{name.replace('-', '_')}" for name in SERVICES}
 
@@ -96,7 +98,6 @@ async def test_a_frozen_process_is_named_then_killed_and_started_again(tmp_path,
     assert [note for note in notes if "killing" in note] == [told[1]], "nobody else was killed"
 
 
-@pytest.mark.long
 async def test_without_liveness_a_frozen_process_is_left_alone(tmp_path, impatient):
     async with stack_in(tmp_path, has_liveness=False) as (stack, notes):
         frozen = pids(stack)["trainer"]

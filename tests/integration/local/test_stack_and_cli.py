@@ -63,6 +63,7 @@ def test_a_run_from_command_to_summary_twice(project):
     assert code == 2 and "a run called 'demo' exists" in err and "--resume" in err and "--ckpt.resume_step K" in err
 
 
+@pytest.mark.long
 def test_a_failed_run_exits_1_with_the_reason(project):
     code, out, err = run(project, "rl", "@", "rl.toml", FAKE_FAIL="1")
     assert code == 1 and out == ""
@@ -70,7 +71,9 @@ def test_a_failed_run_exits_1_with_the_reason(project):
     assert leftovers(project) == []
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.long)]
+)
 def test_interrupt_while_running(project, number, code):
     process = start(project, "rl", "@", "rl.toml", "--run.name", "demo", FAKE_SLOW="1")
     block_until((project / "created").exists, what="the run")
@@ -85,7 +88,7 @@ def test_interrupt_while_running(project, number, code):
     assert leftovers(project) == []
 
 
-@pytest.mark.parametrize("delay_s", [0.3, 1.0, 2.0])
+@pytest.mark.parametrize("delay_s", [0.3, *(pytest.param(each, marks=pytest.mark.long) for each in (1.0, 2.0))])
 def test_interrupt_at_any_time_of_the_start(project, delay_s):
     process = start(project, "rl", "@", "rl.toml", FAKE_DEAF="trainer")
     time.sleep(delay_s)
@@ -112,6 +115,7 @@ def test_a_process_that_dies_at_the_start_is_named_with_its_last_lines(project):
     assert leftovers(project) == []
 
 
+@pytest.mark.long
 def test_a_process_that_dies_later_is_started_again_until_that_is_hopeless(project):
     code, _, err = run(project, "rl", "@", "rl.toml", FAKE_DIE_LATER="trainer", FAKE_SLOW="1")
     assert code == 1
@@ -121,6 +125,7 @@ def test_a_process_that_dies_later_is_started_again_until_that_is_hopeless(proje
     assert leftovers(project) == []
 
 
+@pytest.mark.long
 def test_a_death_stops_a_stack_that_does_not_restart(project):
     options = ["up", "--no-restart", "--listen", f"127.0.0.1:{free_port()}", "--http-port", str(free_port())]
     process = start(project, *options)

@@ -1,9 +1,12 @@
 """What arrives at an awkward moment: while a batch is being committed, or while nobody reads the run's rollouts."""
 
+import asyncio
+
 import pytest
 
 from millrace.orchestrator import manager
 from millrace.orchestrator.drive import batch_writer, loop
+from millrace.orchestrator.play.env_servers import EnvServers
 from millrace.orchestrator.play.rollout_stream import RolloutStream
 from millrace.rollouts.types import Purpose, RolloutStatus
 from millrace.rollouts.wire import decode_archive, decode_rollout, encode_rollout
@@ -122,6 +125,53 @@ async def test_a_run_that_is_cancelled_before_its_groups_are_taken_over_resolves
     assert played.seconds in [rollout.seconds for rollout in kept]
     report = await audit_run(log.redis, log.store, prefix=stack.prefix, uid=run.uid)
     assert [v for v in report.violations if not v.check.startswith(("POLICY", "MIRROR"))] == []
+
+
+async def test_a_run_that_fails_while_its_groups_are_taken_over_resolves_them_and_keeps_their_rollouts(
+    stack, monkeypatch
+) -> None:
+    monkeypatch.setattr(loop, "DRAIN_S", 0.2)
+    env, _, trainer = await stack.env_server(silent={0}), await stack.inference(), await stack.trainer()
+    run = await create(stack, max_steps=100)
+    await until(lambda: len(trainer.headers) >= 3)
+    log = await log_of(stack, run)
+    played = make_rollout(env.plays_of(0)[0], 2, RolloutStatus.OK, 0)
+    (await log.append_rollouts([encode_rollout(played)])).require("one member of the group that nobody finishes")
+    await call(stack.runs.PauseRun, run_service_pb2.PauseRunRequest(name=run.name))
+    await until(lambda: has_state(stack, run, run_pb2.RUN_STATE_PAUSED))
+
+    async def fail_meanwhile(self: EnvServers) -> None:
+        trainer.status.error_reason, trainer.status.error_message = "MODEL_LOST", "lost on purpose"
+        await asyncio.sleep(30.0)
+
+    monkeypatch.setattr(EnvServers, "let_return", fail_meanwhile)
+    await call(stack.runs.ResumeRun, run_service_pb2.ResumeRunRequest(name=run.name))
+    await until(lambda: has_state(stack, run, run_pb2.RUN_STATE_FAILED))
+    headers, _ = await load_headers(log)
+    assert resolutions(headers)[0][1] == "run_failed"
+    kept = decode_archive(log.store.get(headers[-1].rollouts_key))
+    assert played.seconds in [rollout.seconds for rollout in kept]
+    report = await audit_run(log.redis, log.store, prefix=stack.prefix, uid=run.uid)
+    assert [v for v in report.violations if not v.check.startswith(("POLICY", "MIRROR"))] == []
+
+
+async def test_a_run_that_fails_while_a_batch_is_committed_ends_behind_that_batch(stack, monkeypatch) -> None:
+    _, _, trainer = await stack.env_server(), await stack.inference(), await stack.trainer()
+    commit = batch_writer.commit_batch
+
+    async def commit_slowly(log, epoch, header, chunks, archive, **fields) -> bytes:
+        if header.step == 1:
+            trainer.status.error_reason, trainer.status.error_message = "MODEL_LOST", "lost on purpose"
+            await asyncio.sleep(2.0)  # the driver has heard of it
+        return await commit(log, epoch, header, chunks, archive, **fields)
+
+    monkeypatch.setattr(batch_writer, "commit_batch", commit_slowly)
+    run = await create(stack, max_steps=4)
+    assert states(await watch(stack, run))[-1] == "FAILED"
+    headers, _ = await load_headers(await log_of(stack, run))
+    assert [header.step for header in headers] == [0, 1, 2]
+    assert {header.writer_epoch for header in headers} == {1}, "nobody had to claim it once more"
+    resolutions(headers)
 
 
 async def test_a_run_whose_log_cannot_be_read_is_not_closed_over_the_gap(stack, monkeypatch, caplog) -> None:

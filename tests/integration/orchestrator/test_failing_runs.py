@@ -49,7 +49,7 @@ async def explained(stack, run) -> str:
         pytest.param(RolloutStatus.MODEL_ERROR, "orchestrator.sampling", marks=pytest.mark.long),
         pytest.param(RolloutStatus.TIMEOUT, "orchestrator.rollout_timeout_s", marks=pytest.mark.long),
         pytest.param(RolloutStatus.PROMPT_TOO_LONG, "orchestrator.seq_len", marks=pytest.mark.long),
-        (RolloutStatus.WORKER_DIED, "ended its own worker process"),
+        pytest.param(RolloutStatus.WORKER_DIED, "ended its own worker process", marks=pytest.mark.long),
     ],
 )
 async def test_a_run_whose_rollouts_all_fail_ends_with_the_first_real_error(stack, status, remedy) -> None:

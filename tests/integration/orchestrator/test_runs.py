@@ -242,6 +242,7 @@ async def test_pages_and_bad_tokens(stack) -> None:
         await call(stack.runs.ListRuns, run_service_pb2.ListRunsRequest(page_token="!!"))
 
 
+@pytest.mark.long
 async def test_large_configs_do_not_keep_the_others_waiting(stack):
     """Eight at once, each as large as any may be; checked beside the event loop, two at a time."""
     known = await create(stack, run_id="known")

@@ -106,6 +106,7 @@ async def test_an_offline_run_has_every_value_though_its_exporter_was_killed(sta
     ) in expected
 
 
+@pytest.mark.long
 async def test_an_online_run_has_every_value_once_though_its_exporter_was_killed(
     stack, directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

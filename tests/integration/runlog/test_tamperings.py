@@ -420,6 +420,7 @@ def _objects(recorded: Scene) -> Iterator[str]:
             yield key_of(recorded.store, recorded.names)
 
 
+@pytest.mark.long
 def test_no_damage_is_a_traceback(recorded, tmp_path):
     """Random bytes, cuts, and documents of another shape in the place of any object."""
     rng = random.Random(5)

@@ -13,6 +13,7 @@ from millrace.errors import CorruptObjectError, InvalidStateError, NotFoundError
 from millrace.internal.v1.policy_pb2 import PolicyEntry
 from millrace.policies.host_copy import HostCopy
 from millrace.policies.pull import read_manifest
+from millrace_testing.lanes import one_by_default
 
 Recorder = Any  # conftest.Recorder; tests are not importable from one another
 MakeConfig = Callable[..., RLConfig]
@@ -78,7 +79,7 @@ def _entry(recorder: Recorder, version: int) -> PolicyEntry:
     )
 
 
-@pytest.mark.parametrize("name", DAMAGE)
+@pytest.mark.parametrize("name", one_by_default(DAMAGE))
 def test_a_damaged_policy_is_published_anew(recorder: Recorder, config: RLConfig, name: str) -> None:
     recorder.record(config, steps=2, close=False)
     state: dict[str, Any] = {}
@@ -182,7 +183,7 @@ def _base_digest(recorder: Recorder, version: int) -> str:
     return found
 
 
-@pytest.mark.parametrize("name", BASE_DAMAGE)
+@pytest.mark.parametrize("name", one_by_default(BASE_DAMAGE))
 def test_the_damaged_base_of_adapters_is_published_anew(recorder: Recorder, lora_config: RLConfig, name: str) -> None:
     recorder.record(lora_config, steps=2, close=False)
     state: dict[str, Any] = {"count": 0}

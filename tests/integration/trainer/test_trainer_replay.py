@@ -47,7 +47,9 @@ def _objects(recorder: Recorder) -> list[Any]:
     return list(recorder.store.list(""))
 
 
-@pytest.mark.parametrize(("step", "start"), [(1, 0), (2, 2), (3, 2), (4, 4)])
+@pytest.mark.parametrize(
+    ("step", "start"), [(1, 0), *(pytest.param(*each, marks=pytest.mark.long) for each in ((2, 2), (3, 2), (4, 4)))]
+)
 def test_every_step_is_recomputed_bit_for_bit_and_nothing_is_written(
     trained: Recorder, capsys: pytest.CaptureFixture[str], step: int, start: int
 ) -> None:
@@ -172,6 +174,7 @@ def test_runs_are_found_by_name_beginning_uid_and_age(trained: Recorder, capsys:
     assert "did you mean tiny-run?" in capsys.readouterr().err
 
 
+@pytest.mark.long
 def test_without_redis_and_without_the_model_directory(
     recorder: Recorder, make_config: MakeConfig, tiny_model: Path, tmp_path: Path
 ) -> None:
@@ -215,6 +218,7 @@ def test_a_store_that_is_not_there(
     assert words in capsys.readouterr().err and not list(tmp_path.iterdir())
 
 
+@pytest.mark.long
 def test_a_changed_batch_with_every_hash_redone_is_found_by_a_replay_only(
     recorder: Recorder, make_config: MakeConfig
 ) -> None:

@@ -21,6 +21,7 @@ from millrace.env_server.isolation.deaths import describe_exit
 from millrace.env_server.isolation.limits import WorkerLimits
 from millrace.env_server.isolation.visible import VisibleFiles, visible_to_workers
 from millrace.env_server.settings import EnvServerSettings
+from millrace.env_server.workers.env_worker import answer_of
 from millrace.env_server.workers.frames import encode_frame, read_frame
 from millrace.errors import CorruptObjectError, FencedError, InvalidSpecError, NotFoundError
 from millrace.internal.v1 import env_worker_pb2, rollout_pb2
@@ -330,3 +331,19 @@ def test_another_user_lets_nobody_into_spool_and_scratch(tmp_path: Path, monkeyp
     settings.make_private()
     for name in ("spool", "scratch"):
         assert (tmp_path / name).stat().st_mode & 0o777 == 0o700
+
+
+@pytest.mark.parametrize(
+    "left",
+    [
+        {"metrics": {"the model's number": 10**400}},
+        {"metrics": {"half a pair \ud83d": 1.0}},
+        {"metrics": ["no names"]},
+        {"stop_condition": "\ud83d"},
+    ],
+)
+def test_a_member_is_answered_whatever_its_environment_left_in_its_outcome(left: dict[str, Any]) -> None:
+    outcome = Outcome(status=RolloutStatus.OK, reward=1.0, **left)
+    told = answer_of(request(), 1, "train/4", outcome, 2.0)
+    assert (told.member, told.seconds, told.status) == (1, 2.0, rollout_pb2.ROLLOUT_STATUS_ENV_ERROR)
+    assert "cannot be stored" in told.error.message

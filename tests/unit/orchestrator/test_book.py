@@ -1,6 +1,10 @@
+import asyncio
 import time
 from dataclasses import replace
 
+import pytest
+
+from millrace.orchestrator.play.book import Resolved
 from millrace.orchestrator.play.play import Arrival
 from millrace.rollouts.types import RolloutStatus
 from millrace.runlog import Frontier
@@ -133,3 +137,24 @@ def test_a_group_that_is_scored_whole_never_mixes_attempts() -> None:
     assert book.add(make_rollout(0, 1, group_size=2, attempt=1, entry_id="4-0")) is Arrival.FINISHED
     book.drop(book.whole, reason="surplus")
     assert [rollout.entry_id for rollout in archived(book) if not rollout.is_duplicate] == ["3-0", "4-0"]
+
+
+@pytest.mark.parametrize("error", [asyncio.CancelledError(), ValueError("a defect")])
+def test_what_a_commit_that_did_not_end_would_have_resolved_is_in_the_closing_header(error: BaseException) -> None:
+    book = book_with(0)
+    for member in (0, 1):
+        book.add(make_rollout(0, member, group_size=2, entry_id=f"{member + 1}-0"))
+    book.settle([Resolved.of(book.plays[0], "")])
+    with pytest.raises(type(error)), book.committing():
+        raise error
+    book.close("run_failed")
+    assert [(item.ordinal, item.reason) for item in book.pending] == [(0, "run_failed")]
+    assert len(archived(book)) == 2 and book.frontier == Frontier(resolved_below=1)
+
+
+def test_the_closing_header_leaves_no_ordinal_open_that_a_predecessor_had_drawn() -> None:
+    book = book_with(0, 2)
+    book.close("cancelled")
+    assert sorted((item.ordinal, item.reason) for item in book.pending) == [(n, "cancelled") for n in range(3)]
+    archived(book)
+    assert book.frontier == Frontier(resolved_below=3)

@@ -210,3 +210,20 @@ async def test_an_environment_to_train_on_that_has_no_tasks_is_named_at_submissi
     with pytest.raises(InvalidStateError, match=r"'text' .* has no training tasks, and 3 held-out ones") as caught:
         await check_environments(config, registry)
     assert caught.value.reason == "ENV_WITHOUT_TASKS"
+
+
+async def test_a_call_that_is_under_way_when_its_env_server_is_replaced_is_not_taken_for_a_cancellation(
+    pool: EnvServers, registry: WorkerRegistry
+) -> None:
+    dead = env_server("a")  # nothing listens there: it is called again and again for some seconds
+    dead.slot = "host/1"
+    registry.register(dead)
+    request = PlayRequest(run_uid="r1", purpose=Purpose.TRAIN, ordinal=0, members=[0], group_size=1, env=SPEC)
+    playing = asyncio.create_task(pool.play("a", request))
+    await asyncio.sleep(0.2)
+    successor = env_server("c")
+    successor.slot = dead.slot
+    registry.register(successor)
+    await pool.refresh([])
+    await asyncio.wait({playing}, timeout=10.0)
+    assert not playing.cancelled() and playing.result() is False, "others are asked"

@@ -7,7 +7,7 @@ import aiohttp
 from aiohttp import web
 
 from millrace.env_server.adapters.client_v0 import make_session
-from millrace.rpc.keep_alive import IDLE_S
+from millrace.rpc.keep_alive import GONE_S, IDLE_S
 
 
 async def test_a_connection_to_an_engine_is_looked_after():
@@ -31,6 +31,8 @@ async def test_a_connection_to_an_engine_is_looked_after():
             assert connection.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
             if hasattr(socket, "TCP_KEEPIDLE"):
                 assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) == IDLE_S
+            if hasattr(socket, "TCP_USER_TIMEOUT"):
+                assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 1000 * GONE_S
             seen.set()
     finally:
         await runner.cleanup()

@@ -63,6 +63,7 @@ def test_state_is_what_the_parameters_say(plain: Simulated):
     assert plain.learning["activations"] > 0 and plain.learning["logits"] > 0
 
 
+@pytest.mark.long
 def test_a_long_model_is_the_short_ones_and_arithmetic():
     config, whole = trainer(), model_config(blocks=8)
     assert simulate(config, whole, num_gpus=0) == simulate_whole(config, whole, num_gpus=0)

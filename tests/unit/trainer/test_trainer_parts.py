@@ -1,6 +1,7 @@
 """Smaller parts: the background loop, shards, model directories, staleness."""
 
 import asyncio
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -8,14 +9,19 @@ from typing import Any
 import pytest
 import torch
 
-from millrace.errors import InvalidStateError, NotFoundError, UnavailableError
+from millrace.config.sections.trainer import TrainerConfig
+from millrace.custom_code import CustomCode
+from millrace.errors import CorruptObjectError, InvalidSpecError, InvalidStateError, NotFoundError, UnavailableError
 from millrace.internal.v1 import batch_pb2
 from millrace.trainer import job
 from millrace.trainer.checkpoint.files import load_shards, needed_files, save_shards
 from millrace.trainer.checkpoint.index import ShardPiece, ShardTensor, decode_index
-from millrace.trainer.gang.agreement import tell
+from millrace.trainer.gang.agreement import hear, tell
 from millrace.trainer.gang.distributed import Gang
+from millrace.trainer.learning.batch import BatchLayout
+from millrace.trainer.learning.learner import Learner
 from millrace.trainer.log.background import BackgroundLoop
+from millrace.trainer.log.batches import Batches
 from millrace.trainer.model.pretrained import policy_files, policy_tensors, resolve_model_directory, with_tokenizer
 from millrace.trainer.reporter import staleness, token_staleness
 
@@ -117,6 +123,65 @@ def test_a_model_that_another_machine_lacks_is_told_before_anything_loads(
     with pytest.raises(NotFoundError, match="none is not a directory") as raised:
         job.prepare(context, nothing, nothing, b"")
     assert raised.value.reason == "MODEL_NOT_FOUND"
+
+
+class FirstOfTwo(Gang):
+    """Rank 0 of two ranks; the other one tells the error that `work` raises there."""
+
+    def __init__(self, work: Callable[[], object]) -> None:
+        super().__init__(rank=0, world_size=2)
+        self._told, _ = tell(work, rank=1)
+
+    def broadcast(self, data: bytes | None) -> bytes:
+        return data or b""
+
+    def gather(self, data: bytes) -> list[bytes]:
+        return [data, self._told]
+
+
+def test_a_rank_that_may_not_load_the_loss_tells_the_others(tmp_path: Path) -> None:
+    told: list[bytes] = []
+
+    class Second(Gang):
+        """Rank 1 of two."""
+
+        def gather(self, data: bytes) -> list[bytes]:
+            told.append(data)
+            return [tell(lambda: None, rank=0)[0], data]
+
+    loss = {"type": "custom", "import_path": "my_losses:fn"}
+    config: Any = SimpleNamespace(trainer=TrainerConfig.model_validate({"loss": loss}), seed=0)
+    gang = Second(rank=1, world_size=2)
+    with pytest.raises(InvalidSpecError, match="MILLRACE_CUSTOM_CODE"):
+        Learner.of_start_model(config, gang=gang, directory=tmp_path, start_directory=tmp_path, code=CustomCode())
+    with pytest.raises(InvalidSpecError, match="MILLRACE_CUSTOM_CODE"):
+        hear(told[0])
+
+
+def test_a_chunk_that_another_rank_finds_damaged_is_told_before_the_batch_is_trained_on() -> None:
+    def damaged() -> None:
+        raise CorruptObjectError("chunk 1 of batch 0 has another sha256", reason="BATCH_CORRUPT")
+
+    header = batch_pb2.BatchHeader(
+        run_uid="run", kind=batch_pb2.BATCH_KIND_TRAIN, run_hash="hash", previous_chain_hash=bytes(32)
+    )
+    run_log: Any = SimpleNamespace(
+        is_stop_requested=lambda: False,
+        poll_header=lambda step, *, timeout_s: header.SerializeToString(),
+        read_superseded=lambda step, revisions: [],
+        read_chunks=lambda step, chunks: {},
+        prefetch=lambda step: None,
+    )
+    batches = Batches(
+        run_log,
+        gang=FirstOfTwo(damaged),
+        run_uid="run",
+        run_hash="hash",
+        previous_chain_hash=bytes(32),
+        layout=BatchLayout(seq_len=8, micro_batch_tokens=16, minibatches=1, packing=None),
+    )
+    with pytest.raises(CorruptObjectError, match="chunk 1 of batch 0"):
+        batches.read(0)
 
 
 def test_a_model_path_that_does_not_exist_is_not_looked_up_on_the_hub(tmp_path: Path) -> None:

@@ -124,8 +124,17 @@ class RunAppender:
         """Return when that copy of the log (or a newer one) holds everything that is kept. The caller bounds the
         wait."""
         self.note_instance(instance)
+        self._take_left()
         while self._has_to_compare() or self._backlog:
             await self._changed.wait()
+
+    def _take_left(self) -> None:
+        """Make pending what a play did not get to hand over, because it was stopped while that was being kept."""
+        for kept in self._spool.of_run(self._uid):
+            if kept.appended_at is None and kept.h not in self._pending:
+                self._pending[kept.h] = kept
+                self._backlog.add(kept.h)
+                self._wake.set()
 
     def describe_backlog(self) -> str:
         """What `caught_up` waits for, in words."""

@@ -142,9 +142,9 @@ class RolloutSink:
         self.note_driven(run_uid)
         run = self._run(run_uid)
         run.log_instance = log_instance or run.log_instance
-        appender = self._appenders.get(run_uid)
-        if appender is None:
-            return  # nothing was ever kept of it
+        if run_uid not in self._appenders and not self.spool.of_run(run_uid):
+            return  # nothing is kept of it
+        appender = self._appender(run_uid)
         try:
             async with asyncio.timeout(timeout_s):
                 await appender.caught_up(log_instance)

@@ -185,7 +185,7 @@ class _Worker:
         task_id = self._adapter.loaded.task_id(request)
         ended = env_worker_pb2.PlayEnded(play_id=play.play_id)
         for member, outcome in zip(request.members, outcomes, strict=True):
-            ended.rollouts.append(_to_proto(request, member, task_id, outcome, seconds))
+            ended.rollouts.append(answer_of(request, member, task_id, outcome, seconds))
         await self._send(env_worker_pb2.WorkerReport(ended=ended))
 
     async def _outcomes(self, request: PlayRequest, tokenizer_dir: str) -> list[Outcome]:
@@ -217,14 +217,19 @@ class _Worker:
         return [failed(RolloutStatus.ENV_ERROR, kind, message, frames=frames_of(error))] * count
 
 
-def _to_proto(request: PlayRequest, member: int, task_id: str, outcome: Outcome, seconds: float) -> rollout_pb2.Rollout:
-    rollout = make_rollout(request, member=member, task_id=task_id, outcome=outcome, seconds=seconds)
+def answer_of(request: PlayRequest, member: int, task_id: str, outcome: Outcome, seconds: float) -> rollout_pb2.Rollout:
+    """What the parent is told of a member, whatever the environment left in its outcome: an answer there must be."""
     try:
+        rollout = make_rollout(request, member=member, task_id=task_id, outcome=outcome, seconds=seconds)
         return rollout_to_proto(rollout)
     except CorruptObjectError as error:
         # The columns do not fit together: what the engine returned is not what it sampled.
         refused = failed(RolloutStatus.MISSING_TOKENS, "InvalidTokens", str(error), of=outcome)
-        return rollout_to_proto(make_rollout(request, member=member, task_id=task_id, outcome=refused, seconds=seconds))
+    except Exception as error:  # noqa: BLE001 - values of foreign code: whatever is wrong with them is the answer
+        problem = f"what the environment says of the rollout cannot be stored: {type(error).__name__}: {error}"
+        logger.warning("an outcome cannot be stored", extra={"error": problem, "task_index": request.task_index})
+        refused = failed(RolloutStatus.ENV_ERROR, "InvalidOutcome", problem)
+    return rollout_to_proto(make_rollout(request, member=member, task_id=task_id, outcome=refused, seconds=seconds))
 
 
 if __name__ == "__main__":

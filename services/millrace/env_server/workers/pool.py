@@ -339,7 +339,9 @@ class EnvPool:
                     return
                 self.slots[slot] = None
                 break
-            except OSError as error:
+            except Exception as error:  # the edge of a task that nobody awaits: without a word it would load for ever
+                if not isinstance(error, OSError):
+                    logger.exception("an env worker could not be started")
                 await self._fail(EnvLoadError(type(error).__name__, f"cannot start a worker process: {error}"))
                 return
             await self._notify()

@@ -108,20 +108,21 @@ class BatchWriter:
             self._restore_pools(state.pools, step=origin.base_step, begins_anew=True)
             return
         is_closing = closes_run(last)
+        is_forked = last.writer_epoch == 0  # copied: the fork has committed nothing of its own
+        begins_anew = is_forked or committed.is_reopened
         self.closing = last if is_closing and not committed.is_reopened else None
         self.lineage = last.lineage
         self._revision = last.revision + 1 if committed.is_reopened else 0
         state = decode_state(last.orchestrator_state)
         self.baselines = self.baselines.restored(state.baselines)
-        self._failures.restore(state.failures, is_reopened=committed.is_reopened)
+        self._failures.restore(state.failures, is_reopened=begins_anew)
         self._book.restore(
             step=last.step + (not committed.is_reopened),
             frontier=Frontier.from_header(last),
             num_duplicates=state.num_duplicates,
             counted_until=state.read_until,
         )
-        is_forked = last.writer_epoch == 0  # copied: the fork has committed nothing of its own
-        self._restore_pools(state.pools, step=self._book.step, begins_anew=is_forked or committed.is_reopened)
+        self._restore_pools(state.pools, step=self._book.step, begins_anew=begins_anew)
 
     def _restore_pools(self, pools: Pools | None, *, step: int, begins_anew: bool) -> None:
         """Go on with the pools of the log; where a run begins anew, a share of the easy and hard tasks returns."""
@@ -197,7 +198,6 @@ class BatchWriter:
             header.error_reason, header.error_message = error.reason, error.message
             header.error_component = error.component
         await self._write(header, score_samples(evaluation, seq_len=self._seq_len))
-        self.closing = header
 
     async def count_empty(
         self,
@@ -261,12 +261,15 @@ class BatchWriter:
             chunks = pack_batch(header, samples)
             header.objects.extend(name_scores(self._log.names, archived))
             archive = encode_archive(archived)
-            header_bytes = await _finish(
+            header_bytes, cancelled = await _finish(
                 commit_batch(self._log, self._context.epoch, header, chunks, archive, known=self.known)
             )
             self.chain = chain_hash(self.chain, header_bytes)
         self.pools, self.baselines = self._next_pools or self.pools, self._next_baselines
         self._revision = 0
+        self.closing = header if closes_run(header) else None
+        if cancelled is not None:  # the header is committed all the same: whatever follows comes behind it
+            raise cancelled
 
     async def _hold_lease(self) -> None:
         """Renew the lease if it is not fresh, because Redis or we stood still for a while."""
@@ -300,13 +303,16 @@ def _nothing_to_learn(filtered: Mapping[str, int], num_rollouts: int, replaced: 
     )
 
 
-async def _finish(work: Coroutine[Any, Any, T]) -> T:
-    """Await `work`. If this task is cancelled meanwhile, let `work` finish first, for at most `COMMIT_GRACE_S`."""
+async def _finish(work: Coroutine[Any, Any, T]) -> tuple[T, asyncio.CancelledError | None]:
+    """What `work` returns. If this task is cancelled meanwhile, let `work` finish first, for at most `COMMIT_GRACE_S`,
+    and return the cancellation, too; it is raised if `work` has not finished by then."""
     task = asyncio.create_task(work)
     try:
-        return await asyncio.shield(task)
-    except asyncio.CancelledError:
+        return await asyncio.shield(task), None
+    except asyncio.CancelledError as cancelled:
         await asyncio.wait((task,), timeout=COMMIT_GRACE_S)
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
-        raise
+        if task.cancelled() or task.exception() is not None:
+            raise
+        return task.result(), cancelled

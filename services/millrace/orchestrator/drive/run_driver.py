@@ -28,6 +28,7 @@ from millrace.orchestrator.drive.trainer_watch import TrainerFailedError
 from millrace.orchestrator.play.failures import RolloutsFailedError
 from millrace.orchestrator.runs.desired_state import DesiredState
 from millrace.race import first_of
+from millrace.rollouts.batch_wire import closes_run
 from millrace.rollouts.types import Rollout
 from millrace.runlog.records.origin import load_origin
 from millrace.runlog.recovery.recover import load_history
@@ -64,6 +65,8 @@ class RunDriver(ABC):
         self._asked_to_stop = asyncio.Event()
         self._cancelled = asyncio.Event()
         self._is_restored = False  # before that, the next header is not known
+        self._superseded: list[batch_pb2.BatchHeader] = []
+        """Closing headers that did not end the run, as it was reopened."""
         self.is_paused = False
         """The drive ended with the run paused."""
         self.has_ended = False
@@ -134,6 +137,7 @@ class RunDriver(ABC):
         origin = await asyncio.to_thread(load_origin, run_log.store, run_log.names)
         committed = await load_history(run_log)
         self._writer.restore(committed, origin=origin)
+        self._superseded = [header for header in committed.headers if closes_run(header)]
         self._is_restored = True
         await self._keeper.start()
 
@@ -243,10 +247,12 @@ class RunDriver(ABC):
         await self._record_end(run_pb2.RUN_STATE_FAILED, error.message, error=detail)
 
     async def _abandon(self, reason: str) -> None:
-        """The run ends: if nobody has read its rollouts yet, what a predecessor left open is dropped as well."""
-        if not self._parts.intake.has_begun:
+        """The run ends: if its rollouts are not all read yet, what a predecessor left open is dropped as well."""
+        intake = self._parts.intake
+        if not intake.has_begun or intake.is_taking_over:
             await self._parts.stream.catch_up()
-            self._parts.book.abandon(self._parts.intake.noted, reason=reason)
+        if not intake.has_begun:
+            self._parts.book.abandon(intake.noted, reason=reason)
 
 
 def _decisive(error: Exception) -> Exception:

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
-from millrace.errors import MillraceError
 from millrace.orchestrator.play.play import Arrival, Play, PlayState
 from millrace.orchestrator.play.pools import GroupResult
 from millrace.orchestrator.play.rollout_stream import entry_key
@@ -156,9 +155,15 @@ class Book:
         self._pending += resolved
 
     def close(self, reason: str) -> None:
-        """Drop every play before the closing header. A batch that could not be committed trains nobody."""
+        """Drop every play before the closing header. A batch that could not be committed trains nobody.
+
+        What a predecessor had drawn, and nothing came back from, is resolved, too: only its number is known.
+        """
         self.drop([*self.open, *self.whole], reason=reason)
         self._pending = [replace(item, reason=item.reason or reason) for item in self._pending]
+        for ordinal in range(self.frontier.resolved_below, self.drawn_below):
+            if not self.is_resolved(ordinal):
+                self._pending.append(Resolved(ordinal=ordinal, env="", task_id="", reason=reason, attempts=0))
 
     def keep(self, rollouts: Sequence[Rollout]) -> None:
         """Archive rollouts with the next header."""
@@ -196,8 +201,9 @@ class Book:
         self._committing = frozenset(item.ordinal for item in resolved)
         try:
             yield rollouts
-        except MillraceError:  # if the run fails for it, the closing header resolves them
+        except BaseException:  # cleans up, then raises: if the run fails meanwhile, the closing header resolves them
             self._pending, self._archive = [*resolved, *self._pending], [*rollouts, *self._archive]
+            self._committing = frozenset()
             raise
         self.frontier = self.frontier.resolve(item.ordinal for item in resolved)
         self._committing = frozenset()

@@ -264,7 +264,8 @@ class Failures:
         return Tally(environments=self._totals, groups=self._closed, told=self._told)
 
     def restore(self, tally: Tally, *, is_reopened: bool) -> None:
-        """Continue behind a header. A run that was reopened gets a new window: the cause may be removed."""
+        """Continue behind a header. A run that was reopened, or is a fork, gets a new window: the cause may be
+        removed."""
         self._totals = dict(tally.environments)
         self._has_failed = any(count.num_failed for count in self._totals.values())
         self._closed = deque([] if is_reopened else tally.groups, maxlen=self._num_groups)

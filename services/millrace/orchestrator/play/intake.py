@@ -26,7 +26,7 @@ class Intake:
         self._evaluations = evaluations
         self._policies = policies
         self._make_play: MakePlay | None = None
-        self._is_taking_over = False
+        self.is_taking_over = False
         """Whether what is read was played for a predecessor; ends with `take_over`."""
         self.has_begun = False
         """The environments are known, so that rollouts find their plays; before, they are only noted."""
@@ -35,7 +35,7 @@ class Intake:
     def begin(self, make_play: MakePlay | None, *, has_predecessor: bool) -> None:
         """Put rollouts into their plays from now on; `make_play` opens those of training, if the run trains."""
         self.has_begun, self._make_play = True, make_play
-        self._is_taking_over = has_predecessor
+        self.is_taking_over = has_predecessor
 
     def take(self, rollout: Rollout) -> None:
         """Take one rollout: the stream calls this for every entry, once."""
@@ -56,7 +56,7 @@ class Intake:
         does, is left to be placed as the next attempt.
         """
         await stream.catch_up()
-        self._is_taking_over = False
+        self.is_taking_over = False
         offers = [(self._offered(group), server, group) for server, groups in playing.items() for group in groups]
         for play, _, group in offers:
             if play is not None:
@@ -78,7 +78,7 @@ class Intake:
         rollout."""
         if play is None or not play.is_open:
             return
-        if self._is_taking_over:
+        if self.is_taking_over:
             play.follow(rollout.attempt)
         if rollout.status == RolloutStatus.ENGINE_LOST and rollout.attempt == play.attempt:
             self._policies.suspect(play.replica)
@@ -92,7 +92,7 @@ class Intake:
         play = self._opened(rollout.ordinal, rollout.planned_step)
         if play is not None:
             play.follow(rollout.attempt)
-            if rollout.env_server and not self._is_taking_over:
+            if rollout.env_server and not self.is_taking_over:
                 play.place(rollout.env_server, replica="", timeout_s=play.settings.timeout_s)
         return play
 

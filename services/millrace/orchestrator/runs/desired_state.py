@@ -54,8 +54,9 @@ class DesiredStates:
         now = time.monotonic()
         if now - known.read >= POLL_S:
             intents = await read_intents(self._store, Names(self._prefix, uid), after=known.sequence)
-            known.desired, known.read = known.desired.after(intents), now
-            known.sequence = intents[-1].sequence if intents else known.sequence
+            new = [each for each in intents if each.sequence > known.sequence]  # another look may have been faster
+            known.desired, known.read = known.desired.after(new), now
+            known.sequence = new[-1].sequence if new else known.sequence
         return known.desired
 
     def expire(self, uid: str) -> None:

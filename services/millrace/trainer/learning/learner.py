@@ -15,6 +15,7 @@ from millrace.custom_code import CustomCode
 from millrace.policies.adapter import AdapterSpec
 from millrace.policies.digest import digest_hex, policy_digest, tensor_digest
 from millrace.policies.tensors import TensorBytes
+from millrace.trainer.gang.agreement import agreed
 from millrace.trainer.gang.determinism import resolve_determinism, seed_rank, set_determinism
 from millrace.trainer.gang.distributed import Gang
 from millrace.trainer.learning.batch import MicroBatch, Minibatch
@@ -81,7 +82,8 @@ class Learner:
         gang.
         """
         trainer = config.trainer
-        loss_of = loss_function(trainer.loss, code)
+        with agreed(gang):  # one machine may lack the module, or not allow it
+            loss_of = loss_function(trainer.loss, code)
         determinism = resolve_determinism(trainer.determinism, is_compiled=trainer.model.compile is not None)
         is_strict = set_determinism(determinism, seed=config.seed, device=gang.device)
         compute_dtype = resolve_compute_dtype(trainer.model, device=gang.device)

@@ -16,6 +16,7 @@ from millrace.internal.v1 import batch_pb2
 from millrace.rollouts.batch_wire import chunks_for, closes_run, decode_header, unpack_batch
 from millrace.rollouts.types import TrainSample
 from millrace.runlog.records.frontier import chain_hash
+from millrace.trainer.gang.agreement import agreed
 from millrace.trainer.gang.distributed import Gang
 from millrace.trainer.learning.batch import BatchLayout, MicroBatch, Minibatch, build_micro_batch
 from millrace.trainer.learning.plan import Rows, in_order, plan_micro_batches, plan_minibatches
@@ -127,13 +128,14 @@ class Batches:
         header_bytes = self._wait_for_header(step)
         arrived = time.monotonic()
         header = decode_header(header_bytes)
-        for revision, data in enumerate(self._log.read_superseded(step, header.revision)):
-            closing = decode_header(data)
-            self._verify(closing, step, revision)
-            self._chain_hash = chain_hash(self._chain_hash, data)
-        self._verify(header, step, header.revision)
-        self._chain_hash = chain_hash(self._chain_hash, header_bytes)
-        minibatches = self._minibatches(header)
+        with agreed(self._gang):  # what one rank alone finds damaged, or cannot read, ends the run at all of them
+            for revision, data in enumerate(self._log.read_superseded(step, header.revision)):
+                closing = decode_header(data)
+                self._verify(closing, step, revision)
+                self._chain_hash = chain_hash(self._chain_hash, data)
+            self._verify(header, step, header.revision)
+            self._chain_hash = chain_hash(self._chain_hash, header_bytes)
+            minibatches = self._minibatches(header)
         if not closes_run(header) and self._gang.is_leader:
             self._log.prefetch(step + 1)
         return Batch(
