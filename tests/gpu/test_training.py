@@ -204,6 +204,7 @@ def test_steps_are_as_fast_while_a_version_is_published(gpu: torch.device, tmp_p
         for version in range(6):
             publisher.publish(version)
             while len(log.entries) <= version:  # it is under way
+                publisher.raise_failure()
                 (beside if version else []).append(step())  # the first one is whole, and warms up
             publisher.finish()
             alone += [step() for _ in range(5)]
