@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import json
 import os
 import secrets
 import sys
@@ -45,7 +44,7 @@ async def fine_tune(config: SFTConfig, interrupts: Interrupts, *, num_ranks: int
     async with Supervisor() as supervisor:
         interrupts.on_second(supervisor.hurry.set)
         ranks = [await supervisor.start(rank_spec(rank, argv=argv, gang=gang, logs=logs)) for rank in range(num_ranks)]
-        async with exporting(json.loads(config.resolved_json()), directory):
+        async with exporting(config.model_dump(mode="json"), directory):
             code = await wait_for_ranks(ranks)
     return code if code >= 0 else 128 - code
 

@@ -58,7 +58,7 @@ async def bench_orchestrator(prepared: Prepared, interrupts: Interrupts) -> int:
     first = warm_up(config)
     directory = Path(config.output_dir) / f"bench-{secrets.token_hex(3)}"
     directory.mkdir(parents=True)
-    resolved, metrics = json.loads(config.resolved_json()), directory / "metrics.jsonl"
+    resolved, metrics = config.model_dump(mode="json"), directory / "metrics.jsonl"
 
     def on_batch(batch: MeasuredBatch) -> None:
         _say(f"step {batch.step - first + 1}/{steps}  {batch.seconds:.3f} s  {batch.tokens_per_s:,.0f} tokens/s")
