@@ -9,7 +9,7 @@ import psutil
 import pytest
 
 from millrace.cli.main import main
-from millrace.cli.session.orchestrator_bench import Usage, bench_config
+from millrace.cli.session.orchestrator_bench import ProcessUse, bench_config
 from millrace.cli.view.batches import MeasuredBatch, lines, summary
 from millrace.config import RLConfig
 from millrace_testing.polling import block_until
@@ -68,7 +68,7 @@ def test_memory_and_time_of_a_process_and_of_what_it_has_started_count():
     parent = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {busy!r}])"
     process = subprocess.Popen([sys.executable, "-c", parent], stdout=subprocess.PIPE)
     try:
-        usage = Usage(lambda: {"service": process.pid, "gone": 2**30})
+        usage = ProcessUse(lambda: {"service": process.pid, "gone": 2**30})
         usage.begin()
         assert process.stdout is not None
         process.stdout.readline()

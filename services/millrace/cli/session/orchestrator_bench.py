@@ -72,7 +72,7 @@ async def bench_orchestrator(prepared: Prepared, interrupts: Interrupts) -> int:
         interrupts.on_second(stack.supervisor.hurry.set)
         _say(f"starting a stack for the orchestrator's steps; process logs: {directory / 'logs'}")
         await stack.start()
-        usage = Usage(lambda: {name: child.pid for name, child in stack.supervisor.children.items()})
+        usage = ProcessUse(lambda: {name: child.pid for name, child in stack.supervisor.children.items()})
         async with Client(stack.address, access=stack.access) as client, exporting(resolved, directory):
             work = _measure(client, alone.config, steps, store=directory / "store", usage=usage, on_batch=on_batch)
             batches = await stack.guard(work)
@@ -86,7 +86,7 @@ async def bench_orchestrator(prepared: Prepared, interrupts: Interrupts) -> int:
 
 
 async def _measure(
-    client: Client, config: RLConfig, steps: int, *, store: Path, usage: "Usage", on_batch: OnBatch
+    client: Client, config: RLConfig, steps: int, *, store: Path, usage: "ProcessUse", on_batch: OnBatch
 ) -> list[MeasuredBatch]:
     """The batches behind those that warm up, each told when it is there; the run has ended on return."""
     run = await client.runs.create(config.resolved_json(), run_id="bench")
@@ -142,7 +142,7 @@ def read_batch(directory: Path, uid: str, event: event_pb2.Event, *, seconds: fl
 
 
 @dataclass(slots=True)
-class Usage:
+class ProcessUse:
     """What processes use, each with all that it has started, by the name that `pids` gives it."""
 
     pids: Callable[[], Mapping[str, int]]
