@@ -35,7 +35,7 @@ from millrace.trainer.loop import train
 from millrace.trainer.model.pretrained import policy_files, resolve_model_directory, with_tokenizer
 from millrace.trainer.publish.lora import AdapterBase
 from millrace.trainer.publish.mend import DamageReport, Mender, published_anew
-from millrace.trainer.publish.plan import PublishPlan, newest_published, plan_publishing
+from millrace.trainer.publish.plan import PublishPlan, first_of_lineage, newest_published, plan_publishing
 from millrace.trainer.publish.publisher import Publisher
 from millrace.trainer.publish.target import PublishTarget
 from millrace.trainer.reporter import Reporter
@@ -351,6 +351,7 @@ def agree_on_plan(
                 published=published,
                 is_strict=strict,
                 is_relaid=is_relaid,
+                lineage_begins=first_of_lineage(context.store, names, lineage),
             )
         )
 
