@@ -62,6 +62,8 @@ class JobContext:
     damage: Callable[[], DamageReport | None] = lambda: None
     silence: SilenceTeller = field(default_factory=SilenceTeller)
     custom_code: CustomCode = field(default_factory=CustomCode)
+    train: Callable[[Training], None] | None = None
+    """What takes the place of the training loop."""
 
 
 def run_job(context: JobContext, uid: str) -> None:
@@ -81,7 +83,7 @@ def run_job(context: JobContext, uid: str) -> None:
     try:
         client.begin()
         with context.silence.reporting_to(client.write):
-            train(prepare(context, names, client, record))
+            (context.train or train)(prepare(context, names, client, record))
             client.flush()
     finally:
         client.close()

@@ -135,6 +135,15 @@ def merged_tensors(model: nn.Module, *, dtype: torch.dtype) -> Iterator[tuple[st
         yield name, _tensor_bytes(value, dtype)
 
 
+def described_tensors(
+    model: nn.Module, *, dtype: torch.dtype, version: int = 0
+) -> Iterator[tuple[str, str, tuple[int, ...]]]:
+    """Name, format and shape of the tensors that `policy_tensors` and, of version 0, `merged_tensors` give."""
+    for name, tensor in published_tensors(model, version=version).items():
+        given = dtype if tensor.is_floating_point() else tensor.dtype
+        yield name, str(given).removeprefix("torch."), tuple(tensor.shape)
+
+
 def _whole(tensor: torch.Tensor) -> torch.Tensor:
     """All of a tensor that may be sharded."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
