@@ -313,6 +313,10 @@ FAILURES: Texts = {
         "a published version is damaged, and these weights cannot make it again",
         "`millrace run repair RUN --from URL --apply`, then `millrace run resume RUN`",
     ),
+    "POLICY_NOT_FINITE": (
+        "the start model, or what the last step made of it, gives log-probs that are not finite",
+        "use a start model with finite weights, or fork a few steps before with a lower `trainer.optim.lr`",
+    ),
     "ROLLOUTS_FAILED": (
         "more than `orchestrator.max_failed_share` of the rollouts of the last `failure_window` groups failed",
         "mend the first error, which the message has, then submit again or `millrace run resume RUN`",

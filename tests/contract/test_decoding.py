@@ -35,7 +35,6 @@ ALLOWED = {
     "cli/commands/run/fork.py:_config": OWN,
     "cli/commands/run/fork.py:_fork": RUN,
     "cli/session/dry_run.py:print_config": OWN,
-    "cli/session/fine_tune.py:_exporting": OWN,
     "cli/evals/endpoints.py:_from_toml": USERS + "; every error of the parser is caught",
     "cli/evals/session.py:_settings": OWN,
     "cli/offline/fork_check.py:_record": RUN,

@@ -1,5 +1,7 @@
 """Tests of what only CUDA can do: collected everywhere, skipped with the reason where there is too little of it."""
 
+import subprocess
+
 import pytest
 import torch
 
@@ -18,3 +20,12 @@ def two_gpus(gpu: torch.device) -> torch.device:
     if torch.cuda.device_count() < 2:
         pytest.skip("one CUDA device, and the test needs two")
     return gpu
+
+
+@pytest.fixture
+def cuda_vllm(gpu: torch.device, vllm_python: str) -> str:
+    """An interpreter with vLLM for GPUs; `make setup-vllm` installs that for CPUs."""
+    asked = [vllm_python, "-c", "import torch; print(torch.version.cuda or '')"]
+    if not subprocess.run(asked, capture_output=True, text=True, timeout=120).stdout.strip():
+        pytest.skip(f"{vllm_python} has vLLM for CPUs: name one with CUDA in MILLRACE_VLLM_PYTHON")
+    return vllm_python

@@ -3,7 +3,9 @@
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import numpy as np
@@ -13,17 +15,31 @@ from torch import nn
 
 from millrace.config.sections.bench import TrainerBench
 from millrace.config.sections.trainer import OptimConfig, SchedulerConfig
+from millrace.custom_code import CustomCode
 from millrace.device_digest import device_digest, torch_digest
 from millrace.inference.vllm.workers.layout import Region, Slot
 from millrace.inference.vllm.workers.memory import Write
+from millrace.internal.v1 import policy_pb2
 from millrace.local.ports import free_port
 from millrace.policies.digest import bits_digest
+from millrace.runlog import Names
+from millrace.storage.local import LocalStore
+from millrace.trainer.bench.data import fake_batch, fake_samples
 from millrace.trainer.bench.measure import measure
+from millrace.trainer.estimate.step import simulate
 from millrace.trainer.gang.distributed import Gang
+from millrace.trainer.learning.batch import BatchLayout
+from millrace.trainer.learning.learner import Learner
 from millrace.trainer.learning.optimizer import PolicyOptimizer
+from millrace.trainer.loop import learn
 from millrace.trainer.model.mesh import RankLayout
 from millrace.trainer.model.snapshot import Snapshots
+from millrace.trainer.publish.plan import PublishPlan
+from millrace.trainer.publish.publisher import Publisher
+from millrace.trainer.publish.target import PublishTarget
+from millrace.v1 import event_pb2
 from millrace_testing.trainer.equality import LAYOUTS, LIMITS, compare, make_model, table
+from millrace_testing.trainer.sizes import config_of, write_model
 
 pytestmark = pytest.mark.gpu
 STEPS = """
@@ -136,6 +152,79 @@ def test_the_address_of_a_parameter_stays_over_steps(gpu: torch.device):
         model(torch.randn(8, 64, device=gpu)).mean().backward()
         optimizer.step(step)
     assert addresses == [each.data_ptr() for each in model.parameters()]
+
+
+@pytest.mark.parametrize(
+    ("size", "keys"), [("0.6B", {}), ("0.6B", {"ac": {}}), ("4B", {"ac": {}, "lora": {"rank": 16}})]
+)
+def test_the_measured_peak_is_the_estimate(gpu: torch.device, tmp_path: Path, size: str, keys: dict[str, Any]):
+    """4 of the list: within 10 %."""
+    directory = write_model(size, tmp_path / size)
+    bench = TrainerBench.model_validate(
+        {
+            "trainer": {"model": {"name": str(directory), "seq_len": 2048, **keys}, "micro_batch_tokens": 4096},
+            "data": {"batch_size": 6, "seq_len": 2048},
+            "steps": 2,
+        }
+    )
+    planned = simulate(bench.trainer, config_of(size), num_gpus=1).peak
+    if planned > torch.cuda.mem_get_info(gpu)[0]:
+        pytest.skip(f"{size} takes {planned / 2**30:.0f} GiB")
+    steps = measure(bench, gang=Gang(device=gpu), on_step=lambda step: None)
+    assert abs(planned / steps[-1].peak_bytes - 1) < 0.1, f"planned {planned}, measured {steps[-1].peak_bytes}"
+
+
+def test_steps_are_as_fast_while_a_version_is_published(gpu: torch.device, tmp_path: Path):
+    """17 of the list: within 5 %, of a model of 0.6 B."""
+    directory = write_model("0.6B", tmp_path / "model")
+    bench = TrainerBench.model_validate(
+        {
+            "trainer": {"model": {"name": str(directory), "seq_len": 2048}, "micro_batch_tokens": 4096},
+            "data": {"batch_size": 8, "seq_len": 2048},
+        }
+    )
+    gang, log = Gang(device=gpu), _Announced()
+    learner = Learner.of_start_model(
+        bench, gang=gang, directory=directory, start_directory=directory, code=CustomCode()
+    )
+    layout = BatchLayout.of(learner.config, learner.packing)
+    samples = fake_samples(bench.data, step=0, seed=0, vocabulary=151_936)
+
+    def step() -> float:
+        torch.cuda.synchronize(gpu)
+        began = time.perf_counter()
+        learn(learner, fake_batch(samples, step=0, layout=layout, gang=gang))
+        torch.cuda.synchronize(gpu)
+        return time.perf_counter() - began
+
+    target = PublishTarget(store=LocalStore(tmp_path / "store"), names=Names("gpu", "run"), gang=gang, epoch=1)
+    plan = PublishPlan(first_version=0, lineage=0)
+    alone, beside = list[float](), list[float]()
+    with Publisher(learner, target, log_client=log, files=(), vocabulary=151_936, plan=plan) as publisher:
+        for version in range(6):
+            publisher.publish(version)
+            while len(log.entries) <= version:  # it is under way
+                publisher.raise_failure()
+                (beside if version else []).append(step())  # the first one is whole, and warms up
+            publisher.finish()
+            alone += [step() for _ in range(5)]
+    assert len(beside) >= 5, "no step fits beside a version: take a larger model"
+    assert median(beside) <= 1.05 * median(alone)
+
+
+class _Announced:
+    """The run's log, as far as a publisher needs it."""
+
+    epoch = 1
+
+    def __init__(self) -> None:
+        self.entries: list[policy_pb2.PolicyEntry] = []
+
+    def append_policy(self, entry: policy_pb2.PolicyEntry, *, is_replay: bool) -> None:
+        self.entries.append(entry)
+
+    def write_event(self, event: event_pb2.Event) -> None:
+        """Dropped."""
 
 
 def test_two_hundred_steps_of_random_lengths_do_not_grow(gpu: torch.device, tmp_path: Path):

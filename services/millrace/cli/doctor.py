@@ -115,6 +115,8 @@ async def _redis(url: str) -> str:
     client = redis.asyncio.from_url(url, socket_connect_timeout=5, decode_responses=True)
     try:
         memory, persistence = await client.info("memory"), await client.info("persistence")
+    except redis.exceptions.RedisError as error:  # one of somebody else's, that does not tell everybody
+        return f"{redact(url)} answers, and does not say how it keeps its data: {redact(str(error))}"
     finally:
         await client.aclose()
     policy = memory.get("maxmemory_policy", "noeviction")

@@ -45,7 +45,8 @@ async def _run(work: Callable[[Interrupts], Coroutine[Any, Any, T]]) -> T:
     task = asyncio.current_task()
     if task is None:
         raise RuntimeError("no task is running")
-    for number in _SIGNALS:
+    heard = [number for number in _SIGNALS if not _is_to_be_ignored(number)]
+    for number in heard:
         loop.add_signal_handler(number, interrupts.receive, number, task)
     if remembered:
         raise Interrupted(remembered[0])
@@ -56,5 +57,10 @@ async def _run(work: Callable[[Interrupts], Coroutine[Any, Any, T]]) -> T:
             raise
         raise Interrupted(interrupts.received) from None
     finally:
-        for number in _SIGNALS:
+        for number in heard:
             loop.remove_signal_handler(number)
+
+
+def _is_to_be_ignored(number: signal.Signals) -> bool:
+    """Whether who started this process wants it to outlive the terminal, as `nohup` does."""
+    return number == signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN

@@ -352,15 +352,26 @@ class RunsClient:
             return ""
 
     async def replay(self, name: str, *, idle_s: float = 1.0) -> Sequence[event_pb2.Event]:
-        """The events so far, without following: all of an ended run, else until `idle_s` pass without a new one."""
+        """The events so far, without following: all of an ended run, else until `idle_s` pass without a new one.
+
+        UnavailableError where the server is lost meanwhile.
+        """
+        has_ended = is_terminal((await self.get(name)).state)
+        lost: list[UnavailableError] = []
         found: list[event_pb2.Event] = []
-        async with contextlib.aclosing(self.watch(name)) as events:
-            wait_s = CALL_TIMEOUT_S
+        events = self.watch(name, on_reconnect=lambda error, _: lost.append(error))
+        async with contextlib.aclosing(events):
             while True:
+                limit_s = GIVE_UP_S if has_ended else idle_s if found else CALL_TIMEOUT_S
                 try:
-                    async with asyncio.timeout(wait_s if not found else idle_s):
+                    async with asyncio.timeout(limit_s):
                         found.append(await anext(events))
-                except (StopAsyncIteration, TimeoutError):
+                    lost.clear()
+                except StopAsyncIteration:
+                    return found
+                except TimeoutError:
+                    if lost:
+                        raise lost[-1] from None
                     return found
 
     async def _is_end(self, name: str, event: event_pb2.Event) -> bool:

@@ -130,7 +130,10 @@ class _Reader:
             self._reserved_flag(kebab, value)
             return
         if key.node is None and (off := self._switched_off(name)):
-            self._switch_off(name, off)
+            if value is None or value.lower() == "true":
+                self._switch_off(name, off)
+            else:
+                self._wrong(f"--{name}", f"takes no value; set `--{dotted(off.path)}`, or leave it out", value)
         elif is_section_file:
             self._file(self._arguments.pop(), key.path)
         elif value is None and (bare := self._bare(key.node)) is not None:
@@ -148,7 +151,8 @@ class _Reader:
             if value is not None and not is_boolean(value):
                 self._wrong(f"--{name}", "takes no value", value)
                 return
-            self._result.flags[name.removeprefix("no-") if is_negated else name] = is_negated == (value == "false")
+            is_off = value is not None and value.lower() == "false"
+            self._result.flags[name.removeprefix("no-") if is_negated else name] = is_negated == is_off
         elif value := self._take() if value is None else value:
             self._result.flags[name] = value
         else:

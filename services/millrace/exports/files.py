@@ -4,6 +4,7 @@ import contextlib
 import json
 import math
 import os
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -105,10 +106,15 @@ _SAMPLE_COLUMNS = {
 """Of `samples.parquet`; `metrics` is JSON."""
 
 
+_EVENTS = ".millrace"
+"""What the names of our event files end in; those of others stay."""
+
+
 def _tensorboard(directory: Path, rows: Iterable[MetricRow], samples: Iterable[ExportedSample] | None) -> list[Path]:
     board = import_extra("tensorboardX", extra="tensorboard")
     seen: set[tuple[str, int]] = set()
-    with board.SummaryWriter(str(directory)) as writer:
+    before = list(directory.glob(f"events.out.tfevents.*{_EVENTS}"))
+    with board.SummaryWriter(str(directory), filename_suffix=f".{time.time_ns()}{_EVENTS}") as writer:
         for row in rows:
             for metric, step, value in points([row]):
                 if (metric, step) not in seen:
@@ -117,4 +123,6 @@ def _tensorboard(directory: Path, rows: Iterable[MetricRow], samples: Iterable[E
         for columns in redacted(samples or ()):
             place = f"samples/{columns['environment']}"
             writer.add_text(place, f"```json\n{json.dumps(columns, indent=2, default=str)}\n```", columns["step"])
-    return sorted(directory.glob("events.out.tfevents.*"))
+    for path in before:  # TensorBoard reads every file that is there: each point would be there twice
+        path.unlink(missing_ok=True)
+    return sorted(directory.glob(f"events.out.tfevents.*{_EVENTS}"))

@@ -77,8 +77,8 @@ class Exporter:
         self._task: asyncio.Task[None] | None = None
 
     def start(self, **order: Any) -> None:
-        """Begin; the process gets the order, and the run's name."""
-        order["run"] = self._run
+        """Begin; the process gets the order, the run's name, and to know that it is told the end of the run."""
+        order |= {"run": self._run, "is_told": True}
         self._task = asyncio.create_task(self._keep(order), name=f"export of {self._run} to {self._to.name}")
 
     async def finish(self) -> None:

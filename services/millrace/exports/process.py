@@ -32,6 +32,9 @@ class RunExport:
         self.hurry = threading.Event()
         """Look now: the run has ended, or nobody waits for the next look."""
         self.is_ending = False
+        self.is_told = False
+        """Whether the parent says when the run has ended. Then the log does not: one that was reopened still holds the
+        end before, for as long as nothing behind it is archived."""
         self._said = ""
 
     def look(self) -> bool:
@@ -47,7 +50,8 @@ class RunExport:
         while True:
             is_last = self.is_ending
             try:
-                if self.look() or is_last:
+                has_ended = self.look() and not self.is_told
+                if has_ended or is_last:
                     self.say("finishing")
                     self.finish()
                     self.say("done", text=f"{self.rows} rows")
@@ -79,6 +83,7 @@ def serve(make: Callable[[dict[str, Any]], RunExport]) -> NoReturn:
     """Export the run that the first line of the standard input names; ends with the parent."""
     order = decode_object(sys.stdin.readline().encode(), what="the order of an export", reason="ORDER_UNREADABLE")
     export = make(order)
+    export.is_told = order.get("is_told") is True
 
     def listen() -> None:
         for _ in sys.stdin:  # any further line: the run has ended

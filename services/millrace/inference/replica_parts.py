@@ -1,7 +1,7 @@
 """What every inference replica has, whichever engine it drives: PolicyService, health, registration, the updater.
 
 Readiness is the PolicyService's name: SERVING while a policy is served. Liveness is the process: it fails when the
-engine has work and makes no progress, or is dead.
+engine has work and makes no progress, is dead, or has failed with a model that nobody will send again.
 """
 
 import asyncio
@@ -139,7 +139,7 @@ class ReplicaParts:
                 wait.on(reason, key="stall", deadline_s=_STALL_SHOWN_S)
             else:
                 wait.over()
-            if engine.is_dead:
+            if engine.is_dead or self.updater.is_lost:
                 self.board.set_unready(PROCESS, engine.error)
             elif idle_s > STALL_S:
                 self.board.set_unready(PROCESS, f"the engine has work and made no progress for {idle_s:.0f} s")

@@ -130,7 +130,7 @@ class PolicyUpdater:
         self._settled: DesiredPolicy | None = None
         self._held_files: tuple[tuple[str, str], ...] | None = None
         self._proved: ProvedPolicy | None = None
-        self._error, self._is_damaged, self._is_leaving = "", False, False
+        self._error, self._is_damaged, self._is_leaving, self._is_fixed = "", False, False, False
         self._pause_s = self._update_s = 0.0
         self._fetched_bytes = self._full_bytes = self._base_bytes = 0
         self._wake, self._change = asyncio.Event(), asyncio.Event()
@@ -162,6 +162,11 @@ class PolicyUpdater:
     def desired(self) -> DesiredPolicy | None:
         """The version that shall be served."""
         return self._desired
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether the engine failed with a fixed model: unlike a run's policy, nobody asks for that again."""
+        return self._is_fixed and self._desired is None and self._engine.status().state is EngineState.FAILED
 
     def desire(self, policy: DesiredPolicy, *, mode: InflightMode, epoch: int) -> None:
         """Set the version to serve. FencedError if a newer orchestrator has spoken for the run."""
@@ -209,6 +214,7 @@ class PolicyUpdater:
         await self._engine.load(model_dir, None, identity=identity)
         self._proved = ProvedPolicy(identity=identity, held=_UNPROVED)
         self._slot.current = ServedModel(names=self._names, directory=model_dir, tokenizer=tokenizer)
+        self._is_fixed = True
         self._set(UpdateState.SERVING)
 
     async def run(self) -> None:

@@ -40,13 +40,14 @@ async def hold_directory(directory: Path, stack: StackId, *, note: Callable[[str
     file = (directory / ".lock").open("a+")
     try:
         await _take(file, directory, note)
+        # At once: who still waits for the stack before would take this one for what that has left behind, and end it.
+        file.truncate(0)
+        file.write(str(stack))
+        file.flush()
         await _sweep(directory, note)
     except BaseException:  # the lock goes with the file, then raises
         file.close()
         raise
-    file.truncate(0)
-    file.write(str(stack))
-    file.flush()
     return file
 
 
@@ -61,7 +62,9 @@ async def _take(file: IO[str], directory: Path, note: Callable[[str], None]) -> 
             if before is None and age_s < BEGIN_S:
                 await asyncio.sleep(_POLL_S)
                 continue
-            left = await asyncio.to_thread(_holders, file)
+            left = await asyncio.to_thread(holders, file)
+            if StackId.parse(_read(file)) != before:
+                continue  # another stack has got the lock meanwhile: these are its own
             if before is None or before.is_supervised or age_s > deadline_s or (is_killed and not left):
                 raise _taken(directory, before, left)
             if not is_told:
@@ -103,7 +106,7 @@ def _read(file: IO[str]) -> str:
     return file.read().strip()
 
 
-def _holders(file: IO[str]) -> set[int]:
+def holders(file: IO[str]) -> set[int]:
     """The processes, of those that this one may look into, that hold the lock of the file (not only have it open)."""
     wanted = os.fstat(file.fileno())
     found: set[int] = set()
@@ -139,7 +142,7 @@ def _marked(directory: Path) -> dict[int, StackId]:
     return found
 
 
-def _taken(directory: Path, stack: StackId | None, holders: set[int]) -> InvalidStateError:
+def _taken(directory: Path, stack: StackId | None, left: set[int]) -> InvalidStateError:
     if stack is not None and stack.is_supervised:
         return InvalidStateError(
             f"another stack (pid {stack.supervisor}) runs in {directory}",
@@ -147,7 +150,7 @@ def _taken(directory: Path, stack: StackId | None, holders: set[int]) -> Invalid
             remedy="end it with Ctrl-C, or choose another directory",
         )
     return InvalidStateError(
-        f"{directory} is in use by what another stack has left behind: {_named(holders)}",
+        f"{directory} is in use by what another stack has left behind: {_named(left)}",
         reason="STACK_RUNNING",
         remedy="end these processes, or choose another directory",
     )

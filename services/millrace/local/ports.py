@@ -8,7 +8,7 @@ import socket
 import struct
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 from millrace.errors import UnavailableError
@@ -33,16 +33,17 @@ def is_free(host: str, port: int) -> bool:
     return True
 
 
-def free_ports(count: int, *, host: str = "127.0.0.1") -> list[int]:
+def free_ports(count: int, *, host: str = "127.0.0.1", but: Collection[int] = ()) -> list[int]:
     """Distinct ports that are free now, and that no other process of this user was given within the last minute.
 
+    None of `but`: those are promised to somebody who has not bound them yet.
     A foreign program may still take one before it is bound: say so then.
     """
     chosen: list[int] = []
     with _given_out() as times:
         for _ in range(_TRIES):
             port = random.randrange(*_RANGE)
-            if port not in chosen and not _is_held(times, port) and is_free(host, port):
+            if port not in chosen and port not in but and not _is_held(times, port) and is_free(host, port):
                 chosen.append(port)
                 if len(chosen) == count:
                     _hold(times, chosen)

@@ -251,10 +251,11 @@ class LocalStack:
 
     async def guard(self, work: Coroutine[Any, Any, T]) -> T:
         """Await `work` while the stack lives; ProcessDiedError as soon as a process is dead for good."""
+        is_starting = self._keeping is None
         done, death = await first_of(work, self._wait_failure())
-        if done is not None:
+        if done is not None and (death is None or not is_starting):
             return done.result()
-        assert death is not None
+        assert death is not None  # of a start that ends at the same moment as well: nobody would hear of it again
         raise death.result()
 
     def _keep(self, probes: Mapping[str, Probe]) -> None:
@@ -300,8 +301,10 @@ class LocalStack:
         fresh.rename(self.directory / "stack.json")
 
     def _choose_ports(self) -> dict[str, int]:
+        taken = {port for port in (self.options.http_port, self.options.dashboard_port) if port}
         if self.options.listen:
             host, port = parse_address(self.options.listen)
+            taken.add(port)
             require_free(host, port, purpose="the orchestrator's gRPC server", option="--listen HOST:PORT")
         if self.options.http_port:
             require_free(
@@ -313,7 +316,7 @@ class LocalStack:
         if self.options.dashboard_port:
             require_free(HOST, self.options.dashboard_port, purpose="the dashboard", option="--dashboard-port")
         names = ["redis", "http", "dashboard", *self._modules, *(f"metrics of {name}" for name in self._modules)]
-        ports = dict(zip(names, free_ports(len(names)), strict=True))
+        ports = dict(zip(names, free_ports(len(names), but=taken), strict=True))
         if self.options.http_port:
             ports["http"] = self.options.http_port
         if self.options.dashboard_port:

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
+from millrace.errors import InvalidStateError
 from millrace.policies.adapter import HIGH, LOW, AdapterSpec, model_name
 from millrace.policies.tensors import TensorBytes
 
@@ -15,12 +16,20 @@ from millrace.policies.tensors import TensorBytes
 def merge_adapter(
     base: Mapping[str, TensorBytes], adapter: Mapping[str, TensorBytes], spec: AdapterSpec, *, source: str
 ) -> dict[str, TensorBytes]:
-    """The tensors of the merged model; `source` names the adapter in an error."""
+    """The tensors of the merged model; `source` names the adapter in an error.
+
+    InvalidStateError (LORA_TARGET_TIED) if it is on a weight that another layer has, too: merged, it would change both.
+    """
     merged, own = dict(base), {model_name(name, source=source): tensor for name, tensor in adapter.items()}
     for name, tensor in own.items():
         if name.endswith(LOW):
             layer = name.removesuffix(LOW)
-            weight = base[f"{layer}.weight"]
+            if (weight := base.get(f"{layer}.weight")) is None:
+                raise InvalidStateError(
+                    f"{source} adapts {layer}, whose weight is another layer's, too, in the base",
+                    reason="LORA_TARGET_TIED",
+                    remedy="use the adapter on its base, without merging it",
+                )
             change = as_float32(own[layer + HIGH]) @ as_float32(tensor)
             merged[f"{layer}.weight"] = from_float32(as_float32(weight) + spec.scaling * change, dtype=weight.dtype)
         elif not name.endswith(HIGH):  # a layer that is trained whole

@@ -230,8 +230,13 @@ class Supervisor:
             ) from error
 
     async def wait_death(self) -> ProcessDiedError:
-        """Return when a process ends unasked, with what to tell the user. May be cancelled."""
-        return await asyncio.to_thread(describe_death, await self.next_death())
+        """Return when a process ends unasked, with what to tell the user. May be cancelled: it is told again then."""
+        child = await self.next_death()
+        try:
+            return await asyncio.to_thread(describe_death, child)
+        except asyncio.CancelledError:
+            self._died.put_nowait(child)
+            raise
 
     async def next_death(self) -> Child:
         """Return when a process ends unasked, each death once. May be cancelled."""

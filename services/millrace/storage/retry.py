@@ -1,6 +1,7 @@
 """Bounded, visible retries of a store's operations (blocking)."""
 
 import logging
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -32,7 +33,10 @@ class TransientError(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RetryPolicy:
-    """How long to try: no attempt begins after `deadline_s` seconds or `max_attempts` attempts."""
+    """How long to try: no attempt begins `deadline_s` seconds behind the first failure, or after `max_attempts`.
+
+    A large object takes longer than that; the failure of its first attempt must not be the last one for it.
+    """
 
     deadline_s: float = 60.0
     max_attempts: int = 12
@@ -43,7 +47,7 @@ class RetryPolicy:
         The whole time is one wait, whose reason says what failed last.
         """
         began = time.monotonic()
-        number = 0
+        number, failing_since = 0, math.inf
         reason = f"object store {where}: {what}"
         deadline_s = self.deadline_s + ATTEMPT_S
         with waits.waiting(reason, waits_on="object store", deadline_s=deadline_s, quiet_s=QUIET_S) as wait:
@@ -57,10 +61,11 @@ class RetryPolicy:
                         logger.info("object store answers again: %s", what)
                     return result
                 number += 1
+                failing_since = min(failing_since, time.monotonic())
                 if number == 1:
                     logger.warning("object store fails, retrying: %s at %s: %s", what, where, last)
                 delay_s = _BACKOFF.after(number)
-                if number >= self.max_attempts or time.monotonic() - began + delay_s > self.deadline_s:
+                if number >= self.max_attempts or time.monotonic() - failing_since + delay_s > self.deadline_s:
                     break
                 wait.update(reason=f"{reason}, attempt {number + 1} of at most {self.max_attempts} after {last}")
                 time.sleep(delay_s)

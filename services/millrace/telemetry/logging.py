@@ -15,9 +15,11 @@ so neither a traceback nor an `extra` can carry one out.
 import contextlib
 import json
 import logging
+import math
 import os
 import re
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
@@ -111,19 +113,21 @@ class RateLimit(logging.Filter):
         super().__init__()
         self._clock = clock
         self._seen: dict[tuple[str, int, str], _Seen] = {}
+        self._lock = threading.Lock()
 
     def filter(self, record: logging.LogRecord) -> bool:
         """Whether the line is written."""
         if record.levelno < logging.WARNING:
             return True
         key = record.name, record.levelno, _NUMBER.sub("#", str(record.msg)[:_KEY_CHARS])
-        now, seen = self._clock(), self._seen.pop(key, None)
-        if seen is None or now - seen.began >= _WINDOW_S:
-            seen = _Seen(began=now, left_out=seen.left_out if seen else 0)
-        self._seen[key] = seen
-        if len(self._seen) > _MAX_MESSAGES:
-            del self._seen[next(iter(self._seen))]
-        seen.count += 1
+        with self._lock:  # a handler asks its filters before it takes its own
+            now, seen = self._clock(), self._seen.pop(key, None)
+            if seen is None or now - seen.began >= _WINDOW_S:
+                seen = _Seen(began=now, left_out=seen.left_out if seen else 0)
+            self._seen[key] = seen
+            if len(self._seen) > _MAX_MESSAGES:
+                del self._seen[next(iter(self._seen))]
+            seen.count += 1
         if seen.count > _LINES_PER_WINDOW and seen.count & (seen.count - 1):
             seen.left_out += 1
             return False
@@ -216,6 +220,8 @@ class JsonFormatter(_Formatter):
 
     def _masked(self, value: Any) -> Any:
         match value:
+            case float() if not math.isfinite(value):
+                return str(value)  # JSON has no such number, and collectors drop the line
             case None | bool() | int() | float():
                 return value
             case dict():

@@ -12,6 +12,8 @@ from urllib.parse import unquote
 MASK = "***"
 MAX_CHARS = 256 << 10
 """Most characters of one text that `masked` gives."""
+MAX_SECRET_CHARS = 4096
+"""Longest secret that is found where a text is cut."""
 _MIN_SECRET_CHARS = 8  # shorter values ("1", "true") would blot out ordinary text
 
 # redis://user:password@host: everything from the colon up to the last @ before a slash or blank.
@@ -19,7 +21,7 @@ _URL_PASSWORD = re.compile(r"(?P<head>\b[A-Za-z][A-Za-z0-9+.-]*://[^\s/:@'\"]*:)
 _BEARER = re.compile(r"(?P<head>\b[Bb]earer\s+)[A-Za-z0-9._~+/=-]{8,}")
 _TOKEN = re.compile(r"\bmrt_[A-Za-z0-9_-]{16,}")  # what `millrace token new` makes
 _PAIR = re.compile(
-    r"(?P<head>\b(?:password|passwd|api[_-]?key|(?:aws_)?secret_access_key|(?:aws_)?session_token|x-amz-signature"
+    r"(?P<head>(?:\b|_)(?:password|passwd|api[_-]?key|(?:aws_)?secret_access_key|(?:aws_)?session_token|x-amz-signature"
     r"|x-amz-security-token)[\"']?\s*[=:]\s*[\"']?)[^\s&\"',;]+",
     re.IGNORECASE,
 )
@@ -83,6 +85,19 @@ def redact(text: str, *, secrets: tuple[str, ...] | None = None) -> str:
     return text
 
 
+def redacted_beginning(text: str, limit: int, *, secrets: tuple[str, ...] | None = None) -> str:
+    """At most so many characters of the redacted text, then an ellipsis. Cut before, a secret would lose its end, and
+    what is left of it would not be known for one."""
+    if len(text) <= limit:
+        return redact(text, secrets=secrets)
+    return f"{redact(text[: limit + MAX_SECRET_CHARS], secrets=secrets)[:limit]}…"
+
+
+def redacted_end(text: str, limit: int, *, secrets: tuple[str, ...] | None = None) -> str:
+    """The last characters of the redacted text; see `redacted_beginning`."""
+    return redact(text[-(limit + MAX_SECRET_CHARS) :], secrets=secrets)[-limit:]
+
+
 def secret_spans(text: str, *, secrets: tuple[str, ...]) -> list[tuple[int, int]]:
     """Where `redact` would mask something, as begins and ends; they may overlap."""
     found = []
@@ -102,7 +117,7 @@ def masked(value: Any, secrets: tuple[str, ...]) -> Any:
     finite or None."""
     match value:
         case str():
-            text = redact(value if len(value) <= MAX_CHARS else f"{value[:MAX_CHARS]}…", secrets=secrets)
+            text = redacted_beginning(value, MAX_CHARS, secrets=secrets)
             return text.encode(errors="replace").decode() if not text.isascii() else text
         case dict():
             return {str(name): _field(str(name), item, secrets) for name, item in value.items()}
@@ -115,8 +130,14 @@ def masked(value: Any, secrets: tuple[str, ...]) -> Any:
 
 
 def _field(name: str, value: Any, secrets: tuple[str, ...]) -> Any:
-    if value and isinstance(value, str | list) and is_secret_name(name):
-        return MASK if isinstance(value, str) else [_field(name, item, secrets) for item in value]
+    if value and isinstance(value, str | list | dict) and is_secret_name(name):
+        match value:
+            case str():
+                return MASK
+            case list():
+                return [_field(name, item, secrets) for item in value]
+            case _:
+                return {str(key): _field(name, item, secrets) for key, item in value.items()}
     return masked(value, secrets)
 
 

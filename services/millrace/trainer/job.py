@@ -35,7 +35,7 @@ from millrace.trainer.loop import train
 from millrace.trainer.model.pretrained import policy_files, resolve_model_directory, with_tokenizer
 from millrace.trainer.publish.lora import AdapterBase
 from millrace.trainer.publish.mend import DamageReport, Mender, published_anew
-from millrace.trainer.publish.plan import PublishPlan, newest_published, plan_publishing
+from millrace.trainer.publish.plan import PublishPlan, first_of_lineage, newest_published, plan_publishing
 from millrace.trainer.publish.publisher import Publisher
 from millrace.trainer.publish.target import PublishTarget
 from millrace.trainer.reporter import Reporter
@@ -62,6 +62,8 @@ class JobContext:
     damage: Callable[[], DamageReport | None] = lambda: None
     silence: SilenceTeller = field(default_factory=SilenceTeller)
     custom_code: CustomCode = field(default_factory=CustomCode)
+    train: Callable[[Training], None] | None = None
+    """What takes the place of the training loop."""
 
 
 def run_job(context: JobContext, uid: str) -> None:
@@ -81,7 +83,7 @@ def run_job(context: JobContext, uid: str) -> None:
     try:
         client.begin()
         with context.silence.reporting_to(client.write):
-            train(prepare(context, names, client, record))
+            (context.train or train)(prepare(context, names, client, record))
             client.flush()
     finally:
         client.close()
@@ -349,6 +351,7 @@ def agree_on_plan(
                 published=published,
                 is_strict=strict,
                 is_relaid=is_relaid,
+                lineage_begins=first_of_lineage(context.store, names, lineage),
             )
         )
 

@@ -9,7 +9,9 @@ import os
 import signal
 import threading
 import uuid
+from collections.abc import Callable
 from types import FrameType
+from typing import Any
 
 from millrace.custom_code import CustomCode
 from millrace.errors import MillraceError
@@ -35,9 +37,10 @@ _END_S = 15.0
 _QUIET_S = 5.0
 
 
-def run(settings: Settings) -> int:
+def run(settings: Settings, *, train: Callable[[Any], None] | None = None) -> int:
     """Work until a signal; return the exit code: 1 if a companion ended by itself with an unexpected error.
 
+    `train` takes the place of the training loop; it gets the `Training`.
     Raises the companion's error if it has an exit code of its own: a port in use, a refused registration.
     """
     is_leader = os.environ.get("RANK", "0") == "0"
@@ -61,7 +64,7 @@ def run(settings: Settings) -> int:
         if is_leader:
             companions.start(board)
         try:
-            _work(settings, worker, background, owner=worker_id, slot=slot, silence=silence)
+            _work(settings, worker, background, owner=worker_id, slot=slot, silence=silence, train=train)
         finally:
             companions.stop()
         companions.raise_failure()
@@ -78,6 +81,7 @@ def _work(
     owner: str,
     slot: str,
     silence: SilenceTeller,
+    train: Callable[[Any], None] | None,
 ) -> None:
     """Join the gang and train what is assigned, until the worker is stopped."""
     # Seconds of imports, in which the orchestrator already hears of this trainer and assigns it a run.
@@ -105,6 +109,7 @@ def _work(
             on_progress=worker.on_progress,
             damage=worker.damage,
             custom_code=CustomCode.parse(settings.custom_code),
+            train=train,
         )
         worker.run(lambda uid: run_job(context, uid), gang=gang)
     finally:

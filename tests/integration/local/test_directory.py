@@ -138,3 +138,46 @@ async def test_of_two_that_begin_at_once_one_gets_the_directory(tmp_path) -> Non
     for each in found:
         if not isinstance(each, InvalidStateError):
             each.close()  # type: ignore[attr-defined]
+
+
+async def test_a_stack_that_takes_the_lock_meanwhile_is_not_ended_as_a_leftover(
+    tmp_path, impatient, monkeypatch
+) -> None:
+    """Two stacks wait for what a third one has left behind. The slower one looks for it while the faster one begins."""
+    lock, holders, other = tmp_path / ".lock", directory.holders, StackId.new(tmp_path)
+    lock.write_text(str(dead_stack(tmp_path)))
+    with leftover(tmp_path) as faster:
+
+        def found(file) -> set[int]:
+            pids = holders(file)
+            lock.write_text(str(other))  # its supervisor is this process
+            return pids
+
+        monkeypatch.setattr(directory, "LEAVING_S", 0.0)
+        monkeypatch.setattr(directory, "holders", found)
+        with pytest.raises(InvalidStateError, match="another stack"):
+            await hold_directory(tmp_path, StackId.new(tmp_path), note=lambda _: None)
+        assert faster.poll() is None
+
+
+async def test_a_stack_says_who_it_is_before_it_ends_leftovers(tmp_path) -> None:
+    """Else who waits for the stack before takes this one for one of its leftovers."""
+    lock, gone, said = tmp_path / ".lock", dead_stack(tmp_path), []
+    lock.write_text(str(gone))
+    own = StackId.new(tmp_path)
+    with leftover(tmp_path, what="only open", mark=str(gone)):
+        (await hold_directory(tmp_path, own, note=lambda _: said.append(lock.read_text()))).close()
+    assert said == [str(own)]
+
+
+async def test_a_stack_that_was_faster_is_seen_by_who_still_waits(tmp_path, impatient) -> None:
+    """It has the lock, and its own processes hold it: they are no leftovers of the stack before."""
+    lock = tmp_path / ".lock"
+    lock.write_text(str(dead_stack(tmp_path)))
+    with leftover(tmp_path) as faster:
+        waiting = asyncio.create_task(hold_directory(tmp_path, StackId.new(tmp_path), note=lambda _: None))
+        await asyncio.sleep(0.3)
+        lock.write_text(str(StackId.new(tmp_path)))  # its supervisor is this process
+        with pytest.raises(InvalidStateError, match="another stack"):
+            await waiting
+        assert faster.poll() is None

@@ -1,9 +1,10 @@
-"""Two real ranks (gloo, FSDP2) and a checkpoint: each reads what it needs; both hear what is damaged."""
+"""Two real ranks (gloo, FSDP2), a checkpoint and a saved model: each reads what it needs; both hear what is wrong."""
 
 import json
 from pathlib import Path
 
 import pytest
+import safetensors.torch
 
 from millrace_testing.trainer.forked_ranks import run_ranks
 
@@ -24,3 +25,11 @@ def test_a_rank_reads_its_shard_and_every_rank_hears_of_a_damaged_one(tmp_path: 
     assert first["refused"] == second["refused"]
     assert first["refused"][:2] == ["UnavailableError", "SCRATCH_UNUSABLE"] and "File too large" in first["refused"][2]
     assert list(scratch.iterdir()) == []
+    # A disk that is full at rank 0 while tensors are still gathered ends every rank, and what can be saved is whole.
+    assert first["unsaved"][0] == "OSError" and "File too large" in first["unsaved"][1]
+    assert second["unsaved"][0] == "UnavailableError" and "File too large" in second["unsaved"][1]
+    assert sorted(path.name for path in (tmp_path / "saved").iterdir()) == ["config.json", "model.safetensors"]
+    saved = safetensors.torch.load_file(tmp_path / "saved" / "model.safetensors")
+    assert {name: list(tensor.shape) for name, tensor in saved.items()} == {
+        f"{layer}.{part}": shape for layer in range(6) for part, shape in (("weight", [16, 16]), ("bias", [16]))
+    }

@@ -1,5 +1,6 @@
 """One process computes what a gang of two computes, bit for bit: log-probs, loss, gradients, and the step."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ SAVED = {"lora": {**LORA["lora"], "modules_to_save": ["norm"]}}
 
 MODELS: dict[str, dict[str, Any]] = {
     "bfloat16": {"dtype": "bfloat16"},
+    "bfloat16 all over": {"dtype": "bfloat16", "optimization_dtype": "bfloat16"},
     "float32": {"dtype": "float32"},
     "lora": {"dtype": "bfloat16", **LORA},
     "lora and norms": {"dtype": "bfloat16", **SAVED},
@@ -54,6 +56,35 @@ def test_one_process_equals_two(make_config: Callable[..., RLConfig], tmp_path: 
                     assert float(tensor) == pytest.approx(float(one[key]), rel=1e-6), name
                 else:
                     assert torch.equal(tensor, one[key]), f"{key} of {name}"
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+def test_a_gang_saves_weights_and_moments_in_the_format_that_they_are_stepped_in(
+    make_config: Callable[..., RLConfig], tmp_path: Path
+) -> None:
+    """Two ranks that compute in bfloat16: five steps, and those behind a checkpoint again, bit for bit."""
+    found: dict[str, list[dict[str, Any]]] = {}
+    for held in ("float32", "bfloat16"):
+        directory = tmp_path / held
+        directory.mkdir()
+        model = {"seq_len": 32, "dtype": "bfloat16", "optimization_dtype": held}
+        config = make_config(model=model, optim={"lr": 1e-2}, determinism="strict")
+        (tmp_path / f"{held}.json").write_text(config.resolved_json())
+        rank = "millrace_testing.trainer.format_rank"
+        run_ranks(rank, tmp_path / f"{held}.json", directory, count=2, timeout_s=140)
+        found[held] = [json.loads((directory / f"rank-{rank}.json").read_text()) for rank in range(2)]
+        for facts in found[held]:
+            weights = {name: tag for name, tag in facts["formats"].items() if name.startswith("model.")}
+            moments = {name: tag for name, tag in facts["formats"].items() if ".exp_avg" in name}
+            assert set(weights.values()) == set(moments.values()) == {held}
+            assert len(moments) == 2 * len(weights) and not facts["whole"], "and each rank saves its share only"
+            assert facts["digests"] == found[held][0]["digests"] and len(set(facts["digests"])) == 5
+            assert facts["again"] == facts["digests"][3:]
+    # The norms of a layer are ones at first; a share of them may still be after three steps, and no matrix is.
+    assert [name for name in found["float32"][0]["rounded"] if "norm" not in name] == []
+    assert found["bfloat16"][0]["bytes"] < 0.6 * found["float32"][0]["bytes"]
+    assert found["bfloat16"][0]["digests"] != found["float32"][0]["digests"]
 
 
 @pytest.mark.parametrize("model", [MODELS["bfloat16"], MODELS["lora and norms"]], ids=["whole", "lora"])

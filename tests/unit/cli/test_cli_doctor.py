@@ -52,3 +52,24 @@ def test_a_redis_that_evicts_is_refused(redis_url, monkeypatch, capsys) -> None:
     assert "evicts entries" in capsys.readouterr().out
     main(["doctor", "--server", "127.0.0.1:1"])
     assert "noeviction, append-only file off" in capsys.readouterr().out
+
+
+def test_a_redis_that_does_not_say_how_it_keeps_its_data_keeps_nothing_else_from_being_asked(
+    redis_url, monkeypatch, capsys, tmp_path
+) -> None:
+    import redis
+
+    client = redis.Redis.from_url(redis_url)
+    client.execute_command("ACL", "SETUSER", "app", "on", ">hunter2hunter2", "~*", "+@all", "-info")
+    (tmp_path / "store").mkdir()
+    monkeypatch.setenv("MILLRACE_STORE_URL", (tmp_path / "store").as_uri())
+    monkeypatch.setenv(
+        "MILLRACE_REDIS_URL", f"redis://app:hunter2hunter2@{redis_url.rpartition('@')[2].removeprefix('redis://')}"
+    )
+    try:
+        main(["doctor", "--server", "127.0.0.1:1"])
+    finally:
+        client.execute_command("ACL", "DELUSER", "app")
+    said = capsys.readouterr().out
+    assert "does not say how it keeps its data" in said and "hunter2" not in said
+    assert "ok      object store" in said

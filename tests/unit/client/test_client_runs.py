@@ -41,6 +41,8 @@ class FakeRuns(RunServiceServicer):
         self.break_after: list[int] = []
         self.afters: list[str] = []
         self.how = "abort"
+        self.pause_s = 0.0
+        """Before each event."""
 
     async def CreateRun(self, request, context):
         if request.request_id in self.by_request:
@@ -103,6 +105,7 @@ class FakeRuns(RunServiceServicer):
             answer = event_pb2.Event()
             answer.CopyFrom(event)
             answer.cursor = str(number)
+            await asyncio.sleep(self.pause_s)
             yield rs.WatchRunResponse(event=answer)
 
     async def ListCheckpoints(self, request, context):
@@ -278,3 +281,22 @@ async def test_wait_has_a_deadline(fake):
     async with Client(address) as client:
         with pytest.raises(TimeoutError):
             await client.runs.wait("runs/x", timeout_s=0.5)
+
+
+async def test_replay_of_an_ended_run_waits_for_what_comes_late(fake):
+    servicer, address = fake
+    servicer.script, servicer.pause_s = [step(0), step(1), state(run_pb2.RUN_STATE_SUCCEEDED)], 0.5
+    servicer.runs["runs/x"] = run_pb2.Run(name="runs/x", state=run_pb2.RUN_STATE_SUCCEEDED)
+    async with Client(address) as client:
+        found = await client.runs.replay("runs/x", idle_s=0.1)
+    assert [event.cursor for event in found] == ["1", "2", "3"]
+
+
+async def test_replay_says_that_the_server_was_lost(fake):
+    servicer, address = fake
+    servicer.how, servicer.break_after = "end", [1] + [0] * 50
+    servicer.script = [step(0), step(1)]
+    servicer.runs["runs/x"] = run_pb2.Run(name="runs/x", state=run_pb2.RUN_STATE_RUNNING)
+    async with Client(address) as client:
+        with pytest.raises(UnavailableError, match="ended the stream"):
+            await client.runs.replay("runs/x", idle_s=1.0)

@@ -1,5 +1,7 @@
 import pytest
 
+from millrace.errors import InvalidSpecError
+
 
 @pytest.mark.parametrize(
     "argv",
@@ -114,3 +116,19 @@ def test_wrong_arguments(violations, argv, field, says):
     assert [violation.field for violation in found] == [field]
     assert says in found[0].message
     assert found[0].source is not None and found[0].source.startswith("command line")
+
+
+@pytest.mark.parametrize(
+    ("argument", "value"),
+    [("--dry-run=False", False), ("--dry-run=FALSE", False), ("--no-dry-run=False", True), ("--dry-run=True", True)],
+)
+def test_a_switch_of_the_command_is_off_however_false_is_written(load_rl, argument, value):
+    assert load_rl(argument).flags["dry-run"] is value
+
+
+def test_what_is_switched_off_takes_no_value(load_rl):
+    with pytest.raises(InvalidSpecError, match="takes no value"):
+        load_rl("--no-max-steps=5")
+    with pytest.raises(InvalidSpecError, match="takes no value"):
+        load_rl("--no-orchestrator.filter-zero-advantages=false")
+    assert load_rl("--no-orchestrator.filter-zero-advantages=true").config.orchestrator.filter_zero_advantages is False

@@ -1,8 +1,10 @@
 """Indexes and views without a server: what is damaged, what is away, and why a step is slow."""
 
+import json
 import math
 import threading
 import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -18,6 +20,7 @@ from millrace.dashboard.reader import Reader
 from millrace.dashboard.views.vocabulary import of_secrets, pieces_of
 from millrace.errors import InvalidSpecError, MillraceError, NotFoundError, UnavailableError
 from millrace.exports.conversation import content_of
+from millrace.storage.commit_points import revision_key
 from millrace.storage.local import LocalStore
 from millrace.telemetry.redact import masked
 from millrace_testing.dashboard import NAMES, UID, RunWriter
@@ -461,3 +464,34 @@ def test_a_run_is_found_by_its_config_but_not_by_its_secrets(words, is_found):
 def test_a_secret_in_several_tokens_is_hidden_and_nothing_else(pieces, hidden):
     found = of_secrets(pieces, ("plainlooking-42",))
     assert "".join(piece or "" for piece, is_hidden in zip(pieces, found, strict=True) if is_hidden) == hidden
+
+
+def test_revisions_of_a_step_are_indexed_beyond_the_ninth(written: RunWriter, tmp_path) -> None:
+    """Their keys sort as text: the tenth stands before the second."""
+    reader = Reader(written.store, NAMES.prefix, tmp_path / "index")
+    first = NAMES.batch_header(2)
+    try:
+        for number in range(1, 11):
+            written.store.create(revision_key(first, number), written.store.get(first))
+            assert settled(reader, 3 + number)["index"]["batches"] == 3 + number
+            time.sleep(2.1 if number == 9 else 0.0)
+    finally:
+        reader.close()
+
+
+def test_a_preview_shows_no_end_of_a_secret(local_store: LocalStore, tmp_path, monkeypatch) -> None:
+    secret = "s3cr3t-" + "0123456789" * 4
+    monkeypatch.setenv("MY_SECRET", secret)
+    writer = RunWriter(store=local_store)
+    rollout = writer.rollout
+    asked = [{"role": "user", "content": f"{secret} {'y' * 380}"}, {"role": "assistant", "content": "no"}]
+    monkeypatch.setattr(
+        writer, "rollout", lambda *given: replace(rollout(*given), messages_json=json.dumps(asked)), raising=False
+    )
+    writer.step(0)
+    reader = Reader(local_store, NAMES.prefix, tmp_path / "index")
+    try:
+        prompts = [each["prompt"] for each in settled(reader, 1)["samples"]]
+        assert prompts and not any("6789" in prompt for prompt in prompts)
+    finally:
+        reader.close()

@@ -1,6 +1,7 @@
 """`millrace run export`: each format is read back by a library that knows nothing of us."""
 
 import json
+import time
 from pathlib import Path
 
 import pytest
@@ -103,3 +104,13 @@ def test_a_server_of_wandb_that_does_not_answer_is_named(
     assert main(["run", "export", "letters-1", "--to", "wandb", "--out", "out"]) != 0
     said = capsys.readouterr().err
     assert "W&B cannot be reached: connection refused" in said and "WANDB_BASE_URL" in said
+
+
+def test_a_second_export_to_tensorboard_takes_the_place_of_the_first(stored_run) -> None:
+    """TensorBoard reads every event file of a directory, and would show each point twice."""
+    pytest.importorskip("tensorboardX", reason="needs millrace[tensorboard]")
+    out = export("tensorboard")
+    (out / "events.out.tfevents.1.host").write_bytes(b"")  # of somebody else
+    time.sleep(1.1)  # their names have the second
+    export("tensorboard")
+    assert len(list(out.glob("events.out.tfevents.*"))) == 2

@@ -128,3 +128,26 @@ async def test_choices_that_begin_on_both_sides_of_an_update_are_given_up(gate: 
     with pytest.raises(UnavailableError, match="all of its choices"):
         await task
     assert found == [7]
+
+
+async def test_an_answer_that_was_kept_back_of_a_request_that_begins_again_never_leaves(
+    gate: GenerationGate, client: Client
+) -> None:
+    """The first choice had its first token, and waited for the proof, when its sibling made both begin again."""
+    found: list[int] = []
+    task = asyncio.create_task(collect(gate, client, found))
+    await begun(client, 1)
+    gate.wait()
+    gate.hold()
+    client.queues[0].put_nowait(output(7, None))
+    for _ in range(10):
+        await asyncio.sleep(0)
+    sibling = SimpleNamespace(external_req_id="a", parent_req=SimpleNamespace(external_req_id="a"), is_prefilling=True)
+    client.output_processor.request_states["1_a"] = sibling
+    await abort(client, gate.requeue(unbegun(client)))
+    gate.open("v1")
+    await begun(client, 2)
+    client.queues[1].put_nowait(output(8, "stop"))
+    client.queues[1].put_nowait(None)
+    await task
+    assert (found, client.salts) == ([8], ["v0", "v1"])

@@ -58,3 +58,11 @@ def test_no_port_left(monkeypatch):
     monkeypatch.setattr("millrace.local.ports.is_free", lambda *_: False)
     with pytest.raises(UnavailableError, match="found no 2 free ports"):
         free_ports(2)
+
+
+def test_a_port_that_is_promised_to_somebody_is_not_given_out(monkeypatch):
+    tried = iter([20001, 20002, 20003, 20004])
+    monkeypatch.setattr("random.randrange", lambda *_: next(tried))
+    monkeypatch.setattr("millrace.local.ports.is_free", lambda *_: True)
+    monkeypatch.setattr("tempfile.tempdir", "/nowhere")
+    assert free_ports(2, but={20001, 20003}) == [20002, 20004]

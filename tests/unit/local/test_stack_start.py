@@ -12,7 +12,10 @@ from millrace.inference.settings import InferenceSettings
 from millrace.local import stack as stack_module
 from millrace.local.preflight import check_redis
 from millrace.local.stack import LocalStack, StackOptions
+from millrace.processes import supervisor as supervisor_module
+from millrace.processes.supervisor import ProcessDiedError
 from millrace.telemetry.settings import Settings
+from millrace_testing.local.programs import spec
 
 # A module that never serves: it writes one line and sleeps.
 DEAF = {"orchestrator": "deaf_service"}
@@ -180,3 +183,21 @@ def test_environment_of_a_service_names_its_own_place_only(tmp_path):
     assert spec.env["AWS_REGION"] == "x" and spec.env["OMP_NUM_THREADS"] == "4"
     other = stack.service_spec("orchestrator", addresses, "h:3", {"inference": "h:5"}, "redis://r", "file:///s").env
     assert "MILLRACE_HTTP_LISTEN" not in other and "MILLRACE_METRICS_LISTEN" not in other
+
+
+async def test_a_death_at_the_end_of_a_part_of_the_start_is_told_to_the_next_one(tmp_path, monkeypatch):
+    """Else nobody would ever start that process again."""
+    describe = supervisor_module.describe_death
+
+    def slowly(child):
+        time.sleep(0.5)
+        return describe(child)
+
+    monkeypatch.setattr(supervisor_module, "describe_death", slowly)
+    async with LocalStack(options(tmp_path)) as stack:
+        child = await stack.supervisor.start(spec("trainer", "raise SystemExit(3)", tmp_path))
+        await child.exited
+        await stack.guard(asyncio.sleep(0))  # it is over while the death is being described
+        with pytest.raises(ProcessDiedError, match="exit code 3"):
+            async with asyncio.timeout(20):
+                await stack.guard(asyncio.Event().wait())

@@ -1,5 +1,7 @@
 """Which run configs a fork may have, and what it is called."""
 
+import json
+
 import pytest
 
 from millrace.config import RLConfig
@@ -114,3 +116,17 @@ def test_a_record_knows_its_parent_and_old_ones_have_none():
     old = record(config())
     assert b"parent" not in old.encode().replace(b'"name": "parent"', b"")
     assert RunRecord.decode(old.encode(), where="run.json") == old and not RunView(old).run.HasField("parent")
+
+
+def test_a_fork_does_not_write_into_the_run_of_its_parent_in_wandb():
+    """Rows that the parent has written there would stand for those of the fork."""
+    parent = record(config(wandb={"id": "mine", "project": "p"}))
+
+    def wandb_of(config_json: str) -> dict:
+        return json.loads(
+            as_create(run_service_pb2.ForkRunRequest(config_json=config_json), parent, uid="u" * 28).config_json
+        )["wandb"]
+
+    assert wandb_of("")["id"] is None and wandb_of("")["project"] == "p"
+    assert wandb_of(config(wandb={"id": "mine"}).resolved_json())["id"] is None
+    assert wandb_of(config(wandb={"id": "another"}).resolved_json())["id"] == "another"

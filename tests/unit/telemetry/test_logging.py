@@ -4,14 +4,17 @@ import asyncio
 import io
 import json
 import logging as stdlib_logging
+import sys
+import threading
 from collections.abc import Iterator
 
 import pytest
 from pydantic import SecretStr
 
+from millrace.cli.log_files import RunLines
 from millrace.errors import InvalidSpecError
 from millrace.telemetry import logging
-from millrace.telemetry.redact import masked, redact, secrets_of
+from millrace.telemetry.redact import MAX_CHARS, masked, redact, redacted_end, secrets_of
 
 
 @pytest.fixture(autouse=True)
@@ -228,3 +231,53 @@ def test_a_message_that_comes_again_and_again_is_counted():
     assert len(written(1000, level=stdlib_logging.INFO)) == 1000, "what is no warning is never left out"
     now[0] = 61.0
     assert written(1) == [(1, 488)], "the next minute's first line says how many were left out"
+
+
+@pytest.mark.parametrize("name", ["OPENAI_API_KEY", "db_password", "X_AWS_SECRET_ACCESS_KEY"])
+def test_pairs_are_masked_whatever_stands_before_the_name(name: str) -> None:
+    assert redact(f"{name}=hunter2hunter2 x", secrets=()) == f"{name}=*** x"
+
+
+def test_a_table_under_the_name_of_a_secret_is_masked() -> None:
+    given = {"credentials": {"user": "ann", "value": "plain", "more": [{"x": "plain"}], "port": 1}}
+    masks = {"user": "***", "value": "***", "more": [{"x": "***"}], "port": 1}
+    assert masked(given, ()) == {"credentials": masks}
+
+
+def test_a_secret_at_the_end_of_what_is_shown_leaves_no_beginning() -> None:
+    secret = "s3cr3t-" + "0123456789" * 4
+    text = "x " * ((MAX_CHARS - 20) // 2) + secret
+    assert "s3cr3t" not in masked(text + " and more" * 100, (secret,))
+    assert redacted_end(f"{secret} {'y' * 380}", 400, secrets=(secret,)).count("9") == 0
+
+
+def test_a_number_that_json_does_not_have_does_not_break_a_line() -> None:
+    stream = io.StringIO()
+    logging.setup("trainer", json_lines=True, stream=stream, environ={})
+    stdlib_logging.getLogger("x").info("step completed", extra={"run": "letters-1", "loss": float("nan")})
+    (line,) = lines(stream)
+    assert RunLines("01a2", "letters-1").has(line), "`millrace run logs --component` shows it"
+
+
+def test_messages_of_many_threads_are_counted_without_an_error() -> None:
+    limit, problems = logging.RateLimit(), []
+    interval = sys.getswitchinterval()
+
+    def write(thread: str) -> None:
+        try:
+            for number in range(4000):
+                text = thread + "".join("abcdefghij"[int(digit)] for digit in str(number))
+                limit.filter(stdlib_logging.LogRecord(thread, stdlib_logging.WARNING, "", 0, text, (), None))
+        except (KeyError, RuntimeError, StopIteration) as error:
+            problems.append(error)
+
+    threads = [threading.Thread(target=write, args=(name,)) for name in "abcdef"]
+    try:
+        sys.setswitchinterval(1e-6)
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(interval)
+    assert not problems

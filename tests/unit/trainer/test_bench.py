@@ -106,7 +106,7 @@ def test_flags_become_the_document_and_all_that_is_wrong_is_said_at_once(directo
 @pytest.mark.parametrize(
     ("command", "sentence"),
     [
-        ("orchestrator --bench", "does not measure the orchestrator alone"),
+        ("orchestrator --bench", "name a config file"),
         ("env-server --bench", "does not measure the env-server alone"),
         ("inference --model.name m --bench --inference.engine vllm", "vllm bench throughput"),
         ("trainer --data.fake.seq-len 128", "is a flag of --bench"),

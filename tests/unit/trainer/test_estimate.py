@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import Qwen3Config
+from transformers import Qwen3Config, Qwen3MoeConfig
 
 from millrace.cli.main import main
 from millrace.config.sections.trainer import TrainerConfig
@@ -27,6 +27,21 @@ def model_config(*, blocks: int = 2, vocabulary: int = 512) -> Qwen3Config:
         num_key_value_heads=2,
         head_dim=16,
         tie_word_embeddings=False,
+    )
+
+
+def moe_config(*, experts: int) -> Qwen3MoeConfig:
+    return Qwen3MoeConfig(
+        vocab_size=512,
+        hidden_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        tie_word_embeddings=False,
+        moe_intermediate_size=32,
+        num_experts=experts,
+        num_experts_per_tok=2,
     )
 
 
@@ -74,6 +89,52 @@ def test_a_gang_shares_its_state_and_gathers_blocks(plain: Simulated):
     offloaded = simulate(trainer(dtype="float32", fsdp_cpu_offload=True), model_config(), num_gpus=4)
     assert offloaded.device["optimizer"] == 0
     assert offloaded.host["optimizer"] == of_four.learning["optimizer"]
+
+
+@pytest.fixture(scope="module")
+def alone() -> Simulated:
+    """One block on one GPU."""
+    return simulate_whole(trainer(), model_config(blocks=1), num_gpus=1)
+
+
+def test_ranks_of_tp_hold_parts_of_layers_and_the_whole_of_the_rest(alone: Simulated):
+    of_two = simulate_whole(trainer(tp=2), model_config(blocks=1), num_gpus=2)
+    attention, mlp = 2 * 64 * 64 + 2 * 64 * 32, 3 * 64 * 128  # queries and output, keys and values; gate, up, down
+    held = 4 * (alone.num_parameters - (attention + mlp) // 2)
+    assert of_two.num_parameters == alone.num_parameters
+    assert held <= of_two.learning["parameters"] < held + 100
+    assert of_two.learning["gradients"] == held
+    assert 2 * held <= of_two.learning["optimizer"] < 2 * held + 1000
+    assert of_two.learning["logits"] == alone.learning["logits"], "the head is whole at every rank"
+    assert of_two.learning["activations"] < 0.75 * alone.learning["activations"]
+
+
+def test_ranks_of_cp_hold_shares_of_the_state_and_a_part_of_each_row(alone: Simulated):
+    sharded, of_two = (simulate_whole(trainer(cp=cp), model_config(blocks=1), num_gpus=2) for cp in (1, 2))
+    assert sharded.learning["activations"] == alone.learning["activations"], "each of FSDP's ranks has whole rows"
+    assert 0.5 * alone.learning["activations"] <= of_two.learning["activations"] < 0.6 * alone.learning["activations"]
+    for kind in ("gradients", "buffers"):
+        assert of_two.learning[kind] == sharded.learning[kind]
+    assert of_two.learning["gradients"] == 2 * alone.num_parameters
+    assert of_two.learning["logits"] < sharded.learning["logits"]
+
+
+@pytest.mark.long
+def test_ranks_of_ep_hold_their_experts_and_gather_no_others():
+    experts, of_one = 8, 3 * 64 * 32  # gate, up, down
+    sharded, of_ep = (simulate_whole(trainer(ep=ep), moe_config(experts=experts), num_gpus=2) for ep in (1, 2))
+    assert of_ep.learning["gradients"] == sharded.learning["gradients"] == 2 * sharded.num_parameters
+    # Of a block's experts only this rank's half is put together, in bfloat16, and so is their gradient.
+    assert sharded.learning["buffers"] - of_ep.learning["buffers"] >= 2 * (experts // 2) * of_one
+
+
+@pytest.mark.long
+def test_experts_are_computed_in_float32_too():
+    found = simulate_whole(trainer(), moe_config(experts=8), num_gpus=0)
+    router, attention = 8 * 64, 2 * 64 * 64 + 2 * 64 * 32
+    norms, head_and_embedding = 3 * 64 + 2 * 16, 2 * 512 * 64
+    assert found.num_parameters == 8 * 3 * 64 * 32 + router + attention + norms + head_and_embedding
+    assert found.learning["parameters"] == found.learning["gradients"] == 4 * found.num_parameters
 
 
 def _real() -> Any:
@@ -179,10 +240,14 @@ def test_a_model_without_a_config_is_named(run_file: Path, tmp_path: Path, capsy
     assert str(tmp_path) in err and "config.json" in err
 
 
-def test_layers_that_are_cut_over_ranks_are_refused(run_file: Path, capsys: pytest.CaptureFixture[str]):
-    words = ["--model.name", "x", "--trainer.model.tp", "2", "--gpus", "2"]
-    assert main(["estimate", "@", str(run_file), *words]) == 2
-    assert "trainer.model.tp" in capsys.readouterr().err
+def test_a_layout_that_the_model_does_not_fit_is_refused_with_all_that_is_wrong(
+    run_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    model_config().save_pretrained(tmp_path / "model")
+    words = ["--model.name", str(tmp_path / "model"), "--trainer.model.tp", "3", "--trainer.model.ep", "2"]
+    assert main(["estimate", "@", str(run_file), *words, "--gpus", "6"]) == 2
+    err = capsys.readouterr().err
+    assert "trainer.model.tp: num_attention_heads is 4" in err and "trainer.model.ep: the model has no experts" in err
 
 
 @pytest.mark.parametrize("gpus", [1, 3])

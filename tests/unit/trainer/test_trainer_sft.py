@@ -1,15 +1,19 @@
 """SFT: rows, tokens, order, and a fine-tuning that lowers the loss and can be continued."""
 
 import json
+import weakref
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import safetensors.torch
 import torch
 
 from millrace.config.sections.sft import SFTConfig, SFTDataConfig
 from millrace.errors import InvalidSpecError, NotFoundError
+from millrace.policies.tensors import TensorBytes
 from millrace.trainer.gang.distributed import Gang
 from millrace.trainer.model.pretrained import load_tokenizer
 from millrace.trainer.sft.encoder import RowEncoder
@@ -17,7 +21,7 @@ from millrace.trainer.sft.fine_tune import SFTStep, run_sft
 from millrace.trainer.sft.main import load_config
 from millrace.trainer.sft.order import Order
 from millrace.trainer.sft.rows import load_rows
-from millrace.trainer.sft.saving import replace_directory
+from millrace.trainer.sft.saving import replace_directory, write_directory
 
 
 @pytest.fixture(scope="module")
@@ -242,3 +246,30 @@ def test_a_bad_config_file_is_reported_whole(tmp_path: Path) -> None:
     assert {violation.field for violation in raised.value.violations} == {"max_steps", "optim.lr"}
     with pytest.raises(NotFoundError, match=r"none\.json"):
         load_config(tmp_path / "none.json")
+
+
+def test_no_more_than_one_tensor_is_in_memory_while_a_model_is_saved(tmp_path: Path) -> None:
+    held: list[weakref.ref[np.ndarray]] = []
+    most = 0
+
+    def gathered() -> Iterator[tuple[str, TensorBytes]]:
+        nonlocal most
+        for number in range(4):
+            array = np.full((2, 3), number, np.float32)
+            held.append(weakref.ref(array))
+            tensor = TensorBytes.from_numpy(array)
+            del array
+            most = max(most, sum(each() is not None for each in held))
+            yield f"layer.{number}", tensor
+            del tensor
+
+    described = [(f"layer.{number}", "float32", (2, 3)) for number in range(4)]
+    written = write_directory(
+        tmp_path / "model", {"config.json": b"{}"}, weights="w", described=described, tensors=gathered(), gang=Gang()
+    )
+    assert most == 1
+    assert {path.name for path in written.iterdir()} == {"config.json", "w"} and len(list(tmp_path.iterdir())) == 1
+    found = safetensors.torch.load((written / "w").read_bytes())
+    assert {name: tensor.tolist() for name, tensor in found.items()} == {
+        f"layer.{number}": [[number] * 3] * 2 for number in range(4)
+    }

@@ -11,7 +11,12 @@ if TYPE_CHECKING:
     from millrace.cli.session.prepare import Prepared
 
 
-@click.command(cls=RawCommand, epilog=OPTIONS_HELP)
+_BENCH_HELP = """
+  --bench         Measure the trainer on fake samples (--trainer.data.fake.KEY), the embedded engine on random prompts,
+                  and orchestrator, environments and engine without learning, and train nothing; --bench.steps N."""
+
+
+@click.command(cls=RawCommand, epilog=OPTIONS_HELP + _BENCH_HELP)
 def rl(arguments: tuple[str, ...]) -> int:
     """Train with reinforcement learning.
 
@@ -46,16 +51,22 @@ def rl(arguments: tuple[str, ...]) -> int:
 
 
 def _bench(prepared: "Prepared") -> int:
-    """The trainer on fake samples, and then the engine on random prompts: each alone."""
+    """The trainer on fake samples, the engine on random prompts, and the orchestrator with both but for learning."""
     from millrace.cli import interrupts
-    from millrace.cli.session.bench import inference_bench, run_bench, trainer_bench
+    from millrace.cli.session.bench import Bench, inference_bench, run_bench, trainer_bench
+    from millrace.cli.session.orchestrator_bench import bench_orchestrator
 
     config, flags = prepared.config, prepared.flags
     batch_size = config.orchestrator.batch_size
-    trainer = trainer_bench(config.trainer, flags, batch_size=batch_size, seed=config.seed, prefix="trainer.")
-    engine = inference_bench(config.inference, flags)
-    for bench in (trainer, engine):
-        code = interrupts.run(lambda signals, bench=bench: run_bench(bench, signals, output_dir=config.output_dir))
+    alone: list[Bench] = [
+        trainer_bench(config.trainer, flags, batch_size=batch_size, seed=config.seed, prefix="trainer.")
+    ]
+    if config.inference.engine != "vllm":
+        alone.append(inference_bench(config.inference, flags))
+    for bench in alone:
+        code = interrupts.run(
+            lambda signals, bench=bench: run_bench(bench, signals, output_dir=config.output_dir, wandb=config.wandb)
+        )
         if code:
             return code
-    return 0
+    return interrupts.run(lambda signals: bench_orchestrator(prepared, signals))

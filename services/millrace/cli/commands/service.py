@@ -1,5 +1,6 @@
 """`millrace orchestrator`, `millrace trainer`, `millrace env-server`: one service in the foreground."""
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -18,6 +19,8 @@ def _command(name: str, about: str) -> click.Command:
         from millrace.cli.session.bench import is_bench
         from millrace.cli.session.service_start import SERVICES, load_service, start_service
 
+        if name == "orchestrator" and "--bench" in arguments:
+            return _bench_orchestrator(arguments)
         service = SERVICES[name]
         loaded = load_service(service, arguments, os.environ)
         benches = is_bench(loaded.flags)
@@ -35,7 +38,7 @@ def _command(name: str, about: str) -> click.Command:
 
 
 def _bench(name: str, loaded: "Loaded[Any]") -> int:
-    """A trainer on fake samples; CliError for what is not measured alone."""
+    """A trainer on fake samples; CliError for an env-server."""
     from millrace.cli import interrupts
     from millrace.cli.errors import CliError
     from millrace.cli.session.bench import run_bench, trainer_bench
@@ -43,15 +46,30 @@ def _bench(name: str, loaded: "Loaded[Any]") -> int:
 
     if name != "trainer":
         raise CliError(
-            f"--bench does not measure the {name} alone: it waits for engines and environments",
-            hint="millrace inference --bench measures the engine, millrace trainer --bench the trainer",
+            f"--bench does not measure the {name} alone: it waits for engines",
+            hint="millrace orchestrator --bench measures it with the engine and the loop around both",
         )
     trainer = loaded.config.trainer
     check_models(
         {"trainer.model.name": trainer.model.name}, sources=loaded.sources, output_dir="outputs", sft_hint=True
     )
     asked = trainer_bench(trainer, loaded.flags)
-    return interrupts.run(lambda signals: run_bench(asked, signals, output_dir="outputs"))
+    wandb = loaded.config.wandb
+    return interrupts.run(lambda signals: run_bench(asked, signals, output_dir="outputs", wandb=wandb))
+
+
+def _bench_orchestrator(arguments: Sequence[str]) -> int:
+    """The steps of its part of a run, or of a whole one, on a stack of its own."""
+    from millrace.cli import interrupts
+    from millrace.cli.session.dry_run import print_config
+    from millrace.cli.session.orchestrator_bench import bench_orchestrator
+    from millrace.cli.session.service_start import bench_run
+
+    prepared = bench_run(arguments)
+    if prepared.is_dry_run:
+        print_config(prepared.config)
+        return 0
+    return interrupts.run(lambda signals: bench_orchestrator(prepared, signals))
 
 
 orchestrator = _command(

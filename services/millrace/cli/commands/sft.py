@@ -66,7 +66,9 @@ def sft(arguments: tuple[str, ...]) -> int:
             config.as_trainer(), loaded.flags, batch_size=config.data.batch_size, seed=config.seed, is_sft=True
         )
         return interrupts.run(
-            lambda signals: run_bench(bench, signals, output_dir=config.output_dir, num_ranks=num_ranks)
+            lambda signals: run_bench(
+                bench, signals, output_dir=config.output_dir, num_ranks=num_ranks, wandb=config.wandb
+            )
         )
 
     return interrupts.run(lambda signals: fine_tune(config, signals, num_ranks=num_ranks))

@@ -10,8 +10,9 @@ import click
 
 from millrace.cli.errors import CliError
 from millrace.cli.interrupts import Interrupts
-from millrace.config.sections.bench import FakeDataConfig, InferenceBench, TrainerBench
+from millrace.config.sections.bench import DEFAULT_STEPS, FakeDataConfig, InferenceBench, TrainerBench
 from millrace.config.sections.inference import InferenceConfig
+from millrace.config.sections.shared import WandbConfig
 from millrace.config.sections.trainer import TrainerConfig
 from millrace.errors import InvalidSpecError, Violation
 
@@ -61,7 +62,7 @@ def trainer_bench(
         wrong.append(_violation(f"{fake}type", kind, "must be fixed or variable"))
     seq_len = number(f"{fake}seq-len", trainer.model.seq_len, 2)
     samples, rows = number(f"{fake}batch-size", batch_size), number(f"{fake}micro-batch-size", 0)
-    steps = number("bench.steps", TrainerBench.model_fields["steps"].default)
+    steps = number("bench.steps", DEFAULT_STEPS)
     if wrong:
         raise InvalidSpecError(wrong)
     model = trainer.model.model_copy(update={"seq_len": seq_len})
@@ -78,17 +79,32 @@ def inference_bench(config: InferenceConfig, given: Mapping[str, str | bool]) ->
             "--bench is for the embedded engine; vLLM measures itself",
             hint=f"run it where vLLM is installed: vllm bench throughput --model {config.model.name}",
         )
+    return InferenceBench(model=config.model.name, max_num_seqs=config.max_num_seqs, steps=num_steps(given))
+
+
+def num_steps(given: Mapping[str, str | bool]) -> int:
+    """The steps that are measured; InvalidSpecError if that is no number."""
     wrong: list[Violation] = []
-    steps = _number(given, "bench.steps", InferenceBench.model_fields["steps"].default, 1, wrong)
+    steps = _number(given, "bench.steps", DEFAULT_STEPS, 1, wrong)
     if wrong:
         raise InvalidSpecError(wrong)
-    return InferenceBench(model=config.model.name, max_num_seqs=config.max_num_seqs, steps=steps)
+    return steps
 
 
-async def run_bench(bench: Bench, interrupts: Interrupts, *, output_dir: str, num_ranks: int = 1) -> int:
-    """Run it in processes of its own, and return the exit code; what it measured stays under `output_dir`."""
+async def run_bench(
+    bench: Bench,
+    interrupts: Interrupts,
+    *,
+    output_dir: str,
+    num_ranks: int = 1,
+    wandb: WandbConfig | None = None,
+) -> int:
+    """Run it in processes of its own, and return the exit code; what it measured stays under `output_dir`.
+
+    Its steps go to W&B, too, if the config says where.
+    """
     # Here, because commands of a client alone read the flags above, without the packages that processes take.
-    from millrace.cli.session.fine_tune import gang_environ, rank_spec, wait_for_ranks
+    from millrace.cli.session.fine_tune import exporting, gang_environ, rank_spec, wait_for_ranks
     from millrace.processes.supervisor import Supervisor
 
     directory = Path(output_dir) / f"bench-{secrets.token_hex(3)}"
@@ -97,12 +113,14 @@ async def run_bench(bench: Bench, interrupts: Interrupts, *, output_dir: str, nu
     path.write_text(bench.model_dump_json(indent=2))
     gang = {} if num_ranks == 1 else gang_environ(num_ranks)
     argv = [sys.executable, *_WORKERS[type(bench)], str(path)]
+    shown = bench.model_dump(mode="json") | {"wandb": wandb and wandb.model_dump(mode="json")}
     async with Supervisor() as supervisor:
         interrupts.on_second(supervisor.hurry.set)
         ranks = [
             await supervisor.start(rank_spec(rank, argv=argv, gang=gang, logs=directory)) for rank in range(num_ranks)
         ]
-        code = await wait_for_ranks(ranks)
+        async with exporting(shown, directory):
+            code = await wait_for_ranks(ranks)
     if code == 0:
         click.echo(f"{directory / 'bench.json'}", err=True)
     return code if code >= 0 else 128 - code

@@ -70,7 +70,10 @@ async def show_own(directory: Path, query: LogQuery) -> None:
 
 
 async def show_shared(client: "Client", query: LogQuery, *, uid: str, name: str) -> bool:
-    """Print the run's lines of a log of the stack that the client talks to; whether its logs are on this machine."""
+    """Print the run's lines of a log of the stack that the client talks to; whether its logs are on this machine.
+
+    Following raises what ends it before the run has ended, such as UnavailableError where the server is gone.
+    """
     directories = stack_logs(client.address, root=_OUTPUTS)
     require_component(query.component, directories)
 
@@ -86,6 +89,8 @@ async def show_shared(client: "Client", query: LogQuery, *, uid: str, name: str)
     try:
         of_run = None if query.is_all else lambda: RunLines(uid, name)
         await _print(files, query, is_over=lambda: ended is None or ended.done(), of_run=of_run)
+        if ended is not None:
+            ended.result()  # the run has ended, or nobody says any more whether it has
     finally:
         if ended is not None:
             ended.cancel()

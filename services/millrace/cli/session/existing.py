@@ -20,7 +20,14 @@ Note = Callable[[str], None]
 NEWEST = -1
 """`ckpt.resume_step` that goes on where the run is."""
 # What a run is called and where this machine writes is no part of what is trained.
-_OWN = {("output_dir",), ("run", "name"), ("log",), ("ckpt", "resume_step"), ("trainer", "ckpt", "resume_step")}
+_OWN = {
+    ("output_dir",),
+    ("run", "name"),
+    ("log",),
+    ("wandb", "id"),
+    ("ckpt", "resume_step"),
+    ("trainer", "ckpt", "resume_step"),
+}
 _MAX_SHOWN = 8
 _ENDED = (run_pb2.RUN_STATE_SUCCEEDED, run_pb2.RUN_STATE_CANCELLED)
 _STOPPED = (run_pb2.RUN_STATE_FAILED, run_pb2.RUN_STATE_PAUSED)

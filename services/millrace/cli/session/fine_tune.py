@@ -2,13 +2,13 @@
 
 import asyncio
 import contextlib
-import json
 import os
 import secrets
 import sys
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -44,15 +44,15 @@ async def fine_tune(config: SFTConfig, interrupts: Interrupts, *, num_ranks: int
     async with Supervisor() as supervisor:
         interrupts.on_second(supervisor.hurry.set)
         ranks = [await supervisor.start(rank_spec(rank, argv=argv, gang=gang, logs=logs)) for rank in range(num_ranks)]
-        async with _exporting(config, directory):
+        async with exporting(config.model_dump(mode="json"), directory):
             code = await wait_for_ranks(ranks)
     return code if code >= 0 else 128 - code
 
 
 @contextlib.asynccontextmanager
-async def _exporting(config: SFTConfig, directory: Path) -> AsyncIterator[None]:
-    """Write the run to W&B while the block lasts, if the config says so; what does not work is said once."""
-    if config.wandb is None:
+async def exporting(config: Mapping[str, Any], directory: Path) -> AsyncIterator[None]:
+    """Write `metrics.jsonl` to W&B while the block lasts, if the config says so; what does not work is said once."""
+    if config["wandb"] is None:
         yield
         return
     from millrace.exports.keeper import WANDB, Exporter
@@ -61,9 +61,11 @@ async def _exporting(config: SFTConfig, directory: Path) -> AsyncIterator[None]:
         click.echo(f"warning: {text} [{reason}]", err=True)
 
     fine_tuning = replace(WANDB, module="millrace.exports.fine_tuning", rest="metrics.jsonl has everything")
-    exporter = Exporter(directory.name, fine_tuning, tell=tell, log_path=directory / "logs" / "wandb.log")
+    logs = directory / "logs"
+    logs.mkdir(exist_ok=True)
+    exporter = Exporter(directory.name, fine_tuning, tell=tell, log_path=logs / "wandb.log")
     exporter.start(
-        config=json.loads(config.resolved_json()),
+        config=config,
         uid=_wandb_id(directory),
         directory=str(directory),
         metrics=str(directory / "metrics.jsonl"),

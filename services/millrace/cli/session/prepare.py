@@ -11,7 +11,6 @@ from typing import Any
 from millrace.cli.address import LOOPBACK, check_address, stack_at
 from millrace.cli.connection import environ as with_options
 from millrace.cli.defaults import DEFAULT_DIRECTORY
-from millrace.cli.errors import CliError
 from millrace.cli.session import bench
 from millrace.cli.session.config_file import explained, require_file_or_model
 from millrace.cli.session.model_path import check_models, is_path
@@ -26,7 +25,6 @@ from millrace.config.sections.shared import LogConfig
 from millrace.config.suggest import shown
 from millrace.telemetry.settings import Settings, parse_address
 
-_BENCH = "millrace rl --bench, with the same files"
 _OF_THE_STACK = ("inference", "log", "inference_gpu_ids", "trainer_gpu_ids")
 
 
@@ -72,8 +70,7 @@ def prepare(
         reserved = {**RESERVED_FLAGS, **bench.flags("trainer.")}
         loaded = load(RLConfig, arguments, environ, base=_engine_of(environ), reserved=reserved)
     flags = loaded.flags
-    if bench.is_bench(flags, prefix="trainer.") and command != "millrace rl":
-        raise CliError(f"{command} has no --bench: it measures nothing", hint=_BENCH)
+    bench.is_bench(flags, prefix="trainer.")
     say_notes(loaded.notes)
     if not flags.get("dry-run"):
         refuse_blocked(loaded.notes)

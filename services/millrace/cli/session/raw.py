@@ -24,8 +24,6 @@ Options:
   --server ADDR   Submit to this orchestrator (also: MILLRACE_SERVER) instead of starting a local stack.
   --name NAME     Name of the run; made up if left out.
   --resume        Go on with the run of that name; --ckpt.resume_step K begins a fork of it at step K.
-  --bench         Measure the trainer on fake samples (--trainer.data.fake.KEY) and the engine on random prompts,
-                  each alone, and start no run; --bench.steps N.
   --dry-run       Print the resolved config and do nothing.
   --check-environments
                   Load the environments first, on the orchestrator's env-servers or here; also with --dry-run.

@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 from millrace.cli.session import bench
 from millrace.cli.session.notes import say_notes
 from millrace.cli.session.part import PARTS
+from millrace.cli.session.prepare import Prepared, prepare
 from millrace.config.argv import RESERVED_FLAGS
 from millrace.config.load import Loaded, load
 from millrace.telemetry.settings import variable_name
@@ -44,6 +45,18 @@ SERVICES = {
 }
 
 
+_BENCHES = {
+    "trainer": """\
+  --bench           Take steps on fake samples (--data.fake.KEY) instead, and print tokens/s, MFU, peak memory, time by
+                    phase; --bench.steps N of them.
+""",
+    "orchestrator": """\
+  --bench           Play batches of the file's run on a stack of its own, whose trainer learns nothing, and print
+                    tokens/s, peak memory, time by phase; --bench.steps N of them.
+""",
+}
+
+
 def options_help(name: str) -> str:
     """The flags of a service, for `--help`."""
     names = [place for place in PLACES if place != "orchestrator" or name != "orchestrator"]
@@ -52,7 +65,7 @@ def options_help(name: str) -> str:
 Options:
 {lines}
   --KEY VALUE       Any key of the section (docs/configuration.md), as in `@ FILE`.
-  --dry-run         Print the resolved section and do nothing.
+{_BENCHES.get(name, "")}  --dry-run         Print the resolved section and do nothing.
   --debug           Show tracebacks.
 
 \b
@@ -71,6 +84,13 @@ def load_service(service: Service, arguments: Sequence[str], environ: Mapping[st
     loaded = load(part.document, words, environ, reserved=reserved, section=part.section)
     say_notes(loaded.notes)
     return loaded
+
+
+def bench_run(arguments: Sequence[str]) -> Prepared:
+    """The run that an orchestrator's `--bench` measures: its part of one, with the defaults of the others."""
+    reserved = {**RESERVED_FLAGS, **dict.fromkeys(PLACES, True), **bench.flags()}
+    words = PARTS["orchestrator"].named(arguments, reserved=reserved)
+    return prepare(words, command="millrace orchestrator --bench")
 
 
 def start_service(service: Service, loaded: Loaded[Any], environ: Mapping[str, str]) -> NoReturn:

@@ -19,7 +19,7 @@ from millrace.rollouts.wire import decode_archive
 from millrace.runlog.names import Names
 from millrace.storage import ObjectStore
 from millrace.storage.commit_points import revision_of
-from millrace.telemetry.redact import redact
+from millrace.telemetry.redact import redacted_beginning, redacted_end
 
 FRESH_S = 2.0
 """How old the last look at the store may be for another one to be left out."""
@@ -53,14 +53,17 @@ class SampleIndex:
 
     def _new_headers(self) -> Iterator[tuple[int, str]]:
         """Headers behind the last one, in the order of the run: a key sorts behind those of earlier steps."""
-        prefix = self._names.batches
-        last = self.columns.segments[-1].key if self.columns.segments else ""
+        prefix, segments = self._names.batches, self.columns.segments
+        last = segments[-1] if segments else None
+        known = (last.step, last.revision) if last else (-1, 0)
+        # From the first header of the last step on: among its revisions, the tenth sorts before the second.
+        after = self._names.batch_header(last.step) if last else ""
         found = [
-            (int(match[1]), info.key)
-            for info in self._store.list(prefix, start_after=last)
+            (int(match[1]), revision_of(info.key), info.key)
+            for info in self._store.list(prefix, start_after=after)
             if (match := HEADER_NAME.fullmatch(info.key.removeprefix(prefix)))
         ]
-        return iter(sorted(found, key=lambda each: (each[0], revision_of(each[1]))))
+        return ((step, key) for step, revision, key in sorted(found) if (step, revision) > known)
 
     def _add(self, step: int, key: str) -> None:
         rows, texts, problem = np.zeros(0, ROW), b"", ""
@@ -96,7 +99,8 @@ class SampleIndex:
                 reason="" if is_trained or not is_train else reasons.get(rollout.ordinal, ""),
             )
             sample = ExportedSample(step=step, rollout=rollout, advantage=None, messages=messages_of(rollout))
-            texts += packed(self._redacted(sample.prompt[-400:]), self._redacted(sample.completion[:800]))
+            prompt = redacted_end(sample.prompt, 400, secrets=self._secrets)
+            texts += packed(prompt, redacted_beginning(sample.completion, 800, secrets=self._secrets))
         return rows, bytes(texts)
 
     def _row(
@@ -116,9 +120,6 @@ class SampleIndex:
             rollout.is_truncated, is_trained, revision,
             rollout.seconds, rollout.model_seconds, _finished(rollout.entry_id),
         )  # fmt: skip
-
-    def _redacted(self, text: str) -> str:
-        return redact(text, secrets=self._secrets)
 
 
 def _finished(entry_id: str) -> float:

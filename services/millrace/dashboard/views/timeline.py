@@ -10,6 +10,7 @@ from millrace.dashboard.index.columns import Columns
 from millrace.dashboard.views.causes import Step, headline, shares_of
 from millrace.dashboard.views.facts import RunFacts
 from millrace.runlog.events.run_status import state_name
+from millrace.telemetry.redact import redacted_beginning
 from millrace.v1 import event_pb2
 
 STEPS_DEFAULT, STEPS_MAX = 20, 500
@@ -123,7 +124,7 @@ def _take(window: _Window, event: event_pb2.Event) -> None:
         case "wait_reported":
             wait = event.wait_reported.wait
             text = f"{wait.owner} waits for {wait.reason}"
-            window.marks.append({"time": at, "kind": "wait", "text": text[:500], "on": wait.waits_on})
+            window.marks.append({"time": at, "kind": "wait", "text": _short(text), "on": wait.waits_on})
         case _:
             pass
 
@@ -133,13 +134,17 @@ def _mark(window: _Window, event: event_pb2.Event, at: float) -> None:
     if kind == "warning":
         reason = event.warning.reason
         is_loss = _LOSSES.search(reason) is not None
-        mark = {"kind": "death" if is_loss else "warning", "text": f"{reason}: {event.warning.message}"[:500]}
+        mark = {"kind": "death" if is_loss else "warning", "text": _short(f"{reason}: {event.warning.message}")}
     elif kind == "rollouts_failed":
-        mark = {"kind": "warning", "text": event.rollouts_failed.message[:500]}
+        mark = {"kind": "warning", "text": _short(event.rollouts_failed.message)}
     else:
         change = event.state_changed
-        mark = {"kind": "state", "text": f"the run is {state_name(change.new_state)}: {change.reason}"[:500]}
+        mark = {"kind": "state", "text": _short(f"the run is {state_name(change.new_state)}: {change.reason}")}
     window.marks.append({"time": at, **mark})
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= 500 else redacted_beginning(text, 500)  # what is whole is masked on its way out
 
 
 def _rollout_lanes(window: _Window, columns: Columns) -> dict[str, float]:

@@ -5,9 +5,11 @@ A step is one prompt per sequence that fits at once, first for one token (what t
 
 import argparse
 import asyncio
+import itertools
 import json
 import resource
 import time
+from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 from typing import NoReturn
@@ -21,8 +23,11 @@ from millrace.inference.model_files import load_config
 from millrace.processes.service import run_service
 
 
-async def measure(bench: InferenceBench) -> dict[str, float]:
-    """Medians over the steps: seconds of the prompts and of the completions, and tokens/s of each."""
+async def measure(bench: InferenceBench, *, on_step: Callable[[float, float], None]) -> dict[str, float]:
+    """Medians over the steps: seconds of the prompts and of the completions, and tokens/s of each.
+
+    `on_step` gets the seconds of each step's prompts alone, and of all.
+    """
     directory = Path(bench.model)
     vocabulary = (await asyncio.to_thread(load_config, directory)).get_text_config().vocab_size
     engine = EmbeddedEngine(max_num_seqs=bench.max_num_seqs)
@@ -42,7 +47,10 @@ async def measure(bench: InferenceBench) -> dict[str, float]:
 
     try:
         await play(2)  # warms up
-        pairs = [(await play(1), await play(bench.completion_tokens)) for _ in range(bench.steps)]
+        pairs = list[tuple[float, float]]()
+        for _ in range(bench.steps):
+            pairs.append((await play(1), await play(bench.completion_tokens)))
+            on_step(*pairs[-1])
     finally:
         await engine.close()
     first_s, whole_s = median(first for first, _ in pairs), median(whole for _, whole in pairs)
@@ -66,7 +74,21 @@ def main() -> NoReturn:
 
 def _run(path: Path) -> int:
     bench = InferenceBench.model_validate_json(path.read_bytes())
-    found = asyncio.run(measure(bench))
+    sequences, steps = bench.max_num_seqs, itertools.count(1)
+    with (path.parent / "metrics.jsonl").open("w") as metrics:
+
+        def on_step(first_s: float, whole_s: float) -> None:
+            row = {
+                "step": next(steps),
+                "perf/prompt_throughput": sequences * bench.prompt_tokens / first_s,
+                "perf/throughput": sequences * bench.completion_tokens / whole_s,
+                "time/prompts": first_s,
+                "time/step": whole_s,
+            }
+            metrics.write(json.dumps(row) + "\n")
+            metrics.flush()
+
+        found = asyncio.run(measure(bench, on_step=on_step))
     (path.parent / "bench.json").write_text(json.dumps({"summary": found, "config": bench.model_dump()}, indent=2))
     print(
         f"{bench.model}: {bench.max_num_seqs} sequences at once, {bench.prompt_tokens} tokens of prompt and "

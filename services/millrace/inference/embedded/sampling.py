@@ -58,7 +58,8 @@ def penalised(
         taken = sampling.frequency_penalty * counts + sampling.presence_penalty
         logits_V[torch.from_numpy(ids)] -= torch.from_numpy(taken.astype(np.float32))
     if len(completion) < sampling.min_tokens:
-        logits_V[torch.from_numpy(stop_ids[stop_ids >= 0])] = -math.inf
+        known = (stop_ids >= 0) & (stop_ids < len(logits_V))  # callers may name tokens that the model does not have
+        logits_V[torch.from_numpy(stop_ids[known])] = -math.inf
     return logits_V
 
 

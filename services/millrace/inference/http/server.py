@@ -23,6 +23,7 @@ import resource
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any, TypeVar
 
 import orjson
@@ -165,8 +166,9 @@ class HttpApi:
 
         if body.stream_choices:
             wanted_ones = self._requests([prompt], body, n=body.n, max_tokens=wanted, status=status, are_one_call=False)
-            return ChoiceLines(wanted_ones, self._generate_one, lambda one: whole([one]), is_open=self._is_open)
-        completed = await self._complete([prompt], body, n=body.n, max_tokens=wanted, status=status)
+            generate = partial(self._generate_one, model)
+            return ChoiceLines(wanted_ones, generate, lambda one: whole([one]), is_open=self._is_open)
+        completed = await self._complete(model, [prompt], body, n=body.n, max_tokens=wanted, status=status)
         answer = await self._respond(completed, lambda: whole(completed), stream=body if body.stream else None)
         answer.headers[choices_wire.HEADER] = choices_wire.LINES
         return answer
@@ -177,10 +179,10 @@ class HttpApi:
         tokenizer = _tokenizer(model)
         prompts = await self._prompts(tokenizer, body, status.max_model_len)
         wanted = body.max_tokens or _DEFAULT_COMPLETION_TOKENS
-        completed = await self._complete(prompts, body, n=body.n, max_tokens=wanted, status=status)
+        completed = await self._complete(model, prompts, body, n=body.n, max_tokens=wanted, status=status)
         scored: list[Any] = []
         if body.prompt_logprobs is not None:
-            scored = [row for prompt in prompts for row in [await self._score(prompt, tokenizer)] * body.n]
+            scored = [row for prompt in prompts for row in [await self._score(model, prompt)] * body.n]
         name = body.model or model.names[0]
 
         def whole() -> dict[str, Any]:
@@ -196,11 +198,11 @@ class HttpApi:
         model, status = self._require(body.model)
         sampling = body.sampling_params
         completed = await self._complete(
-            [body.token_ids], sampling, n=sampling.n, max_tokens=sampling.max_tokens, status=status
+            model, [body.token_ids], sampling, n=sampling.n, max_tokens=sampling.max_tokens, status=status
         )
         scored = None
         if sampling.prompt_logprobs is not None:
-            scored = await self._score(body.token_ids, model.tokenizer)
+            scored = await self._score(model, body.token_ids)
 
         def whole() -> dict[str, Any]:
             request_id = body.request_id or self._ids.next("gen")
@@ -300,16 +302,23 @@ class HttpApi:
                 self._has_none_open.set()
 
     async def _complete(
-        self, prompts: list[list[int]], sampling: SamplingBody, *, n: int, max_tokens: int | None, status: EngineStatus
+        self,
+        model: ServedModel,
+        prompts: list[list[int]],
+        sampling: SamplingBody,
+        *,
+        n: int,
+        max_tokens: int | None,
+        status: EngineStatus,
     ) -> list[responses.Completed]:
         """`n` completions of each prompt, in order. When one fails the others are aborted."""
         requests = self._requests(prompts, sampling, n=n, max_tokens=max_tokens, status=status)
         with self._is_open():
             if len(requests) == 1:
-                return [await self._generate_one(requests[0])]
+                return [await self._generate_one(model, requests[0])]
             try:
                 async with asyncio.TaskGroup() as group:
-                    tasks = [group.create_task(self._generate_one(request)) for request in requests]
+                    tasks = [group.create_task(self._generate_one(model, request)) for request in requests]
             except BaseExceptionGroup as errors:
                 raise _first(errors) from None
             return [task.result() for task in tasks]
@@ -400,11 +409,20 @@ class HttpApi:
             raise HTTPException(408, f"the body did not arrive within {limits.BODY_S:.0f} s") from None
         return await self._beside(lambda: _validated(body, data), size=len(data))
 
-    async def _score(self, prompt: list[int], tokenizer: PreTrainedTokenizerBase | None) -> list[dict[str, Any] | None]:
+    async def _score(self, model: ServedModel, prompt: list[int]) -> list[dict[str, Any] | None]:
         """`prompt_logprobs` of a prompt."""
-        return responses.prompt_logprobs(prompt, await self._engine.score(tuple(prompt)), tokenizer)
+        self._require_still(model)
+        return responses.prompt_logprobs(prompt, await self._engine.score(tuple(prompt)), model.tokenizer)
 
-    async def _generate_one(self, request: GenerateRequest) -> responses.Completed:
+    def _require_still(self, model: ServedModel) -> None:
+        """UnavailableError if the engine may hold another model by now than the one that a prompt was made for."""
+        if self._slot.current is not model:
+            raise UnavailableError(
+                "the model was replaced while the request was read", reason="GENERATION_ABORTED", remedy="retry"
+            )
+
+    async def _generate_one(self, model: ServedModel, request: GenerateRequest) -> responses.Completed:
+        self._require_still(model)  # what is handed to the engine from here on is aborted with the model
         generation = await self._engine.generate(request)
         match generation.finish_reason:
             case FinishReason.ABORT:

@@ -182,6 +182,8 @@ class GatedClient:
                         if ticket.is_requeued:
                             break  # what comes is the end of the aborted one
                         await self._gate.pass_out(ticket)
+                        if ticket.is_requeued:
+                            break  # while this was kept back: another choice had not begun
                         ticket.has_answered = True
                         for choice in output.outputs:
                             if choice.finish_reason is not None:

@@ -5,7 +5,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from millrace.config import RLConfig
-from millrace.errors import InvalidSpecError, InvalidStateError, Violation
+from millrace.decoding import decode_object
+from millrace.errors import CorruptObjectError, InvalidSpecError, InvalidStateError, Violation
 from millrace.runlog import run_name
 from millrace.runlog.fork import ForkPlan
 from millrace.runlog.records.run_record import RunRecord
@@ -19,10 +20,23 @@ def as_create(
     return run_service_pb2.CreateRunRequest(
         kind=run_pb2.RUN_KIND_RL,
         run_id=request.run_id or run_name.make(parent.name, f"at-{request.step}-{uid[-4:]}"),
-        config_json=request.config_json or parent.config_json,
+        config_json=_with_own_wandb_run(request.config_json or parent.config_json, parent),
         request_id=request.request_id,
         labels=request.labels,
     )
+
+
+def _with_own_wandb_run(config_json: str, parent: RunRecord) -> str:
+    """The config without the parent's id in W&B: rows that the parent has written there would stand for the fork's."""
+    theirs = (parent.config or {}).get("wandb") or {}
+    try:
+        document = decode_object(config_json.encode(), what="config_json", reason="CONFIG_INVALID")
+    except CorruptObjectError:
+        return config_json  # what is wrong with it is said where it is checked
+    wandb = document.get("wandb")
+    if not isinstance(wandb, dict) or wandb.get("id") is None or wandb["id"] != theirs.get("id"):
+        return config_json
+    return json.dumps({**document, "wandb": {**wandb, "id": None}})
 
 
 def check_config(config: RLConfig, parent: RunRecord, plan: ForkPlan) -> None:

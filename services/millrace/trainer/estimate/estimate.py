@@ -5,11 +5,11 @@ from pathlib import Path
 from typing import Any
 
 from millrace.config.sections.trainer import TrainerConfig
-from millrace.errors import InvalidSpecError, NotFoundError, Violation
+from millrace.errors import NotFoundError
 from millrace.trainer.estimate.advice import trials
 from millrace.trainer.estimate.report import Estimate
 from millrace.trainer.estimate.step import Simulated, simulate
-from millrace.trainer.model.mesh import RankLayout
+from millrace.trainer.model.fit import require_layout
 
 _GIB = 2**30
 
@@ -29,11 +29,10 @@ def estimate(
 
     `prefix` is what stands before the keys of the section in the file; `on_trial` hears that another step begins.
     NotFoundError (MODEL_NOT_FOUND) if there is no such config, or none that transformers knows; InvalidSpecError for
-    layers, rows or experts that ranks share, which the step on fake tensors does not do, and for ranks that a run would
-    not start with.
+    ranks that a run would not start with.
     """
-    _refuse_ranks(config, num_gpus, prefix=prefix)
     model_config = load_config(config.model.name)
+    require_layout(config.model, model_config.to_dict(), world_size=max(num_gpus, 1), prefix=f"{prefix}model")
 
     def step(changed: TrainerConfig, gpus: int) -> Simulated:
         on_trial()
@@ -62,22 +61,6 @@ def estimate(
         tokens_per_s=speed,
         trials=tried,
     )
-
-
-def _refuse_ranks(config: TrainerConfig, num_gpus: int, *, prefix: str) -> None:
-    """Refuse what the step on fake tensors does not do, and ranks that a run would not start with."""
-    shared = {key: getattr(config.model, key) for key in ("tp", "cp", "ep")}
-    message = (
-        "an estimate does not count layers, rows or experts that ranks share; leave it out for what one rank holds"
-    )
-    violations = [
-        Violation(field=f"{prefix}model.{key}", value=str(ranks), message=message)
-        for key, ranks in shared.items()
-        if ranks > 1
-    ]
-    violations = violations or RankLayout.violations(config.model, world_size=max(num_gpus, 1), prefix=f"{prefix}model")
-    if violations:
-        raise InvalidSpecError(violations)
 
 
 def load_config(name: str) -> Any:

@@ -6,6 +6,7 @@ grows by the same number of bytes per block. A unit test holds both equal.
 
 import contextlib
 import copy
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -26,6 +27,7 @@ from millrace.trainer.learning.learner import Learner
 from millrace.trainer.learning.optimizer import PolicyOptimizer
 from millrace.trainer.learning.reference import Reference, StartModel, UnadaptedModel
 from millrace.trainer.losses import divisor, token_losses, total_loss
+from millrace.trainer.model.expert_parallel import experts_of
 from millrace.trainer.model.lora import add_adapters, round_base
 from millrace.trainer.model.memory import Sharding, checkpoint_activations, hold_weights
 from millrace.trainer.model.mesh import RankLayout
@@ -36,6 +38,7 @@ _FIRST = 8
 _SHORT = (3, 5)
 """Blocks of the models that stand for a longer one."""
 _CPU = torch.device("cpu")
+logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)  # advises to send less; nothing is
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,6 +115,8 @@ def simulate_whole(config: TrainerConfig, model_config: Any, *, num_gpus: int) -
         parts = [part for each in learner.optimizer.state_tensors().values() for part in each.values()]
         ledger.rename(parts, "optimizer")
         ledger.kind = "activations"
+        for experts in experts_of(model):
+            experts.register_forward_pre_hook(_routed_evenly)
         micro_batches = _micro_batches(config, vocabulary=model_config.get_text_config().vocab_size)
         ledger.gathers = "buffers"
         learning, stepping = _step(learner, micro_batches, ledger)
@@ -226,6 +231,12 @@ def _reference(
     if config.model.lora is not None and not config.model.lora.modules_to_save:
         return UnadaptedModel(learner.model)
     return StartModel(new_model(), gang=learner.gang, sharding=sharding)
+
+
+def _routed_evenly(experts: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Real places of experts, each as often as any other, for those that a router of fake numbers has chosen."""
+    hidden_TH, index_TK, weights_TK = args
+    return hidden_TH, torch.arange(index_TK.numel()).view(index_TK.shape) % experts.num_experts, weights_TK
 
 
 def _counts(model: nn.Module) -> tuple[int, int]:

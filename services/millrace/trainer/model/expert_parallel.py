@@ -56,7 +56,7 @@ class _Dispatch:
         order_P = torch.argsort(index_TK.reshape(-1), stable=True)
         token_P = torch.div(order_P, index_TK.shape[1], rounding_mode="floor")
         sent_RE = torch.bincount(index_TK.reshape(-1), minlength=self._experts.num_experts).view(self._size, -1)
-        received_RE = torch.empty_like(sent_RE)
+        received_RE = sent_RE.clone()  # what a group of ranks that are not there leaves it (`trainer.estimate`)
         dist.all_to_all_single(received_RE, sent_RE, group=self._group)
         sends, receives = torch.stack([sent_RE.sum(1), received_RE.sum(1)]).tolist()
         rows_MH = all_to_all(hidden_TH[token_P], self._group, sends=sends, receives=receives)

@@ -1,7 +1,7 @@
 """Whether ranks and model fit what the config says of their layout: everything that does not, before anything loads."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,22 +22,28 @@ def fit_layout(config: ModelLayoutConfig, directory: Path, *, world_size: int, p
 
     `prefix` is the table of the config's keys. InvalidSpecError (LAYOUT_IMPOSSIBLE) has all that contradicts.
     """
-    violations = RankLayout.violations(config, world_size=world_size, prefix=prefix)
+    model: dict[str, Any] = {}
     if config.tp > 1 or config.cp > 1 or config.ep > 1:
         path = directory / "config.json"
         model = decode_object(path.read_bytes(), what=str(path), reason="MODEL_CONFIG_INVALID", remedy=_CONFIG_REMEDY)
-        violations += [
-            Violation(field=f"{prefix}.{key}", value=str(getattr(config, key)), message=message)
-            for key, message in _of_model(config, model)
-        ]
+    require_layout(config, model, world_size=world_size, prefix=prefix)
+    return RankLayout.of(config, world_size=world_size)
+
+
+def require_layout(config: ModelLayoutConfig, model: Mapping[str, Any], *, world_size: int, prefix: str) -> None:
+    """The same refusals for a model of which this is the config; it may be empty where no rank shares a layer."""
+    violations = RankLayout.violations(config, world_size=world_size, prefix=prefix)
+    violations += [
+        Violation(field=f"{prefix}.{key}", value=str(getattr(config, key)), message=message)
+        for key, message in _of_model(config, model)
+    ]
     if violations:
         raise InvalidSpecError(
             violations, reason="LAYOUT_IMPOSSIBLE", remedy="change the keys, or the number of ranks, as each line says"
         )
-    return RankLayout.of(config, world_size=world_size)
 
 
-def _of_model(config: ModelLayoutConfig, model: dict[str, Any]) -> Iterator[tuple[str, str]]:
+def _of_model(config: ModelLayoutConfig, model: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """Keys and what the model does not let them be."""
     sizes = {name: model[name] for name in _SHARED_BY_TP if isinstance(model.get(name), int)}
     uneven = [f"{name} is {size}" for name, size in sizes.items() if size % config.tp]

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from millrace.config.sections.sft import SFTModelConfig
 from millrace.config.sections.trainer import TrainerModelConfig
-from millrace.errors import CorruptObjectError, NotFoundError
+from millrace.errors import CorruptObjectError, InvalidStateError, NotFoundError
 from millrace.policies.manifest import Probe
 from millrace.policies.tensors import TensorBytes
 from millrace.telemetry import progress
@@ -135,6 +135,15 @@ def merged_tensors(model: nn.Module, *, dtype: torch.dtype) -> Iterator[tuple[st
         yield name, _tensor_bytes(value, dtype)
 
 
+def described_tensors(
+    model: nn.Module, *, dtype: torch.dtype, version: int = 0
+) -> Iterator[tuple[str, str, tuple[int, ...]]]:
+    """Name, format and shape of the tensors that `policy_tensors` and, of version 0, `merged_tensors` give."""
+    for name, tensor in published_tensors(model, version=version).items():
+        given = dtype if tensor.is_floating_point() else tensor.dtype
+        yield name, str(given).removeprefix("torch."), tuple(tensor.shape)
+
+
 def _whole(tensor: torch.Tensor) -> torch.Tensor:
     """All of a tensor that may be sharded."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
@@ -173,12 +182,20 @@ def with_tokenizer(files: dict[str, bytes], directory: Path) -> dict[str, bytes]
 def probe(model: nn.Module, *, vocabulary: int, device: torch.device) -> Probe:
     """The model's log-probs on a fixed prompt, by which an engine proves what it serves. Collective in a gang.
 
-    The prompt is spread over the vocabulary, so that it touches embedding rows far apart.
+    The prompt is spread over the vocabulary, so that it touches embedding rows far apart. InvalidStateError
+    (POLICY_NOT_FINITE) if the model gives nothing that could be compared.
     """
     token_ids = [(7919 * index + 13) % vocabulary for index in range(_PROBE_TOKENS)]
     tensor = torch.tensor([token_ids], device=device)
     logits_TV = model(input_ids=tensor, use_cache=False).logits[0, :-1].float()
     logprobs_T = torch.log_softmax(logits_TV, dim=-1).gather(-1, tensor[0, 1:, None]).squeeze(-1)
+    if not bool(logprobs_T.isfinite().all()):
+        raise InvalidStateError(
+            "the model gives log-probs that are not finite, so that no engine could serve it as a policy",
+            reason="POLICY_NOT_FINITE",
+            remedy="before the first step: use a start model with finite weights; later: fork the run a few steps "
+            "before with a lower trainer.optim.lr",
+        )
     return Probe(token_ids=tuple(token_ids), logprobs=tuple(logprobs_T.tolist()))
 
 

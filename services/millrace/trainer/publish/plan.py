@@ -22,14 +22,21 @@ class PublishPlan:
 
 
 def plan_publishing(
-    *, start_step: int, start_lineage: int, published: tuple[int, int] | None, is_strict: bool, is_relaid: bool = False
+    *,
+    start_step: int,
+    start_lineage: int,
+    published: tuple[int, int] | None,
+    is_strict: bool,
+    is_relaid: bool = False,
+    lineage_begins: int = 0,
 ) -> PublishPlan:
     """The plan for a trainer that starts at version `start_step`; `published` is the newest (lineage, version).
 
-    `is_relaid`: of a strict run that goes on with another number of ranks, whose bits are others from here on.
+    `is_relaid`: of a strict run that goes on with another number of ranks, whose bits are others from here on. The
+    start lineage has no version below `lineage_begins`, though it may have checkpoints there (`first_of_lineage`).
     """
     if published is None or (is_strict and not is_relaid):
-        return PublishPlan(lineage=start_lineage, first_version=start_step)
+        return PublishPlan(lineage=start_lineage, first_version=max(start_step, lineage_begins))
     lineage, head = published
     if is_strict:
         return PublishPlan(lineage=max(lineage, start_lineage) + 1, first_version=max(head + 1, start_step))
@@ -46,3 +53,11 @@ def newest_published(store: ObjectStore, names: Names) -> tuple[int, int] | None
         if store.head(names.policy_manifest(lineage, version)) is not None:
             return lineage, version
     return None
+
+
+def first_of_lineage(store: ObjectStore, names: Names, lineage: int) -> int:
+    """The first version that a lineage may have: the one behind all that earlier lineages have published."""
+    for version, other in reversed(list_policies(store, names)):
+        if other < lineage and store.head(names.policy_manifest(other, version)) is not None:
+            return version + 1
+    return 0

@@ -1,5 +1,6 @@
 """Writes what was trained as Hugging Face directories."""
 
+import contextlib
 import shutil
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -9,24 +10,37 @@ from torch import nn
 
 from millrace.errors import InvalidStateError
 from millrace.policies.adapter import ADAPTER_CONFIG, ADAPTER_WEIGHTS, AdapterSpec
-from millrace.policies.tensors import TensorBytes, pack_safetensors
+from millrace.policies.tensors import TensorBytes, plan_safetensors
+from millrace.trainer.gang.agreement import agreed
 from millrace.trainer.gang.distributed import Gang
 from millrace.trainer.model.lora import adapted_layers, published_tensors
-from millrace.trainer.model.pretrained import merged_tensors, policy_files, policy_tensors
+from millrace.trainer.model.pretrained import described_tensors, merged_tensors, policy_files, policy_tensors
 
 
 def save_model(model: nn.Module, *, source: Path, target: Path, dtype: torch.dtype, gang: Gang) -> Path:
     """Write the model, adapters merged into it, with the small files of `source`; whole or not at all. Collective."""
-    tensors = merged_tensors(model, dtype=dtype)
-    return _write(tensors, policy_files(source, dtype=dtype), target, weights="model.safetensors", gang=gang)
+    return write_directory(
+        target,
+        policy_files(source, dtype=dtype),
+        weights="model.safetensors",
+        described=described_tensors(model, dtype=dtype),
+        tensors=merged_tensors(model, dtype=dtype),
+        gang=gang,
+    )
 
 
 def save_adapter(
     model: nn.Module, adapter: AdapterSpec, *, base: str, target: Path, dtype: torch.dtype, gang: Gang
 ) -> Path:
     """Write the adapters alone, as PEFT reads them; whole or not at all. Collective."""
-    files = {ADAPTER_CONFIG: adapter.to_config(base_model=base)}
-    return _write(policy_tensors(model, dtype=dtype, version=1), files, target, weights=ADAPTER_WEIGHTS, gang=gang)
+    return write_directory(
+        target,
+        {ADAPTER_CONFIG: adapter.to_config(base_model=base)},
+        weights=ADAPTER_WEIGHTS,
+        described=described_tensors(model, dtype=dtype, version=1),
+        tensors=policy_tensors(model, dtype=dtype, version=1),
+        gang=gang,
+    )
 
 
 def require_mergeable(model: nn.Module) -> None:
@@ -42,20 +56,43 @@ def require_mergeable(model: nn.Module) -> None:
             )
 
 
-def _write(
-    tensors: Iterable[tuple[str, TensorBytes]], files: Mapping[str, bytes], target: Path, *, weights: str, gang: Gang
+def write_directory(
+    target: Path,
+    files: Mapping[str, bytes],
+    *,
+    weights: str,
+    described: Iterable[tuple[str, str, tuple[int, ...]]],
+    tensors: Iterable[tuple[str, TensorBytes]],
+    gang: Gang,
 ) -> Path:
-    gathered = list(tensors)  # gathering is collective
-    if gang.is_leader:
-        fresh = target.with_name(f".{target.name}.new")
-        shutil.rmtree(fresh, ignore_errors=True)
-        fresh.mkdir(parents=True)
-        data, _ = pack_safetensors(gathered)
-        (fresh / weights).write_bytes(data)
-        for name, content in files.items():
-            (fresh / name).write_bytes(content)
-        replace_directory(fresh, target)
-    gang.barrier()
+    """Write files, and tensors as (name, format, shape) describe them, by rank 0; whole or not at all. Collective.
+
+    Each tensor is written before the next one is brought together: no rank ever holds more than one whole.
+    """
+    fresh = target.with_name(f".{target.name}.new")
+    with contextlib.ExitStack() as opened:
+        file, failure = None, None
+        with agreed(gang):
+            if gang.is_leader:
+                shutil.rmtree(fresh, ignore_errors=True)
+                fresh.mkdir(parents=True)
+                for name, content in files.items():
+                    (fresh / name).write_bytes(content)
+                file = opened.enter_context((fresh / weights).open("wb"))
+                file.write(plan_safetensors(described)[0])
+        for _, tensor in tensors:
+            if file is not None and failure is None:
+                try:
+                    file.write(tensor.data)
+                except OSError as error:  # the others wait for this rank at the next tensor, and hear of it at the end
+                    failure = error
+            del tensor
+        with agreed(gang):
+            if failure is not None:
+                raise failure
+            if file is not None:
+                file.close()
+                replace_directory(fresh, target)
     return target
 
 

@@ -17,6 +17,8 @@ from millrace.trainer.checkpoint.manifest import Author
 from millrace.trainer.checkpoint.store import CheckpointStore
 from millrace.trainer.gang.distributed import Gang
 from millrace.trainer.model.memory import Sharding
+from millrace.trainer.model.pretrained import described_tensors, merged_tensors
+from millrace.trainer.sft.saving import write_directory
 
 
 class CountedStore(LocalStore):
@@ -28,6 +30,18 @@ class CountedStore(LocalStore):
         """As the store does it."""
         self.read.append(path.name)
         return super().get_file(key, path)
+
+
+def _save_whole(layers: nn.Module, target: Path, *, gang: Gang) -> None:
+    """As SFT does at its end."""
+    write_directory(
+        target,
+        {"config.json": b"{}"},
+        weights="model.safetensors",
+        described=described_tensors(layers, dtype=torch.float32),
+        tensors=merged_tensors(layers, dtype=torch.float32),
+        gang=gang,
+    )
 
 
 def main(directory: Path) -> None:
@@ -73,7 +87,14 @@ def main(directory: Path) -> None:
         checkpoints.commit(written, gang=gang)
     except MillraceError as error:
         facts["refused"] = [type(error).__name__, error.reason, error.message]
+    if gang.is_leader:  # room for the header and some of the tensors
+        resource.setrlimit(resource.RLIMIT_FSIZE, (6000, resource.RLIM_INFINITY))
+    try:
+        _save_whole(layers, directory / "saved", gang=gang)
+    except (MillraceError, OSError) as error:
+        facts["unsaved"] = [type(error).__name__, str(error)]
     resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    _save_whole(layers, directory / "saved", gang=gang)
     (directory / f"rank-{gang.rank}.json").write_text(json.dumps(facts))
     gang.leave()
 

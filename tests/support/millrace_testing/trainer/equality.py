@@ -184,6 +184,8 @@ def _cell(model: str, kind: str, layout: str) -> str:
 def _row(directory: Path, model: str, kind: str, layout: str) -> Row:
     one, cell = directory / _cell(model, kind, "one"), directory / _cell(model, kind, layout)
     found, wanted = facts_of(cell), facts_of(one)
+    for facts in (found, wanted):
+        assert (facts["packed_rows"] > 0) == (kind != "adamw, padded"), f"{kind}: {facts['packed_rows']} packed rows"
     again = policy_of(cell.with_name(f"{cell.name}-again"))
     return Row(
         model=model,

@@ -1,7 +1,7 @@
 """One process, or one rank of a gang that torchrun starts for equality.py: five steps of a tiny model.
 
 Each job is a JSON file: the config of a run, the steps to make, and from which checkpoint to go on. Batches are those
-of a plan with several micro-batches per rank.
+of a plan with several micro-batches per rank, in which rows hold several samples unless they are padded.
 """
 
 import json
@@ -27,12 +27,13 @@ from millrace.trainer.checkpoint.store import CheckpointStore
 from millrace.trainer.gang.distributed import Gang
 from millrace.trainer.learning.batch import Minibatch, build_micro_batch
 from millrace.trainer.learning.learner import Learner, state_tensors
-from millrace.trainer.learning.plan import in_order, plan_micro_batches
+from millrace.trainer.learning.plan import Rows, in_order, plan_micro_batches
 from millrace.trainer.log.batches import Batch
 from millrace.trainer.loop import forward_backward
 from millrace.trainer.model.snapshot import Snapshots
 
-_LENGTHS = (13, 7, 12, 5, 9, 3, 11, 4, 6, 8, 10, 2)
+_LENGTHS = (16, 4, 9, 2, 7, 3, 5, 11, 16, 6, 8, 10, 2, 4, 3, 16, 7, 5, 9, 6)
+_MAX_TOKENS = 32
 
 
 def main(jobs: Path) -> None:
@@ -57,7 +58,7 @@ def _work(job: dict[str, Any], output: Path, gang: Gang) -> None:
     if job["first"]:
         manifest = checkpoints.read(job["first"])
         restore(checkpoints, manifest, learner.model, learner.optimizer, gang=gang)
-    facts: dict[str, list[float]] = {"loss": [], "grad_norm": [], "num_tokens": []}
+    facts: dict[str, list[float]] = {"loss": [], "grad_norm": []}
     for step in range(job["first"], job["last"]):
         minibatch = _minibatch(step, learner, gang)
         header = batch_pb2.BatchHeader(envs=["a"], step=step)
@@ -65,7 +66,6 @@ def _work(job: dict[str, Any], output: Path, gang: Gang) -> None:
         metrics, _ = forward_backward(learner, batch, minibatch)
         facts["loss"].append(metrics.values()["loss/mean"])
         facts["grad_norm"].append(learner.optimizer.step(step).grad_norm)
-        facts["num_tokens"].append(float(len(minibatch.micro_batches)))
     save_file(_logprobs(_minibatch(0, learner, gang), learner, gang), f"{output}.{gang.rank}.tokens")
     state = state_tensors(learner.model, learner.optimizer, gang=gang)
     if job["saves"]:
@@ -78,14 +78,19 @@ def _work(job: dict[str, Any], output: Path, gang: Gang) -> None:
     save_file(tensors, f"{output}.{gang.rank}.safetensors")
     if gang.is_leader:
         shapes = {part.name: part.shape for part in parts}
-        Path(f"{output}.facts").write_text(json.dumps({**facts, "shapes": shapes}))
+        rows = [row for rank in _plan(learner, gang) for micro_batch in rank for row in micro_batch]
+        packed = sum(len(row) > 1 for row in rows)
+        Path(f"{output}.facts").write_text(json.dumps({**facts, "shapes": shapes, "packed_rows": packed}))
+
+
+def _plan(learner: Learner, gang: Gang) -> list[list[Rows]]:
+    ranks = gang.layout.data_size
+    return plan_micro_batches([*_LENGTHS], max_tokens=_MAX_TOKENS, world_size=ranks, packing=learner.packing)
 
 
 def _minibatch(step: int, learner: Learner, gang: Gang) -> Minibatch:
     samples = [_sample(length, step * 100 + index) for index, length in enumerate(_LENGTHS)]
-    plan = plan_micro_batches([*_LENGTHS], max_tokens=16, world_size=gang.layout.data_size, packing=learner.packing)[
-        gang.data_rank
-    ]
+    plan = _plan(learner, gang)[gang.data_rank]
     flat = [[index for row in rows for index in row] for rows in plan]
     micro_batches = [
         build_micro_batch([samples[i] for i in places], rows=in_order(rows), seq_len=32, device=gang.device)

@@ -20,6 +20,7 @@ from millrace.cli.commands.run.replay import replay
 from millrace.cli.commands.run.samples import samples
 from millrace.cli.connection import ask_server
 from millrace.cli.defaults import DEFAULT_LISTEN
+from millrace.cli.errors import CliError
 from millrace.cli.options import FORMAT, RUN, SERVER
 from millrace.cli.session.raw import OPTIONS_HELP, RawCommand
 
@@ -65,6 +66,9 @@ def submit(arguments: tuple[str, ...]) -> int:
     if arguments and os.path.isfile(arguments[0]):
         arguments = ("@", *arguments)
     prepared = prepare(arguments, command="millrace run submit", default_server=DEFAULT_LISTEN)
+    if prepared.flags.get("bench"):
+        hint = "millrace rl --bench, with the same files"
+        raise CliError("millrace run submit has no --bench: it measures nothing", hint=hint)
     if prepared.is_checked:
         from millrace.cli import interrupts
         from millrace.cli.session.environment_check import check_environments

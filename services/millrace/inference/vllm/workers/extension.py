@@ -17,10 +17,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from millrace.errors import InvalidStateError
 from millrace.inference.vllm.lora import on_base
 from millrace.inference.vllm.orders import OrderFiles
 from millrace.inference.vllm.ranks import AnsweringWorker
-from millrace.inference.vllm.workers.derived import derived_attributes
+from millrace.inference.vllm.workers.derived import derived_tensors, require_reloadable
 from millrace.inference.vllm.workers.layout import Layout, Region, Slot, trace
 from millrace.inference.vllm.workers.memory import (
     ChangeSlice,
@@ -34,7 +35,7 @@ from millrace.inference.vllm.workers.memory import (
     writes_of,
 )
 from millrace.inference.vllm.workers.node_copy import FetchingWorker
-from millrace.inference.vllm.workers.packing import Packed, build_packed, is_repackable
+from millrace.inference.vllm.workers.packing import Packed, build_packed, is_repackable, pack_experts
 from millrace.policies.proof import ContinuedDigests, NextDigests, Row
 from millrace.policies.tensors import element_bytes
 from millrace.telemetry import faults
@@ -88,6 +89,7 @@ class PolicyExtension(AnsweringWorker, FetchingWorker):
         self.millrace_held = None
         files = OrderFiles(self._millrace_here(order))
         model = self._millrace_model()
+        require_reloadable(model)
         self._millrace_load(model, files, list(files.places))
         self.millrace_held = self._millrace_survey(model, files)
 
@@ -105,7 +107,9 @@ class PolicyExtension(AnsweringWorker, FetchingWorker):
         finally:
             for name, value in first.items():
                 setattr(config, name, value)
-        self._millrace_repack_shared(self._millrace_model())
+        model = self._millrace_model()
+        pack_experts(model)
+        self._millrace_repack_shared(model)
 
     def millrace_check(self, places: list[Any]) -> list[list[str]]:
         """What is wrong with tensors [name, dtype, shape] for this model, and those that have no place on this rank.
@@ -271,8 +275,17 @@ class PolicyExtension(AnsweringWorker, FetchingWorker):
         runner = self.model_runner  # pyright: ignore[reportAttributeAccessIssue] - of the worker
         with torch.device(runner.device), set_current_vllm_config(self.vllm_config):  # pyright: ignore[reportAttributeAccessIssue]
             initialize_layerwise_reload(module)
-            model.load_weights(self._millrace_tensors(files, names))  # pyright: ignore[reportCallIssue]
+            try:
+                model.load_weights(self._millrace_tensors(files, names))  # pyright: ignore[reportCallIssue]
+            except KeyError as error:  # vLLM's loaders look parameters up by name; then raises
+                raise InvalidStateError(
+                    f"vLLM's {type(model).__name__} has no place for the tensor {error.args[0]}: experts fused "
+                    "as transformers fuses them are taken for some architectures only",
+                    reason="TENSOR_WITHOUT_PLACE",
+                    remedy='serve this model with inference.engine = "embedded"',
+                ) from error
             finalize_layerwise_reload(module, runner.model_config)
+        pack_experts(module)
         self._millrace_repack_shared(model)
 
     def _millrace_repack_shared(self, model: torch.nn.Module) -> None:
@@ -318,7 +331,7 @@ class PolicyExtension(AnsweringWorker, FetchingWorker):
         logger.info("layout of the model", extra={"plain": len(plain), "packed": len(packed), "slots": len(by_slot)})
         boxes = [region for slot in plain for region in by_slot[slot] if region.is_in_runs]
         proved = ContinuedDigests(boxes, ModelMemory(self._millrace_model))
-        derived = derived_attributes(model)
+        derived = derived_tensors(model, layout.specs)
         if derived:
             logger.info(
                 "every version is loaded whole: tensors are derived from weights", extra={"derived": derived[:4]}

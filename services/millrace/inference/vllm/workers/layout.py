@@ -163,7 +163,9 @@ def trace(model: torch.nn.Module, places: Iterable[TensorPlace]) -> Layout:
         get_layerwise_info,
     )
     from vllm.model_executor.model_loader.reload.meta import (  # pyright: ignore[reportMissingImports]
+        SKIP_TENSORS,
         restore_layer_on_meta,
+        to_meta_tensor,
     )
 
     modules = dict(model.named_modules())
@@ -178,6 +180,8 @@ def trace(model: torch.nn.Module, places: Iterable[TensorPlace]) -> Layout:
             if any(info.restore_metadata):
                 restore_layer_on_meta(module, info)
             for parameter, tensor in module._parameters.items():
+                if tensor is not None and parameter in SKIP_TENSORS:  # such as biases, which a reload leaves in place
+                    module._parameters[parameter] = tensor = to_meta_tensor(tensor)
                 if tensor is not None and tensor.is_meta:
                     _unwrap_loader(tensor)
                     recorder.add_target(Slot(module=name, name=parameter), tensor)

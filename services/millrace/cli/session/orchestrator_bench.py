@@ -1,0 +1,196 @@
+"""`millrace orchestrator --bench`: batches as in a run, on a stack of its own whose trainer learns nothing.
+
+The first batches warm up, as many as are begun at once: one, and those by which sampling runs ahead. The run has no
+last step and is cancelled behind the one that counts last, so that as much is played at once in it as in any other.
+"""
+
+import asyncio
+import contextlib
+import json
+import secrets
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from statistics import fmean
+
+import click
+
+from millrace.cli.interrupts import Interrupts
+from millrace.cli.session.bench import num_steps
+from millrace.cli.session.fine_tune import exporting
+from millrace.cli.session.follow import require_success
+from millrace.cli.session.prepare import Prepared
+from millrace.cli.session.run_session import stack_options
+from millrace.cli.view.batches import MeasuredBatch, lines, summary
+from millrace.cli.view.progress import Progress
+from millrace.cli.view.view import PlainView
+from millrace.client import Client
+from millrace.config import RLConfig
+from millrace.telemetry.settings import Settings
+from millrace.v1 import event_pb2
+
+OnBatch = Callable[[MeasuredBatch], None]
+_LOOK_S = 0.5
+
+
+def bench_config(config: RLConfig) -> RLConfig:
+    """The run that is measured: batches stay full whatever they are worth, and nothing else happens beside them."""
+    loop = config.orchestrator.model_copy(update={"filter_zero_advantages": False, "eval": None, "max_steps": None})
+    trainer = config.trainer.model_copy(update={"ckpt": None, "max_steps": None})
+    without = {"max_steps": None, "ckpt": None, "wandb": None}
+    return config.model_copy(update={"orchestrator": loop, "trainer": trainer, **without})
+
+
+def warm_up(config: RLConfig) -> int:
+    """How many batches are not counted."""
+    return 1 + config.orchestrator.async_level
+
+
+async def bench_orchestrator(prepared: Prepared, interrupts: Interrupts) -> int:
+    """Measure, and print the table; what was measured stays under the config's `output_dir`.
+
+    CliError if the run ends before its last batch, with the reason that it gives.
+    """
+    from millrace.local.stack import SERVICES, LocalStack
+
+    config, steps = prepared.config, num_steps(prepared.flags)
+    first = warm_up(config)
+    directory = Path(config.output_dir) / f"bench-{secrets.token_hex(3)}"
+    directory.mkdir(parents=True)
+    resolved, metrics = config.model_dump(mode="json"), directory / "metrics.jsonl"
+
+    def on_batch(batch: MeasuredBatch) -> None:
+        _say(f"step {batch.step - first + 1}/{steps}  {batch.seconds:.3f} s  {batch.tokens_per_s:,.0f} tokens/s")
+        with metrics.open("a") as file:
+            file.write(json.dumps(batch.metrics()) + "\n")
+
+    alone = replace(prepared, config=bench_config(config), settings=Settings())
+    options = stack_options(alone, directory)
+    modules = {**SERVICES, "trainer": "millrace.trainer.bench.untrained"}
+    async with LocalStack(options, note=_say, modules=modules) as stack:
+        interrupts.on_second(stack.supervisor.hurry.set)
+        _say(f"starting a stack for the orchestrator's steps; process logs: {directory / 'logs'}")
+        await stack.start()
+        usage = ProcessUse(lambda: {name: child.pid for name, child in stack.supervisor.children.items()})
+        async with Client(stack.address, access=stack.access) as client, exporting(resolved, directory):
+            work = _measure(client, alone.config, steps, store=directory / "store", usage=usage, on_batch=on_batch)
+            batches = await stack.guard(work)
+    found = summary(batches, cpu_s=usage.cpu_s, peak=usage.peak)
+    document = {"summary": found, "steps": [batch.metrics() for batch in batches], "config": resolved}
+    path = directory / "bench.json"
+    path.write_text(json.dumps(document, indent=2) + "\n")
+    click.echo("\n".join(lines(config, found, engine=options.engine)))
+    click.echo(f"{path}", err=True)
+    return 0
+
+
+async def _measure(
+    client: Client, config: RLConfig, steps: int, *, store: Path, usage: "ProcessUse", on_batch: OnBatch
+) -> list[MeasuredBatch]:
+    """The batches behind those that warm up, each told when it is there; the run has ended on return."""
+    run = await client.runs.create(config.resolved_json(), run_id="bench")
+    progress = Progress(name=run.name, uid=run.uid)
+    view, batches, committed_s = PlainView(sys.stderr, progress), list[MeasuredBatch](), 0.0
+    first = warm_up(config)
+    looking = asyncio.create_task(usage.look_on(), name="what the processes of the bench use")
+    try:
+        async with contextlib.aclosing(client.runs.watch(run.name)) as events:
+            async for event in events:
+                progress.apply(event)
+                view.show(event)
+                if not event.HasField("batch_committed") or len(batches) == steps:
+                    continue
+                seconds, committed_s = _time(event) - committed_s, _time(event)
+                if event.batch_committed.step < first:
+                    _say(f"warm-up {event.batch_committed.step + 1}/{first}")
+                    usage.begin()
+                    continue
+                usage.end()
+                batches.append(await asyncio.to_thread(read_batch, store, run.uid, event, seconds=seconds))
+                on_batch(batches[-1])
+                if len(batches) == steps:
+                    await client.runs.cancel(run.name, reason="every step is measured")
+    finally:
+        looking.cancel()
+        await asyncio.gather(looking, return_exceptions=True)
+    if len(batches) < steps:
+        require_success(progress, where="read the process logs")
+    return batches
+
+
+def read_batch(directory: Path, uid: str, event: event_pb2.Event, *, seconds: float) -> MeasuredBatch:
+    """What the store in `directory` has of the batch that was committed."""
+    from millrace.exports.samples import read_samples
+    from millrace.rollouts.types import RolloutStatus
+    from millrace.runlog import Names
+    from millrace.storage.local import LocalStore
+
+    step, names = int(event.batch_committed.step), Names(Settings().prefix, uid)
+    rollouts = [each.rollout for each in read_samples(LocalStore(directory), names, step=step, advantages=False)]
+    good = [rollout for rollout in rollouts if rollout.status is RolloutStatus.OK]
+    return MeasuredBatch(
+        step=step,
+        seconds=seconds,
+        num_rollouts=len(good),
+        num_failed=len(rollouts) - len(good),
+        num_tokens=int(event.batch_committed.num_tokens),
+        num_sampled=sum(rollout.num_loss_tokens for rollout in good),
+        rollout_s=fmean(rollout.seconds for rollout in good),
+        model_s=fmean(rollout.model_seconds for rollout in good),
+    )
+
+
+@dataclass(slots=True)
+class ProcessUse:
+    """What processes use, each with all that it has started, by the name that `pids` gives it."""
+
+    pids: Callable[[], Mapping[str, int]]
+    peak: dict[str, int] = field(default_factory=dict)
+    """Resident bytes at the look at which they were most."""
+    _began: Mapping[str, float] = field(default_factory=dict)
+    _ended: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def cpu_s(self) -> dict[str, float]:
+        """CPU seconds, user and system, between `begin` and `end`."""
+        return {name: seconds - self._began.get(name, 0.0) for name, seconds in self._ended.items()}
+
+    def begin(self) -> None:
+        """Count from now on."""
+        self._began = self._look()
+
+    def end(self) -> None:
+        """Count up to now."""
+        self._ended = self._look()
+
+    async def look_on(self) -> None:
+        """Look for peaks of memory; ends by cancellation."""
+        # unregistered wait: a periodic look
+        while True:
+            self._look()
+            await asyncio.sleep(_LOOK_S)
+
+    def _look(self) -> dict[str, float]:
+        import psutil
+
+        cpu_s: dict[str, float] = {}
+        for name, pid in self.pids().items():
+            cpu_s[name], resident = 0.0, 0
+            with contextlib.suppress(psutil.NoSuchProcess):
+                top = psutil.Process(pid)
+                for process in (top, *top.children(recursive=True)):
+                    with contextlib.suppress(psutil.NoSuchProcess):
+                        times = process.cpu_times()
+                        cpu_s[name] += times.user + times.system + times.children_user + times.children_system
+                        resident += process.memory_info().rss
+            self.peak[name] = max(self.peak.get(name, 0), resident)
+        return cpu_s
+
+
+def _time(event: event_pb2.Event) -> float:
+    return event.time.seconds + event.time.nanos / 1e9
+
+
+def _say(text: str) -> None:
+    click.echo(text, err=True)

@@ -1,0 +1,47 @@
+"""The trainer of `millrace orchestrator --bench`: takes each batch, learns nothing, publishes the policy as it was.
+
+Orchestrator, environments and engines work as in a run whose trainer is never late; `millrace.trainer.main` is the one
+that learns.
+"""
+
+import os
+from typing import TYPE_CHECKING, NoReturn
+
+from millrace.processes.service import run_service
+from millrace.telemetry.logging import setup
+from millrace.telemetry.settings import Settings
+
+if TYPE_CHECKING:
+    from millrace.trainer.training import Training
+
+
+def pass_on(run: "Training") -> None:
+    """Make version n + 1 of batch n until the closing header, each with the weights of the start model."""
+    from millrace.trainer.training import Position  # with torch, while the process already registers
+
+    with run.publisher:
+        start = run.position.version
+        run.publisher.publish(start)
+        for batch in run.batches.follow(start):
+            if batch.is_closing:
+                return
+            run.position = Position(batch.step + 1, batch.chain_hash)
+            run.publisher.publish(run.position.version, step=batch.step)
+            run.on_progress(run.position.version)
+
+
+def main() -> NoReturn:
+    """Be the worker of a stack, until it is stopped."""
+    run_service(_worker)
+
+
+def _worker() -> int:
+    settings = Settings.from_env(os.environ, required=["redis_url", "store_url", "orchestrator"])
+    setup("trainer", level=settings.log_level, json_lines=settings.log_json)
+    from millrace.trainer.serve import run
+
+    return run(settings, train=pass_on)
+
+
+if __name__ == "__main__":
+    main()

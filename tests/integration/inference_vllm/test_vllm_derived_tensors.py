@@ -1,0 +1,145 @@
+"""Behind a delta a worker of real vLLM holds what a fresh load holds: parameters, and all that is derived from them."""
+
+import json
+import os
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    DeepseekV2Config,
+    DeepseekV3Config,
+    PreTrainedConfig,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
+
+from millrace.inference.launch_env import vllm_environ
+from millrace.inference.vllm.orders import write_order
+from millrace.policies.host_copy import HostCopy
+from millrace.storage.local import LocalStore
+from millrace_testing.inference import published
+from millrace_testing.repository import REPOSITORY
+
+PROGRAM = REPOSITORY / "tests" / "support" / "millrace_testing" / "inference" / "vllm_memory.py"
+START_S = 400.0  # 15 s on a quiet machine
+GAP = 0.1  # of bfloat16 log-probs to those of Hugging Face's model
+pytestmark = pytest.mark.timeout(1200)
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 272,
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 96,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.08,
+    "eos_token_id": 258,
+    "pad_token_id": 256,
+}
+TWO_HEADS = {"num_attention_heads": 2, "num_key_value_heads": 2}
+TWO_KV_HEADS = {"num_key_value_heads": 2, "head_dim": 32}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True}
+LATENT = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 512,  # vLLM's kernel for CPUs has this size only
+    "qk_rope_head_dim": 64,
+    "qk_nope_head_dim": 32,
+    "v_head_dim": 32,
+    "first_k_dense_replace": 2,
+}
+FAMILIES: dict[str, tuple[PreTrainedConfig, tuple[str, ...]]] = {
+    "tied": (Qwen3Config(**SIZES, **TWO_KV_HEADS, tie_word_embeddings=True), ()),
+    "biased": (
+        Qwen2Config(**{**SIZES, "num_attention_heads": 2}, num_key_value_heads=2, tie_word_embeddings=False),
+        ("qkv_proj.bias",),
+    ),
+    "experts": (Qwen3MoeConfig(**SIZES, **TWO_KV_HEADS, **EXPERTS), ("w13_weight", "w2_weight")),
+    "latent": (DeepseekV2Config(**SIZES, **LATENT, q_lora_rank=None), ("W_UV", "W_UK_T")),
+    "latent-copied": (DeepseekV2Config(**SIZES, **LATENT, q_lora_rank=None), ("W_UV", "W_UK_T")),
+    "latent-v3": (DeepseekV3Config(**SIZES, **LATENT, q_lora_rank=48), ("W_UV", "W_UK_T")),
+}
+"""A config by family, and tensors that its workers have to hold."""
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_delta_leaves_what_a_fresh_load_leaves(family: str, vllm_python: str, tmp_path: Path) -> None:
+    config, wanted = FAMILIES[family]
+    torch.manual_seed(0)
+    first = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval().requires_grad_(False)
+    for weight in first.parameters():
+        if not weight.any():  # biases, of which nothing could be stale
+            weight.normal_(std=0.02)
+    second = published.nudged(first, 1).to(torch.bfloat16)
+    for name, model in (("first", first), ("second", second)):
+        model.config.architectures = [type(model).__name__]
+        model.save_pretrained(tmp_path / name)
+    options = ("copies",) if family == "latent-copied" else ()
+    found = held(vllm_python, tmp_path / "first", orders(tmp_path, first, second), *options)
+    fresh = held(vllm_python, tmp_path / "second", [], *options)
+    assert found["now"].keys() == fresh["now"].keys()
+    other = [path for path, digest in fresh["now"].items() if found["now"][path] != digest]
+    assert not other, "these are not as a fresh load leaves them"
+    changed = [path for path, digest in found["first"].items() if fresh["now"][path] != digest]
+    assert all(any(path.endswith(each) for path in changed) for each in wanted), "a stale tensor would be seen"
+    assert any(path.endswith("()") for path in changed), "a stale packed layer would be seen"
+    assert (found["tokens"], found["logprobs"]) == (fresh["tokens"], fresh["logprobs"])
+    said = published.logprobs(second, [1, 2, 3, 4, 5], found["tokens"])
+    np.testing.assert_allclose(found["logprobs"], said, atol=GAP)
+
+
+def test_experts_that_vllm_names_otherwise_are_refused_in_a_sentence(vllm_python: str, tmp_path: Path) -> None:
+    experts = {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "n_shared_experts": 1}
+    few = {"moe_intermediate_size": 64, "first_k_dense_replace": 1}
+    config = DeepseekV2Config(**SIZES | LATENT | experts | few, q_lora_rank=None)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval().requires_grad_(False)
+    model.config.architectures = [type(model).__name__]
+    model.save_pretrained(tmp_path / "first")
+    asked = orders(tmp_path, model, published.nudged(model, 1).to(torch.bfloat16))
+    ended = run(vllm_python, tmp_path / "first", asked)
+    assert ended.returncode == 1
+    assert "DeepseekV2ForCausalLM has no place for the tensor layers.1.mlp.experts.gate_up_proj" in ended.stderr
+    assert 'serve this model with inference.engine = "embedded"' in ended.stderr
+
+
+def orders(directory: Path, first: Any, second: Any) -> list[dict[str, Any]]:
+    """What a replica tells its workers of version 0, whole, and of version 1, a delta; each from its own copy."""
+    publisher = published.Publisher(LocalStore(directory / "store"), directory, "run1")
+    entries = [publisher.full(first, 0), publisher.delta(second, 1, base=0)]
+    found: list[dict[str, Any]] = []
+    for last in range(2):
+        place = directory / f"orders-{last}"
+        place.mkdir()
+        copy = HostCopy(LocalStore(directory / "store"), directory=place)
+        [*_, staged] = [copy.stage(entry.manifest_key, entry.manifest_sha256) for entry in entries[: last + 1]]
+        assert (staged.changes is not None) == bool(last)
+        found.append(write_order(staged, place))
+    return found
+
+
+def held(python: str, model: Path, orders: list[dict[str, Any]], *options: str) -> dict[str, Any]:
+    """What a worker holds that was started with a model, and has taken the orders."""
+    ended = run(python, model, orders, *options)
+    assert ended.returncode == 0, ended.stderr[-6000:] + ended.stdout[-3000:]
+    return json.loads((model.parent / f"{model.name}.held").read_text())
+
+
+def run(python: str, model: Path, orders: list[dict[str, Any]], *options: str) -> subprocess.CompletedProcess[str]:
+    asked, out = model.parent / f"{model.name}.orders", model.parent / f"{model.name}.held"
+    asked.write_text(json.dumps(orders))
+    environ = {name: value for name, value in os.environ.items() if not name.startswith(("MILLRACE_", "VLLM_"))}
+    environ |= vllm_environ(environ) | {
+        "PYTHONPATH": str(REPOSITORY / "services"),
+        "VLLM_PLUGINS": "",
+        "VLLM_HOST_IP": "127.0.0.1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+    }
+    command = [python, str(PROGRAM), str(model), str(asked), str(out), *options]
+    return subprocess.run(command, env=environ, capture_output=True, text=True, timeout=START_S, check=False)
