@@ -7,6 +7,7 @@ import sys
 
 import pytest
 
+from millrace.cli.main import main
 from millrace.cli.session.service_start import SERVICES, load_service, options_help, start_service
 from millrace.errors import InvalidSpecError
 
@@ -47,6 +48,14 @@ def test_a_file_is_checked_and_its_place_is_said(tmp_path, monkeypatch, started,
     assert "millrace run submit --trainer @ train.toml" in capsys.readouterr().err
     with pytest.raises(InvalidSpecError, match=r"trainer.optim.lrr: unknown key"):
         load_service(SERVICES["trainer"], ["@", "train.toml", "--optim.lrr", "1"], {})
+
+
+@pytest.mark.parametrize("flag", ["--resume", "--follow", "--plain", "--name=x", "--server=127.0.0.1:1"])
+@pytest.mark.parametrize("command", ["orchestrator", "trainer", "env-server", "inference"])
+def test_what_belongs_to_a_run_is_refused(command, flag, capsys):
+    assert main([command, flag, "--dry-run"]) == 2
+    said = capsys.readouterr().err
+    assert f"millrace {command} has no {flag.partition('=')[0]}: it belongs to a run" in said and "millrace rl" in said
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:

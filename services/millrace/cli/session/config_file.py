@@ -10,6 +10,8 @@ from millrace.config.load import Loaded
 from millrace.config.prime_rl.importing import WHOLE, kind_of
 from millrace.errors import InvalidSpecError, Violation
 
+_OF_RUNS = ("name", "server", "follow", "resume", "plain")
+
 
 def missing_file(example: str) -> CliError:
     """The error of a command that needs a config file; `example` is the command line that would do."""
@@ -55,6 +57,17 @@ def refuse_check(loaded: Loaded[ConfigT]) -> None:
     if loaded.flags.get("check-environments"):
         hint = "leave it out, or try an environment alone: millrace env check ID"
         raise CliError("--check-environments is for `millrace rl` and `millrace run submit`", hint=hint)
+
+
+def refuse_flags_of_runs(loaded: Loaded[ConfigT], *, command: str) -> None:
+    """CliError where a service is given what belongs to a run, and would have no effect."""
+    refuse_check(loaded)
+    for name in _OF_RUNS:
+        if name in loaded.flags:
+            hint = (
+                f"leave it out, or give it to `millrace rl` or `millrace run submit`: millrace {command} waits for runs"
+            )
+            raise CliError(f"millrace {command} has no --{name}: it belongs to a run", hint=hint)
 
 
 def require_file_or_model(loaded: Loaded[ConfigT], *, example: str) -> None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from millrace.cli.session import bench
+from millrace.cli.session.config_file import refuse_flags_of_runs
 from millrace.cli.session.notes import say_notes
 from millrace.cli.session.part import PARTS
 from millrace.cli.session.prepare import Prepared, prepare
@@ -74,7 +75,10 @@ callers are checked and what environments may do."""
 
 
 def load_service(service: Service, arguments: Sequence[str], environ: Mapping[str, str]) -> Loaded[Any]:
-    """The checked config, that of no run where the arguments name none; InvalidSpecError lists what is wrong."""
+    """The checked config, that of no run where the arguments name none.
+
+    InvalidSpecError lists what is wrong; CliError for a flag that belongs to a run.
+    """
     reserved = {**RESERVED_FLAGS, **dict.fromkeys(PLACES, True), **bench.flags()}
     part = PARTS[service.section]
     words = part.named(arguments, reserved=reserved)
@@ -82,6 +86,7 @@ def load_service(service: Service, arguments: Sequence[str], environ: Mapping[st
     if not has_config and service.section == "orchestrator":
         words = [*words, "--orchestrator.env", '[{"id": "none"}]', "--orchestrator.rollouts-per-example", "2"]
     loaded = load(part.document, words, environ, reserved=reserved, section=part.section)
+    refuse_flags_of_runs(loaded, command=service.name)
     say_notes(loaded.notes)
     return loaded
 
