@@ -46,6 +46,11 @@ def main(config_file: Path, directory: Path) -> None:
     written = checkpoints.write(state, step=SAVED, lineage=0, chain_hash=b"c" * 32, author=author)
     manifest = checkpoints.commit(written, gang=gang)
     facts["bytes"] = manifest.size_bytes
+    facts["state_bytes"] = sum(
+        tensor.numel() * tensor.element_size()  # of a DTensor the numbers of all its shares
+        for name, tensor in state.items()
+        if name.startswith("model.") or ".exp_avg" in name
+    )
     facts["digests"] += _steps(learner, range(SAVED, STEPS))
     again = _learner(config, gang)
     found = resume(
