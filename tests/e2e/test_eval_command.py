@@ -108,7 +108,7 @@ class Door:
         return reply.status, answer
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def fixed_engine(warm: Workplace, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The base URL of an engine that serves the warmed-up model by itself, without an orchestrator."""
     port, http_port = free_ports(2)
