@@ -40,7 +40,7 @@ def queries() -> dict[str, str]:
 
 def kill_env_worker(directory: Path) -> None:
     """One death for the panel that counts them."""
-    pids = json.loads(next(directory.glob("outputs/*/stack.json")).read_text())["pids"]
+    pids = json.loads((directory / "outputs" / "observed" / "stack.json").read_text())["pids"]
     for child in psutil.Process(pids["env-server"]).children(recursive=True):
         with contextlib.suppress(psutil.Error):
             if "millrace.env_server.workers.env_worker" in " ".join(child.cmdline()):
@@ -61,7 +61,7 @@ def test_the_dashboards_queries_and_a_collector_get_what_they_ask_of_a_live_run(
         with warm.following(*argv, stdout=(tmp_path / "out").open("w"), env=variables) as process:
             ends = time.monotonic() + WITHIN_S
             while process.poll() is None and time.monotonic() < ends:
-                for path in () if scraped else warm.path.glob("outputs/*/stack.json"):
+                for path in () if scraped else warm.path.glob("outputs/observed/stack.json"):
                     server.scrape(json.loads(path.read_text())["metrics"])
                     scraped = True
                 missing = {name: each for name, each in missing.items() if not has_data(server, each)}
