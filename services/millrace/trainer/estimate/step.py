@@ -236,7 +236,8 @@ def _reference(
 def _routed_evenly(experts: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
     """Real places of experts, each as often as any other, for those that a router of fake numbers has chosen."""
     hidden_TH, index_TK, weights_TK = args
-    return hidden_TH, torch.arange(index_TK.numel()).view(index_TK.shape) % experts.num_experts, weights_TK
+    num_experts = int(experts.num_experts)  # pyright: ignore[reportArgumentType] - a number in transformers' modules
+    return hidden_TH, torch.arange(index_TK.numel()).view(index_TK.shape) % num_experts, weights_TK
 
 
 def _counts(model: nn.Module) -> tuple[int, int]:
