@@ -6,6 +6,7 @@ rows have the same numbers, so that `wandb sync` puts them in one place.
 """
 
 import os
+import re
 from collections import deque
 from collections.abc import Mapping
 from pathlib import Path
@@ -22,6 +23,8 @@ from millrace.telemetry.redact import keep_secret
 
 INIT_TIMEOUT_S = 60.0
 KEY, KEY_FILE = "WANDB_API_KEY", "WANDB_API_KEY_FILE"
+_URL = re.compile(r"https?://\S+|\b[\d.]+:\d+")
+_REFUSED = re.compile(r"\b(401|403)\b|api key")
 
 
 class LiveExport(LogExport):
@@ -76,8 +79,8 @@ def open_target(target: WandbTarget, *, samples_of: SamplesOf) -> WandbRun:
 def _as_millrace(error: Exception) -> MillraceError:
     """Whether W&B refuses us, or cannot be reached."""
     names = {kind.__name__ for kind in type(error).__mro__}
-    text = str(error).lower()
-    if names & {"AuthenticationError", "UsageError"} or any(word in text for word in ("401", "403", "api key")):
+    text = _URL.sub("", str(error).lower())  # a port may look like a status
+    if names & {"AuthenticationError", "UsageError"} or _REFUSED.search(text):
         return PermissionDeniedError(
             f"W&B refuses the run: {error}",
             reason="WANDB_REFUSED",

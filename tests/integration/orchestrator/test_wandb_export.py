@@ -6,7 +6,7 @@ import os
 import signal
 import socket
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -46,6 +46,14 @@ def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "wandb"
 
 
+def socket_that_looks_refused() -> socket.socket:
+    """Listen on a port with 401 in it, which is no reason to take the key for refused."""
+    for port in range(40100, 40200):
+        with suppress(OSError):
+            return socket.create_server(("127.0.0.1", port))
+    raise AssertionError("no such port is free")
+
+
 @asynccontextmanager
 async def answering(status: int | None) -> AsyncIterator[str]:
     """A server that answers every request with a status, or (None) never; yields its URL."""
@@ -62,7 +70,7 @@ async def answering(status: int | None) -> AsyncIterator[str]:
         await writer.drain()
         writer.close()
 
-    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    server = await asyncio.start_server(serve, sock=socket_that_looks_refused())
     try:
         yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
     finally:
