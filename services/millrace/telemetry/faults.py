@@ -50,6 +50,9 @@ class Point(StrEnum):
     """Behind the optimizer step, before anything is published (`step`)."""
     TRAINER_BEFORE_UPLOAD = "trainer.before_upload"
     """A policy is encoded while training goes on; nothing of it is uploaded (`version`)."""
+    TRAINER_MID_UPLOAD = "trainer.mid_upload"
+    """A rank has uploaded its share of a policy and told nobody (`version`): the process that publishes has, if there
+    is one."""
     TRAINER_BEFORE_MANIFEST = "trainer.before_manifest"
     """The policy's objects are uploaded, its manifest does not exist (`version`)."""
     TRAINER_AFTER_MANIFEST = "trainer.after_manifest"

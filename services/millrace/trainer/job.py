@@ -33,6 +33,7 @@ from millrace.trainer.log.stop import StopRequested
 from millrace.trainer.log.token_log import TokenLogWriter
 from millrace.trainer.loop import train
 from millrace.trainer.model.pretrained import policy_files, resolve_model_directory, with_tokenizer
+from millrace.trainer.publish.executor import Executor
 from millrace.trainer.publish.lora import AdapterBase
 from millrace.trainer.publish.mend import DamageReport, Mender, published_anew
 from millrace.trainer.publish.plan import PublishPlan, first_of_lineage, newest_published, plan_publishing
@@ -62,6 +63,10 @@ class JobContext:
     damage: Callable[[], DamageReport | None] = lambda: None
     silence: SilenceTeller = field(default_factory=SilenceTeller)
     custom_code: CustomCode = field(default_factory=CustomCode)
+    store_url: str = ""
+    """The store's, for processes of ours that open it as well; empty: none does."""
+    executor: Executor = Executor.AUTO
+    """Who publishes policies beside the training."""
     train: Callable[[Training], None] | None = None
     """What takes the place of the training loop."""
 
@@ -262,7 +267,7 @@ def make_publisher(
         files = upload()
     gang = context.gang
     epoch = client.epoch if gang.is_leader else None
-    target = PublishTarget(store=context.store, names=names, gang=gang, epoch=epoch)
+    target = PublishTarget(store=context.store, names=names, gang=gang, epoch=epoch, store_url=context.store_url)
     base: AdapterBase | None = None
     if learner.adapter is not None:
         base = AdapterBase(
@@ -281,6 +286,7 @@ def make_publisher(
         vocabulary=int(json.loads(shared["config.json"])["vocab_size"]),
         plan=plan,
         base=base,
+        executor=context.executor,
     )
 
 

@@ -28,6 +28,7 @@ from millrace.telemetry.settings import Settings
 from millrace.telemetry.startup import without_gc
 from millrace.trainer import meters
 from millrace.trainer.log.background import BackgroundLoop
+from millrace.trainer.publish.executor import Executor
 from millrace.trainer.silence import SilenceTeller
 from millrace.trainer.worker import TrainerWorker
 
@@ -43,6 +44,7 @@ def run(settings: Settings, *, train: Callable[[Any], None] | None = None) -> in
     `train` takes the place of the training loop; it gets the `Training`.
     Raises the companion's error if it has an exit code of its own: a port in use, a refused registration.
     """
+    executor = Executor.chosen()
     is_leader = os.environ.get("RANK", "0") == "0"
     board = HealthBoard()
     worker = TrainerWorker(board=board)
@@ -64,7 +66,16 @@ def run(settings: Settings, *, train: Callable[[Any], None] | None = None) -> in
         if is_leader:
             companions.start(board)
         try:
-            _work(settings, worker, background, owner=worker_id, slot=slot, silence=silence, train=train)
+            _work(
+                settings,
+                worker,
+                background,
+                owner=worker_id,
+                slot=slot,
+                silence=silence,
+                executor=executor,
+                train=train,
+            )
         finally:
             companions.stop()
         companions.raise_failure()
@@ -81,6 +92,7 @@ def _work(
     owner: str,
     slot: str,
     silence: SilenceTeller,
+    executor: Executor,
     train: Callable[[Any], None] | None,
 ) -> None:
     """Join the gang and train what is assigned, until the worker is stopped."""
@@ -98,6 +110,8 @@ def _work(
         context = JobContext(
             background=background,
             store=open_store(settings.require("store_url")),
+            store_url=settings.require("store_url"),
+            executor=executor,
             redis_url=settings.require("redis_url"),
             prefix=settings.prefix,
             gang=gang,

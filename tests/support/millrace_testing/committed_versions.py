@@ -7,10 +7,13 @@ from collections.abc import Callable
 import numpy as np
 
 from millrace.config.sections.trainer import PolicyConfig
+from millrace.errors import UnavailableError
 from millrace.policies.host_copy import HostCopy
 from millrace.policies.manifest import PolicyManifest
 from millrace.policies.publishing.parts import TensorPart
+from millrace.policies.publishing.share import ShareWriter
 from millrace.policies.pull import read_manifest
+from millrace.processes.shared_memory import SharedMemory, SharedPlace
 from millrace.runlog import Names
 from millrace.storage.local import LocalStore
 from millrace.trainer.gang.distributed import Gang
@@ -63,8 +66,10 @@ class Trainer:
         share: float = 0.01,
         lineage: int = 0,
         is_strict: bool = True,
+        is_process: bool = False,
         **config,
     ) -> None:
+        """`is_process`: each rank's share is written by a process of its own; call `close` at the end."""
         board = Board(world_size)
         self.store = store
         self.lineage = lineage
@@ -74,18 +79,33 @@ class Trainer:
         self.world_size = world_size
         self.weights = {n: self.rng.integers(0, 2**16, s).astype(np.uint16) for n, s in SHAPES.items()}
         self.history: dict[int, dict[str, bytes]] = {}
-        self.committers = [
-            Committer(
-                PublishTarget(store=store, names=NAMES, gang=ThreadGang(rank, world_size, board), epoch=1),
-                config=PolicyConfig.model_validate(config),
-                lineage=lineage,
-                files=(),
-                is_strict=is_strict,
+        self.is_process = is_process
+        self.deaths: list[list[UnavailableError]] = [[] for _ in range(world_size)]
+        self.shares: list[ShareWriter] = []
+        self.committers: list[Committer] = []
+        for rank in range(world_size):
+            gang, url = ThreadGang(rank, world_size, board), store.uri("x").removesuffix("/x")
+            target = PublishTarget(store=store, names=NAMES, gang=gang, epoch=1, store_url=url)
+            policy = PolicyConfig.model_validate(config)
+            self.shares.append(target.share_writer(policy, is_process=is_process))
+            self.committers.append(
+                Committer(
+                    target,
+                    config=policy,
+                    lineage=lineage,
+                    files=(),
+                    is_strict=is_strict,
+                    share=self.shares[rank],
+                    on_death=self.deaths[rank].append,
+                )
             )
-            for rank in range(world_size)
-        ]
+
+    def close(self) -> None:
+        for share in self.shares:
+            share.close()
 
     def parts(self, rank: int) -> list[TensorPart]:
+        self._memory = SharedMemory() if self.is_process else None
         found = []
         for name, array in self.weights.items():
             if array.ndim == 0:
@@ -99,7 +119,13 @@ class Trainer:
         return found
 
     def _part(self, name: str, array: np.ndarray, start: int, bits: np.ndarray) -> TensorPart:
-        return TensorPart(name=name, dtype="bfloat16", shape=array.shape, start=start, bits=bits.copy())
+        if self._memory is None:
+            return TensorPart(name=name, dtype="bfloat16", shape=array.shape, start=start, bits=bits.copy())
+        offset, view = self._memory.allocate(bits.nbytes)
+        shared = np.frombuffer(view, np.uint16)
+        shared[:] = bits
+        place = SharedPlace(self._memory, offset)
+        return TensorPart(name=name, dtype="bfloat16", shape=array.shape, start=start, bits=shared, place=place)
 
     def move(self) -> None:
         for name, array in self.weights.items():

@@ -4,12 +4,14 @@ import dataclasses
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 
 import numpy as np
 import pytest
 
 from millrace.errors import CorruptObjectError, InvalidStateError, MillraceError, UnavailableError
 from millrace.policies.host_copy import HostCopy
+from millrace.policies.publishing import share
 from millrace.storage.local import LocalStore
 from millrace.trainer.publish import commit
 from millrace.trainer.publish.commit import VersionInput
@@ -124,13 +126,14 @@ def test_a_damaged_copy_is_not_taken_for_a_damaged_delta(
 
 
 @pytest.mark.parametrize(
-    ("where", "failing"), [("upload_full", 0), ("upload_full", 1), ("pack_digests", 1), ("commit_policy", 0)]
+    ("module", "where", "failing"),
+    [(share, "upload_full", 0), (share, "upload_full", 1), (commit, "pack_digests", 1), (commit, "commit_policy", 0)],
 )
 def test_what_fails_at_one_rank_fails_at_all(
-    store: LocalStore, monkeypatch: pytest.MonkeyPatch, where: str, failing: int
+    store: LocalStore, monkeypatch: pytest.MonkeyPatch, module: ModuleType, where: str, failing: int
 ) -> None:
     trainer = Trainer(store, world_size=3)
-    whole = getattr(commit, where)
+    whole = getattr(module, where)
     of_thread = threading.local()
     for rank, committer in enumerate(trainer.committers):
         publish = committer.publish
@@ -146,13 +149,13 @@ def test_what_fails_at_one_rank_fails_at_all(
             raise MemoryError
         return whole(*args, **kwargs)
 
-    monkeypatch.setattr(commit, where, fail)
+    monkeypatch.setattr(module, where, fail)
     done = trainer.commit(0)
     assert isinstance(done[failing], MemoryError)
     others = [error for rank, error in enumerate(done) if rank != failing]
     assert [(type(error), error.reason) for error in others] == [(UnavailableError, "PEER_FAILED")] * 2
     assert all(f"rank {failing} failed: MemoryError" in str(error) for error in others)
-    monkeypatch.setattr(commit, where, whole)
+    monkeypatch.setattr(module, where, whole)
     trainer.publish(0)  # they are in step
     trainer.require(HostCopy(store), 0)
 

@@ -13,6 +13,7 @@ from millrace.errors import InternalError
 from millrace.policies.digest import add_digests, bits_digest, digest_hex
 from millrace.policies.manifest import Encoding, TensorEntry
 from millrace.policies.tensors import TensorBytes
+from millrace.processes.shared_memory import SharedPlace
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -20,6 +21,7 @@ class TensorPart:
     """Elements `start` to `start + count` of a tensor of dtype tag `dtype` and shape `shape` (that of the whole).
 
     `bits` [count] are unsigned integers of the dtype's width; a rank that holds nothing of the tensor has none.
+    `place` is where they lie, if another process can see them.
     """
 
     name: str
@@ -27,6 +29,7 @@ class TensorPart:
     shape: tuple[int, ...]
     start: int
     bits: NDArray[np.unsignedinteger]
+    place: SharedPlace | None = None
 
     @property
     def count(self) -> int:

@@ -1,12 +1,17 @@
 """This rank's share of the live weights, copied to host memory in the published format, so that training can go on."""
 
+import math
+from collections.abc import Collection
+
 import numpy as np
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from millrace.errors import CapacityError
 from millrace.policies.publishing.parts import TensorPart
 from millrace.policies.tensors import bits_type
+from millrace.processes.shared_memory import SharedMemory, SharedPlace
 from millrace.trainer.model.layout import held
 from millrace.trainer.model.lora import published_tensors
 from millrace.trainer.model.mesh import RankLayout
@@ -18,51 +23,159 @@ class Snapshots:
     """Takes snapshots into buffers that are used again. Every rank copies what it holds; columns are brought together.
 
     Memory: one copy of the rank's shard per snapshot that was not given back (2 bytes per bf16 parameter, 4 per
-    float32; pinned where there is a GPU).
+    float32; pinned where there is a GPU). If they are shared, another process can map it.
     """
 
     def __init__(
-        self, model: nn.Module, *, dtype: torch.dtype, rank: int, device: torch.device, layout: RankLayout
+        self,
+        model: nn.Module,
+        *,
+        dtype: torch.dtype,
+        rank: int,
+        device: torch.device,
+        layout: RankLayout,
+        are_shared: bool = False,
     ) -> None:
         self._model = model
         self._dtype = dtype
         self._rank = rank
         self._device = device
         self._is_first_part = layout.is_first_part(rank)
-        self._free: list[dict[str, torch.Tensor]] = []
-        self._used: dict[int, dict[str, torch.Tensor]] = {}
+        self._are_shared = are_shared
+        self._free: list[_Buffers] = []
+        self._used: dict[int, _Buffers] = {}
 
     @torch.no_grad()
     def take(self, version: int) -> list[TensorPart]:
         """The rank's parts of the tensors that version `version` is made of; give them back when nobody reads them."""
-        free = self._free.pop() if self._free else {}
-        used: dict[str, torch.Tensor] = {}
+        tensors = published_tensors(self._model, version=version)
+        buffers = self._buffers_for(tensors.keys())
         parts: list[TensorPart] = []
-        for name, tensor in published_tensors(self._model, version=version).items():
+        for name, tensor in tensors.items():
             share = published_share(tensor, rank=self._rank, is_first_part=self._is_first_part)
             if share is None:
                 continue
             local, start = share
             dtype = self._dtype if local.is_floating_point() else local.dtype
-            buffer = free.get(name)
-            if buffer is None or (buffer.shape, buffer.dtype) != (local.shape, dtype):
-                buffer = torch.empty(local.shape, dtype=dtype, pin_memory=self._device.type == "cuda")
-            used[name] = buffer
+            buffer, place = buffers.buffer(name, local.shape, dtype)
             buffer.copy_(local, non_blocking=True)
             tag = str(dtype).removeprefix("torch.")
+            bits = _bits(buffer, tag)
             parts.append(
-                TensorPart(name=name, dtype=tag, shape=tuple(tensor.shape), start=start, bits=_bits(buffer, tag))
+                TensorPart(name=name, dtype=tag, shape=tuple(tensor.shape), start=start, bits=bits, place=place)
             )
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         if parts:
-            self._used[id(parts[0])] = used
+            self._used[id(parts[0])] = buffers
         return parts
 
     def give_back(self, parts: list[TensorPart]) -> None:
         """The buffers of these parts may be overwritten."""
         if parts and (buffers := self._used.pop(id(parts[0]), None)) is not None:
             self._free.append(buffers)
+
+    def close(self) -> None:
+        """Give all buffers up: nothing is copied any more. What still reads parts may go on. Idempotent."""
+        for buffers in (*self._free, *self._used.values()):
+            buffers.close()
+        self._free, self._used = [], {}
+
+    def _buffers_for(self, names: Collection[str]) -> "_Buffers":
+        """Buffers that were given back and are for tensors of these names, or new ones."""
+        while self._free:
+            buffers = self._free.pop()
+            if buffers.names == frozenset(names):
+                return buffers
+            buffers.close()  # of the whole model, behind which only adapters are published
+        memory = _new_memory() if self._are_shared else None
+        return _Buffers(names, memory=memory, is_pinned=self._device.type == "cuda")
+
+
+class _Buffers:
+    """Host memory for one snapshot: `names` are those of the tensors that the version has."""
+
+    def __init__(self, names: Collection[str], *, memory: SharedMemory | None, is_pinned: bool) -> None:
+        self.names = frozenset(names)
+        self._memory = memory
+        self._is_pinned = is_pinned
+        self._made: dict[str, tuple[torch.Tensor, SharedPlace | None]] = {}
+
+    def buffer(self, name: str, shape: torch.Size, dtype: torch.dtype) -> tuple[torch.Tensor, SharedPlace | None]:
+        """A buffer of that shape [shape], and where it lies if it is shared; CapacityError if there is no room."""
+        made = self._made.get(name)
+        if made is not None and (made[0].shape, made[0].dtype) == (shape, dtype):
+            return made
+        if self._memory is None or not math.prod(shape):
+            made = torch.empty(shape, dtype=dtype, pin_memory=self._is_pinned), None
+            if self._memory is not None:
+                made = made[0], SharedPlace(self._memory, 0)
+        else:
+            made = self._share(self._memory, shape, dtype)
+        self._made[name] = made
+        return made
+
+    def close(self) -> None:
+        """Give the memory up."""
+        if self._memory is not None:
+            for buffer, _ in self._made.values():
+                if self._is_pinned and buffer.numel():
+                    unpin(buffer)
+            self._memory.close()
+        self._made = {}
+
+    def _share(self, memory: SharedMemory, shape: torch.Size, dtype: torch.dtype) -> tuple[torch.Tensor, SharedPlace]:
+        count = math.prod(shape)
+        try:
+            offset, view = memory.allocate(count * dtype.itemsize)
+        except OSError as error:
+            raise _no_memory(error.strerror) from error
+        buffer = torch.frombuffer(view, dtype=dtype, count=count).reshape(shape)
+        if self._is_pinned:  # what torch allocates is pinned by torch
+            pin(buffer)
+        return buffer, SharedPlace(memory, offset)
+
+
+def pin(buffer: torch.Tensor) -> None:
+    """Lock memory that CUDA did not allocate, so that it copies there without a detour and beside what runs.
+
+    CapacityError if it cannot.
+    """
+    if code := int(torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), buffer.nbytes, 0)):
+        raise _no_memory(f"CUDA cannot lock it (error {code})")
+
+
+def unpin(buffer: torch.Tensor) -> None:
+    """Undo `pin`, before the memory goes."""
+    torch.cuda.cudart().cudaHostUnregister(buffer.data_ptr())
+
+
+def share_bytes(model: nn.Module, *, dtype: torch.dtype, rank: int, layout: RankLayout) -> int:
+    """The size of what this rank publishes of the whole model."""
+    is_first_part, found = layout.is_first_part(rank), 0
+    for tensor in published_tensors(model, version=0).values():
+        width = (dtype if tensor.is_floating_point() else tensor.dtype).itemsize
+        if isinstance(tensor, DTensor):
+            share = held(tensor, is_first_part=is_first_part)
+            found += share.num_elements * width if share.writes else 0
+        else:
+            found += tensor.numel() * width if rank == 0 else 0
+    return found
+
+
+def _new_memory() -> SharedMemory:
+    try:
+        return SharedMemory()
+    except OSError as error:
+        raise _no_memory(error.strerror) from error
+
+
+def _no_memory(why: str | None) -> CapacityError:
+    return CapacityError(
+        f"no memory for a snapshot of the weights, which the process that publishes shall see: {why}",
+        reason="SNAPSHOT_MEMORY",
+        remedy="give the trainer's machine or container more memory",
+    )
 
 
 def _bits(buffer: torch.Tensor, tag: str) -> np.ndarray:

@@ -3,18 +3,20 @@
     head? ── exists ──▶ digests ──▶ equal, or the replay was not exact
       └───── new ─────▶ digests, deltas ──▶ sizes of all ranks ──▶ upload the smaller ──▶ manifest, last
 
-Every rank runs it on a thread beside the training, at the same versions in the same order. What the next version is
-compared with is always what was committed: the copy is replaced behind the manifest, never before.
+Every rank runs it on a thread beside the training, at the same versions in the same order. Here is what ranks agree on
+and what rank 0 alone does; the work that takes long is a `ShareWriter`'s, on this thread or in a process of its own.
+Where that process dies under a version, all ranks do the version again, from its first look at the store: nothing is
+committed but by the manifest. What the next version is compared with is always what was committed: the copy is replaced
+behind the manifest, never before.
 """
 
 import logging
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, TypeVar
 
 from millrace.config.sections.trainer import PolicyConfig
 from millrace.errors import ConflictError, CorruptObjectError, InvalidStateError, UnavailableError
-from millrace.policies.digest import decode_threads
 from millrace.policies.fetch import read_manifest
 from millrace.policies.manifest import (
     AdapterEntry,
@@ -26,8 +28,8 @@ from millrace.policies.manifest import (
     TensorEntry,
     whole_digest,
 )
-from millrace.policies.publishing.history import Delta, Digests, History
-from millrace.policies.publishing.parts import TensorPart, merge_digests, merge_encodings, pack_digests, pack_encodings
+from millrace.policies.publishing.history import Digests
+from millrace.policies.publishing.parts import TensorPart, merge_digests, merge_encodings, pack_digests
 from millrace.policies.publishing.publish import (
     DIGEST_MISMATCH,
     PublishedPolicy,
@@ -36,17 +38,21 @@ from millrace.policies.publishing.publish import (
     existing_policy,
     upload_prefix,
 )
-from millrace.policies.publishing.upload import upload_delta, upload_full
+from millrace.policies.publishing.share import EncodedDelta, ShareWriter
 from millrace.policies.verify import damage_of
 from millrace.runlog.records.epochs import latest_epoch
 from millrace.storage.commit_points import find_newest, next_revision
 from millrace.telemetry import faults
 from millrace.telemetry.faults import Point
 from millrace.trainer.log.hold import ROLE, require_newest
+from millrace.trainer.publish.share_process import PUBLISHER_DIED
 from millrace.trainer.publish.target import PublishTarget
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
+_MOST_DEATHS = 3  # of processes that publish under one version; then the run is released, and tried again as a whole
 _DELTA_BELOW = 0.9  # of a full copy; a full copy that costs hardly more is an anchor as well
 _SKIP_BELOW = 0.5  # of a full copy; who is behind may as well read the anchor then
 
@@ -90,7 +96,10 @@ class Committer:
         should_stop: Callable[[], bool] = lambda: False,
         is_strict: bool = True,
         upload_files: Callable[[], tuple[FileEntry, ...]] | None = None,
+        share: ShareWriter | None = None,
+        on_death: Callable[[UnavailableError], None] = lambda death: None,
     ) -> None:
+        """`share` does this rank's work; None: here. `on_death` is told, at every rank, of each death under it."""
         self._store = target.store
         self._names = target.names
         self._gang = target.gang
@@ -101,16 +110,19 @@ class Committer:
         self._should_stop = should_stop
         self._is_strict = is_strict
         self._upload_files = upload_files
-        self._threads = max(1, decode_threads() // target.gang.world_size)
-        self._history = History(skip_deltas=config.skip_deltas if config.delta else (), threads=self._threads)
+        self._share = share or target.share_writer(config, is_process=False)
+        self._on_death = on_death
         self._anchor = 0
 
     def holds(self, parts: list[TensorPart]) -> bool:
         """Whether these very parts are what the next version will be compared with."""
-        return self._history.holds(parts)
+        return self._share.holds(parts)
 
     def adopt(self, version: int, parts: list[TensorPart]) -> None:
         """Take the weights of a committed version as what the next one is compared with, if they are its weights."""
+        self._persist(version, lambda: self._adopt(version, parts))
+
+    def _adopt(self, version: int, parts: list[TensorPart]) -> None:
         _, found = self._committed(version)
         digests, entries = self._prove(parts, version)
         if found is None or whole_digest(entries) != found.digest:
@@ -125,7 +137,7 @@ class Committer:
         and woke up: UnavailableError then, and the next try begins a lineage behind it (`publish_plan`).
         """
         try:
-            return self._commit(version)
+            return self._persist(version.version, lambda: self._commit(version))
         except ConflictError as error:
             if self._is_strict or error.reason != DIGEST_MISMATCH:
                 raise
@@ -135,6 +147,25 @@ class Committer:
                 remedy="the run goes on from its last checkpoint in a new lineage",
             ) from error
 
+    def _persist(self, version: int, work: Callable[[], T]) -> T:
+        """Do the work; where the process that publishes dies under it, at any rank, do it again at all of them."""
+        deaths = 0
+        while True:
+            try:
+                return work()
+            except UnavailableError as death:
+                deaths += 1
+                if death.reason != PUBLISHER_DIED or self._should_stop():
+                    raise
+                logger.warning(death.message, extra={"version": version, "deaths": deaths})
+                if deaths == _MOST_DEATHS:
+                    raise UnavailableError(
+                        f"{death.message}, for the {deaths}rd time in a row",
+                        reason=PUBLISHER_DIED,
+                        remedy=death.remedy,
+                    ) from death
+                self._on_death(death)
+
     def mend(self, version: VersionInput, *, lineage: int, digest: str, sha256: bytes) -> MendedVersion | None:
         """Publish a committed version anew and in full, under the next successor of its manifest, if it is damaged.
 
@@ -142,6 +173,11 @@ class Committer:
         the version's, whose `digest` was announced (it is empty if a damaged
         manifest was all that was left): then nobody has them any more.
         """
+        return self._persist(
+            version.version, lambda: self._mend(version, lineage=lineage, digest=digest, sha256=sha256)
+        )
+
+    def _mend(self, version: VersionInput, *, lineage: int, digest: str, sha256: bytes) -> MendedVersion | None:
         found: list[str] = []
 
         def look() -> str | None:
@@ -216,27 +252,26 @@ class Committer:
         digests: Digests = {}
 
         def prove() -> list[Any]:
-            digests.update(self._history.digests(parts, version))
+            digests.update(self._share.digests(parts, version))
             return pack_digests(parts, digests)
 
         return digests, merge_digests(self._gang.agree(prove))
 
     def publish(self, version: VersionInput, key: str) -> CommittedVersion:
         """Upload and commit a version."""
-        parts, deltas, digests = version.parts, list[Delta](), Digests()
+        parts, digests = version.parts, Digests()
 
-        def encode() -> list[Any]:
-            if self._history.fits(parts, version.version):
-                delta, found = self._history.encode(parts)
-                deltas.extend([delta, *self._history.encode_skips(parts, version.version)])
-            else:
-                found = self._history.digests(parts, version.version)
-            digests.update(found)
-            return pack_digests(parts, digests)
+        def encode() -> dict[str, Any]:
+            encoded = self._share.encode(parts, version.version)
+            digests.update(encoded.digests)
+            return {"parts": pack_digests(parts, digests), "deltas": [asdict(delta) for delta in encoded.deltas]}
 
-        entries = merge_digests(self._gang.agree(encode))
+        told = self._gang.agree(encode)
+        entries = merge_digests(each["parts"] for each in told)
+        deltas = merge_deltas(each["deltas"] for each in told)
         num_elements = sum(entry.num_elements for entry in entries)
-        changed = self._gang.sum([deltas[0].num_changed])[0] / max(1, num_elements) if deltas else 1.0
+        is_delta = bool(deltas) and deltas[0].base == version.version - 1
+        changed = deltas[0].num_changed / max(1, num_elements) if is_delta else 1.0
         faults.reach(Point.TRAINER_BEFORE_UPLOAD, version=version.version)
         encodings, anchor = self._upload(version, deltas, full_bytes=sum(entry.size_bytes for entry in entries))
         manifest = self._manifest(version, key, entries, encodings, anchor, lineage=self._lineage)
@@ -270,18 +305,16 @@ class Committer:
         )
 
     def _upload(
-        self, version: VersionInput, deltas: list[Delta], *, full_bytes: int
+        self, version: VersionInput, deltas: list[EncodedDelta], *, full_bytes: int
     ) -> tuple[tuple[Encoding, ...], int]:
         """Upload what is worth it; return the encodings of all ranks, and the newest anchor."""
-        sizes = self._gang.sum([float(delta.size_bytes) for delta in deltas]) if deltas else []
+        previous = version.version - 1
         worth = [
-            delta
-            for place, (delta, size) in enumerate(zip(deltas, sizes, strict=True))
-            if size < full_bytes * (_SKIP_BELOW if place else _DELTA_BELOW)
+            delta.base
+            for delta in deltas
+            if delta.size_bytes < full_bytes * (_DELTA_BELOW if delta.base == previous else _SKIP_BELOW)
         ]
-        is_anchor = (
-            not (worth and worth[0] is deltas[0]) or version.version - self._anchor >= self._config.anchor_interval
-        )
+        is_anchor = previous not in worth or version.version - self._anchor >= self._config.anchor_interval
         uid, prefix = self._names.uid, self._names.prefix
         base = self._gang.from_leader(
             lambda: upload_prefix(
@@ -292,12 +325,7 @@ class Committer:
             base += f"r{self._gang.rank:05d}-"
 
         def upload() -> dict[str, Any]:
-            mine = [upload_full(self._store, base, version.parts)] if is_anchor else []
-            mine += [
-                upload_delta(self._store, base, delta.frames, against=delta.base, against_digest=delta.base_digest)
-                for delta in worth
-            ]
-            return pack_encodings(mine)
+            return self._share.upload(base, version.parts, version.version, is_anchor=is_anchor, bases=worth)
 
         encodings = merge_encodings(self._gang.agree(upload))
         return encodings, version.version if is_anchor else self._anchor
@@ -326,7 +354,21 @@ class Committer:
     def _advance(self, version: VersionInput, found: "_Found", digests: Digests) -> None:
         self._anchor = found.anchor
         if self._config.delta and version.adapter is None:
-            self._history.advance(version.parts, version=version.version, digest=found.digest, digests=digests)
+            self._share.advance(version.parts, version.version, digest=found.digest, digests=digests)
+
+
+def merge_deltas(shares: Iterable[list[dict[str, Any]]]) -> list[EncodedDelta]:
+    """What there is to upload at all ranks together: a rank may have lost what it knew of a skip's base."""
+    found: list[dict[int, EncodedDelta]] = [{each["base"]: EncodedDelta(**each) for each in share} for share in shares]
+    return [
+        EncodedDelta(
+            base=base,
+            num_changed=sum(share[base].num_changed for share in found),
+            size_bytes=sum(share[base].size_bytes for share in found),
+        )
+        for base in found[0]
+        if all(base in share for share in found)
+    ]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,7 +3,8 @@
     main thread      step n ─▶ snapshot, probe ─▶ step n + 1 ─▶ (waits for version n + 1) snapshot, probe ─▶ …
     beside it                  compare, encode, upload, manifest, announce version n + 1
 
-At most one version is under way. The next one, a checkpoint and the end wait for it, so that versions come in order and
+Comparing, encoding and uploading are done by a process of its own where versions are large (`executor.py`). At most one
+version is under way. The next one, a checkpoint and the end wait for it, so that versions come in order and
 a checkpoint never precedes its version; what failed beside the training is raised there.
 """
 
@@ -11,8 +12,10 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Protocol
+from types import TracebackType
+from typing import Any, Protocol
 
+from millrace.errors import UnavailableError
 from millrace.internal.v1 import policy_pb2
 from millrace.policies.manifest import FileEntry
 from millrace.policies.publishing.parts import TensorPart
@@ -23,8 +26,9 @@ from millrace.trainer import meters
 from millrace.trainer.background import BackgroundWork, BackgroundWriter
 from millrace.trainer.learning.learner import Learner
 from millrace.trainer.model.pretrained import probe
-from millrace.trainer.model.snapshot import Snapshots
+from millrace.trainer.model.snapshot import Snapshots, share_bytes
 from millrace.trainer.publish.commit import CommittedVersion, Committer, VersionInput
+from millrace.trainer.publish.executor import Executor
 from millrace.trainer.publish.lora import AdapterBase
 from millrace.trainer.publish.mend import published_anew
 from millrace.trainer.publish.plan import PublishPlan
@@ -57,7 +61,8 @@ class Publisher(BackgroundWriter):
     Used as a context manager around the training: leaving it waits for what is under way, or gives it up if the
     training failed. Host memory of each rank, beside the training: the snapshot that is being published and the version
     committed before it (each 2 bytes per bf16 parameter of the rank's shard, 4 per float32; the second only with
-    `trainer.policy.delta`), what skip deltas need (`history.py`), and while it is uploaded the encoded delta.
+    `trainer.policy.delta`), what skip deltas need (`history.py`), and while it is uploaded the encoded delta. A process
+    that publishes shares the snapshots and has the rest.
 
     `base` is what the versions behind 0 are adapters on, if they are; they are small, and always whole.
     """
@@ -73,6 +78,7 @@ class Publisher(BackgroundWriter):
         plan: PublishPlan,
         base: AdapterBase | None = None,
         upload_files: Callable[[], tuple[FileEntry, ...]] | None = None,
+        executor: Executor = Executor.AUTO,
     ) -> None:
         gang, config = target.gang, learner.config.policy
         self._model = learner.model
@@ -83,17 +89,22 @@ class Publisher(BackgroundWriter):
         self._plan = plan
         self._base = base
         self._work = BackgroundWork(gang=gang)
-        self._snapshots = Snapshots(
-            learner.model, dtype=learner.publish_dtype, rank=gang.rank, device=gang.device, layout=gang.layout
-        )
+        place: dict[str, Any] = {"dtype": learner.publish_dtype, "rank": gang.rank, "layout": gang.layout}
+        size = share_bytes(learner.model, **place)
+        is_process = executor.is_process(share_bytes=size, store_url=target.store_url)
+        self._snapshots = Snapshots(learner.model, **place, device=gang.device, are_shared=is_process)
+        config = config if base is None else config.model_copy(update={"delta": False})
+        self._share = target.share_writer(config, is_process=is_process)
         self._committer = Committer(
             replace(target, gang=gang.beside("policies")),
-            config=config if base is None else config.model_copy(update={"delta": False}),
+            config=config,
             lineage=plan.lineage,
             files=files,
             should_stop=self._work.is_abandoned.is_set,
             is_strict=learner.is_strict,
             upload_files=upload_files,
+            share=self._share,
+            on_death=self._tell_death,
         )
         self._previous: list[TensorPart] = []
 
@@ -146,6 +157,23 @@ class Publisher(BackgroundWriter):
     def raise_failure(self) -> None:
         """Raise what publishing raised, if it has ended; wait for nothing."""
         self._work.raise_failure()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        try:
+            super().__exit__(kind, error, traceback)
+        finally:
+            self._share.close()
+            self._snapshots.close()
+
+    def _tell_death(self, death: UnavailableError) -> None:
+        """The version is published again from its start; the run's owner may want to know why it took so long."""
+        if self._log_client is not None:
+            message = f"{death.message}; the version is published by another one"
+            self._log_client.write_event(
+                event_pb2.Event(warning=event_pb2.Warning(reason=death.reason, message=message))
+            )
 
     def _begin(self, version: int, parts: list[TensorPart], work: Callable[[], None]) -> None:
         """Run work for a version beside the training, then release its parts."""

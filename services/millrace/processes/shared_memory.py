@@ -1,0 +1,71 @@
+"""Memory that two processes have, without a name in any file system: what one writes, the other reads as it is.
+
+An anonymous file of the kernel (memfd): /dev/shm, which containers make small, does not bound it, and it is gone with
+the last process that has it, however that ends. Only Linux has such files.
+"""
+
+import itertools
+import mmap
+import os
+import weakref
+from dataclasses import dataclass
+
+_SEGMENT_BYTES = 64 << 20
+"""What is mapped first; each later segment doubles the whole, so that they stay few. What is not allocated takes no
+memory."""
+_numbers = itertools.count(1)
+
+
+class SharedMemory:
+    """Grows by what is allocated and never shrinks; it is given up as a whole. Its owner writes, others only read."""
+
+    def __init__(self) -> None:
+        """OSError where the kernel gives none."""
+        self.number = next(_numbers)
+        """Tells it from all others of this process."""
+        self.size_bytes = 0
+        """Of the file: what another process has to map to see everything."""
+        self._file = os.memfd_create("millrace")
+        self._segment: mmap.mmap | None = None
+        self._begin = self._next = 0
+        self._finalize = weakref.finalize(self, os.close, self._file)
+
+    def fileno(self) -> int:
+        """Of the open file, to be handed to another process."""
+        return self._file
+
+    def allocate(self, size_bytes: int) -> tuple[int, memoryview]:
+        """New pages: where they lie in the file, and they themselves. OSError if there is no room for them."""
+        needed = -(-size_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
+        if self._segment is None or self._next + needed > self.size_bytes:
+            self._begin = self._next = self.size_bytes
+            length = max(needed, self.size_bytes, _SEGMENT_BYTES)
+            os.ftruncate(self._file, self.size_bytes + length)
+            self._segment = mmap.mmap(self._file, length, offset=self._begin)
+            self.size_bytes += length
+        offset = self._next
+        if needed:
+            os.posix_fallocate(self._file, offset, needed)  # no room: found now, and not by a fault later
+        self._next += needed
+        inside = offset - self._begin
+        return offset, memoryview(self._segment)[inside : inside + size_bytes]
+
+    def close(self) -> None:
+        """Give the file up. What is mapped of it stays until the last view is gone. Idempotent."""
+        self._finalize()
+
+
+@dataclass(frozen=True, slots=True)
+class SharedPlace:
+    """Where something lies in shared memory: `offset` bytes from its beginning."""
+
+    memory: SharedMemory
+    offset: int
+
+
+def map_read_only(file: int, size_bytes: int) -> memoryview:
+    """The memory of another process, whose file came from there; the file is closed."""
+    try:
+        return memoryview(mmap.mmap(file, size_bytes, access=mmap.ACCESS_READ))
+    finally:
+        os.close(file)
