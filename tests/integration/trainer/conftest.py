@@ -26,6 +26,7 @@ from millrace.trainer.gang.distributed import Gang
 from millrace.trainer.job import JobContext, run_job
 from millrace.trainer.log.background import BackgroundLoop
 from millrace.trainer.log.stop import StopRequested
+from millrace.trainer.publish.executor import Executor
 from millrace.v1 import event_pb2
 from millrace_testing.forked_services import ForkedService, ServiceHost
 from millrace_testing.polling import until
@@ -196,6 +197,7 @@ class Recorder:
         stop_at: int | None = None,
         stop: Callable[[], bool] | None = None,
         damage: Callable[[], Any] = lambda: None,
+        executor: Executor = Executor.THREAD,
     ) -> int:
         """Trains in this process until the end, or until version `stop_at` is reached; returns the version."""
         reached = [0]
@@ -211,6 +213,8 @@ class Recorder:
             on_epoch=lambda epoch: None,
             on_progress=lambda version: reached.__setitem__(0, version),
             damage=damage,
+            store_url=self.store_url,
+            executor=executor,
         )
         try:
             run_job(context, self.uid)

@@ -12,18 +12,21 @@ from millrace.trainer.gang.distributed import Gang
 from millrace.trainer.job import JobContext, run_job
 from millrace.trainer.log.background import BackgroundLoop
 from millrace.trainer.log.stop import StopRequested
+from millrace.trainer.publish.executor import Executor
 
 
 def main(redis_url: str, store: str, prefix: str, uid: str, stop_at: str) -> None:
     """Trains until the end, or until the version `stop_at` ("" for none); `store` is a URL, or a directory."""
-    gang = Gang.join()
+    gang, url = Gang.join(), store if "://" in store else f"file://{store}"
     if own := os.environ.get("FAULTS_OF_RANKS"):
         faults.DIRECTORY = os.path.join(own, str(gang.rank))
     reached = [0]
     with BackgroundLoop() as background:
         context = JobContext(
             background=background,
-            store=open_store(store if "://" in store else f"file://{store}"),
+            store=open_store(url),
+            store_url=url,
+            executor=Executor.chosen(),
             redis_url=redis_url,
             prefix=prefix,
             gang=gang,
