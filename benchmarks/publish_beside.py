@@ -5,8 +5,9 @@
 The publisher is the trainer's (`Committer`): it compares, digests, encodes, writes and commits versions of bfloat16
 weights to a store on the disk, one after the other. Beside it the main thread does one of two things: it *launches*,
 operations so small that they cost the interpreter alone, as a trainer on a GPU does all the time; or it takes *steps*
-of a small dense model on the CPU. Three ways take turns: nobody publishes, a thread of the same process does (as the
-trainer's), a process of its own does.
+of a small dense model on the CPU. Four ways take turns: nobody publishes; a thread of the same process does, as the
+trainer's where versions are small; a thread that has a process do it, as the trainer's where they are large
+(`MILLRACE_TRAINER_PUBLISH`); a process that has nothing to do with this one, the least that it can cost.
 
 A busy machine makes wall time useless, so Linux is asked what the main thread's time was: on a processor, runnable
 without one, and neither, which is the interpreter's lock (and what else it slept for). Lock and processor time together
@@ -31,6 +32,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from millrace.config.sections.trainer import PolicyConfig
 from millrace.policies.publishing.parts import TensorPart
+from millrace.processes.shared_memory import SharedMemory, SharedPlace
 from millrace.runlog.names import Names
 from millrace.storage.local import LocalStore
 from millrace.trainer.gang.distributed import Gang
@@ -39,7 +41,7 @@ from millrace.trainer.publish.target import PublishTarget
 
 TENSOR = 1 << 20
 """Elements of each tensor."""
-WAYS = ("nobody", "a thread", "a process")
+WAYS = ("nobody", "a thread", "the trainer's process", "a stranger")
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +64,9 @@ class Spent:
         return max(0.0, self.wall - self.on_cpu - self.runnable) / self.count
 
 
-def publish(directory: Path, parameters: int, share: float, *, is_over: Callable[[], bool]) -> int:
+def publish(
+    directory: Path, parameters: int, share: float, *, is_over: Callable[[], bool], is_process: bool = False
+) -> int:
     """Commit versions until it is over; how many. Two sets of weights take turns, `share` of them differ."""
     random = np.random.default_rng(0)
     names = [f"model.layers.{number}.weight" for number in range(max(1, parameters // TENSOR))]
@@ -71,17 +75,30 @@ def publish(directory: Path, parameters: int, share: float, *, is_over: Callable
     for bits in other.values():
         bits[random.random(TENSOR) < share] ^= 1
     sets.append(other)
-    target = PublishTarget(store=LocalStore(directory), names=Names("bench", "run-a"), gang=Gang(), epoch=0)
-    committer = Committer(target, config=PolicyConfig(skip_deltas=[]), lineage=0, files=())
+    names, url = Names("bench", "run-a"), directory.as_uri()
+    target = PublishTarget(store=LocalStore(directory), names=names, gang=Gang(), epoch=0, store_url=url)
+    config = PolicyConfig(skip_deltas=[])
+    writer = target.share_writer(config, is_process=is_process)
+    committer = Committer(target, config=config, lineage=0, files=(), share=writer)
+    snapshots = [snapshot(each) for each in sets]
     version = 0
     while not is_over():
-        parts = [
-            TensorPart(name=name, dtype="bfloat16", shape=(TENSOR,), start=0, bits=bits)
-            for name, bits in sets[version % 2].items()
-        ]
-        committer.commit(VersionInput(version=version, parts=parts, probe=None))
+        committer.commit(VersionInput(version=version, parts=list(snapshots[version % 2]), probe=None))
         version += 1
+    writer.close()
     return version
+
+
+def snapshot(tensors: dict[str, np.ndarray]) -> list[TensorPart]:
+    """Weights as the trainer's snapshots have them for a process."""
+    memory, parts = SharedMemory(), []
+    for name, bits in tensors.items():
+        offset, view = memory.allocate(bits.nbytes)
+        held = np.frombuffer(view, bits.dtype)
+        held[:] = bits
+        place = SharedPlace(memory, offset)
+        parts.append(TensorPart(name=name, dtype="bfloat16", shape=(TENSOR,), start=0, bits=held, place=place))
+    return parts
 
 
 def launches() -> Callable[[], None]:
@@ -133,10 +150,11 @@ def measure_way(way: str, work: Callable[[], None], seconds: float, arguments: a
     with tempfile.TemporaryDirectory(prefix="millrace-publish-beside-") as directory:
         if way == "nobody":
             return measure(work, seconds)
-        if way == "a thread":
+        if way != "a stranger":
             over = threading.Event()
             given = (Path(directory), arguments.parameters, arguments.changed)
-            thread = threading.Thread(target=publish, args=given, kwargs={"is_over": over.is_set})
+            how = {"is_over": over.is_set, "is_process": way == "the trainer's process"}
+            thread = threading.Thread(target=publish, args=given, kwargs=how)
             thread.start()
             _wait_begun(Path(directory))
             spent = measure(work, seconds)

@@ -187,6 +187,11 @@ WARNINGS: Texts = {
         "a replica could not load or prove a version; it is tried again",
         "the message has the replica's error; see its log",
     ),
+    "PUBLISHER_DIED": (
+        "the process that publishes a trainer's policies was killed, perhaps for memory; another one published the "
+        "version, each once",
+        "nothing if somebody killed it; else give the trainer's machine more memory",
+    ),
     "REDIS_RESTARTED": (
         "Redis restarted; what it lost of the log is appended again",
         "nothing, if somebody restarted it",

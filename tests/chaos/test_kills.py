@@ -6,6 +6,7 @@ import pytest
 
 from millrace.runlog import Names
 from millrace.telemetry.faults import Point
+from millrace.trainer.publish import executor
 from millrace_testing.chaos.rows import ROWS
 from millrace_testing.chaos.stack import PREFIX, ChaosStack
 from millrace_testing.patience import patient
@@ -22,6 +23,22 @@ def test_a_kill_loses_and_repeats_nothing(chaos: ChaosStack, row: str) -> None:
     chaos.finish(run)
     assert chaos.pid(victim) != before
     print(f"{row}: {run.require_recovery(record['time'])}")
+
+
+@pytest.mark.long
+def test_a_process_that_publishes_dies_and_so_does_its_trainer(make_chaos) -> None:
+    stack: ChaosStack = make_chaos(env={executor.VARIABLE: "process"})
+    stack.wait_ready()
+    for point, dies in ((Point.TRAINER_MID_UPLOAD, False), (Point.TRAINER_BEFORE_MANIFEST, True)):
+        fault = stack.arm(point, when={"version": 4})
+        before = stack.pid("trainer")
+        run = stack.submit(max_steps=6)
+        record = fault.wait(run)
+        assert (record["pid"] == before) == dies
+        stack.finish(run)  # by itself, with a clean audit
+        assert (stack.pid("trainer") != before) == dies
+        assert [reason for reason, _ in run.warnings() if reason == "PUBLISHER_DIED"] == ["PUBLISHER_DIED"][dies:]
+        stack.wait_ready()
 
 
 def test_a_run_whose_orchestrator_died_before_the_seal_is_sealed_by_its_successor(chaos: ChaosStack) -> None:

@@ -30,6 +30,7 @@ MAY: dict[str, set[str]] = {
     "millrace.orchestrator.api.serve": set(),
     "millrace.env_server.run": set(),
     "millrace.trainer.serve": set(),  # registers, and imports torch meanwhile
+    "millrace.trainer.publish.share_main": set(),  # started anew for every run, and when it is killed
     "millrace.inference.main": set(),
     "millrace.inference.launch.launcher": set(),  # vLLM is another process
     "millrace.inference.embedded.replica": {"torch", "transformers", "sympy", "PIL"},
@@ -49,6 +50,7 @@ MOST_MODULES = {
     "millrace.orchestrator.api.serve": 1150,  # 874
     "millrace.env_server.run": 1350,  # 1022
     "millrace.env_server.workers.env_worker": 700,  # 502
+    "millrace.trainer.publish.share_main": 500,  # 388
 }
 """How many modules at most: each costs a third of a millisecond, and one `import` of another's package brings hundreds.
 

@@ -92,16 +92,20 @@ def test_a_digest_on_the_gpu_is_the_hosts(gpu: torch.device, dtype: torch.dtype)
     assert torch_digest(signed) == bits_digest(bits)
 
 
-def test_a_snapshot_has_the_bits_of_the_masters_while_the_next_step_runs(gpu: torch.device):
-    """6 of the list: what is copied does not change behind it."""
+@pytest.mark.parametrize("are_shared", [False, True])
+def test_a_snapshot_has_the_bits_of_the_masters_while_the_next_step_runs(gpu: torch.device, are_shared: bool):
+    """6 of the list: what is copied does not change behind it, also where another process sees it."""
     model = nn.Linear(2048, 2048, bias=False).to(gpu)
-    snapshots = Snapshots(model, dtype=torch.bfloat16, rank=0, device=gpu, layout=RankLayout())
+    snapshots = Snapshots(model, dtype=torch.bfloat16, rank=0, device=gpu, layout=RankLayout(), are_shared=are_shared)
     expected = model.weight.detach().bfloat16().cpu()
     [part] = snapshots.take(1)
+    assert torch.from_numpy(part.bits.view("i2")).is_pinned()
     for _ in range(20):
         with torch.no_grad():
             model.weight.add_(1.0)
     assert np.array_equal(part.bits, expected.view(torch.int16).numpy().view("u2").ravel())
+    assert (part.place is not None) == are_shared
+    snapshots.close()
 
 
 def test_a_state_on_the_host_steps_as_one_on_the_gpu(gpu: torch.device):

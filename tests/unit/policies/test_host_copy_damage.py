@@ -209,14 +209,14 @@ def test_what_fails_at_one_rank_while_a_version_is_published_anew_fails_at_all(
     trainer = Trainer(store, world_size=2).publish_to(1)
     digest = trainer.manifest(1).digest
     store.put(trainer.manifest(1).encodings[0].objects[0].key, b"x")
-    upload = commit.upload_full
+    upload = share.upload_full
 
     def fail(held: LocalStore, base: str, parts: list) -> object:
         if base.endswith(f"r{failing:05d}-"):
             raise OSError("no more space")
         return upload(held, base, parts)
 
-    monkeypatch.setattr(commit, "upload_full", fail)
+    monkeypatch.setattr(share, "upload_full", fail)
     done = trainer.at_every_rank(
         lambda rank, parts: trainer.committers[rank].mend(
             VersionInput(version=1, parts=parts, probe=None), lineage=0, digest=digest, sha256=b""

@@ -65,7 +65,7 @@ def manifests(store: LocalStore) -> list[str]:
     return sorted(info.key for info in store.list("p/") if "manifest" in info.key)
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=pytest.mark.long)])
 def test_a_process_writes_the_bytes_of_a_thread(tmp_path: Path, world_size: int) -> None:
     stores = [LocalStore(tmp_path / name) for name in ("thread", "process")]
     trainers = [
@@ -110,7 +110,7 @@ def test_a_version_whose_process_is_killed_is_published_by_another(
     assert [[delta.base for delta in trainer.manifest(v).deltas] for v in (3, 4, 8, 12)] == [[2], [3], [4, 7], [8, 11]]
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.long)])
 def test_one_that_died_or_stopped_between_two_versions_is_replaced(
     trainer: Trainer, number: signal.Signals, monkeypatch: pytest.MonkeyPatch
 ) -> None:

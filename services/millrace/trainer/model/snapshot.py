@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Collection
+from typing import Any
 
 import numpy as np
 import torch
@@ -141,13 +142,17 @@ def pin(buffer: torch.Tensor) -> None:
 
     CapacityError if it cannot.
     """
-    if code := int(torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), buffer.nbytes, 0)):
+    if code := int(_cuda_runtime().cudaHostRegister(buffer.data_ptr(), buffer.nbytes, 0)):
         raise _no_memory(f"CUDA cannot lock it (error {code})")
 
 
 def unpin(buffer: torch.Tensor) -> None:
     """Undo `pin`, before the memory goes."""
-    torch.cuda.cudart().cudaHostUnregister(buffer.data_ptr())
+    _cuda_runtime().cudaHostUnregister(buffer.data_ptr())
+
+
+def _cuda_runtime() -> Any:
+    return torch.cuda.cudart()
 
 
 def share_bytes(model: nn.Module, *, dtype: torch.dtype, rank: int, layout: RankLayout) -> int:

@@ -128,11 +128,7 @@ class ShareWriterProcess:
 
     def _start(self) -> None:
         if self._is_closed:
-            raise InvalidStateError(
-                "no policy is published any more: the trainer lets go",
-                reason="POLICY_ABANDONED",
-                remedy="the trainer that continues the run publishes it",
-            )
+            raise _abandoned()
         try:
             self._helper = HelperProcess.start(MODULE, env={**os.environ, STORE: self._store_url})
         except OSError as error:
@@ -191,6 +187,8 @@ class ShareWriterProcess:
                 )
         except (HelperDiedError, OSError) as error:
             self._drop()
+            if self._is_closed:
+                raise _abandoned() from error
             raise UnavailableError(
                 f"{self._name} died while it had {_HAD[what].format(version=version)}: {error}",
                 reason=PUBLISHER_DIED,
@@ -220,6 +218,14 @@ _HAD = {
     "upload": "to upload policy {version}",
     "advance": "to take note of policy {version}",
 }
+
+
+def _abandoned() -> InvalidStateError:
+    return InvalidStateError(
+        "no policy is published any more: the trainer lets go",
+        reason="POLICY_ABANDONED",
+        remedy="the trainer that continues the run publishes it",
+    )
 
 
 def _memories(parts: Sequence[TensorPart]) -> list[SharedMemory]:
