@@ -322,6 +322,10 @@ FAILURES: Texts = {
         "the start model, or what the last step made of it, gives log-probs that are not finite",
         "use a start model with finite weights, or fork a few steps before with a lower `trainer.optim.lr`",
     ),
+    "PUBLISHER_MESSAGE_INVALID": (
+        "Millrace was installed anew under a running trainer, which publishes with a process of the other release",
+        "start the trainer again",
+    ),
     "ROLLOUTS_FAILED": (
         "more than `orchestrator.max_failed_share` of the rollouts of the last `failure_window` groups failed",
         "mend the first error, which the message has, then submit again or `millrace run resume RUN`",

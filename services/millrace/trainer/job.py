@@ -267,7 +267,14 @@ def make_publisher(
         files = upload()
     gang = context.gang
     epoch = client.epoch if gang.is_leader else None
-    target = PublishTarget(store=context.store, names=names, gang=gang, epoch=epoch, store_url=context.store_url)
+    target = PublishTarget(
+        store=context.store,
+        names=names,
+        gang=gang,
+        epoch=epoch,
+        store_url=context.store_url,
+        executor=context.executor,
+    )
     base: AdapterBase | None = None
     if learner.adapter is not None:
         base = AdapterBase(
@@ -286,7 +293,6 @@ def make_publisher(
         vocabulary=int(json.loads(shared["config.json"])["vocab_size"]),
         plan=plan,
         base=base,
-        executor=context.executor,
     )
 
 

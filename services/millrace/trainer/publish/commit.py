@@ -97,9 +97,8 @@ class Committer:
         is_strict: bool = True,
         upload_files: Callable[[], tuple[FileEntry, ...]] | None = None,
         share: ShareWriter | None = None,
-        on_death: Callable[[UnavailableError], None] = lambda death: None,
     ) -> None:
-        """`share` does this rank's work; None: here. `on_death` is told, at every rank, of each death under it."""
+        """`share` does this rank's work; None: on the thread that calls."""
         self._store = target.store
         self._names = target.names
         self._gang = target.gang
@@ -111,7 +110,8 @@ class Committer:
         self._is_strict = is_strict
         self._upload_files = upload_files
         self._share = share or target.share_writer(config, is_process=False)
-        self._on_death = on_death
+        self.on_death: Callable[[UnavailableError], None] = lambda death: None
+        """Is told, at every rank, of each death of a process that publishes under a version."""
         self._anchor = 0
 
     def holds(self, parts: list[TensorPart]) -> bool:
@@ -164,7 +164,7 @@ class Committer:
                         reason=PUBLISHER_DIED,
                         remedy=death.remedy,
                     ) from death
-                self._on_death(death)
+                self.on_death(death)
 
     def mend(self, version: VersionInput, *, lineage: int, digest: str, sha256: bytes) -> MendedVersion | None:
         """Publish a committed version anew and in full, under the next successor of its manifest, if it is damaged.

@@ -28,7 +28,6 @@ from millrace.trainer.learning.learner import Learner
 from millrace.trainer.model.pretrained import probe
 from millrace.trainer.model.snapshot import Snapshots, share_bytes
 from millrace.trainer.publish.commit import CommittedVersion, Committer, VersionInput
-from millrace.trainer.publish.executor import Executor
 from millrace.trainer.publish.lora import AdapterBase
 from millrace.trainer.publish.mend import published_anew
 from millrace.trainer.publish.plan import PublishPlan
@@ -78,7 +77,6 @@ class Publisher(BackgroundWriter):
         plan: PublishPlan,
         base: AdapterBase | None = None,
         upload_files: Callable[[], tuple[FileEntry, ...]] | None = None,
-        executor: Executor = Executor.AUTO,
     ) -> None:
         gang, config = target.gang, learner.config.policy
         self._model = learner.model
@@ -90,8 +88,7 @@ class Publisher(BackgroundWriter):
         self._base = base
         self._work = BackgroundWork(gang=gang)
         place: dict[str, Any] = {"dtype": learner.publish_dtype, "rank": gang.rank, "layout": gang.layout}
-        size = share_bytes(learner.model, **place)
-        is_process = executor.is_process(share_bytes=size, store_url=target.store_url)
+        is_process = target.is_process(share_bytes=share_bytes(learner.model, **place))
         self._snapshots = Snapshots(learner.model, **place, device=gang.device, are_shared=is_process)
         config = config if base is None else config.model_copy(update={"delta": False})
         self._share = target.share_writer(config, is_process=is_process)
@@ -104,8 +101,8 @@ class Publisher(BackgroundWriter):
             is_strict=learner.is_strict,
             upload_files=upload_files,
             share=self._share,
-            on_death=self._tell_death,
         )
+        self._committer.on_death = self._tell_death
         self._previous: list[TensorPart] = []
 
     @property
@@ -170,9 +167,9 @@ class Publisher(BackgroundWriter):
     def _tell_death(self, death: UnavailableError) -> None:
         """The version is published again from its start; the run's owner may want to know why it took so long."""
         if self._log_client is not None:
-            message = f"{death.message}; the version is published by another one"
+            message = f"{death.message}; another one publishes the version"
             self._log_client.write_event(
-                event_pb2.Event(warning=event_pb2.Warning(reason=death.reason, message=message))
+                event_pb2.Event(warning=event_pb2.Warning(reason="PUBLISHER_DIED", message=message))
             )
 
     def _begin(self, version: int, parts: list[TensorPart], work: Callable[[], None]) -> None:

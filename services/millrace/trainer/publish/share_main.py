@@ -51,7 +51,7 @@ class ShareServer:
             failure = error
         except Exception as error:  # the process edge: the trainer raises it
             logger.exception("publishing failed with an unexpected error")
-            failure = InternalError(f"publishing failed: {type(error).__name__}: {error}", reason="PUBLISHING_FAILED")
+            failure = InternalError(f"publishing failed: {type(error).__name__}: {error}")
         return {"error": base64.b64encode(to_status(failure).SerializeToString()).decode()}
 
     def _do(self, question: Message) -> Message:

@@ -6,7 +6,7 @@
          ◀── digests and sizes, encodings ─────────
 
 Only what is small goes over the channel: names, places and digests. What ranks agree on, the manifest and the log stay
-in the trainer, so that a version is committed by whoever holds the run, and by nobody else.
+in the trainer, so that a version is committed by the trainer that holds the run, and by nobody else.
 
 The process may die at any moment. Who asks then gets UnavailableError (PUBLISHER_DIED), and the next question goes to a
 new process, which is told what is committed and finds it where it was. What is lost are the bases of skip deltas: until
@@ -198,7 +198,9 @@ class ShareWriterProcess:
         if "error" in answer:
             data = base64.b64decode(answer["error"])
             raise from_status(
-                decode_message(status_pb2.Status, data, what=f"an error of {self._name}", reason="STATUS_CORRUPT")
+                decode_message(
+                    status_pb2.Status, data, what=f"an error of {self._name}", reason="PUBLISHER_MESSAGE_INVALID"
+                )
             )
         return answer
 
@@ -233,7 +235,7 @@ def _memories(parts: Sequence[TensorPart]) -> list[SharedMemory]:
     found: dict[int, SharedMemory] = {}
     for part in parts:
         if part.place is None:
-            raise InternalError(f"the snapshot of tensor {part.name} is not in shared memory", reason="NOT_SHARED")
+            raise InternalError(f"the snapshot of tensor {part.name} is not in shared memory")
         found[part.place.memory.number] = part.place.memory
     return list(found.values())
 

@@ -8,6 +8,7 @@ from millrace.policies.publishing.share import LocalShareWriter, ShareWriter
 from millrace.runlog.names import Names
 from millrace.storage.base import ObjectStore
 from millrace.trainer.gang.distributed import Gang
+from millrace.trainer.publish.executor import Executor
 from millrace.trainer.publish.share_process import ShareWriterProcess
 
 
@@ -22,6 +23,12 @@ class PublishTarget:
     """None at ranks other than 0, which commit nothing."""
     store_url: str = ""
     """The store's, for a process that publishes; empty: none may, because nobody else can open this store."""
+    executor: Executor = Executor.AUTO
+    """Who does the work."""
+
+    def is_process(self, *, share_bytes: int) -> bool:
+        """Whether a process of its own publishes a share of that size."""
+        return self.executor.is_process(share_bytes=share_bytes, store_url=self.store_url)
 
     def share_writer(self, config: PolicyConfig, *, is_process: bool) -> ShareWriter:
         """What writes this rank's share of the versions, on the thread that asks or in a process of its own."""
