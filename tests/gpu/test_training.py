@@ -201,7 +201,9 @@ def test_steps_are_as_fast_while_a_version_is_published(gpu: torch.device, tmp_p
         torch.cuda.synchronize(gpu)
         return time.perf_counter() - began
 
-    target = PublishTarget(store=LocalStore(tmp_path / "store"), names=Names("gpu", "run"), gang=gang, epoch=1)
+    store, names = LocalStore(tmp_path / "store"), Names("gpu", "run")
+    url = (tmp_path / "store").as_uri()  # large enough for a process of its own
+    target = PublishTarget(store=store, names=names, gang=gang, epoch=1, store_url=url)
     plan = PublishPlan(first_version=0, lineage=0)
     alone, beside = list[float](), list[float]()
     with Publisher(learner, target, log_client=log, files=(), vocabulary=151_936, plan=plan) as publisher:
