@@ -148,9 +148,7 @@ def test_what_cannot_start_ends_the_attempt_with_its_cause(trainer: Trainer, mon
     monkeypatch.setattr(share_process, "MODULE", "millrace.no_such_module")
     [error] = trainer.commit(0)
     assert isinstance(error, UnavailableError) and error.reason == "PUBLISHER_DIED"
-    assert error.message == (
-        "the process that publishes died while it had to start: exit code 1, for the 3rd time in a row"
-    )
+    assert error.message == "the process that publishes died while it had to start: exit code 1 (3 deaths in a row)"
     assert "MILLRACE_TRAINER_PUBLISH=thread" in str(error.remedy)
     assert len(trainer.deaths[0]) == 2 and not manifests(trainer.store)
     monkeypatch.undo()

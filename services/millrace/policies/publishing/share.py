@@ -7,6 +7,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from millrace.errors import InternalError
 from millrace.policies.publishing.history import Delta, Digests, History
 from millrace.policies.publishing.parts import TensorPart, pack_encodings
 from millrace.policies.publishing.upload import upload_delta, upload_full
@@ -92,6 +93,8 @@ class LocalShareWriter:
     ) -> dict[str, Any]:
         """See `ShareWriter`."""
         wanted, self._deltas = [delta for delta in self._deltas if delta.base in bases], []
+        if len(wanted) != len(bases):  # ranks put their encodings together by their order
+            raise InternalError(f"version {version} is not encoded against all of {sorted(bases)}")
         encodings = [upload_full(self._store, prefix, parts)] if is_anchor else []
         encodings += [
             upload_delta(self._store, prefix, delta.frames, against=delta.base, against_digest=delta.base_digest)

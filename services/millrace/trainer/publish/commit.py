@@ -160,7 +160,7 @@ class Committer:
                 logger.warning(death.message, extra={"version": version, "deaths": deaths})
                 if deaths == _MOST_DEATHS:
                     raise UnavailableError(
-                        f"{death.message}, for the {deaths}rd time in a row",
+                        f"{death.message} ({deaths} deaths in a row)",
                         reason=PUBLISHER_DIED,
                         remedy=death.remedy,
                     ) from death
