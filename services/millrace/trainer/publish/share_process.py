@@ -183,7 +183,7 @@ class ShareWriterProcess:
                     question,
                     [memory.fileno() for memory in news],
                     silent_s=silent_s,
-                    on_beat=lambda beat: wait.update(**_waited_for(reason, beat, deadline_s=silent_s)),
+                    on_beat=lambda beat: wait.update(**waited_for(reason, beat)),
                 )
         except (HelperDiedError, OSError) as error:
             self._drop()
@@ -249,9 +249,9 @@ def _digests(parts: Sequence[TensorPart], answer: Mapping[str, Any]) -> Digests:
     return {part.name: int(digest, 16) for part, digest in zip(parts, answer["digests"], strict=True)}
 
 
-def _waited_for(reason: str, beat: Mapping[str, Any], *, deadline_s: float) -> dict[str, Any]:
-    """A wait that says as well what the process itself waits for, such as the object store."""
+def waited_for(reason: str, beat: Mapping[str, Any]) -> dict[str, Any]:
+    """What a wait says while the process beats: it works as long as it does, or waits itself, as for the store."""
     if not beat["waits"]:
         return {"reason": reason, "waits_on": "", "deadline_s": 0.0}
-    inner, waits_on, left_s = beat["waits"][0]
-    return {"reason": f"{reason}: {inner}", "waits_on": waits_on, "deadline_s": left_s}
+    inner, waits_on, deadline_s = beat["waits"][0]
+    return {"reason": f"{reason}: {inner}", "waits_on": waits_on, "deadline_s": deadline_s}
