@@ -66,6 +66,7 @@ async def test_a_run_goes_on_when_the_process_that_publishes_is_killed(
     assert await asyncio.to_thread(process.wait, 240) == 0
 
 
+@pytest.mark.long
 async def test_a_killed_trainer_leaves_no_process_that_publishes(
     orchestrator: FakeOrchestrator,
     trainers: TrainerProcesses,

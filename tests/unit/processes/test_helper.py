@@ -52,11 +52,10 @@ def test_it_beats_while_it_works(helper: HelperProcess) -> None:
     assert beats and beats[0] == {"busy": True}
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-def test_a_kill_under_a_question_is_told(helper: HelperProcess, number: signal.Signals) -> None:
+def test_a_kill_under_a_question_is_told(helper: HelperProcess) -> None:
     helper.ask({"do": "echo", "text": ""}, silent_s=SILENT_S)
-    threading.Timer(0.3, os.kill, (helper.pid, number)).start()
-    with pytest.raises(HelperDiedError, match=f"signal {number.name}"):
+    threading.Timer(0.3, os.kill, (helper.pid, signal.SIGTERM)).start()
+    with pytest.raises(HelperDiedError, match="signal SIGTERM"):
         helper.ask({"do": "sleep", "seconds": 600}, silent_s=SILENT_S)
 
 

@@ -110,7 +110,8 @@ def test_a_version_whose_process_is_killed_is_published_by_another(
     assert [[delta.base for delta in trainer.manifest(v).deltas] for v in (3, 4, 8, 12)] == [[2], [3], [4, 7], [8, 11]]
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_one_that_died_or_stopped_between_two_versions_is_replaced(
     trainer: Trainer, number: signal.Signals, monkeypatch: pytest.MonkeyPatch
 ) -> None:
