@@ -22,7 +22,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import aiohttp
-from engine import make_model
 from report import REPOSITORY, progress, table
 
 KINDS = {"whole, 64 tokens": (False, 64), "streamed, 64 tokens": (True, 64)}
@@ -46,8 +45,13 @@ def make_tokenizer(directory: Path) -> None:
 
 async def serve(directory: Path) -> None:
     """The server's process: prints its port, serves until stdin ends."""
-    from millrace.inference.embedded.engine import EmbeddedEngine
-    from millrace.inference.http.server import HttpApi, start_http
+    try:
+        from millrace.inference.embedded.engine import EmbeddedEngine
+        from millrace.inference.http.server import HttpApi, start_http
+    except ModuleNotFoundError:  # a checkout from before the rooms, whose server is aiohttp's
+        from millrace.inference.server import HttpApi, start_http  # type: ignore[no-redef]
+
+        from millrace.inference.embedded import EmbeddedEngine  # type: ignore[no-redef]
     from millrace.inference.model_files import ModelSlot
     from millrace.inference.updater import PolicyUpdater
 
@@ -114,6 +118,8 @@ async def measure(port: int, pid: int, *, concurrency: int, requests: int, kind:
 
 
 async def run(trees: dict[str, Path], *, concurrency: int, rounds: int, requests: int) -> str:
+    from engine import make_model  # imports this checkout's engine, which a server of another one does not have
+
     found: dict[tuple[str, str], list[tuple[float, float]]] = {}
     with tempfile.TemporaryDirectory() as directory, contextlib.ExitStack() as stack:
         place = Path(directory)

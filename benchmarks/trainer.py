@@ -1,19 +1,21 @@
 """Our training step against the bare limit, transformers' Trainer and TRL's GRPOTrainer, each in a process of its own.
 
     python benchmarks/trainer.py [--peers-python PATH] [--models 30M 150M moe] [--seq-lens 512 4096]
-        [--vocabularies 1000 150000] [--lengths fixed variable] [--rounds 3] [--tokens 8192]
+        [--vocabularies 1000 150000] [--lengths fixed variable] [--rounds 3] [--tokens 1024]
 
     python -m venv .venv-peers
     .venv-peers/bin/pip install -e '.[trainer]' trl==1.16.0 transformers==5.23.0 accelerate==1.15.0 datasets==5.2.0
 
 `limit` is a loop by hand over the same rows of tokens: forward, backward, clipping, AdamW; a large vocabulary goes
 through the same head in chunks. `ours` is the step of `millrace trainer --bench`. `trainer` is transformers' Trainer on
-equal rows, `grpo` the loss, backward and optimizer of TRL's GRPOTrainer on samples that it pads, without its
-generation; without --peers-python these two are left out. All compute in float32 on one thread.
+rows of equal lengths, `grpo` the loss, backward and optimizer of TRL's GRPOTrainer on samples of variable lengths,
+which it pads, without its generation; without --peers-python these two are left out. All compute in float32 on one
+thread. A step of short samples warms up.
 
 One cell is a model, a longest sample, a vocabulary and a kind of lengths; contenders take turns within a cell, round by
 round. What is measured is appended to `trainer.jsonl` among the results at once, and a run that is started again goes
-on behind it; `trainer.md` is made from it. CPU seconds tell more than wall time on a shared machine.
+on behind it; `trainer.md` is made from it. CPU seconds tell more than wall time on a shared machine. All cells take
+three hours of one core.
 """
 
 import argparse
@@ -33,8 +35,9 @@ from report import progress, table
 
 RESULTS = Path(__file__).parent / "results"
 CONTENDERS = ("limit", "ours", "trainer", "grpo")
-PEERS = ("trainer", "grpo")
-STEPS = 3
+PEERS = {"trainer": "fixed", "grpo": "variable"}
+"""Each on the lengths that it is compared on."""
+WARM_UP_TOKENS = 64
 LARGE_VOCABULARY = 100_000
 CELL_TIMEOUT_S = 3600
 SHAPES: dict[str, dict[str, int]] = {
@@ -72,29 +75,47 @@ def bench_of(cell: Cell, directory: Path) -> Any:
         {
             "trainer": {"model": model, "micro_batch_tokens": max(4096, cell["seq_len"]), "optim": {"lr": 1e-5}},
             "data": {"type": cell["lengths"], "batch_size": samples_of(cell), "seq_len": cell["seq_len"]},
-            "steps": STEPS,
+            "steps": steps_of(cell),
         }
     )
 
 
 def samples_of(cell: Cell) -> int:
-    """Samples of a step."""
-    return max(cell["tokens"] // cell["seq_len"], 2)
+    """Samples of a step: at least two where a contender may pad one to the other."""
+    return max(cell["tokens"] // cell["seq_len"], 1 if cell["lengths"] == "fixed" else 2)
+
+
+def rows_of(cell: Cell) -> int:
+    """Rows of a micro-batch."""
+    return min(max(4096 // cell["seq_len"], 1), samples_of(cell))
+
+
+def steps_of(cell: Cell) -> int:
+    """Steps that count in a round: one where it is long enough by itself."""
+    return 2 if cell["seq_len"] * samples_of(cell) <= 2048 else 1
 
 
 def samples(cell: Cell, step: int) -> list[Any]:
-    """Those that every contender learns from."""
+    """Those that every contender learns from; step 0 warms up."""
     from millrace.trainer.bench.data import fake_samples
 
-    return fake_samples(bench_of(cell, Path()).data, step=step, seed=0, vocabulary=cell["vocabulary"])
+    return fake_samples(data_of(cell, step), step=step, seed=0, vocabulary=cell["vocabulary"])
+
+
+def data_of(cell: Cell, step: int) -> Any:
+    """What the samples of a step are like."""
+    data = bench_of(cell, Path()).data
+    return data if step else data.model_copy(update={"seq_len": WARM_UP_TOKENS, "type": "fixed"})
 
 
 def ours(cell: Cell, directory: Path) -> list[dict[str, Any]]:
     """Our step, by our own bench."""
+    from millrace.trainer.bench import measure as bench
     from millrace.trainer.bench.measure import measure
     from millrace.trainer.gang.distributed import Gang
 
     gang = Gang()
+    bench.fake_samples = lambda data, *, step, **rest: samples(cell, step)  # warm up as the others do
     steps = measure(bench_of(cell, directory), gang=gang, on_step=lambda step: None)
     gang.leave()
     return [step.to_json() for step in steps]
@@ -115,7 +136,7 @@ def limit(cell: Cell, directory: Path) -> list[dict[str, Any]]:
     torch.set_num_threads(1)
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
     config, gang = bench_of(cell, directory).trainer, Gang()
-    packing = packing_of(model, config.pack, is_strict=True, compute_dtype=torch.float32, device=torch.device("cpu"))
+    packing = packing_of(model, config.pack, is_strict=True, compute_dtype=torch.float32, gang=gang)
     layout = BatchLayout.of(config, packing)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
 
@@ -139,7 +160,7 @@ def limit(cell: Cell, directory: Path) -> list[dict[str, Any]]:
         optimizer.zero_grad(set_to_none=True)
         return batch.header.num_tokens
 
-    return timed(step)
+    return timed(step, cell)
 
 
 def trainer(cell: Cell, directory: Path) -> list[dict[str, Any]]:
@@ -149,9 +170,10 @@ def trainer(cell: Cell, directory: Path) -> list[dict[str, Any]]:
 
     torch.set_num_threads(1)
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
-    rows = max(max(4096, cell["seq_len"]) // cell["seq_len"], 1)
+    rows = rows_of(cell)
     parts = max(samples_of(cell) // rows, 1)
-    items = [sample.token_ids for number in range(STEPS + 1) for sample in samples(cell, number)[: rows * parts]]
+    numbers = range(steps_of(cell) + 1)
+    items = [sample.token_ids for number in numbers for sample in samples(cell, number)[: rows * parts]]
 
     def collate(chosen: Sequence[int]) -> dict[str, torch.Tensor]:
         found = [torch.from_numpy(items[index]).long() for index in chosen]
@@ -167,7 +189,7 @@ def trainer(cell: Cell, directory: Path) -> list[dict[str, Any]]:
             output_dir=output,
             per_device_train_batch_size=rows,
             gradient_accumulation_steps=parts,
-            max_steps=STEPS + 1,
+            max_steps=steps_of(cell) + 1,
             learning_rate=1e-5,
             save_strategy="no",
             report_to=[],
@@ -203,7 +225,7 @@ def grpo(cell: Cell, directory: Path) -> list[dict[str, Any]]:
     words = Tokenizer(WordLevel({"a": 0, "b": 1, "c": 2}, unk_token="c"))
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="a", eos_token="b", unk_token="c")
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
-    rows = max(max(4096, cell["seq_len"]) // cell["seq_len"], 1)
+    rows = rows_of(cell)
     with tempfile.TemporaryDirectory() as output:
         peer = GRPOTrainer(
             model=model,
@@ -235,7 +257,7 @@ def grpo(cell: Cell, directory: Path) -> list[dict[str, Any]]:
         optimizer.zero_grad(set_to_none=True)
         return sum(len(sample.token_ids) for sample in chosen)
 
-    return timed(step)
+    return timed(step, cell)
 
 
 def _padded(chosen: Sequence[Any]) -> dict[str, Any]:
@@ -255,14 +277,14 @@ def _padded(chosen: Sequence[Any]) -> dict[str, Any]:
     }
 
 
-def timed(step: Step) -> list[dict[str, Any]]:
+def timed(step: Step, cell: Cell) -> list[dict[str, Any]]:
     """Steps, of which the first warms up and is not counted."""
     import torch
 
     from millrace.trainer.bench.memory import PeakMemory
 
     memory, found = PeakMemory(torch.device("cpu")), list[dict[str, Any]]()
-    for number in range(STEPS + 1):
+    for number in range(steps_of(cell) + 1):
         cpu_began, began = time.process_time(), time.perf_counter()
         num_tokens = step(number)
         found.append(
@@ -338,17 +360,17 @@ def cells(options: argparse.Namespace) -> Iterator[Cell]:
                 for lengths in options.lengths:
                     is_largest = model == "150M" and seq_len >= 4096 and vocabulary >= LARGE_VOCABULARY
                     for number in range(1 if is_largest else options.rounds):
-                        for contender in CONTENDERS:
-                            if contender not in PEERS or options.peers_python:
-                                yield {
-                                    "model": model,
-                                    "seq_len": seq_len,
-                                    "vocabulary": vocabulary,
-                                    "lengths": lengths,
-                                    "tokens": options.tokens,
-                                    "round": number,
-                                    "contender": contender,
-                                }
+                        peers = [peer for peer in PEERS if PEERS[peer] == lengths and options.peers_python]
+                        for contender in ("limit", "ours", *peers):
+                            yield {
+                                "model": model,
+                                "seq_len": seq_len,
+                                "vocabulary": vocabulary,
+                                "lengths": lengths,
+                                "tokens": options.tokens,
+                                "round": number,
+                                "contender": contender,
+                            }
 
 
 def measure_cell(cell: Cell, python: str) -> dict[str, Any]:
@@ -404,7 +426,7 @@ def main() -> None:
     parser.add_argument("--vocabularies", nargs="+", type=int, default=[1000, 150_000])
     parser.add_argument("--lengths", nargs="+", choices=["fixed", "variable"], default=["fixed", "variable"])
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--tokens", type=int, default=8192, help="of a step, with fixed lengths")
+    parser.add_argument("--tokens", type=int, default=1024, help="of a step, with fixed lengths; one sample at least")
     parser.add_argument("--peers-python", help="an interpreter that has TRL, transformers and millrace")
     parser.add_argument("--work", help=argparse.SUPPRESS)
     parser.add_argument("--make", help=argparse.SUPPRESS)
