@@ -81,8 +81,9 @@ def bench_of(cell: Cell, directory: Path) -> Any:
 
 
 def samples_of(cell: Cell) -> int:
-    """Samples of a step: at least two where a contender may pad one to the other."""
-    return max(cell["tokens"] // cell["seq_len"], 1 if cell["lengths"] == "fixed" else 2)
+    """Samples of a step: enough where lengths vary, so that what pads them pads as it would in a batch."""
+    few = max(cell["tokens"] // cell["seq_len"], 1)
+    return few if cell["lengths"] == "fixed" else max(few, 8 if cell["seq_len"] <= 1024 else 4)
 
 
 def rows_of(cell: Cell) -> int:

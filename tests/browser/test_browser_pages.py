@@ -194,6 +194,71 @@ def test_filters_stand_in_the_address(page):
     assert set(page.locator("table.samples tbody tr td:nth-child(5)").all_inner_texts()) == {"trained"}
 
 
+def late(page, wanted):
+    """Keep back the first answer to a question whose address has `wanted` in it; give what lets it go."""
+    kept = []
+
+    def answer(route):
+        if not kept and wanted in route.request.url:
+            kept.append((route, route.fetch()))
+        else:
+            route.continue_()
+
+    def let_go():
+        route, response = kept[0]
+        with page.expect_event("requestfinished", lambda request: request == route.request):
+            route.fulfill(response=response)
+        page.wait_for_timeout(300)  # as long as drawing takes
+
+    page.route("**/api/**", answer)
+    return let_go
+
+
+def test_a_late_answer_is_not_drawn_under_a_newer_filter(page):
+    opened(page, "/runs/ended-1/samples", "table.samples tbody tr")
+    let_go = late(page, "outcome=failed")
+    page.select_option("select >> nth=0", "failed")
+    with page.expect_response("**/*outcome=trained*"):
+        page.select_option("select >> nth=0", "trained")
+    let_go()
+    assert set(page.locator("table.samples tbody tr td:nth-child(5)").all_inner_texts()) == {"trained"}
+
+
+def test_a_late_answer_is_not_drawn_under_a_newer_kind_of_events(page):
+    opened(page, "/runs/ended-1?show=events", "table.events")
+    let_go = late(page, "kinds=checkpoint_saved")
+    kinds = "[aria-label='Kind of events']"
+    page.select_option(kinds, "checkpoint_saved")
+    page.select_option(kinds, "step_completed")
+    steps = "table.events tbody tr:first-child td:nth-child(3):has-text('step completed')"
+    page.wait_for_selector(steps)
+    let_go()
+    assert set(page.locator("table.events tbody tr td:nth-child(3)").all_inner_texts()) == {"step completed"}
+
+
+def test_a_late_answer_is_not_drawn_as_a_newer_timeline(page, run_writer):
+    for step in range(STEPS, 2 * STEPS):
+        run_writer.step(step)
+    early = event_pb2.Event(warning=event_pb2.Warning(reason="GROUPS_STALE", message="early"))
+    run_writer.archive((run_writer.clock + 1, early))  # a mark that five steps do not have
+    opened(page, "/runs/ended-1/timeline", f"text=Steps 0–{2 * STEPS - 1}")
+    let_go = late(page, "steps=5")
+    choice = "[aria-label='How many steps']"
+    page.select_option(choice, "5")
+    with page.expect_response("**/timeline?steps=50"):
+        page.select_option(choice, "50")
+    let_go()
+    assert page.locator(f"text=Steps 0–{2 * STEPS - 1}").count() == 1
+
+
+def test_evaluations_are_called_by_the_whole_name_of_their_environment(page, run_writer):
+    for env in ("org/a", "org/b"):
+        done = event_pb2.EvalCompleted(env=env, step=1, reward_mean=0.5)
+        run_writer.archive((run_writer.clock, event_pb2.Event(eval_completed=done)))
+    opened(page, f"/runs/{RUN}", "text=org/a")
+    assert page.locator("text=org/b").count() > 0
+
+
 def test_runs_are_found_by_their_configs(page):
     opened(page, "/", "text=ended-1")
     page.fill("[aria-label='Find in configs']", "name=ended")

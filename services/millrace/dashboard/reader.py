@@ -116,6 +116,10 @@ class Reader:
     def _take(self, uid: str) -> _OpenRun:
         with self._lock:
             run = self._open.get(uid)
+            if run is not None and run.index.is_outdated and not (run.users or run.is_read):
+                self._open.pop(uid).close()
+                run.index.columns.clear()
+                run = None
             if run is None:
                 run = self._open[uid] = self._opened(uid)
             self._open.move_to_end(uid)

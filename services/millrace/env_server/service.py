@@ -102,6 +102,8 @@ class EnvService(env_service_pb2_grpc.EnvServiceServicer):
             return  # the next heartbeat says it again
         for group in self.groups.of_run(run_uid):
             self.groups.cancel(group)
+        if self._teachers is not None:
+            self._teachers.forget(run_uid)
 
     async def leave(self) -> None:
         """Take nothing new. From now on the death of a worker is not reported."""

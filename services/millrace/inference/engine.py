@@ -77,7 +77,8 @@ class SamplingParams:
 
     `temperature` 0 is greedy. `top_k` 0, `top_p` 1 and `min_p` 0 are off. `seed` None draws a random one; a seed gives
     the same tokens whatever else is in the batch, up to floating-point rounding. Stop tokens stay part of the
-    completion. `stop` are stop strings; the engine stops after the token that completes one.
+    completion. `stop` are stop strings; the engine stops after the token that completes one, in the text that the
+    caller gets: `skip_special_tokens` leaves special tokens out of it.
 
     `repetition_penalty` divides the logits above 0 of tokens that are in prompt or completion, and multiplies those
     below; `presence_penalty` is taken off the logits of tokens of the completion, `frequency_penalty` as often as they
@@ -91,6 +92,7 @@ class SamplingParams:
     min_p: float = 0.0
     seed: int | None = None
     stop: tuple[str, ...] = ()
+    skip_special_tokens: bool = True
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     repetition_penalty: float = 1.0

@@ -147,7 +147,7 @@ def _taken(directory: Path, stack: StackId | None, left: set[int]) -> InvalidSta
         return InvalidStateError(
             f"another stack (pid {stack.supervisor}) runs in {directory}",
             reason="STACK_RUNNING",
-            remedy="end it with Ctrl-C, or choose another directory",
+            remedy="end it with Ctrl-C, or choose another directory (for `millrace sft`: another run.name)",
         )
     return InvalidStateError(
         f"{directory} is in use by what another stack has left behind: {_named(left)}",

@@ -16,7 +16,7 @@ from millrace.errors import UnavailableError
 # Below the range that Linux takes outgoing connections from (32768 on): services bind ten seconds after the choice.
 _RANGE = (20000, 32000)
 _TRIES = 200
-_HELD_S = 60.0  # a port that was given out is nobody else's until the service that it is for has been started
+_HELD_S = 180.0  # as long as a service may take until it has bound the port that was given out for it
 _TIME = struct.Struct("<d")
 _LOCK_S, _LOCK_AGAIN_S = 1.0, 0.01
 
@@ -34,7 +34,7 @@ def is_free(host: str, port: int) -> bool:
 
 
 def free_ports(count: int, *, host: str = "127.0.0.1", but: Collection[int] = ()) -> list[int]:
-    """Distinct ports that are free now, and that no other process of this user was given within the last minute.
+    """Distinct ports that are free now, and that no other process of this user was given a short time ago.
 
     None of `but`: those are promised to somebody who has not bound them yet.
     A foreign program may still take one before it is bound: say so then.

@@ -23,15 +23,15 @@ def open_store(url: str) -> ObjectStore:
 
             return LocalStore(Path(urllib.parse.unquote(parts.path)))
         case "s3":
-            unknown = set(query) - {"endpoint", "region"}
-            if not parts.hostname or parts.username or unknown:
+            unknown, endpoint = set(query) - {"endpoint", "region"}, query.get("endpoint", [""])[0]
+            if not parts.hostname or parts.username or unknown or "@" in urllib.parse.urlsplit(endpoint).netloc:
                 raise _bad_url(url, "must be s3://bucket[/prefix][?endpoint=http://host:port&region=name]")
             from millrace.storage.s3 import S3Store
 
             return S3Store(
                 bucket=parts.netloc,
                 prefix=urllib.parse.unquote(parts.path).strip("/"),
-                endpoint=query.get("endpoint", [""])[0] or None,
+                endpoint=endpoint or None,
                 region=query.get("region", [""])[0] or None,
             )
         case _:
@@ -40,5 +40,7 @@ def open_store(url: str) -> ObjectStore:
 
 def _bad_url(url: str, problem: str) -> InvalidSpecError:
     shown = urllib.parse.urlsplit(url)
-    safe = shown._replace(netloc=shown.netloc.rpartition("@")[2]).geturl()  # a password in a URL must not reach a log
+    query = "" if "@" in urllib.parse.unquote(shown.query) else shown.query
+    # A password in a URL must not reach a log.
+    safe = shown._replace(netloc=shown.netloc.rpartition("@")[2], query=query).geturl()
     return InvalidSpecError([Violation(field="MILLRACE_STORE_URL", value=safe, message=problem, source="environment")])

@@ -106,12 +106,13 @@ def hold_run(context: JobContext, client: LogClient) -> None:
             raise StopRequested
     if gang.is_leader:
         context.on_epoch(client.epoch)
-    elif not client.poll_ready(timeout_s=_PEER_OPENS_WITHIN_S):
-        raise UnavailableError(
-            f"rank {gang.rank} could not open the log of the run within {_PEER_OPENS_WITHIN_S:g} s",
-            reason="REDIS_UNREACHABLE",
-            remedy="see whether this rank reaches MILLRACE_REDIS_URL as rank 0 does",
-        )
+    with agreed(gang):
+        if not client.poll_ready(timeout_s=_PEER_OPENS_WITHIN_S):
+            raise UnavailableError(
+                f"rank {gang.rank} could not open the log of the run within {_PEER_OPENS_WITHIN_S:g} s",
+                reason="REDIS_UNREACHABLE",
+                remedy="see whether this rank reaches MILLRACE_REDIS_URL as rank 0 does",
+            )
 
 
 def prepare(context: JobContext, names: Names, client: LogClient, record: bytes) -> Training:

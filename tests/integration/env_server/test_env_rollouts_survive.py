@@ -12,7 +12,7 @@ import pytest_asyncio
 import redis.asyncio as redis_asyncio
 
 from millrace.env_server.spool.appender import RunAppender
-from millrace.env_server.spool.files import Spool
+from millrace.env_server.spool.files import Kept, Spool
 from millrace.env_server.spool.sink import RolloutSink
 from millrace.errors import UnavailableError
 from millrace.internal.v1 import batch_pb2, rollout_pb2
@@ -308,3 +308,32 @@ async def test_what_was_being_kept_when_its_play_was_stopped_is_in_the_log_befor
     await asyncio.gather(stopped, return_exceptions=True)
     await setup.sink.catch_up(setup.uid, await setup.log.read_instance(), timeout_s=120)
     assert (await setup.ordinals())[1] == 1
+
+
+def appending(run_uid: str) -> bool:
+    """Whether something waits for rollouts of the run."""
+    return f"append {run_uid}" in {task.get_name() for task in asyncio.all_tasks()}
+
+
+async def test_a_rollout_that_was_being_kept_at_the_end_of_its_run_leaves_nothing_behind(setup: Setup) -> None:
+    keep = setup.sink.spool.keep
+
+    async def keep_as_the_run_ends(rollout: Rollout) -> Kept:
+        kept = await keep(rollout)
+        setup.sink.end_run(setup.uid)
+        return kept
+
+    setup.sink.spool.keep = keep_as_the_run_ends
+    assert not await setup.sink.append(setup.rollout(0))
+    assert not appending(setup.uid)
+
+
+async def test_nothing_waits_for_rollouts_of_a_run_whose_end_nobody_told(setup: Setup) -> None:
+    sink = await setup.restart(look_for_end_s=0.1)
+    assert await sink.append(setup.rollout(0))
+    sink.note_run(setup.uid, 1, "")
+    await until(lambda: not sink.spool.of_run(setup.uid))
+    assert appending(setup.uid)
+    close = batch_pb2.BatchHeader(run_uid=setup.uid, kind=batch_pb2.BATCH_KIND_CLOSE, step=0)
+    setup.store.create(setup.log.names.batch_header(0), close.SerializeToString())
+    await until(lambda: not appending(setup.uid))

@@ -22,6 +22,7 @@ from millrace.inference.embedded.engine import EmbeddedEngine
 from millrace.inference.http.server import HttpApi, start_http
 from millrace.inference.model_files import ModelSlot
 from millrace.inference.updater import PolicyUpdater
+from millrace.internal.v1 import batch_pb2
 from millrace.local.ports import free_ports
 from millrace.orchestrator.play.env_servers import PLAY_TIMEOUT_S
 from millrace.rollouts.types import RolloutStatus
@@ -32,6 +33,7 @@ from millrace.telemetry import waits
 from millrace_testing.inference import tiny
 from millrace_testing.inference.logprobs import prompt_logprobs
 from millrace_testing.patience import patient
+from millrace_testing.polling import until
 
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(600)]
 
@@ -158,6 +160,31 @@ async def test_sampled_tokens_are_scored_before_the_rollout_is_appended(
     assert rollout.metrics["teacher_reverse_kl"] == pytest.approx(float((-0.5 - expected[is_sampled]).mean()), abs=1e-5)
     seen = [path for path in Path(run.store.uri("").removeprefix("file://")).rglob("*") if path.is_file()]
     assert seen and not [path for path in seen if KEY.encode() in path.read_bytes()], "the key was written down"
+
+
+async def test_the_teacher_of_a_run_that_is_over_is_left(
+    server: Any, door: Door, tokenizer_manifest_key: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    close, left = teacher_client.TeacherClient.close, list[str]()
+
+    async def noted(self: teacher_client.TeacherClient) -> None:
+        left.append(self.describe())
+        await close(self)
+
+    monkeypatch.setattr(teacher_client.TeacherClient, "close", noted)
+    run = await distilling(server, door)
+    request = run.request(ENV, 0)
+    await until_taken(run, request)
+    await run.collect(request)
+    header = batch_pb2.BatchHeader(run_uid=run.log.uid, kind=batch_pb2.BATCH_KIND_CLOSE, step=0)
+    run.store.create(run.log.names.batch_header(0), header.SerializeToString())
+
+    def is_left() -> bool:
+        run.service.look_for_end(run.log.uid)  # as with every heartbeat
+        return bool(left)
+
+    await until(is_left, timeout_s=60.0)
+    assert left == [f"teacher big at {door.url}"]
 
 
 async def test_a_dead_teacher_is_a_wait_and_a_failure_without_blame(

@@ -9,12 +9,22 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from millrace.internal.v1 import batch_pb2
+from millrace.internal.v1 import batch_pb2, rollout_pb2
+from millrace.orchestrator.drive.housekeeping import Housekeeper
 from millrace.rollouts.types import Purpose, Rollout, RolloutError, RolloutStatus, TurnReward
 from millrace.rpc.channel import call, stream
 from millrace.runlog.audit import audit_run
 from millrace.v1 import run_pb2, run_service_pb2
-from millrace_testing.orchestrator.runs import bodies, create, get, log_of, restart_orchestrator, watch
+from millrace_testing.orchestrator.runs import (
+    bodies,
+    create,
+    get,
+    headers_of,
+    log_of,
+    resolutions,
+    restart_orchestrator,
+    watch,
+)
 from millrace_testing.polling import until
 from millrace_testing.runlog.committed import load_headers
 
@@ -310,3 +320,39 @@ async def test_groups_that_are_all_too_old_are_told(stack) -> None:
     assert [body.step for body in bodies(seen, "batch_committed")] == [0, 1], "version 0 may be one step old"
     env.shape = lambda rollout: rollout
     assert (await watch(stack, run))[-1].state_changed.new_state == run_pb2.RUN_STATE_SUCCEEDED
+
+
+@pytest.mark.parametrize("is_cancelled", [False, True])
+async def test_a_run_does_not_go_on_without_a_part_of_its_drive(stack, monkeypatch, is_cancelled) -> None:
+    async def end(_: Housekeeper) -> None:
+        if is_cancelled:
+            raise asyncio.CancelledError  # as a library may that is closed beside it
+
+    monkeypatch.setattr(Housekeeper, "watch_log", end)
+    await workers(stack)
+    run = await create(stack)
+    end_of_run = (await watch(stack, run))[-1].state_changed
+    assert end_of_run.new_state == run_pb2.RUN_STATE_FAILED
+    assert "has ended, though nobody ended it" in end_of_run.error.message
+
+
+async def test_at_async_level_0_an_empty_batch_drops_no_group_that_may_be_in_the_next_one(stack) -> None:
+    def shape(rollout: Rollout) -> Rollout:
+        return replace(rollout, reward=0.0 if rollout.ordinal < 2 else float(rollout.member % 2))
+
+    env, _, _ = await workers(stack, shape=shape)
+    play, is_empty = env.play, asyncio.Event()
+
+    async def play_later(request) -> None:
+        if request.purpose == rollout_pb2.PURPOSE_TRAIN and request.ordinal >= 2:
+            await is_empty.wait()
+        await play(request)
+
+    env.play = play_later
+    run = await create(stack, max_steps=1, async_level=0, oversampling_factor=1.5)
+    await until(lambda: env.plays_of(3))  # in the place of what the empty batch resolved
+    is_empty.set()
+    assert (await watch(stack, run))[-1].state_changed.new_state == run_pb2.RUN_STATE_SUCCEEDED
+    found = resolutions(await headers_of(stack, run))
+    assert found[0][1] == found[1][1] == "zero_advantage"
+    assert found[2][0] == batch_pb2.ORDINAL_OUTCOME_TRAINED, found[2]

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from millrace.cli.main import main
 from millrace.cli.offline.audit_here import AuditRequest, audit_here
@@ -108,6 +109,36 @@ def test_metrics_under_another_loss_beside_the_originals(trained: Recorder, caps
     )
     assert mine == pytest.approx(step.metrics["loss/mean"], rel=1e-4)
     assert _objects(trained) == before
+
+
+def test_regularizers_of_the_run_add_to_another_loss_as_they_do_in_a_run(
+    recorder: Recorder, make_config: MakeConfig, capsys: pytest.CaptureFixture[str]
+) -> None:
+    loss = {"kl": {"coef": 0.5}, "entropy_coef": 0.25}
+    recorder.record(make_config(ckpt={"interval": 2}, loss=loss), steps=3)
+    recorder.train()
+    recorder.store.create(f"{recorder.prefix}/names/tiny-run", recorder.uid.encode())
+    assert _replay(recorder, 2, "--loss", "millrace.trainer.losses:policy_losses") == 0
+    rows = {line.split()[0]: line.split()[1:] for line in capsys.readouterr().out.splitlines() if line}
+    assert rows["loss/mean"][0] == rows["loss/mean"][1], "the policy loss of the run itself"
+    assert rows["optim/grad_norm"][0] == rows["optim/grad_norm"][1]
+
+
+def test_steps_before_the_first_checkpoint_are_computed_with_as_many_threads(
+    recorder: Recorder, make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    threads = torch.get_num_threads()
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
+    try:
+        recorder.record(make_config(ckpt={"interval": 2}), steps=3)
+        recorder.train()
+        monkeypatch.setenv("OMP_NUM_THREADS", "1")
+        recorder.store.create(f"{recorder.prefix}/names/tiny-run", recorder.uid.encode())
+        assert _replay(recorder, 1) == 0
+        assert torch.get_num_threads() == 2
+        assert "last bits may differ" not in capsys.readouterr().out
+    finally:
+        torch.set_num_threads(threads)
 
 
 def test_a_damaged_checkpoint_is_left_aside_and_noted(trained: Recorder, capsys: pytest.CaptureFixture[str]) -> None:

@@ -114,6 +114,23 @@ def test_a_number_of_ranks_is_asked_for(tmp_path):
     assert process.returncode == 2 and "--nproc-per-node" in err and "1 or more" in err
 
 
+def test_two_of_one_name_do_not_write_into_one_directory(tmp_path):
+    arguments = ("--model.name", "gpt2", "--run.name", "warm", "--max-steps")
+    first = start(tmp_path, *arguments, "600")
+    try:
+        assert first.stdout is not None and first.stdout.readline().startswith("training 600")
+        second = start(tmp_path, *arguments, "3")
+        out, err = second.communicate(timeout=60)
+        assert (second.returncode, out) == (2, "") and f"(pid {first.pid}) runs in" in err
+        assert '"max_steps":600' in (tmp_path / "outputs/warm/config.json").read_text()
+    finally:
+        first.kill()  # its trainer ends by itself, and is waited for
+        first.communicate(timeout=60)
+    third = start(tmp_path, *arguments, "3")
+    out, _ = third.communicate(timeout=60)
+    assert (third.returncode, out) == (0, "training 3 outputs/warm/config.json\n")
+
+
 def test_ctrl_c_stops_the_trainer(tmp_path):
     process = start(tmp_path, "--model.name", "gpt2", "--max-steps", "600")
     assert process.stdout is not None and process.stdout.readline().startswith("training 600")

@@ -25,6 +25,7 @@ from millrace.storage.local import LocalStore
 from millrace.telemetry.redact import masked
 from millrace_testing.dashboard import NAMES, UID, RunWriter
 from millrace_testing.full_disk import largest_file
+from millrace_testing.polling import block_until
 
 
 class SwitchedStore:
@@ -131,6 +132,19 @@ def test_a_damaged_archive_hides_its_own_batch_only(written, tmp_path):
     assert page["total"] == 8
     assert [each["step"] for each in page["index"]["unreadable"]] == [1]
     assert "archive" in page["index"]["unreadable"][0]["problem"]
+    reader.close()
+
+
+def test_a_batch_that_is_repaired_can_be_read(written, tmp_path, monkeypatch):
+    monkeypatch.setattr(build_module, "LOOK_AGAIN_S", 0.0)
+    key = next(info.key for info in written.store.list(f"{NAMES.root}rollouts/00000001/"))
+    whole = written.store.get(key)
+    written.store.put(key, b"garbage")
+    reader = Reader(written.store, "millrace", tmp_path / "i")
+    assert settled(reader, 3)["index"]["num_unreadable"] == 1
+    written.store.put(key, whole)
+    block_until(lambda: settled(reader, 3)["index"]["num_unreadable"] == 0, timeout_s=30.0)
+    assert settled(reader, 3)["total"] == 12
     reader.close()
 
 

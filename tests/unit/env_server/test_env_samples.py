@@ -163,6 +163,15 @@ def test_span_log_finds_completions_in_order_and_forgets() -> None:
     assert log.take("b").find([1]) == (span(0, 1, 3),)  # the environment cut the completion short
 
 
+def test_span_log_tells_parallel_calls_apart_of_which_one_begins_with_the_other() -> None:
+    log = SpanLog()
+    log.note("a", [1, 2, 3], (span(0, 3, 1),))
+    log.note("a", [1, 2], (span(0, 2, 2),))
+    spans = log.take("a")
+    assert spans.find([1, 2]) == (span(0, 2, 2),)
+    assert spans.find([1, 2, 3]) == (span(0, 3, 1),)
+
+
 def test_span_log_is_bounded() -> None:
     log = SpanLog()
     for index in range(MAX_ROLLOUTS + 1):

@@ -20,6 +20,7 @@ from millrace.inference.engine import (
     PolicyIdentity,
     SamplingParams,
 )
+from millrace.inference.model_files import load_tokenizer
 from millrace.policies.change import TensorChange
 from millrace.policies.manifest import Probe
 from millrace_testing import polling
@@ -143,8 +144,6 @@ async def test_no_completion_ends_before_its_least_length(engine):
 
 
 async def test_stop_tokens_and_stop_strings_end_a_completion(engine, model_dir):
-    from millrace.inference.model_files import load_tokenizer
-
     tokenizer = load_tokenizer(model_dir)
     item = request(5, seed=1, max_tokens=30, ignore_eos=True)
     free = (await engine.generate(item)).token_ids.tolist()
@@ -167,6 +166,20 @@ async def test_stop_tokens_and_stop_strings_end_a_completion(engine, model_dir):
     begun, ended = (tokenizer.decode(late.token_ids[:end].tolist()) for end in (sampling.min_tokens - 1, None))
     assert late.token_ids.tolist() == free[: len(late.token_ids)] and len(late.token_ids) >= sampling.min_tokens
     assert late.finish_reason is FinishReason.LENGTH or ended.count(text) > begun.count(text), "passed over, not kept"
+
+
+async def test_a_stop_string_is_looked_for_in_the_text_that_the_caller_gets(engine, model_dir):
+    tokenizer = load_tokenizer(model_dir)
+    for number in range(20):  # until one samples a special token
+        item = request(number, seed=number, max_tokens=30, ignore_eos=True)
+        free = (await engine.generate(item)).token_ids.tolist()
+        if special := next((token for token in free[:-1] if token in tokenizer.all_special_ids), None):
+            break
+    assert special is not None
+    for skips, expected in ((False, free[: free.index(special) + 1]), (True, free)):
+        stopping = replace(item.sampling, stop=(tokenizer.decode([special]),), skip_special_tokens=skips)
+        found = await engine.generate(replace(item, sampling=stopping))
+        assert found.token_ids.tolist() == expected
 
 
 async def test_update_in_flight_with_recompute_continues_as_if_the_new_weights_had_read_everything(

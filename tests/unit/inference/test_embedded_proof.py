@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from millrace.errors import InternalError
+from millrace.errors import InternalError, UnavailableError
 from millrace.inference.embedded import loader
 from millrace.inference.embedded.engine import EmbeddedEngine
 from millrace.inference.embedded.weights import held_tensors
@@ -73,6 +73,16 @@ def memory(model: torch.nn.Module, name: str) -> np.ndarray:
 async def test_a_version_of_changes_is_proved(engine, next_version):
     assert (await update(engine, next_version)) == HeldDigest(digest=next_version.manifest.digest, proof="readback")
     assert engine.status().state is EngineState.READY
+
+
+async def test_nothing_is_scored_between_new_weights_and_their_proof(engine, next_version):
+    tokens = (1, 2, 3)
+    before = await engine.score(tokens)
+    await engine.apply_policy(next_version, identity=V0, inflight_mode=InflightMode.KEEP)
+    with pytest.raises(UnavailableError, match="being put in"):
+        await engine.score(tokens)
+    await engine.prove(next_version)
+    assert (await engine.score(tokens)).logprobs.tolist() != before.logprobs.tolist()
 
 
 async def test_a_change_that_was_not_written_is_found_before_the_version_serves(engine, next_version, monkeypatch):

@@ -5,11 +5,13 @@ import os
 import socket
 import subprocess
 import sys
+import time
 
 import pytest
 
 from millrace.errors import UnavailableError
 from millrace.local.ports import free_ports, is_free, require_free
+from millrace.local.stack import READY_DEADLINE_S
 
 
 def test_free_ports_are_distinct_and_free():
@@ -29,7 +31,7 @@ def test_taken_port_is_told_with_purpose_and_option():
     require_free("127.0.0.1", port, purpose="the engine", option="--http-port")
 
 
-def test_what_was_given_out_to_one_process_is_not_given_to_another_within_a_minute(tmp_path):
+def test_what_was_given_out_to_one_process_is_not_given_to_another_soon(tmp_path):
     script = "from millrace.local.ports import free_port; print(*(free_port() for _ in range(300)))"
     environ = {**os.environ, "TMPDIR": str(tmp_path)}
     started = [
@@ -39,6 +41,17 @@ def test_what_was_given_out_to_one_process_is_not_given_to_another_within_a_minu
     given = [process.communicate(timeout=60)[0].split() for process in started]
     assert all(process.returncode == 0 for process in started)
     assert len({*given[0], *given[1]}) == 600
+
+
+def test_a_port_is_held_for_as_long_as_a_first_start_may_take(monkeypatch, tmp_path):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setattr("millrace.local.ports._RANGE", (20000, 20040))
+    monkeypatch.setattr("millrace.local.ports._TRIES", 10_000)
+    monkeypatch.setattr("millrace.local.ports.is_free", lambda *_: True)
+    given = set(free_ports(20))
+    began = time.time()
+    monkeypatch.setattr(time, "time", lambda: began + READY_DEADLINE_S - 1)
+    assert not given & set(free_ports(20))
 
 
 def test_ports_are_given_out_where_nothing_can_be_written(monkeypatch):

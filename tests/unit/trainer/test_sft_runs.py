@@ -119,19 +119,31 @@ def test_a_step_whose_rows_are_all_left_out_takes_the_next_ones(example: Path, t
     assert weights(tmp_path / "with") == weights(tmp_path / "without")
 
 
-def test_gradients_that_are_never_finite_end_the_run(example: Path, tmp_path: Path) -> None:
-    """The start model has NaN weights: every step is skipped."""
+def make_broken(example: Path, target: Path) -> Path:
+    """A start model with NaN weights: every step is skipped."""
     model = AutoModelForCausalLM.from_pretrained(example / "base")
     with torch.no_grad():
         model.model.embed_tokens.weight.fill_(float("nan"))
-    model.save_pretrained(tmp_path / "broken")
+    model.save_pretrained(target)
     for file in (example / "base").iterdir():
-        if not (tmp_path / "broken" / file.name).exists():
-            shutil.copy(file, tmp_path / "broken" / file.name)
+        if not (target / file.name).exists():
+            shutil.copy(file, target / file.name)
+    return target
+
+
+def test_gradients_that_are_never_finite_end_the_run(example: Path, tmp_path: Path) -> None:
+    make_broken(example, tmp_path / "broken")
     with pytest.raises(InvalidStateError, match=r"gradients of the 2 steps up to step 1 were not finite") as raised:
         steps_of(make_config(example, tmp_path, model={"name": str(tmp_path / "broken")}, max_skipped_steps=2))
     assert raised.value.reason == "TOO_MANY_SKIPPED_STEPS"
     assert [line["optim/skipped"] for line in lines_of(tmp_path)] == [1, 1], "what happened can be seen"
+
+
+def test_steps_that_were_skipped_count_across_a_restart(example: Path, tmp_path: Path) -> None:
+    model = {"name": str(make_broken(example, tmp_path / "broken"))}
+    assert steps_of(make_config(example, tmp_path, model=model, max_skipped_steps=3, max_steps=2)) == [0, 1]
+    with pytest.raises(InvalidStateError, match=r"gradients of the 3 steps up to step 2 were not finite"):
+        steps_of(make_config(example, tmp_path, model=model, max_skipped_steps=3, max_steps=4))
 
 
 def test_a_run_that_saved_nothing_yet_may_change(example: Path, tmp_path: Path) -> None:

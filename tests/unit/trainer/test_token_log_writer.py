@@ -156,9 +156,12 @@ def test_a_failure_is_told_once_and_what_comes_later_is_stored(store: SlowStore,
     assert "step 0" in message and str(failure) in message
 
 
-def test_a_warning_that_cannot_be_written_ends_nothing(store: SlowStore) -> None:
+@pytest.mark.parametrize(
+    "failure", [UnavailableError("the log is away"), RuntimeError("a bug of ours")], ids=["log", "bug"]
+)
+def test_a_warning_that_cannot_be_written_ends_nothing(store: SlowStore, failure: Exception) -> None:
     def refuse(message: str) -> None:
-        raise UnavailableError("the log is away")
+        raise failure
 
     store.may_create.set()
     store.failures = [UnavailableError("away")]

@@ -18,8 +18,10 @@ from millrace.trainer.checkpoint.files import load_shards, needed_files, save_sh
 from millrace.trainer.checkpoint.index import ShardPiece, ShardTensor, decode_index
 from millrace.trainer.gang.agreement import hear, tell
 from millrace.trainer.gang.distributed import Gang
+from millrace.trainer.learning import reference
 from millrace.trainer.learning.batch import BatchLayout
 from millrace.trainer.learning.learner import Learner
+from millrace.trainer.learning.reference import StartModel
 from millrace.trainer.log.background import BackgroundLoop
 from millrace.trainer.log.batches import Batches
 from millrace.trainer.model.pretrained import policy_files, policy_tensors, resolve_model_directory, with_tokenizer
@@ -182,6 +184,28 @@ def test_a_chunk_that_another_rank_finds_damaged_is_told_before_the_batch_is_tra
     )
     with pytest.raises(CorruptObjectError, match="chunk 1 of batch 0"):
         batches.read(0)
+
+
+def test_a_start_model_that_another_rank_cannot_read_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def damaged() -> None:
+        raise CorruptObjectError("the weights are damaged", reason="MODEL_CORRUPT")
+
+    monkeypatch.setattr(reference, "open_model", lambda directory, gang: torch.nn.Linear(2, 2))
+    sharding: Any = SimpleNamespace(compute_dtype=torch.float32)
+    with pytest.raises(CorruptObjectError, match="the weights are damaged"):
+        StartModel.load(tmp_path, gang=FirstOfTwo(damaged), sharding=sharding)
+
+
+def test_a_log_that_another_rank_cannot_open_is_told() -> None:
+    def away() -> None:
+        raise UnavailableError("rank 1 could not open the log", reason="REDIS_UNREACHABLE")
+
+    epochs: list[int] = []
+    context: Any = SimpleNamespace(gang=FirstOfTwo(away), should_stop=lambda: False, on_epoch=epochs.append)
+    client: Any = SimpleNamespace(poll_ready=lambda *, timeout_s: True, epoch=3)
+    with pytest.raises(UnavailableError, match="rank 1 could not open the log"):
+        job.hold_run(context, client)
+    assert epochs == [3]
 
 
 def test_a_model_path_that_does_not_exist_is_not_looked_up_on_the_hub(tmp_path: Path) -> None:

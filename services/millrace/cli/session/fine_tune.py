@@ -7,6 +7,7 @@ import secrets
 import sys
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import click
 
 from millrace.cli.interrupts import Interrupts
 from millrace.config import SFTConfig
+from millrace.local.directory import hold_directory
 from millrace.local.identity import StackId
 from millrace.processes.supervisor import Child, ProcessSpec, Supervisor, describe_death
 from millrace.race import first_of
@@ -28,7 +30,7 @@ async def fine_tune(config: SFTConfig, interrupts: Interrupts, *, num_ranks: int
     """Run it to its end with its output on ours; return its exit code. Ctrl-C stops it with all that it started.
 
     With several ranks only the first one's output is shown, and each has a log in `logs`; ProcessDiedError if another
-    one fails by itself.
+    one fails by itself. InvalidStateError (STACK_RUNNING) while another command works in the run's directory.
     """
     name = config.run.name or run_name.make(f"sft-{Path(config.model.name).name}", secrets.token_hex(2))
     directory = Path(config.output_dir) / name
@@ -36,16 +38,20 @@ async def fine_tune(config: SFTConfig, interrupts: Interrupts, *, num_ranks: int
     logs.mkdir(parents=True, exist_ok=True)
     if config.run.name is None:
         config = config.model_copy(update={"run": config.run.model_copy(update={"name": name})})
-    path = directory / "config.json"
-    path.write_text(config.resolved_json())
-    (directory / ".lock").write_text(str(StackId.new(directory)))  # says whether it is still at work
-    gang = {} if num_ranks == 1 else gang_environ(num_ranks)
-    argv = [sys.executable, *TRAINER, str(path)]
-    async with Supervisor() as supervisor:
-        interrupts.on_second(supervisor.hurry.set)
-        ranks = [await supervisor.start(rank_spec(rank, argv=argv, gang=gang, logs=logs)) for rank in range(num_ranks)]
-        async with exporting(config.model_dump(mode="json"), directory):
-            code = await wait_for_ranks(ranks)
+    own = StackId.new(directory)
+    with await hold_directory(directory, own, note=partial(click.echo, err=True)) as lock:
+        path = directory / "config.json"
+        path.write_text(config.resolved_json())
+        gang = {} if num_ranks == 1 else gang_environ(num_ranks)
+        argv = [sys.executable, *TRAINER, str(path)]
+        supervisor = Supervisor(stack_id=str(own))
+        supervisor.lock = lock.fileno()
+        async with supervisor:
+            interrupts.on_second(supervisor.hurry.set)
+            specs = [rank_spec(rank, argv=argv, gang=gang, logs=logs) for rank in range(num_ranks)]
+            ranks = [await supervisor.start(spec) for spec in specs]
+            async with exporting(config.model_dump(mode="json"), directory):
+                code = await wait_for_ranks(ranks)
     return code if code >= 0 else 128 - code
 
 

@@ -2,6 +2,7 @@
 
 import math
 import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -23,6 +24,8 @@ from millrace.telemetry.redact import redacted_beginning, redacted_end
 
 FRESH_S = 2.0
 """How old the last look at the store may be for another one to be left out."""
+LOOK_AGAIN_S = 30.0
+"""How often what could not be read is looked at again: it may have been repaired."""
 
 
 class SampleIndex:
@@ -37,6 +40,9 @@ class SampleIndex:
         self.looking = Looking(self._follow, fresh_s=FRESH_S)
         self.known_headers = len(columns.segments)
         """Headers that the store has, as far as is known."""
+        self.is_outdated = False
+        """What could not be read can be by now: the index has to be begun anew."""
+        self._looked_again_at = -math.inf
 
     def close(self) -> None:
         """Stop."""
@@ -50,6 +56,20 @@ class SampleIndex:
                 return
             self._add(step, key)
             self.looking.alive()
+        self._look_again()
+
+    def _look_again(self) -> None:
+        """See whether the last batch that could not be read can be; all of a run are repaired together."""
+        unreadable = next((each for each in reversed(self.columns.segments) if each.problem), None)
+        now = time.monotonic()
+        if unreadable is None or now - self._looked_again_at < LOOK_AGAIN_S:
+            return
+        self._looked_again_at = now
+        try:
+            self._made(unreadable.step, unreadable.key)
+        except (CorruptObjectError, NotFoundError):
+            return
+        self.is_outdated = True
 
     def _new_headers(self) -> Iterator[tuple[int, str]]:
         """Headers behind the last one, in the order of the run: a key sorts behind those of earlier steps."""
@@ -68,16 +88,20 @@ class SampleIndex:
     def _add(self, step: int, key: str) -> None:
         rows, texts, problem = np.zeros(0, ROW), b"", ""
         try:
-            header = decode_header(self._store.get(key, max_bytes=MAX_HEADER_BYTES))
-            if header.rollouts_key:
-                rollouts = decode_archive(self._store.get(header.rollouts_key))
-                rows, texts = self._rows(step, revision_of(key), header, rollouts)
+            rows, texts = self._made(step, key)
         except (CorruptObjectError, NotFoundError) as error:  # damaged or pruned: the other steps can be shown
             problem = error.message
         with self.lock:
             self.columns.append(
                 step=step, revision=revision_of(key), key=key, rows=rows, texts=texts, problem=problem[:500]
             )
+
+    def _made(self, step: int, key: str) -> tuple[np.ndarray, bytes]:
+        """Rows and texts of the rollouts that a header resolved."""
+        header = decode_header(self._store.get(key, max_bytes=MAX_HEADER_BYTES))
+        if not header.rollouts_key:
+            return np.zeros(0, ROW), b""
+        return self._rows(step, revision_of(key), header, decode_archive(self._store.get(header.rollouts_key)))
 
     def _rows(
         self, step: int, revision: int, header: batch_pb2.BatchHeader, rollouts: list[Rollout]

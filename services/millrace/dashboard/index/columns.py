@@ -125,11 +125,12 @@ class Columns:
             try:
                 self._load()
             except CorruptObjectError:
-                self._clear()
+                self.clear()
             for name in (_ROWS, _TEXTS, _STEPS):
                 (directory / name).touch()
 
-    def _clear(self) -> None:
+    def clear(self) -> None:
+        """Delete what is there; who opens it next begins anew."""
         for name in (_ROWS, _TEXTS, _STEPS):
             (self.directory / name).unlink(missing_ok=True)
         self.names, self.segments, self.num_rows, self._steps_size = NameTable(), [], 0, 0
@@ -137,7 +138,7 @@ class Columns:
     def _load(self) -> None:
         steps = self.directory / _STEPS
         if not steps.exists():
-            self._clear()
+            self.clear()
             return
         committed = 0
         head, *lines = steps.read_bytes().splitlines(keepends=True) or [b""]

@@ -57,6 +57,22 @@ export async function get(path, params, signal) {
   return answerOf(query ? `${path}?${query}` : path, { signal });
 }
 
+// For questions of which each takes the place of the one before: an answer, or an error, that comes when a newer one
+// was asked is null.
+export function newest() {
+  let asked = 0;
+  return async (answer) => {
+    const mine = ++asked;
+    try {
+      const found = await answer;
+      return mine === asked ? found : null;
+    } catch (error) {
+      if (mine !== asked) return null;
+      throw error;
+    }
+  };
+}
+
 export async function session() {
   const found = await answerOf("/api/session", {});
   csrf = found.csrf;

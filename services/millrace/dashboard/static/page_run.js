@@ -1,5 +1,5 @@
 // One run: curves, why it waits, config, events, checkpoints.
-import { get, of, trouble } from "./api.js";
+import { get, newest, of, trouble } from "./api.js";
 import { audit } from "./audit.js";
 import { chart } from "./charts.js";
 import { bytes, fill, h, heads, link, moment, number, seconds, state, table } from "./dom.js";
@@ -29,7 +29,7 @@ export async function runPage(page, name) {
     fill(body, places[each]);
     load().catch((error) => trouble("tab", error.message));
   };
-  const memory = { step: -1, rows: -1, kinds: "" };
+  const memory = { step: -1, rows: -1, kinds: "", ask: newest() };
   const load = async () => {
     if (shown === "curves") await curves(page, name, places.curves, memory);
     else if (shown === "events") await events(page, name, places.events, memory);
@@ -97,7 +97,7 @@ async function curves(page, name, place, memory) {
   const rewards = Object.keys(spread).filter((each) => each.startsWith("reward/"));
   const drawn = [
     chart("Reward by environment", rewards.length ? rewards.map((each) => ({ name: each.slice(7), points: spread[each] })) : [{ name: "all", points: found.curves["reward/mean"] || [] }], { hint: "mean, with the tenth and the ninetieth percentile", height: 210 }),
-    chart("Evaluations", evals.map((each) => ({ name: each.split("/")[1], points: more.curves[each] })), { dots: true, x: "version", none: "no evaluation yet", height: 210 }),
+    chart("Evaluations", evals.map((each) => ({ name: each.slice("eval/".length, -"/reward/mean".length), points: more.curves[each] })), { dots: true, x: "version", none: "no evaluation yet", height: 210 }),
     chart("Staleness", [{ name: "steps", points: spread.staleness || [] }], { hint: "step minus the oldest version of a rollout's tokens", zero: true }),
     chart("Sampled tokens", [{ name: "tokens", points: spread["length/sampled"] || [] }], { zero: true }),
     chart("Share of rollouts", [["trained on", "rollouts/trained_share"], ["failed", "rollouts/failed_share"], ["cut off", "rollouts/truncated_share"]].map(([label, key]) => ({ name: label, points: spread[key] || [] })), { zero: true }),
@@ -140,7 +140,8 @@ const json = (value) => (value === null ? "–" : typeof value === "string" ? va
 const KINDS = [["", "all events"], ["warning,rollouts_failed", "warnings"], ["state_changed", "states"], ["step_completed", "steps"], ["policy_published,policy_served", "policies"], ["eval_completed,score_completed", "evaluations"], ["checkpoint_saved", "checkpoints"], ["wait_reported", "waits"]];
 
 async function events(page, name, place, memory) {
-  const found = await get(`${of(name)}/events`, { kinds: memory.kinds, size: memory.size || 100 }, page.signal);
+  const found = await memory.ask(get(`${of(name)}/events`, { kinds: memory.kinds, size: memory.size || 100 }, page.signal));
+  if (!found) return;
   trouble("store", found.stale || "");
   const newest = `${memory.kinds} ${found.events.length} ${found.events[0]?.cursor}`;
   if (newest === memory.newest) return;

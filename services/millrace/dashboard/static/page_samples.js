@@ -1,5 +1,5 @@
 // The samples of a run: filters, order, pages. What is filtered stands in the address, so that it can be sent to others.
-import { get, of, trouble } from "./api.js";
+import { get, newest, of, trouble } from "./api.js";
 import { fill, h, heads, link, number, table, visible } from "./dom.js";
 import { tabs } from "./page_run.js";
 
@@ -25,8 +25,10 @@ export async function samplesPage(page, name) {
     if (error.name !== "AbortError") fill(body, h("p", { class: "panel failed" }, error.message));
   };
   let known = "";
+  const ask = newest();
   const look = async () => {
-    const found = await get(`${of(name)}/samples`, { size: SIZE, ...asked }, page.signal);
+    const found = await ask(get(`${of(name)}/samples`, { size: SIZE, ...asked }, page.signal));
+    if (!found) return true;
     trouble("store", found.stale || "");
     const names = JSON.stringify(found.names);
     if (names !== known) drawForm(form, asked, found.names, change);

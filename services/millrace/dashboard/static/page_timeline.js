@@ -1,5 +1,5 @@
 // Lanes of who did what when, and why a step takes as long as it does.
-import { get, of, trouble } from "./api.js";
+import { get, newest, of, trouble } from "./api.js";
 import { fill, h, moment, panel, percent, seconds, svg } from "./dom.js";
 import { tabs } from "./page_run.js";
 
@@ -19,8 +19,11 @@ export async function timelinePage(page, run) {
   choose.value = String(steps);
   fill(page.main, tabs(run, "Timeline"), h("div", { class: "tools" }, choose), body);
   let drawn = "";
+  const ask = newest();
   const look = async () => {
-    const [found, about] = await Promise.all([get(`${of(run)}/timeline`, { steps }, page.signal), get(of(run), {}, page.signal)]);
+    const answers = await ask(Promise.all([get(`${of(run)}/timeline`, { steps }, page.signal), get(of(run), {}, page.signal)]));
+    if (!answers) return true;
+    const [found, about] = answers;
     trouble("store", found.stale || "");
     const key = JSON.stringify([found.last_step, steps, found.marks.length, found.index?.rollouts]);
     if (key !== drawn) draw(body, found);

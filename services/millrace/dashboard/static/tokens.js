@@ -1,5 +1,5 @@
 // Tokens coloured by what the log knows of each: advantage, log-prob, trainer − engine, policy version, loss mask.
-import { get, of } from "./api.js";
+import { get, newest, of } from "./api.js";
 import { fill, h, link, number, panel, visible } from "./dom.js";
 
 const SIZE = 1024;
@@ -15,9 +15,12 @@ export function tokensPanel(page, run, found) {
     offset = next;
     load();
   });
+  const ask = newest();
   const load = async () => {
     try {
-      data = await get(`${of(run)}/samples/${encodeURIComponent(found.id)}/tokens`, { part, offset, size: SIZE }, page.signal);
+      const answer = await ask(get(`${of(run)}/samples/${encodeURIComponent(found.id)}/tokens`, { part, offset, size: SIZE }, page.signal));
+      if (!answer) return;
+      data = answer;
       draw();
     } catch (error) {
       if (error.name !== "AbortError") fill(body, h("p", { class: "none" }, error.message));

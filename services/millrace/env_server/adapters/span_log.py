@@ -40,13 +40,18 @@ class Spans:
         self._notes = list(notes)
 
     def find(self, completion_ids: Sequence[int]) -> tuple[PolicySpan, ...]:
-        """The spans of the first unused completion with these ids; cut to them if the environment cut it short."""
+        """The spans of the first unused completion with these ids, else of one that begins with them, cut to them.
+
+        The environment may have cut it short; but calls may also end in another order than they are recorded in.
+        """
         wanted = tuple(completion_ids)
-        for index, (ids, spans) in enumerate(self._notes):
-            if ids[: len(wanted)] == wanted:
-                del self._notes[index]
-                return tuple(_clip(span, len(wanted)) for span in spans if span.start < len(wanted))
-        return ()
+        index = next((at for at, (ids, _) in enumerate(self._notes) if ids == wanted), None)
+        if index is None:
+            index = next((at for at, (ids, _) in enumerate(self._notes) if ids[: len(wanted)] == wanted), None)
+        if index is None:
+            return ()
+        _, spans = self._notes.pop(index)
+        return tuple(_clip(span, len(wanted)) for span in spans if span.start < len(wanted))
 
 
 def _clip(span: PolicySpan, end: int) -> PolicySpan:

@@ -86,6 +86,8 @@ class RolloutSink:
             return False
         began = time.monotonic()
         kept = await self.spool.keep(rollout)
+        if not self.spool.holds(kept):  # the run ended meanwhile, or its ordinal was resolved
+            return False
         is_appended = await self._appender(kept.run_uid).append(kept)
         if is_appended:
             APPEND_SECONDS.observe(time.monotonic() - began)
@@ -208,7 +210,7 @@ class RolloutSink:
         while True:
             await asyncio.sleep(self._look_for_end_s)
             now = time.monotonic()
-            for run_uid in self.spool.run_uids:
+            for run_uid in {*self.spool.run_uids, *self._appenders}:
                 kept = self.spool.of_run(run_uid)
                 old = [k for k in kept if k.is_eval and k.appended_at and now - k.appended_at > EVAL_KEPT_S]
                 await self.spool.drop(old)

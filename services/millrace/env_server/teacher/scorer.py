@@ -89,6 +89,7 @@ class Teachers:
         self._prefix = prefix
         self._key_problem = key_problem
         self._runs: dict[str, _RunTeacher] = {}
+        self._closing: set[asyncio.Task[None]] = set()
 
     async def require_ready(self, request: PlayRequest) -> None:
         """Return if the run needs no teacher, or its teacher was checked and answers.
@@ -130,8 +131,20 @@ class Teachers:
             run.is_ready, run.opening = False, None
         return results
 
+    def forget(self, run_uid: str) -> None:
+        """A run is over. A teacher that is being opened is left until the next word of that."""
+        run = self._runs.get(run_uid)
+        if run is None or (run.opening is not None and not run.opening.done()):
+            return
+        del self._runs[run_uid]
+        if run.client is not None:
+            closing = asyncio.create_task(run.client.close(), name=f"close the teacher of {run_uid}")
+            self._closing.add(closing)
+            closing.add_done_callback(self._closing.discard)
+
     async def close(self) -> None:
         """Stop asking."""
+        await asyncio.gather(*self._closing)
         for run in self._runs.values():
             if run.opening is not None:
                 run.opening.cancel()

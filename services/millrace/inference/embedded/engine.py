@@ -36,7 +36,6 @@ from millrace.inference.embedded.deliveries import Deliveries
 from millrace.inference.embedded.held import HeldWeights
 from millrace.inference.embedded.rows import Running
 from millrace.inference.embedded.scheduler import Scheduler
-from millrace.inference.embedded.scoring import score_prompt
 from millrace.inference.engine import (
     EngineState,
     EngineStatus,
@@ -180,7 +179,7 @@ class EmbeddedEngine:
         """See `Engine.score`; generation stands still meanwhile."""
         self._held()
         self._check_prompt(token_ids)
-        return await self._in_thread(lambda: score_prompt(self._held().model, token_ids))
+        return await self._in_thread(lambda: self._held_weights().score(token_ids))
 
     async def abort(self, request_id: str) -> None:
         """See `Engine.abort`."""

@@ -270,10 +270,10 @@ class Scheduler:
             return None
         stops = sampling.stop
         window = max(len(stop.encode()) for stop in stops) + _TAIL_EXTRA_TOKENS  # a token is at least one byte
-        decode, ids = self._decoder.decode, completion[-window:].tolist()
-        tail = decode(ids, skip_special_tokens=True)
+        ids, skips = completion[-window:].tolist(), sampling.skip_special_tokens
+        tail = self._decoder.decode(ids, skip_special_tokens=skips)
         # One that was passed over because the reply was too short does not end it later.
-        before = decode(ids[:-1], skip_special_tokens=True) if sampling.min_tokens else ""
+        before = self._decoder.decode(ids[:-1], skip_special_tokens=skips) if sampling.min_tokens else ""
         return next((stop for stop in stops if tail.count(stop) > before.count(stop)), None)
 
     def _retire(self, rows: list[int], reason: FinishReason | None = None) -> None:

@@ -105,6 +105,7 @@ class SamplingBody(Body):
             min_tokens=self.min_tokens or 0,
             seed=None if self.seed is None else self.seed + choice,
             stop=(self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ()),
+            skip_special_tokens=self.skip_special_tokens,
             stop_token_ids=tuple(self.stop_token_ids or ()),
             ignore_eos=self.ignore_eos,
         )

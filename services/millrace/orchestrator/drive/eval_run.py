@@ -14,7 +14,7 @@ from collections.abc import Container, Iterable
 
 from millrace.errors import NotFoundError
 from millrace.orchestrator.drive.assembly import assemble
-from millrace.orchestrator.drive.run_driver import RunDriver
+from millrace.orchestrator.drive.run_driver import RunDriver, lasting
 from millrace.orchestrator.play.evals import Evaluation
 from millrace.orchestrator.run_context import RunContext
 from millrace.rollouts.types import Rollout, RolloutStatus
@@ -48,7 +48,7 @@ class EvalRunDriver(RunDriver):
             parts.intake.take(rollout)
         if has_predecessor:
             await self._take_over()
-        background.append(tasks.create_task(parts.stream.follow()))
+        background.append(tasks.create_task(lasting(parts.stream.follow)))
         await self._events.state_changed(run_pb2.RUN_STATE_RUNNING, "environments are ready")
         try:
             for evaluation in self._evaluations:

@@ -242,7 +242,7 @@ class RolloutLoop:
             filters=self.settings.filters,
             baselines=self.writer.baselines,
         )
-        if self.rule.async_level == 0:
+        if self.rule.async_level == 0 and batch.samples:  # else they are for this batch still
             surplus = [group for group in (*self.book.open, *self.book.whole) if group not in groups]
             await self.drop(surplus, reason="surplus")
         await self.writer.commit(batch)

@@ -10,7 +10,7 @@ The next driver, here or elsewhere, begins at the same place: nothing is handed 
 import asyncio
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any, ClassVar, TypeVar
 
 from millrace.errors import (
@@ -124,7 +124,7 @@ class RunDriver(ABC):
                 await self._pause()
                 return
             async with asyncio.TaskGroup() as tasks:
-                background = [tasks.create_task(work) for work in self._background()]
+                background = [tasks.create_task(lasting(start)) for start in self._background()]
                 await self._play_and_close(tasks, background)
                 for task in background:
                     task.cancel()
@@ -141,17 +141,17 @@ class RunDriver(ABC):
         self._is_restored = True
         await self._keeper.start()
 
-    def _background(self) -> list[Coroutine[Any, Any, None]]:
+    def _background(self) -> list[Callable[[], Coroutine[Any, Any, None]]]:
         keeper = self._keeper
         return [
-            self._parts.policies.run(),
-            self._parts.trainer.run(is_closing=lambda: self._writer.is_closing),
-            keeper.follow_policies(),
-            keeper.watch_workers(),
-            keeper.watch_log(),
-            keeper.trim_batches(),
-            keeper.archive_events(),
-            keeper.mend_damage(),
+            self._parts.policies.run,
+            lambda: self._parts.trainer.run(is_closing=lambda: self._writer.is_closing),
+            keeper.follow_policies,
+            keeper.watch_workers,
+            keeper.watch_log,
+            keeper.trim_batches,
+            keeper.archive_events,
+            keeper.mend_damage,
         ]
 
     async def _play_and_close(self, tasks: asyncio.TaskGroup, background: list[asyncio.Task[None]]) -> None:
@@ -253,6 +253,21 @@ class RunDriver(ABC):
             await self._parts.stream.catch_up()
         if not intake.has_begun:
             self._parts.book.abandon(intake.noted, reason=reason)
+
+
+async def lasting(start: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    """Await what ends by cancellation only. InternalError if it ends otherwise: the drive would go on without it."""
+    task, work = asyncio.current_task(), start()
+    assert task is not None
+    try:
+        await work
+    except asyncio.CancelledError:
+        if task.cancelling():  # by the drive
+            raise
+    raise InternalError(
+        f"a part of the orchestrator ({work.__qualname__}) has ended, though nobody ended it",
+        remedy="this is a defect: report it with the orchestrator's log",
+    )
 
 
 def _decisive(error: Exception) -> Exception:

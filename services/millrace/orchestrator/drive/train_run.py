@@ -12,7 +12,7 @@ from millrace.algorithms import make_algorithms
 from millrace.errors import InvalidStateError
 from millrace.orchestrator.drive.assembly import assemble, make_loop, task_sources
 from millrace.orchestrator.drive.loop import RolloutLoop
-from millrace.orchestrator.drive.run_driver import RunDriver, RunStoppedError
+from millrace.orchestrator.drive.run_driver import RunDriver, RunStoppedError, lasting
 from millrace.orchestrator.play.sampler import Sampler
 from millrace.orchestrator.run_context import RunContext
 from millrace.rollouts.types import Rollout
@@ -41,7 +41,7 @@ class TrainRunDriver(RunDriver):
         loop = await self._unless_stopped(self._start())
         self._parts.intake.begin(loop.make_play, has_predecessor=self._context.epoch.number > 1)
         await self._take_over()
-        background.append(tasks.create_task(self._parts.stream.follow()))
+        background.append(tasks.create_task(lasting(self._parts.stream.follow)))
         await self._events.state_changed(run_pb2.RUN_STATE_RUNNING, "workers, environments and policy are ready")
         settings = self._config.orchestrator.eval
         if settings is not None and self._parts.book.step == 0 and not settings.skip_first_step:

@@ -9,6 +9,7 @@ from typing import Protocol, Self
 import torch
 from torch import nn
 
+from millrace.trainer.gang.agreement import agreed
 from millrace.trainer.gang.distributed import Gang
 from millrace.trainer.learning.batch import MicroBatch
 from millrace.trainer.learning.forward import token_logprobs
@@ -43,9 +44,12 @@ class StartModel:
 
     @classmethod
     def load(cls, directory: Path, *, gang: Gang, sharding: Sharding, is_varlen: bool = False) -> Self:
-        """That of the model in `directory`."""
-        start = cls(open_model(directory, gang=gang), gang=gang, sharding=sharding, is_varlen=is_varlen)
-        fill_opened(start._model, directory, gang=gang, sharding=sharding)
+        """That of the model in `directory`. Collective in a gang."""
+        with agreed(gang):
+            model = open_model(directory, gang=gang)
+        start = cls(model, gang=gang, sharding=sharding, is_varlen=is_varlen)
+        with agreed(gang):
+            fill_opened(start._model, directory, gang=gang, sharding=sharding)
         return start
 
     @torch.no_grad()

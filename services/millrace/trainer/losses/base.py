@@ -88,7 +88,7 @@ class TokenLosses:
 
 
 LossFunction = Callable[[LossInputs, LossConfig], TokenLosses]
-"""What `millrace run replay --loss my.module:fn` takes: `token_losses` is one."""
+"""What `millrace run replay --loss my.module:fn` takes: `policy_losses` is one."""
 
 
 def k3(log_ratio: torch.Tensor) -> torch.Tensor:

@@ -6,6 +6,7 @@ Needs the object store only, writes nothing into it, and runs in this process al
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 
@@ -42,6 +43,7 @@ from millrace.trainer.log.store_log import StoreLog
 from millrace.trainer.loop import forward_backward, learn
 from millrace.trainer.losses import LossFunction
 from millrace.trainer.losses.custom import load_custom_loss
+from millrace.trainer.losses.regularizers import regularized
 from millrace.trainer.model.pretrained import policy_tensors, resolve_model_directory
 from millrace.trainer.replay.report import ReplayReport, TensorDifference
 
@@ -51,11 +53,11 @@ OnStep = Callable[[int, int], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Start:
-    """Where a replay begins."""
+    """Where a replay begins; `conditions_of` is the checkpoint that says under which conditions the run was trained."""
 
     version: int
     chain_hash: bytes
-    checkpoint: CheckpointManifest | None
+    conditions_of: CheckpointManifest | None
     notes: tuple[str, ...] = ()
 
 
@@ -105,7 +107,7 @@ class Replayer:
                 batches,
                 run_name=record.name or names.uid,
                 start=start,
-                notes=(*start.notes, *_notes(start.checkpoint)),
+                notes=(*start.notes, *_notes(start.conditions_of)),
             )
         finally:
             learner.gang.leave()
@@ -149,7 +151,7 @@ def replay(
     InvalidStateError if the step is not kept, or if its version is not published and no loss is asked for.
     """
     disable_progress_bar()  # the bar of loading the model would stand between the lines of the steps
-    loss_of = load_custom_loss(loss, EVERYTHING, field="--loss") if loss else None
+    loss_of = partial(regularized, load_custom_loss(loss, EVERYTHING, field="--loss")) if loss else None
     with Replayer.open(store, names, step=step) as replayer:
         published = _published(store, names, version=step + 1)
         if published is None and loss_of is None:
@@ -199,8 +201,7 @@ def _learner_at(
     checkpoints, learners = CheckpointStore(store, names, gang=Gang()), list[Learner]()
 
     def use(manifest: CheckpointManifest) -> None:
-        learner = _new_learner(store, names, config, manifest)
-        torch.set_num_threads(int(manifest.conditions.get("num_threads", torch.get_num_threads())))
+        learner = _new_learner(store, names, config, manifest, conditions_of=manifest)
         gang, base_digest = learner.gang, learner.base_digest
         restore(checkpoints, manifest, learner.model, learner.optimizer, gang=gang, base_digest=base_digest)
         learners.append(learner)
@@ -214,26 +215,42 @@ def _learner_at(
             remedy="restore the checkpoint from a replica of the bucket, or replay the parent of this fork",
         )
     if found.manifest is None:
-        start = _Start(version=0, chain_hash=origin.chain_hash, checkpoint=None, notes=notes)
-        return _new_learner(store, names, config, None), start
+        first = _first_manifest(checkpoints)
+        start = _Start(version=0, chain_hash=origin.chain_hash, conditions_of=first, notes=notes)
+        return _new_learner(store, names, config, None, conditions_of=first), start
     chain_hash = bytes.fromhex(found.manifest.chain_hash)
     return learners[0], _Start(
-        version=found.manifest.step, chain_hash=chain_hash, checkpoint=found.manifest, notes=notes
+        version=found.manifest.step, chain_hash=chain_hash, conditions_of=found.manifest, notes=notes
     )
 
 
-def _new_learner(store: ObjectStore, names: Names, config: RLConfig, checkpoint: CheckpointManifest | None) -> Learner:
+def _first_manifest(checkpoints: CheckpointStore) -> CheckpointManifest | None:
+    """That of the oldest checkpoint that is kept: what is before it was trained like it, as far as is known."""
+    for step in checkpoints.steps():
+        with contextlib.suppress(CorruptObjectError):  # the audit's to tell; the next one says as much
+            return checkpoints.read(step)
+    return None
+
+
+def _new_learner(
+    store: ObjectStore,
+    names: Names,
+    config: RLConfig,
+    checkpoint: CheckpointManifest | None,
+    *,
+    conditions_of: CheckpointManifest | None,
+) -> Learner:
     """A learner of the model of a checkpoint, or of the run's start, where it was trained as far as that is here."""
-    gang, version = Gang(device=_device_of(checkpoint)), 0 if checkpoint is None else checkpoint.step
-    with contextlib.ExitStack() as stack:
-        is_start = checkpoint is None
-        directory = stack.enter_context(_model_directory(store, names, config, version, is_start=is_start))
-        start_directory = directory
-        if config.trainer.loss.kl is not None and not is_start:
-            start_directory = stack.enter_context(_model_directory(store, names, config, 0, is_start=True))
-        return Learner.of_start_model(
-            config, gang=gang, directory=directory, start_directory=start_directory, code=EVERYTHING
+    gang, version = Gang(device=_device_of(conditions_of)), 0 if checkpoint is None else checkpoint.step
+    # What is compared with the start model begins there: the checkpoint says which one it needs.
+    is_start = checkpoint is None or config.trainer.loss.kl is not None
+    with _model_directory(store, names, config, 0 if is_start else version, is_start=is_start) as directory:
+        learner = Learner.of_start_model(
+            config, gang=gang, directory=directory, start_directory=directory, code=EVERYTHING
         )
+    if conditions_of is not None:
+        torch.set_num_threads(int(conditions_of.conditions.get("num_threads", torch.get_num_threads())))
+    return learner
 
 
 @contextlib.contextmanager
@@ -280,7 +297,7 @@ def _device_of(checkpoint: CheckpointManifest | None) -> torch.device:
 
 
 def _notes(checkpoint: CheckpointManifest | None) -> tuple[str, ...]:
-    """What differs from the conditions under which the checkpoint was written."""
+    """What differs from the conditions under which a checkpoint was written."""
     if checkpoint is None:
         return ()
     now = {**conditions(_device_of(checkpoint)), "world_size": "1"}

@@ -88,13 +88,15 @@ class SFTCheckpoints:
         if self._checkpointer is not None:
             self._checkpointer.__exit__(kind, error, traceback)
 
-    def resume(self, *, max_steps: int | None) -> tuple[int, int]:
-        """Fill the state from the newest checkpoint, if there is one; return the next step and its position.
+    def resume(self, *, max_steps: int | None) -> tuple[int, int, int]:
+        """Fill the state from the newest checkpoint, if there is one.
+
+        Return the next step, its position, and how many steps in a row before it changed nothing.
 
         InvalidSpecError names the keys that changed and may not, and a `max_steps` that is over already.
         """
         if self._checkpointer is None:
-            return 0, 0
+            return 0, 0, 0
         self._gang.agree(self._require_same_training)
         found = resume(
             self._checkpoints,
@@ -108,7 +110,7 @@ class SFTCheckpoints:
         )
         if found.damaged:
             logger.warning(f"damaged checkpoints are left aside: {describe(found)}; going on from {found.start}")
-        step = 0 if found.manifest is None else found.manifest.step
+        step, num_skipped = (0, 0) if found.manifest is None else (found.manifest.step, found.manifest.num_skipped)
         if self._resume_step not in (None, -1, step):
             problem = Violation(
                 field="ckpt.resume_step",
@@ -123,9 +125,9 @@ class SFTCheckpoints:
                 field="max_steps", value=str(max_steps), message=f"is less than the {step} steps that the run has made"
             )
             raise InvalidSpecError([problem], remedy="raise it, or give the new training another run.name")
-        return step, int(self._position)
+        return step, int(self._position), num_skipped
 
-    def maybe_save(self, step: int, *, position: int, is_last: bool) -> None:
+    def maybe_save(self, step: int, *, position: int, num_skipped: int, is_last: bool) -> None:
         """Save a checkpoint at the interval and at the end, if the config has checkpoints."""
         if self._checkpointer is None:
             return
@@ -133,7 +135,7 @@ class SFTCheckpoints:
         if is_last or self._checkpointer.is_due(step):
             self._position.fill_(position)
             state = state_tensors(self._model, self._optimizer, gang=self._gang) | {"data.position": self._position}
-            self._checkpointer.save(state, step=step, lineage=0, chain_hash=ZERO_CHAIN_HASH)
+            self._checkpointer.save(state, step=step, lineage=0, chain_hash=ZERO_CHAIN_HASH, num_skipped=num_skipped)
 
     def _require_same_training(self) -> None:
         """At rank 0: InvalidSpecError if the checkpoints are of another training; without any, note what is trained."""

@@ -138,14 +138,16 @@ def _train(
     learner: "_Learner",
     checkpoints: SFTCheckpoints,
     *,
-    start: tuple[int, int],
+    start: tuple[int, int, int],
     output: Path,
     gang: Gang,
     on_step: Callable[[SFTStep], None],
 ) -> None:
-    """Make the steps from `start`, a step and the position of its rows, to the last, with their checkpoints."""
-    step, position = start
-    num_skipped = 0
+    """Make the steps from `start` to the last, with their checkpoints.
+
+    `start` is a step, the position of its rows, and how many steps in a row before it were skipped.
+    """
+    step, position, num_skipped = start
     validate = _validation(config, data, learner)
     with _open_metrics(output, step, gang=gang) as metrics, checkpoints:
         while not data.is_over(step, position):
@@ -160,7 +162,8 @@ def _train(
             num_skipped = num_skipped + 1 if report.was_skipped else 0
             _require_learning(config, step, num_skipped)
             step, position = step + 1, following
-            checkpoints.maybe_save(step, position=position, is_last=data.is_over(step, position))
+            is_last = data.is_over(step, position)
+            checkpoints.maybe_save(step, position=position, num_skipped=num_skipped, is_last=is_last)
         val_loss = validate(step, is_last=True)
         if val_loss is not None:
             _write_line(metrics, {"step": step, "val/loss": val_loss})
