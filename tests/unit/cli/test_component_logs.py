@@ -111,13 +111,19 @@ def test_work_of_a_run_marks_its_lines():
 
 def test_a_tail_repeats_and_misses_nothing_while_a_process_writes_and_its_log_is_rotated(tmp_path):
     path = tmp_path / "trainer.log"
-    script = "import os, sys\nfor n in range(20000): os.write(1, b'line %d\\n' % n)"
+    script = (
+        "import itertools, os, select\n"
+        "for n in itertools.count():\n"
+        "    os.write(1, b'line %d\\n' % n)\n"
+        "    if select.select([0], [], [], 0)[0]: break"
+    )
     tail, found, rotations = LogTail(path), [], 0
     with path.open("ab") as sink:
-        process = subprocess.Popen([sys.executable, "-c", script], stdout=sink)
-        while process.poll() is None:
+        process = subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=sink)
+        while rotations < 3:
             found += tail.read()
             rotations += rotate(path, max_bytes=10_000)
+        process.communicate(timeout=60)
     found += [*tail.read(), *tail.finish()]
     numbers = [int(line.removeprefix("line ")) for line in found]
     steps = [after - before for before, after in itertools.pairwise(numbers)]
