@@ -1,5 +1,7 @@
 """Every page in a real browser: it shows what it should, obeys nothing that a model wrote, and outlives the server."""
 
+from urllib.parse import urlsplit
+
 import pytest
 
 from millrace.rpc.access import ServerAccess
@@ -195,16 +197,19 @@ def test_filters_stand_in_the_address(page):
 
 
 def late(page, wanted):
-    """Keep back the first answer to a question whose address has `wanted` in it; give what lets it go."""
-    kept = []
+    """Keep back the first answer to a question that asks for `wanted`, a key with its value; give what lets it go."""
+    kept, taken = [], []
 
     def answer(route):
-        if not kept and wanted in route.request.url:
+        if not taken and wanted in urlsplit(route.request.url).query.split("&"):
+            taken.append(route)  # at once: others are asked while the answer is on its way
             kept.append((route, route.fetch()))
         else:
             route.continue_()
 
     def let_go():
+        while not kept:  # the test's own limit of time ends it
+            page.wait_for_timeout(50)
         route, response = kept[0]
         with page.expect_event("requestfinished", lambda request: request == route.request):
             route.fulfill(response=response)
