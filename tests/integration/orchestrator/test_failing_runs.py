@@ -341,11 +341,13 @@ async def test_at_async_level_0_an_empty_batch_drops_no_group_that_may_be_in_the
         return replace(rollout, reward=0.0 if rollout.ordinal < 2 else float(rollout.member % 2))
 
     env, _, _ = await workers(stack, shape=shape)
-    play, is_empty = env.play, asyncio.Event()
+    play, is_empty, is_over = env.play, asyncio.Event(), asyncio.Event()
 
     async def play_later(request) -> None:
         if request.purpose == rollout_pb2.PURPOSE_TRAIN and request.ordinal >= 2:
             await is_empty.wait()
+            if request.ordinal >= 4:  # the batch is of two groups: of 2 and 3, however fast others are
+                await is_over.wait()
         await play(request)
 
     env.play = play_later
@@ -353,6 +355,7 @@ async def test_at_async_level_0_an_empty_batch_drops_no_group_that_may_be_in_the
     await until(lambda: env.plays_of(3))  # in the place of what the empty batch resolved
     is_empty.set()
     assert (await watch(stack, run))[-1].state_changed.new_state == run_pb2.RUN_STATE_SUCCEEDED
+    is_over.set()
     found = resolutions(await headers_of(stack, run))
     assert found[0][1] == found[1][1] == "zero_advantage"
     assert found[2][0] == batch_pb2.ORDINAL_OUTCOME_TRAINED, found[2]
