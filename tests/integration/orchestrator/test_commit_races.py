@@ -141,8 +141,9 @@ async def test_a_run_that_fails_while_its_groups_are_taken_over_resolves_them_an
     await until(lambda: has_state(stack, run, run_pb2.RUN_STATE_PAUSED))
 
     async def fail_meanwhile(self: EnvServers) -> None:
-        trainer.status.error_reason, trainer.status.error_message = "MODEL_LOST", "lost on purpose"
-        await asyncio.sleep(30.0)
+        while True:  # the status is another one once the trainer is assigned again
+            trainer.status.error_reason, trainer.status.error_message = "MODEL_LOST", "lost on purpose"
+            await asyncio.sleep(0.05)
 
     monkeypatch.setattr(EnvServers, "let_return", fail_meanwhile)
     await call(stack.runs.ResumeRun, run_service_pb2.ResumeRunRequest(name=run.name))
