@@ -71,7 +71,7 @@ class _SecondTries:
         reporter = session.config.pluginmanager.getplugin("terminalreporter")
         assert isinstance(reporter, pytest.TerminalReporter)
         failed = list(dict.fromkeys(each.nodeid for key in ("failed", "error") for each in reporter.stats.get(key, [])))
-        limit: int = session.config.getoption(_OPTION)
+        limit = int(session.config.getoption(_OPTION) or 0)
         if session.exitstatus != pytest.ExitCode.TESTS_FAILED or not 0 < len(failed) <= limit:
             return
         reporter.section("a second try, alone")
