@@ -33,6 +33,7 @@ from millrace.trainer.log.stop import StopRequested
 from millrace.trainer.log.token_log import TokenLogWriter
 from millrace.trainer.loop import train
 from millrace.trainer.model.pretrained import policy_files, resolve_model_directory, with_tokenizer
+from millrace.trainer.model.shortage import shortage_named
 from millrace.trainer.publish.executor import Executor
 from millrace.trainer.publish.lora import AdapterBase
 from millrace.trainer.publish.mend import DamageReport, Mender, published_anew
@@ -87,7 +88,7 @@ def run_job(context: JobContext, uid: str) -> None:
     )
     try:
         client.begin()
-        with context.silence.reporting_to(client.write):
+        with context.silence.reporting_to(client.write), shortage_named("train the run"):
             (context.train or train)(prepare(context, names, client, record))
             client.flush()
     finally:

@@ -368,3 +368,14 @@ def test_an_error_of_closing_does_not_replace_the_error_of_the_job(
     with pytest.raises(NotFoundError, match="no checkpoints here"):
         recorder.train()
     assert any("not closed in order" in record.getMessage() for record in caplog.records)
+
+
+def test_a_step_without_room_ends_the_run_with_the_keys_that_take_less(
+    recorder: Recorder, make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recorder.create(make_config())
+    recorder.commit(0, recorder.make_samples(0))
+    monkeypatch.setattr("millrace.trainer.loop.total_loss", lambda *_, **__: torch.empty(1 << 50))
+    with pytest.raises(InvalidStateError, match=r"not enough memory to train the run: .*`millrace estimate`") as raised:
+        recorder.train()
+    assert raised.value.reason == "OUT_OF_MEMORY"

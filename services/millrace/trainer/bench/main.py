@@ -15,6 +15,7 @@ from millrace.telemetry.logging import setup
 from millrace.trainer.bench.measure import BenchStep, measure
 from millrace.trainer.bench.report import lines, summary
 from millrace.trainer.gang.distributed import Gang
+from millrace.trainer.model.shortage import shortage_named
 
 
 def run(path: Path) -> int:
@@ -24,7 +25,8 @@ def run(path: Path) -> int:
     disable_progress_bar()
     gang = Gang.join()
     try:
-        with (path.parent / f"metrics{f'-{gang.rank}' if gang.rank else ''}.jsonl").open("w") as metrics:
+        name = f"metrics-{gang.rank}.jsonl" if gang.rank else "metrics.jsonl"
+        with shortage_named("train on batches of this size"), (path.parent / name).open("w") as metrics:
 
             def on_step(step: BenchStep) -> None:
                 metrics.write(json.dumps(_metrics(step)) + "\n")

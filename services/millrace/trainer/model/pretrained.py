@@ -1,5 +1,6 @@
 """Loading a Hugging Face model for training, and its tensors and files in the form that policies are published in."""
 
+import contextlib
 import json
 import re
 from collections.abc import Iterator
@@ -20,6 +21,7 @@ from millrace.telemetry import progress
 from millrace.telemetry.progress import Doing
 from millrace.telemetry.progress_bars import counting_bar, loading_counts
 from millrace.trainer.model.lora import adapted_layers, published_tensors
+from millrace.trainer.model.shortage import shortage_named
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 _PROBE_TOKENS = 16
@@ -68,12 +70,15 @@ def load_model(directory: Path) -> nn.Module:
     """The causal language model in `directory` with float32 weights, in eval mode: no dropout, as in the engine.
 
     NotFoundError (MODEL_NOT_FOUND) if files are missing or unknown; CorruptObjectError (MODEL_CORRUPT) if the weights
-    are damaged or of other sizes than `config.json` says.
+    are damaged or of other sizes than `config.json` says; InvalidStateError (OUT_OF_MEMORY).
     """
     from transformers import AutoModelForCausalLM
 
     try:
-        with progress.work(Doing.LOAD, f"model {directory.name}", unit="tensors") as work, loading_counts(work):
+        with contextlib.ExitStack() as opened:
+            opened.enter_context(shortage_named(f"load model {directory.name}"))
+            work = opened.enter_context(progress.work(Doing.LOAD, f"model {directory.name}", unit="tensors"))
+            opened.enter_context(loading_counts(work))
             model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, local_files_only=True)
     except (OSError, ValueError, KeyError) as error:
         raise model_not_found(str(directory), f"the files there do not load: {error}") from error

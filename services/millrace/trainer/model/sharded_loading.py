@@ -20,6 +20,7 @@ from millrace.telemetry import progress
 from millrace.telemetry.progress import Doing
 from millrace.telemetry.progress_bars import loading_counts
 from millrace.trainer.model.pretrained import model_corrupt, model_not_found
+from millrace.trainer.model.shortage import shortage_named
 
 
 def empty_model(directory: Path) -> nn.Module:
@@ -43,7 +44,7 @@ def fill_model(model: Any, directory: Path, *, device: torch.device) -> None:
     """Read this rank's shares of the weights in `directory` into a sharded `empty_model`, on `device`.
 
     NotFoundError (MODEL_NOT_FOUND) without *.safetensors; CorruptObjectError (MODEL_CORRUPT) if they are damaged,
-    incomplete, or of other sizes than `config.json` says.
+    incomplete, or of other sizes than `config.json` says; InvalidStateError (OUT_OF_MEMORY).
     """
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import convert_and_load_state_dict_in_model
@@ -56,6 +57,7 @@ def fill_model(model: Any, directory: Path, *, device: torch.device) -> None:
     how = LoadStateDictConfig(device_map={"": device}, dtype=torch.float32, weight_mapping=conversions)
     try:
         with contextlib.ExitStack() as opened:
+            opened.enter_context(shortage_named(f"load model {directory.name}"))
             work = opened.enter_context(progress.work(Doing.LOAD, f"model {directory.name}", unit="tensors"))
             opened.enter_context(loading_counts(work))
             files = [opened.enter_context(safe_open(path, framework="pt")) for path in paths]

@@ -22,6 +22,7 @@ from millrace.config.sections.sft import SFTConfig
 from millrace.errors import NotFoundError
 from millrace.telemetry.logging import FILE_ONLY, setup
 from millrace.trainer.gang.distributed import Gang
+from millrace.trainer.model.shortage import shortage_named
 from millrace.trainer.sft.fine_tune import SFTStep, run_sft
 
 logger = logging.getLogger(__name__)
@@ -37,7 +38,7 @@ def run(path: Path) -> int:
     disable_progress_bar()  # the bars of loading and saving a model would stand between the lines of the steps
     gang = Gang.join()
     try:
-        with _progress() as show:
+        with shortage_named("fine-tune the model"), _progress() as show:
 
             def on_step(step: SFTStep) -> None:
                 _log(step)

@@ -1,0 +1,35 @@
+"""Memory that does not suffice, told as what it is: with the rank, the place and the keys that take less of it."""
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+
+from millrace.errors import InvalidStateError
+
+_CPU_ALLOCATOR = "DefaultCPUAllocator"
+"""In what torch raises on a host without memory: a plain RuntimeError, where a GPU's has a class of its own."""
+
+
+@contextlib.contextmanager
+def shortage_named(doing: str) -> Iterator[None]:
+    """In this block a lack of memory, of a GPU or of the host, becomes InvalidStateError (OUT_OF_MEMORY)."""
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        if not is_shortage(error):
+            raise
+        first_line = str(error).strip().partition("\n")[0]
+        raise InvalidStateError(
+            f"there is not enough memory to {doing}: {first_line or type(error).__name__}",
+            reason="OUT_OF_MEMORY",
+            remedy="take less (a shorter seq_len, model.ac, model.fsdp_cpu_offload, model.lora), or use more GPUs; "
+            "`millrace estimate` says what each of these keys brings a rank down to",
+        ) from error
+
+
+def is_shortage(error: BaseException) -> bool:
+    """Whether an error says that there is no memory left."""
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or (
+        isinstance(error, RuntimeError) and _CPU_ALLOCATOR in str(error)
+    )
