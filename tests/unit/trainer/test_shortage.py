@@ -49,11 +49,9 @@ def test_a_model_without_room_is_not_called_damaged(
     example: Path, monkeypatch: pytest.MonkeyPatch, is_sharded: bool
 ) -> None:
     directory = example / "base"
-    if is_sharded:
-        model = empty_model(directory)
-        monkeypatch.setattr("transformers.core_model_loading.convert_and_load_state_dict_in_model", allocate)
-    else:
-        monkeypatch.setattr("transformers.AutoModelForCausalLM.from_pretrained", allocate)
+    model = empty_model(directory)
+    monkeypatch.setattr("transformers.core_model_loading.convert_and_load_state_dict_in_model", allocate)
+    monkeypatch.setattr("transformers.AutoModelForCausalLM.from_pretrained", allocate)
     with pytest.raises(InvalidStateError, match=f"not enough memory to load model {directory.name}") as raised:
         fill_model(model, directory, device=torch.device("cpu")) if is_sharded else load_model(directory)
     assert raised.value.reason == "OUT_OF_MEMORY"
