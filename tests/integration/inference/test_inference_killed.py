@@ -23,6 +23,7 @@ from millrace.storage.local import LocalStore
 from millrace.telemetry import faults
 from millrace.telemetry.faults import Action, Fault, Point
 from millrace_testing.forked_services import ForkedService, ServiceHost
+from millrace_testing.inference import updates
 from millrace_testing.patience import patient
 from millrace_testing.polling import until
 
@@ -89,11 +90,7 @@ async def update(worker: workers.Worker, entry: PolicyEntry) -> pb.PolicyStatus:
     async with open_channel(worker.address) as channel:
         stub = policy_service_pb2_grpc.PolicyServiceStub(channel)
         request = pb.UpdatePolicyRequest(run_uid="run1", policy=entry, epoch=1, wait_seconds=10)
-        async with asyncio.timeout(START_S):
-            while True:
-                status = (await call(stub.UpdatePolicy, request, timeout_s=30)).status
-                if status.state not in (pb.POLICY_STATE_FETCHING, pb.POLICY_STATE_APPLYING):
-                    return status
+        return await updates.update(stub, request)
 
 
 async def is_serving(worker: workers.Worker) -> bool:

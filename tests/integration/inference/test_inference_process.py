@@ -16,6 +16,7 @@ from millrace.internal.v1 import policy_service_pb2_grpc
 from millrace.internal.v1 import worker_service_pb2 as workers
 from millrace.rpc.channel import call, open_channel
 from millrace.storage.local import LocalStore
+from millrace_testing.inference.updates import update
 from millrace_testing.polling import until
 
 START_S = 110.0
@@ -62,7 +63,7 @@ async def test_process_from_registration_to_drain(orchestrator, local_store: Loc
             stub = policy_service_pb2_grpc.PolicyServiceStub(channel)
             entry = publish(local_store, make_model(0), 3)
             request = pb.UpdatePolicyRequest(run_uid="run1", policy=entry, epoch=1, wait_seconds=10)
-            status = (await call(stub.UpdatePolicy, request, timeout_s=30)).status
+            status = await update(stub, request)
             assert status.state == pb.POLICY_STATE_SERVING and status.max_model_len == 128
             answer = await client.chat.completions.create(
                 model="policy", messages=[{"role": "user", "content": "x"}], max_tokens=8
