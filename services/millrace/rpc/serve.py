@@ -67,6 +67,19 @@ SERVER_OPTIONS: list[tuple[str, Any]] = [
     ("grpc.max_connection_idle_ms", int(IDLE_S * 1000)),
 ]
 
+
+def _as_text(record: logging.LogRecord) -> bool:
+    """Make the line's text at once, so that its record holds nothing but that.
+
+    A server that was never started is itself an argument of the line that gRPC logs at DEBUG while it frees the server
+    (`AioServer.__dealloc__` of grpcio 1.85). A handler that keeps the record would free it once more: SIGSEGV.
+    """
+    record.msg, record.args = record.getMessage(), ()
+    return True
+
+
+logging.getLogger("grpc._cython.cygrpc").addFilter(_as_text)
+
 Register = Callable[[grpc.aio.Server, asyncio.Event], Sequence[str]]
 """Adds servicers to the server and returns their full names; the event says that the server drains."""
 
@@ -111,7 +124,9 @@ async def serve(
     server = grpc.aio.server(interceptors=[Gate(access), CallInterceptor()], options=SERVER_OPTIONS)
     names = _add_services(server, register, board, draining)
     port = _bind(server, address, access, names)
-    beside = await _start_health(access.health_listen, HealthServicer(board, draining))
+    servers = [server]
+    if access.health_listen is not None:
+        servers.append(await _start_health(access.health_listen, HealthServicer(board, draining)))
     handled = _install_signals(stopping) if handle_signals else []
     try:
         await server.start()
@@ -128,12 +143,12 @@ async def serve(
         if shutdown.before_stop is not None:
             await shutdown.before_stop()
         draining.set()
-        await asyncio.gather(server.stop(shutdown.grace_s), beside.stop(shutdown.grace_s))
+        await asyncio.gather(*(each.stop(shutdown.grace_s) for each in servers))
         logger.info("stopped", extra={"port": port})
     finally:
         draining.set()
-        await beside.stop(0)
-        await server.stop(0)  # no effect after an orderly stop; frees the port when something above raised
+        for each in servers:  # no effect after an orderly stop; frees the ports when something above raised
+            await each.stop(0)
         for signum in handled:
             asyncio.get_running_loop().remove_signal_handler(signum)
 
@@ -150,13 +165,12 @@ def _add_services(
     return names
 
 
-async def _start_health(address: str | None, servicer: HealthServicer) -> grpc.aio.Server:
-    """The server for probes that speak no TLS: it tells the health and nothing else. Idle without an address."""
+async def _start_health(address: str, servicer: HealthServicer) -> grpc.aio.Server:
+    """The server for probes that speak no TLS: it tells the health and nothing else."""
     server = grpc.aio.server(options=SERVER_OPTIONS)
-    if address is not None:
-        health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
-        _add_port(server, address, None, field="MILLRACE_HEALTH_LISTEN")
-        await server.start()
+    health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
+    _add_port(server, address, None, field="MILLRACE_HEALTH_LISTEN")
+    await server.start()
     return server
 
 

@@ -1,6 +1,8 @@
 """The life of a server: ports, drains, signals, health, reflection, probe."""
 
 import asyncio
+import gc
+import logging
 import os
 import signal
 import subprocess
@@ -65,6 +67,27 @@ async def test_a_second_server_on_the_same_port_fails_with_address_and_remedy(ru
     assert "Address already in use" in caught.value.message
     assert "MILLRACE_LISTEN" in str(caught.value)
     assert caught.value.exit_code == 5
+
+
+def freed(caplog: pytest.LogCaptureFixture) -> list[bool]:
+    """For each line of gRPC about a server that was freed and had never been started, whether the line holds it."""
+    gc.collect()
+    return [bool(record.args) for record in caplog.records if "__dealloc__" in str(record.msg)]
+
+
+async def test_a_server_leaves_none_behind_that_was_never_started(running_server, caplog) -> None:
+    gc.collect()  # what other tests have left
+    with caplog.at_level(logging.DEBUG):
+        async with running_server(register):
+            pass
+        assert freed(caplog) == []
+
+
+async def test_a_line_about_a_server_that_is_being_freed_does_not_hold_it(caplog) -> None:
+    gc.collect()
+    with caplog.at_level(logging.DEBUG):
+        grpc.aio.server()
+        assert freed(caplog) == [False]
 
 
 async def test_a_stopped_server_frees_its_port(running_server) -> None:
