@@ -123,11 +123,8 @@ def _optimizers(
     matrices = _hidden_matrices(model, parameters) if optim.type == "muon" else []
     taken = set(map(id, matrices))
     others = [parameter for parameter in parameters if id(parameter) not in taken]
-    optimizers: list[torch.optim.Optimizer] = []
-    betas = (optim.betas1, optim.betas2)
-    for alike in grouped(others):
-        is_fused = all(parameter.device.type == "cuda" for parameter in alike)  # on a CPU its bits are others
-        optimizers.append(AdamW(alike, lr=optim.lr, betas=betas, weight_decay=decay, fused=is_fused))
+    adamw = partial(AdamW, lr=optim.lr, betas=(optim.betas1, optim.betas2), weight_decay=decay, fused=True)
+    optimizers: list[torch.optim.Optimizer] = list(map(adamw, grouped(others)))
     # Steps of the size of AdamW's, so that one learning rate and one weight decay fit both.
     muon = partial(Muon, lr=optim.lr, momentum=optim.mu, weight_decay=decay, adjust_lr_fn="match_rms_adamw")
     if matrices:
