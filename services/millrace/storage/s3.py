@@ -6,6 +6,7 @@ attempt may have succeeded (`create`). Integrity is the hashes that manifests an
 """
 
 import contextlib
+import functools
 import io
 import os
 import secrets
@@ -15,9 +16,11 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import boto3
+import botocore.session
 from boto3.s3.transfer import TransferConfig, create_transfer_manager
 from botocore.config import Config
 from botocore.exceptions import ClientError
+from botocore.loaders import Loader
 from s3transfer.subscribers import BaseSubscriber
 
 from millrace.storage.base import MAX_GET_BYTES, ObjectInfo, check_key, check_prefix, require_range, require_size
@@ -50,6 +53,12 @@ class _Counted(BaseSubscriber):
         self._count(bytes_transferred)
 
 
+@functools.cache
+def _descriptions() -> Loader:
+    """What botocore has read about S3 and its endpoints, which takes longer than all else that a client needs."""
+    return botocore.session.Session().get_component("data_loader")
+
+
 class S3Store:
     """`ObjectStore` in `bucket`, below `prefix`. Credentials come from the usual `AWS_*` environment."""
 
@@ -79,7 +88,11 @@ class S3Store:
         )
         named = region or os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION")
         self._region = named or "us-east-1"
-        self.client = boto3.Session().client("s3", endpoint_url=endpoint, region_name=self._region, config=config)
+        session = botocore.session.Session()  # of its own: the environment may hold other credentials by now
+        session.register_component("data_loader", _descriptions())
+        self.client = boto3.Session(botocore_session=session).client(
+            "s3", endpoint_url=endpoint, region_name=self._region, config=config
+        )
 
     def ensure_bucket(self) -> None:
         """Create the bucket if it is missing (embedded stack and tests; a deployment's bucket is its operator's)."""

@@ -22,6 +22,8 @@ from millrace_testing.polling import block_until
 
 GONE_WITHIN_S = 10.0
 """The promise: what has neither supervisor nor reaper has ended."""
+OF_STACK = 9
+"""The command, its reaper, the fork server, five processes, an environment's worker."""
 
 
 class Up:
@@ -121,7 +123,7 @@ def _is_replaced(stack: Up, before: psutil.Process) -> bool:
 def test_killed_together_everything_ends_and_the_next_stack_starts(up, tmp_path):
     first = up().ready()
     before = first.pids
-    assert len(leftovers(tmp_path)) == 8  # the command, its reaper, five processes, an environment's worker
+    assert len(leftovers(tmp_path)) == OF_STACK
     first.kill_both()
     began = time.monotonic()
     second = up()  # on other ports, while what is left of the first still lives
@@ -130,7 +132,7 @@ def test_killed_together_everything_ends_and_the_next_stack_starts(up, tmp_path)
     assert time.monotonic() - began < patience.patient(GONE_WITHIN_S)
     second.ready()
     assert not set(second.pids.values()) & set(before.values())
-    assert len(leftovers(tmp_path)) == 8, "of the first stack's environment's worker nothing is left either"
+    assert len(leftovers(tmp_path)) == OF_STACK, "of the first stack's environment's worker nothing is left either"
 
 
 @pytest.mark.long
@@ -151,7 +153,7 @@ def test_what_cannot_notice_is_ended_by_the_next_stack_before_it_starts(up, tmp_
     assert f"waiting for what the killed stack (pid {first.process.pid}) has left behind: pid " in said
     trainer = f"pid {frozen} (millrace_testing.local.fake_trainer)"
     assert f"ending what the killed stack (pid {first.process.pid}) has left behind: {trainer}" in said
-    assert len(leftovers(tmp_path)) == 8
+    assert len(leftovers(tmp_path)) == OF_STACK
 
 
 def test_services_that_are_still_starting_end_as_well(up, tmp_path):

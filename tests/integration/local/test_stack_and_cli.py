@@ -51,7 +51,7 @@ def test_a_run_from_command_to_summary_twice(project):
         assert "held-out reward  0.450 → 0.750  (+0.300)" in out and "step   3/3" not in out
         logs = sorted(p.name for p in (path.parent / "logs").iterdir())
         services = ["env-server.log", "inference.log", "orchestrator.log", "redis.log", "stack.log", "trainer.log"]
-        assert logs == services
+        assert logs == sorted([*services, "fork-server.log"])
         assert len((path.parent / "metrics.jsonl").read_text().splitlines()) == 6
         assert leftovers(project) == []
     code, out, err = run(project, "rl", "@", "rl.toml", "--run.name", "demo")
@@ -78,7 +78,7 @@ def test_interrupt_while_running(project, number, code):
     process = start(project, "rl", "@", "rl.toml", "--run.name", "demo", FAKE_SLOW="1")
     block_until((project / "created").exists, what="the run")
     time.sleep(0.5)
-    assert len(leftovers(project)) == 8  # the command, its reaper, five processes, a worker
+    assert len(leftovers(project)) == 9  # the command, its reaper, the fork server, five processes, a worker
     began = time.monotonic()
     process.send_signal(number)
     got, out, err = finish(process, timeout=30)

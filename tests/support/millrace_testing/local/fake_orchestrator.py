@@ -2,6 +2,13 @@
 
 import sys
 
-from millrace_testing.local.fake_service import main
+from millrace_testing.local import fake_service
 
-sys.exit(main("orchestrator"))
+
+def main() -> int:
+    """Be it."""
+    return fake_service.main("orchestrator")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
