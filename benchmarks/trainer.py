@@ -139,7 +139,7 @@ def limit(cell: Cell, directory: Path) -> list[dict[str, Any]]:
     config, gang = bench_of(cell, directory).trainer, Gang()
     packing = packing_of(model, config.pack, is_strict=True, compute_dtype=torch.float32, gang=gang)
     layout = BatchLayout.of(config, packing)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
 
     def loss_of(rows: Any, micro_batch: Any, count: int) -> torch.Tensor:
         places = {"input_ids": rows.token_ids_RL, "position_ids": rows.position_ids_RL, "use_cache": False}
@@ -247,7 +247,7 @@ def grpo(cell: Cell, directory: Path) -> list[dict[str, Any]]:
         )
     peer.model.train()
     peer.current_gradient_accumulation_steps = max(samples_of(cell) // rows, 1)
-    optimizer = torch.optim.AdamW(peer.model.parameters(), lr=1e-5)
+    optimizer = torch.optim.AdamW(peer.model.parameters(), lr=1e-5, fused=True)  # its default
 
     def step(number: int) -> int:
         chosen = samples(cell, number)
