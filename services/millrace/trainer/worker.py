@@ -5,8 +5,8 @@
                           '------fenced, log gone, store away, stop asked------> IDLE (and again while assigned)
 
 Rank 0 hears the orchestrator and tells the gang. An error that a run's owner has to see (a model path that does not
-exist, a digest that differs) is reported and not repeated. In a gang an unexpected error ends the process instead, so
-that torchrun starts the gang anew: the other ranks may be stuck in a collective.
+exist, a digest that differs) is reported and not repeated; in a gang rank 0 reports that of any rank. What may come of
+a dead peer ends the process there instead, so that torchrun starts the gang anew: the others may be in a collective.
 """
 
 import contextlib
@@ -19,7 +19,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Protocol, TypeVar
 
-from millrace.errors import CapacityError, FencedError, MillraceError, UnavailableError
+from millrace.errors import CapacityError, FencedError, InternalError, MillraceError, UnavailableError
 from millrace.internal.v1.policy_pb2 import PolicyEntry
 from millrace.internal.v1.worker_service_pb2 import Assignment, HeartbeatRequest, HeartbeatResponse, TrainerStatus
 from millrace.rpc.health import PROCESS, HealthBoard
@@ -64,6 +64,25 @@ class Status:
         return self.is_finished or bool(self.error_reason)
 
 
+class PeerFailure(Protocol):
+    """Why another rank gave the run up; `roll_call.Failure` is one."""
+
+    @property
+    def rank(self) -> int:
+        """Which one."""
+        ...
+
+    @property
+    def reason(self) -> str:
+        """That of its error."""
+        ...
+
+    @property
+    def message(self) -> str:
+        """Its error's, with the remedy."""
+        ...
+
+
 class Peers(Protocol):
     """What is needed of the gang; `distributed.Gang` is one. Without it no torch is needed here, which loads slowly."""
 
@@ -79,6 +98,14 @@ class Peers(Protocol):
 
     def from_leader(self, work: Callable[[], T]) -> T:
         """What `work` gives at rank 0, where alone it runs, at every rank."""
+        ...
+
+    def show_failure(self, *, reason: str, message: str) -> None:
+        """Tell rank 0, which may be in a collective, why this rank gives the run up."""
+        ...
+
+    def hear_failures(self, on_failure: Callable[[PeerFailure], None]) -> None:
+        """At rank 0: call back, in another thread, with what the others show."""
         ...
 
 
@@ -176,6 +203,7 @@ class TrainerWorker:
     def run(self, run_job: RunJob, *, gang: Peers) -> None:
         """Work until `stop`. In a gang, every rank runs it; rank 0 decides."""
         self._gang = gang
+        gang.hear_failures(self._hear_failure)
         while True:
             match self._gang.from_leader(self._next_order).partition(" "):
                 case ("exit", _, _):
@@ -226,9 +254,11 @@ class TrainerWorker:
                     self._fail_gang(error)
                 self._fail(error.reason, str(error))
             except Exception as error:  # a process edge: whatever a job raises must reach the run's owner
-                if not self._gang.is_alone:
-                    raise  # perhaps only a peer died: torchrun starts the gang anew, and the run resumes
+                if not self._gang.is_alone and isinstance(error, RuntimeError | OSError):
+                    raise  # torch's, perhaps, of a peer that died: torchrun starts the gang anew, and the run resumes
                 logger.exception("the run failed with an unexpected error")
+                if not self._gang.is_alone:
+                    self._fail_gang(InternalError(f"{type(error).__name__}: {error}", remedy="see the trainer's log"))
                 self._fail("INTERNAL", f"{type(error).__name__}: {error}")
             finally:
                 gc.collect()  # models are cycles (a block knows the forward that knows it), and the next run needs room
@@ -239,10 +269,17 @@ class TrainerWorker:
         self._status = Status()
 
     def _fail(self, reason: str, message: str) -> None:
-        """Report the error with every heartbeat until the assignment ends."""
+        """Report the error with every heartbeat until the assignment ends; the first one counts."""
+        if self._status.error_reason:
+            return
         logger.error("run given up", extra={"reason": reason, "error": message})
         meters.run_failed()
         self._status = replace(self._status, error_reason=reason, error_message=message)
+
+    def _hear_failure(self, failure: PeerFailure) -> None:
+        """Another rank gave the run up, amid a step or as this one does."""
+        if self.is_working:
+            self._fail(failure.reason, f"rank {failure.rank}: {failure.message}")
 
     def _fail_gang(self, error: MillraceError) -> None:
         """Rank 0 reports until the orchestrator has taken note, then every rank ends with the error."""
@@ -250,9 +287,9 @@ class TrainerWorker:
         if is_leader:
             self._fail(error.reason, str(error))
         else:
-            logger.error(
-                "run given up at this rank; rank 0 reports", extra={"reason": error.reason, "error": str(error)}
-            )
+            fields = {"reason": error.reason, "error": str(error)}
+            logger.error("run given up at this rank; rank 0 reports", extra=fields)
+            self._gang.show_failure(reason=error.reason, message=str(error))
         ends = self._clock() + (_UNASSIGNED_GRACE_S if is_leader else _PEER_GRACE_S)
         with waits.waiting("note to be taken of why the run is given up", waits_on="orchestrator"):
             while self._clock() < ends and (not is_leader or self._assigned == self._status.run_uid):

@@ -7,7 +7,8 @@ import time
 from torch import distributed as dist
 
 from millrace.telemetry import waits
-from millrace.trainer.gang.roll_call import RollCall
+from millrace.trainer.gang.roll_call import Failure, RollCall
+from millrace_testing.polling import block_until
 
 
 def rank_waits() -> list[str]:
@@ -47,3 +48,19 @@ def test_a_rank_is_known_before_its_thread_gets_a_turn():
         assert json.loads(store.get("roll-call/1"))["pid"] == os.getpid()
     finally:
         roll_call.stop()
+
+
+def test_rank_0_hears_why_another_rank_gives_the_run_up_as_long_as_it_shows_it():
+    store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage] - documented, and not in torch's stubs
+    leader, peer = (RollCall(store, rank=rank, world_size=2) for rank in range(2))
+    heard: list[Failure] = []
+    leader.hear_failures(heard.append)
+    peer.start()
+    leader.start()
+    try:
+        peer.show_failure(reason="OUT_OF_MEMORY", message="é" * 3000)
+        block_until(lambda: len(heard) >= 2, what="the failure at two looks")
+    finally:
+        leader.stop()
+        peer.stop()
+    assert set(heard) == {Failure(rank=1, reason="OUT_OF_MEMORY", message="é" * 2000)}

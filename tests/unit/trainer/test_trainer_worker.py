@@ -10,13 +10,14 @@ from collections.abc import Callable, Iterator
 import pytest
 from torch import nn
 
-from millrace.errors import FencedError, NotFoundError
+from millrace.errors import FencedError, InternalError, NotFoundError
 from millrace.internal.v1.worker_service_pb2 import Assignment, HeartbeatResponse, TrainerStatus
 from millrace.rpc.health import PROCESS, HealthBoard
 from millrace.trainer import meters
 from millrace.trainer import worker as worker_module
 from millrace.trainer.gang.agreement import tell
 from millrace.trainer.gang.distributed import Gang
+from millrace.trainer.gang.roll_call import Failure
 from millrace.trainer.log.stop import StopRequested
 from millrace.trainer.publish.plan import PublishPlan, plan_publishing
 from millrace.trainer.worker import TrainerWorker
@@ -247,16 +248,20 @@ class PeerGang(Gang):
 
     def __init__(self) -> None:
         super().__init__(rank=1, world_size=2)
+        self.shown: tuple[str, str] | None = None
 
     def broadcast(self, data: bytes | None) -> bytes:
         return tell(lambda: "work run-a", rank=0)[0]
+
+    def show_failure(self, *, reason: str, message: str) -> None:
+        self.shown = reason, message
 
 
 @pytest.mark.parametrize("end", ["signal", "time"])
 def test_another_rank_waits_with_its_error_until_rank_0_has_reported(
     board: HealthBoard, clock: Clock, end: str
 ) -> None:
-    peer = TrainerWorker(board=board, clock=clock)
+    peer, gang = TrainerWorker(board=board, clock=clock), PeerGang()
     ended: list[BaseException] = []
 
     def work() -> None:
@@ -264,7 +269,7 @@ def test_another_rank_waits_with_its_error_until_rank_0_has_reported(
             raise NotFoundError("no model at /x", reason="MODEL_NOT_FOUND")
 
         try:
-            peer.run(job, gang=PeerGang())
+            peer.run(job, gang=gang)
         except NotFoundError as error:
             ended.append(error)
 
@@ -281,6 +286,60 @@ def test_another_rank_waits_with_its_error_until_rank_0_has_reported(
         clock.ahead_s += 31
     thread.join(10)
     assert not thread.is_alive() and len(ended) == 1
+    assert gang.shown == ("MODEL_NOT_FOUND", str(ended[0]))
+
+
+class LeadingGang(Gang):
+    """Rank 0 of two, alone, until another rank is made to fail."""
+
+    def __init__(self) -> None:
+        super().__init__(rank=0, world_size=2)
+        self.hear: Callable[[Failure], None] = lambda failure: None
+
+    def broadcast(self, data: bytes | None) -> bytes:
+        return data or b""
+
+    def hear_failures(self, on_failure: Callable[[Failure], None]) -> None:
+        self.hear = on_failure
+
+
+def test_rank_0_reports_the_failure_of_another_rank_while_it_is_stuck_itself(board: HealthBoard, clock: Clock) -> None:
+    leader, gang, release = TrainerWorker(board=board, clock=clock), LeadingGang(), threading.Event()
+    thread = threading.Thread(
+        target=leader.run, args=(lambda uid: release.wait(30),), kwargs={"gang": gang}, daemon=True
+    )
+    thread.start()
+    failure = Failure(rank=1, reason="OUT_OF_MEMORY", message="there is not enough memory")
+    gang.hear(failure)  # of no run of its own
+    _assign(leader, "run-a")
+    _until(leader, lambda status: status.run_uid == "run-a")
+    for _ in range(2):
+        gang.hear(failure)
+    status = leader.report().trainer
+    assert (status.error_reason, status.error_message) == ("OUT_OF_MEMORY", "rank 1: there is not enough memory")
+    leader.stop()
+    release.set()
+    thread.join(10)
+    assert not thread.is_alive()
+
+
+@pytest.mark.parametrize(
+    ("error", "is_reported"), [(ValueError("a bug"), True), (RuntimeError("Connection closed by peer"), False)]
+)
+def test_in_a_gang_an_error_that_no_dead_peer_causes_is_reported_and_another_starts_the_gang_anew(
+    board: HealthBoard, clock: Clock, error: Exception, is_reported: bool
+) -> None:
+    peer, gang = TrainerWorker(board=board, clock=clock), PeerGang()
+    peer.stop()  # it does not wait for rank 0
+
+    def job(uid: str) -> None:
+        raise error
+
+    with pytest.raises(InternalError if is_reported else RuntimeError):
+        peer.run(job, gang=gang)
+    assert gang.shown == (
+        ("INTERNAL", f"{type(error).__name__}: {error}; see the trainer's log") if is_reported else None
+    )
 
 
 @pytest.mark.parametrize(

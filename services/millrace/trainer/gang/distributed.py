@@ -20,7 +20,7 @@ from torch.distributed.rendezvous import rendezvous
 from millrace.telemetry import waits
 from millrace.trainer.gang import agreement
 from millrace.trainer.gang.devices import choose_device
-from millrace.trainer.gang.roll_call import PEERS, RollCall
+from millrace.trainer.gang.roll_call import PEERS, OnFailure, RollCall
 from millrace.trainer.gang.watchdog import PeerWatch
 from millrace.trainer.model.context_parallel import cut_rows
 from millrace.trainer.model.expert_parallel import cut_experts
@@ -205,6 +205,16 @@ class Gang:
         if key not in self._meshes:
             self._meshes[key] = make(self.device)
         return self._meshes[key]
+
+    def show_failure(self, *, reason: str, message: str) -> None:
+        """Tell rank 0 why this rank gives the run up, without a collective: the others may be in one that lacks it."""
+        if self._roll_call is not None:
+            self._roll_call.show_failure(reason=reason, message=message)
+
+    def hear_failures(self, on_failure: OnFailure) -> None:
+        """At rank 0: call back, in a thread of its own, with what another rank shows, again and again."""
+        if self._roll_call is not None:
+            self._roll_call.hear_failures(on_failure)
 
     def leave(self) -> None:
         """End the process group, if this gang made it."""

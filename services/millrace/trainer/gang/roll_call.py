@@ -2,7 +2,8 @@
 
 A collective returns when every rank has come, and says nothing of who is missing. So every rank shows itself in the
 store through which torchrun brought the gang together, from a thread of its own; rank 0 looks, and registers a wait for
-each rank that does not show itself (it is stopped, or its machine is gone), or that waits for something of its own.
+each rank that does not show itself (it is stopped, or its machine is gone), or that waits for something of its own. A
+rank that failed amid a step, where the others wait for it, shows its error in the same way: rank 0 reports it.
 """
 
 import json
@@ -10,8 +11,8 @@ import logging
 import os
 import socket
 import threading
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 
 from torch import distributed as dist
@@ -33,7 +34,20 @@ OWN_WAIT_S = 10.0
 _DEADLINE_S = 20.0  # a wait that is overdue is the one that `millrace run why` follows
 _STORE_S = 10.0  # bound of one request to the store
 _LONGEST_WAIT = 300
-_MAX_SHOWN_BYTES = 4000
+_LONGEST_MESSAGE = 2000
+_MAX_SHOWN_BYTES = 16_000  # JSON takes up to six bytes for a character
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """Why a rank gave the run up."""
+
+    rank: int
+    reason: str
+    message: str
+
+
+OnFailure = Callable[[Failure], None]
 
 
 @dataclass(slots=True)
@@ -55,13 +69,23 @@ class RollCall:
         self._rank = rank
         self._peers = {peer: _Seen() for peer in range(world_size) if peer != rank} if rank == 0 else {}
         self._world_size = world_size
+        self._failure: Failure | None = None
+        self._on_failure: OnFailure | None = None
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="roll-call", daemon=True)
 
     def start(self) -> None:
         """Show this rank, so that it can be described from the first moment on, and go on in a thread."""
-        self._store.set(_key(self._rank), _shown(0))
+        self._store.set(_key(self._rank), _shown(0, None))
         self._thread.start()
+
+    def show_failure(self, *, reason: str, message: str) -> None:
+        """Show from the next sign on why this rank gives the run up."""
+        self._failure = Failure(self._rank, reason, message[:_LONGEST_MESSAGE])
+
+    def hear_failures(self, on_failure: OnFailure) -> None:
+        """At rank 0: call back, in the roll call's thread, with each failure of another rank at every look."""
+        self._on_failure = on_failure
 
     def stop(self) -> None:
         """End; the thread follows within the bound of a request to the store."""
@@ -73,7 +97,7 @@ class RollCall:
         while not self._stopping.wait(PERIOD_S):
             count += 1
             try:
-                self._store.set(_key(self._rank), _shown(count))
+                self._store.set(_key(self._rank), _shown(count, self._failure))
                 for peer, seen in self._peers.items():
                     self._look(peer, seen)
                 is_away = False
@@ -89,6 +113,8 @@ class RollCall:
         shown = self._store.get(_key(peer)) if self._store.check([_key(peer)]) else b""
         seen.missed = 0 if shown != seen.shown else seen.missed + 1
         seen.shown = shown
+        if (failure := _failure(shown)) is not None and self._on_failure is not None:
+            self._on_failure(failure)
         if seen.missed >= SILENT_LOOKS:
             who = _describe(peer, self._world_size, shown)
             seen.wait.on(f"{who}, which does not show itself", key="silent", deadline_s=_DEADLINE_S)
@@ -103,10 +129,18 @@ def _key(rank: int) -> str:
     return f"roll-call/{rank}"
 
 
-def _shown(count: int) -> str:
+def _shown(count: int, failure: Failure | None) -> str:
     """What a rank shows of itself; another count each time."""
     sign = {"count": count, "pid": os.getpid(), "host": socket.gethostname(), "wait": next(_own_waits(), "")}
-    return json.dumps(sign)
+    return json.dumps(sign if failure is None else {**sign, "failure": asdict(failure)})
+
+
+def _failure(shown: bytes) -> Failure | None:
+    """The failure in what a rank showed, if there is one."""
+    match _fields(shown).get("failure"):
+        case {"rank": int(rank), "reason": str(reason), "message": str(message)}:
+            return Failure(rank, reason, message)
+    return None
 
 
 def _own_waits() -> Iterator[str]:
