@@ -22,12 +22,12 @@ JOINED_WITHIN_S = 200.0
 TOLD_WITHIN_S = 20.0
 LOSS = """
 import os
-from millrace.trainer.losses import token_losses
+from millrace.trainer.losses import policy_losses
 
 def fn(inputs, config):
     if os.environ["RANK"] == "1" and inputs.loss_mask.shape[1] > 3:  # not when it is tried out
         raise ValueError("no loss at this rank")
-    return token_losses(inputs, config.model_copy(update={"type": "default"}))
+    return policy_losses(inputs, config)
 """
 
 

@@ -166,7 +166,7 @@ def test_a_bad_loss_is_told_in_words(
     assert _replay(trained, 4, "--loss", loss) == 2
     err = capsys.readouterr().err
     assert f"--loss: {words}" in err or (words in err and "--loss: " in err)
-    assert "remedy: write it like millrace.trainer.losses.token_losses" in err and "Traceback" not in err
+    assert "remedy: write it like millrace.trainer.losses.policy_losses" in err and "Traceback" not in err
 
 
 @pytest.mark.parametrize("step", [5, 6, 400])

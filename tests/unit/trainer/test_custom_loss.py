@@ -15,10 +15,13 @@ from millrace.trainer.losses import LossInputs, loss_function, token_losses
 
 CODE = """
 from dataclasses import replace
-from millrace.trainer.losses import token_losses
+from millrace.trainer.losses import policy_losses
+
+def building(inputs, config):
+    return policy_losses(inputs, config)
 
 def doubled(inputs, config):
-    losses = token_losses(inputs, config.model_copy(update={"type": "importance_sampling", "kl": None}))
+    losses = policy_losses(inputs, config.model_copy(update={"type": "importance_sampling"}))
     return replace(losses, rl=losses.rl * config.kwargs.get("by", 2.0))
 
 not_a_function = 3
@@ -72,6 +75,12 @@ def test_the_divergence_from_the_start_model_is_added_to_it() -> None:
     wanted = token_losses(inputs(), LossConfig.model_validate({**like, "kl": {"coef": 0.1}})).rl
     assert torch.allclose(added, wanted - token_losses(inputs(), LossConfig.model_validate(like)).rl)
     assert float(added.detach().sum()) > 0
+
+
+def test_it_may_build_on_the_default_loss_and_what_is_added_counts_once() -> None:
+    for keys in ({}, {"kl": {"coef": 0.1}}):
+        own, default = config("building", **keys), LossConfig.model_validate(keys)
+        assert torch.equal(loss_function(own, EVERYTHING)(inputs(), own).rl, token_losses(inputs(), default).rl)
 
 
 @pytest.mark.parametrize(

@@ -84,8 +84,8 @@ class LossConfig(ConfigSection):
     )
     import_path: str | None = option(
         None,
-        "custom only: the function `my.module:fn`, of the shape of `millrace.trainer.losses.token_losses`. The trainer "
-        "loads it, and only if its `MILLRACE_CUSTOM_CODE` allows the module.",
+        "custom only: the function `my.module:fn`, of the shape of `millrace.trainer.losses.policy_losses`. The "
+        "trainer loads it, and only if its `MILLRACE_CUSTOM_CODE` allows the module.",
         facts=_for("custom"),
         pattern=IMPORT_PATH_PATTERN,
     )

@@ -44,11 +44,14 @@ def loss_function(config: LossConfig, code: CustomCode) -> LossFunction:
 
 
 def policy_losses(inputs: LossInputs, config: LossConfig) -> TokenLosses:
-    """Those of the policy loss and of cross-entropy, with corrections and weights."""
+    """Those of the policy loss and of cross-entropy, with corrections and weights, before KL and entropy.
+
+    A loss of the user's own may build on it: under `type = "custom"` it is the default one.
+    """
     rl_members, ce_members = inputs.rl_members, inputs.ce_weights != 0
     log_ratio = inputs.log_ratio
     with torch.no_grad():
-        made = LOSSES[config.type](inputs, config)
+        made = LOSSES["default" if config.type == "custom" else config.type](inputs, config)
         factor = made.factor
         for each in config.correction:
             weight = correction(inputs, each)
@@ -61,7 +64,7 @@ def policy_losses(inputs: LossInputs, config: LossConfig) -> TokenLosses:
     # 1 in value, with the gradient of t; what is no member must not reach exp.
     unit = torch.exp(torch.where(rl_members, inputs.trainer_logprobs - inputs.trainer_logprobs.detach(), 0.0))
     policy_term = torch.where(rl_members, factor * unit, 0.0)
-    if config.type in ("default", "ipo"):
+    if config.type in ("default", "ipo", "custom"):
         penalty = config.kl_tau * log_ratio**2
         policy_term = policy_term + (penalty if weights is None else penalty * weights)
     return TokenLosses(

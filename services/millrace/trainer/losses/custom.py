@@ -9,14 +9,14 @@ from millrace.trainer.losses.base import LossFunction, LossInputs, TokenLosses
 
 FIELD = "trainer.loss.import_path"
 _FLOATS = ("rl", "ce", "mismatch_kl")
-_REMEDY = "write it like millrace.trainer.losses.token_losses: (LossInputs, LossConfig) -> TokenLosses"
+_REMEDY = "write it like millrace.trainer.losses.policy_losses: (LossInputs, LossConfig) -> TokenLosses"
 _BOOLEANS = ("rl_members", "ce_members", "is_masked_low", "is_masked_high")
 
 
 def load_custom_loss(import_path: str, code: CustomCode, *, field: str = FIELD) -> LossFunction:
     """The function `fn` of `my.module:fn`, whose result is checked at every call; InvalidSpecError says what is wrong.
 
-    It must have the shape of `millrace.trainer.losses.token_losses`:
+    It must have the shape of `millrace.trainer.losses.policy_losses`:
 
         def fn(inputs: LossInputs, config: LossConfig) -> TokenLosses
 

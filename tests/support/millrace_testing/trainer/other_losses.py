@@ -5,23 +5,23 @@ import dataclasses
 import torch
 
 from millrace.config.sections.loss import LossConfig
-from millrace.trainer.losses import LossInputs, TokenLosses, token_losses
+from millrace.trainer.losses import LossInputs, TokenLosses, policy_losses
 
 NOT_A_FUNCTION = 3
 
 
 def doubled(inputs: LossInputs, config: LossConfig) -> TokenLosses:
-    losses = token_losses(inputs, config)
+    losses = policy_losses(inputs, config)
     return dataclasses.replace(losses, rl=2 * losses.rl)
 
 
 def per_sequence(inputs: LossInputs, config: LossConfig) -> TokenLosses:
-    losses = token_losses(inputs, config)
+    losses = policy_losses(inputs, config)
     return dataclasses.replace(losses, rl=losses.rl.sum(-1))
 
 
 def constant(inputs: LossInputs, config: LossConfig) -> TokenLosses:
-    losses = token_losses(inputs, config)
+    losses = policy_losses(inputs, config)
     return dataclasses.replace(losses, rl=torch.zeros_like(losses.rl), ce=torch.zeros_like(losses.ce))
 
 

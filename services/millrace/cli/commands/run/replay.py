@@ -25,7 +25,7 @@ OnStep = Callable[[int, int], None]
     "--loss",
     metavar="MODULE:FUNCTION",
     default=None,
-    help="Also show the metrics of the step under this loss, written like millrace.trainer.losses.token_losses: "
+    help="Also show the metrics of the step under this loss, written like millrace.trainer.losses.policy_losses: "
     "(LossInputs, LossConfig) -> TokenLosses.",
 )
 @STORE
