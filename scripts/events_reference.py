@@ -302,6 +302,11 @@ FAILURES: Texts = {
         "every task is easy or hard (`orchestrator.buffer`), and what was played makes no batch",
         "move `easy_threshold` or `hard_threshold`, add tasks, or fork the run with an `easy_fraction`",
     ),
+    "OUT_OF_MEMORY": (
+        "the trainer's GPU, or its host, has no memory left for the model or for a step",
+        "`millrace estimate` says which key brings it down: a shorter `seq_len`, `model.ac`, `model.fsdp_cpu_offload`, "
+        "`model.lora`, more GPUs",
+    ),
     "PACK_UNSUPPORTED": (
         '`trainer.pack.mode = "always"`, and the model mixes the samples of one row',
         'set it to "auto" or "never"',
