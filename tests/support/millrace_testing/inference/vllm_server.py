@@ -25,7 +25,6 @@ from millrace.local.redis import free_port
 from millrace.rpc.channel import call, open_channel
 from millrace.telemetry import faults
 from millrace_testing import processes
-from millrace_testing.inference.updates import update
 
 START_S = 240.0  # 25 s on a quiet machine
 END_S = 60.0
@@ -164,7 +163,7 @@ class Client:
     async def update(self, entry: PolicyEntry, mode: "pb.InflightMode" = pb.INFLIGHT_MODE_KEEP) -> pb.PolicyStatus:
         """Asks for a version, until it serves or has failed."""
         request = pb.UpdatePolicyRequest(run_uid=self.uid, policy=entry, epoch=1, inflight_mode=mode, wait_seconds=25)
-        return await update(self.stub, request)
+        return (await call(self.stub.UpdatePolicy, request, timeout_s=CALL_S)).status
 
     async def serve(self, entry: PolicyEntry, mode: "pb.InflightMode" = pb.INFLIGHT_MODE_KEEP) -> pb.PolicyStatus:
         """Updates to a good version."""
