@@ -137,7 +137,7 @@ def limit(cell: Cell, directory: Path) -> list[dict[str, Any]]:
     torch.set_num_threads(1)
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
     config, gang = bench_of(cell, directory).trainer, Gang()
-    packing = packing_of(model, config.pack, is_strict=True, compute_dtype=torch.float32, gang=gang)
+    packing = packing_of(model, config.pack, compute_dtype=torch.float32, gang=gang)
     layout = BatchLayout.of(config, packing)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
 

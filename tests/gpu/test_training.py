@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from transformers import AutoModelForCausalLM, Qwen3Config
 
 from millrace.config.sections.bench import TrainerBench
 from millrace.config.sections.trainer import OptimConfig, SchedulerConfig
@@ -28,10 +30,13 @@ from millrace.trainer.bench.data import fake_batch, fake_samples
 from millrace.trainer.bench.measure import measure
 from millrace.trainer.estimate.step import simulate
 from millrace.trainer.gang.distributed import Gang
-from millrace.trainer.learning.batch import BatchLayout
+from millrace.trainer.learning.batch import BatchLayout, build_micro_batch
+from millrace.trainer.learning.fake_samples import fake_sample
+from millrace.trainer.learning.forward import token_logprobs
 from millrace.trainer.learning.learner import Learner
 from millrace.trainer.learning.optimizer import PolicyOptimizer
 from millrace.trainer.loop import learn
+from millrace.trainer.model.attention import use_varlen_kernel
 from millrace.trainer.model.mesh import RankLayout
 from millrace.trainer.model.snapshot import Snapshots
 from millrace.trainer.publish.plan import PublishPlan
@@ -156,6 +161,45 @@ def test_the_address_of_a_parameter_stays_over_steps(gpu: torch.device):
         model(torch.randn(8, 64, device=gpu)).mean().backward()
         optimizer.step(step)
     assert addresses == [each.data_ptr() for each in model.parameters()]
+
+
+SAMPLES = (700, 400, 300, 90, 33, 8, 5)
+
+
+@pytest.mark.parametrize("window", [None, 128])
+def test_the_kernel_for_varying_lengths_computes_what_a_dense_mask_does(gpu: torch.device, window: int | None):
+    """Log-probs of packed rows are as near to those in float32 with either, and so are gradients; bits repeat."""
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 3, "head_dim": 64}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 512, "initializer_range": 0.1}
+    windows = {"use_sliding_window": window is not None, "sliding_window": window, "max_window_layers": 0}
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(Qwen3Config(**sizes, **heads, **windows)).to(gpu)
+    rng = np.random.default_rng(0)
+    samples = [
+        replace(fake_sample(length, vocabulary=512, of_rl=True), token_ids=rng.integers(0, 512, length, np.int32))
+        for length in SAMPLES
+    ]
+    rows = build_micro_batch(samples, rows=[list(range(len(samples)))], seq_len=1024, device=gpu)
+
+    def learned(model: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        model.zero_grad()
+        logprobs_BT, _ = token_logprobs(model, rows)
+        logprobs_BT[rows.loss_mask_BT].mean().backward()
+        return logprobs_BT.detach(), torch.cat([each.grad.float().flatten() for each in model.parameters()])
+
+    exact = learned(model)
+    low = model.bfloat16()
+    dense = learned(low)
+    assert use_varlen_kernel(low, compute_dtype=torch.bfloat16, device=gpu)
+    torch.use_deterministic_algorithms(True)
+    try:
+        varlen, again = learned(low), learned(low)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    for wanted, one, other, repeated in zip(exact, dense, varlen, again, strict=True):
+        assert float((other - wanted).norm()) <= 1.2 * float((one - wanted).norm())
+        assert torch.equal(other, repeated)
+    assert float((dense[0] - varlen[0]).abs().max()) > 0, "the same kernel twice"
 
 
 @pytest.mark.parametrize(

@@ -390,8 +390,8 @@ class PackConfig(ConfigSection):
 
     mode: Literal["auto", "always", "never"] = option(
         "auto",
-        "always: samples are packed into rows as long as the longest of them, or as the micro-batch where a GPU has "
-        "flash-attn. never: every row is one sample, padded to the longest. auto: what costs less for the samples of "
+        "always: samples are packed into rows as long as the longest of them, or as the micro-batch on a GPU, whose "
+        "kernel takes samples of varying lengths. never: every row is one sample, padded to the longest. auto: what costs less for the samples of "
         "an optimizer step; padded for models that mix the samples of a row.",
     )
     causal_cost: float = option(2.0, "Cost where a row is one sample.", gt=0)

@@ -14,6 +14,7 @@ from torch import nn
 from millrace.trainer.gang.determinism import RandomState
 from millrace.trainer.learning.batch import MicroBatch
 from millrace.trainer.learning.head import SORTED_TOKENS, Targets, instead_of_logits
+from millrace.trainer.model.attention import lengths_of_samples
 from millrace.trainer.model.compiled import width_of
 from millrace.trainer.model.context_parallel import context_parallel_of
 
@@ -46,6 +47,7 @@ def token_logprobs(
     )
     # No mask: causal attention does not see padding, which is on the right, and positions say where a sample begins.
     whole: dict[str, Any] = {"input_ids": rows.token_ids_RL, "position_ids": rows.position_ids_RL}
+    whole |= lengths_of_samples(model, rows.position_ids_RL)
     arguments = {**(whole if share is None else share.arguments), "use_cache": False}
     if type(head) is nn.Linear and model not in _CHANGES_LOGITS:
         drawn = RandomState.of(rows.token_ids_RL.device)

@@ -92,7 +92,7 @@ class Learner:
             trainer.model, directory, gang=gang, seed=config.seed, prefix="trainer.model", is_proved=is_proved
         )
         model, sharding, reference = built.model, Sharding.of(trainer.model, compute_dtype=compute_dtype), None
-        packing = packing_of(model, trainer.pack, is_strict=is_strict, compute_dtype=compute_dtype, gang=gang)
+        packing = packing_of(model, trainer.pack, compute_dtype=compute_dtype, gang=gang)
         if trainer.loss.kl is not None:
             is_base = trainer.model.lora is not None and not trainer.model.lora.modules_to_save
             is_varlen = packing is not None and packing.is_varlen

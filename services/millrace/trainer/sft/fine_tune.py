@@ -96,7 +96,7 @@ def run_sft(config: SFTConfig, *, gang: Gang, on_step: Callable[[SFTStep], None]
     InvalidSpecError if no row that it would take has a trained token within `data.seq_len`.
     """
     determinism = resolve_determinism("auto", is_compiled=config.model.compile is not None)
-    is_strict = set_determinism(determinism, seed=config.seed, device=gang.device)
+    set_determinism(determinism, seed=config.seed, device=gang.device)
     directory = resolve_model_directory(config.model.name)
     data = _Data(config, load_tokenizer(directory))
     built = build_model(config.model, directory, gang=gang, seed=config.seed, prefix="model")
@@ -122,7 +122,7 @@ def run_sft(config: SFTConfig, *, gang: Gang, on_step: Callable[[SFTStep], None]
         base_digest=built.base_digest,
     )
     start = checkpoints.resume(max_steps=data.num_steps)
-    learner = _Learner(config, gang=gang, model=built.model, optimizer=optimizer, is_strict=is_strict)
+    learner = _Learner(config, gang=gang, model=built.model, optimizer=optimizer)
     _train(config, data, learner, checkpoints, start=start, output=output, gang=gang, on_step=on_step)
     dtype = resolve_publish_dtype(config.model, device=gang.device)
     if built.adapter is not None:
@@ -263,15 +263,13 @@ class _Data:
 class _Learner:
     """Computes losses of samples, and steps the model."""
 
-    def __init__(
-        self, config: SFTConfig, *, gang: Gang, model: nn.Module, optimizer: PolicyOptimizer, is_strict: bool
-    ) -> None:
+    def __init__(self, config: SFTConfig, *, gang: Gang, model: nn.Module, optimizer: PolicyOptimizer) -> None:
         self._config = config
         self._gang = gang
         self._model = model
         self._optimizer = optimizer
         dtype = resolve_compute_dtype(config.model, device=gang.device)
-        self._packing = packing_of(model, config.pack, is_strict=is_strict, compute_dtype=dtype, gang=gang)
+        self._packing = packing_of(model, config.pack, compute_dtype=dtype, gang=gang)
         self._utilization = Utilization.of(
             model,
             tflops=config.peak_tflops,
