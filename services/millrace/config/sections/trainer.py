@@ -390,9 +390,9 @@ class PackConfig(ConfigSection):
 
     mode: Literal["auto", "always", "never"] = option(
         "auto",
-        "always: samples are packed into rows as long as the longest of them, or as the micro-batch on a GPU, whose "
-        "kernel takes samples of varying lengths. never: every row is one sample, padded to the longest. auto: what costs less for the samples of "
-        "an optimizer step; padded for models that mix the samples of a row.",
+        "always: samples are packed into rows as long as the longest of them, or, on a GPU that has a kernel for them, "
+        "as the micro-batch. never: every row is one sample, padded to the longest. auto: what costs less for the "
+        "samples of an optimizer step; padded for models that mix the samples of a row.",
     )
     causal_cost: float = option(2.0, "Cost where a row is one sample.", gt=0)
     masked_cost: float = option(3.2, "Cost where a dense mask keeps the samples of a row apart.", gt=0)
