@@ -27,7 +27,7 @@ from millrace.policies.digest import bits_digest
 from millrace.runlog import Names
 from millrace.storage.local import LocalStore
 from millrace.trainer.bench.data import fake_batch, fake_samples
-from millrace.trainer.bench.measure import measure
+from millrace.trainer.bench.measure import BenchStep, measure
 from millrace.trainer.estimate.step import simulate
 from millrace.trainer.gang.distributed import Gang
 from millrace.trainer.learning.batch import BatchLayout, build_micro_batch
@@ -79,11 +79,20 @@ gang.leave()
 def _bench(directory: Path, **keys: Any) -> TrainerBench:
     return TrainerBench.model_validate(
         {
-            "trainer": {"model": {"name": str(directory), "seq_len": 32, **keys}, "micro_batch_tokens": 256},
+            "trainer": {"model": {"name": str(directory), "seq_len": 32}, "micro_batch_tokens": 256, **keys},
             "data": {"type": "variable", "batch_size": 16, "seq_len": 32},
             "steps": 3,
         }
     )
+
+
+def measured(bench: TrainerBench, device: torch.device) -> list[BenchStep]:
+    """The steps of one process."""
+    gang = Gang(device=device)
+    try:
+        return measure(bench, gang=gang, on_step=lambda step: None)
+    finally:
+        gang.leave()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.int64])
@@ -218,7 +227,7 @@ def test_the_measured_peak_is_the_estimate(gpu: torch.device, tmp_path: Path, si
     planned = simulate(bench.trainer, config_of(size), num_gpus=1).peak
     if planned > torch.cuda.mem_get_info(gpu)[0]:
         pytest.skip(f"{size} takes {planned / 2**30:.0f} GiB")
-    steps = measure(bench, gang=Gang(device=gpu), on_step=lambda step: None)
+    steps = measured(bench, gpu)
     assert abs(planned / steps[-1].peak_bytes - 1) < 0.1, f"planned {planned}, measured {steps[-1].peak_bytes}"
 
 
@@ -258,6 +267,7 @@ def test_steps_are_as_fast_while_a_version_is_published(gpu: torch.device, tmp_p
                 (beside if version else []).append(step())  # the first one is whole, and warms up
             publisher.finish()
             alone += [step() for _ in range(5)]
+    gang.leave()
     assert len(beside) >= 5, "no step fits beside a version: take a larger model"
     assert median(beside) <= 1.05 * median(alone)
 
@@ -280,7 +290,7 @@ class _Announced:
 def test_two_hundred_steps_of_random_lengths_do_not_grow(gpu: torch.device, tmp_path: Path):
     """18 of the list."""
     bench = _bench(make_model("dense", tmp_path)).model_copy(update={"steps": 200})
-    steps = measure(bench, gang=Gang(device=gpu), on_step=lambda step: None)
+    steps = measured(bench, gpu)
     assert steps[-1].peak_bytes < 1.1 * max(step.peak_bytes for step in steps[:100])
 
 
@@ -290,8 +300,7 @@ def test_two_starts_compute_the_same(gpu: torch.device, tmp_path: Path, determin
     directory = make_model("dense", tmp_path)
     digests = []
     for _ in range(2):
-        bench = _bench(directory)
-        bench.trainer.determinism = determinism  # type: ignore[assignment]
+        bench = _bench(directory, determinism=determinism)
         command = [sys.executable, "-c", STEPS, bench.model_dump_json()]
         done = subprocess.run(command, capture_output=True, text=True, timeout=300)
         assert done.returncode == 0, done.stderr[-2000:]
