@@ -51,7 +51,7 @@ def mla() -> PretrainedConfig:
         num_experts_per_tok=2,
         n_group=1,
         topk_group=1,
-        first_k_dense_replace=1,
+        first_k_dense_replace=SHARED["num_hidden_layers"],  # vLLM and transformers name the experts differently
         q_lora_rank=None,
         kv_lora_rank=512,
         qk_nope_head_dim=128,

@@ -88,10 +88,11 @@ class ModelMemoryConfig(ConfigSection):
         "Compile the blocks: slow to start, faster to train. Needs a C++ compiler on a CPU, and Triton on a GPU; a "
         "block that does not compile runs eagerly, with a warning. Off if left out.",
     )
-    reshard_after_forward: bool = option(
-        True,
-        "In a gang, whether a block's parameters are given up between its forward and its backward. false: they are "
-        "gathered once per micro-batch instead of twice, and all of them are in memory between.",
+    reshard_after_forward: bool | None = option(
+        None,
+        "Whether a block's parameters, in the format that it computes in, are given up between its forward and its "
+        "backward. false: they are gathered once per micro-batch instead of twice, and all of them are in memory "
+        "between. If left out, true in a gang and where adapters are trained, else false.",
     )
     fsdp_cpu_offload: bool = option(
         False,

@@ -180,8 +180,11 @@ class Gang:
                 cut_rows(model, self._mesh(self.layout.piece_mesh))
             if self.layout.ep > 1:
                 self._shard_experts(model, sharding)
+        reshards = sharding.reshards_after_forward
+        if reshards is None:  # one process has no shares to fall back to; of frozen weights it has no second format
+            reshards = not (self.is_alone and all(each.requires_grad for each in model.parameters()))
         for block in blocks_of(model):
-            fully_shard(block, reshard_after_forward=sharding.reshards_after_forward, **arguments)
+            fully_shard(block, reshard_after_forward=reshards, **arguments)
         fully_shard(model, **arguments)
         for module in model.modules():
             if isinstance(module, FSDPModule):
@@ -194,7 +197,7 @@ class Gang:
         mesh = self._mesh(self.layout.expert_mesh)
         arguments = {**sharding.arguments(self.device), "mesh": self.layout.expert_data_mesh(mesh)}
         for experts in cut_experts(model, mesh[EXPERT]):
-            fully_shard(experts, reshard_after_forward=sharding.reshards_after_forward, **arguments)
+            fully_shard(experts, reshard_after_forward=sharding.reshards_after_forward is not False, **arguments)
 
     def _mesh(self, make: Callable[[torch.device], DeviceMesh]) -> DeviceMesh:
         """A mesh of the layout, made once for all models: it has a process group per side, and each group has threads.

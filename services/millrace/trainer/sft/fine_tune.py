@@ -37,6 +37,7 @@ from millrace.trainer.learning.trained import build_model
 from millrace.trainer.losses import token_losses, total_loss
 from millrace.trainer.model.compiled import take_failures
 from millrace.trainer.model.lora import set_learning
+from millrace.trainer.model.memory import defer_sharing
 from millrace.trainer.model.pretrained import (
     load_tokenizer,
     resolve_compute_dtype,
@@ -285,7 +286,8 @@ class _Learner:
         num_tokens, num_loss_tokens = self._counts(micro_batches)
         total = 0.0
         set_learning(self._model, True)
-        for micro_batch in micro_batches:
+        for at, micro_batch in enumerate(micro_batches):
+            defer_sharing(self._model, is_deferred=self._gang.is_alone and at < len(micro_batches) - 1)
             loss = self._loss(micro_batch, num_loss_tokens)
             loss.backward()
             total += float(loss.detach())
