@@ -23,7 +23,7 @@ SHARED = {"num_attention_heads": 4, "num_hidden_layers": 2, "vocab_size": 272, "
 
 
 def dense(*, is_tied: bool) -> PretrainedConfig:
-    return tiny.tiny_config(head_dim=64, tie_word_embeddings=is_tied)
+    return tiny.tiny_config(head_dim=64, tie_word_embeddings=is_tied, max_position_embeddings=2048)
 
 
 def moe() -> PretrainedConfig:
@@ -76,7 +76,9 @@ CASES: dict[str, tuple[Callable[[], PretrainedConfig], dict[str, Any], int]] = {
 
 def made(config: PretrainedConfig, seed: int) -> torch.nn.Module:
     torch.manual_seed(seed)
-    return AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval().requires_grad_(False)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval().requires_grad_(False)
+    model.config.architectures = [type(model).__name__]
+    return model
 
 
 def rounded(model: torch.nn.Module) -> torch.nn.Module:
@@ -148,12 +150,12 @@ async def test_spans_under_async_scheduling_with_256_in_flight(
 ) -> None:
     """11 of the list: versions change while all generate; each token says its own, in order, without a gap."""
     model = made(dense(is_tied=False), 0)
-    flags = {"max_num_seqs": 256, "async_scheduling": True}
+    flags = {"max_num_seqs": 256, "async_scheduling": True, "max_model_len": 2048}
     with serving(cuda_vllm, tmp_path / "replica", rounded(model), flags) as server:
         store = published.Publisher(LocalStore(server.directory / "store"), tmp_path, "run1")
         async with server.client() as client:
             await client.serve(store.full(rounded(model), 0))
-            playing = [asyncio.create_task(client.generate([1, 2, seed % 200], 200, seed=seed)) for seed in range(256)]
+            playing = [asyncio.create_task(client.generate([1, 2, seed % 200], 1800, seed=seed)) for seed in range(256)]
             await client.open_requests(256)
             for version in (1, 2):
                 model = published.nudged(model, version)

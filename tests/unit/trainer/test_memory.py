@@ -154,3 +154,17 @@ def test_gradients_that_are_shared_out_once_are_those_that_are_shared_out_each_t
 
     one, other = learned(is_deferred=True), learned(is_deferred=False)
     assert one and all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+@pytest.mark.usefixtures("group")
+def test_one_process_shares_on_the_device_that_it_computes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not on the GPU that torch finds on the machine: an estimate, and a trainer on the CPU, stand beside one as well."""
+    monkeypatch.setattr("torch.distributed.fsdp._fully_shard._fully_shard._init_default_mesh", _not_asked_for)
+    meshes = {
+        each.device_mesh.device_type for each in sharded(torch.bfloat16).parameters() if isinstance(each, DTensor)
+    }
+    assert meshes == {"cpu"}
+
+
+def _not_asked_for(*args: Any, **kwargs: Any) -> Any:
+    raise AssertionError("FSDP chose a device by itself")

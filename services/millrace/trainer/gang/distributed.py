@@ -12,7 +12,7 @@ from typing import Self, TypeVar
 import torch
 from torch import distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.rendezvous import rendezvous
@@ -170,6 +170,7 @@ class Gang:
             if not sharding.is_needed(self.device):
                 return model.to(self.device)
             self._has_group |= _require_group(self.device)
+            arguments["mesh"] = self._mesh(_alone)  # FSDP's own one would be of the machine's GPU, wanted or not
         else:
             mesh = self._mesh(self.layout.mesh)
             arguments["mesh"] = self.layout.data_mesh(mesh)
@@ -292,3 +293,7 @@ def _store_of_this_start(environ: Mapping[str, str]) -> Store:
 def _waiting_for_peers() -> waits.Waiting:
     """A collective returns when every rank has come: one that is stuck holds all up."""
     return waits.waiting(PEERS, deadline_s=_COLLECTIVE_TIMEOUT.total_seconds() / 10, quiet_s=_QUIET_S)
+
+
+def _alone(device: torch.device) -> DeviceMesh:
+    return init_device_mesh(device.type, (1,))
