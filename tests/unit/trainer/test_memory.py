@@ -158,7 +158,7 @@ def test_gradients_that_are_shared_out_once_are_those_that_are_shared_out_each_t
 
 @pytest.mark.usefixtures("group")
 def test_one_process_shares_on_the_device_that_it_computes_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not on the GPU that torch finds on the machine: an estimate, and a trainer on the CPU, stand beside one as well."""
+    """Not on the GPU that torch finds on the machine: estimates, and trainers on the CPU, are made beside one, too."""
     monkeypatch.setattr("torch.distributed.fsdp._fully_shard._fully_shard._init_default_mesh", _not_asked_for)
     meshes = {
         each.device_mesh.device_type for each in sharded(torch.bfloat16).parameters() if isinstance(each, DTensor)
