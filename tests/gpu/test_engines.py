@@ -19,6 +19,8 @@ START_S = 900.0
 FLAGS = {"dtype": "bfloat16", "max_model_len": 256, "max_num_seqs": 8, "kv_cache_memory_bytes": 1 << 30}
 PROMPTS = ([1, 2, 3], [7] * 20, list(range(40, 90)))
 TOKENS = 48
+ROUNDING = 0.05
+"""Of log-probs in bfloat16 by other kernels; twice what was seen of these models."""
 SHARED = {"num_attention_heads": 4, "num_hidden_layers": 2, "vocab_size": 272, "eos_token_id": 258, "pad_token_id": 256}
 
 
@@ -121,7 +123,12 @@ async def generated(server: Any) -> list[tuple[list[int], list[float]]]:
 async def test_deltas_on_captured_graphs_are_a_fresh_load(
     gpu: torch.device, cuda_vllm: str, tmp_path: Path, case: str
 ) -> None:
-    """8 and 9 of the list: two deltas into a server that runs graphs, and a server that has loaded the sum."""
+    """8 and 9 of the list: behind two deltas a server with graphs says what it says behind a whole load of their sum.
+
+    The same server, because another one compiles graphs of its own, which round otherwise: that alone changes what a
+    model of experts finds most likely (one that is computed twice on a CPU, by sdpa and by hand, within 26 tokens).
+    Of a server that has loaded nothing else the first tokens' log-probs are compared, which is enough for a layer.
+    """
     make, flags, gpus = CASES[case]
     if torch.cuda.device_count() < gpus:
         pytest.skip(f"needs {gpus} CUDA devices")
@@ -136,13 +143,17 @@ async def test_deltas_on_captured_graphs_are_a_fresh_load(
             first = await generated(server)
             for version in (1, 2):
                 await client.serve(store.delta(versions[version], version, base=version - 1))
-        updated = await generated(server)
+            updated = await generated(server)
+            await client.serve(store.full(versions[2], 3))
+            loaded = await generated(server)
+    assert [tokens for tokens, _ in updated] == [tokens for tokens, _ in loaded]
+    for (_, of_updated), (_, of_loaded) in zip(updated, loaded, strict=True):
+        assert of_updated == pytest.approx(of_loaded, abs=1e-3)
     with serving(cuda_vllm, tmp_path / "fresh", versions[2], flags) as server:
         fresh = await generated(server)
-    assert [tokens for tokens, _ in updated] == [tokens for tokens, _ in fresh]
-    for (_, of_updated), (_, of_fresh) in zip(updated, fresh, strict=True):
-        assert of_updated == pytest.approx(of_fresh, abs=1e-3)
-    assert [tokens for tokens, _ in first] != [tokens for tokens, _ in updated], "versions that say the same"
+    begin = [logprobs[0] for _, logprobs in updated]
+    assert begin == pytest.approx([logprobs[0] for _, logprobs in fresh], abs=ROUNDING)
+    assert begin != pytest.approx([logprobs[0] for _, logprobs in first], abs=ROUNDING), "versions that say the same"
 
 
 async def test_spans_under_async_scheduling_with_256_in_flight(
