@@ -8,12 +8,14 @@ import pytest
 import torch
 from torch import distributed as dist
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from millrace.config.sections.trainer import ActivationCheckpointConfig, ModelMemoryConfig
+from millrace.trainer.gang import distributed
 from millrace.trainer.gang.distributed import Gang
 from millrace.trainer.model.memory import Sharding, blocks_of, checkpoint_activations, defer_sharing
 
@@ -159,12 +161,12 @@ def test_gradients_that_are_shared_out_once_are_those_that_are_shared_out_each_t
 @pytest.mark.usefixtures("group")
 def test_one_process_shares_on_the_device_that_it_computes_on(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not on the GPU that torch finds on the machine: estimates, and trainers on the CPU, are made beside one, too."""
-    monkeypatch.setattr("torch.distributed.fsdp._fully_shard._fully_shard._init_default_mesh", _not_asked_for)
-    meshes = {
-        each.device_mesh.device_type for each in sharded(torch.bfloat16).parameters() if isinstance(each, DTensor)
-    }
+    meshes = set[str]()
+
+    def noted(module: nn.Module, *, mesh: DeviceMesh, **more: Any) -> None:
+        meshes.add(mesh.device_type)
+        fully_shard(module, mesh=mesh, **more)
+
+    monkeypatch.setattr(distributed, "fully_shard", noted)
+    sharded(torch.bfloat16)
     assert meshes == {"cpu"}
-
-
-def _not_asked_for(*args: Any, **kwargs: Any) -> Any:
-    raise AssertionError("FSDP chose a device by itself")

@@ -97,8 +97,11 @@ def _attention(
         whole = torch.arange(length, device=query.device).expand(rows, -1)
         kwargs |= _lengths(whole if position_ids is None else position_ids.expand(rows, -1))
     bounds, longest = kwargs["cu_seq_lens_q"], kwargs["max_length_q"]
+    query_NHD, key_NHD, value_NHD = (each.transpose(1, 2).flatten(0, 1) for each in (query, key, value))
     found_NHD = varlen_attn(
-        *(each.transpose(1, 2).flatten(0, 1) for each in (query, key, value)),
+        query_NHD,
+        key_NHD,
+        value_NHD,
         bounds,
         bounds,
         longest,
