@@ -3,7 +3,6 @@
 import asyncio
 import threading
 import time
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -51,9 +50,14 @@ def test_decorated_methods_are_those_that_the_library_finds(attr: str) -> None:
         assert discover_decorated(task, attr) == decorators.discover_decorated(task, attr), "from memory"
 
 
-async def test_a_quick_renderer_renders_at_once_and_a_slow_one_in_a_thread() -> None:
+def _slot() -> RendererSlot:
     overhead_v1.install()
-    slot, here = RendererSlot(renderer=SimpleNamespace()), threading.get_ident()
+    renderer: Any = None  # only what is given to `run` is called
+    return RendererSlot(renderer=renderer)
+
+
+async def test_a_quick_renderer_renders_at_once_and_a_slow_one_in_a_thread() -> None:
+    slot, here = _slot(), threading.get_ident()
 
     def slow() -> int:
         ends = time.thread_time() + 2 * overhead_v1.QUICK_S
@@ -69,8 +73,7 @@ async def test_a_quick_renderer_renders_at_once_and_a_slow_one_in_a_thread() -> 
 
 
 async def test_a_renderer_that_a_thread_holds_is_waited_for_in_a_thread() -> None:
-    overhead_v1.install()
-    slot = RendererSlot(renderer=SimpleNamespace())
+    slot = _slot()
     with slot.lock:
         waiting = asyncio.create_task(slot.run(threading.get_ident))
         await asyncio.sleep(0.01)
@@ -79,8 +82,7 @@ async def test_a_renderer_that_a_thread_holds_is_waited_for_in_a_thread() -> Non
 
 
 async def test_a_renderer_that_raises_is_free_again() -> None:
-    overhead_v1.install()
-    slot = RendererSlot(renderer=SimpleNamespace())
+    slot = _slot()
     for _ in range(2):
         with pytest.raises(ZeroDivisionError):
             await slot.run(lambda: 1 // 0)

@@ -292,7 +292,8 @@ def _shown(raw: bytes) -> str:
 def _tokens(response: Mapping[str, Any], choice: Mapping[str, Any]) -> ResponseTokens | None:
     prompt_ids, completion_ids = response.get("prompt_token_ids"), choice.get("token_ids")
     said = choice.get("logprobs") or {}
-    logprobs, content = said.get(choices_wire.LOGPROBS), said.get("content")
+    logprobs: Any = said.get(choices_wire.LOGPROBS)
+    content = said.get("content")
     if logprobs is None and isinstance(content, list):
         logprobs = [entry.get("logprob") for entry in content if isinstance(entry, Mapping)]
     if not (isinstance(prompt_ids, list) and isinstance(completion_ids, list) and isinstance(logprobs, list)):
