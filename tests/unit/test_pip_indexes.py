@@ -1,42 +1,50 @@
 """What `scripts/setup.sh` tells uv of pip's configuration."""
 
-import importlib.util
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-_PATH = Path(__file__).resolve().parents[2] / "scripts" / "pip_indexes.py"
+_SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "pip_indexes.py"
 
 
 @pytest.mark.parametrize(
-    ("listed", "options"),
+    ("configured", "variables", "options"),
     [
-        ("", []),
-        (":env:.timeout='180'\nlist.format='columns'\nglobal.cert='/etc/ca.crt'\n", []),
-        ("global.index-url='https://mirror/simple'\n", ["--default-index", "https://mirror/simple"]),
+        ("[list]\nformat = columns\n[global]\ntimeout = 180\n", {}, []),
         (
-            "global.index-url='https://one'\ninstall.index-url='https://two'\n:env:.index-url='https://three'\n",
-            ["--default-index", "https://three"],
+            "[global]\nindex-url = https://one\n[install]\nindex-url = https://two\n",
+            {},
+            ["--default-index", "https://two"],
         ),
         (
-            "global.extra-index-url='\\nhttps://cpu\\nhttps://own'\nglobal.find-links='/wheels'\n",
+            "[global]\nindex-url = https://one\nfind-links = /wheels\n",
+            {"PIP_INDEX_URL": "https://three", "PIP_EXTRA_INDEX_URL": "https://cpu https://own"},
             [
-                *("--index", "https://cpu", "--index", "https://own", "--find-links", "/wheels"),
-                *("--index-strategy", "unsafe-best-match"),
+                *("--default-index", "https://three", "--index", "https://cpu", "--index", "https://own"),
+                *("--find-links", "/wheels", "--index-strategy", "unsafe-best-match"),
             ],
         ),
         (
-            "install.no-index='true'\ninstall.find-links='/wheels'\ninstall.trusted-host='mirror'\n",
+            "[install]\nno-index = true\nfind-links =\n    /wheels\n    /more\ntrusted-host = mirror\n",
+            {},
             [
-                *("--find-links", "/wheels", "--allow-insecure-host", "mirror", "--no-index"),
+                *("--find-links", "/wheels", "--find-links", "/more", "--allow-insecure-host", "mirror", "--no-index"),
                 *("--index-strategy", "unsafe-best-match"),
             ],
         ),
     ],
 )
-def test_pips_configuration_in_words_of_uv(listed: str, options: list[str]) -> None:
-    spec = importlib.util.spec_from_file_location("pip_indexes", _PATH)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    assert list(module.uv_options(listed)) == options
+def test_pips_configuration_in_words_of_uv(
+    configured: str, variables: dict[str, str], options: list[str], tmp_path: Path
+) -> None:
+    (tmp_path / "pip").mkdir()
+    (tmp_path / "pip" / "pip.conf").write_text(configured)
+    places = {"XDG_CONFIG_DIRS": str(tmp_path), "XDG_CONFIG_HOME": str(tmp_path / "none"), "HOME": str(tmp_path)}
+    ours = {name: value for name, value in os.environ.items() if not name.startswith("PIP_")}
+    said = subprocess.run(
+        [sys.executable, str(_SCRIPT)], env=ours | places | variables, check=True, capture_output=True, text=True
+    )
+    assert said.stdout.split() == options

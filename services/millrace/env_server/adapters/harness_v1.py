@@ -1,7 +1,7 @@
 """An in-process v1 harness: model calls through the interception endpoint, and calls of tools in between.
 
 The stock harnesses start a Python subprocess per segment (about 1.5 CPU-seconds per rollout). The interception is the
-contract, not the process, so a coroutine does, which asks it without a connection (`interception_v1`). The tools are
+contract, not the process, so a coroutine does, which asks it without a connection (`library.interception`). The tools are
 those of the taskset's MCP servers, which the library starts; the policy sees them under the names that the library's
 own `null` harness gives them.
 """
@@ -20,8 +20,8 @@ from verifiers.v1.dialects.chat import message_to_wire
 from verifiers.v1.runtimes import ProgramResult
 
 from millrace.decoding import decode_object
-from millrace.env_server.adapters import interception_v1
 from millrace.env_server.adapters.text_only import other_part, with_plain_text
+from millrace.env_server.library import interception
 from millrace.env_server.library.v1 import mcp_field
 from millrace.errors import CorruptObjectError
 
@@ -129,7 +129,7 @@ class InprocessHarness(vf.Harness[InprocessHarnessConfig]):
             if tools.definitions:
                 body["tools"] = tools.definitions
             while True:
-                reply = await interception_v1.ask(secret, body)
+                reply = await interception.ask(secret, body)
                 if reply.status != 200:
                     detail = f"{reply.status} {reply.text[:_SHOWN_CHARS]}"
                     return ProgramResult(exit_code=1, stdout="", stderr=detail)

@@ -19,7 +19,7 @@ import verifiers.v1 as vf
 from verifiers.v1.clients.train import TrainClient
 from verifiers.v1.configs.agent import AgentConfig
 
-from millrace.env_server.adapters import harness_v1, interception_v1, judges, overhead_v1
+from millrace.env_server.adapters import harness_v1, judges
 from millrace.env_server.adapters.env_args import RENDERER, V1_ENV, V1_EVAL_ARGS, V1_NUM_TASKS
 from millrace.env_server.adapters.failures import frames_of, our_spelling, trace_text
 from millrace.env_server.adapters.outcome import Outcome, checked, failed, failed_like
@@ -41,6 +41,7 @@ from millrace.env_server.adapters.traces_v1 import merged
 from millrace.env_server.adapters.trainable_v1 import ONE_TRACE, SEVERAL_TRACES, check_trainable
 from millrace.env_server.engine_access import engine_access
 from millrace.env_server.engine_loss import ENGINE_LOST_MARK
+from millrace.env_server.library import interception, rendering
 from millrace.env_server.library.lookups import remember_lookups
 from millrace.env_server.library.v1 import is_too_long
 from millrace.rollouts.requests import EnvSpec, LoadedEnv, PlayRequest
@@ -113,8 +114,8 @@ class V1Adapter:
         _keep_whole_traces()
         _refuse_other_parts()
         remember_lookups()
-        interception_v1.install()
-        overhead_v1.install()
+        interception.install()
+        rendering.install()
         self._stack.push_async_callback(engine_access().close)
         await self._stack.enter_async_context(self._env.serving())
 

@@ -12,7 +12,7 @@ pytest.importorskip("verifiers")
 from verifiers.v1.clients.train import RendererSlot
 from verifiers.v1.utils import decorators
 
-from millrace.env_server.adapters import interception_v1, overhead_v1
+from millrace.env_server.library import interception, rendering
 from millrace.env_server.library.lookups import discover_decorated
 
 
@@ -51,7 +51,7 @@ def test_decorated_methods_are_those_that_the_library_finds(attr: str) -> None:
 
 
 def _slot() -> RendererSlot:
-    overhead_v1.install()
+    rendering.install()
     renderer: Any = None  # only what is given to `run` is called
     return RendererSlot(renderer=renderer)
 
@@ -60,7 +60,7 @@ async def test_a_quick_renderer_renders_at_once_and_a_slow_one_in_a_thread() -> 
     slot, here = _slot(), threading.get_ident()
 
     def slow() -> int:
-        ends = time.thread_time() + 2 * overhead_v1.QUICK_S
+        ends = time.thread_time() + 2 * rendering.QUICK_S
         while time.thread_time() < ends:
             pass
         return threading.get_ident()
@@ -96,9 +96,9 @@ class _Server:
         self.handle_request = handle
 
 
-async def _ask(monkeypatch: pytest.MonkeyPatch, handle: Any) -> interception_v1.Reply:
-    monkeypatch.setitem(interception_v1._servers, "secret", _Server(handle))  # pyright: ignore[reportArgumentType]
-    return await interception_v1.ask("secret", {"model": "policy", "messages": []})
+async def _ask(monkeypatch: pytest.MonkeyPatch, handle: Any) -> interception.CallAnswer:
+    monkeypatch.setitem(interception.servers, "secret", _Server(handle))  # pyright: ignore[reportArgumentType]
+    return await interception.ask("secret", {"model": "policy", "messages": []})
 
 
 async def test_a_defect_of_the_handler_is_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,12 +20,12 @@ from verifiers.v1.interception import InterceptionServer
 _PATH = "/v1/chat/completions"
 _CHAT = next(dialect for dialect in DIALECTS if isinstance(dialect, ChatDialect))
 
-_servers: dict[str, InterceptionServer] = {}
+servers: dict[str, InterceptionServer] = {}
 """That of each rollout, by the secret that its harness is given."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Reply:
+class CallAnswer:
     """What the handler answered."""
 
     status: int
@@ -59,26 +59,26 @@ def install() -> None:
 
     def register(self: InterceptionServer, session: Any) -> tuple[str, str]:
         secrets = stock_register(self, session)
-        _servers[secrets[0]] = self
+        servers[secrets[0]] = self
         return secrets
 
     def unregister(self: InterceptionServer, model_secret: str, state_secret: str) -> None:
-        _servers.pop(model_secret, None)
+        servers.pop(model_secret, None)
         stock_unregister(self, model_secret, state_secret)
 
     register._is_millraces = True  # type: ignore[attr-defined]
     InterceptionServer.register, InterceptionServer.unregister = register, unregister
 
 
-async def ask(secret: str, body: Mapping[str, Any]) -> Reply:
+async def ask(secret: str, body: Mapping[str, Any]) -> CallAnswer:
     """Make a model call for the rollout with this secret."""
-    handler: Any = _servers[secret].handle_request
+    handler: Any = servers[secret].handle_request
     # A task of its own, as in a server: the library cancels what still answers when the rollout is over.
     answering = asyncio.create_task(handler(_Request(secret, body), _CHAT), name="model call of a v1 rollout")
     await asyncio.wait({answering})
     if answering.cancelled():
-        return Reply(status=499, body=b"the rollout ended before the model call did")
+        return CallAnswer(status=499, body=b"the rollout ended before the model call did")
     if error := answering.exception():  # a defect of the handler: what it foresees it answers
-        return Reply(status=500, body=f"{type(error).__name__}: {error}".encode())
+        return CallAnswer(status=500, body=f"{type(error).__name__}: {error}".encode())
     response = answering.result()
-    return Reply(status=response.status, body=bytes(response.body or b""))
+    return CallAnswer(status=response.status, body=bytes(response.body or b""))
