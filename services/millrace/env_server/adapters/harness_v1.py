@@ -1,9 +1,9 @@
 """An in-process v1 harness: model calls through the interception endpoint, and calls of tools in between.
 
 The stock harnesses start a Python subprocess per segment (about 1.5 CPU-seconds per rollout). The interception is the
-contract, not the process, so a coroutine does, which asks it without a connection (`library.interception`). The tools are
-those of the taskset's MCP servers, which the library starts; the policy sees them under the names that the library's
-own `null` harness gives them.
+contract, not the process, so a coroutine does, which asks it without a connection (`library.interception`). The tools
+are those of the taskset's MCP servers, which the library starts; the policy sees them under the names that the
+library's own `null` harness gives them.
 """
 
 import contextlib
