@@ -1,7 +1,7 @@
 """Our training step against the bare limit, transformers' Trainer and TRL's GRPOTrainer, each in a process of its own.
 
     python benchmarks/trainer.py [--peers-python PATH] [--models 30M 150M moe] [--seq-lens 512 4096]
-        [--vocabularies 1000 150000] [--lengths fixed variable] [--rounds 3] [--tokens 1024]
+        [--vocabularies 1000 150000] [--lengths fixed variable] [--rounds 3] [--tokens 1024] [--device cpu|cuda]
 
     python -m venv .venv-peers
     .venv-peers/bin/pip install -e '.[trainer]' trl==1.16.0 transformers==5.23.0 accelerate==1.15.0 datasets==5.2.0
@@ -10,7 +10,8 @@
 through the same head in chunks. `ours` is the step of `millrace trainer --bench`. `trainer` is transformers' Trainer on
 rows of equal lengths, `grpo` the loss, backward and optimizer of TRL's GRPOTrainer on samples of variable lengths,
 which it pads, without its generation; without --peers-python these two are left out. All compute in float32 on one
-thread. A step of short samples warms up.
+thread, or with --device cuda in bfloat16 with float32 weights, where time is wall time and memory the allocator's. A
+step of short samples warms up, on a GPU three steps like the others.
 
 One cell is a model, a longest sample, a vocabulary and a kind of lengths; contenders take turns within a cell, round by
 round. What is measured is appended to `trainer.jsonl` among the results at once, and a run that is started again goes
@@ -27,6 +28,7 @@ import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -38,6 +40,7 @@ CONTENDERS = ("limit", "ours", "trainer", "grpo")
 PEERS = {"trainer": "fixed", "grpo": "variable"}
 """Each on the lengths that it is compared on."""
 WARM_UP_TOKENS = 64
+GPU_STEPS, GPU_WARM_UPS = 8, 3
 LARGE_VOCABULARY = 100_000
 CELL_TIMEOUT_S = 3600
 SHAPES: dict[str, dict[str, int]] = {
@@ -93,7 +96,28 @@ def rows_of(cell: Cell) -> int:
 
 def steps_of(cell: Cell) -> int:
     """Steps that count in a round: one where it is long enough by itself."""
+    if is_on_gpu(cell):
+        return GPU_STEPS
     return 2 if cell["seq_len"] * samples_of(cell) <= 2048 else 1
+
+
+def is_on_gpu(cell: Cell) -> bool:
+    """Whether a cell is of a GPU; those of CPUs do not say so."""
+    return "device" in cell
+
+
+def device_of(cell: Cell) -> Any:
+    """Where a cell is computed, for torch."""
+    import torch
+
+    return torch.device(cell.get("device", "cpu"))
+
+
+def half_precision(cell: Cell) -> Any:
+    """The block in which a peer's forward runs: bfloat16 on a GPU."""
+    import torch
+
+    return torch.autocast("cuda", torch.bfloat16) if is_on_gpu(cell) else nullcontext()
 
 
 def samples(cell: Cell, step: int) -> list[Any]:
@@ -106,7 +130,7 @@ def samples(cell: Cell, step: int) -> list[Any]:
 def data_of(cell: Cell, step: int) -> Any:
     """What the samples of a step are like."""
     data = bench_of(cell, Path()).data
-    return data if step else data.model_copy(update={"seq_len": WARM_UP_TOKENS, "type": "fixed"})
+    return data if step or is_on_gpu(cell) else data.model_copy(update={"seq_len": WARM_UP_TOKENS, "type": "fixed"})
 
 
 def ours(cell: Cell, directory: Path) -> list[dict[str, Any]]:
@@ -115,11 +139,11 @@ def ours(cell: Cell, directory: Path) -> list[dict[str, Any]]:
     from millrace.trainer.bench.measure import measure
     from millrace.trainer.gang.distributed import Gang
 
-    gang = Gang()
+    gang = Gang(device=device_of(cell))
     bench.fake_samples = lambda data, *, step, **rest: samples(cell, step)  # warm up as the others do
     steps = measure(bench_of(cell, directory), gang=gang, on_step=lambda step: None)
     gang.leave()
-    return [step.to_json() for step in steps]
+    return [step.to_json() for step in steps[GPU_WARM_UPS - 1 if is_on_gpu(cell) else 0 :]]
 
 
 def limit(cell: Cell, directory: Path) -> list[dict[str, Any]]:
@@ -135,9 +159,12 @@ def limit(cell: Cell, directory: Path) -> list[dict[str, Any]]:
     from millrace.trainer.learning.packing import packing_of
 
     torch.set_num_threads(1)
-    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
-    config, gang = bench_of(cell, directory).trainer, Gang()
-    packing = packing_of(model, config.pack, is_strict=True, compute_dtype=torch.float32, gang=gang)
+    device = device_of(cell)
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval().to(device)
+    config, gang = bench_of(cell, directory).trainer, Gang(device=device)
+    with half_precision(cell):
+        compute_dtype = torch.bfloat16 if is_on_gpu(cell) else torch.float32
+        packing = packing_of(model, config.pack, compute_dtype=compute_dtype, gang=gang)
     layout = BatchLayout.of(config, packing)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
 
@@ -147,7 +174,7 @@ def limit(cell: Cell, directory: Path) -> list[dict[str, Any]]:
         hidden_NH = model.model(**places).last_hidden_state.flatten(0, 1)[rows.before_N]
         if cell["vocabulary"] < LARGE_VOCABULARY:
             return functional.cross_entropy(model.lm_head(hidden_NH), labels_N, reduction="sum") / count
-        ones_N = torch.ones(len(labels_N))
+        ones_N = torch.ones(len(labels_N), device=device)
         targets = Targets(places_N=rows.before_N, labels_N=labels_N, temperature_N=ones_N, is_entropy_learned=False)
         return -linear_logprobs(hidden_NH, model.lm_head.weight, targets=targets)[:, 0].sum() / count
 
@@ -155,7 +182,9 @@ def limit(cell: Cell, directory: Path) -> list[dict[str, Any]]:
         batch = fake_batch(samples(cell, number), step=number, layout=layout, gang=gang)
         count = sum(len(each.rows.scored_N) for each in batch.micro_batches)
         for micro_batch in batch.micro_batches:
-            loss_of(micro_batch.rows, micro_batch, count).backward()
+            with half_precision(cell):
+                loss = loss_of(micro_batch.rows, micro_batch, count)
+            loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
@@ -196,10 +225,11 @@ def trainer(cell: Cell, directory: Path) -> list[dict[str, Any]]:
             report_to=[],
             disable_tqdm=True,
             logging_steps=1000,
-            use_cpu=True,
+            use_cpu=not is_on_gpu(cell),
+            bf16=is_on_gpu(cell),
             remove_unused_columns=False,
         )
-        clock = _Clock()
+        clock = _Clock(cell)
         peer = Trainer(
             model=model,
             args=arguments,
@@ -235,8 +265,8 @@ def grpo(cell: Cell, directory: Path) -> list[dict[str, Any]]:
                 output_dir=output,
                 per_device_train_batch_size=2,
                 num_generations=2,
-                use_cpu=True,
-                bf16=False,
+                use_cpu=not is_on_gpu(cell),
+                bf16=is_on_gpu(cell),
                 gradient_checkpointing=False,
                 report_to=[],
                 beta=0.0,
@@ -252,7 +282,9 @@ def grpo(cell: Cell, directory: Path) -> list[dict[str, Any]]:
     def step(number: int) -> int:
         chosen = samples(cell, number)
         for start in range(0, len(chosen), rows):
-            peer.compute_loss(peer.model, _padded(chosen[start : start + rows])).backward()
+            with half_precision(cell):
+                loss = peer.compute_loss(peer.model, _padded(chosen[start : start + rows], device_of(cell)))
+            loss.backward()
         torch.nn.utils.clip_grad_norm_(peer.model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
@@ -261,14 +293,14 @@ def grpo(cell: Cell, directory: Path) -> list[dict[str, Any]]:
     return timed(step, cell)
 
 
-def _padded(chosen: Sequence[Any]) -> dict[str, Any]:
+def _padded(chosen: Sequence[Any], device: Any) -> dict[str, Any]:
     """What GRPOTrainer's loss takes: prompts of one token, and completions of the rest."""
     import torch
 
     pad = torch.nn.utils.rnn.pad_sequence
     token_ids = [torch.from_numpy(sample.token_ids).long() for sample in chosen]
     mask = pad([torch.ones(len(each) - 1, dtype=torch.long) for each in token_ids], batch_first=True)
-    return {
+    inputs = {
         "prompt_ids": torch.stack([each[:1] for each in token_ids]),
         "prompt_mask": torch.ones(len(token_ids), 1, dtype=torch.long),
         "completion_ids": pad([each[1:] for each in token_ids], batch_first=True),
@@ -276,6 +308,7 @@ def _padded(chosen: Sequence[Any]) -> dict[str, Any]:
         "advantages": torch.ones(len(token_ids)),
         "num_items_in_batch": mask.sum(),
     }
+    return {name: value.to(device) for name, value in inputs.items()}
 
 
 def timed(step: Step, cell: Cell) -> list[dict[str, Any]]:
@@ -284,10 +317,12 @@ def timed(step: Step, cell: Cell) -> list[dict[str, Any]]:
 
     from millrace.trainer.bench.memory import PeakMemory
 
-    memory, found = PeakMemory(torch.device("cpu")), list[dict[str, Any]]()
+    memory, found = PeakMemory(device_of(cell)), list[dict[str, Any]]()
     for number in range(steps_of(cell) + 1):
         cpu_began, began = time.process_time(), time.perf_counter()
         num_tokens = step(number)
+        if is_on_gpu(cell):
+            torch.cuda.synchronize()
         found.append(
             {
                 "num_tokens": num_tokens,
@@ -296,13 +331,14 @@ def timed(step: Step, cell: Cell) -> list[dict[str, Any]]:
                 "peak_bytes": memory.peak,
             }
         )
-    return found[1:]
+    return found[GPU_WARM_UPS if is_on_gpu(cell) else 1 :]
 
 
 class _Clock:
     """Times the steps of transformers' Trainer, from its callbacks."""
 
-    def __init__(self) -> None:
+    def __init__(self, cell: Cell) -> None:
+        self._cell = cell
         self._found = list[dict[str, Any]]()
 
     def callback(self) -> Any:
@@ -312,13 +348,15 @@ class _Clock:
 
         from millrace.trainer.bench.memory import PeakMemory
 
-        clock, memory = self, PeakMemory(torch.device("cpu"))
+        clock, memory = self, PeakMemory(device_of(self._cell))
 
         class Callback(TrainerCallback):
             def on_step_begin(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
                 self.began = time.perf_counter(), time.process_time()
 
             def on_step_end(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
+                if is_on_gpu(clock._cell):
+                    torch.cuda.synchronize()
                 seconds, cpu_s = time.perf_counter() - self.began[0], time.process_time() - self.began[1]
                 clock._found.append({"seconds": seconds, "cpu_s": cpu_s, "peak_bytes": memory.peak})
 
@@ -326,7 +364,8 @@ class _Clock:
 
     def steps(self, tokens: Sequence[int]) -> list[dict[str, Any]]:
         """Those that count."""
-        return [{**each, "num_tokens": count} for each, count in zip(self._found, tokens, strict=True)][1:]
+        steps = [{**each, "num_tokens": count} for each, count in zip(self._found, tokens, strict=True)]
+        return steps[GPU_WARM_UPS if is_on_gpu(self._cell) else 1 :]
 
 
 def work(cell: Cell) -> None:
@@ -371,6 +410,7 @@ def cells(options: argparse.Namespace) -> Iterator[Cell]:
                                 "tokens": options.tokens,
                                 "round": number,
                                 "contender": contender,
+                                **({"device": "cuda"} if options.device == "cuda" else {}),
                             }
 
 
@@ -392,11 +432,14 @@ def write_report(records: Sequence[dict[str, Any]]) -> None:
     found = defaultdict[tuple[Any, ...], dict[str, list[dict[str, Any]]]](lambda: defaultdict(list))
     for record in records:
         cell = record["cell"]
-        key = tuple(cell[name] for name in ("model", "seq_len", "vocabulary", "lengths", "tokens"))
+        key = (
+            *(cell[name] for name in ("model", "seq_len", "vocabulary", "lengths", "tokens")),
+            cell.get("device", "cpu"),
+        )
         found[key][cell["contender"]].append(record["found"])
     rows = [row for key, by in found.items() for row in _rows(key, by)]
-    head = ["model", "longest", "vocabulary", "lengths", "who", "rounds", "tokens/s", "tokens/CPU s"]
-    text = table([*head, "of ours (CPU s)", "peak GiB", "our phases: data, forward, backward, optimizer"], rows)
+    head = ["on", "model", "longest", "vocabulary", "lengths", "who", "rounds", "tokens/s", "tokens/CPU s"]
+    text = table([*head, "of ours", "peak GiB", "our phases: data, forward, backward, optimizer"], rows)
     about = " ".join((__doc__ or "").split("\n\n")[3].split())
     (RESULTS / "trainer.md").write_text(f"# Training steps\n\nMade by `benchmarks/trainer.py`. {about}\n\n{text}\n")
 
@@ -406,18 +449,19 @@ def _rows(key: tuple[Any, ...], by: dict[str, list[dict[str, Any]]]) -> Iterator
         values = [each[what] for each in by.get(who, []) if what in each]
         return median(values) if values else None
 
-    own = middle("ours", "tokens_per_cpu_s")
+    clock = "tokens_per_s" if key[-1] == "cuda" else "tokens_per_cpu_s"
+    own = middle("ours", clock)
     for who in CONTENDERS:
         if not (results := by.get(who)):
             continue
         cpu, wall, peak = (middle(who, what) for what in ("tokens_per_cpu_s", "tokens_per_s", "peak_bytes"))
         if cpu is None or wall is None or peak is None:
-            yield [*map(str, key[:4]), who, str(len(results)), results[-1]["error"], "", "", "", ""]
+            yield [key[-1], *map(str, key[:4]), who, str(len(results)), results[-1]["error"], "", "", "", ""]
             continue
         phases = ", ".join(f"{seconds:.3f}" for seconds in results[-1].get("phases", {}).values())
-        share = "" if own is None else f"{cpu / own:.2f}"
+        share = "" if own is None else f"{(wall if key[-1] == 'cuda' else cpu) / own:.2f}"
         figures = [f"{wall:,.0f}", f"{cpu:,.0f}", share, f"{peak / 2**30:.2f}", phases]
-        yield [*map(str, key[:4]), who, str(len(results)), *figures]
+        yield [key[-1], *map(str, key[:4]), who, str(len(results)), *figures]
 
 
 def main() -> None:
@@ -428,6 +472,7 @@ def main() -> None:
     parser.add_argument("--lengths", nargs="+", choices=["fixed", "variable"], default=["fixed", "variable"])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--tokens", type=int, default=1024, help="of a step, with fixed lengths; one sample at least")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--peers-python", help="an interpreter that has TRL, transformers and millrace")
     parser.add_argument("--work", help=argparse.SUPPRESS)
     parser.add_argument("--make", help=argparse.SUPPRESS)

@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from transformers import AutoModelForCausalLM, Qwen3Config
 
 from millrace.config.sections.bench import TrainerBench
 from millrace.config.sections.trainer import OptimConfig, SchedulerConfig
@@ -25,13 +27,16 @@ from millrace.policies.digest import bits_digest
 from millrace.runlog import Names
 from millrace.storage.local import LocalStore
 from millrace.trainer.bench.data import fake_batch, fake_samples
-from millrace.trainer.bench.measure import measure
+from millrace.trainer.bench.measure import BenchStep, measure
 from millrace.trainer.estimate.step import simulate
 from millrace.trainer.gang.distributed import Gang
-from millrace.trainer.learning.batch import BatchLayout
+from millrace.trainer.learning.batch import BatchLayout, build_micro_batch
+from millrace.trainer.learning.fake_samples import fake_sample
+from millrace.trainer.learning.forward import token_logprobs
 from millrace.trainer.learning.learner import Learner
 from millrace.trainer.learning.optimizer import PolicyOptimizer
 from millrace.trainer.loop import learn
+from millrace.trainer.model.attention import use_varlen_kernel
 from millrace.trainer.model.mesh import RankLayout
 from millrace.trainer.model.snapshot import Snapshots
 from millrace.trainer.publish.plan import PublishPlan
@@ -74,11 +79,20 @@ gang.leave()
 def _bench(directory: Path, **keys: Any) -> TrainerBench:
     return TrainerBench.model_validate(
         {
-            "trainer": {"model": {"name": str(directory), "seq_len": 32, **keys}, "micro_batch_tokens": 256},
+            "trainer": {"model": {"name": str(directory), "seq_len": 32}, "micro_batch_tokens": 256, **keys},
             "data": {"type": "variable", "batch_size": 16, "seq_len": 32},
             "steps": 3,
         }
     )
+
+
+def measured(bench: TrainerBench, device: torch.device) -> list[BenchStep]:
+    """The steps of one process."""
+    gang = Gang(device=device)
+    try:
+        return measure(bench, gang=gang, on_step=lambda step: None)
+    finally:
+        gang.leave()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.int64])
@@ -158,6 +172,45 @@ def test_the_address_of_a_parameter_stays_over_steps(gpu: torch.device):
     assert addresses == [each.data_ptr() for each in model.parameters()]
 
 
+SAMPLES = (700, 400, 300, 90, 33, 8, 5)
+
+
+@pytest.mark.parametrize("window", [None, 128])
+def test_the_kernel_for_varying_lengths_computes_what_a_dense_mask_does(gpu: torch.device, window: int | None):
+    """Log-probs of packed rows are as near to those in float32 with either, and so are gradients; bits repeat."""
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 3, "head_dim": 64}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 512, "initializer_range": 0.1}
+    windows = {"use_sliding_window": window is not None, "sliding_window": window, "max_window_layers": 0}
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(Qwen3Config(**sizes, **heads, **windows)).to(gpu)
+    rng = np.random.default_rng(0)
+    samples = [
+        replace(fake_sample(length, vocabulary=512, of_rl=True), token_ids=rng.integers(0, 512, length, np.int32))
+        for length in SAMPLES
+    ]
+    rows = build_micro_batch(samples, rows=[list(range(len(samples)))], seq_len=1024, device=gpu)
+
+    def learned(model: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        model.zero_grad()
+        logprobs_BT, _ = token_logprobs(model, rows)
+        logprobs_BT[rows.loss_mask_BT].mean().backward()
+        return logprobs_BT.detach(), torch.cat([each.grad.float().flatten() for each in model.parameters()])
+
+    exact = learned(model)
+    low = model.bfloat16()
+    dense = learned(low)
+    assert use_varlen_kernel(low, compute_dtype=torch.bfloat16, device=gpu)
+    torch.use_deterministic_algorithms(True)
+    try:
+        varlen, again = learned(low), learned(low)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    for wanted, one, other, repeated in zip(exact, dense, varlen, again, strict=True):
+        assert float((other - wanted).norm()) <= 1.2 * float((one - wanted).norm())
+        assert torch.equal(other, repeated)
+    assert float((dense[0] - varlen[0]).abs().max()) > 0, "the same kernel twice"
+
+
 @pytest.mark.parametrize(
     ("size", "keys"), [("0.6B", {}), ("0.6B", {"ac": {}}), ("4B", {"ac": {}, "lora": {"rank": 16}})]
 )
@@ -174,7 +227,7 @@ def test_the_measured_peak_is_the_estimate(gpu: torch.device, tmp_path: Path, si
     planned = simulate(bench.trainer, config_of(size), num_gpus=1).peak
     if planned > torch.cuda.mem_get_info(gpu)[0]:
         pytest.skip(f"{size} takes {planned / 2**30:.0f} GiB")
-    steps = measure(bench, gang=Gang(device=gpu), on_step=lambda step: None)
+    steps = measured(bench, gpu)
     assert abs(planned / steps[-1].peak_bytes - 1) < 0.1, f"planned {planned}, measured {steps[-1].peak_bytes}"
 
 
@@ -214,6 +267,7 @@ def test_steps_are_as_fast_while_a_version_is_published(gpu: torch.device, tmp_p
                 (beside if version else []).append(step())  # the first one is whole, and warms up
             publisher.finish()
             alone += [step() for _ in range(5)]
+    gang.leave()
     assert len(beside) >= 5, "no step fits beside a version: take a larger model"
     assert median(beside) <= 1.05 * median(alone)
 
@@ -236,7 +290,7 @@ class _Announced:
 def test_two_hundred_steps_of_random_lengths_do_not_grow(gpu: torch.device, tmp_path: Path):
     """18 of the list."""
     bench = _bench(make_model("dense", tmp_path)).model_copy(update={"steps": 200})
-    steps = measure(bench, gang=Gang(device=gpu), on_step=lambda step: None)
+    steps = measured(bench, gpu)
     assert steps[-1].peak_bytes < 1.1 * max(step.peak_bytes for step in steps[:100])
 
 
@@ -246,8 +300,7 @@ def test_two_starts_compute_the_same(gpu: torch.device, tmp_path: Path, determin
     directory = make_model("dense", tmp_path)
     digests = []
     for _ in range(2):
-        bench = _bench(directory)
-        bench.trainer.determinism = determinism  # type: ignore[assignment]
+        bench = _bench(directory, determinism=determinism)
         command = [sys.executable, "-c", STEPS, bench.model_dump_json()]
         done = subprocess.run(command, capture_output=True, text=True, timeout=300)
         assert done.returncode == 0, done.stderr[-2000:]

@@ -145,7 +145,7 @@ def forward_backward(
     rl_divisor = divisor(run.config.loss, num_tokens=num_rl_tokens, num_samples=num_rl_samples)
     metrics, not_finite = StepMetrics(batch.header.envs), list[NotFinite]()
     with run.learning():
-        for micro_batch, samples in zip(minibatch.micro_batches, minibatch.samples, strict=True):
+        for micro_batch, samples in run.micro_batches(minibatch):
             inputs, logprobs_BT, entropy_BT = run.loss_inputs(micro_batch)
             losses = (loss_of or run.loss_of)(inputs, run.config.loss)
             loss = total_loss(losses, rl_divisor=rl_divisor, num_ce_tokens=num_ce_tokens)

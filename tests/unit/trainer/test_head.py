@@ -67,9 +67,8 @@ def evens(start: int, z_NV: torch.Tensor) -> torch.Tensor:
 
 @pytest.fixture(params=[(4, 5), (64, 64)], ids=["chunks", "one chunk"])
 def chunks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(head, "TOKENS", request.param[0])
+    monkeypatch.setitem(head.CHUNK, "cpu", request.param)
     monkeypatch.setattr(head, "SORTED_TOKENS", request.param[0])
-    monkeypatch.setattr(head, "VOCABULARY", request.param[1])
 
 
 @pytest.mark.usefixtures("chunks")
@@ -141,7 +140,7 @@ def test_no_tensor_is_as_large_as_the_logits(tokens: int, vocabulary: int, cut: 
     )
     with Largest() as largest:
         linear_logprobs(hidden, weight, targets=asked).sum().backward()
-    chunk = head.SORTED_TOKENS * vocabulary if cut else head.TOKENS * head.VOCABULARY
+    chunk = head.SORTED_TOKENS * vocabulary if cut else math.prod(head.CHUNK["cpu"])
     assert largest.elements <= max(chunk, weight.numel()) and largest.elements < tokens * vocabulary
 
 
@@ -220,7 +219,7 @@ def test_what_is_tried_of_a_model_draws_no_dropout() -> None:
 
 @pytest.mark.parametrize("kind", ["tied", "untied", "scaled"])
 def test_a_model_is_asked_for_no_logits_unless_it_changes_them(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(head, "VOCABULARY", 64)
+    monkeypatch.setitem(head.CHUNK, "cpu", (1024, 64))
     model = model_of(kind)
     samples = [sample(length) for length in (9, 30, 17)]
     micro_batch = build_micro_batch(samples, seq_len=64, device=torch.device("cpu"))

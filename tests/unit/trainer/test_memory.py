@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_iter
 
 from millrace.config.sections.trainer import ActivationCheckpointConfig, ModelMemoryConfig
 from millrace.trainer.gang.distributed import Gang
-from millrace.trainer.model.memory import Sharding, blocks_of, checkpoint_activations
+from millrace.trainer.model.memory import Sharding, blocks_of, checkpoint_activations, defer_sharing
 
 
 class Live(TorchDispatchMode):
@@ -133,3 +133,38 @@ def test_parameters_are_offloaded_and_the_gradients_are_the_same() -> None:
             assert isinstance(block, FSDPModule)
             group = block._get_fsdp_state()._fsdp_param_group
             assert group is not None and all(each.offload_to_cpu == is_offloaded for each in group.fsdp_params)
+
+
+@pytest.mark.usefixtures("group")
+def test_gradients_that_are_shared_out_once_are_those_that_are_shared_out_each_time() -> None:
+    """Bit for bit, and what is stepped between two backwards is what the next forward computes with."""
+
+    def learned(*, is_deferred: bool) -> list[torch.Tensor]:
+        trained = sharded(torch.bfloat16)
+        optimizer = torch.optim.SGD(trained.parameters(), lr=0.1)
+        for _ in range(2):
+            for at in range(3):
+                defer_sharing(trained, is_deferred=is_deferred and at < 2)
+                trained(
+                    input_ids=torch.arange(at, at + 8)[None], use_cache=False
+                ).logits.float().square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return [each.full_tensor() for each in trained.parameters() if isinstance(each, DTensor)]
+
+    one, other = learned(is_deferred=True), learned(is_deferred=False)
+    assert one and all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+@pytest.mark.usefixtures("group")
+def test_one_process_shares_on_the_device_that_it_computes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not on the GPU that torch finds on the machine: estimates, and trainers on the CPU, are made beside one, too."""
+    monkeypatch.setattr("torch.distributed.fsdp._fully_shard._fully_shard._init_default_mesh", _not_asked_for)
+    meshes = {
+        each.device_mesh.device_type for each in sharded(torch.bfloat16).parameters() if isinstance(each, DTensor)
+    }
+    assert meshes == {"cpu"}
+
+
+def _not_asked_for(*args: Any, **kwargs: Any) -> Any:
+    raise AssertionError("FSDP chose a device by itself")

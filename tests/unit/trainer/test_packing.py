@@ -210,7 +210,7 @@ def test_positions_restart_and_what_is_left_of_a_row_is_nobodys() -> None:
 
 def settle(model: nn.Module, mode: str) -> Packing | None:
     config = PackConfig.model_validate({"mode": mode})
-    return packing_of(model, config, is_strict=True, compute_dtype=torch.float32, gang=Gang())
+    return packing_of(model, config, compute_dtype=torch.float32, gang=Gang())
 
 
 def test_a_model_that_carries_its_state_along_is_not_packed(caplog: pytest.LogCaptureFixture) -> None:

@@ -88,10 +88,11 @@ class ModelMemoryConfig(ConfigSection):
         "Compile the blocks: slow to start, faster to train. Needs a C++ compiler on a CPU, and Triton on a GPU; a "
         "block that does not compile runs eagerly, with a warning. Off if left out.",
     )
-    reshard_after_forward: bool = option(
-        True,
-        "In a gang, whether a block's parameters are given up between its forward and its backward. false: they are "
-        "gathered once per micro-batch instead of twice, and all of them are in memory between.",
+    reshard_after_forward: bool | None = option(
+        None,
+        "Whether a block's parameters, in the format that it computes in, are given up between its forward and its "
+        "backward. false: they are gathered once per micro-batch instead of twice, and all of them are in memory "
+        "between. If left out, true in a gang and where adapters are trained, else false.",
     )
     fsdp_cpu_offload: bool = option(
         False,
@@ -390,9 +391,9 @@ class PackConfig(ConfigSection):
 
     mode: Literal["auto", "always", "never"] = option(
         "auto",
-        "always: samples are packed into rows as long as the longest of them, or as the micro-batch where a GPU has "
-        "flash-attn. never: every row is one sample, padded to the longest. auto: what costs less for the samples of "
-        "an optimizer step; padded for models that mix the samples of a row.",
+        "always: samples are packed into rows as long as the longest of them, or, on a GPU that has a kernel for them, "
+        "as the micro-batch. never: every row is one sample, padded to the longest. auto: what costs less for the "
+        "samples of an optimizer step; padded for models that mix the samples of a row.",
     )
     causal_cost: float = option(2.0, "Cost where a row is one sample.", gt=0)
     masked_cost: float = option(3.2, "Cost where a dense mask keeps the samples of a row apart.", gt=0)

@@ -119,7 +119,7 @@ def simulate_whole(config: TrainerConfig, model_config: Any, *, num_gpus: int) -
             experts.register_forward_pre_hook(_routed_evenly)
         micro_batches = _micro_batches(config, vocabulary=model_config.get_text_config().vocab_size)
         ledger.gathers = "buffers"
-        learning, stepping = _step(learner, micro_batches, ledger)
+        learning, stepping = _step(learner, micro_batches, ledger, kind=kind)
     return Simulated(
         learning=learning,
         stepping=stepping,
@@ -131,7 +131,9 @@ def simulate_whole(config: TrainerConfig, model_config: Any, *, num_gpus: int) -
     )
 
 
-def _step(learner: Learner, micro_batches: Sequence[MicroBatch], ledger: Ledger) -> tuple[Mapping[str, int], ...]:
+def _step(
+    learner: Learner, micro_batches: Sequence[MicroBatch], ledger: Ledger, *, kind: torch.device
+) -> tuple[Mapping[str, int], ...]:
     """Forward and backward of the micro-batches, and the optimizer's step: the peak of each."""
     ledger.forget_peak()
     head = learner.model.get_output_embeddings()  # pyright: ignore[reportCallIssue] - a model of transformers
@@ -146,7 +148,7 @@ def _step(learner: Learner, micro_batches: Sequence[MicroBatch], ledger: Ledger)
             args[0].register_hook(is_over)
 
     handle = head.register_forward_pre_hook(begins)  # pyright: ignore
-    with learner.learning(), sketched():
+    with learner.learning(), sketched(kind.type):
         for micro_batch in micro_batches:
             ledger.kind = "activations"
             inputs, _logprobs, _entropy = learner.loss_inputs(micro_batch)

@@ -12,7 +12,7 @@ from typing import Self, TypeVar
 import torch
 from torch import distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.rendezvous import rendezvous
@@ -170,6 +170,7 @@ class Gang:
             if not sharding.is_needed(self.device):
                 return model.to(self.device)
             self._has_group |= _require_group(self.device)
+            arguments["mesh"] = self._mesh(_alone)  # FSDP's own one would be of the machine's GPU, wanted or not
         else:
             mesh = self._mesh(self.layout.mesh)
             arguments["mesh"] = self.layout.data_mesh(mesh)
@@ -180,8 +181,11 @@ class Gang:
                 cut_rows(model, self._mesh(self.layout.piece_mesh))
             if self.layout.ep > 1:
                 self._shard_experts(model, sharding)
+        reshards = sharding.reshards_after_forward
+        if reshards is None:  # one process has no shares to fall back to; of frozen weights it has no second format
+            reshards = not (self.is_alone and all(each.requires_grad for each in model.parameters()))
         for block in blocks_of(model):
-            fully_shard(block, reshard_after_forward=sharding.reshards_after_forward, **arguments)
+            fully_shard(block, reshard_after_forward=reshards, **arguments)
         fully_shard(model, **arguments)
         for module in model.modules():
             if isinstance(module, FSDPModule):
@@ -194,7 +198,7 @@ class Gang:
         mesh = self._mesh(self.layout.expert_mesh)
         arguments = {**sharding.arguments(self.device), "mesh": self.layout.expert_data_mesh(mesh)}
         for experts in cut_experts(model, mesh[EXPERT]):
-            fully_shard(experts, reshard_after_forward=sharding.reshards_after_forward, **arguments)
+            fully_shard(experts, reshard_after_forward=sharding.reshards_after_forward is not False, **arguments)
 
     def _mesh(self, make: Callable[[torch.device], DeviceMesh]) -> DeviceMesh:
         """A mesh of the layout, made once for all models: it has a process group per side, and each group has threads.
@@ -289,3 +293,7 @@ def _store_of_this_start(environ: Mapping[str, str]) -> Store:
 def _waiting_for_peers() -> waits.Waiting:
     """A collective returns when every rank has come: one that is stuck holds all up."""
     return waits.waiting(PEERS, deadline_s=_COLLECTIVE_TIMEOUT.total_seconds() / 10, quiet_s=_QUIET_S)
+
+
+def _alone(device: torch.device) -> DeviceMesh:
+    return init_device_mesh(device.type, (1,))

@@ -14,11 +14,12 @@ from torch import nn
 from millrace.trainer.gang.determinism import RandomState
 from millrace.trainer.learning.batch import MicroBatch
 from millrace.trainer.learning.head import SORTED_TOKENS, Targets, instead_of_logits
+from millrace.trainer.model.attention import lengths_of_samples
 from millrace.trainer.model.compiled import width_of
 from millrace.trainer.model.context_parallel import context_parallel_of
 
-_CHANGES_LOGITS = WeakSet[nn.Module]()
-"""Models that do something to what their head gives (a softcap, a scale), or whose head is more than a linear layer."""
+_CHANGES_LOGITS, _KEEPS_LOGITS = WeakSet[nn.Module](), WeakSet[nn.Module]()
+"""Models that do something to what their head gives (a softcap, a scale), and those that were seen not to."""
 
 
 def token_logprobs(
@@ -46,12 +47,17 @@ def token_logprobs(
     )
     # No mask: causal attention does not see padding, which is on the right, and positions say where a sample begins.
     whole: dict[str, Any] = {"input_ids": rows.token_ids_RL, "position_ids": rows.position_ids_RL}
+    whole |= lengths_of_samples(model, rows.position_ids_RL)
     arguments = {**(whole if share is None else share.arguments), "use_cache": False}
     if type(head) is nn.Linear and model not in _CHANGES_LOGITS:
-        drawn = RandomState.of(rows.token_ids_RL.device)
+        drawn = None if model in _KEEPS_LOGITS else RandomState.of(rows.token_ids_RL.device)
         with instead_of_logits(head, targets) as given:
             both_N2 = model(**arguments).logits
-        if not given or both_N2 is not given[0]:
+        if drawn is None:
+            assert given and both_N2 is given[0], "a model that changes its logits now and then"
+        elif given and both_N2 is given[0]:
+            _KEEPS_LOGITS.add(model)
+        else:
             _CHANGES_LOGITS.add(model)
             drawn.restore()  # a process that knows the model already draws its dropout once
             return token_logprobs(model, micro_batch, is_entropy_learned=is_entropy_learned)

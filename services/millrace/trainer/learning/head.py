@@ -21,13 +21,16 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-TOKENS, VOCABULARY = 1024, 8192
-"""Sides of a chunk: some 100 MB with what is computed from it."""
+CHUNK = {"cpu": (1024, 8192), "cuda": (2048, 38_912)}
+"""Tokens and words of a chunk, by device: with what is computed from it some 100 MB, or 1 GB on a GPU.
+
+A GPU takes as long to be told of a small chunk as to compute it.
+"""
 SORTED_TOKENS = 64
 """Tokens whose whole vocabularies are sorted at once where distributions are cut: some 300 MB for 150,000 tokens."""
 
 _SKETCHED = 2
-_is_sketch = ContextVar("_is_sketch", default=False)
+_sketched_as = ContextVar[str | None]("_sketched_as", default=None)
 
 _CUT = -1e30
 """A logit that has no part in any sum, and whose product with its probability of 0 is 0."""
@@ -52,13 +55,16 @@ class Targets:
 
 
 @contextlib.contextmanager
-def sketched() -> Iterator[None]:
-    """In this block only the first chunks of the vocabulary are computed: the memory is that of all, no value is."""
-    token = _is_sketch.set(True)
+def sketched(device_type: str) -> Iterator[None]:
+    """In this block only the first chunks of the vocabulary are computed: the memory is that of all, no value is.
+
+    Chunks are those of such a device, wherever the tensors are.
+    """
+    token = _sketched_as.set(device_type)
     try:
         yield
     finally:
-        _is_sketch.reset(token)
+        _sketched_as.reset(token)
 
 
 @contextlib.contextmanager
@@ -133,16 +139,17 @@ class _Chunks:
         self.dtype = torch.promote_types(hidden_NH.dtype, torch.float32)
         self._temperature_N1 = targets.temperature_N.to(self.dtype)[:, None]
         self._labels_N = targets.labels_N
+        self._chunk = CHUNK[_sketched_as.get() or hidden_NH.device.type]
 
     def tokens(self) -> Iterator[slice]:
         """The chunks of tokens."""
-        return _slices(len(self._labels_N), TOKENS if self._targets.kept is None else SORTED_TOKENS)
+        return _slices(len(self._labels_N), self._chunk[0] if self._targets.kept is None else SORTED_TOKENS)
 
     def columns(self) -> Iterator[slice]:
         """The chunks of the vocabulary, which is sorted as a whole where distributions are cut."""
         size = len(self._weight_VH)
-        columns = _slices(size, VOCABULARY if self._targets.kept is None else size)
-        return itertools.islice(columns, _SKETCHED) if _is_sketch.get() else columns
+        columns = _slices(size, self._chunk[1] if self._targets.kept is None else size)
+        return columns if _sketched_as.get() is None else itertools.islice(columns, _SKETCHED)
 
     def forward(self, tokens: slice) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Log-probs, normalisers and entropies of some tokens: one pass with a running maximum."""

@@ -34,7 +34,7 @@ from millrace.trainer.model.lora import (
     set_learning,
     trained_tensors,
 )
-from millrace.trainer.model.memory import Sharding
+from millrace.trainer.model.memory import Sharding, defer_sharing
 from millrace.trainer.model.pretrained import resolve_compute_dtype, resolve_publish_dtype
 
 
@@ -92,7 +92,7 @@ class Learner:
             trainer.model, directory, gang=gang, seed=config.seed, prefix="trainer.model", is_proved=is_proved
         )
         model, sharding, reference = built.model, Sharding.of(trainer.model, compute_dtype=compute_dtype), None
-        packing = packing_of(model, trainer.pack, is_strict=is_strict, compute_dtype=compute_dtype, gang=gang)
+        packing = packing_of(model, trainer.pack, compute_dtype=compute_dtype, gang=gang)
         if trainer.loss.kl is not None:
             is_base = trainer.model.lora is not None and not trainer.model.lora.modules_to_save
             is_varlen = packing is not None and packing.is_varlen
@@ -159,6 +159,13 @@ class Learner:
         learned_BT = entropy_BT if self.config.loss.entropy_coef > 0 else None
         inputs = micro_batch.loss_inputs(logprobs_BT, entropy_BT=learned_BT, reference_logprobs_BT=reference_BT)
         return inputs, logprobs_BT, entropy_BT
+
+    def micro_batches(self, minibatch: Minibatch) -> Iterator[tuple[MicroBatch, Sequence[int]]]:
+        """Each with its samples' places; gradients are shared out behind the last one where that saves anything."""
+        last = len(minibatch.micro_batches) - 1
+        for at, each in enumerate(zip(minibatch.micro_batches, minibatch.samples, strict=True)):
+            defer_sharing(self.model, is_deferred=self.gang.is_alone and at < last)
+            yield each
 
     @contextlib.contextmanager
     def learning(self) -> Iterator[None]:

@@ -1,7 +1,7 @@
 """Whether and how a model takes rows of several samples.
 
 What keeps them apart is transformers' reading of position ids that restart: a dense block-diagonal mask for sdpa, or,
-where a GPU has flash-attn, its kernel for rows of varying lengths. Whether a model respects them is tried, not
+on a GPU, a kernel for rows of varying lengths. Whether a model respects them is tried, not
 believed: recurrent layers carry their state from one sample into the next, and such models are padded.
 """
 
@@ -26,16 +26,14 @@ _TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-10}
 """Of the largest logit; what is computed in fewer bits rounds to some hundredths."""
 
 
-def packing_of(
-    model: nn.Module, config: PackConfig, *, is_strict: bool, compute_dtype: torch.dtype, gang: Gang
-) -> Packing | None:
+def packing_of(model: nn.Module, config: PackConfig, *, compute_dtype: torch.dtype, gang: Gang) -> Packing | None:
     """What the plan decides with; None where every row is one sample. Collective in a gang.
 
     InvalidSpecError (PACK_UNSUPPORTED) if rows shall be packed always, and the model mixes their samples.
     """
     if config.mode == "never":
         return None
-    is_varlen = not is_strict and use_varlen_kernel(model, compute_dtype=compute_dtype, device=gang.device)
+    is_varlen = use_varlen_kernel(model, compute_dtype=compute_dtype, device=gang.device)
     is_apart = keeps_samples_apart(model, tolerance=_TOLERANCE.get(compute_dtype, 0.05), device=gang.device)
     if not all(gang.agree(lambda: is_apart)):  # ranks that round differently could make different plans
         if config.mode == "always":

@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.attention.varlen  # defines the operation that is named below
 from torch import nn
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from millrace.config.sections.trainer import ActivationCheckpointConfig, ModelMemoryConfig
@@ -22,6 +23,7 @@ _DEAR = {
     _aten._scaled_dot_product_flash_attention.default,
     _aten._scaled_dot_product_efficient_attention.default,
     _aten._scaled_dot_product_cudnn_attention.default,
+    torch.ops.torch_attn._varlen_attn.default,
 }
 """What costs most of a block's time: selective checkpointing keeps its results."""
 
@@ -32,7 +34,7 @@ class Sharding:
 
     compute_dtype: torch.dtype
     reduce_dtype: torch.dtype = torch.float32
-    reshards_after_forward: bool = True
+    reshards_after_forward: bool | None = None
     offloads: bool = False
 
     @classmethod
@@ -56,6 +58,17 @@ class Sharding:
         policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=self.reduce_dtype)
         offload = CPUOffloadPolicy(pin_memory=device.type == "cuda") if self.offloads else OffloadPolicy()
         return {"mp_policy": policy, "offload_policy": offload}
+
+
+def defer_sharing(model: nn.Module, *, is_deferred: bool) -> None:
+    """Let gradients of the next backward stay whole, and parameters as well, or share out what has come together.
+
+    The sums are the same, in the same format. Only for a process that has all shares: of others each would hold the
+    whole model. It saves the copies between whole and shared ones for every micro-batch but the last.
+    """
+    if isinstance(model, FSDPModule):
+        model.set_requires_gradient_sync(not is_deferred)
+        model.set_reshard_after_backward(not is_deferred)
 
 
 def hold_weights(model: nn.Module, config: ModelMemoryConfig) -> None:

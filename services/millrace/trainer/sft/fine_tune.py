@@ -37,6 +37,7 @@ from millrace.trainer.learning.trained import build_model
 from millrace.trainer.losses import token_losses, total_loss
 from millrace.trainer.model.compiled import take_failures
 from millrace.trainer.model.lora import set_learning
+from millrace.trainer.model.memory import defer_sharing
 from millrace.trainer.model.pretrained import (
     load_tokenizer,
     resolve_compute_dtype,
@@ -96,7 +97,7 @@ def run_sft(config: SFTConfig, *, gang: Gang, on_step: Callable[[SFTStep], None]
     InvalidSpecError if no row that it would take has a trained token within `data.seq_len`.
     """
     determinism = resolve_determinism("auto", is_compiled=config.model.compile is not None)
-    is_strict = set_determinism(determinism, seed=config.seed, device=gang.device)
+    set_determinism(determinism, seed=config.seed, device=gang.device)
     directory = resolve_model_directory(config.model.name)
     data = _Data(config, load_tokenizer(directory))
     built = build_model(config.model, directory, gang=gang, seed=config.seed, prefix="model")
@@ -122,7 +123,7 @@ def run_sft(config: SFTConfig, *, gang: Gang, on_step: Callable[[SFTStep], None]
         base_digest=built.base_digest,
     )
     start = checkpoints.resume(max_steps=data.num_steps)
-    learner = _Learner(config, gang=gang, model=built.model, optimizer=optimizer, is_strict=is_strict)
+    learner = _Learner(config, gang=gang, model=built.model, optimizer=optimizer)
     _train(config, data, learner, checkpoints, start=start, output=output, gang=gang, on_step=on_step)
     dtype = resolve_publish_dtype(config.model, device=gang.device)
     if built.adapter is not None:
@@ -263,15 +264,13 @@ class _Data:
 class _Learner:
     """Computes losses of samples, and steps the model."""
 
-    def __init__(
-        self, config: SFTConfig, *, gang: Gang, model: nn.Module, optimizer: PolicyOptimizer, is_strict: bool
-    ) -> None:
+    def __init__(self, config: SFTConfig, *, gang: Gang, model: nn.Module, optimizer: PolicyOptimizer) -> None:
         self._config = config
         self._gang = gang
         self._model = model
         self._optimizer = optimizer
         dtype = resolve_compute_dtype(config.model, device=gang.device)
-        self._packing = packing_of(model, config.pack, is_strict=is_strict, compute_dtype=dtype, gang=gang)
+        self._packing = packing_of(model, config.pack, compute_dtype=dtype, gang=gang)
         self._utilization = Utilization.of(
             model,
             tflops=config.peak_tflops,
@@ -287,7 +286,8 @@ class _Learner:
         num_tokens, num_loss_tokens = self._counts(micro_batches)
         total = 0.0
         set_learning(self._model, True)
-        for micro_batch in micro_batches:
+        for at, micro_batch in enumerate(micro_batches):
+            defer_sharing(self._model, is_deferred=self._gang.is_alone and at < len(micro_batches) - 1)
             loss = self._loss(micro_batch, num_loss_tokens)
             loss.backward()
             total += float(loss.detach())
