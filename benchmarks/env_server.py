@@ -5,7 +5,7 @@
 
 One cell is a generation of verifiers' API and a number of worker processes. Both servers of a cell stand at the same
 time, play the same environment (the demo's for v0, a taskset of the tests that reverses texts too for v1, there both
-with our in-process harness, because verifiers' own starts a process per rollout) with the same scripted engine
+with a harness in its process, because verifiers' own starts a process per rollout) with the same scripted engine
 (`scripted_engine.py`), and take turns: ours, verifiers', ours, verifiers'. A turn keeps `--in-flight` rollouts in
 flight until so many are over, its beginning and its end included, and each rollout's tokens are looked at.
 

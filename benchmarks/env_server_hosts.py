@@ -22,17 +22,46 @@ from millrace.local.ports import free_ports
 
 ENVIRONMENTS = {"v0": "reverse-text", "v1": "rev-text-v1"}
 HARNESS = "inprocess_harness"
-"""Module that gives verifiers' v1 server our in-process harness: its own one starts a process per rollout."""
-HARNESS_SOURCE = """from millrace.env_server.adapters.harness_v1 import InprocessHarness
+"""Module of a harness for verifiers' v1 server that asks the interception over HTTP: its own one starts a process."""
+HARNESS_SOURCE = """import aiohttp
+import verifiers.v1 as vf
+from verifiers.v1.dialects.chat import message_to_wire
+from verifiers.v1.runtimes import ProgramResult
 
-__all__ = ["InprocessHarness"]
+
+class PlainHarnessConfig(vf.HarnessConfig):
+    pass
+
+
+class PlainHarness(vf.Harness[PlainHarnessConfig]):
+    APPENDS_SYSTEM_PROMPT = True
+    EXECUTES_CODE = NEEDS_CONTAINER = False
+    http = None
+
+    async def launch(self, ctx, trace, runtime, endpoint, secret, mcp_urls, data, **kwargs):
+        system, prompt = self.resolve_prompt(data)
+        messages = [{"role": "system", "content": system}] if system else []
+        if isinstance(prompt, str):
+            messages.append({"role": "user", "content": prompt})
+        else:
+            messages += [message_to_wire(message) for message in prompt]
+        if PlainHarness.http is None:
+            PlainHarness.http = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0))
+        headers, body = {"Authorization": f"Bearer {secret}"}, {"model": ctx.model, "messages": messages}
+        url = f"{endpoint}/chat/completions"
+        async with PlainHarness.http.post(url, headers=headers, json=body) as reply:
+            text = await reply.text()
+            return ProgramResult(exit_code=reply.status != 200, stdout="", stderr=text if reply.status != 200 else "")
+
+
+__all__ = ["PlainHarness"]
 """
 V1_TASKSET = {"id": ENVIRONMENTS["v1"], "num_examples": 64}
 CAPACITY = 4096
 
 
 def v1_config() -> dict[str, Any]:
-    """The environment of v1 for verifiers' own server: the same taskset, harness and kind of place as ours."""
+    """The environment of v1 for verifiers' own server: the same taskset and kind of place as ours."""
     return {"taskset": V1_TASKSET, "agent": {"harness": {"id": HARNESS}, "runtime": {"type": "subprocess"}}}
 
 

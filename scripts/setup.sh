@@ -36,14 +36,13 @@ if ! "$venv/bin/python" -m pip --version >/dev/null 2>&1; then
 fi
 unset PYTHONDONTWRITEBYTECODE # imports of transformers and verifiers take twice as long without bytecode
 # Twice quiet leaves errors only: an index that has no torch makes pip warn once a package.
-pip=("$venv/bin/python" -m pip --disable-pip-version-check install --quiet --quiet)
+"$venv/bin/python" -m pip --disable-pip-version-check install --quiet --quiet "uv>=0.8"
 if [ -t 1 ]; then quiet=(); else quiet=(--quiet); fi # a person sees progress
-"${pip[@]}" "uv>=0.8"
-echo "  torch"
-# torch comes by pip: uv ignores pip's own configuration, which is where a CPU build is chosen.
-"$venv/bin/python" -c 'import torch' 2>/dev/null || "${pip[@]}" --constraint constraints.txt torch
+# uv ignores pip's own configuration, which is where a CPU build of torch is chosen: it gets the same as options.
+indexes=()
+while IFS= read -r word; do [ -z "$word" ] || indexes+=("$word"); done < <("$venv/bin/python" scripts/pip_indexes.py)
+uv=("$venv/bin/python" -m uv pip install "${quiet[@]}" ${indexes[@]+"${indexes[@]}"} --python "$venv/bin/python" --constraint constraints.txt)
 echo "  millrace and what it needs"
-uv=("$venv/bin/python" -m uv pip install "${quiet[@]}" --python "$venv/bin/python" --constraint constraints.txt)
 "${uv[@]}" --editable '.[local]'
 "${uv[@]}" --no-deps --editable environments/reverse_text --editable environments/code_lookup
 if [ "${1:-}" = dev ]; then
@@ -52,6 +51,10 @@ if [ "${1:-}" = dev ]; then
   "${uv[@]}" --no-deps --editable tests/support
 fi
 echo "  bytecode"
-# uv leaves bytecode to the first import, which then costs seconds in every service; a file for a newer Python may refuse.
-"$venv/bin/python" -m compileall -qq -j 0 "$venv"/lib/python3*/site-packages/{transformers,verifiers,datasets,openai,grpc,botocore,boto3,aiohttp,fastapi,starlette,uvicorn} || true
+# uv leaves bytecode to the first import, which then costs seconds in every service: two processes import what those do.
+services='from millrace.local.preloads import NEEDS; [importlib.import_module(name) for needed in NEEDS.values() for name in needed]'
+others='datasets anthropic openai matplotlib.pyplot millrace.cli.main millrace.env_server.adapters.v0 millrace.env_server.adapters.renderer'
+"$venv/bin/python" -c "import importlib; $services" &
+"$venv/bin/python" -c "import ${others// /, }"
+wait $!
 echo "$wanted" > "$stamp"

@@ -2,7 +2,8 @@
 
 An engine that can do so says it by a header of its answers to chats. A request with `n` and the field below is then
 answered by lines, one per choice in the order in which they end: `{"index": …, "status": …, "body": …}`, where status
-and body are those of an answer to a request for this choice alone, whose own index is 0.
+and body are those of an answer to a request for this choice alone, whose own index is 0, but for its log-probs. They
+are one list, in the order of its `token_ids`: to name every token in text costs more than all the rest of an answer.
 """
 
 HEADER = "x-millrace-choices"
@@ -10,6 +11,8 @@ HEADER = "x-millrace-choices"
 LINES = "lines"
 FIELD = "stream_choices"
 """Of a request: it wants that."""
+LOGPROBS = "token_logprobs"
+"""Of a choice's `logprobs`, where OpenAI's API has `content`."""
 CONTENT_TYPE = "application/x-ndjson"
 MAX_CHOICES = 128
 """`n` of one request."""

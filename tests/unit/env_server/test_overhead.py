@@ -11,7 +11,7 @@ pytest.importorskip("verifiers")
 
 import verifiers as vf
 
-from millrace.env_server.library.signatures import remember_signatures
+from millrace.env_server.library.lookups import remember_lookups
 
 
 def _rubric_module() -> ModuleType:
@@ -24,7 +24,7 @@ def _rubric_module() -> ModuleType:
 def library() -> Iterator[Any]:
     module = _rubric_module()
     before = vars(module)["inspect"]
-    remember_signatures()
+    remember_lookups()
     yield vars(module)["inspect"]
     vars(module)["inspect"] = before
 

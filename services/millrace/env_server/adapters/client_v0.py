@@ -291,10 +291,13 @@ def _shown(raw: bytes) -> str:
 
 def _tokens(response: Mapping[str, Any], choice: Mapping[str, Any]) -> ResponseTokens | None:
     prompt_ids, completion_ids = response.get("prompt_token_ids"), choice.get("token_ids")
-    content = (choice.get("logprobs") or {}).get("content")
-    if not (isinstance(prompt_ids, list) and isinstance(completion_ids, list) and isinstance(content, list)):
+    said = choice.get("logprobs") or {}
+    logprobs: Any = said.get(choices_wire.LOGPROBS)
+    content = said.get("content")
+    if logprobs is None and isinstance(content, list):
+        logprobs = [entry.get("logprob") for entry in content if isinstance(entry, Mapping)]
+    if not (isinstance(prompt_ids, list) and isinstance(completion_ids, list) and isinstance(logprobs, list)):
         return None
-    logprobs: list[Any] = [entry.get("logprob") for entry in content if isinstance(entry, Mapping)]
     if any(isinstance(value, bool) or not isinstance(value, int | float) for value in logprobs):
         return None
     # A count that does not match is kept: samples.py says so by name.

@@ -1,17 +1,17 @@
 """An in-process v1 harness: model calls through the interception endpoint, and calls of tools in between.
 
 The stock harnesses start a Python subprocess per segment (about 1.5 CPU-seconds per rollout). The interception is the
-contract, not the process, so a coroutine does. The tools are those of the taskset's MCP servers, which the library
-starts; the policy sees them under the names that the library's own `null` harness gives them.
+contract, not the process, so a coroutine does, which asks it without a connection (`library.interception`). The tools
+are those of the taskset's MCP servers, which the library starts; the policy sees them under the names that the
+library's own `null` harness gives them.
 """
 
-import asyncio
 import contextlib
+import json
 import sys
 from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
-import aiohttp
 import httpx
 import verifiers.v1 as vf
 from mcp import ClientSession
@@ -21,34 +21,13 @@ from verifiers.v1.runtimes import ProgramResult
 
 from millrace.decoding import decode_object
 from millrace.env_server.adapters.text_only import other_part, with_plain_text
+from millrace.env_server.library import interception
 from millrace.env_server.library.v1 import mcp_field
 from millrace.errors import CorruptObjectError
 
 # A plugin id is looked up as a top-level module; `register` makes this module answer to it.
 HARNESS_ID = "millrace_inprocess"
 _SHOWN_CHARS = 500
-# Backstop only: a rollout's deadline cancels its request long before. To connect takes as long as the environment's
-# code holds up the event loop, which serves the other end.
-_TIMEOUT = aiohttp.ClientTimeout(total=6 * 3600.0)
-
-_sessions: dict[asyncio.AbstractEventLoop, aiohttp.ClientSession] = {}
-
-
-def _session() -> aiohttp.ClientSession:
-    """The event loop's session; it talks to the interception server in this process only.
-
-    httpx, which the library uses, looks at every connection of its pool for each request.
-    """
-    loop = asyncio.get_running_loop()
-    if loop not in _sessions:
-        _sessions[loop] = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=_TIMEOUT)
-    return _sessions[loop]
-
-
-async def close_session() -> None:
-    """Close the event loop's session, if there is one."""
-    if session := _sessions.pop(asyncio.get_running_loop(), None):
-        await session.close()
 
 
 class Tools:
@@ -150,12 +129,11 @@ class InprocessHarness(vf.Harness[InprocessHarnessConfig]):
             if tools.definitions:
                 body["tools"] = tools.definitions
             while True:
-                headers = {"Authorization": f"Bearer {secret}"}
-                async with _session().post(f"{endpoint}/chat/completions", headers=headers, json=body) as reply:
-                    if reply.status != 200:
-                        detail = f"{reply.status} {(await reply.text())[:_SHOWN_CHARS]}"
-                        return ProgramResult(exit_code=1, stdout="", stderr=detail)
-                    message = (await reply.json())["choices"][0]["message"]
+                reply = await interception.ask(secret, body)
+                if reply.status != 200:
+                    detail = f"{reply.status} {reply.text[:_SHOWN_CHARS]}"
+                    return ProgramResult(exit_code=1, stdout="", stderr=detail)
+                message = json.loads(reply.body)["choices"][0]["message"]
                 calls = message.get("tool_calls") if tools.definitions else None
                 if not calls:
                     return ProgramResult(exit_code=0, stdout="", stderr="")

@@ -42,7 +42,7 @@ from millrace.env_server.adapters.text_only import not_text_error, other_part, r
 from millrace.env_server.engine_access import engine_access
 from millrace.env_server.engine_loss import ENGINE_LOST_MARK
 from millrace.env_server.library import releases
-from millrace.env_server.library.signatures import remember_signatures
+from millrace.env_server.library.lookups import remember_lookups
 from millrace.env_server.library.v0 import HAS_RENDERERS, Client, ClientConfig, ErrorChain, resolve_client
 from millrace.errors import InvalidSpecError, Violation
 from millrace.rollouts.requests import EnvSpec, LoadedEnv, PlayRequest, Sampling
@@ -74,7 +74,7 @@ class V0Adapter:
         self._session: aiohttp.ClientSession | None = None
         self._clients: dict[tuple[str, bool, str, str], Client] = {}
         num_watched = watch_rubric(env.rubric)
-        remember_signatures()
+        remember_lookups()
         logger.info("reward functions watched", extra={"count": num_watched})
         self.train = _table(env, is_eval=False)
         self.eval = _table(env, is_eval=True)

@@ -41,7 +41,8 @@ from millrace.env_server.adapters.traces_v1 import merged
 from millrace.env_server.adapters.trainable_v1 import ONE_TRACE, SEVERAL_TRACES, check_trainable
 from millrace.env_server.engine_access import engine_access
 from millrace.env_server.engine_loss import ENGINE_LOST_MARK
-from millrace.env_server.library.signatures import remember_signatures
+from millrace.env_server.library import interception, rendering
+from millrace.env_server.library.lookups import remember_lookups
 from millrace.env_server.library.v1 import is_too_long
 from millrace.rollouts.requests import EnvSpec, LoadedEnv, PlayRequest
 from millrace.rollouts.types import RolloutStatus, Trace
@@ -112,8 +113,9 @@ class V1Adapter:
         install_span_capture()
         _keep_whole_traces()
         _refuse_other_parts()
-        remember_signatures()
-        self._stack.push_async_callback(harness_v1.close_session)
+        remember_lookups()
+        interception.install()
+        rendering.install()
         self._stack.push_async_callback(engine_access().close)
         await self._stack.enter_async_context(self._env.serving())
 

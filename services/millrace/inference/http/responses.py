@@ -25,6 +25,7 @@ from millrace.inference.engine import FinishReason, Generation, PromptScores
 from millrace.inference.http.parsers import ChatParsers
 from millrace.inference.http.parsers.calls import ToolCall
 from millrace.inference.http.schema import ChatBody, CompletionBody, CompletionCommon, GenerateBody, SamplingBody
+from millrace.rollouts import choices_wire
 
 MIN_LOGPROB = -9999.0
 """Stands for minus infinity, which JSON has not; vLLM writes the same."""
@@ -88,7 +89,7 @@ def chat_body(
         if "tool_calls" in message and item.generation.finish_reason is FinishReason.STOP:
             finish = "tool_calls"
         choice: dict[str, Any] = {"index": index, "message": message, "finish_reason": finish}
-        choice["logprobs"] = {"content": _token_logprobs(body, tokenizer, item.generation)} if body.logprobs else None
+        choice["logprobs"] = _chat_logprobs(body, tokenizer, item.generation) if body.logprobs else None
         choices.append({**choice, **_extras(body, item.generation)})
     whole = _envelope(request_id, "chat.completion", model, choices, _usage(completed, body.n))
     if body.return_token_ids:
@@ -255,6 +256,13 @@ def _token_names(body: CompletionCommon, tokenizer: PreTrainedTokenizerBase, gen
     if body.return_tokens_as_token_ids:
         return [f"token_id:{token}" for token in ids]
     return [str(tokenizer.decode([token])) for token in ids]
+
+
+def _chat_logprobs(body: ChatBody, tokenizer: PreTrainedTokenizerBase, generation: Generation) -> dict[str, Any]:
+    """As OpenAI's API has them; for who takes choices by lines one column, without a name for every token."""
+    if body.stream_choices:
+        return {choices_wire.LOGPROBS: generation.logprobs.tolist()}
+    return {"content": _token_logprobs(body, tokenizer, generation)}
 
 
 def _token_logprobs(

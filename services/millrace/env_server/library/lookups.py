@@ -1,0 +1,79 @@
+"""What `verifiers` and pydantic look up anew in every rollout is kept here: signatures, and decorated methods.
+
+Nothing that an environment can see changes: a signature is the function's own, and decorators mark a class's methods
+when it is made.
+"""
+
+import functools
+import inspect
+import sys
+from collections.abc import Callable
+from types import FunctionType, MethodType
+from typing import Any
+
+_NUM_KEPT = 1024
+_SELF = object()
+# pydantic asks for that of a field's default factory whenever it makes a model without validation.
+_PYDANTIC = "pydantic._internal._typing_extra"
+_DECORATORS, _DISCOVER = "verifiers.v1.utils.decorators", "discover_decorated"
+
+
+@functools.lru_cache(_NUM_KEPT)
+def _kept(function: Callable[..., Any]) -> inspect.Signature:
+    return inspect.signature(function)
+
+
+@functools.lru_cache(_NUM_KEPT)
+def _kept_of_method(function: FunctionType) -> inspect.Signature:
+    return inspect.signature(MethodType(function, _SELF))
+
+
+def signature(function: Callable[..., Any], **options: Any) -> inspect.Signature:
+    """As `inspect.signature`, which takes `verifiers` a sixth of a short rollout; computed once."""
+    if options:
+        return inspect.signature(function, **options)
+    if isinstance(function, MethodType) and isinstance(function.__func__, FunctionType):
+        return _kept_of_method(function.__func__)  # its owner is not kept with it
+    try:
+        return _kept(function)
+    except TypeError:  # an object that can be called, and not be kept
+        return inspect.signature(function)
+
+
+@functools.lru_cache(_NUM_KEPT)
+def _decorated_names(kind: type, attr: str) -> tuple[str, ...]:
+    """Names of the methods that a class or one of its bases has marked so."""
+    marked = (
+        name for base in kind.__mro__ for name, each in vars(base).items() if callable(each) and hasattr(each, attr)
+    )
+    return tuple(dict.fromkeys(marked))
+
+
+def discover_decorated(obj: object, attr: str) -> list[Callable[..., Any]]:
+    """As `verifiers.v1.utils.decorators.discover_decorated`, which looks at everything that the classes have."""
+    names = _decorated_names(type(obj), attr)
+    methods = [method for name in names if hasattr(method := getattr(obj, name), attr)]
+    methods.sort(key=lambda method: (-getattr(method, f"{attr}_priority", 0), method.__name__))
+    return methods
+
+
+class _Inspection:
+    """The module `inspect`, but for `signature`."""
+
+    signature = staticmethod(signature)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(inspect, name)
+
+
+def remember_lookups() -> None:
+    """Have the libraries' modules that look such things up in every rollout ask for each of them once."""
+    inspection = _Inspection()
+    for name, module in list(sys.modules.items()):
+        known = vars(module)
+        if name.startswith("verifiers.") and known.get("inspect") is inspect:
+            known["inspect"] = inspection
+        if name.startswith("verifiers.v1.") and getattr(known.get(_DISCOVER), "__module__", "") == _DECORATORS:
+            known[_DISCOVER] = discover_decorated
+        if name == _PYDANTIC and known.get("signature") is inspect.signature:
+            known["signature"] = signature
