@@ -14,9 +14,10 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from millrace.config.sections.trainer import ActivationCheckpointConfig, ModelMemoryConfig
+from millrace.config.sections.trainer import ActivationCheckpointConfig, ModelMemoryConfig, PackConfig
 from millrace.trainer.gang import distributed
 from millrace.trainer.gang.distributed import Gang
+from millrace.trainer.learning.packing import packing_of
 from millrace.trainer.model.memory import Sharding, blocks_of, checkpoint_activations, defer_sharing
 
 
@@ -170,3 +171,14 @@ def test_one_process_shares_on_the_device_that_it_computes_on(monkeypatch: pytes
     monkeypatch.setattr(distributed, "fully_shard", noted)
     sharded(torch.bfloat16)
     assert meshes == {"cpu"}
+
+
+@pytest.mark.usefixtures("group")
+@pytest.mark.parametrize("reshards", [None, False, True])
+def test_an_optimizer_is_given_what_gets_the_gradients_behind_a_look_at_packing(reshards: bool | None) -> None:
+    trained = sharded(torch.bfloat16, reshard_after_forward=reshards)
+    assert packing_of(trained, PackConfig(), compute_dtype=torch.bfloat16, gang=Gang()) is not None
+    given = list(trained.parameters())
+    assert all(isinstance(each, DTensor) and each.dtype == torch.float32 for each in given)
+    trained(input_ids=torch.arange(8)[None], use_cache=False).logits.float().square().mean().backward()
+    assert all(each.grad is not None for each in given)

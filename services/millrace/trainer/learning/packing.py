@@ -9,7 +9,6 @@ import logging
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 
 from millrace.config.sections.trainer import PackConfig
 from millrace.errors import InvalidSpecError, Violation
@@ -17,6 +16,7 @@ from millrace.trainer.gang.distributed import Gang
 from millrace.trainer.learning.flops import FlopCount
 from millrace.trainer.learning.plan import Packing
 from millrace.trainer.model.attention import use_varlen_kernel
+from millrace.trainer.model.memory import give_up_whole
 
 logger = logging.getLogger(__name__)
 
@@ -61,8 +61,7 @@ def keeps_samples_apart(model: nn.Module, *, tolerance: float, device: torch.dev
         return model(input_ids=tokens, position_ids=positions, use_cache=False).logits[0, -len(_SECOND) :].double()
 
     alone, *behind = logits(_SECOND), logits(_FIRST, _SECOND), logits(_OTHER, _SECOND)
-    if isinstance(model, FSDPModule):
-        model.reshard()  # the outermost one keeps its parameters whole, and the optimizer is to get the shards
+    give_up_whole(model)  # the optimizer is to get the shards
     allowed = tolerance * float(alone.abs().max())
     return all(float((each - alone).abs().max()) <= allowed for each in behind)
 

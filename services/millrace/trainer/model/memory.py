@@ -71,6 +71,16 @@ def defer_sharing(model: nn.Module, *, is_deferred: bool) -> None:
         model.set_reshard_after_backward(not is_deferred)
 
 
+def give_up_whole(model: nn.Module) -> None:
+    """Leave of every block what is shared: behind a forward alone a model may hold parameters whole, and its root does.
+
+    They are other objects then, in the format that is computed in; an optimizer that was given them would step nothing.
+    """
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
 def hold_weights(model: nn.Module, config: ModelMemoryConfig) -> None:
     """Hold a model's weights in the format that they are stepped in, in place; before it is sharded."""
     if config.optimization_dtype == "bfloat16":
