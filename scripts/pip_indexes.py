@@ -1,8 +1,10 @@
-"""Print where pip is configured to install from, as options of uv, one word a line: uv reads no configuration of pip's.
+"""Print where pip is configured to install from, as variables of uv, one a line: uv reads no configuration of pip's.
 
     .venv/bin/python scripts/pip_indexes.py
 
 pip is that of this interpreter. Like pip, uv then takes the best version of all indexes, not that of the first one.
+They are variables, not options, because the URL of an index may have a password in it. uv has none for `--no-index`:
+that is NO_INDEX here.
 """
 
 import ast
@@ -12,16 +14,17 @@ from collections.abc import Iterator
 
 SECTIONS = ("global", "install", ":env:")
 """Those that `pip install` reads; a later one overrules."""
-OPTIONS = {
-    "index-url": "--default-index",
-    "extra-index-url": "--index",
-    "find-links": "--find-links",
-    "trusted-host": "--allow-insecure-host",
+VARIABLES = {
+    "index-url": ("UV_DEFAULT_INDEX", " "),
+    "extra-index-url": ("UV_INDEX", " "),
+    "find-links": ("UV_FIND_LINKS", ","),
+    "trusted-host": ("UV_INSECURE_HOST", " "),
 }
+"""uv's variable, and what stands between the values of one that takes several."""
 
 
-def uv_options(listed: str) -> Iterator[str]:
-    """The options for what `pip config list` says."""
+def uv_variables(listed: str) -> Iterator[str]:
+    """Assignments for what `pip config list` says."""
     found: dict[str, tuple[int, str]] = {}
     for line in listed.splitlines():
         name, _, value = line.partition("=")
@@ -29,15 +32,15 @@ def uv_options(listed: str) -> Iterator[str]:
         if section in SECTIONS:
             rank = SECTIONS.index(section)
             found[key] = max(found.get(key, (rank, "")), (rank, str(ast.literal_eval(value))))
-    for key, option in OPTIONS.items():
-        for word in found.get(key, (0, ""))[1].split():
-            yield from (option, word)
+    for key, (variable, between) in VARIABLES.items():
+        if words := found.get(key, (0, ""))[1].split():
+            yield f"{variable}={between.join(words)}"
     if found.get("no-index", (0, ""))[1].lower() in ("1", "true", "yes", "on"):
-        yield "--no-index"
+        yield "NO_INDEX=1"
     if found.keys() & {"extra-index-url", "find-links"}:
-        yield from ("--index-strategy", "unsafe-best-match")
+        yield "UV_INDEX_STRATEGY=unsafe-best-match"
 
 
 if __name__ == "__main__":
     asked = subprocess.run([sys.executable, "-m", "pip", "config", "list"], check=True, text=True, capture_output=True)
-    print(*uv_options(asked.stdout), sep="\n")
+    print(*uv_variables(asked.stdout), sep="\n")

@@ -38,10 +38,10 @@ unset PYTHONDONTWRITEBYTECODE # imports of transformers and verifiers take twice
 # Twice quiet leaves errors only: an index that has no torch makes pip warn once a package.
 "$venv/bin/python" -m pip --disable-pip-version-check install --quiet --quiet "uv>=0.8"
 if [ -t 1 ]; then quiet=(); else quiet=(--quiet); fi # a person sees progress
-# uv ignores pip's own configuration, which is where a CPU build of torch is chosen: it gets the same as options.
-indexes=()
-while IFS= read -r word; do [ -z "$word" ] || indexes+=("$word"); done < <("$venv/bin/python" scripts/pip_indexes.py)
-uv=("$venv/bin/python" -m uv pip install "${quiet[@]}" ${indexes[@]+"${indexes[@]}"} --python "$venv/bin/python" --constraint constraints.txt)
+# uv ignores pip's own configuration, which is where a CPU build of torch is chosen: it gets the same as variables.
+variables=$("$venv/bin/python" scripts/pip_indexes.py)
+while IFS= read -r line; do [ -z "$line" ] || export "${line?}"; done <<< "$variables"
+uv=("$venv/bin/python" -m uv pip install ${quiet[@]+"${quiet[@]}"} ${NO_INDEX:+--no-index} --python "$venv/bin/python" --constraint constraints.txt)
 echo "  millrace and what it needs"
 "${uv[@]}" --editable '.[local]'
 "${uv[@]}" --no-deps --editable environments/reverse_text --editable environments/code_lookup
@@ -55,6 +55,8 @@ echo "  bytecode"
 services='from millrace.local.preloads import NEEDS; [importlib.import_module(name) for needed in NEEDS.values() for name in needed]'
 others='datasets anthropic openai matplotlib.pyplot millrace.cli.main millrace.env_server.adapters.v0 millrace.env_server.adapters.renderer'
 "$venv/bin/python" -c "import importlib; $services" &
-"$venv/bin/python" -c "import ${others// /, }"
-wait $!
+if ! "$venv/bin/python" -c "import ${others// /, }" || ! wait $!; then
+  echo "Error: what was installed into $venv cannot be imported, see above; remove $venv and try again" >&2
+  exit 5
+fi
 echo "$wanted" > "$stamp"
