@@ -4,7 +4,7 @@
 
 pip is that of this interpreter. Like pip, uv then takes the best version of all indexes, not that of the first one.
 They are variables, not options, because the URL of an index may have a password in it. uv has none for `--no-index`:
-that is NO_INDEX here.
+that is MILLRACE_NO_INDEX.
 """
 
 import ast
@@ -36,7 +36,7 @@ def uv_variables(listed: str) -> Iterator[str]:
         if words := found.get(key, (0, ""))[1].split():
             yield f"{variable}={between.join(words)}"
     if found.get("no-index", (0, ""))[1].lower() in ("1", "true", "yes", "on"):
-        yield "NO_INDEX=1"
+        yield "MILLRACE_NO_INDEX=1"
     if found.keys() & {"extra-index-url", "find-links"}:
         yield "UV_INDEX_STRATEGY=unsafe-best-match"
 

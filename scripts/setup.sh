@@ -40,8 +40,12 @@ unset PYTHONDONTWRITEBYTECODE # imports of transformers and verifiers take twice
 if [ -t 1 ]; then quiet=(); else quiet=(--quiet); fi # a person sees progress
 # uv ignores pip's own configuration, which is where a CPU build of torch is chosen: it gets the same as variables.
 variables=$("$venv/bin/python" scripts/pip_indexes.py)
-while IFS= read -r line; do [ -z "$line" ] || export "${line?}"; done <<< "$variables"
-uv=("$venv/bin/python" -m uv pip install ${quiet[@]+"${quiet[@]}"} ${NO_INDEX:+--no-index} --python "$venv/bin/python" --constraint constraints.txt)
+unset MILLRACE_NO_INDEX
+while IFS= read -r line; do
+  name=${line%%=*}
+  [ -z "$name" ] || [ -n "${!name-}" ] || export "${line?}" # what uv is told itself counts more
+done <<< "$variables"
+uv=("$venv/bin/python" -m uv pip install ${quiet[@]+"${quiet[@]}"} ${MILLRACE_NO_INDEX:+--no-index} --python "$venv/bin/python" --constraint constraints.txt)
 echo "  millrace and what it needs"
 "${uv[@]}" --editable '.[local]'
 "${uv[@]}" --no-deps --editable environments/reverse_text --editable environments/code_lookup

@@ -35,7 +35,7 @@ _SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "pip_indexes.py"
             [
                 "UV_FIND_LINKS=/wheels,/more",
                 "UV_INSECURE_HOST=mirror",
-                "NO_INDEX=1",
+                "MILLRACE_NO_INDEX=1",
                 "UV_INDEX_STRATEGY=unsafe-best-match",
             ],
         ),

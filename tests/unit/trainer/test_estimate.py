@@ -166,7 +166,12 @@ def fake_simulate(config: TrainerConfig, num_gpus: int) -> Simulated:
         (60, ("trainer.model.lora.rank = 16",)),
         (
             40,
-            ('trainer.model.ac.mode = "full"', "trainer.model.fsdp_cpu_offload = true", "trainer.model.lora.rank = 16"),
+            (
+                'trainer.model.ac.mode = "full"',
+                "trainer.model.reshard_after_forward = true",
+                "trainer.model.fsdp_cpu_offload = true",
+                "trainer.model.lora.rank = 16",
+            ),
         ),
     ],
 )

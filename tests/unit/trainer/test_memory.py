@@ -18,7 +18,7 @@ from millrace.config.sections.trainer import ActivationCheckpointConfig, ModelMe
 from millrace.trainer.gang import distributed
 from millrace.trainer.gang.distributed import Gang
 from millrace.trainer.learning.packing import packing_of
-from millrace.trainer.model.memory import Sharding, blocks_of, checkpoint_activations, defer_sharing
+from millrace.trainer.model.memory import Sharding, blocks_of, checkpoint_activations, defer_sharing, hold_weights
 
 
 class Live(TorchDispatchMode):
@@ -102,6 +102,7 @@ def group() -> Iterator[None]:
 def sharded(compute_dtype: torch.dtype = torch.float32, **keys: Any) -> nn.Module:
     config = ModelMemoryConfig.model_validate(keys)
     trained = model()
+    hold_weights(trained, config)
     checkpoint_activations(trained, config.ac)
     return Gang().shard(trained, Sharding.of(config, compute_dtype=compute_dtype))
 
@@ -138,25 +139,50 @@ def test_parameters_are_offloaded_and_the_gradients_are_the_same() -> None:
             assert group is not None and all(each.offload_to_cpu == is_offloaded for each in group.fsdp_params)
 
 
+def is_whole(trained: nn.Module) -> list[bool]:
+    return [not isinstance(next(block.parameters()), DTensor) for block in blocks_of(trained)]
+
+
 @pytest.mark.usefixtures("group")
-def test_gradients_that_are_shared_out_once_are_those_that_are_shared_out_each_time() -> None:
-    """Bit for bit, and what is stepped between two backwards is what the next forward computes with."""
+@pytest.mark.parametrize(
+    "keys",
+    [{}, {"reduce_dtype": "bfloat16"}, {"optimization_dtype": "bfloat16"}, {"reshard_after_forward": True}],
+    ids=["held whole", "bfloat16 sums", "bfloat16 weights", "given up"],
+)
+def test_gradients_that_are_shared_out_once_are_those_that_are_shared_out_each_time(keys: dict[str, Any]) -> None:
+    """Bit for bit over as many micro-batches as lose most of a sum in bfloat16; and the next forward knows the step."""
 
     def learned(*, is_deferred: bool) -> list[torch.Tensor]:
-        trained = sharded(torch.bfloat16)
-        optimizer = torch.optim.SGD(trained.parameters(), lr=0.1)
+        trained = sharded(torch.bfloat16, **keys)
+        shares = list(trained.parameters())
+        optimizer = torch.optim.SGD(shares, lr=0.1)
         for _ in range(2):
-            for at in range(3):
-                defer_sharing(trained, is_deferred=is_deferred and at < 2)
-                trained(
-                    input_ids=torch.arange(at, at + 8)[None], use_cache=False
-                ).logits.float().square().mean().backward()
+            for at in range(20):
+                defer_sharing(trained, is_last=not is_deferred or at == 19)
+                logits = trained(input_ids=torch.arange(at % 8, at % 8 + 8)[None], use_cache=False).logits
+                logits.float().square().mean().div(20).backward()
+                if is_deferred and at == 0:
+                    assert set(is_whole(trained)) == {not keys}
+                    assert all((each.grad is None) == (not keys) for each in shares)
             optimizer.step()
             optimizer.zero_grad()
         return [each.full_tensor() for each in trained.parameters() if isinstance(each, DTensor)]
 
     one, other = learned(is_deferred=True), learned(is_deferred=False)
     assert one and all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+@pytest.mark.usefixtures("group")
+def test_frozen_and_offloaded_weights_are_not_held_twice() -> None:
+    for frozen, keys in ((True, {}), (False, {"fsdp_cpu_offload": True})):
+        base = model()
+        for parameter in list(base.parameters())[:1] if frozen else []:
+            parameter.requires_grad_(False)
+        config = ModelMemoryConfig.model_validate(keys)
+        trained = Gang().shard(base, Sharding.of(config, compute_dtype=torch.bfloat16))
+        defer_sharing(trained, is_last=False)
+        trained(input_ids=torch.arange(8)[None], use_cache=False).logits.float().square().mean().backward()
+        assert not any(is_whole(trained))
 
 
 @pytest.mark.usefixtures("group")

@@ -92,7 +92,7 @@ class ModelMemoryConfig(ConfigSection):
         None,
         "Whether a block's parameters, in the format that it computes in, are given up between its forward and its "
         "backward. false: they are gathered once per micro-batch instead of twice, and all of them are in memory "
-        "between. If left out, true in a gang and where adapters are trained, else false.",
+        "between. If left out, true, but for one process that steps all weights in float32 and offloads none.",
     )
     fsdp_cpu_offload: bool = option(
         False,

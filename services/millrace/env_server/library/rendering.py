@@ -1,7 +1,8 @@
 """Hops to a thread that `verifiers` v1 makes in every turn to tokenize, left out while they cost more than they save.
 
 A hop and its way back cost more than a short prompt does; a long one would hold up every other rollout of the worker.
-So a renderer that last was quick renders at once, and one that was not does so in a thread, as the library has it.
+So a renderer that was quick of late renders at once, and one that was not does so in a thread, as the library has it:
+the longest time counts, and is forgotten by a tenth with each render.
 """
 
 import functools
@@ -15,7 +16,7 @@ T = TypeVar("T")
 
 QUICK_S = 0.002
 """CPU seconds; a thousand tokens take about half of it."""
-_TOOK = "millrace_took_s"
+_TOOK, _FORGOTTEN = "millrace_took_s", 0.9
 
 
 def _timed(slot: RendererSlot, render: Callable[[], T]) -> T:
@@ -23,7 +24,7 @@ def _timed(slot: RendererSlot, render: Callable[[], T]) -> T:
     try:
         return render()
     finally:
-        setattr(slot, _TOOK, time.thread_time() - began)
+        setattr(slot, _TOOK, max(time.thread_time() - began, _FORGOTTEN * getattr(slot, _TOOK, 0.0)))
 
 
 def install() -> None:

@@ -29,7 +29,13 @@ from millrace.trainer.learning.reference import Reference, StartModel, Unadapted
 from millrace.trainer.losses import divisor, token_losses, total_loss
 from millrace.trainer.model.expert_parallel import experts_of
 from millrace.trainer.model.lora import add_adapters, round_base
-from millrace.trainer.model.memory import Sharding, checkpoint_activations, hold_weights
+from millrace.trainer.model.memory import (
+    Sharding,
+    checkpoint_activations,
+    defer_sharing,
+    hold_weights,
+    whole_gradients,
+)
 from millrace.trainer.model.mesh import RankLayout
 from millrace.trainer.model.pretrained import resolve_compute_dtype, resolve_publish_dtype
 
@@ -150,12 +156,14 @@ def _step(
     handle = head.register_forward_pre_hook(begins)  # pyright: ignore
     with learner.learning(), sketched(kind.type):
         for micro_batch in micro_batches:
+            defer_sharing(learner.model, is_last=micro_batch is micro_batches[-1])
             ledger.kind = "activations"
             inputs, _logprobs, _entropy = learner.loss_inputs(micro_batch)
             losses = token_losses(inputs, learner.config.loss)
             total_loss(losses, rl_divisor=loss_divisor, num_ce_tokens=0).backward()
             del inputs, losses, _logprobs, _entropy
             ledger.rename([parameter.grad for parameter in learner.model.parameters()], "gradients")
+            ledger.rename(whole_gradients(learner.model), "gradients")
     handle.remove()
     ledger.kind, learning = "optimizer", ledger.peak
     ledger.forget_peak()

@@ -24,7 +24,7 @@ from millrace.trainer.gang.roll_call import PEERS, OnFailure, RollCall
 from millrace.trainer.gang.watchdog import PeerWatch
 from millrace.trainer.model.context_parallel import cut_rows
 from millrace.trainer.model.expert_parallel import cut_experts
-from millrace.trainer.model.memory import Sharding, blocks_of
+from millrace.trainer.model.memory import Sharding, blocks_of, hold_whole
 from millrace.trainer.model.mesh import EXPERT, TENSOR, RankLayout
 from millrace.trainer.model.tensor_parallel import cut_layers
 
@@ -181,9 +181,8 @@ class Gang:
                 cut_rows(model, self._mesh(self.layout.piece_mesh))
             if self.layout.ep > 1:
                 self._shard_experts(model, sharding)
-        reshards = sharding.reshards_after_forward
-        if reshards is None:  # one process has no shares to fall back to; of frozen weights it has no second format
-            reshards = not (self.is_alone and all(each.requires_grad for each in model.parameters()))
+        is_whole = self.is_alone and sharding.holds_whole(model)
+        reshards = not is_whole if sharding.reshards_after_forward is None else sharding.reshards_after_forward
         for block in blocks_of(model):
             fully_shard(block, reshard_after_forward=reshards, **arguments)
         fully_shard(model, **arguments)
@@ -191,6 +190,8 @@ class Gang:
             if isinstance(module, FSDPModule):
                 module.set_gradient_divide_factor(1.0)
                 module.set_force_sum_reduction_for_comms(True)  # gloo knows no other reduction with a factor
+        if is_whole:
+            hold_whole(model)
         return model
 
     def _shard_experts(self, model: nn.Module, sharding: Sharding) -> None:

@@ -161,10 +161,10 @@ class Learner:
         return inputs, logprobs_BT, entropy_BT
 
     def micro_batches(self, minibatch: Minibatch) -> Iterator[tuple[MicroBatch, Sequence[int]]]:
-        """Each with its samples' places; gradients are shared out behind the last one where that saves anything."""
+        """Each with its samples' places; behind the last one gradients are shared out."""
         last = len(minibatch.micro_batches) - 1
         for at, each in enumerate(zip(minibatch.micro_batches, minibatch.samples, strict=True)):
-            defer_sharing(self.model, is_deferred=self.gang.is_alone and at < last)
+            defer_sharing(self.model, is_last=at == last)
             yield each
 
     @contextlib.contextmanager

@@ -41,8 +41,8 @@ def use_varlen_kernel(model: Any, *, compute_dtype: torch.dtype, device: torch.d
         return False
     ALL_ATTENTION_FUNCTIONS.register(_NAME, _attention)
     ALL_MASK_ATTENTION_FUNCTIONS.register(_NAME, flash_attention_mask)
-    model.set_attn_implementation(_NAME)
-    return True
+    model.set_attn_implementation(_NAME)  # which leaves models that know no other attention as they are
+    return model.config._attn_implementation == _NAME
 
 
 def lengths_of_samples(model: Any, position_ids_RL: torch.Tensor) -> dict[str, Any]:
@@ -62,7 +62,7 @@ def _unsuited(model: Any) -> str | None:
         return "its scores are capped"
     if getattr(config, "attention_chunk_size", None):
         return "it is chunked"
-    if getattr(config, "attention_dropout", 0.0):
+    if getattr(config, "attention_dropout", 0.0) or getattr(config, "attn_pdrop", 0.0):
         return "it drops scores out"
     if any(name.endswith("sinks") for name, _ in model.named_parameters()):
         return "it has sinks"
@@ -92,6 +92,8 @@ def _attention(
     """Attend, as transformers' interface has it: query, key, value [R, heads, L, D] → [R, L, heads, D]."""
     if attention_mask is not None:
         raise ValueError("positions say where samples begin and end, not a mask")
+    if unknown := [name for name in ("dropout", "softcap", "s_aux") if kwargs.get(name)]:
+        raise ValueError(f"the kernel for varying lengths knows no {', '.join(unknown)}")
     if "cu_seq_lens_q" not in kwargs:  # of a caller that has not asked for `lengths_of_samples`
         rows, length = query.shape[0], query.shape[2]
         whole = torch.arange(length, device=query.device).expand(rows, -1)

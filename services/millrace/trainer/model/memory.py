@@ -1,9 +1,10 @@
 """What a model's blocks keep for the backward, and how FSDP holds the parameters: memory against time, never values."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakSet
 
 import torch
 import torch.nn.attention.varlen  # defines the operation that is named below
@@ -52,6 +53,17 @@ class Sharding:
         is_float32 = self.compute_dtype == self.reduce_dtype == torch.float32
         return not is_float32 or (self.offloads and device.type != "cpu")
 
+    def holds_whole(self, model: nn.Module) -> bool:
+        """Whether one process is to keep parameters and gradients whole over the micro-batches of a step.
+
+        It saves the copies between what is shared and what computes, for the memory of the parameters in the format of
+        computation. Gradients have to come together in float32 either way; frozen and offloaded weights, and those that
+        are stepped in the format of computation, would be in memory twice for nothing.
+        """
+        is_casting = all(each.requires_grad and each.dtype == torch.float32 for each in model.parameters())
+        is_summed_exactly = self.compute_dtype != torch.float32 and self.reduce_dtype == torch.float32
+        return is_casting and is_summed_exactly and not self.offloads and not self.reshards_after_forward
+
     def arguments(self, device: torch.device) -> dict[str, Any]:
         """Arguments of `fully_shard`."""
         param_dtype = None if self.compute_dtype == torch.float32 else self.compute_dtype
@@ -60,15 +72,31 @@ class Sharding:
         return {"mp_policy": policy, "offload_policy": offload}
 
 
-def defer_sharing(model: nn.Module, *, is_deferred: bool) -> None:
-    """Let gradients of the next backward stay whole, and parameters as well, or share out what has come together.
+_WHOLE = WeakSet[nn.Module]()
 
-    The sums are the same, in the same format. Only for a process that has all shares: of others each would hold the
-    whole model. It saves the copies between whole and shared ones for every micro-batch but the last.
+
+def hold_whole(model: nn.Module) -> None:
+    """Have `defer_sharing` do so: for a model that one process has all shares of (`Sharding.holds_whole`)."""
+    _WHOLE.add(model)
+
+
+def defer_sharing(model: nn.Module, *, is_last: bool) -> None:
+    """Behind the next backward keep gradients and parameters whole where `hold_whole` said so, unless it is the last.
+
+    The sums are the same, bit for bit.
     """
-    if isinstance(model, FSDPModule):
-        model.set_requires_gradient_sync(not is_deferred)
-        model.set_reshard_after_backward(not is_deferred)
+    if model in _WHOLE and isinstance(model, FSDPModule):
+        model.set_requires_gradient_sync(is_last)
+        model.set_reshard_after_backward(is_last)
+
+
+def whole_gradients(model: nn.Module) -> Iterator[torch.Tensor]:
+    """Those that wait for the last backward of a step."""
+    for module in model.modules():
+        group = module._get_fsdp_state()._fsdp_param_group if isinstance(module, FSDPModule) else None
+        for each in () if group is None else group.fsdp_params:
+            if each.unsharded_accumulated_grad is not None:
+                yield each.unsharded_accumulated_grad_data
 
 
 def give_up_whole(model: nn.Module) -> None:

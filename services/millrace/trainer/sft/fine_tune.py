@@ -287,7 +287,7 @@ class _Learner:
         total = 0.0
         set_learning(self._model, True)
         for at, micro_batch in enumerate(micro_batches):
-            defer_sharing(self._model, is_deferred=self._gang.is_alone and at < len(micro_batches) - 1)
+            defer_sharing(self._model, is_last=at == len(micro_batches) - 1)
             loss = self._loss(micro_batch, num_loss_tokens)
             loss.backward()
             total += float(loss.detach())
