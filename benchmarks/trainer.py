@@ -41,6 +41,7 @@ PEERS = {"trainer": "fixed", "grpo": "variable"}
 """Each on the lengths that it is compared on."""
 WARM_UP_TOKENS = 64
 GPU_STEPS, GPU_WARM_UPS = 8, 3
+"""Steps of a round behind the first one, and how many of all only warm up."""
 LARGE_VOCABULARY = 100_000
 CELL_TIMEOUT_S = 3600
 SHAPES: dict[str, dict[str, int]] = {
@@ -95,7 +96,7 @@ def rows_of(cell: Cell) -> int:
 
 
 def steps_of(cell: Cell) -> int:
-    """Steps that count in a round: one where it is long enough by itself."""
+    """Steps of a round behind the first one: one where it is long enough by itself."""
     if is_on_gpu(cell):
         return GPU_STEPS
     return 2 if cell["seq_len"] * samples_of(cell) <= 2048 else 1
@@ -157,6 +158,7 @@ def limit(cell: Cell, directory: Path) -> list[dict[str, Any]]:
     from millrace.trainer.learning.batch import BatchLayout
     from millrace.trainer.learning.head import Targets, linear_logprobs
     from millrace.trainer.learning.packing import packing_of
+    from millrace.trainer.model.attention import lengths_of_samples
 
     torch.set_num_threads(1)
     device = device_of(cell)
@@ -170,6 +172,7 @@ def limit(cell: Cell, directory: Path) -> list[dict[str, Any]]:
 
     def loss_of(rows: Any, micro_batch: Any, count: int) -> torch.Tensor:
         places = {"input_ids": rows.token_ids_RL, "position_ids": rows.position_ids_RL, "use_cache": False}
+        places |= lengths_of_samples(model, rows.position_ids_RL)
         labels_N = micro_batch.token_ids_BT.reshape(-1)[rows.scored_N]
         hidden_NH = model.model(**places).last_hidden_state.flatten(0, 1)[rows.before_N]
         if cell["vocabulary"] < LARGE_VOCABULARY:

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.tensor import DTensor
 
 from millrace.config.sections.bench import TrainerBench
 from millrace.custom_code import CustomCode
@@ -19,7 +20,7 @@ from millrace_testing.trainer.equality import make_model
 def weights(learner: Learner) -> dict[str, torch.Tensor]:
     """All of them, whole."""
     found = learner.model.state_dict()
-    return {name: getattr(each, "full_tensor", lambda each=each: each)().clone() for name, each in found.items()}
+    return {name: (each.full_tensor() if isinstance(each, DTensor) else each).clone() for name, each in found.items()}
 
 
 @pytest.mark.parametrize(

@@ -48,7 +48,8 @@ def _changes(config: TrainerConfig, *, num_gpus: int, prefix: str) -> Iterator[t
         yield f'{prefix}model.ac.mode = "selective"', {"model": {"ac": selective}}
     if model.ac is None or model.ac.mode == "selective" or model.ac.freq > 1:
         yield f'{prefix}model.ac.mode = "full"', {"model": {"ac": ActivationCheckpointConfig()}}
-    if num_gpus and not model.reshard_after_forward and (num_gpus == 1 or model.reshard_after_forward is False):
+    is_kept = model.reshard_after_forward is False or (model.reshard_after_forward is None and num_gpus == 1)
+    if num_gpus and is_kept:
         yield f"{prefix}model.reshard_after_forward = true", {"model": {"reshard_after_forward": True}}
     if config.micro_batch_tokens >= 2 * model.seq_len:
         yield f"{prefix}micro_batch_tokens = {model.seq_len}", {"micro_batch_tokens": model.seq_len}

@@ -18,8 +18,8 @@ from millrace.trainer.model.attention import lengths_of_samples
 from millrace.trainer.model.compiled import width_of
 from millrace.trainer.model.context_parallel import context_parallel_of
 
-_CHANGES_LOGITS, _KEEPS_LOGITS = WeakSet[nn.Module](), WeakSet[nn.Module]()
-"""Models that do something to what their head gives (a softcap, a scale), and those that were seen not to."""
+_CHANGES_LOGITS = WeakSet[nn.Module]()
+"""Models that do something to what their head gives (a softcap, a scale), or whose head is more than a linear layer."""
 
 
 def token_logprobs(
@@ -50,14 +50,10 @@ def token_logprobs(
     whole |= lengths_of_samples(model, rows.position_ids_RL)
     arguments = {**(whole if share is None else share.arguments), "use_cache": False}
     if type(head) is nn.Linear and model not in _CHANGES_LOGITS:
-        drawn = None if model in _KEEPS_LOGITS else RandomState.of(rows.token_ids_RL.device)
+        drawn = RandomState.of(rows.token_ids_RL.device)
         with instead_of_logits(head, targets) as given:
             both_N2 = model(**arguments).logits
-        if drawn is None:
-            assert given and both_N2 is given[0], "a model that changes its logits now and then"
-        elif given and both_N2 is given[0]:
-            _KEEPS_LOGITS.add(model)
-        else:
+        if not given or both_N2 is not given[0]:
             _CHANGES_LOGITS.add(model)
             drawn.restore()  # a process that knows the model already draws its dropout once
             return token_logprobs(model, micro_batch, is_entropy_learned=is_entropy_learned)

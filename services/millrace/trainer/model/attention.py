@@ -3,7 +3,7 @@
 torch brings the kernel (FlashAttention 2, `torch.nn.attention.varlen`), so that nothing else has to be installed. Its
 backward adds up in a fixed order where torch is told to be deterministic.
 
-Shape suffixes: R rows, L longest row with padding, H heads, D size of a head, S samples.
+Shape suffixes: R rows, L longest row with padding, N tokens of all rows, H heads, D size of a head, S samples.
 """
 
 import logging

@@ -73,10 +73,11 @@ class Sharding:
 
 
 _WHOLE = WeakSet[nn.Module]()
+"""Models of which this process has all shares, and whose gradients and parameters stay whole over a step."""
 
 
 def hold_whole(model: nn.Module) -> None:
-    """Have `defer_sharing` do so: for a model that one process has all shares of (`Sharding.holds_whole`)."""
+    """Say that this model is such a one (`Sharding.holds_whole`), for `defer_sharing`."""
     _WHOLE.add(model)
 
 
@@ -91,7 +92,7 @@ def defer_sharing(model: nn.Module, *, is_last: bool) -> None:
 
 
 def whole_gradients(model: nn.Module) -> Iterator[torch.Tensor]:
-    """Those that wait for the last backward of a step."""
+    """Those that wait for the last backward of a step. FSDP shows them to nobody, but an estimate has to name them."""
     for module in model.modules():
         group = module._get_fsdp_state()._fsdp_param_group if isinstance(module, FSDPModule) else None
         for each in () if group is None else group.fsdp_params:
