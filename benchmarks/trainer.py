@@ -1,49 +1,49 @@
 """Our training step against the bare limit, transformers' Trainer and TRL's GRPOTrainer, each in a process of its own.
 
     python benchmarks/trainer.py [--peers-python PATH] [--models 30M 150M moe] [--seq-lens 512 4096]
-        [--vocabularies 1000 150000] [--lengths fixed variable] [--rounds 3] [--tokens 1024] [--device cpu|cuda]
+        [--vocabularies 1000 150000] [--lengths fixed variable] [--rounds 3] [--tokens 1024] [--jobs N]
+        [--device cpu|cuda]
 
     python -m venv .venv-peers
     .venv-peers/bin/pip install -e '.[trainer]' trl==1.16.0 transformers==5.23.0 accelerate==1.15.0 datasets==5.2.0
 
 `limit` is a loop by hand over the same rows of tokens: forward, backward, clipping, AdamW; a large vocabulary goes
 through the same head in chunks. `ours` is the step of `millrace trainer --bench`. `trainer` is transformers' Trainer on
-rows of equal lengths, `grpo` the loss, backward and optimizer of TRL's GRPOTrainer on samples of variable lengths,
-which it pads, without its generation; without --peers-python these two are left out. All compute in float32 on one
-thread, or with --device cuda in bfloat16 with float32 weights, where time is wall time and memory the allocator's. A
-step of short samples warms up, on a GPU three steps like the others.
+rows of equal lengths, `grpo` the loss, backward and optimizer of TRL's GRPOTrainer on samples of 10 to 100 % of the
+longest, which it pads, without its generation; without --peers-python these two are left out. All compute in float32 on
+one thread, or with --device cuda in bfloat16 with float32 weights, where time is wall time and memory the allocator's.
+A step of short samples warms up, on a GPU three steps like the others.
 
-One cell is a model, a longest sample, a vocabulary and a kind of lengths; contenders take turns within a cell, round by
-round. What is measured is appended to `trainer.jsonl` among the results at once, and a run that is started again goes
-on behind it; `trainer.md` is made from it. CPU seconds tell more than wall time on a shared machine. All cells take
-three hours of one core.
+One cell is a model, a longest sample, a vocabulary and a kind of lengths. Its contenders stay in memory and take turns
+of one step, round by round, so that all of them see the machine in the same state. Cells run side by side, one per
+core, as far as memory allows. A cell that is done is appended to `trainer.jsonl` among the results, and a run that is
+started again goes on behind it; `trainer.md` is made from it. CPU seconds tell more than wall time on a shared machine.
 """
 
 import argparse
 import json
 import os
+import select
 import subprocess
 import sys
 import tempfile
 import time
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from contextlib import ExitStack
 from pathlib import Path
 from statistics import median
+from types import TracebackType
 from typing import Any
 
-from report import progress, table
+from report import machine, progress, table
 
 RESULTS = Path(__file__).parent / "results"
-CONTENDERS = ("limit", "ours", "trainer", "grpo")
+CONTENDERS = Path(__file__).parent / "trainer_contenders.py"
 PEERS = {"trainer": "fixed", "grpo": "variable"}
 """Each on the lengths that it is compared on."""
-WARM_UP_TOKENS = 64
-GPU_STEPS, GPU_WARM_UPS = 8, 3
-"""Steps of a round behind the first one, and how many of all only warm up."""
+TURN_TIMEOUT_S = 1800
 LARGE_VOCABULARY = 100_000
-CELL_TIMEOUT_S = 3600
 SHAPES: dict[str, dict[str, int]] = {
     "tiny": {"hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 2},
     "30M": {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 9},
@@ -51,10 +51,11 @@ SHAPES: dict[str, dict[str, int]] = {
     "moe": {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 6},
 }
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 512, "decoder_sparse_step": 1}
+PROFILED_SEQ_LEN = 512
+MEMORY_SHARE = 0.85
+"""Of the machine's, for all cells that run side by side."""
 
 Cell = dict[str, Any]
-Step = Callable[[int], int]
-"""Takes a step and gives the tokens that it learned from, without padding."""
 
 
 def make_model(cell: Cell, directory: Path) -> None:
@@ -70,401 +71,214 @@ def make_model(cell: Cell, directory: Path) -> None:
     AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(directory)
 
 
-def bench_of(cell: Cell, directory: Path) -> Any:
-    """What `millrace trainer --bench` would ask."""
-    from millrace.config.sections.bench import TrainerBench
-
-    model = {"name": str(directory), "seq_len": cell["seq_len"]}
-    return TrainerBench.model_validate(
-        {
-            "trainer": {"model": model, "micro_batch_tokens": max(4096, cell["seq_len"]), "optim": {"lr": 1e-5}},
-            "data": {"type": cell["lengths"], "batch_size": samples_of(cell), "seq_len": cell["seq_len"]},
-            "steps": steps_of(cell),
-        }
-    )
-
-
-def samples_of(cell: Cell) -> int:
-    """Samples of a step: enough where lengths vary, so that what pads them pads as it would in a batch."""
-    few = max(cell["tokens"] // cell["seq_len"], 1)
-    return few if cell["lengths"] == "fixed" else max(few, 8 if cell["seq_len"] <= 1024 else 4)
-
-
-def rows_of(cell: Cell) -> int:
-    """Rows of a micro-batch."""
-    return min(max(4096 // cell["seq_len"], 1), samples_of(cell))
-
-
-def steps_of(cell: Cell) -> int:
-    """Steps of a round behind the first one: one where it is long enough by itself."""
-    if is_on_gpu(cell):
-        return GPU_STEPS
-    return 2 if cell["seq_len"] * samples_of(cell) <= 2048 else 1
-
-
-def is_on_gpu(cell: Cell) -> bool:
-    """Whether a cell is of a GPU; those of CPUs do not say so."""
-    return "device" in cell
-
-
-def device_of(cell: Cell) -> Any:
-    """Where a cell is computed, for torch."""
-    import torch
-
-    return torch.device(cell.get("device", "cpu"))
-
-
-def half_precision(cell: Cell) -> Any:
-    """The block in which a peer's forward runs: bfloat16 on a GPU."""
-    import torch
-
-    return torch.autocast("cuda", torch.bfloat16) if is_on_gpu(cell) else nullcontext()
-
-
-def samples(cell: Cell, step: int) -> list[Any]:
-    """Those that every contender learns from; step 0 warms up."""
-    from millrace.trainer.bench.data import fake_samples
-
-    return fake_samples(data_of(cell, step), step=step, seed=0, vocabulary=cell["vocabulary"])
-
-
-def data_of(cell: Cell, step: int) -> Any:
-    """What the samples of a step are like."""
-    data = bench_of(cell, Path()).data
-    return data if step or is_on_gpu(cell) else data.model_copy(update={"seq_len": WARM_UP_TOKENS, "type": "fixed"})
-
-
-def ours(cell: Cell, directory: Path) -> list[dict[str, Any]]:
-    """Our step, by our own bench."""
-    from millrace.trainer.bench import measure as bench
-    from millrace.trainer.bench.measure import measure
-    from millrace.trainer.gang.distributed import Gang
-
-    gang = Gang(device=device_of(cell))
-    bench.fake_samples = lambda data, *, step, **rest: samples(cell, step)  # warm up as the others do
-    steps = measure(bench_of(cell, directory), gang=gang, on_step=lambda step: None)
-    gang.leave()
-    return [step.to_json() for step in steps[GPU_WARM_UPS - 1 if is_on_gpu(cell) else 0 :]]
-
-
-def limit(cell: Cell, directory: Path) -> list[dict[str, Any]]:
-    """Forward, backward and AdamW, and nothing else."""
-    import torch
-    from torch.nn import functional
-    from transformers import AutoModelForCausalLM
-
-    from millrace.trainer.bench.data import fake_batch
-    from millrace.trainer.gang.distributed import Gang
-    from millrace.trainer.learning.batch import BatchLayout
-    from millrace.trainer.learning.head import Targets, linear_logprobs
-    from millrace.trainer.learning.packing import packing_of
-    from millrace.trainer.model.attention import lengths_of_samples
-
-    torch.set_num_threads(1)
-    device = device_of(cell)
-    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval().to(device)
-    config, gang = bench_of(cell, directory).trainer, Gang(device=device)
-    with half_precision(cell):
-        compute_dtype = torch.bfloat16 if is_on_gpu(cell) else torch.float32
-        packing = packing_of(model, config.pack, compute_dtype=compute_dtype, gang=gang)
-    layout = BatchLayout.of(config, packing)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
-
-    def loss_of(rows: Any, micro_batch: Any, count: int) -> torch.Tensor:
-        places = {"input_ids": rows.token_ids_RL, "position_ids": rows.position_ids_RL, "use_cache": False}
-        places |= lengths_of_samples(model, rows.position_ids_RL)
-        labels_N = micro_batch.token_ids_BT.reshape(-1)[rows.scored_N]
-        hidden_NH = model.model(**places).last_hidden_state.flatten(0, 1)[rows.before_N]
-        if cell["vocabulary"] < LARGE_VOCABULARY:
-            return functional.cross_entropy(model.lm_head(hidden_NH), labels_N, reduction="sum") / count
-        ones_N = torch.ones(len(labels_N), device=device)
-        targets = Targets(places_N=rows.before_N, labels_N=labels_N, temperature_N=ones_N, is_entropy_learned=False)
-        return -linear_logprobs(hidden_NH, model.lm_head.weight, targets=targets)[:, 0].sum() / count
-
-    def step(number: int) -> int:
-        batch = fake_batch(samples(cell, number), step=number, layout=layout, gang=gang)
-        count = sum(len(each.rows.scored_N) for each in batch.micro_batches)
-        for micro_batch in batch.micro_batches:
-            with half_precision(cell):
-                loss = loss_of(micro_batch.rows, micro_batch, count)
-            loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        return batch.header.num_tokens
-
-    return timed(step, cell)
-
-
-def trainer(cell: Cell, directory: Path) -> list[dict[str, Any]]:
-    """transformers' Trainer on rows of equal lengths, padded where samples are not."""
-    import torch
-    from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
-
-    torch.set_num_threads(1)
-    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
-    rows = rows_of(cell)
-    parts = max(samples_of(cell) // rows, 1)
-    numbers = range(steps_of(cell) + 1)
-    items = [sample.token_ids for number in numbers for sample in samples(cell, number)[: rows * parts]]
-
-    def collate(chosen: Sequence[int]) -> dict[str, torch.Tensor]:
-        found = [torch.from_numpy(items[index]).long() for index in chosen]
-        pad = torch.nn.utils.rnn.pad_sequence
-        return {
-            "input_ids": pad(found, batch_first=True),
-            "attention_mask": pad([torch.ones_like(each) for each in found], batch_first=True),
-            "labels": pad(found, batch_first=True, padding_value=-100),
-        }
-
-    with tempfile.TemporaryDirectory() as output:
-        arguments = TrainingArguments(
-            output_dir=output,
-            per_device_train_batch_size=rows,
-            gradient_accumulation_steps=parts,
-            max_steps=steps_of(cell) + 1,
-            learning_rate=1e-5,
-            save_strategy="no",
-            report_to=[],
-            disable_tqdm=True,
-            logging_steps=1000,
-            use_cpu=not is_on_gpu(cell),
-            bf16=is_on_gpu(cell),
-            remove_unused_columns=False,
-        )
-        clock = _Clock(cell)
-        peer = Trainer(
-            model=model,
-            args=arguments,
-            train_dataset=list(range(len(items))),  # pyright: ignore[reportArgumentType] - a list is one
-            data_collator=collate,
-            callbacks=[clock.callback()],
-        )
-        peer._get_train_sampler = lambda *args: torch.utils.data.SequentialSampler(items)  # type: ignore[method-assign]
-        peer.train()
-    tokens = [sum(map(len, items[start : start + rows * parts])) for start in range(0, len(items), rows * parts)]
-    return clock.steps(tokens)
-
-
-def grpo(cell: Cell, directory: Path) -> list[dict[str, Any]]:
-    """TRL's loss, backward and optimizer; its generation and its rewards are left out."""
-    import torch
-    from datasets import Dataset
-    from tokenizers import Tokenizer
-    from tokenizers.models import WordLevel
-    from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
-    from trl import GRPOConfig, GRPOTrainer
-
-    torch.set_num_threads(1)
-    words = Tokenizer(WordLevel({"a": 0, "b": 1, "c": 2}, unk_token="c"))
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="a", eos_token="b", unk_token="c")
-    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
-    rows = rows_of(cell)
-    with tempfile.TemporaryDirectory() as output:
-        peer = GRPOTrainer(
-            model=model,
-            reward_funcs=lambda completions, **rest: [0.0] * len(completions),
-            args=GRPOConfig(
-                output_dir=output,
-                per_device_train_batch_size=2,
-                num_generations=2,
-                use_cpu=not is_on_gpu(cell),
-                bf16=is_on_gpu(cell),
-                gradient_checkpointing=False,
-                report_to=[],
-                beta=0.0,
-                max_completion_length=cell["seq_len"],
-            ),
-            train_dataset=Dataset.from_dict({"prompt": ["a", "b"]}),
-            processing_class=tokenizer,
-        )
-    peer.model.train()
-    peer.current_gradient_accumulation_steps = max(samples_of(cell) // rows, 1)
-    optimizer = torch.optim.AdamW(peer.model.parameters(), lr=1e-5, fused=True)  # its default
-
-    def step(number: int) -> int:
-        chosen = samples(cell, number)
-        for start in range(0, len(chosen), rows):
-            with half_precision(cell):
-                loss = peer.compute_loss(peer.model, _padded(chosen[start : start + rows], device_of(cell)))
-            loss.backward()
-        torch.nn.utils.clip_grad_norm_(peer.model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        return sum(len(sample.token_ids) for sample in chosen)
-
-    return timed(step, cell)
-
-
-def _padded(chosen: Sequence[Any], device: Any) -> dict[str, Any]:
-    """What GRPOTrainer's loss takes: prompts of one token, and completions of the rest."""
-    import torch
-
-    pad = torch.nn.utils.rnn.pad_sequence
-    token_ids = [torch.from_numpy(sample.token_ids).long() for sample in chosen]
-    mask = pad([torch.ones(len(each) - 1, dtype=torch.long) for each in token_ids], batch_first=True)
-    inputs = {
-        "prompt_ids": torch.stack([each[:1] for each in token_ids]),
-        "prompt_mask": torch.ones(len(token_ids), 1, dtype=torch.long),
-        "completion_ids": pad([each[1:] for each in token_ids], batch_first=True),
-        "completion_mask": mask,
-        "advantages": torch.ones(len(token_ids)),
-        "num_items_in_batch": mask.sum(),
-    }
-    return {name: value.to(device) for name, value in inputs.items()}
-
-
-def timed(step: Step, cell: Cell) -> list[dict[str, Any]]:
-    """Steps, of which the first warms up and is not counted."""
-    import torch
-
-    from millrace.trainer.bench.memory import PeakMemory
-
-    memory, found = PeakMemory(device_of(cell)), list[dict[str, Any]]()
-    for number in range(steps_of(cell) + 1):
-        cpu_began, began = time.process_time(), time.perf_counter()
-        num_tokens = step(number)
-        if is_on_gpu(cell):
-            torch.cuda.synchronize()
-        found.append(
-            {
-                "num_tokens": num_tokens,
-                "seconds": time.perf_counter() - began,
-                "cpu_s": time.process_time() - cpu_began,
-                "peak_bytes": memory.peak,
-            }
-        )
-    return found[GPU_WARM_UPS if is_on_gpu(cell) else 1 :]
-
-
-class _Clock:
-    """Times the steps of transformers' Trainer, from its callbacks."""
-
-    def __init__(self, cell: Cell) -> None:
-        self._cell = cell
-        self._found = list[dict[str, Any]]()
-
-    def callback(self) -> Any:
-        """What the trainer calls."""
-        import torch
-        from transformers import TrainerCallback
-
-        from millrace.trainer.bench.memory import PeakMemory
-
-        clock, memory = self, PeakMemory(device_of(self._cell))
-
-        class Callback(TrainerCallback):
-            def on_step_begin(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
-                self.began = time.perf_counter(), time.process_time()
-
-            def on_step_end(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
-                if is_on_gpu(clock._cell):
-                    torch.cuda.synchronize()
-                seconds, cpu_s = time.perf_counter() - self.began[0], time.process_time() - self.began[1]
-                clock._found.append({"seconds": seconds, "cpu_s": cpu_s, "peak_bytes": memory.peak})
-
-        return Callback()
-
-    def steps(self, tokens: Sequence[int]) -> list[dict[str, Any]]:
-        """Those that count."""
-        steps = [{**each, "num_tokens": count} for each, count in zip(self._found, tokens, strict=True)]
-        return steps[GPU_WARM_UPS if is_on_gpu(self._cell) else 1 :]
-
-
-def work(cell: Cell) -> None:
-    """In a process of its own: measure one contender, and print what was found."""
-    contenders = {"ours": ours, "limit": limit, "trainer": trainer, "grpo": grpo}
-    with tempfile.TemporaryDirectory() as directory:
-        # Made in another process, so that its memory is not counted.
-        subprocess.run([sys.executable, __file__, "--make", json.dumps([cell, directory])], check=True)
-        steps = contenders[cell["contender"]](cell, Path(directory))
-    step_s = median(step["seconds"] / step["num_tokens"] for step in steps)
-    print(
-        json.dumps(
-            {
-                "tokens_per_s": 1 / step_s,
-                "tokens_per_cpu_s": 1 / median(step["cpu_s"] / step["num_tokens"] for step in steps),
-                "peak_bytes": max(step["peak_bytes"] for step in steps),
-                "phases": {
-                    name: median(step[f"{name}_s"] for step in steps)
-                    for name in ("data", "forward", "backward", "optimizer")
-                    if f"{name}_s" in steps[0]
-                },
-            }
-        )
-    )
-
-
 def cells(options: argparse.Namespace) -> Iterator[Cell]:
-    """Every contender of every cell, round by round; the largest cell once."""
+    """All that is asked for; the largest cell takes one round."""
+    device = {"device": "cuda"} if options.device == "cuda" else {}
     for model in options.models:
         for seq_len in options.seq_lens:
             for vocabulary in options.vocabularies:
                 for lengths in options.lengths:
                     is_largest = model == "150M" and seq_len >= 4096 and vocabulary >= LARGE_VOCABULARY
-                    for number in range(1 if is_largest else options.rounds):
-                        peers = [peer for peer in PEERS if PEERS[peer] == lengths and options.peers_python]
-                        for contender in ("limit", "ours", *peers):
-                            yield {
-                                "model": model,
-                                "seq_len": seq_len,
-                                "vocabulary": vocabulary,
-                                "lengths": lengths,
-                                "tokens": options.tokens,
-                                "round": number,
-                                "contender": contender,
-                                **({"device": "cuda"} if options.device == "cuda" else {}),
-                            }
+                    shape = {"model": model, "seq_len": seq_len, "vocabulary": vocabulary, "lengths": lengths}
+                    rounds = 1 if is_largest else options.rounds
+                    yield {**shape, "tokens": options.tokens, "rounds": rounds, **device}
 
 
-def measure_cell(cell: Cell, python: str) -> dict[str, Any]:
-    """What a process of its own finds; its error instead if it fails."""
-    environ = os.environ | {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
-    command = [python, __file__, "--work", json.dumps(cell)]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=CELL_TIMEOUT_S, env=environ)
-    except subprocess.TimeoutExpired:
-        return {"error": f"not done within {CELL_TIMEOUT_S} s"}
-    if done.returncode != 0:
-        return {"error": (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1][:300]}
-    return json.loads(done.stdout.splitlines()[-1])
+def bytes_of(cell: Cell) -> int:
+    """Roughly what the contenders of a cell take together: weights and moments each; one has gradients and logits."""
+    shape = SHAPES[cell["model"]]
+    experts = EXPERTS["num_experts"] * 3 * shape["hidden_size"] * EXPERTS["moe_intermediate_size"]
+    dense = 3 * shape["hidden_size"] * shape["intermediate_size"]
+    layer = 2 * shape["hidden_size"] ** 2 + (experts if cell["model"] == "moe" else dense)
+    parameters = cell["vocabulary"] * shape["hidden_size"] + shape["num_hidden_layers"] * layer
+    tokens = max(cell["seq_len"], min(cell["tokens"], 4096))
+    activations = tokens * shape["num_hidden_layers"] * shape["hidden_size"] * 4 * 40
+    return 3 * (12 * parameters + 2**29) + 4 * parameters + 4 * 4 * tokens * cell["vocabulary"] + activations
+
+
+class Contender:
+    """A process of `trainer_contenders.py` that waits for its turns; a context manager that ends it."""
+
+    def __init__(self, cell: Cell, directory: str, python: str) -> None:
+        environ = os.environ | {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
+        self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed where the process is ended
+        self._process = subprocess.Popen(
+            [python, str(CONTENDERS), json.dumps(cell), directory],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._errors,
+            text=True,
+            env=environ,
+        )
+        self.cpu_s = 0.0
+
+    def answer(self) -> dict[str, Any]:
+        """What it says of the turn that it has taken, or of its start. RuntimeError with its last words if it fails."""
+        assert self._process.stdout is not None
+        ready, _, _ = select.select([self._process.stdout], [], [], TURN_TIMEOUT_S)
+        if not ready:
+            raise RuntimeError(f"not done within {TURN_TIMEOUT_S} s")
+        if not (line := self._process.stdout.readline()):
+            code = self._process.wait(timeout=60)
+            self._errors.seek(0)
+            raise RuntimeError((self._errors.read().strip().splitlines() or [f"exit code {code}"])[-1][:300])
+        found = json.loads(line)
+        self.cpu_s = found.pop("process_cpu_s")
+        return found
+
+    def take_turn(self) -> dict[str, Any]:
+        """The next one."""
+        assert self._process.stdin is not None
+        print(file=self._process.stdin, flush=True)
+        return self.answer()
+
+    def __enter__(self) -> "Contender":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._process.kill()  # which is nothing to one that has ended
+        self._process.wait(timeout=60)
+        self._errors.close()
+        for pipe in (self._process.stdin, self._process.stdout):
+            assert pipe is not None
+            pipe.close()
+
+
+def measure_cell(cell: Cell, peers_python: str | None) -> dict[str, Any]:
+    """Turns of each contender, where the time of ours goes, and what all of it took; errors of those that failed."""
+    names = ["limit", "ours", *(name for name, lengths in PEERS.items() if lengths == cell["lengths"] and peers_python)]
+    began, playing = time.monotonic(), dict[str, Contender]()
+    turns, errors, profile = dict[str, list[dict[str, Any]]](), dict[str, str](), dict[str, float]()
+
+    def ask(name: str, is_started: bool = True) -> dict[str, Any]:
+        try:
+            return playing[name].take_turn() if is_started else playing[name].answer()
+        except (RuntimeError, BrokenPipeError) as error:
+            errors[name] = str(error)
+            return {}
+
+    with ExitStack() as ended, tempfile.TemporaryDirectory() as directory:
+        # In another process, whose memory is not counted.
+        subprocess.run([sys.executable, __file__, "--make", json.dumps([cell, directory])], check=True)
+        for name in names:
+            asked = {**cell, "contender": name, "profiled": name == "ours" and is_profiled(cell)}
+            python = peers_python if name in PEERS and peers_python else sys.executable
+            playing[name] = ended.enter_context(Contender(asked, directory, python))
+            ask(name, is_started=False)
+        for _ in range(cell["rounds"]):
+            for name in [name for name in names if name not in errors]:
+                if found := ask(name):
+                    turns.setdefault(name, []).append(found)
+        if is_profiled(cell) and "ours" not in errors:
+            profile = ask("ours").get("profile", {})
+    cpu_s = sum(contender.cpu_s for contender in playing.values())
+    return {
+        "cell": cell,
+        "turns": turns,
+        "errors": errors,
+        "profile": profile,
+        "cpu_s": cpu_s,
+        "wall_s": time.monotonic() - began,
+    }
+
+
+def is_profiled(cell: Cell) -> bool:
+    """Whether ours takes one more step under torch's profiler; one of longer samples would take too long."""
+    return cell["seq_len"] <= PROFILED_SEQ_LEN and "device" not in cell
 
 
 def write_report(records: Sequence[dict[str, Any]]) -> None:
-    """The table of medians over rounds."""
-    found = defaultdict[tuple[Any, ...], dict[str, list[dict[str, Any]]]](lambda: defaultdict(list))
-    for record in records:
-        cell = record["cell"]
-        key = (
-            *(cell[name] for name in ("model", "seq_len", "vocabulary", "lengths", "tokens")),
-            cell.get("device", "cpu"),
+    """The tables: ratios to the goals, what each contender did, and where our step goes."""
+    ratios = [_ratios(record) for record in records]
+    steps = [row for record in records for row in _rows(record)]
+    profiles = [
+        [*_name(record["cell"]), ", ".join(f"{name} {share:.0%}" for name, share in record["profile"].items())]
+        for record in records
+        if record["profile"]
+    ]
+    named = ["model", "longest", "vocabulary", "lengths"]
+    against = [f"{what} of {who}" for what in ("speed", "memory") for who in ("limit", "Trainer", "TRL")]
+    turns = [
+        "who",
+        "turns",
+        "tokens/s",
+        "tokens/CPU s",
+        "peak GiB",
+        "our phases, s: data, forward, backward, optimizer",
+    ]
+    hours = sum(record["cpu_s"] for record in records) / 3600
+    text = [
+        "# Training steps",
+        f"Made by `benchmarks/trainer.py`. {' '.join((__doc__ or '').split(chr(10) * 2)[3].split())}",
+        machine(),
+        f"All cells took {hours:.2f} hours of CPU time.",
+        "## Ours beside the others",
+        "Tokens per CPU second (on a GPU per second) of ours divided by theirs, and peak memory likewise; medians.",
+        table([*named, *against], ratios),
+        "## Steps",
+        table([*named, *turns], steps),
+        "## Where our step goes",
+        "Operators by their own share of the CPU's time in one more step, by torch's profiler.",
+        table([*named, "shares"], profiles),
+    ]
+    (RESULTS / "trainer.md").write_text("\n\n".join(text) + "\n")
+
+
+def _name(cell: Cell) -> list[str]:
+    where = " (GPU)" if "device" in cell else ""
+    return [cell["model"] + where, *(str(cell[name]) for name in ("seq_len", "vocabulary", "lengths"))]
+
+
+def _middle(record: dict[str, Any], who: str, what: str) -> float | None:
+    return median(each[what] for each in turns) if (turns := record["turns"].get(who)) else None
+
+
+def _ratios(record: dict[str, Any]) -> list[str]:
+    clock = "tokens_per_s" if "device" in record["cell"] else "tokens_per_cpu_s"
+    row = _name(record["cell"])
+    for what in (clock, "peak_bytes"):
+        own = _middle(record, "ours", what)
+        for who in ("limit", *PEERS):
+            other = _middle(record, who, what)
+            row.append("" if own is None or other is None else f"{own / other:.2f}")
+    return row
+
+
+def _rows(record: dict[str, Any]) -> Iterator[list[str]]:
+    for who, turns in record["turns"].items():
+        wall, cpu, peak = (
+            _middle(record, who, what) or 0.0 for what in ("tokens_per_s", "tokens_per_cpu_s", "peak_bytes")
         )
-        found[key][cell["contender"]].append(record["found"])
-    rows = [row for key, by in found.items() for row in _rows(key, by)]
-    head = ["on", "model", "longest", "vocabulary", "lengths", "who", "rounds", "tokens/s", "tokens/CPU s"]
-    text = table([*head, "of ours", "peak GiB", "our phases: data, forward, backward, optimizer"], rows)
-    about = " ".join((__doc__ or "").split("\n\n")[3].split())
-    (RESULTS / "trainer.md").write_text(f"# Training steps\n\nMade by `benchmarks/trainer.py`. {about}\n\n{text}\n")
+        phases = ", ".join(f"{median(each['phases'][name] for each in turns):.3f}" for name in turns[0]["phases"])
+        yield [
+            *_name(record["cell"]),
+            who,
+            str(len(turns)),
+            f"{wall:,.0f}",
+            f"{cpu:,.0f}",
+            f"{peak / 2**30:.2f}",
+            phases,
+        ]
+    for who, error in record["errors"].items():
+        yield [*_name(record["cell"]), who, error, "", "", "", ""]
 
 
-def _rows(key: tuple[Any, ...], by: dict[str, list[dict[str, Any]]]) -> Iterator[list[str]]:
-    def middle(who: str, what: str) -> float | None:
-        values = [each[what] for each in by.get(who, []) if what in each]
-        return median(values) if values else None
-
-    clock = "tokens_per_s" if key[-1] == "cuda" else "tokens_per_cpu_s"
-    own = middle("ours", clock)
-    for who in CONTENDERS:
-        if not (results := by.get(who)):
-            continue
-        cpu, wall, peak = (middle(who, what) for what in ("tokens_per_cpu_s", "tokens_per_s", "peak_bytes"))
-        if cpu is None or wall is None or peak is None:
-            yield [key[-1], *map(str, key[:4]), who, str(len(results)), results[-1]["error"], "", "", "", ""]
-            continue
-        phases = ", ".join(f"{seconds:.3f}" for seconds in results[-1].get("phases", {}).values())
-        share = "" if own is None else f"{(wall if key[-1] == 'cuda' else cpu) / own:.2f}"
-        figures = [f"{wall:,.0f}", f"{cpu:,.0f}", share, f"{peak / 2**30:.2f}", phases]
-        yield [key[-1], *map(str, key[:4]), who, str(len(results)), *figures]
+def measure_all(waiting: list[Cell], *, jobs: int, peers_python: str | None) -> Iterator[dict[str, Any]]:
+    """Records of cells as they get done: `jobs` side by side, as far as memory allows."""
+    allowed = MEMORY_SHARE * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    running: dict[Future[dict[str, Any]], Cell] = {}
+    with ThreadPoolExecutor(jobs) as pool:
+        while waiting or running:
+            free = allowed - sum(map(bytes_of, running.values()))
+            fitting = [cell for cell in waiting if not running or bytes_of(cell) <= free]
+            if fitting and len(running) < jobs:
+                waiting.remove(fitting[0])
+                progress(f"{' '.join(_name(fitting[0]))}, {bytes_of(fitting[0]) / 2**30:.1f} GiB")
+                running[pool.submit(measure_cell, fitting[0], peers_python)] = fitting[0]
+                continue
+            for done in wait(running, return_when=FIRST_COMPLETED).done:
+                progress(f"done: {' '.join(_name(running.pop(done)))}, {len(waiting)} wait")
+                yield done.result()
 
 
 def main() -> None:
@@ -475,27 +289,25 @@ def main() -> None:
     parser.add_argument("--lengths", nargs="+", choices=["fixed", "variable"], default=["fixed", "variable"])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--tokens", type=int, default=1024, help="of a step, with fixed lengths; one sample at least")
+    parser.add_argument("--jobs", type=int, help="cells side by side, on a CPU one per core, on a GPU one")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--peers-python", help="an interpreter that has TRL, transformers and millrace")
-    parser.add_argument("--work", help=argparse.SUPPRESS)
     parser.add_argument("--make", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.make:
         cell, directory = json.loads(options.make)
         make_model(cell, Path(directory))
         return
-    if options.work:
-        work(json.loads(options.work))
-        return
+    jobs = options.jobs or (1 if options.device == "cuda" else os.cpu_count() or 1)
     path = RESULTS / "trainer.jsonl"
     records = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-    done = [record["cell"] for record in records if "error" not in record["found"]]
-    for cell in cells(options):
-        if cell in done:
-            continue
-        progress(" ".join(str(value) for value in cell.values()))
-        found = measure_cell(cell, options.peers_python if cell["contender"] in PEERS else sys.executable)
-        records = [record for record in records if record["cell"] != cell] + [{"cell": cell, "found": found}]
+    asked = list(cells(options))
+    done = [record["cell"] for record in records if not record["errors"]]
+    waiting = [cell for cell in asked if cell not in done]
+    for found in measure_all(waiting, jobs=jobs, peers_python=options.peers_python):
+        records = [record for record in records if record["cell"] != found["cell"]] + [found]
+        # In the order in which they are asked for, whichever was done first.
+        records.sort(key=lambda record: asked.index(record["cell"]) if record["cell"] in asked else -1)
         path.write_text("".join(json.dumps(record) + "\n" for record in records))
         write_report(records)
     write_report(records)
