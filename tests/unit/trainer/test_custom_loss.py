@@ -1,6 +1,7 @@
 """A loss of the user's own: loaded where it is allowed, tried before a model is loaded, checked at every call."""
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +11,13 @@ import torch
 from millrace.config.load import validate_document
 from millrace.config.sections.loss import LossConfig
 from millrace.custom_code import EVERYTHING, CustomCode
-from millrace.errors import InvalidSpecError
+from millrace.errors import InvalidSpecError, InvalidStateError
 from millrace.trainer.losses import LossInputs, loss_function, token_losses
+from millrace.trainer.model.shortage import shortage_named
 
 CODE = """
 from dataclasses import replace
+import torch
 from millrace.trainer.losses import policy_losses
 
 def building(inputs, config):
@@ -26,6 +29,9 @@ def doubled(inputs, config):
 
 not_a_function = 3
 def raises(inputs, config): raise KeyError("no such thing")
+def takes_all_memory(inputs, config):
+    torch.empty(2**50 if len(inputs.rl_weights) > 2 else 1)
+    return policy_losses(inputs, config)
 def a_number(inputs, config): return 3.0
 def wrong_shape(inputs, config):
     losses = doubled(inputs, config)
@@ -98,6 +104,15 @@ def test_what_is_wrong_with_it_is_said_before_anything_is_loaded(function: str, 
     with pytest.raises(InvalidSpecError, match=says) as raised:
         loss_function(config(function), EVERYTHING)
     assert raised.value.violations[0].field == "trainer.loss.import_path"
+
+
+def test_memory_that_does_not_suffice_is_no_mistake_of_the_function() -> None:
+    asked = config("takes_all_memory")
+    loss_of = loss_function(asked, EVERYTHING)
+    large = replace(inputs(), rl_weights=torch.ones(4, 3))
+    with pytest.raises(InvalidStateError) as raised, shortage_named("train the run"):
+        loss_of(large, asked)
+    assert raised.value.reason == "OUT_OF_MEMORY"
 
 
 def test_a_module_that_does_not_import_is_refused() -> None:

@@ -6,6 +6,7 @@ from millrace.config.sections.loss import LossConfig
 from millrace.custom_code import CustomCode, bad_code
 from millrace.errors import InvalidSpecError
 from millrace.trainer.losses.base import LossFunction, LossInputs, TokenLosses
+from millrace.trainer.model.shortage import is_shortage
 
 FIELD = "trainer.loss.import_path"
 _FLOATS = ("rl", "ce", "mismatch_kl")
@@ -33,6 +34,8 @@ def load_custom_loss(import_path: str, code: CustomCode, *, field: str = FIELD) 
         try:
             losses = function(inputs, config)
         except Exception as error:  # a user's function may raise anything
+            if is_shortage(error):  # no mistake of the function: told as the shortage that it is
+                raise
             raise bad(f"it raised {type(error).__name__}: {error}") from error
         if not isinstance(losses, TokenLosses):
             raise bad(f"it returned a {type(losses).__name__}, not a millrace.trainer.losses.TokenLosses")
