@@ -2,6 +2,10 @@
 
 import asyncio
 import json
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
@@ -91,6 +95,24 @@ async def test_the_command_prints_an_address_that_logs_in(served):
     assert done.exit_code == 0, done.output
     path = done.output.strip().removeprefix(served.url)
     status, headers, _ = await asyncio.to_thread(served.ask, path)
+    assert (status, headers["location"]) == (303, "/")
+
+
+async def test_the_code_is_not_on_the_command_line_of_the_browser(served, tmp_path):
+    browser, seen = tmp_path / "browser", tmp_path / "seen"
+    browser.write_text(f'#!/bin/sh\necho "$@" > {seen}\n')
+    browser.chmod(0o700)
+    environ = {**os.environ, "BROWSER": f"{browser} %s", "XDG_CACHE_HOME": str(tmp_path / "cache")}
+    for _ in range(2):  # the second one writes over nothing of the first
+        command = [sys.executable, "-m", "millrace.cli.main", "dashboard", "--url", served.url, "--browser"]
+        done = await asyncio.to_thread(
+            subprocess.run, command, env=environ, capture_output=True, text=True, check=True, timeout=60
+        )
+        address = done.stdout.strip()
+        page = Path(seen.read_text().strip().removeprefix("file://"))
+        assert address not in seen.read_text() and f"url={address}" in page.read_text()
+        assert page.stat().st_mode & 0o777 == 0o600
+    status, headers, _ = await asyncio.to_thread(served.ask, address.removeprefix(served.url))
     assert (status, headers["location"]) == (303, "/")
 
 

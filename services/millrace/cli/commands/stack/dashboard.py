@@ -1,6 +1,8 @@
 """`millrace dashboard`: the address of the dashboard, with a code that logs a browser in once."""
 
+import html
 import http.client
+import os
 import re
 import ssl
 import sys
@@ -39,7 +41,20 @@ def dashboard(url: str | None, directory: Path, browser: bool | None) -> None:
     address = base + _code_path(base)
     click.echo(address)
     if browser or (browser is None and sys.stdout.isatty()):
-        webbrowser.open(address)
+        webbrowser.open(_page_that_leads_to(address).as_uri())
+
+
+def _page_that_leads_to(address: str) -> Path:
+    """A file that only this user reads: a browser's command line, which all users see, must not have the code in it."""
+    page = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "millrace" / "login.html"
+    page.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    page.unlink(missing_ok=True)  # of the last time, when its code was spent
+    where = html.escape(address, quote=True)
+    with open(os.open(page, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
+        file.write(
+            f'<!doctype html><meta http-equiv="refresh" content="0; url={where}"><a href="{where}">{where}</a>\n'
+        )
+    return page
 
 
 def _of_stack(directory: Path) -> str:
