@@ -4,14 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from millrace_testing.trainer.equality import (
-    LIMITS,
-    MODELS,
-    compare,
-    facts_of,
-    make_model,
-    table,
-)
+from millrace_testing.trainer.equality import MODELS, compare, facts_of, make_model, table
 
 
 @pytest.mark.slow
@@ -21,7 +14,7 @@ def test_every_layout_equals_one_process_and_goes_on_in_another(name: str, tmp_p
     """The checkpoint of each layout is resumed by one process, and that of one process by each layout."""
     rows = list(compare(tmp_path / "jobs", {name: make_model(name, tmp_path)}))
     print(table(rows))
-    bad = [row for row in rows if row.worst > LIMITS[row.kind] or not row.repeats]
+    bad = [row for row in rows if not (row.is_within() and row.repeats)]
     assert not bad, table(bad)
     norms = facts_of(tmp_path / "jobs" / f"{name}-adamw-one")["grad_norm"]
     assert max(norms) > 0.5, "gradients are clipped"

@@ -48,6 +48,8 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 """What is trained with what; rows are packed unless they are padded."""
 LIMITS = {kind: 1e-3 if kind == "muon" else 1e-5 for kind in KINDS}
+LOGPROB_LIMITS = {**LIMITS, "muon": 2e-3}
+"""Those of log-probs, in nats. They move about ten times as far as the weights do, in parts of the largest weight."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,10 +70,10 @@ class Row:
     back: float
     repeats: bool
 
-    @property
-    def worst(self) -> float:
-        """The largest of all."""
-        return max(self.loss, self.grad_norm, self.logprobs, self.policy, self.resumed, self.back)
+    def is_within(self, times: float = 1.0) -> bool:
+        """Whether no difference is larger than its limit, taken so many times."""
+        worst = max(self.loss, self.grad_norm, self.policy, self.resumed, self.back)
+        return worst <= times * LIMITS[self.kind] and self.logprobs <= times * LOGPROB_LIMITS[self.kind]
 
 
 def fits(model: str, kind: str, layout: str) -> bool:
