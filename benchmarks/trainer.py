@@ -10,14 +10,15 @@
 `limit` is a loop by hand over the same rows of tokens: forward, backward, clipping, AdamW; a large vocabulary goes
 through the same head in chunks. `ours` is the step of `millrace trainer --bench`. `trainer` is transformers' Trainer on
 rows of equal lengths, `grpo` the loss, backward and optimizer of TRL's GRPOTrainer on samples of 10 to 100 % of the
-longest, which it pads, without its generation; without --peers-python these two are left out. All compute in float32 on
-one thread, or with --device cuda in bfloat16 with float32 weights, where time is wall time and memory the allocator's.
-A step of short samples warms up, on a GPU three steps like the others.
+longest, which it pads, without its generation; without --peers-python these two are left out. All compute in float32,
+or with --device cuda in bfloat16 with float32 weights, where time is wall time and memory the allocator's. A step of
+short samples warms up, on a GPU three steps like the others.
 
 One cell is a model, a longest sample, a vocabulary and a kind of lengths. Its contenders stay in memory and take turns
-of one step, round by round, so that all of them see the machine in the same state. Cells run side by side, one per
-core, as far as memory allows. A cell that is done is appended to `trainer.jsonl` among the results, and a run that is
-started again goes on behind it; `trainer.md` is made from it. CPU seconds tell more than wall time on a shared machine.
+of one step, round by round, so that all of them see the machine in the same state. Cells run side by side on one thread
+each, one per core; one that takes more than half of the memory runs alone on all cores. A cell that is done is appended
+to `trainer.jsonl` among the results, and a run that is started again goes on behind it; `trainer.md` is made from it.
+CPU seconds tell more than wall time on a shared machine.
 """
 
 import argparse
@@ -99,8 +100,10 @@ def bytes_of(cell: Cell) -> int:
 class Contender:
     """A process of `trainer_contenders.py` that waits for its turns; a context manager that ends it."""
 
-    def __init__(self, cell: Cell, directory: str, python: str) -> None:
-        environ = os.environ | {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
+    def __init__(self, cell: Cell, directory: str, python: str, threads: int) -> None:
+        # Threads that have nothing to do do not spin, which would count as CPU seconds.
+        environ = os.environ | {"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "passive"}
+        environ |= {"TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
         self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed where the process is ended
         self._process = subprocess.Popen(
             [python, str(CONTENDERS), json.dumps(cell), directory],
@@ -144,7 +147,7 @@ class Contender:
             pipe.close()
 
 
-def measure_cell(cell: Cell, peers_python: str | None) -> dict[str, Any]:
+def measure_cell(cell: Cell, peers_python: str | None, threads: int) -> dict[str, Any]:
     """Turns of each contender, where the time of ours goes, and what all of it took; errors of those that failed."""
     names = ["limit", "ours", *(name for name, lengths in PEERS.items() if lengths == cell["lengths"] and peers_python)]
     began, playing = time.monotonic(), dict[str, Contender]()
@@ -163,7 +166,7 @@ def measure_cell(cell: Cell, peers_python: str | None) -> dict[str, Any]:
         for name in names:
             asked = {**cell, "contender": name, "profiled": name == "ours" and is_profiled(cell)}
             python = peers_python if name in PEERS and peers_python else sys.executable
-            playing[name] = ended.enter_context(Contender(asked, directory, python))
+            playing[name] = ended.enter_context(Contender(asked, directory, python, threads))
             ask(name, is_started=False)
         for _ in range(cell["rounds"]):
             for name in [name for name in names if name not in errors]:
@@ -177,6 +180,7 @@ def measure_cell(cell: Cell, peers_python: str | None) -> dict[str, Any]:
         "turns": turns,
         "errors": errors,
         "profile": profile,
+        "threads": threads,
         "cpu_s": cpu_s,
         "wall_s": time.monotonic() - began,
     }
@@ -244,7 +248,7 @@ def _ratios(record: dict[str, Any]) -> list[str]:
     return row
 
 
-def _rows(record: dict[str, Any]) -> Iterator[list[str]]:
+def _rows(record: dict[str, Any]) -> Iterator[list[Any]]:
     for who, turns in record["turns"].items():
         wall, cpu, peak = (
             _middle(record, who, what) or 0.0 for what in ("tokens_per_s", "tokens_per_cpu_s", "peak_bytes")
@@ -260,7 +264,7 @@ def _rows(record: dict[str, Any]) -> Iterator[list[str]]:
             phases,
         ]
     for who, error in record["errors"].items():
-        yield [*_name(record["cell"]), who, error, "", "", "", ""]
+        yield [*_name(record["cell"]), record["threads"], who, error, "", "", "", ""]
 
 
 def measure_all(waiting: list[Cell], *, jobs: int, peers_python: str | None) -> Iterator[dict[str, Any]]:
@@ -273,8 +277,9 @@ def measure_all(waiting: list[Cell], *, jobs: int, peers_python: str | None) -> 
             fitting = [cell for cell in waiting if not running or bytes_of(cell) <= free]
             if fitting and len(running) < jobs:
                 waiting.remove(fitting[0])
+                threads = (os.cpu_count() or 1) if bytes_of(fitting[0]) > allowed / 2 else 1
                 progress(f"{' '.join(_name(fitting[0]))}, {bytes_of(fitting[0]) / 2**30:.1f} GiB")
-                running[pool.submit(measure_cell, fitting[0], peers_python)] = fitting[0]
+                running[pool.submit(measure_cell, fitting[0], peers_python, threads)] = fitting[0]
                 continue
             for done in wait(running, return_when=FIRST_COMPLETED).done:
                 progress(f"done: {' '.join(_name(running.pop(done)))}, {len(waiting)} wait")

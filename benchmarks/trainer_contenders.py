@@ -360,7 +360,7 @@ def take_steps(step: Step, cell: Cell, turns: Turns) -> None:
 
 def main() -> None:
     cell, directory = json.loads(sys.argv[1]), Path(sys.argv[2])
-    torch.set_num_threads(1)
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     {"ours": ours, "limit": limit, "trainer": trainer, "grpo": grpo}[cell["contender"]](cell, directory, Turns(cell))
 
 
