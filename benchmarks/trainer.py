@@ -139,6 +139,10 @@ class Contender:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.end()
+
+    def end(self) -> None:
+        """Let go of its memory; the second time nothing."""
         self._process.kill()  # which is nothing to one that has ended
         self._process.wait(timeout=60)
         self._errors.close()
@@ -163,17 +167,20 @@ def measure_cell(cell: Cell, peers_python: str | None, threads: int) -> dict[str
     with ExitStack() as ended, tempfile.TemporaryDirectory() as directory:
         # In another process, whose memory is not counted.
         subprocess.run([sys.executable, __file__, "--make", json.dumps([cell, directory])], check=True)
-        for name in names:
-            asked = {**cell, "contender": name, "profiled": name == "ours" and is_profiled(cell)}
-            python = peers_python if name in PEERS and peers_python else sys.executable
-            playing[name] = ended.enter_context(Contender(asked, directory, python, threads))
-            ask(name, is_started=False)
-        for _ in range(cell["rounds"]):
+        for number in range(cell["rounds"]):
+            is_last = number == cell["rounds"] - 1
             for name in [name for name in names if name not in errors]:
-                if found := ask(name):
+                if name not in playing:
+                    asked = {**cell, "contender": name, "profiled": name == "ours" and is_profiled(cell)}
+                    python = peers_python if name in PEERS and peers_python else sys.executable
+                    playing[name] = ended.enter_context(Contender(asked, directory, python, threads))
+                    ask(name, is_started=False)
+                if name not in errors and (found := ask(name)):
                     turns.setdefault(name, []).append(found)
-        if is_profiled(cell) and "ours" not in errors:
-            profile = ask("ours").get("profile", {})
+                if is_last and name == "ours" and name not in errors and is_profiled(cell):
+                    profile = ask(name).get("profile", {})
+                if cell["rounds"] == 1:
+                    playing[name].end()  # the largest models have no room beside each other
     cpu_s = sum(contender.cpu_s for contender in playing.values())
     return {
         "cell": cell,
