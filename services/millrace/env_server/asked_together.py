@@ -1,4 +1,4 @@
-"""Chats that rollouts ask an engine at the same time with the same words, as the first turns of a group: one request.
+"""What rollouts ask an engine at the same time with the same words, as the first turns of a group: one request.
 
 It costs a fraction of what one request each does, on both sides. The engine answers each choice as soon as it has ended
 (`rollouts.choices_wire`), so no rollout waits for a longer one. To each of them its answer is that of a request of its
@@ -86,7 +86,7 @@ class AskedTogether:
         del self._open[key]
         asking.waiting = [waiter for waiter in asking.waiting if not waiter.done()]
         if asking.waiting:
-            asking.sending = asyncio.create_task(self._answer(key, asking), name="chats asked together")
+            asking.sending = asyncio.create_task(self._answer(key, asking), name="asked together")
             self._sending.add(asking.sending)
             asking.sending.add_done_callback(self._sending.discard)
 

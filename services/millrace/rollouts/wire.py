@@ -1,7 +1,10 @@
 """Rollouts on the wire: the only file that knows the protobuf of rollouts (rollout.proto).
 
-Both directions validate: what is not a well-formed rollout neither leaves a process nor enters one.
-Bytes that do not decode raise `CorruptObjectError`, never yield wrong arrays.
+What is not a well-formed rollout neither leaves the process that made it (`rollout_to_proto`, of env workers) nor
+enters another (`rollout_from_proto`, `decode_rollout`, `decode_archive`): not an env-server from its workers, which run
+foreign code, nor an orchestrator, an export or an audit from the log. Bytes that do not decode raise
+`CorruptObjectError`, never yield wrong arrays. What came in and goes on is not checked anew: its columns are read-only
+views of the bytes.
 """
 
 import math
@@ -65,8 +68,12 @@ def purpose_from_wire(value: int) -> Purpose:
 
 
 def encode_rollout(rollout: Rollout) -> bytes:
-    """Serialize a rollout after validating it; these bytes are what the log stores and hashes."""
-    return rollout_to_proto(rollout).SerializeToString(deterministic=True)
+    """Serialize a rollout of a worker; these bytes are what the log stores and hashes.
+
+    Its fields are validated, because the env-server fills some in. Its samples were when they came in.
+    """
+    _validate_fields(rollout)
+    return _to_proto(rollout).SerializeToString(deterministic=True)
 
 
 def decode_rollout(data: bytes) -> Rollout:
@@ -83,12 +90,12 @@ def decode_rollout(data: bytes) -> Rollout:
 
 
 def encode_archive(rollouts: Iterable[Rollout]) -> bytes:
-    """`RolloutArchive` in order of ordinal, attempt, member, zstd-compressed (level 3).
+    """`RolloutArchive` in order of ordinal, attempt, member, zstd-compressed (level 3), of rollouts that were decoded.
 
     `CorruptObjectError` if it would be larger than what `decode_archive` reads.
     """
     ordered = sorted(rollouts, key=lambda r: (r.ordinal, r.attempt, r.member))
-    archive = rollout_pb2.RolloutArchive(rollouts=[rollout_to_proto(rollout) for rollout in ordered])
+    archive = rollout_pb2.RolloutArchive(rollouts=[_to_proto(rollout) for rollout in ordered])
     data = archive.SerializeToString(deterministic=True) if archive.ByteSize() <= MAX_ARCHIVE_BYTES else b""
     packed = zstandard.ZstdCompressor(level=3, write_checksum=True).compress(data)
     if archive.ByteSize() > _max_archive_bytes(packed):
@@ -119,8 +126,12 @@ def _max_archive_bytes(packed: bytes) -> int:
 
 
 def rollout_to_proto(rollout: Rollout) -> rollout_pb2.Rollout:
-    """The protobuf form of a valid rollout; `CorruptObjectError` names the field that is not."""
+    """The protobuf form of a rollout that was made here; `CorruptObjectError` names the field that is not valid."""
     validate_rollout(rollout)
+    return _to_proto(rollout)
+
+
+def _to_proto(rollout: Rollout) -> rollout_pb2.Rollout:
     values: dict[str, Any] = {name: getattr(rollout, name) for name in _SAME}
     values["purpose"] = purpose_to_wire(rollout.purpose)
     values["status"] = f"ROLLOUT_STATUS_{rollout.status.name}"
@@ -169,6 +180,13 @@ def truncation_from_wire(message: rollout_pb2.Rollout | batch_pb2.SampleEntry) -
 
 def validate_rollout(rollout: Rollout) -> None:
     """Raise `CorruptObjectError` unless the rollout keeps every rule of rollout.proto."""
+    _validate_fields(rollout)
+    for index, sample in enumerate(rollout.samples):
+        validate_sample(sample, where=f"samples[{index}]", needs_spans=rollout.purpose is Purpose.TRAIN)
+
+
+def _validate_fields(rollout: Rollout) -> None:
+    """Check all but what is in the samples."""
     if not rollout.run_uid:
         raise _corrupt("run_uid", rollout.run_uid, "is empty")
     if rollout.group_size < 1 or not 0 <= rollout.member < rollout.group_size:
@@ -195,8 +213,6 @@ def validate_rollout(rollout: Rollout) -> None:
     if len(rollout.messages_json.encode()) > MAX_MESSAGES_JSON_BYTES:
         raise _corrupt("messages_json", len(rollout.messages_json), f"is above {MAX_MESSAGES_JSON_BYTES} bytes")
     _validate_traces(rollout)
-    for index, sample in enumerate(rollout.samples):
-        validate_sample(sample, where=f"samples[{index}]", needs_spans=rollout.purpose is Purpose.TRAIN)
 
 
 def _validate_traces(rollout: Rollout) -> None:
@@ -266,7 +282,7 @@ def check_column(column: np.ndarray, dtype: type[np.generic], length: int, where
 
 def check_masked(loss_mask: np.ndarray, inference_logprobs: np.ndarray, *, where: str) -> None:
     """Raise unless the mask is 0/1 and log-probs are finite, and 0 where the mask is 0."""
-    # Counts are what numpy does fastest of short arrays: this runs for every rollout in three processes.
+    # Counts are what numpy does fastest of short arrays: worker, env-server and orchestrator check every rollout once.
     if loss_mask.size and int(np.maximum.reduce(loss_mask)) > 1:
         raise _corrupt(f"{where}.loss_mask", int(loss_mask.max()), "is neither 0 nor 1")
     if np.count_nonzero(np.isfinite(inference_logprobs)) != inference_logprobs.size:

@@ -190,6 +190,12 @@ async def test_what_cannot_be_honoured_is_refused_by_name(client, change, messag
     assert caught.value.body["code"] == 400
 
 
+async def test_choices_by_lines_have_no_log_probs_of_the_prompt(client):
+    asked = {"stream_choices": True, "prompt_logprobs": 0}
+    with pytest.raises(openai.BadRequestError, match="prompt_logprobs cannot come with stream_choices"):
+        await client.completions.create(model="policy", prompt="a", extra_body=asked)
+
+
 async def test_bad_bodies_and_unknown_tokens_hurt_nobody_else(served, http, client):
     body = {"model": "policy", "token_ids": [5, 100_000], "sampling_params": {}}
     for path, data in (

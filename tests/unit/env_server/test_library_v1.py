@@ -3,6 +3,8 @@
 import asyncio
 import threading
 import time
+from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -50,9 +52,76 @@ def test_decorated_methods_are_those_that_the_library_finds(attr: str) -> None:
         assert discover_decorated(task, attr) == decorators.discover_decorated(task, attr), "from memory"
 
 
+@dataclass
+class _Rendered:
+    token_ids: list[int]
+    message_indices: list[int]
+    multi_modal_data: Any = None
+
+
+def _render(messages: Any, **options: Any) -> _Rendered:
+    text = f"{messages} {options}".encode()
+    return _Rendered(token_ids=list(text), message_indices=[0] * len(text))
+
+
+async def test_a_prompt_is_rendered_once_and_each_gets_lists_of_its_own() -> None:
+    calls: list[Any] = []
+
+    def render(messages: Any, **options: Any) -> _Rendered:
+        calls.append((messages, options))
+        return _render(messages, **options)
+
+    kept = rendering.KeptPrompts(render)
+    messages = [{"role": "user", "content": "hi"}]
+    first, second = (kept(messages, tools=None, add_generation_prompt=True) for _ in range(2))
+    assert len(calls) == 1 and kept.was_known and first == second == _render(*calls[0][:1], **calls[0][1])
+    first.token_ids.append(1)
+    first.message_indices.clear()
+    assert kept(messages, tools=None, add_generation_prompt=True) == second
+    for other in (
+        {"tools": [{"a": 1, "b": 2}], "add_generation_prompt": True},
+        {"tools": [{"b": 2, "a": 1}], "add_generation_prompt": True},  # a template may write it as it stands
+        {"tools": None, "add_generation_prompt": False},
+    ):
+        assert kept(messages, **other) == _render(messages, **other) and not kept.was_known
+    assert len(calls) == 4
+
+
+async def test_prompts_are_kept_up_to_a_number_of_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rendering, "KEPT_TOKENS", 300)
+    kept = rendering.KeptPrompts(_render)
+    for text in ("a" * 100, "b" * 100, "a" * 100, "c" * 100):
+        kept(text)
+    assert kept.num_tokens <= 300
+    kept("a" * 100)
+    assert kept.was_known, "it was asked for later than the other"
+    kept("b" * 100)
+    assert not kept.was_known
+    image = rendering.KeptPrompts(lambda messages: _Rendered([1], [0], multi_modal_data=object()))
+    image("x")
+    image("x")
+    assert not image.was_known and image.num_tokens == 0
+
+
+async def test_a_prompt_that_was_kept_says_nothing_of_the_next_one() -> None:
+    slot = _slot()
+    here = threading.get_ident()
+
+    def slow(messages: Any) -> _Rendered:
+        ends = time.thread_time() + 2 * rendering.QUICK_S
+        while time.thread_time() < ends:
+            pass
+        return _render(messages)
+
+    slot.renderer.render = slow  # type: ignore[method-assign]
+    for _ in range(50):
+        await slot.run(lambda: slot.renderer.render("long"))  # pyright: ignore[reportArgumentType, reportCallIssue]
+    assert await slot.run(threading.get_ident) != here, "the next one is long, too, as far as anybody knows"
+
+
 def _slot() -> RendererSlot:
     rendering.install()
-    renderer: Any = None  # only what is given to `run` is called
+    renderer: Any = SimpleNamespace(render=_render)
     return RendererSlot(renderer=renderer)
 
 

@@ -217,11 +217,45 @@ MALFORMED = {
 }
 
 
+MALFORMED_SAMPLES = {name for name, (rollout, _) in MALFORMED.items() if rollout.samples} - {
+    "member", "no run", "reward", "metric", "error but ok", "failed with samples", "long messages",
+}  # fmt: skip
+
+
 @pytest.mark.parametrize("name", MALFORMED)
-def test_malformed_rollouts_are_not_written(name):
+def test_malformed_rollouts_do_not_leave_who_made_them(name):
+    rollout, match = MALFORMED[name]
+    with pytest.raises(CorruptObjectError, match=match):
+        wire.rollout_to_proto(rollout)
+
+
+@pytest.mark.parametrize("name", sorted(MALFORMED.keys() - MALFORMED_SAMPLES))
+def test_malformed_fields_are_not_written(name):
+    """Samples come from workers, and were checked when they came in."""
     rollout, match = MALFORMED[name]
     with pytest.raises(CorruptObjectError, match=match):
         wire.encode_rollout(rollout)
+
+
+@pytest.mark.parametrize("name", sorted(MALFORMED_SAMPLES - {"dtype"}))  # as bytes they are of the right type
+def test_malformed_samples_are_read_neither_from_a_worker_nor_from_the_log_nor_from_an_archive(name):
+    rollout, match = MALFORMED[name]
+    data = wire.encode_rollout(rollout)
+    for read in (
+        lambda: wire.rollout_from_proto(rollout_pb2.Rollout.FromString(data)),
+        lambda: wire.decode_rollout(data),
+        lambda: wire.decode_archive(wire.encode_archive([rollout])),
+    ):
+        with pytest.raises(CorruptObjectError, match=match):
+            read()
+
+
+def test_columns_that_came_in_cannot_be_changed():
+    """So that they need no second look before they go on."""
+    [sample] = wire.decode_rollout(wire.encode_rollout(_rollout())).samples
+    for column in (sample.token_ids, sample.loss_mask, sample.inference_logprobs):
+        with pytest.raises(ValueError, match="read-only"):
+            column[0] = 1
 
 
 def test_malformed_rollouts_are_not_read():

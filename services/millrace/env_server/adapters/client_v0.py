@@ -1,4 +1,4 @@
-"""The v0 model client: messages in, exact tokens out, over `POST {base_url}/chat/completions`.
+"""The v0 model client: messages in, exact tokens out, over `POST {base_url}/chat/completions`, or `/completions`.
 
 It replaces the stock client of `verifiers` (OpenAI SDK on httpx), which costs five times the CPU and collapses at 512
 concurrent requests because its connection pool is scanned per request. Errors are typed for `v0.py`, retries are
@@ -35,6 +35,7 @@ from millrace.env_server.engine_loss import (
 from millrace.env_server.library.v0 import (
     ClientConfig,
     OpenAIChatCompletionsClient,
+    OpenAICompletionsClient,
     Response,
     ResponseMessage,
     ResponseTokens,
@@ -81,6 +82,9 @@ class RetryLog:
 class LeanClient(OpenAIChatCompletionsClient):
     """A client of one engine; many share one HTTP session."""
 
+    route = "chat/completions"
+    """Behind the base URL."""
+
     def __init__(
         self, base_url: str, session: aiohttp.ClientSession, *, is_external: bool = False, api_key: str = ""
     ) -> None:
@@ -89,7 +93,7 @@ class LeanClient(OpenAIChatCompletionsClient):
         self._session = session
         self._is_external = is_external
         self._api_key = api_key
-        self._url = f"{self._base_url}/chat/completions"
+        self._url = f"{self._base_url}/{self.route}"
         self._streams_choices = False
         self._together = AskedTogether(self._post, self._ask_alone)
         self.retries = RetryLog()
@@ -106,12 +110,18 @@ class LeanClient(OpenAIChatCompletionsClient):
         self, prompt: Any, model: str, sampling_args: dict[str, Any], tools: list[Any] | None = None, **kwargs: Any
     ) -> dict[str, Any]:
         """One completion as parsed JSON. Raises vf.Error types only."""
-        body = request_body(prompt, model, sampling_args, tools, wants_tokens=not self._is_external)
+        body = self.native_body(prompt, model, sampling_args, tools)
         state = kwargs.get("state")
         session_id = str(state.get("trajectory_id") or "") if state is not None else ""
         response = await self._answer(body, session_id)
         response["_session_id"] = session_id
         return response
+
+    def native_body(
+        self, prompt: Any, model: str, sampling_args: Mapping[str, Any], tools: list[Any] | None
+    ) -> dict[str, Any]:
+        """The request's body."""
+        return request_body(prompt, model, sampling_args, tools, wants_tokens=not self._is_external)
 
     async def _answer(self, body: Mapping[str, Any], session_id: str) -> dict[str, Any]:
         """The object that the server answers with 200, after so many tries as it takes and may."""
@@ -243,6 +253,40 @@ class LeanClient(OpenAIChatCompletionsClient):
                 tokens=tokens,
             ),
         )
+
+
+class LeanCompletionsClient(LeanClient):
+    """For environments that have a text completed, which the library calls `message_type="completion"`; of our engines.
+
+    The policy goes on where the prompt ends, without a chat template. Messages are joined as the library's own client
+    does it; all else is as with chats, once the choice was given their shape.
+    """
+
+    route = "completions"
+    to_native_prompt = OpenAICompletionsClient.to_native_prompt  # type: ignore[assignment] - of messages, a text
+    to_native_tool = OpenAICompletionsClient.to_native_tool  # type: ignore[assignment] - there are none
+
+    def native_body(
+        self, prompt: Any, model: str, sampling_args: Mapping[str, Any], tools: list[Any] | None
+    ) -> dict[str, Any]:
+        """The request: what the environment asks for, and always the exact tokens."""
+        args = {key: value for key, value in sampling_args.items() if value is not None}
+        extra_body = args.pop("extra_body", None) or {}
+        # Left out, it would be 16 tokens; null is whatever fits, which is what a chat gets.
+        body = {"model": model, "prompt": prompt, "max_tokens": None, **args, **extra_body}
+        return body | {"logprobs": 0, "return_token_ids": True, "return_tokens_as_token_ids": True}
+
+    async def get_native_response(  # type: ignore[override]
+        self, prompt: Any, model: str, sampling_args: dict[str, Any], tools: list[Any] | None = None, **kwargs: Any
+    ) -> dict[str, Any]:
+        """One completion as parsed JSON, in the shape of a chat's. Raises vf.Error types only."""
+        answer = await super().get_native_response(prompt, model, sampling_args, tools, **kwargs)
+        choices = answer.get("choices")
+        for choice in choices if isinstance(choices, list) else ():
+            if isinstance(choice, dict) and isinstance(choice.get("text"), str):
+                choice["message"] = {"role": "assistant", "content": choice["text"]}
+                answer["prompt_token_ids"] = choice.get("prompt_token_ids")
+        return answer
 
 
 def request_body(

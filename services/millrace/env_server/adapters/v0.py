@@ -9,8 +9,10 @@ Tokens come from one of two routes; either way `samples.merge_turns` decides by 
 |--------------------------|-------------------------------------------------------------|----------------------------|
 | `/inference/v1/generate` | several turns, and the policy's family has its own renderer | we: turns extend exactly   |
 | `/v1/chat/completions`   | one turn, or no such renderer: nothing to be gained         | the engine, once per turn  |
+| `/v1/completions`        | `message_type="completion"`: the policy goes on with text | the engine, once per turn  |
 
-The environment's args overrule that: `renderer = "qwen3"` (or another name), or `renderer = "off"`.
+The environment's args choose between the first two: `renderer = "qwen3"` (or another name), or `renderer = "off"`.
+Endpoints that are not ours are asked to chat, whatever the environment says: many serve nothing else.
 """
 
 import asyncio
@@ -18,7 +20,7 @@ import functools
 import logging
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -29,7 +31,7 @@ import verifiers as vf
 from pydantic import BaseModel
 
 from millrace.env_server.adapters import judges
-from millrace.env_server.adapters.client_v0 import LeanClient
+from millrace.env_server.adapters.client_v0 import LeanClient, LeanCompletionsClient
 from millrace.env_server.adapters.env_args import NO_RENDERER, RENDERER
 from millrace.env_server.adapters.failures import frames_of, is_engine_fault
 from millrace.env_server.adapters.outcome import Outcome, checked, checked_turns, failed, failed_like
@@ -55,6 +57,7 @@ _MODEL_ERRORS = frozenset({"ModelError", "InvalidModelResponseError", "EmptyMode
 _API_KEY_VARIABLE = "MILLRACE_ENGINE_API_KEY"
 # The library hops to threads per turn; two cores' default of six threads would queue them.
 _ENV_THREADS = 32
+_COMPLETION = "completion"  # `message_type` of environments
 _ROWS_KEPT = 1024  # a group's members play the same task, and finding a row takes the dataset 0.2 ms
 RETRIES_METRIC = "endpoint_retries"
 """Metric of rollouts of external endpoints: tries of model calls that were in vain."""
@@ -71,6 +74,7 @@ class V0Adapter:
     def __init__(self, env: vf.Environment, *, renderer: str) -> None:
         self._env = env
         self._renderer = renderer
+        self._completes_text = _completes_text(env, renderer="" if renderer == NO_RENDERER else renderer)
         self._session: aiohttp.ClientSession | None = None
         self._clients: dict[tuple[str, bool, str, str], Client] = {}
         num_watched = watch_rubric(env.rubric)
@@ -142,7 +146,8 @@ class V0Adapter:
             if renderer:
                 client = _renderer_client(request.base_url, tokenizer_dir, renderer)
             else:
-                client = LeanClient(
+                kind = LeanCompletionsClient if self._completes_text and not request.is_external else LeanClient
+                client = kind(
                     request.base_url,
                     self._session,
                     is_external=request.is_external,
@@ -156,13 +161,40 @@ class V0Adapter:
         if self._renderer:
             return "" if self._renderer == NO_RENDERER else self._renderer
         has_turns = isinstance(self._env, vf.MultiTurnEnv) and not isinstance(self._env, vf.SingleTurnEnv)
-        if not has_turns or not tokenizer_dir or not HAS_RENDERERS:
+        if self._completes_text or not has_turns or not tokenizer_dir or not HAS_RENDERERS:
             return ""
         # Imported here: environments of one turn do without the library and its tokenizer.
         from millrace.env_server.adapters.renderer import DEFAULT, choose_renderer
 
         chosen = choose_renderer(Path(tokenizer_dir))
         return "" if chosen == DEFAULT else chosen
+
+
+def _completes_text(env: vf.Environment, *, renderer: str) -> bool:
+    """Whether the policy completes texts there. InvalidSpecError for what could not be played."""
+    members = list(_members(env))
+    kinds = {str(getattr(each, "message_type", "chat")) for each in members}
+    if _COMPLETION not in kinds:
+        return False
+    if len(kinds) > 1:
+        message = "some environments of the group chat and some have a text completed; make two groups"
+        raise InvalidSpecError([Violation(field="env.message_type", value=", ".join(sorted(kinds)), message=message)])
+    if any(each.tool_defs for each in members):
+        message = "a text that is completed has no tools; leave out the tools, or let the environment chat"
+        raise InvalidSpecError([Violation(field="env.message_type", value=_COMPLETION, message=message)])
+    if renderer:
+        message = "only chats are rendered, and this environment has a text completed; leave the key out"
+        raise InvalidSpecError([Violation(field=f"args.{RENDERER}", value=renderer, message=message)])
+    return True
+
+
+def _members(env: vf.Environment) -> Iterator[vf.Environment]:
+    """The environments that play: those of a group, or the one that there is."""
+    if not isinstance(env, vf.EnvGroup):
+        yield env
+        return
+    for member in env.envs:
+        yield from _members(member)
 
 
 def sampling_args(sampling: Sampling, *, is_external: bool = False) -> dict[str, Any]:

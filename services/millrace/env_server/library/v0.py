@@ -12,7 +12,7 @@ import importlib.util
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING or importlib.util.find_spec("verifiers.legacy") is not None:
-    from verifiers.legacy.clients import Client, OpenAIChatCompletionsClient, resolve_client
+    from verifiers.legacy.clients import Client, OpenAIChatCompletionsClient, OpenAICompletionsClient, resolve_client
     from verifiers.legacy.types import ClientConfig, Response, ResponseMessage, ResponseTokens, ToolCall, Usage
     from verifiers.legacy.utils import response_utils
     from verifiers.legacy.utils.error_utils import ErrorChain
@@ -20,7 +20,7 @@ if TYPE_CHECKING or importlib.util.find_spec("verifiers.legacy") is not None:
 
     RENDERER_CLIENT = "verifiers.legacy.clients.renderer_client"
 else:
-    from verifiers.clients import Client, OpenAIChatCompletionsClient, resolve_client
+    from verifiers.clients import Client, OpenAIChatCompletionsClient, OpenAICompletionsClient, resolve_client
     from verifiers.types import ClientConfig, Response, ResponseMessage, ResponseTokens, ToolCall, Usage
     from verifiers.utils import response_utils
     from verifiers.utils.error_utils import ErrorChain
@@ -38,6 +38,7 @@ __all__ = [
     "ClientConfig",
     "ErrorChain",
     "OpenAIChatCompletionsClient",
+    "OpenAICompletionsClient",
     "Response",
     "ResponseMessage",
     "ResponseTokens",

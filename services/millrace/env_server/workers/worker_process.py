@@ -289,6 +289,7 @@ class WorkerProcess:
             case "ended":
                 answer = self._plays.get(report.ended.play_id)
                 if answer is not None and not answer.done():
+                    # The worker runs foreign code: its rollouts are checked here, and not again before the log.
                     answer.set_result([rollout_from_proto(rollout) for rollout in report.ended.rollouts])
             case other:
                 logger.error("unknown report of an env worker", extra={"worker": self.name, "report": other})

@@ -1,4 +1,4 @@
-"""The choices of one chat as lines, each as soon as it has ended (`rollouts.choices_wire`).
+"""The choices of one request as lines, each as soon as it has ended (`rollouts.choices_wire`).
 
 Rollouts of a group ask the same at the same time: one request costs less than many, and none waits for a longer one.
 """

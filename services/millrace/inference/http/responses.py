@@ -133,8 +133,9 @@ def text_body(
             "logprobs": None,
         }
         if body.logprobs is not None:
-            tokens = _token_names(body, tokenizer, item.generation)
-            choice["logprobs"] = {"tokens": tokens, "token_logprobs": item.generation.logprobs.tolist()}
+            choice["logprobs"] = {choices_wire.LOGPROBS: item.generation.logprobs.tolist()}
+            if not body.stream_choices:  # whose receivers want one column, without a name for every token
+                choice["logprobs"]["tokens"] = _token_names(body, tokenizer, item.generation)
         choice |= _extras(body, item.generation)
         if body.return_token_ids:
             choice["prompt_token_ids"] = list(item.prompt_ids)

@@ -126,6 +126,8 @@ class CompletionCommon(SamplingBody):
     stream_options: StreamOptions | None = None
     return_token_ids: bool = False
     return_tokens_as_token_ids: bool = False
+    stream_choices: bool = False
+    """The answer is a line per choice, as it ends, whatever `stream` says: see `rollouts.choices_wire`."""
 
     @property
     def wants_usage_chunk(self) -> bool:
@@ -144,8 +146,6 @@ class ChatBody(CompletionCommon):
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool = True
     continue_final_message: bool = False
-    stream_choices: bool = False
-    """The answer is a line per choice, as it ends, whatever `stream` says: see `rollouts.choices_wire`."""
 
     @field_validator("tool_choice")
     @classmethod
@@ -167,6 +167,12 @@ class CompletionBody(CompletionCommon):
     logprobs: int | None = Field(default=None, ge=0, le=1)
     prompt_logprobs: PromptLogprobs = None
     add_special_tokens: bool = True
+
+    @model_validator(mode="after")
+    def _lines_have_no_scores(self) -> "CompletionBody":
+        if self.stream_choices and self.prompt_logprobs is not None:
+            raise ValueError("prompt_logprobs cannot come with stream_choices; leave one of them out")
+        return self
 
 
 class GenerateSampling(SamplingBody):

@@ -8,7 +8,7 @@
 | `POST /tokenize` | token ids of a prompt or of a chat |
 | `GET /health`, `GET /metrics` | 200 or 503; Prometheus text |
 
-A client that hangs up cancels its handler, which aborts its requests in the engine. Choices of a chat come one by one
+A client that hangs up cancels its handler, which aborts its requests in the engine. Choices come one by one
 where that is asked for (`choices`). Without a policy every model route answers 503, which OpenAI clients retry.
 
 FastAPI routes, and pydantic reads the bodies, but not by FastAPI's parameters: they would parse 16 MiB on the event
@@ -165,9 +165,7 @@ class HttpApi:
             return responses.chat_body(identity, name, body, tokenizer, completed, parsers=self._parsers)
 
         if body.stream_choices:
-            wanted_ones = self._requests([prompt], body, n=body.n, max_tokens=wanted, status=status, are_one_call=False)
-            generate = partial(self._generate_one, model)
-            return ChoiceLines(wanted_ones, generate, lambda one: whole([one]), is_open=self._is_open)
+            return self._lines(model, [prompt], body, whole, max_tokens=wanted, status=status)
         completed = await self._complete(model, [prompt], body, n=body.n, max_tokens=wanted, status=status)
         answer = await self._respond(completed, lambda: whole(completed), stream=body if body.stream else None)
         answer.headers[choices_wire.HEADER] = choices_wire.LINES
@@ -178,20 +176,29 @@ class HttpApi:
         model, status = self._require(body.model)
         tokenizer = _tokenizer(model)
         prompts = await self._prompts(tokenizer, body, status.max_model_len)
-        wanted = body.max_tokens or _DEFAULT_COMPLETION_TOKENS
+        # null is as far as the context goes, as in vLLM; only what is left out has OpenAI's default.
+        wanted = body.max_tokens if "max_tokens" in body.model_fields_set else _DEFAULT_COMPLETION_TOKENS
+        name = body.model or model.names[0]
+
+        def text_of(completed: list[responses.Completed]) -> dict[str, Any]:
+            return responses.text_body(self._ids.next("cmpl"), name, body, tokenizer, completed)
+
+        if body.stream_choices:
+            return self._lines(model, prompts, body, text_of, max_tokens=wanted, status=status)
         completed = await self._complete(model, prompts, body, n=body.n, max_tokens=wanted, status=status)
         scored: list[Any] = []
         if body.prompt_logprobs is not None:
             scored = [row for prompt in prompts for row in [await self._score(model, prompt)] * body.n]
-        name = body.model or model.names[0]
 
         def whole() -> dict[str, Any]:
-            made = responses.text_body(self._ids.next("cmpl"), name, body, tokenizer, completed)
+            made = text_of(completed)
             for choice, rows in zip(made["choices"], scored, strict=False):  # none where they were not asked for
                 choice["prompt_logprobs"] = rows
             return made
 
-        return await self._respond(completed, whole, stream=body if body.stream else None)
+        answer = await self._respond(completed, whole, stream=body if body.stream else None)
+        answer.headers[choices_wire.HEADER] = choices_wire.LINES
+        return answer
 
     async def generate(self, body: GenerateBody) -> Response:
         """`POST /inference/v1/generate`."""
@@ -322,6 +329,20 @@ class HttpApi:
             except BaseExceptionGroup as errors:
                 raise _first(errors) from None
             return [task.result() for task in tasks]
+
+    def _lines(
+        self,
+        model: ServedModel,
+        prompts: list[list[int]],
+        body: CompletionCommon,
+        whole: Callable[[list[responses.Completed]], dict[str, Any]],
+        *,
+        max_tokens: int | None,
+        status: EngineStatus,
+    ) -> ChoiceLines:
+        """The same, each as a line of its own as soon as it has ended."""
+        wanted = self._requests(prompts, body, n=body.n, max_tokens=max_tokens, status=status, are_one_call=False)
+        return ChoiceLines(wanted, partial(self._generate_one, model), lambda one: whole([one]), is_open=self._is_open)
 
     async def _encode_chat(
         self,

@@ -26,7 +26,11 @@ STREAM = {"stream": True, "stream_options": {"include_usage": True}}
 TOKENS = {"token_ids": [1, 2], "sampling_params": {"max_tokens": 2, "n": 2, "stop_token_ids": [5]}}
 HTTP_BODIES: dict[str, list[dict[str, Any]]] = {
     "/v1/chat/completions": [{**CHAT, "logprobs": True}, {**CHAT, **STREAM, "tools": [TOOL]}],
-    "/v1/completions": [{**TEXT, "prompt": ["a", "b"]}, {"prompt": [1, 2, 3], "max_tokens": 2, **STREAM}],
+    "/v1/completions": [
+        {**TEXT, "prompt": ["a", "b"]},
+        {"prompt": [1, 2, 3], "max_tokens": 2, **STREAM},
+        {"prompt": "a", "max_tokens": None, "n": 2, "logprobs": 0, "stream_choices": True},
+    ],
     "/inference/v1/generate": [TOKENS],
     "/tokenize": [{"prompt": "abc"}, {"messages": CHAT["messages"], "return_token_strs": True}],
 }
