@@ -4,13 +4,19 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import verifiers as vf
+from datasets import Dataset
 
+from millrace.env_server.adapters.v0 import V0Adapter
 from millrace.internal.v1 import policy_service_pb2 as pb
+from millrace.rollouts.requests import EnvSpec, PlayRequest, Sampling
+from millrace.rollouts.types import PolicySpan, Purpose, RolloutStatus
 from millrace.storage.local import LocalStore
 from millrace_testing.inference import published, vllm_server
 
@@ -24,7 +30,7 @@ FLAGS = {
     "block_size": 32,
     "enable_prompt_tokens_details": True,
 }
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.timeout(300), pytest.mark.filterwarnings("ignore:message_type is deprecated")]
 
 
 class Run:
@@ -124,6 +130,34 @@ async def test_each_update_is_computed_with_on_every_route(served: Any, run: Run
         for index in range(2):
             tokens, spans = joined(events, index)
             assert len(tokens) == 8 and spans == [{"lineage": 0, "version": 3, "start": 0, "end": 8}]
+
+
+async def test_an_environment_that_has_a_text_completed_gets_exact_tokens(server: Any, served: Any, run: Run) -> None:
+    tasks = Dataset.from_list([{"prompt": "abc", "answer": ""}])
+    module = ModuleType("completing")
+    module.load_environment = lambda: vf.SingleTurnEnv(  # type: ignore[attr-defined]
+        dataset=tasks, eval_dataset=tasks, message_type="completion", rubric=vf.Rubric([lambda **_: 1.0])
+    )
+    adapter = V0Adapter.load(EnvSpec(id="completing"), module, {})
+    await adapter.start()
+    asked = [
+        PlayRequest(
+            run_uid="u", purpose=Purpose.TRAIN, ordinal=0, members=[member], group_size=3, env=EnvSpec(id="completing"),
+            base_url=f"{server.http}/v1", task_index=0, model="policy",
+            sampling=Sampling(temperature=1.0, max_tokens=max_tokens, extra_body_json='{"ignore_eos": true}'),
+        )
+        for member, max_tokens in enumerate((8, 8, None))
+    ]  # fmt: skip
+    played = await asyncio.gather(*(adapter.play(each, tokenizer_dir="") for each in asked))
+    await adapter.close()
+    for [outcome], request in zip(played, asked, strict=True):
+        assert outcome.status is RolloutStatus.OK, outcome
+        [sample] = outcome.samples
+        count, tokens = sample.loss_mask.tolist().index(True), sample.token_ids.tolist()
+        assert len(tokens) == (FLAGS["max_model_len"] if request.sampling.max_tokens is None else count + 8)
+        expected = published.logprobs(run.models[0], tokens[:count], tokens[count:])
+        np.testing.assert_allclose(sample.inference_logprobs[count:], expected, atol=GAP)
+        assert sample.policy_spans == (PolicySpan(lineage=0, version=0, start=count, end=len(tokens)),)
 
 
 async def test_a_stream_says_at_its_end_which_policy_made_which_token(served: Any, run: Run) -> None:

@@ -62,6 +62,9 @@ class EngineLostError(vf.ModelError):
         super().__init__(f"{ENGINE_LOST_MARK} {message}")
 
 
+_BEYOND_ANY_CONTEXT = 2**31 - 1
+
+
 class RetryLog:
     """How many tries of each rollout had to be repeated, until its adapter takes the number."""
 
@@ -272,8 +275,8 @@ class LeanCompletionsClient(LeanClient):
         """The request: what the environment asks for, and always the exact tokens."""
         args = {key: value for key, value in sampling_args.items() if value is not None}
         extra_body = args.pop("extra_body", None) or {}
-        # Left out, it would be 16 tokens; null is whatever fits, which is what a chat gets.
-        body = {"model": model, "prompt": prompt, "max_tokens": None, **args, **extra_body}
+        # Left out, or null, it would be 16 tokens. A chat gets whatever fits, and our engines cut this one to that.
+        body = {"model": model, "prompt": prompt, "max_tokens": _BEYOND_ANY_CONTEXT, **args, **extra_body}
         return body | {"logprobs": 0, "return_token_ids": True, "return_tokens_as_token_ids": True}
 
     async def get_native_response(  # type: ignore[override]

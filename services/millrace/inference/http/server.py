@@ -176,8 +176,7 @@ class HttpApi:
         model, status = self._require(body.model)
         tokenizer = _tokenizer(model)
         prompts = await self._prompts(tokenizer, body, status.max_model_len)
-        # null is as far as the context goes, as in vLLM; only what is left out has OpenAI's default.
-        wanted = body.max_tokens if "max_tokens" in body.model_fields_set else _DEFAULT_COMPLETION_TOKENS
+        wanted = body.max_tokens or _DEFAULT_COMPLETION_TOKENS
         name = body.model or model.names[0]
 
         def text_of(completed: list[responses.Completed]) -> dict[str, Any]:

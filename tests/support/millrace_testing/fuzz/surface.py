@@ -29,7 +29,7 @@ HTTP_BODIES: dict[str, list[dict[str, Any]]] = {
     "/v1/completions": [
         {**TEXT, "prompt": ["a", "b"]},
         {"prompt": [1, 2, 3], "max_tokens": 2, **STREAM},
-        {"prompt": "a", "max_tokens": None, "n": 2, "logprobs": 0, "stream_choices": True},
+        {"prompt": "a", "max_tokens": 2, "n": 2, "logprobs": 0, "stream_choices": True},
     ],
     "/inference/v1/generate": [TOKENS],
     "/tokenize": [{"prompt": "abc"}, {"messages": CHAT["messages"], "return_token_strs": True}],

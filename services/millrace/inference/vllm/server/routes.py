@@ -109,9 +109,11 @@ async def chat(request: ChatCompletionRequest, raw_request: Request) -> Response
 @with_cancellation
 @load_aware_call
 async def completions(request: CompletionRequest, raw_request: Request) -> Response:
-    """OpenAI's completions."""
+    """OpenAI's completions. `max_tokens` beyond the context is cut to it, where vLLM alone would refuse it."""
+    room = _room(raw_request)
     limits.check_stops(request.stop)
-    limits.check_prompt(request.prompt, request.n or 1, _room(raw_request))
+    limits.check_prompt(request.prompt, request.n or 1, room)
+    request.max_tokens = min(request.max_tokens, room)
     serving = raw_request.app.state.openai_serving_completion
     return await _serve(raw_request, lambda: serving.create_completion(request, raw_request), _Spans.of(request))
 
