@@ -278,13 +278,17 @@ def measure_all(waiting: list[Cell], *, jobs: int, peers_python: str | None) -> 
     """Records of cells as they get done: `jobs` side by side, as far as memory allows."""
     allowed = MEMORY_SHARE * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     running: dict[Future[dict[str, Any]], Cell] = {}
+
+    def takes_all(cell: Cell) -> bool:
+        return bytes_of(cell) > allowed / 2
+
     with ThreadPoolExecutor(jobs) as pool:
         while waiting or running:
             free = allowed - sum(map(bytes_of, running.values()))
-            fitting = [cell for cell in waiting if not running or bytes_of(cell) <= free]
-            if fitting and len(running) < jobs:
+            fitting = [cell for cell in waiting if not running or (not takes_all(cell) and bytes_of(cell) <= free)]
+            if fitting and len(running) < jobs and not any(map(takes_all, running.values())):
                 waiting.remove(fitting[0])
-                threads = (os.cpu_count() or 1) if bytes_of(fitting[0]) > allowed / 2 else 1
+                threads = (os.cpu_count() or 1) if takes_all(fitting[0]) else 1
                 progress(f"{' '.join(_name(fitting[0]))}, {bytes_of(fitting[0]) / 2**30:.1f} GiB")
                 running[pool.submit(measure_cell, fitting[0], peers_python, threads)] = fitting[0]
                 continue
@@ -314,7 +318,9 @@ def main() -> None:
     path = RESULTS / "trainer.jsonl"
     records = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
     asked = list(cells(options))
-    done = [record["cell"] for record in records if not record["errors"]]
+    done = [
+        each["cell"] for each in records if not each["errors"] and (len(each["turns"]) > 2 or not options.peers_python)
+    ]
     waiting = [cell for cell in asked if cell not in done]
     for found in measure_all(waiting, jobs=jobs, peers_python=options.peers_python):
         records = [record for record in records if record["cell"] != found["cell"]] + [found]

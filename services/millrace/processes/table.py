@@ -157,16 +157,24 @@ class Table:
 
 
 def kill_session(leader: int) -> None:
-    """SIGKILL a session and its descendants, those that they start meanwhile included (blocking, milliseconds)."""
-    ended: dict[int, int] = {}
+    """SIGKILL a session and its descendants, those that they start meanwhile included (blocking, milliseconds).
+
+    They are stopped before: whoever left the session is found by its parent alone, so that none may die that still
+    starts others.
+    """
+    known: dict[int, int] = {}
     # unregistered wait: between looks at processes that were just ended, for a fifth of a second in all
-    for _ in range(_MAX_ROUNDS):
+    for number in range(_MAX_ROUNDS):
         table = Table()
-        again = [pid for pid, started in ended.items() if pid in table.seen and table.seen[pid].started == started]
+        again = [pid for pid, started in known.items() if pid in table.seen and table.seen[pid].started == started]
         found = {*table.of(leader), *again}
         if not found:
             return
-        ended |= {pid: table.seen[pid].started for pid in found}
+        news = {pid for pid in found if known.get(pid) != table.seen[pid].started}
+        known |= {pid: table.seen[pid].started for pid in found}
+        if news and number < _MAX_ROUNDS // 2:
+            send(news, signal.SIGSTOP)
+            continue
         send(found, signal.SIGKILL)
         time.sleep(_ROUND_S)
 

@@ -95,7 +95,7 @@ async def test_the_command_prints_an_address_that_logs_in(served):
     assert done.exit_code == 0, done.output
     path = done.output.strip().removeprefix(served.url)
     status, headers, _ = await asyncio.to_thread(served.ask, path)
-    assert (status, headers["location"]) == (303, "/")
+    assert status == 200 and "set-cookie" in headers
 
 
 async def test_the_code_is_not_on_the_command_line_of_the_browser(served, tmp_path):
@@ -113,7 +113,17 @@ async def test_the_code_is_not_on_the_command_line_of_the_browser(served, tmp_pa
         assert address not in seen.read_text() and f"url={address}" in page.read_text()
         assert page.stat().st_mode & 0o777 == 0o600
     status, headers, _ = await asyncio.to_thread(served.ask, address.removeprefix(served.url))
-    assert (status, headers["location"]) == (303, "/")
+    assert status == 200 and "set-cookie" in headers
+
+
+async def test_a_home_that_cannot_be_written_leaves_the_browser_closed(served, tmp_path):
+    seen, cache = tmp_path / "seen", tmp_path / "file"
+    cache.write_text("")
+    environ = {**os.environ, "BROWSER": f"touch {seen} %s", "XDG_CACHE_HOME": str(cache)}
+    command = [sys.executable, "-m", "millrace.cli.main", "dashboard", "--url", served.url, "--browser"]
+    done = await asyncio.to_thread(subprocess.run, command, env=environ, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0 and done.stdout.startswith(served.url) and not seen.exists()
+    assert "open the address yourself" in done.stderr
 
 
 def test_the_command_says_what_is_missing(tmp_path):

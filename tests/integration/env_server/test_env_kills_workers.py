@@ -107,6 +107,14 @@ async def test_an_environment_of_which_most_tasks_kill_is_given_up(starter: Work
         await until(lambda: not pool.num_workers, timeout_s=120)
 
 
+async def test_a_worker_that_answers_for_another_run_is_ended(starter: WorkerStarter, engine: Any) -> None:
+    async with opened(starter, [{"mode": "impostor"}, {"mode": "slow"}]) as pool:
+        rollout = await play(pool, engine, 0)
+        assert (rollout.run_uid, rollout.status) == ("r-hungry", DIED)
+        assert "it answered with other rollouts than those of group 0" in rollout.error.message
+        assert (await play(pool, engine, 1)).status == OK
+
+
 async def test_eight_gigabytes_at_once_fail_that_rollout_alone(limited: WorkerStarter, engine: Any) -> None:
     async with opened(limited, [{"mode": "allocate", "bytes": 8 * GIB}, {"mode": "slow"}]) as pool:
         [greedy, other] = await asyncio.gather(play(pool, engine, 0), play(pool, engine, 1))

@@ -2,10 +2,13 @@
 
 import asyncio
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
+from uuid import uuid4
 
+import psutil
 import pytest
 
 from millrace.env_server.isolation import census
@@ -81,3 +84,31 @@ async def test_children_that_left_the_session_are_counted_and_ended() -> None:
     for pid in usage.pids:
         stat = Path(f"/proc/{pid}/stat")
         assert not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] == "Z"
+
+
+async def test_no_child_is_left_of_a_process_that_starts_others_while_it_is_ended() -> None:
+    """Each leaves the session: whoever is started behind the last look would be nobody's once its parent is dead."""
+    mark = f"sleeper-{uuid4().hex}"
+    sleeper = f"import time; time.sleep(120)  # {mark}"
+    code = (
+        "import os, sys\n"
+        "for number in range(400):\n"
+        "    if number == 30: print('up', flush=True)\n"
+        f"    os.posix_spawn(sys.executable, [sys.executable, '-S', '-c', {sleeper!r}], os.environ, setsid=True)\n"
+        "os.wait()\n"
+    )
+    leader = subprocess.Popen([sys.executable, "-S", "-c", code], stdout=subprocess.PIPE, start_new_session=True)
+
+    def sleepers() -> list[int]:
+        found = [p for p in psutil.process_iter(["cmdline", "status"]) if mark in " ".join(p.info["cmdline"] or [])]
+        return [p.pid for p in found if p.info["status"] != psutil.STATUS_ZOMBIE and p.pid != leader.pid]
+
+    try:
+        assert leader.stdout is not None
+        await asyncio.to_thread(leader.stdout.readline)
+        await asyncio.to_thread(kill_session, leader.pid)
+        leader.wait(timeout=60)
+        assert sleepers() == []
+    finally:
+        for pid in sleepers():
+            os.kill(pid, signal.SIGKILL)

@@ -88,11 +88,11 @@ async def test_a_prompt_is_rendered_once_and_each_gets_lists_of_its_own() -> Non
 
 
 async def test_prompts_are_kept_up_to_a_number_of_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rendering, "KEPT_TOKENS", 300)
+    monkeypatch.setattr(rendering, "KEPT_TOKENS", 450)
     kept = rendering.KeptPrompts(_render)
     for text in ("a" * 100, "b" * 100, "a" * 100, "c" * 100):
         kept(text)
-    assert kept.num_tokens <= 300
+    assert kept.num_tokens <= 450
     kept("a" * 100)
     assert kept.was_known, "it was asked for later than the other"
     kept("b" * 100)

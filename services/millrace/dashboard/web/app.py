@@ -157,13 +157,21 @@ class Dashboard:
 
     async def _login(self, code: str) -> Response:
         secret = self._sessions.redeem(code)
-        return self._file("login.html", 403) if secret is None else self._let_in(secret, to="/")
+        if secret is None:
+            return self._file("login.html", 403)
+        # A redirect would still be the request of the page that led here, and not have our cookie, which is strict.
+        response = _Answer(b'<!doctype html><meta http-equiv="refresh" content="0; url=/">', 200)
+        response.headers["Content-Type"] = "text/html; charset=utf-8"
+        self._set_cookie(response, secret)
+        return response
 
     async def _login_by_form(self, request: Request) -> Response:
         """A token that somebody types into the page, where no command line is at hand."""
         body = await _body(request)
         grant = self._guard.bearer([f"Bearer {body.get('token', '')}"])
-        return self._let_in(self._sessions.open(grant), to="")
+        response = _Answer(b"{}")
+        self._set_cookie(response, self._sessions.open(grant))
+        return response
 
     async def _logout(self, request: Request) -> Response:
         self._sessions.end(self._writer(request).secret)
@@ -189,13 +197,6 @@ class Dashboard:
             return self._file("login.html", 401)
         response = self._file("index.html", 200)
         self._set_cookie(response, self._sessions.open(self._guard.bearer([])))
-        return response
-
-    def _let_in(self, secret: str, *, to: str) -> Response:
-        response = _Answer(b"{}") if not to else _Answer(b"", 303)
-        if to:
-            response.headers["Location"] = to
-        self._set_cookie(response, secret)
         return response
 
     def _set_cookie(self, response: Response, secret: str) -> None:

@@ -173,12 +173,12 @@ class V0Adapter:
 def _completes_text(env: vf.Environment, *, renderer: str) -> bool:
     """Whether the policy completes texts there. InvalidSpecError for what could not be played."""
     members = list(_members(env))
-    kinds = {str(getattr(each, "message_type", "chat")) for each in members}
-    if _COMPLETION not in kinds:
+    num_completing = sum(getattr(each, "message_type", "chat") == _COMPLETION for each in members)
+    if not num_completing:
         return False
-    if len(kinds) > 1:
+    if num_completing < len(members):
         message = "some environments of the group chat and some have a text completed; make two groups"
-        raise InvalidSpecError([Violation(field="env.message_type", value=", ".join(sorted(kinds)), message=message)])
+        raise InvalidSpecError([Violation(field="env.message_type", value=_COMPLETION, message=message)])
     if any(each.tool_defs for each in members):
         message = "a text that is completed has no tools; leave out the tools, or let the environment chat"
         raise InvalidSpecError([Violation(field="env.message_type", value=_COMPLETION, message=message)])

@@ -13,9 +13,9 @@ class DeathCause(Enum):
     """Who ended a worker."""
 
     ITSELF = "itself"
-    """Its own code: an exit, a crash, a closed socket."""
+    """Its own code: an exit, a crash, a closed socket, or answers that were none."""
     BLOCKED = "blocked"
-    """We did: its event loop did not answer after a rollout's deadline, or its frames were no messages."""
+    """We did: its event loop did not answer after a rollout's deadline."""
     LIMIT = "limit"
     """We did: the environment took more memory or started more processes than it may."""
     FROZEN = "frozen"

@@ -9,6 +9,7 @@ Members of a group begin with the same messages: what was rendered of late is ke
 
 import copy
 import functools
+import hashlib
 import time
 from collections import OrderedDict
 from collections.abc import Callable
@@ -25,7 +26,9 @@ _TOOK, _FORGOTTEN = "millrace_took_s", 0.9
 
 
 KEPT_TOKENS = 1 << 19
-"""Per renderer, 20 to 50 MB; a renderer has one tokenizer and one template, so that messages and tools are the key."""
+"""Per renderer, at most 50 MB; a renderer has one tokenizer and one template, so messages and tools are the key."""
+_TOKENS_OF_AN_ENTRY = 64
+"""What key and objects of a prompt weigh, as tokens do."""
 
 
 class KeptPrompts:
@@ -41,7 +44,8 @@ class KeptPrompts:
     def __call__(self, messages: Any, **options: Any) -> Any:
         """As the renderer's own."""
         try:
-            key = orjson.dumps([messages, options])  # in their order, which templates may write
+            # In their order, which templates may write. The text itself may be longer than what is rendered of it.
+            key = hashlib.sha256(orjson.dumps([messages, options])).digest()
         except TypeError:  # what is no plain data is rendered each time
             return self._render(messages, **options)
         found = self._kept.get(key)
@@ -51,9 +55,9 @@ class KeptPrompts:
             if found.multi_modal_data is not None:
                 return found
             self._kept[key] = found
-            self.num_tokens += len(found.token_ids)
+            self.num_tokens += len(found.token_ids) + _TOKENS_OF_AN_ENTRY
             while self.num_tokens > KEPT_TOKENS:
-                self.num_tokens -= len(self._kept.popitem(last=False)[1].token_ids)
+                self.num_tokens -= len(self._kept.popitem(last=False)[1].token_ids) + _TOKENS_OF_AN_ENTRY
         else:
             self._kept.move_to_end(key)
         made = copy.copy(found)

@@ -47,6 +47,26 @@ DEFAULT_FROZEN_S = 20.0
 _FROZEN_LOADING_S = 60.0
 
 
+@dataclass(frozen=True, slots=True)
+class _Play:
+    """What a worker is to play, and who waits for it."""
+
+    request: PlayRequest
+    answer: asyncio.Future[list[Rollout]]
+
+    def checked(self, ended: env_worker_pb2.PlayEnded) -> list[Rollout]:
+        """The rollouts, one per member. A worker runs foreign code: they are checked here, and not again up to the log.
+
+        CorruptObjectError if they are damaged, or not what was asked for.
+        """
+        asked, rollouts = self.request, [rollout_from_proto(rollout) for rollout in ended.rollouts]
+        same = (asked.run_uid, asked.purpose, asked.eval_id, asked.ordinal, asked.attempt)
+        wanted = [(*same, member) for member in asked.members]
+        if [(r.run_uid, r.purpose, r.eval_id, r.ordinal, r.attempt, r.member) for r in rollouts] != wanted:
+            raise CorruptObjectError(f"it answered with other rollouts than those of group {asked.ordinal}")
+        return rollouts
+
+
 @dataclass(eq=False, kw_only=True)
 class WorkerProcess:
     """A running worker, made by `spawn`; `loaded` and `wait_ended` say where it is."""
@@ -67,7 +87,7 @@ class WorkerProcess:
     """Most memory that was seen of it."""
     loaded: asyncio.Future[LoadedEnv] = field(init=False)
     _ended: asyncio.Event = field(default_factory=asyncio.Event, init=False)
-    _plays: dict[int, asyncio.Future[list[Rollout]]] = field(default_factory=dict, init=False)
+    _plays: dict[int, _Play] = field(default_factory=dict, init=False)
     _next_play_id: int = field(default=1, init=False)
     _is_closing: bool = field(default=False, init=False)
     _killed: tuple[DeathCause, str] | None = field(default=None, init=False)
@@ -153,7 +173,7 @@ class WorkerProcess:
             raise WorkerDiedError(f"worker {self.name} died: {how}", Death(cause=DeathCause.ASKED, how=how))
         play_id, self._next_play_id = self._next_play_id, self._next_play_id + 1
         answer: asyncio.Future[list[Rollout]] = asyncio.get_running_loop().create_future()
-        self._plays[play_id] = answer
+        self._plays[play_id] = _Play(request, answer)
         try:
             engine_token_for_workers().refresh()
             if self.door is not None:
@@ -256,7 +276,7 @@ class WorkerProcess:
             while (report := await read_frame(self.reader, env_worker_pb2.WorkerReport)) is not None:
                 self._take(report)
         except CorruptObjectError as error:
-            self.kill(str(error))
+            self.kill(str(error), DeathCause.ITSELF)
         finally:
             await self._reap()
             self._end()
@@ -287,10 +307,9 @@ class WorkerProcess:
                 if not self.loaded.done():
                     self.loaded.set_exception(EnvLoadError(report.failed.error_type, report.failed.error_message))
             case "ended":
-                answer = self._plays.get(report.ended.play_id)
-                if answer is not None and not answer.done():
-                    # The worker runs foreign code: its rollouts are checked here, and not again before the log.
-                    answer.set_result([rollout_from_proto(rollout) for rollout in report.ended.rollouts])
+                playing = self._plays.get(report.ended.play_id)
+                if playing is not None and not playing.answer.done():
+                    playing.answer.set_result(playing.checked(report.ended))
             case other:
                 logger.error("unknown report of an env worker", extra={"worker": self.name, "report": other})
 
@@ -305,7 +324,7 @@ class WorkerProcess:
             message = f"the environment's process ended while loading: {death.how}"
             self.loaded.set_exception(EnvLoadError("WorkerDied", message, is_from_outside=death.is_from_outside))
         self.loaded.exception()  # retrieved: nobody may be waiting for it any more
-        for answer in self._plays.values():
-            if not answer.done():
-                answer.set_exception(WorkerDiedError(f"worker {self.name} died: {death.how}", death))
+        for playing in self._plays.values():
+            if not playing.answer.done():
+                playing.answer.set_exception(WorkerDiedError(f"worker {self.name} died: {death.how}", death))
         logger.info("env worker ended", extra={"worker": self.name, "how": death.how})

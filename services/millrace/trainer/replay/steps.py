@@ -45,6 +45,7 @@ from millrace.trainer.losses import LossFunction
 from millrace.trainer.losses.custom import load_custom_loss
 from millrace.trainer.losses.regularizers import regularized
 from millrace.trainer.model.pretrained import policy_tensors, resolve_model_directory
+from millrace.trainer.model.shortage import shortage_named
 from millrace.trainer.replay.report import ReplayReport, TensorDifference
 
 OnStep = Callable[[int, int], None]
@@ -152,7 +153,7 @@ def replay(
     """
     disable_progress_bar()  # the bar of loading the model would stand between the lines of the steps
     loss_of = partial(regularized, load_custom_loss(loss, EVERYTHING, field="--loss")) if loss else None
-    with Replayer.open(store, names, step=step) as replayer:
+    with shortage_named("replay the step"), Replayer.open(store, names, step=step) as replayer:
         published = _published(store, names, version=step + 1)
         if published is None and loss_of is None:
             raise InvalidStateError(

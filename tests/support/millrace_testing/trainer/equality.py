@@ -72,8 +72,9 @@ class Row:
 
     def is_within(self, times: float = 1.0) -> bool:
         """Whether no difference is larger than its limit, taken so many times."""
-        worst = max(self.loss, self.grad_norm, self.policy, self.resumed, self.back)
-        return worst <= times * LIMITS[self.kind] and self.logprobs <= times * LOGPROB_LIMITS[self.kind]
+        differences = (self.loss, self.grad_norm, self.policy, self.resumed, self.back)
+        are_small = all(each <= times * LIMITS[self.kind] for each in differences)  # which nan is not
+        return are_small and self.logprobs <= times * LOGPROB_LIMITS[self.kind]
 
 
 def fits(model: str, kind: str, layout: str) -> bool:
@@ -222,7 +223,7 @@ def difference(output: Path, expected: Path) -> float:
     """The largest difference of two policies, in parts of each tensor's largest value."""
     ours, theirs = policy_of(output), policy_of(expected)
     assert ours.keys() == theirs.keys()
-    return max(float(np.abs(ours[name] - values).max() / np.abs(values).max()) for name, values in theirs.items())
+    return float(np.max([np.abs(ours[name] - values).max() / np.abs(values).max() for name, values in theirs.items()]))
 
 
 def policy_of(output: Path) -> dict[str, np.ndarray]:
