@@ -1,6 +1,7 @@
 """What a rollout of the demo costs: CPU milliseconds by process, between two steps of one run, without its start.
 
-    python benchmarks/rollout_cost.py [--quick] [--repeats 2] [--steps 80] [--model DIR] [--profile]
+    python benchmarks/rollout_cost.py [--quick] [--repeats 2] [--steps 80] [--async-level 1] [--model DIR]
+        [--profile]
 
 `millrace rl` with the files of examples/reverse_text: 256 rollouts a step, two evaluations left out. CPU seconds, user
 and system, of every process are read when step 10 has ended and when the last but five has; the difference, divided by
@@ -53,11 +54,12 @@ class Cost:
     """The share that is left if all cores work all the time: 1 - (a step's time without waiting) * cores / CPU."""
 
 
-def measure_run(checkout: Checkout, place: Path, name: str, steps: int) -> Cost:
+def measure_run(checkout: Checkout, place: Path, name: str, steps: int, async_level: int) -> Cost:
     """One run of so many steps."""
     seen: list[tuple[int, float, Mapping[str, float]]] = []
     metrics = place / "outputs" / name / "metrics.jsonl"
     words = [*checkout.train, "--max-steps", str(steps), "--orchestrator.eval.interval", str(steps), "--name", name]
+    words += ["--async-level", str(async_level)]
     with checkout.command(*words) as process:
         ends = time.monotonic() + LONGEST_S
         for wanted in (FIRST, steps - BEFORE_LAST):
@@ -121,7 +123,7 @@ def render_profiles(samples: Path) -> str:
     return "\n".join(tables)
 
 
-def measure(repeats: int, steps: int, *, model: Path | None, is_profiled: bool) -> str:
+def measure(repeats: int, steps: int, *, async_level: int, model: Path | None, is_profiled: bool) -> str:
     """The report as Markdown."""
     with tempfile.TemporaryDirectory(prefix="millrace-rollout-cost-") as directory:
         place = Path(directory)
@@ -141,10 +143,10 @@ def measure(repeats: int, steps: int, *, model: Path | None, is_profiled: bool) 
         runs = []
         for number in range(repeats):
             progress(f"run {number + 1} of {repeats}, {steps} steps")
-            runs.append(measure_run(checkout, place, f"cost-{number}", steps))
+            runs.append(measure_run(checkout, place, f"cost-{number}", steps, async_level))
         if is_profiled:
             profiles = "\n" + render_profiles(place / "sampling" / "samples")
-    between = f"steps {FIRST} to {steps - BEFORE_LAST} of {steps}, medians of {repeats}"
+    between = f"async level {async_level}, steps {FIRST} to {steps - BEFORE_LAST} of {steps}, medians of {repeats}"
     return f"## A rollout of the demo, {between}\n\n{machine()}\n\n{render(runs)}\n{profiles}"
 
 
@@ -153,12 +155,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--steps", type=int, default=80)
+    parser.add_argument("--async-level", type=int, default=1)
     parser.add_argument("--quick", action="store_true", help="once, 20 steps")
     parser.add_argument("--profile", action="store_true", help="where each process spends it")
     parser.add_argument("--model", type=Path, help="a model that is there, instead of making one")
     options = parser.parse_args()
     repeats, steps = (1, 20) if options.quick else (options.repeats, options.steps)
-    print(measure(repeats, steps, model=options.model, is_profiled=options.profile))
+    level = options.async_level
+    print(measure(repeats, steps, async_level=level, model=options.model, is_profiled=options.profile))
 
 
 if __name__ == "__main__":

@@ -263,6 +263,7 @@ def _rows(record: dict[str, Any]) -> Iterator[list[Any]]:
         phases = ", ".join(f"{median(each['phases'][name] for each in turns):.3f}" for name in turns[0]["phases"])
         yield [
             *_name(record["cell"]),
+            record["threads"],
             who,
             str(len(turns)),
             f"{wall:,.0f}",
@@ -271,7 +272,7 @@ def _rows(record: dict[str, Any]) -> Iterator[list[Any]]:
             phases,
         ]
     for who, error in record["errors"].items():
-        yield [*_name(record["cell"]), record["threads"], who, error, "", "", "", ""]
+        yield [*_name(record["cell"]), record["threads"], who, "", error, "", "", ""]
 
 
 def measure_all(waiting: list[Cell], *, jobs: int, peers_python: str | None) -> Iterator[dict[str, Any]]:

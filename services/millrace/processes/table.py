@@ -159,8 +159,8 @@ class Table:
 def kill_session(leader: int) -> None:
     """SIGKILL a session and its descendants, those that they start meanwhile included (blocking, milliseconds).
 
-    They are stopped before: whoever left the session is found by its parent alone, so that none may die that still
-    starts others.
+    They are stopped before: a process that left the session is found by its parent alone, so that none may die that
+    still starts others.
     """
     known: dict[int, int] = {}
     # unregistered wait: between looks at processes that were just ended, for a fifth of a second in all
