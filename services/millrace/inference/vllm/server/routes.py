@@ -113,7 +113,8 @@ async def completions(request: CompletionRequest, raw_request: Request) -> Respo
     room = _room(raw_request)
     limits.check_stops(request.stop)
     limits.check_prompt(request.prompt, request.n or 1, room)
-    request.max_tokens = min(request.max_tokens, room)
+    if request.max_tokens is not None:
+        request.max_tokens = min(request.max_tokens, room)
     serving = raw_request.app.state.openai_serving_completion
     return await _serve(raw_request, lambda: serving.create_completion(request, raw_request), _Spans.of(request))
 
