@@ -210,6 +210,7 @@ def write_report(records: Sequence[dict[str, Any]]) -> None:
     named = ["model", "longest", "vocabulary", "lengths"]
     against = [f"{what} of {who}" for what in ("speed", "memory") for who in ("limit", "Trainer", "TRL")]
     turns = [
+        "threads",
         "who",
         "turns",
         "tokens/s",
