@@ -47,6 +47,8 @@ from millrace.rollouts import choices_wire
 logger = logging.getLogger(__name__)
 
 _SHOWN_CHARS = 300
+_BEYOND_ANY_CONTEXT = 2**31 - 1
+"""`max_tokens` of a completion without a limit: the longest that a request may ask for, which our engines cut."""
 _FINISH_REASONS = frozenset({"stop", "length", "tool_calls"})
 _TOO_LONG = ("context length", "maximum model length", "prompt_too_long", "exceeded model", "configured limit")
 
@@ -60,9 +62,6 @@ class EngineLostError(vf.ModelError):
 
     def __init__(self, message: str) -> None:
         super().__init__(f"{ENGINE_LOST_MARK} {message}")
-
-
-_BEYOND_ANY_CONTEXT = 2**31 - 1
 
 
 class RetryLog:

@@ -43,7 +43,7 @@ def dashboard(url: str | None, directory: Path, browser: bool | None) -> None:
     if browser or (browser is None and sys.stdout.isatty()):
         try:
             page = _page_that_leads_to(address)
-        except OSError as error:
+        except (OSError, RuntimeError) as error:  # RuntimeError: nobody knows where home is
             click.echo(f"no page for the browser can be written ({error}): open the address yourself", err=True)
         else:
             webbrowser.open(page.as_uri())
@@ -52,8 +52,9 @@ def dashboard(url: str | None, directory: Path, browser: bool | None) -> None:
 def _page_that_leads_to(address: str) -> Path:
     """A file that only this user reads: a browser's command line, which all users see, must not have the code in it."""
     cache = Path(os.environ.get("XDG_CACHE_HOME", ""))
-    home = Path(os.environ.get("HOME") or "/nonexistent")  # as for a relative cache, which the specification ignores
-    page = (cache if cache.is_absolute() else home / ".cache") / "millrace" / "login.html"
+    if not cache.is_absolute():  # a relative one is to be ignored
+        cache = Path.home() / ".cache"
+    page = cache / "millrace" / "login.html"
     page.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     page.unlink(missing_ok=True)  # of the last time, when its code was spent
     where = html.escape(address, quote=True)
