@@ -14,9 +14,10 @@ longest, which it pads, without its generation; without --peers-python these two
 or with --device cuda in bfloat16 with float32 weights, where time is wall time and memory the allocator's. A step of
 short samples warms up, on a GPU three steps like the others.
 
-One cell is a model, a longest sample, a vocabulary and a kind of lengths. Its contenders stay in memory and take turns
-of one step, round by round, so that all of them see the machine in the same state. Cells run side by side on one thread
-each, one per core; one that takes more than half of the memory runs alone on all cores. A cell that is done is appended
+One cell is a model, a longest sample, a vocabulary and a kind of lengths. Its contenders take turns of one step, round
+by round, so that all of them see the machine in the same state. Cells run side by side on one thread each, one per
+core, and their contenders stay in memory; one that takes more than half of the memory runs alone on all cores, and its
+contenders start anew for each turn. A cell that is done is appended
 to `trainer.jsonl` among the results, and a run that is started again goes on behind it; `trainer.md` is made from it.
 CPU seconds tell more than wall time on a shared machine.
 """
@@ -54,7 +55,7 @@ SHAPES: dict[str, dict[str, int]] = {
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 512, "decoder_sparse_step": 1}
 PROFILED_SEQ_LEN = 512
 MEMORY_SHARE = 0.85
-"""Of the machine's, for all cells that run side by side."""
+"""Of the machine's."""
 
 Cell = dict[str, Any]
 
@@ -86,7 +87,7 @@ def cells(options: argparse.Namespace) -> Iterator[Cell]:
 
 
 def bytes_of(cell: Cell) -> int:
-    """Roughly what the contenders of a cell take together: weights and moments each; one has gradients and logits."""
+    """Roughly what the contenders of a cell take together: those that wait keep what they have needed at most."""
     shape = SHAPES[cell["model"]]
     experts = EXPERTS["num_experts"] * 3 * shape["hidden_size"] * EXPERTS["moe_intermediate_size"]
     dense = 3 * shape["hidden_size"] * shape["intermediate_size"]
@@ -94,7 +95,17 @@ def bytes_of(cell: Cell) -> int:
     parameters = cell["vocabulary"] * shape["hidden_size"] + shape["num_hidden_layers"] * layer
     tokens = max(cell["seq_len"], min(cell["tokens"], 4096))
     activations = tokens * shape["num_hidden_layers"] * shape["hidden_size"] * 4 * 40
-    return 3 * (12 * parameters + 2**29) + 4 * parameters + 4 * 4 * tokens * cell["vocabulary"] + activations
+    return 3 * (16 * parameters + 2**29 + 4 * 4 * tokens * cell["vocabulary"] + activations)
+
+
+def takes_all_cores(cell: Cell) -> bool:
+    """Whether a cell has no room beside another one, nor its contenders beside each other."""
+    return bytes_of(cell) > allowed_bytes() / 2
+
+
+def allowed_bytes() -> float:
+    """For all cells that run side by side."""
+    return MEMORY_SHARE * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 class Contender:
@@ -154,15 +165,22 @@ class Contender:
 def measure_cell(cell: Cell, peers_python: str | None, threads: int) -> dict[str, Any]:
     """Turns of each contender, where the time of ours goes, and what all of it took; errors of those that failed."""
     names = ["limit", "ours", *(name for name, lengths in PEERS.items() if lengths == cell["lengths"] and peers_python)]
-    began, playing = time.monotonic(), dict[str, Contender]()
+    began, playing, cpu_s = time.monotonic(), dict[str, Contender](), 0.0
     turns, errors, profile = dict[str, list[dict[str, Any]]](), dict[str, str](), dict[str, float]()
+    stay = not takes_all_cores(cell)
 
-    def ask(name: str, is_started: bool = True) -> dict[str, Any]:
-        try:
-            return playing[name].take_turn() if is_started else playing[name].answer()
-        except (RuntimeError, BrokenPipeError) as error:
-            errors[name] = str(error)
-            return {}
+    def turn_of(name: str, directory: str, *, is_last: bool) -> None:
+        """Starts it if it does not wait already."""
+        profiled = name == "ours" and is_profiled(cell)
+        if name not in playing:
+            rounds = cell["rounds"] if stay else 1
+            asked = {**cell, "rounds": rounds, "contender": name, "profiled": profiled and (stay or is_last)}
+            python = peers_python if name in PEERS and peers_python else sys.executable
+            playing[name] = ended.enter_context(Contender(asked, directory, python, threads))
+            playing[name].answer()
+        turns.setdefault(name, []).append(playing[name].take_turn())
+        if is_last and profiled:
+            profile.update(playing[name].take_turn()["profile"])
 
     with ExitStack() as ended, tempfile.TemporaryDirectory() as directory:
         # In another process, whose memory is not counted.
@@ -170,18 +188,14 @@ def measure_cell(cell: Cell, peers_python: str | None, threads: int) -> dict[str
         for number in range(cell["rounds"]):
             is_last = number == cell["rounds"] - 1
             for name in [name for name in names if name not in errors]:
-                if name not in playing:
-                    asked = {**cell, "contender": name, "profiled": name == "ours" and is_profiled(cell)}
-                    python = peers_python if name in PEERS and peers_python else sys.executable
-                    playing[name] = ended.enter_context(Contender(asked, directory, python, threads))
-                    ask(name, is_started=False)
-                if name not in errors and (found := ask(name)):
-                    turns.setdefault(name, []).append(found)
-                if is_last and name == "ours" and name not in errors and is_profiled(cell):
-                    profile = ask(name).get("profile", {})
-                if cell["rounds"] == 1:
-                    playing[name].end()  # the largest models have no room beside each other
-    cpu_s = sum(contender.cpu_s for contender in playing.values())
+                try:
+                    turn_of(name, directory, is_last=is_last)
+                except (RuntimeError, BrokenPipeError) as error:
+                    errors[name] = str(error)
+                if is_last or name in errors or not stay:
+                    contender = playing.pop(name)
+                    contender.end()
+                    cpu_s += contender.cpu_s
     return {
         "cell": cell,
         "turns": turns,
@@ -278,19 +292,17 @@ def _rows(record: dict[str, Any]) -> Iterator[list[Any]]:
 
 def measure_all(waiting: list[Cell], *, jobs: int, peers_python: str | None) -> Iterator[dict[str, Any]]:
     """Records of cells as they get done: `jobs` side by side, as far as memory allows."""
-    allowed = MEMORY_SHARE * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     running: dict[Future[dict[str, Any]], Cell] = {}
-
-    def takes_all(cell: Cell) -> bool:
-        return bytes_of(cell) > allowed / 2
 
     with ThreadPoolExecutor(jobs) as pool:
         while waiting or running:
-            free = allowed - sum(map(bytes_of, running.values()))
-            fitting = [cell for cell in waiting if not running or (not takes_all(cell) and bytes_of(cell) <= free)]
-            if fitting and len(running) < jobs and not any(map(takes_all, running.values())):
+            free = allowed_bytes() - sum(map(bytes_of, running.values()))
+            fitting = [
+                cell for cell in waiting if not running or (not takes_all_cores(cell) and bytes_of(cell) <= free)
+            ]
+            if fitting and len(running) < jobs and not any(map(takes_all_cores, running.values())):
                 waiting.remove(fitting[0])
-                threads = (os.cpu_count() or 1) if takes_all(fitting[0]) else 1
+                threads = (os.cpu_count() or 1) if takes_all_cores(fitting[0]) else 1
                 progress(f"{' '.join(_name(fitting[0]))}, {bytes_of(fitting[0]) / 2**30:.1f} GiB")
                 running[pool.submit(measure_cell, fitting[0], peers_python, threads)] = fitting[0]
                 continue

@@ -109,9 +109,9 @@ def bench_of(cell: Cell, directory: Path) -> TrainerBench:
 
 
 def samples_of(cell: Cell) -> int:
-    """Samples of a step: several where lengths vary."""
+    """Samples of a step: several where lengths vary, or rows would be filled worse than those of a batch of many."""
     few = max(cell["tokens"] // cell["seq_len"], 1)
-    return few if cell["lengths"] == "fixed" else max(few, 4 if cell["seq_len"] <= 1024 else 2)
+    return few if cell["lengths"] == "fixed" else max(few, 8 if cell["seq_len"] <= 1024 else 2)
 
 
 def rows_of(cell: Cell) -> int:
