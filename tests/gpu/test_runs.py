@@ -102,6 +102,7 @@ def test_a_run_stays_below_its_plan_and_engine_and_trainer_agree(
         summary, output = place.train(
             *run_of(place, size, *steps, *more), env={"MILLRACE_VLLM_PYTHON": cuda_vllm}, timeout_s=2400
         )
+    print(output)  # into the report of `make gpu`
     assert summary["steps"] == 3, output[-3000:]
     assert peak() <= planned + engine_share * total
     assert summary["mismatch_kl"] <= MISMATCH[engine]
