@@ -65,7 +65,7 @@ layout = BatchLayout.of(learner.config, learner.packing)
 for step in range(3):
     samples = fake_samples(bench.data, step=step, seed=0, vocabulary=64)
     learn(learner, fake_batch(samples, step=step, layout=layout, gang=gang))
-print(json.dumps([device_digest(each) for each in learner.model.parameters()]))
+print(json.dumps([device_digest(each.full_tensor()) for each in learner.model.parameters()]))
 """
 DEVICES = """
 from millrace.trainer.gang.distributed import Gang

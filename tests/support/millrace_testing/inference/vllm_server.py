@@ -129,7 +129,7 @@ class Server:
         timeout = aiohttp.ClientTimeout(total=CALL_S)
         # Tests compute what they expect on this loop, and servers end connections that are idle meanwhile: a request
         # on one of these would fail before the loop has seen its end.
-        connector = aiohttp.TCPConnector(force_close=True)
+        connector = aiohttp.TCPConnector(force_close=True, limit=0)
         session = aiohttp.ClientSession(self.http, timeout=timeout, connector=connector)
         async with session, open_channel(self.grpc) as channel:
             yield Client(self, policy_service_pb2_grpc.PolicyServiceStub(channel), session)
