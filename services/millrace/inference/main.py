@@ -18,6 +18,9 @@ from millrace.telemetry.logging import setup
 from millrace.telemetry.settings import Settings
 from millrace.telemetry.startup import without_gc
 
+_ENTERED = "MILLRACE_VLLM_ENTERED"
+"""Names the interpreter that this program has become: a wrapper (pyenv's shims) never is its own `sys.executable`."""
+
 
 def main() -> NoReturn:
     """Serve until SIGTERM or SIGINT; exits with the code of the error that ended it."""
@@ -34,8 +37,8 @@ def _enter_vllm_interpreter() -> None:
     if importlib.util.find_spec("vllm") is not None and not os.environ.get(launch_env.PYTHON_VARIABLE):
         return
     wanted = launch_env.engine_python("vllm", os.environ)
-    if wanted != sys.executable:
-        os.execv(wanted, [wanted, "-m", "millrace.inference.main"])
+    if os.environ.pop(_ENTERED, None) != wanted and wanted != sys.executable:
+        os.execve(wanted, [wanted, "-m", "millrace.inference.main"], os.environ | {_ENTERED: wanted})
     if importlib.util.find_spec("vllm") is None:
         raise NotFoundError(
             f"{wanted} cannot import vllm",

@@ -128,3 +128,13 @@ async def test_process_names_every_wrong_setting_and_exits_2():
     process = await start()
     code, errors = await finish(process)
     assert code == 2 and "MILLRACE_LISTEN" in errors and "MILLRACE_ORCHESTRATOR" in errors
+
+
+async def test_an_interpreter_that_is_a_wrapper_is_entered_once(tmp_path: Path):
+    """As pyenv's shims are: what they start has another name, which is no reason to start them again."""
+    wrapper = tmp_path / "python"
+    wrapper.write_text(f'#!/bin/sh\necho entered >&2\nexec "{sys.executable}" "$@"\n')
+    wrapper.chmod(0o755)
+    code, errors = await finish(await start(MILLRACE_ENGINE="vllm", MILLRACE_VLLM_PYTHON=str(wrapper)))
+    assert errors.count("entered") == 1
+    assert code == 3 and f"{wrapper} cannot import vllm" in errors, errors

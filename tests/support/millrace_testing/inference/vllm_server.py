@@ -161,13 +161,15 @@ class Client:
     uid: str = "run1"
 
     async def update(self, entry: PolicyEntry, mode: "pb.InflightMode" = pb.INFLIGHT_MODE_KEEP) -> pb.PolicyStatus:
-        """Asks for a version, until it serves or has failed."""
+        """Asks for a version, and gives its state after 25 s at most."""
         request = pb.UpdatePolicyRequest(run_uid=self.uid, policy=entry, epoch=1, inflight_mode=mode, wait_seconds=25)
         return (await call(self.stub.UpdatePolicy, request, timeout_s=CALL_S)).status
 
     async def serve(self, entry: PolicyEntry, mode: "pb.InflightMode" = pb.INFLIGHT_MODE_KEEP) -> pb.PolicyStatus:
-        """Updates to a good version."""
-        status = await self.update(entry, mode)
+        """Updates to a good version, which is asked for again while requests that fill the replica keep its probe out."""
+        async with asyncio.timeout(CALL_S):
+            while (status := await self.update(entry, mode)).state == pb.POLICY_STATE_APPLYING:
+                pass  # each question waits at the replica
         assert status.state == pb.POLICY_STATE_SERVING, (status.error, self.server.log())
         assert (status.version, status.digest, status.has_version) == (entry.version, entry.digest, True)
         return status
