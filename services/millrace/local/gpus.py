@@ -10,7 +10,7 @@ from pathlib import Path
 from millrace.errors import InvalidStateError
 
 SHARED_UTILIZATION = 0.4
-"""Part of a GPU that vLLM takes where the trainer is on it too; its own default, 0.92, leaves the trainer nothing."""
+"""Part of a GPU that vLLM takes at most where the trainer is on it, too; its own default, 0.92, leaves it nothing."""
 DEVICE = Path("/dev/nvidia0")
 """What the kernel shows of a first GPU."""
 _TIMEOUT_S = 20.0
@@ -21,17 +21,7 @@ def machine_gpus(environ: Mapping[str, str] = os.environ) -> tuple[int, ...]:
 
     The variable may name them by number or by (the beginning of) their UUID; of parts of a GPU (MIG) there are none.
     """
-    program = shutil.which("nvidia-smi", path=environ.get("PATH"))
-    if program is None:
-        return ()
-    try:
-        command = [program, "--query-gpu=index,uuid", "--format=csv,noheader"]
-        answer = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, env=dict(environ))
-    except (OSError, subprocess.TimeoutExpired):
-        return ()
-    lines = answer.stdout.splitlines() if answer.returncode == 0 else []
-    rows = [line.replace(" ", "").split(",") for line in lines]
-    found = {int(row[0]): row[1] for row in rows if len(row) == 2 and row[0].isdecimal()}
+    found = _asked("uuid", environ)
     if (visible := environ.get("CUDA_VISIBLE_DEVICES")) is None:
         return tuple(found)
     names = [name.strip() for name in visible.split(",")]
@@ -41,6 +31,30 @@ def machine_gpus(environ: Mapping[str, str] = os.environ) -> tuple[int, ...]:
         for index, uuid in found.items()
         if name == str(index) or (name.startswith("GPU-") and uuid.startswith(name))
     )
+
+
+def memory_gib(gpus: Sequence[int], environ: Mapping[str, str] = os.environ) -> float | None:
+    """The memory of the smallest of these GPUs, as far as the driver says."""
+    found = _asked("memory.total", environ, "nounits")
+    sizes = [found.get(index, "") for index in gpus]
+    if not sizes or not all(size.isdecimal() for size in sizes):
+        return None
+    return min(map(int, sizes)) / 1024  # the driver says MiB
+
+
+def _asked(field: str, environ: Mapping[str, str], *form: str) -> dict[int, str]:
+    """A field of each GPU, by its number, as nvidia-smi says it; nothing without a driver that answers."""
+    program = shutil.which("nvidia-smi", path=environ.get("PATH"))
+    if program is None:
+        return {}
+    try:
+        command = [program, f"--query-gpu=index,{field}", f"--format={','.join(('csv', 'noheader', *form))}"]
+        answer = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, env=dict(environ))
+    except (OSError, subprocess.TimeoutExpired):
+        return {}
+    lines = answer.stdout.splitlines() if answer.returncode == 0 else []
+    rows = [line.replace(" ", "").split(",") for line in lines]
+    return {int(row[0]): row[1] for row in rows if len(row) == 2 and row[0].isdecimal()}
 
 
 def training_gpus(environ: Mapping[str, str] = os.environ, *, torch_version: str | None = None) -> tuple[int, ...]:

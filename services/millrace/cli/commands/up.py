@@ -1,5 +1,6 @@
 """`millrace up`: the one-machine stack, running until Ctrl-C."""
 
+import os
 import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -52,17 +53,21 @@ def up(
 
     Redis, object store, orchestrator, env-server, inference, trainer. Its data lies under --dir and is there again when
     the stack is started again. A process that dies is started again, and runs go on. vLLM gets the first GPU, the
-    trainer one rank on each other one.
+    trainer one rank on each other one; of one GPU vLLM takes 0.4.
     """
     from millrace.cli import interrupts
     from millrace.cli.address import check_address
     from millrace.cli.connection import environ
+    from millrace.cli.session.shared_gpu import flags_on_shared_gpu
     from millrace.local import gpus
     from millrace.local.stack import StackOptions
     from millrace.telemetry.settings import Settings
 
     check_address(listen, option="--listen")
     settings = Settings.from_env(environ())
+    assigned = gpus.assign(gpus.training_gpus(), engine_size=1 if engine == "vllm" else 0)
+    is_shared = engine == "vllm" and gpus.are_shared(assigned)
+    flags = flags_on_shared_gpu(os.environ.get("MILLRACE_VLLM_FLAGS", ""))
     options = StackOptions(
         directory=directory,
         listen=listen,
@@ -70,7 +75,8 @@ def up(
         dashboard_port=dashboard_port,
         log_level=log_level,
         engine=engine,
-        gpus=gpus.assign(gpus.training_gpus(), engine_size=1 if engine == "vllm" else 0),
+        engine_environ={"MILLRACE_VLLM_FLAGS": flags} if is_shared else {},
+        gpus=assigned,
         is_restarting=restart,
         has_liveness=liveness,
     ).with_settings(settings)

@@ -49,7 +49,8 @@ async def run_local(prepared: Prepared, interrupts: Interrupts) -> tuple[dict[st
     with make_view(progress, plain=prepared.is_plain) as view:
         async with ticking(view):
             try:
-                async with LocalStack(stack_options(prepared, home), note=view.note) as stack:
+                options = await asyncio.to_thread(stack_options, prepared, home)
+                async with LocalStack(options, note=view.note) as stack:
                     interrupts.on_second(stack.supervisor.hurry.set)
                     view.note(f"starting the local stack; process logs: {home / 'logs'}")
                     await stack.start()
@@ -210,6 +211,7 @@ def _adopt(progress: Progress, run: run_pb2.Run) -> None:
 
 def stack_options(prepared: Prepared, directory: Path) -> "StackOptions":
     """The stack of a run: its place from the environment, its engine and its logs from the config."""
+    from millrace.cli.session.shared_gpu import engine_share
     from millrace.inference.launch_env import engine_environ, with_engine
     from millrace.local import gpus
     from millrace.local.stack import StackOptions
@@ -224,7 +226,7 @@ def stack_options(prepared: Prepared, directory: Path) -> "StackOptions":
     )
     is_said = inference.gpu_memory_utilization is not None or "gpu_memory_utilization" in inference.vllm
     if inference.engine == "vllm" and gpus.are_shared(assigned) and not is_said:
-        inference = inference.model_copy(update={"gpu_memory_utilization": gpus.SHARED_UTILIZATION})
+        inference = inference.model_copy(update={"gpu_memory_utilization": engine_share(config, assigned)})
     options = StackOptions(
         directory=directory,
         http_host=config.inference.server.host,

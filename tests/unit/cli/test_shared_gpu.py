@@ -1,0 +1,88 @@
+"""What vLLM gets of a GPU that the trainer uses, too."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from millrace.cli.session.shared_gpu import engine_share, flags_on_shared_gpu
+from millrace.config import RLConfig
+from millrace.config.load import load
+from millrace.errors import InvalidStateError
+from millrace.local.gpus import SHARED_UTILIZATION, memory_gib
+
+SHARED = {"inference": (0,), "trainer": (0,)}
+SHAPE = {
+    "model_type": "qwen3",
+    "hidden_size": 512,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 64,
+    "vocab_size": 32_000,
+}
+
+
+@pytest.fixture
+def shows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Makes a driver that shows GPUs with so many MiB."""
+
+    def show(*mib: int) -> None:
+        rows = "\n".join(f"echo {index}, {size}" for index, size in enumerate(mib))
+        (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\n{rows}\n")
+        (tmp_path / "nvidia-smi").chmod(0o755)
+        monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+
+    return show
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> RLConfig:
+    """A run whose step takes 1.7 GiB on a GPU."""
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text(json.dumps(SHAPE))
+    flags = ["--model.name", str(model), "--orchestrator.env", '[{"id": "reverse-text"}]', "--max-steps", "1"]
+    flags += ["--orchestrator.rollouts-per-example", "8", "--orchestrator.batch-size", "64"]
+    return load(RLConfig, flags).config
+
+
+def test_the_driver_says_how_large_the_smallest_of_them_is(shows):
+    shows(81_559, 40_960)
+    assert memory_gib([0]) == pytest.approx(79.65, abs=0.01) and memory_gib([0, 1]) == 40
+    assert memory_gib([2]) is None and memory_gib([]) is None
+
+
+@pytest.mark.long
+def test_a_large_gpu_gives_vllm_its_share(shows, config):
+    shows(80 * 1024)
+    assert engine_share(config, SHARED) == SHARED_UTILIZATION
+
+
+def test_a_small_gpu_gives_vllm_what_the_step_leaves_and_one_that_is_too_small_is_refused(shows, config):
+    shows(8 * 1024)
+    share = engine_share(config, SHARED)
+    assert 0.2 < share < SHARED_UTILIZATION, "a step takes 1.7 GiB, the runtime 4"
+    shows(7 * 1024)
+    with pytest.raises(InvalidStateError, match=r"do not fit onto one GPU of 7 GiB: a step takes \d") as refused:
+        engine_share(config, SHARED)
+    assert refused.value.reason == "GPU_TOO_SMALL" and "trainer." in str(refused.value.remedy)
+
+
+@pytest.mark.long
+def test_a_model_that_cannot_be_read_leaves_the_share_as_it_is(shows, config, tmp_path):
+    shows(8 * 1024)
+    (tmp_path / "model" / "config.json").unlink()
+    assert engine_share(config, SHARED) == SHARED_UTILIZATION
+
+
+@pytest.mark.parametrize(
+    "said", ["gpu-memory-utilization", "gpu_memory_utilization", "inference.gpu_memory_utilization"]
+)
+def test_a_stack_that_stands_takes_the_share_unless_another_one_is_said(said):
+    assert json.loads(flags_on_shared_gpu("")) == {"inference.gpu_memory_utilization": SHARED_UTILIZATION}
+    assert json.loads(flags_on_shared_gpu('{"seed": 1}'))["seed"] == 1
+    flags = json.dumps({said: 0.7})
+    assert flags_on_shared_gpu(flags) == flags
+    assert flags_on_shared_gpu("[") == "["
