@@ -12,10 +12,10 @@ through the same head in chunks. `ours` is the step of `millrace trainer --bench
 rows of equal lengths, `grpo` the loss, backward and optimizer of TRL's GRPOTrainer on samples of 10 to 100 % of the
 longest, which it pads, without its generation; without --peers-python these two are left out. All compute in float32,
 or with --device cuda in bfloat16 with float32 weights, where time is wall time and memory the allocator's. A step of
-short samples warms up, on a GPU three steps like the others.
+short samples warms up, and one like the others where contenders stay in memory; on a GPU three of these.
 
-One cell is a model, a longest sample, a vocabulary and a kind of lengths. Its contenders take turns of one step, round
-by round, so that all of them see the machine in the same state. Cells run side by side on one thread each, one per
+One cell is a model, a longest sample, a vocabulary and a kind of lengths. Its contenders take turns of one step (two of
+up to 1,024 tokens), round by round, so that all of them see the machine in the same state. Cells run side by side on one thread each, one per
 core, and their contenders stay in memory; one that takes more than half of the memory runs alone on all cores, and its
 contenders start anew for each turn. A cell that is done is appended
 to `trainer.jsonl` among the results, and a run that is started again goes on behind it; `trainer.md` is made from it.
@@ -175,6 +175,7 @@ def measure_cell(cell: Cell, peers_python: str | None, threads: int) -> dict[str
         if name not in playing:
             rounds = cell["rounds"] if stay else 1
             asked = {**cell, "rounds": rounds, "contender": name, "profiled": profiled and (stay or is_last)}
+            asked["is_warm"] = stay
             python = peers_python if name in PEERS and peers_python else sys.executable
             playing[name] = ended.enter_context(Contender(asked, directory, python, threads))
             playing[name].answer()

@@ -1,10 +1,10 @@
 """Those whose training steps `trainer.py` compares. Each is a process that takes its turns when it is told to.
 
-`python trainer_contenders.py CELL DIRECTORY` loads the model in DIRECTORY, takes a step of short samples that warms up
-(on a GPU three like the others), says so by a line of JSON, and takes one turn for each line that it reads.
+`python trainer_contenders.py CELL DIRECTORY` loads the model in DIRECTORY, takes the steps that warm up, says so by a
+line of JSON, and takes one turn for each line that it reads.
 
-What a cell has: `model`, `seq_len`, `vocabulary`, `lengths`, `tokens` of a step, `rounds`, `contender`, whether one
-more step is `profiled`, and `device` if that is a GPU.
+What a cell has: `model`, `seq_len`, `vocabulary`, `lengths`, `tokens` of a step, `rounds`, `contender`, whether a whole
+step warms it up (`is_warm`) and one more step is `profiled`, and `device` if that is a GPU.
 """
 
 import json
@@ -120,13 +120,13 @@ def rows_of(cell: Cell) -> int:
 
 
 def warm_ups_of(cell: Cell) -> int:
-    """Steps before the first turn."""
-    return GPU_WARM_UPS if is_on_gpu(cell) else 1
+    """Steps before the first turn: on a CPU one of short samples, and one like the others if there is time for it."""
+    return GPU_WARM_UPS if is_on_gpu(cell) else 1 + cell["is_warm"]
 
 
 def steps_of_turn(cell: Cell) -> int:
-    """Steps that a turn takes: one on a CPU, where it is long enough by itself."""
-    return GPU_STEPS if is_on_gpu(cell) else 1
+    """Steps that a turn takes: one on a CPU where it is long enough by itself."""
+    return GPU_STEPS if is_on_gpu(cell) else (2 if cell["seq_len"] <= 1024 else 1)
 
 
 def steps_of(cell: Cell) -> int:
