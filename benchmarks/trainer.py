@@ -14,12 +14,12 @@ longest, which it pads, without its generation; without --peers-python these two
 or with --device cuda in bfloat16 with float32 weights, where time is wall time and memory the allocator's. A step of
 short samples warms up, and one like the others where contenders stay in memory; on a GPU three of these.
 
-One cell is a model, a longest sample, a vocabulary and a kind of lengths. Its contenders take turns of one step (two
-of up to 1,024 tokens), round by round, so that all of them see the machine in the same state. Cells run side by side
-on one thread each, one per core, and their contenders stay in memory; one that takes more than half of the memory runs
-alone on all cores, and its contenders start anew for each turn. A cell that is done is appended to `trainer.jsonl`
-among the results, and a run that is started again goes on behind it; `trainer.md` is made from it. CPU seconds tell
-more than wall time on a shared machine.
+One cell is a model, a longest sample, a vocabulary and a kind of lengths. Its contenders take turns of one step, round
+by round, so that all of them see the machine in the same state. Cells run side by side on one thread each, one per
+core, and their contenders stay in memory (and take two steps of up to 1,024 tokens); one that takes more than half of
+the memory runs alone on all cores, and its contenders start anew for each turn. A cell that is done is appended to
+`trainer.jsonl` among the results, and a run that is started again goes on behind it; `trainer.md` is made from it. CPU
+seconds tell more than wall time on a shared machine.
 """
 
 import argparse

@@ -126,7 +126,7 @@ def warm_ups_of(cell: Cell) -> int:
 
 def steps_of_turn(cell: Cell) -> int:
     """Steps that a turn takes: one on a CPU where it is long enough by itself."""
-    return GPU_STEPS if is_on_gpu(cell) else (2 if cell["seq_len"] <= 1024 else 1)
+    return GPU_STEPS if is_on_gpu(cell) else 1 + (cell["is_warm"] and cell["seq_len"] <= 1024)
 
 
 def steps_of(cell: Cell) -> int:
