@@ -24,7 +24,7 @@ os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 os.environ["VLLM_USE_V2_MODEL_RUNNER"] = str(int(sys.argv[4] == "2"))
 import torch
 import vllm.config.vllm as vllm_config_module  # pyright: ignore[reportMissingImports] - another environment's
-import vllm.v1.worker.cpu.shm  # pyright: ignore[reportMissingImports]  # noqa: F401 - it mocks when it is imported
+import vllm.v1.worker.cpu.shm  # pyright: ignore[reportMissingImports] - it mocks when it is imported
 from vllm.config import set_current_vllm_config  # pyright: ignore[reportMissingImports]
 from vllm.engine.arg_utils import EngineArgs  # pyright: ignore[reportMissingImports]
 from vllm.v1.worker import gpu_worker  # pyright: ignore[reportMissingImports]
@@ -41,7 +41,8 @@ def assigned(classes: list[type]) -> set[str]:
         node.attr
         for tree in trees
         for node in ast.walk(tree)
-        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and getattr(node.value, "id", "") == "self"
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)
+        if isinstance(node.value, ast.Name) and node.value.id == "self"
     }
 
 
