@@ -18,8 +18,8 @@ ALLOCATOR_VARIABLE = "PYTORCH_ALLOC_CONF"
 """What torch's allocators read; torch 2.13 takes the older names `OLDER_ALLOCATOR_VARIABLES` too."""
 OLDER_ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 ALLOCATOR_DEFAULT = "expandable_segments:True"
-"""Rows of different lengths would leave holes between segments of fixed size. Only memory of the GPU itself is meant: it
-cannot be shared by CUDA IPC then, and is not, because snapshots for the publishing process are copies on the host."""
+"""Rows of many lengths leave holes between segments of a fixed size. Memory of a GPU cannot be shared by CUDA IPC then,
+and is not: snapshots for the process that publishes are copies on the host."""
 
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:

@@ -1,4 +1,4 @@
-"""A machine with NVIDIA GPUs, as far as our processes ask about it before they compute: the driver's tool and the wheel."""
+"""A machine with NVIDIA GPUs, as far as anything asks before it computes: the driver's tool, and the wheel."""
 
 from pathlib import Path
 

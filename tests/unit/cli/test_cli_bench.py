@@ -1,4 +1,4 @@
-"""`millrace trainer --bench` and `millrace inference --bench` as a user gives them: the table, and what it was made of."""
+"""`millrace trainer --bench` and `millrace inference --bench` as a user gives them: the table, and what it says."""
 
 import json
 import re
@@ -42,9 +42,8 @@ def test_the_trainer_prints_tokens_memory_and_the_phases_of_a_step(
 ) -> None:
     flags = "--model.name model --peak-tflops 0.1 --data.fake.batch-size 4 --data.fake.seq-len 64 --bench.steps 2"
     title, figures, found = bench(place, capfd, f"trainer --bench {flags}")
-    assert title == (
-        "model: 4 samples of 64 tokens, micro-batches of 8192 tokens, 1 rank; medians of 2 steps after one that warms up"
-    )
+    what = "4 samples of 64 tokens, micro-batches of 8192 tokens, 1 rank"
+    assert title == f"model: {what}; medians of 2 steps after one that warms up"
     assert list(figures) == ["tokens/s", "MFU", "peak memory", "step", "data", "forward", "backward", "optimizer"]
     assert found["tokens_per_step"] == 4 * 64
     assert figures["tokens/s"] == pytest.approx(found["tokens_per_s"], abs=1)

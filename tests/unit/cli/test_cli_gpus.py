@@ -93,7 +93,7 @@ def test_one_gpu_is_shared_and_vllm_leaves_the_trainer_its_part(
     specs: Mapping[str, ProcessSpec], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fake_gpus(monkeypatch, tmp_path, 1)
-    assert main("rl @ rl.toml --plain".split()) != 0
+    assert main(["rl", "@", "rl.toml", "--plain"]) != 0
     assert (visible(specs["inference"]), visible(specs["trainer"])) == (["0"], ["0"])
     assert ranks(specs["trainer"].argv) == 1
     assert '"inference.gpu_memory_utilization": 0.4' in specs["inference"].env["MILLRACE_VLLM_FLAGS"]

@@ -41,8 +41,8 @@ if keeper or os.environ["SOCKETS"] == "closed":
     print(keeper, flush=True)
 time.sleep(600)
 """
-"""Two ranks, of which the second one never comes to the second collective. `kept`: a child of its own holds its sockets,
-so that gloo does not see its death, as NCCL does not between GPUs of one machine."""
+"""Two ranks, of which the second one never comes to the second collective. `kept`: its own child holds its sockets, so
+that gloo does not see its death, as NCCL does not on one machine."""
 ENDS_WITHIN_S = 30.0
 
 
@@ -96,10 +96,9 @@ def start_gang() -> Iterator[Callable[[str], tuple[subprocess.Popen[str], subpro
         gang = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
         environ = {**os.environ, **gang, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "SOCKETS": sockets}
         command = [sys.executable, "-c", GANG]
-        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
         for rank in range(2):
             own = {**environ, "RANK": str(rank), "LOCAL_RANK": str(rank)}
-            ranks.append(subprocess.Popen(command, env=own, text=True, **pipes))
+            ranks.append(subprocess.Popen(command, env=own, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE))
         first, second = ranks
         assert first.stdout is not None and second.stdout is not None
         assert first.stdout.readline() == "collective\n"

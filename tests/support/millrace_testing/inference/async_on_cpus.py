@@ -1,9 +1,10 @@
-"""A plugin for vLLM's processes: asynchronous scheduling, which vLLM's platform for CPUs turns off, stays as it is asked.
+"""A plugin for vLLM's processes: asynchronous scheduling, which its platform for CPUs turns off, stays as it is asked.
 
 vLLM finds it by an entry point (`install`), and calls `force` in each of its processes.
 """
 
 import os
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -31,10 +32,10 @@ def install(directory: Path) -> dict[str, str]:
 
 def force() -> None:
     """Have the platform keep what was asked for; CUDA's streams and events are mocked as vLLM's V2 for CPUs does."""
-    import vllm.v1.worker.cpu.shm  # pyright: ignore[reportMissingImports] - it mocks when it is imported
     from vllm.platforms.cpu import CpuPlatform  # pyright: ignore[reportMissingImports]
     from vllm.v1.engine.core import EngineCore  # pyright: ignore[reportMissingImports]
 
+    import_module("vllm.v1.worker.cpu.shm")  # it mocks when it is imported
     original = CpuPlatform.check_and_update_config
     if getattr(original, "is_forced", False):
         return
