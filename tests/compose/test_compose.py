@@ -116,7 +116,7 @@ def test_each_image_holds_only_what_its_service_needs(deployment: Deployment) ->
 
 
 def test_the_gpu_override_puts_vllm_and_the_trainer_on_gpus_and_changes_nothing_else(images: None) -> None:
-    """Only as a file: no machine of the tests has a GPU."""
+    """Only as a file: no machine of the tests has a GPU. How the trainer starts its ranks: tests/contract."""
     both = ("docker-compose.yml", "docker-compose.gpu.yml")
     plain, gpu = (_config(Deployment(project="millracetest", port=1, files=files)) for files in (both[:1], both))
     changed = {name for name, service in gpu["services"].items() if service != plain["services"][name]}
@@ -125,10 +125,25 @@ def test_the_gpu_override_puts_vllm_and_the_trainer_on_gpus_and_changes_nothing_
     for name, place in (("inference", "0"), ("trainer", "1")):
         service = gpu["services"][name]
         (device,) = service["deploy"]["resources"]["reservations"]["devices"]
-        assert (device["driver"], device["device_ids"], device["capabilities"]) == ("nvidia", [place], ["gpu"])
+        assert (device["driver"], device["count"], device["capabilities"]) == ("nvidia", -1, ["gpu"])
+        assert service["environment"]["CUDA_VISIBLE_DEVICES"] == place
         assert service["build"]["args"]["ACCELERATOR"] == "cuda" and service["image"].endswith("-cuda")
         kept = {"restart", "read_only", "cap_drop", "security_opt", "healthcheck", "depends_on", "volumes", "tmpfs"}
         assert all(service.get(key) == plain["services"][name].get(key) for key in kept)
+
+
+def test_variables_give_vllm_and_the_ranks_of_the_trainer_their_gpus(
+    images: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flags = '{"tensor_parallel_size": 4}'
+    monkeypatch.setenv("MILLRACE_INFERENCE_GPUS", "0,1,2,3")
+    monkeypatch.setenv("MILLRACE_TRAINER_GPUS", "4,5,6,7")
+    monkeypatch.setenv("MILLRACE_VLLM_FLAGS", flags)
+    files = ("docker-compose.yml", "docker-compose.gpu.yml")
+    services = _config(Deployment(project="millracetest", port=1, files=files))["services"]
+    seen = {name: services[name]["environment"]["CUDA_VISIBLE_DEVICES"] for name in ("inference", "trainer")}
+    assert seen == {"inference": "0,1,2,3", "trainer": "4,5,6,7"}
+    assert services["inference"]["environment"]["MILLRACE_VLLM_FLAGS"] == flags
 
 
 def test_the_image_override_adds_env_servers_that_announce_their_image(

@@ -109,6 +109,7 @@ FOREIGN = {
     "_fsdp_param_group": "of torch: as above",
     "_world": "of torch: which process groups there are is said nowhere else",
     "_collector_to_names": "of prometheus_client: metrics that have no values yet have labels there only",
+    "_init_workspace_and_model_runner": "of vLLM: the part of its GPU worker's start that needs no CUDA",
     "_labelnames": "of prometheus_client: as above",
 }
 """What tests take of others that begins with an underscore."""

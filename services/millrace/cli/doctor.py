@@ -53,20 +53,30 @@ async def examine(
 
 
 async def _gpus() -> str:
-    """GPUs of this machine and their driver; InvalidStateError if the kernel shows a GPU and nvidia-smi none."""
-    from millrace.local.gpus import DEVICE, driver_version, machine_gpus
+    """GPUs, driver and wheel of this machine; InvalidStateError for a GPU that the driver or the wheel cannot use."""
+    from millrace.local.gpus import CUDA_13_DRIVER, DEVICE, driver_version, is_too_old, machine_gpus, wheel_version
 
     found = await asyncio.to_thread(machine_gpus)
-    driver, is_there = driver_version(), await asyncio.to_thread(DEVICE.exists)
-    if found:
-        return f"{len(found)} of NVIDIA, driver {driver or 'unknown'} (wheels of CUDA 13 need 580 or newer)"
-    if is_there:
+    driver, wheel, is_there = driver_version(), wheel_version(), await asyncio.to_thread(DEVICE.exists)
+    needs = f"wheels of CUDA 13 need {CUDA_13_DRIVER} or newer"
+    if not found and not is_there:
+        return "none on this machine: the trainer computes on the CPU"
+    if not found:
         raise InvalidStateError(
             f"the kernel shows a GPU (driver {driver or 'unknown'}), and nvidia-smi lists none",
             reason="GPU_UNUSABLE",
-            remedy="mend the driver; wheels of CUDA 13 need 580 or newer",
+            remedy=f"mend the driver; {needs}",
         )
-    return "none on this machine: the trainer computes on the CPU"
+    if is_too_old(driver, wheel):
+        raise InvalidStateError(
+            f"{len(found)} of NVIDIA, and driver {driver} is older than torch {wheel} needs",
+            reason="GPU_UNUSABLE",
+            remedy=f"install a newer driver ({needs}), or an older wheel of torch",
+        )
+    here = f"{len(found)} of NVIDIA, driver {driver or 'unknown'}"
+    if wheel.endswith("+cpu"):
+        return f"{here}; torch {wheel} is made for CPUs: the trainer computes there"
+    return f"{here}{f', torch {wheel}' if wheel else ''} ({needs})"
 
 
 def _redis_of(stack: Mapping[str, Any]) -> str | None:

@@ -4,7 +4,7 @@ import os
 import shutil
 import subprocess
 from collections.abc import Mapping, Sequence
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from millrace.errors import InvalidStateError
@@ -13,6 +13,10 @@ SHARED_UTILIZATION = 0.4
 """Part of a GPU that vLLM takes at most where the trainer is on it, too; its own default, 0.92, leaves it nothing."""
 DEVICE = Path("/dev/nvidia0")
 """What the kernel shows of a first GPU."""
+DRIVER = Path("/sys/module/nvidia/version")
+"""What the kernel shows of the driver that it has loaded."""
+CUDA_13_DRIVER = 580
+"""The first driver on which wheels of CUDA 13 work; torch from PyPI is made for that since 2.11."""
 _TIMEOUT_S = 20.0
 
 
@@ -66,9 +70,27 @@ def training_gpus(environ: Mapping[str, str] = os.environ, *, torch_version: str
     return () if environ.get("MILLRACE_TRAINER_DEVICE") == "cpu" or wheel.endswith("+cpu") else machine_gpus(environ)
 
 
-def driver_version(path: Path = Path("/sys/module/nvidia/version")) -> str:
+def driver_version() -> str:
     """The version of NVIDIA's driver that the kernel has loaded; empty without one."""
-    return path.read_text().strip() if path.exists() else ""
+    return DRIVER.read_text().strip() if DRIVER.exists() else ""
+
+
+def wheel_version() -> str:
+    """The version of torch here, with what its wheel is made for where that is said; empty without torch."""
+    try:
+        return version("torch")
+    except PackageNotFoundError:  # a machine from which runs are only submitted
+        return ""
+
+
+def is_too_old(driver: str, wheel: str) -> bool:
+    """Whether a wheel of torch cannot work on this driver, as far as both say enough."""
+    release, _, made_for = wheel.partition("+")
+    numbers = [int(part) if part.isdecimal() else 0 for part in (*release.split(".")[:2], driver.split(".")[0])]
+    if len(numbers) < 3 or not numbers[2]:
+        return False
+    is_cuda_13 = made_for.startswith("cu13") or (not made_for and numbers[:2] >= [2, 11])
+    return is_cuda_13 and numbers[2] < CUDA_13_DRIVER
 
 
 def assign(

@@ -6,7 +6,7 @@ as a resolved SFT config (JSON) says, and exits; `bench --config FILE` takes ste
 
 import argparse
 import os
-from collections.abc import Sequence
+from collections.abc import MutableMapping, Sequence
 from pathlib import Path
 from typing import NoReturn
 
@@ -14,12 +14,26 @@ from millrace.processes.service import run_service
 from millrace.telemetry.logging import setup
 from millrace.telemetry.settings import Settings
 
+ALLOCATOR_VARIABLE = "PYTORCH_ALLOC_CONF"
+"""What torch's allocators read; torch 2.13 takes the older names `OLDER_ALLOCATOR_VARIABLES` too."""
+OLDER_ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
+ALLOCATOR_DEFAULT = "expandable_segments:True"
+"""Rows of many lengths leave holes between segments of a fixed size. Memory of a GPU cannot be shared by CUDA IPC then,
+and is not: snapshots for the process that publishes are copies on the host."""
+
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:
     """Run and exit with the code of the error that ended it (0, 130 for Ctrl-C)."""
     arguments = _parser().parse_args(argv)
+    prefer_expandable_segments(os.environ)
     jobs = {"sft": _sft, "bench": _bench}
     run_service(lambda: jobs[arguments.command](arguments.config) if arguments.command else _worker())
+
+
+def prefer_expandable_segments(environ: MutableMapping[str, str]) -> None:
+    """Set torch's allocator for GPUs, unless the environment says something about it; before torch is imported."""
+    if not any(name in environ for name in (ALLOCATOR_VARIABLE, *OLDER_ALLOCATOR_VARIABLES)):
+        environ[ALLOCATOR_VARIABLE] = ALLOCATOR_DEFAULT
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -1,7 +1,6 @@
 """Behind a delta a worker of real vLLM holds what a fresh load holds: parameters, and all that is derived from them."""
 
 import json
-import os
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -19,15 +18,9 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from millrace.inference.launch_env import vllm_environ
-from millrace.inference.vllm.orders import write_order
-from millrace.policies.host_copy import HostCopy
-from millrace.storage.local import LocalStore
-from millrace_testing.inference import published
-from millrace_testing.repository import REPOSITORY
+from millrace_testing.inference import published, vllm_programs
+from millrace_testing.inference.vllm_programs import orders
 
-PROGRAM = REPOSITORY / "tests" / "support" / "millrace_testing" / "inference" / "vllm_memory.py"
-START_S = 400.0  # 15 s on a quiet machine
 GAP = 0.1  # of bfloat16 log-probs to those of Hugging Face's model
 pytestmark = pytest.mark.timeout(1200)
 
@@ -107,21 +100,6 @@ def test_experts_that_vllm_names_otherwise_are_refused_in_a_sentence(vllm_python
     assert 'serve this model with inference.engine = "embedded"' in ended.stderr
 
 
-def orders(directory: Path, first: Any, second: Any) -> list[dict[str, Any]]:
-    """What a replica tells its workers of version 0, whole, and of version 1, a delta; each from its own copy."""
-    publisher = published.Publisher(LocalStore(directory / "store"), directory, "run1")
-    entries = [publisher.full(first, 0), publisher.delta(second, 1, base=0)]
-    found: list[dict[str, Any]] = []
-    for last in range(2):
-        place = directory / f"orders-{last}"
-        place.mkdir()
-        copy = HostCopy(LocalStore(directory / "store"), directory=place)
-        [*_, staged] = [copy.stage(entry.manifest_key, entry.manifest_sha256) for entry in entries[: last + 1]]
-        assert (staged.changes is not None) == bool(last)
-        found.append(write_order(staged, place))
-    return found
-
-
 def held(python: str, model: Path, orders: list[dict[str, Any]], *options: str) -> dict[str, Any]:
     """What a worker holds that was started with a model, and has taken the orders."""
     ended = run(python, model, orders, *options)
@@ -132,14 +110,4 @@ def held(python: str, model: Path, orders: list[dict[str, Any]], *options: str) 
 def run(python: str, model: Path, orders: list[dict[str, Any]], *options: str) -> subprocess.CompletedProcess[str]:
     asked, out = model.parent / f"{model.name}.orders", model.parent / f"{model.name}.held"
     asked.write_text(json.dumps(orders))
-    environ = {name: value for name, value in os.environ.items() if not name.startswith(("MILLRACE_", "VLLM_"))}
-    environ |= vllm_environ(environ) | {
-        "PYTHONPATH": str(REPOSITORY / "services"),
-        "VLLM_PLUGINS": "",
-        "VLLM_HOST_IP": "127.0.0.1",
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        "OMP_NUM_THREADS": "1",
-        "HF_HUB_OFFLINE": "1",
-    }
-    command = [python, str(PROGRAM), str(model), str(asked), str(out), *options]
-    return subprocess.run(command, env=environ, capture_output=True, text=True, timeout=START_S, check=False)
+    return vllm_programs.run(python, "vllm_memory.py", [str(model), str(asked), str(out), *options])

@@ -2,9 +2,13 @@
 
 import json
 import os
+from pathlib import Path
+
+import pytest
 
 from millrace.cli.main import main
 from millrace.local.ports import free_ports
+from millrace_testing.nvidia import fake_gpus
 
 
 def test_nobody_there_and_a_good_store(monkeypatch, capsys, tmp_path) -> None:
@@ -73,3 +77,71 @@ def test_a_redis_that_does_not_say_how_it_keeps_its_data_keeps_nothing_else_from
     said = capsys.readouterr().out
     assert "does not say how it keeps its data" in said and "hunter2" not in said
     assert "ok      object store" in said
+
+
+@pytest.fixture
+def kernel(monkeypatch, tmp_path) -> Path:
+    """A directory in which the kernel shows no GPU and no driver, until a test puts them there."""
+    monkeypatch.setattr("millrace.local.gpus.DEVICE", tmp_path / "nvidia0")
+    monkeypatch.setattr("millrace.local.gpus.DRIVER", tmp_path / "version")
+    return tmp_path
+
+
+def gpu_lines(capsys) -> list[str]:
+    main(["doctor", "--server", "127.0.0.1:1"])
+    lines = capsys.readouterr().out.splitlines()
+    return lines[next(at for at, line in enumerate(lines) if line[8:].startswith("GPUs")) :]
+
+
+def test_gpus_are_counted_and_their_driver_is_named(kernel, monkeypatch, capsys, tmp_path) -> None:
+    (kernel / "nvidia0").touch()
+    (kernel / "version").write_text("580.159.03\n")
+    fake_gpus(monkeypatch, tmp_path, 8)
+    [line] = gpu_lines(capsys)
+    assert line.startswith("ok      GPUs")
+    assert "8 of NVIDIA, driver 580.159.03, torch 2.13.0 (wheels of CUDA 13 need 580 or newer)" in line
+
+
+@pytest.mark.parametrize(("driver", "named"), [("535.129.03\n", "driver 535.129.03"), (None, "driver unknown")])
+def test_a_gpu_that_the_driver_does_not_list_is_a_failure_with_a_remedy(
+    driver, named, kernel, monkeypatch, capsys, tmp_path
+) -> None:
+    (kernel / "nvidia0").touch()
+    if driver is not None:
+        (kernel / "version").write_text(driver)
+    fake_gpus(monkeypatch, tmp_path, 0)
+    assert main(["doctor", "--server", "127.0.0.1:1"]) == 5
+    capsys.readouterr()
+    line, remedy = gpu_lines(capsys)
+    assert line.startswith("FAILED  GPUs") and f"the kernel shows a GPU ({named}), and nvidia-smi lists none" in line
+    assert "mend the driver; wheels of CUDA 13 need 580 or newer" in remedy
+
+
+@pytest.mark.parametrize("wheel", ["2.13.0", "2.13.0+cu130"])
+def test_a_driver_that_is_too_old_for_the_wheel_is_a_failure(wheel, kernel, monkeypatch, capsys, tmp_path) -> None:
+    (kernel / "version").write_text("575.51.03\n")
+    fake_gpus(monkeypatch, tmp_path, 2, torch_version=wheel)
+    line, remedy = gpu_lines(capsys)
+    assert line.startswith("FAILED  GPUs") and f"2 of NVIDIA, and driver 575.51.03 is older than torch {wheel}" in line
+    assert "install a newer driver (wheels of CUDA 13 need 580 or newer), or an older wheel of torch" in remedy
+
+
+@pytest.mark.parametrize("wheel", ["2.13.0+cu126", "2.10.1"])
+def test_an_old_driver_with_a_wheel_for_it_is_fit(wheel, kernel, monkeypatch, capsys, tmp_path) -> None:
+    (kernel / "version").write_text("575.51.03\n")
+    fake_gpus(monkeypatch, tmp_path, 2, torch_version=wheel)
+    [line] = gpu_lines(capsys)
+    assert line.startswith("ok      GPUs") and f"driver 575.51.03, torch {wheel}" in line
+
+
+def test_a_wheel_for_cpus_beside_gpus_is_told(kernel, monkeypatch, capsys, tmp_path) -> None:
+    (kernel / "version").write_text("580.159.03\n")
+    fake_gpus(monkeypatch, tmp_path, 2, torch_version="2.13.0+cpu")
+    [line] = gpu_lines(capsys)
+    assert line.startswith("ok      GPUs") and "torch 2.13.0+cpu is made for CPUs: the trainer computes there" in line
+
+
+def test_a_machine_without_gpus_is_fit(kernel, monkeypatch, capsys, tmp_path) -> None:
+    fake_gpus(monkeypatch, tmp_path, 0)
+    [line] = gpu_lines(capsys)
+    assert line.startswith("ok      GPUs") and "the trainer computes on the CPU" in line

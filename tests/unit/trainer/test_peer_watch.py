@@ -1,11 +1,17 @@
 """A rank whose peer has died ends, even where it is blocked in C."""
 
+import os
+import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator
 
 import pytest
 from torch import distributed as dist
+
+from millrace.local.ports import free_port
+from millrace.trainer.gang.watchdog import GRACE_S
 
 BLOCKED = """
 import ctypes, sys
@@ -22,6 +28,21 @@ if sys.argv[3] == "leaves":
 print("blocked", flush=True)
 ctypes.CDLL(None).sleep(600)
 """
+GANG = """
+import os, time
+from millrace.trainer.gang.distributed import Gang
+gang = Gang.join()
+assert gang.agree(lambda: gang.rank) == [0, 1]
+if gang.rank == 0:
+    print("collective", flush=True)
+    gang.agree(lambda: 0)
+keeper = os.fork() if os.environ["SOCKETS"] == "kept" else 0
+if keeper or os.environ["SOCKETS"] == "closed":
+    print(keeper, flush=True)
+time.sleep(600)
+"""
+"""Two ranks, of which the second one never comes to the second collective. `kept`: its own child holds its sockets, so
+that gloo does not see its death, as NCCL does not on one machine."""
 ENDS_WITHIN_S = 30.0
 
 
@@ -63,3 +84,57 @@ def test_a_peer_that_leaves_in_order_ends_nobody(start):
     assert peer.wait(100) == 0
     with pytest.raises(subprocess.TimeoutExpired):
         blocked.wait(8)
+
+
+@pytest.fixture
+def start_gang() -> Iterator[Callable[[str], tuple[subprocess.Popen[str], subprocess.Popen[str]]]]:
+    ranks: list[subprocess.Popen[str]] = []
+    keepers: list[int] = []
+
+    def start(sockets: str) -> tuple[subprocess.Popen[str], subprocess.Popen[str]]:
+        """A rank that is in a collective, and the one that it waits for."""
+        gang = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+        environ = {**os.environ, **gang, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "SOCKETS": sockets}
+        command = [sys.executable, "-c", GANG]
+        for rank in range(2):
+            own = {**environ, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+            ranks.append(subprocess.Popen(command, env=own, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE))
+        first, second = ranks
+        assert first.stdout is not None and second.stdout is not None
+        assert first.stdout.readline() == "collective\n"
+        if keeper := int(second.stdout.readline()):
+            keepers.append(keeper)
+        return first, second
+
+    yield start
+    for keeper in keepers:
+        os.kill(keeper, signal.SIGKILL)
+    for process in ranks:
+        process.kill()
+        process.communicate()
+
+
+@pytest.mark.long
+def test_a_gang_of_which_one_is_killed_ends_although_the_collective_of_the_other_never_does(start_gang):
+    blocked, peer = start_gang("kept")
+    time.sleep(3)  # into the collective: nothing tells from outside that it has come to it
+    began = time.monotonic()
+    peer.kill()
+    peer.wait()
+    assert blocked.wait(ENDS_WITHIN_S) == 1
+    took_s = time.monotonic() - began
+    said = blocked.stderr.read()
+    assert "a rank of the gang is dead and this one is stuck: it ends" in said, said
+    assert GRACE_S < took_s < ENDS_WITHIN_S, "gloo has seen it, and nobody was stuck"
+
+
+@pytest.mark.long
+def test_a_collective_that_sees_the_death_of_a_peer_ends_the_rank_before_the_watchdog_does(start_gang):
+    failing, peer = start_gang("closed")
+    time.sleep(3)
+    began = time.monotonic()
+    peer.kill()
+    peer.wait()
+    assert failing.wait(ENDS_WITHIN_S) == 1
+    assert time.monotonic() - began < GRACE_S
+    assert "Connection closed by peer" in failing.stderr.read()

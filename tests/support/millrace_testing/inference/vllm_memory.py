@@ -24,6 +24,7 @@ from vllm import LLM, SamplingParams  # pyright: ignore[reportMissingImports] - 
 EXTENSION = "millrace.inference.vllm.workers.extension.PolicyExtension"
 PROMPT = [1, 2, 3, 4, 5]
 _OF_TORCH = ("_parameters", "_buffers", "_modules", "kv_cache")
+_ADDRESS = ".handler_tensor"  # of what oneDNN has packed, on machines where vLLM packs with that
 _DEPTH = 5
 
 Digests = dict[str, str]
@@ -56,6 +57,8 @@ def _note(found: Digests, path: str, tensor: Any) -> None:
 
 def _follow(found: Digests, path: str, value: Any, depth: int, seen: set[int]) -> None:
     """Into containers, functions and objects, but not into modules, which are visited anyway, nor into configs."""
+    if path.endswith(_ADDRESS):
+        return
     _note(found, path, value)
     if isinstance(value, torch.Tensor | torch.nn.Module | type) or id(value) in seen or depth == _DEPTH:
         return

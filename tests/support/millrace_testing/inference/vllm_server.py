@@ -10,7 +10,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -166,7 +166,7 @@ class Client:
         return (await call(self.stub.UpdatePolicy, request, timeout_s=CALL_S)).status
 
     async def serve(self, entry: PolicyEntry, mode: "pb.InflightMode" = pb.INFLIGHT_MODE_KEEP) -> pb.PolicyStatus:
-        """Updates to a good version, which is asked for again while requests that fill the replica keep its probe out."""
+        """Updates to a good version; asks again while requests that fill the replica keep its probe out."""
         async with asyncio.timeout(CALL_S):
             while (status := await self.update(entry, mode)).state == pb.POLICY_STATE_APPLYING:
                 pass  # each question waits at the replica
@@ -230,9 +230,11 @@ class Client:
                     yield json.loads(text)
 
 
-def serving(python: str, model: Path, directory: Path, **flags: Any) -> Iterator[Server]:
+def serving(
+    python: str, model: Path, directory: Path, *, environ: Mapping[str, str] | None = None, **flags: Any
+) -> Iterator[Server]:
     """The body of a fixture: a server that has to end soon, well and whole when the module's tests are over."""
-    server = Server.start(python, model, directory, flags)
+    server = Server.start(python, model, directory, flags, **(environ or {}))
     try:
         yield server
         code, took_s = server.stop()
