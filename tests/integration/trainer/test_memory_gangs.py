@@ -1,4 +1,4 @@
-"""Two ranks (FSDP 2) with each key that trades memory learn what they learn without it, and resume with the same bits."""
+"""Two ranks (FSDP 2) with each key for memory learn what they learn without it, and resume with the same bits."""
 
 import shutil
 from pathlib import Path
