@@ -35,6 +35,7 @@ PROVED = (
     "gemma",
     "gemma3_text",
     "glm4",
+    "gpt_neox",
     "granite",
     "helium",
     "llama",

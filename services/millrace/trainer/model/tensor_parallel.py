@@ -20,6 +20,7 @@ PROVED = (
     "gemma",
     "gemma2",
     "gemma3_text",
+    "gpt_neox",
     "granite",
     "helium",
     "llama",

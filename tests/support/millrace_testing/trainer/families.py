@@ -40,6 +40,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gemma2": _WINDOWS,
     "gemma3_text": _WINDOWS,
     "glm4": {"head_dim": 8},
+    "gpt_neox": {},
     "granite": {},
     "helium": {"head_dim": 4},
     "llama": {},
