@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from millrace.config.sections.rl import RLConfig
 from millrace.runlog import Names
 from millrace.trainer.replay.steps import replay
+from millrace_testing.trainer.equality import make_model
 from millrace_testing.trainer.forked_ranks import run_ranks
 
 Recorder = Any  # conftest.Recorder; tests are not importable from one another
@@ -88,6 +89,30 @@ def test_a_gang_saves_weights_and_moments_in_the_format_that_they_are_stepped_in
     # What else is saved (generators, names, shapes) is the same.
     assert whole["bytes"] - half["bytes"] == pytest.approx(half["state_bytes"], rel=0.02)
     assert found["bfloat16"][0]["digests"] != found["float32"][0]["digests"]
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("saved", [["norm"], ["lm_head"]], ids=["norms", "head"])
+def test_a_gang_with_adapters_saves_masters_also_of_the_root(
+    saved: list[str], make_config: Callable[..., RLConfig], tmp_path: Path
+) -> None:
+    """The last norm and the head are the root's, which FSDP leaves whole and in bfloat16 behind a probe."""
+    model = {"seq_len": 32, "dtype": "bfloat16", "lora": {**LORA["lora"], "modules_to_save": saved}}
+    directory = make_model("dense", tmp_path)  # whose head is not tied
+    config = make_config(name=str(directory), model=model, optim={"lr": 1e-2}, determinism="strict")
+    (tmp_path / "config.json").write_text(config.resolved_json())
+    run_ranks("millrace_testing.trainer.format_rank", tmp_path / "config.json", tmp_path, count=2, timeout_s=140)
+    for rank in range(2):
+        facts = json.loads((tmp_path / f"rank-{rank}.json").read_text())
+        weights = {name: tag for name, tag in facts["formats"].items() if name.startswith("model.")}
+        assert f"model.{'model.norm' if saved == ['norm'] else 'lm_head'}.weight" in weights
+        assert any("lora_A" in name for name in weights) and not any(".embed_tokens." in name for name in weights)
+        assert set(weights.values()) == {"float32"} and not facts["whole"], "and each rank saves its share only"
+        moments = {name: tag for name, tag in facts["formats"].items() if ".exp_avg" in name}
+        assert set(moments.values()) == {"float32"} and len(moments) == 2 * len(weights)
+        assert not facts["rounded"]
+        assert len(set(facts["digests"])) == 5 and facts["again"] == facts["digests"][3:]
 
 
 @pytest.mark.parametrize("model", [MODELS["bfloat16"], MODELS["lora and norms"]], ids=["whole", "lora"])

@@ -17,12 +17,14 @@ from millrace.policies.digest import add_digests, tensor_digest
 from millrace.trainer.model.pretrained import load_model, policy_tensors
 from millrace.trainer.model.sharded_loading import empty_model, fill_model
 from millrace_testing.trainer.equality import make_model
+from millrace_testing.trainer.families import FAMILIES, make_family
 
 LAYOUTS: dict[str, tuple[str, dict[str, int]]] = {
     "uneven rows": ("dense", {"dp_shard": 3}),
     "copies, tied": ("tied", {"dp_shard": 2, "dp_replicate": 2}),
     "experts, and a rank without any": ("moe", {"dp_shard": 9}),
     "experts shared out": ("moe", {"dp_shard": 4, "ep": 2}),
+    "a head that files name otherwise": ("gpt_neox", {"dp_shard": 2}),
 }
 
 
@@ -40,7 +42,7 @@ def _ranks(directory: Path, layout: dict[str, int], ranks: list[int]) -> list[di
 @pytest.mark.parametrize("case", LAYOUTS)
 def test_the_shares_of_all_ranks_are_the_model(case: str, tmp_path: Path):
     name, layout = LAYOUTS[case]
-    directory = make_model(name, tmp_path)
+    directory = make_family(name, tmp_path) if name in FAMILIES else make_model(name, tmp_path)
     whole = {name: tensor_digest(t) for name, t in policy_tensors(load_model(directory), dtype=torch.float32)}
     found = _ranks(directory, layout, list(range(layout["dp_shard"] * layout.get("dp_replicate", 1))))
     parts = {name: [int(rank["digests"][name], 16) for rank in found if name in rank["digests"]] for name in whole}

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from millrace.config.load import validate_document
+from millrace.config.sections.sft import SFTConfig
 from millrace.config.sections.trainer import ActivationCheckpointConfig, CompileConfig
 from millrace.errors import InvalidSpecError
 from millrace.telemetry import waits
@@ -193,6 +194,19 @@ def test_strict_is_refused_with_the_reason() -> None:
     with pytest.raises(InvalidSpecError, match="another start may have other bits"):
         validate_document(document)
     assert validate_document(document | {"trainer": {"model": {"compile": {}}}}).trainer.model.compile is not None
+
+
+@pytest.mark.parametrize("shared", [{"tp": 2}, {"cp": 2}, {"ep": 2}, {"tp": 2, "cp": 2}], ids=" and ".join)
+def test_ranks_that_share_layers_rows_or_experts_are_refused_with_it(shared: dict[str, int]) -> None:
+    document = {"orchestrator": {"env": [{"id": "a"}], "rollouts_per_example": 2}}
+    keys = {"compile": {}, **shared}
+    with pytest.raises(InvalidSpecError, match=f"with {' and '.join(shared)} above 1, whose exchanges are not") as told:
+        validate_document({**document, "trainer": {"model": keys}})
+    assert told.value.violations[0].field == "trainer.model.compile"
+    with pytest.raises(InvalidSpecError, match="whose exchanges are not proved in compiled blocks"):
+        validate_document({"model": keys}, SFTConfig)
+    validate_document({**document, "trainer": {"model": {"compile": {}, "dp_replicate": 2}}})
+    validate_document({**document, "trainer": {"model": shared}})
 
 
 def test_a_graph_that_is_being_compiled_is_a_wait() -> None:

@@ -1,6 +1,7 @@
 """Layouts of ranks: who computes on which samples, and what is refused before anything loads."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from millrace.config.sections.sft import SFTConfig
 from millrace.config.sections.trainer import ModelLayoutConfig
 from millrace.errors import InvalidSpecError
 from millrace.trainer.gang.distributed import Gang
+from millrace.trainer.model import context_parallel, expert_parallel, tensor_parallel
 from millrace.trainer.model.fit import fit_layout
 from millrace.trainer.model.mesh import RankLayout
 
@@ -117,8 +119,24 @@ def test_what_ranks_cannot_share_is_refused_before_anything_loads(tmp_path: Path
     assert "has no experts" in refused(tmp_path, 2, DENSE, ep=2)["ep"]
     assert "6 experts in a layer, which 4 ranks" in refused(tmp_path, 4, EXPERTS, ep=4)["ep"]
     assert "only, not mixtral" in refused(tmp_path, 2, {**EXPERTS, "model_type": "mixtral"}, ep=2)["ep"]
+    for key, other in (("tp", "apertus"), ("cp", "nemotron"), ("tp", "phi3"), ("cp", "gemma2")):
+        told = refused(tmp_path, 2, {**DENSE, "model_type": other}, **{key: 2})
+        assert told.keys() == {key} and "llama" in told[key] and f"only, not {other}: leave it out" in told[key]
+    for key, proved in (("tp", "nemotron"), ("cp", "phi3"), ("tp", "llama")):
+        (tmp_path / "config.json").write_text(json.dumps({**DENSE, "model_type": proved}))
+        fit_layout(ModelLayoutConfig.model_validate({key: 2}), tmp_path, world_size=2, prefix="model")
     layers = ["linear_attention", "full_attention"]
     assert "layers of linear_attention" in refused(tmp_path, 2, {**DENSE, "layer_types": layers}, cp=2)["cp"]
+
+
+def test_the_page_names_the_types_that_are_proved() -> None:
+    page = (Path(__file__).parents[3] / "docs" / "planning.md").read_text()
+    of_key = {key: set[str]() for key in ("tp", "cp", "ep")}
+    for keys, types in re.findall(r"((?:`[tce]p`(?: and | only)?)+): ([a-z0-9_,\s]+)[.;]", page):
+        for key in re.findall("`(..)`", keys):
+            of_key[key] |= set(types.replace(",", " ").split())
+    modules = {"tp": tensor_parallel, "cp": context_parallel, "ep": expert_parallel}
+    assert of_key == {key: set(module.PROVED) for key, module in modules.items()}
 
 
 def test_all_contradictions_are_told_at_once(tmp_path: Path) -> None:

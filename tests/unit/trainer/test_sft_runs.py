@@ -46,9 +46,13 @@ def test_more_steps_continue_the_run_and_give_what_one_run_gives(example: Path, 
     assert steps_of(make_config(example, tmp_path / "two", max_steps=4)) == [0, 1, 2, 3]
     longer = {"max_steps": 6, "ckpt": {"interval": 3, "keep_last": 1}, "micro_batch_tokens": 8000}
     assert steps_of(make_config(example, tmp_path / "two", **longer)) == [4, 5]
-    assert steps_of(make_config(example, tmp_path / "one", max_steps=6)) == list(range(6))
+    assert steps_of(make_config(example, tmp_path / "one", max_steps=6, peak_tflops=0.5)) == list(range(6))
     assert weights(tmp_path / "two") == weights(tmp_path / "one")
     assert [line["step"] for line in lines_of(tmp_path / "two")] == list(range(6))
+    for line in lines_of(tmp_path / "one"):
+        assert line["perf/throughput"] == pytest.approx(line["progress/tokens"] / line["time/step"])
+        assert line["perf/throughput_per_gpu"] == line["perf/throughput"] and 0 < line["perf/mfu"] < 1
+    assert not any("perf/mfu" in line for line in lines_of(tmp_path / "two")), "nothing says what the device could do"
     with pytest.raises(InvalidSpecError, match=r"max_steps.* is less than the 6 steps that the run has made"):
         steps_of(make_config(example, tmp_path / "two", max_steps=5))
 

@@ -127,13 +127,15 @@ class ModelLayoutConfig(ModelMemoryConfig):
     tp: int = option(
         1,
         "Ranks that share each layer and compute on the same samples (tensor parallel). Divides the model's attention "
-        "heads, key-value heads and intermediate size; not with `lora` or `dropout`.",
+        "heads, key-value heads and intermediate size; not with `lora` or `dropout`. For the types of models that "
+        "docs/planning.md names.",
         ge=1,
     )
     cp: int = option(
         1,
         "Ranks that each compute a piece of the same rows (context parallel): for long samples, whose activations they "
-        "share. They exchange tokens for attention heads where it divides these, and gather keys and values where not.",
+        "share. They exchange tokens for attention heads where it divides these, and gather keys and values where not. "
+        "For the types of models that docs/planning.md names.",
         ge=1,
     )
     ep: int = option(

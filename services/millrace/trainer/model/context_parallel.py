@@ -25,6 +25,40 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from millrace.trainer.model.exchange import all_to_all, gather_sequence, gather_shares
 
 _NAME = "millrace_context_parallel"
+PROVED = (
+    "arcee",
+    "cohere",
+    "cohere2",
+    "deepseek_v3",
+    "ernie4_5",
+    "exaone4",
+    "gemma",
+    "gemma3_text",
+    "glm4",
+    "gpt_neox",
+    "granite",
+    "helium",
+    "llama",
+    "ministral",
+    "mistral",
+    "mixtral",
+    "olmo",
+    "olmo2",
+    "olmo3",
+    "phi",
+    "phi3",
+    "qwen2",
+    "qwen2_moe",
+    "qwen3",
+    "qwen3_moe",
+    "seed_oss",
+    "smollm3",
+    "starcoder2",
+)
+"""Types of models that learn the same of rows in pieces.
+
+Layers of others may keep `context` from their attention (nemotron, gemma2), which then takes each piece for a row.
+"""
 
 
 class Rows(Protocol):

@@ -72,26 +72,40 @@ class _Dispatch:
     def _compute(self, rows_MH: torch.Tensor, counts_e: torch.Tensor) -> torch.Tensor:
         """What this rank's experts make of rows sorted by expert."""
         up, down = _local(self._experts.gate_up_proj), _local(self._experts.down_proj)
-        gate_MI, up_MI = _grouped(rows_MH, up, counts_e).chunk(2, dim=-1)
-        return _grouped(self._experts.act_fn(gate_MI) * up_MI, down, counts_e)
+        gate_MI, up_MI = grouped(rows_MH, up, counts_e).chunk(2, dim=-1)
+        return grouped(self._experts.act_fn(gate_MI) * up_MI, down, counts_e)
 
 
-def _grouped(rows_MX: torch.Tensor, weight_eYX: torch.Tensor, counts_e: torch.Tensor) -> torch.Tensor:
+def grouped(rows_MX: torch.Tensor, weight_eYX: torch.Tensor, counts_e: torch.Tensor) -> torch.Tensor:
     """Rows sorted by expert times each one's weight, [M, Y].
 
     An expert without rows has a part in it, too: every weight has to get a gradient, or FSDP's ranks part ways.
     """
-    if _has_kernel(rows_MX, weight_eYX):
-        offsets_e = counts_e.cumsum(0).to(torch.int32)
-        return functional.grouped_mm(rows_MX, weight_eYX.transpose(1, 2), offs=offsets_e)
+    by_kernel = has_kernel(rows_MX.device) and fits_kernel(rows_MX, weight_eYX)
+    return (grouped_by_kernel if by_kernel else grouped_by_loop)(rows_MX, weight_eYX, counts_e)
+
+
+def grouped_by_kernel(rows_MX: torch.Tensor, weight_eYX: torch.Tensor, counts_e: torch.Tensor) -> torch.Tensor:
+    """The same as one operation, of rows and weights that fit it. Its gradient has to be contiguous."""
+    offsets_e = counts_e.cumsum(0).to(torch.int32)
+    return functional.grouped_mm(rows_MX, weight_eYX.transpose(1, 2), offs=offsets_e)
+
+
+def grouped_by_loop(rows_MX: torch.Tensor, weight_eYX: torch.Tensor, counts_e: torch.Tensor) -> torch.Tensor:
+    """The same as one product after the other."""
     groups = rows_MX.split(counts_e.tolist())
     return torch.cat([functional.linear(rows, weight) for rows, weight in zip(groups, weight_eYX, strict=True)])
 
 
-def _has_kernel(rows_MX: torch.Tensor, weight_eYX: torch.Tensor) -> bool:
-    """Whether one kernel multiplies all groups: there are rows, in bfloat16, and rows and columns of 16 bytes."""
+def has_kernel(device: torch.device) -> bool:
+    """Whether the operation is one kernel there; a CPU has it as a loop of its own."""
+    return device.type == "cuda"
+
+
+def fits_kernel(rows_MX: torch.Tensor, weight_eYX: torch.Tensor) -> bool:
+    """Whether the operation takes these: there are rows, in bfloat16, and rows and columns of 16 bytes."""
     is_even = all(size * weight_eYX.element_size() % 16 == 0 for size in weight_eYX.shape[1:])
-    return rows_MX.is_cuda and rows_MX.dtype == weight_eYX.dtype == torch.bfloat16 and is_even and len(rows_MX) > 0
+    return rows_MX.dtype == weight_eYX.dtype == torch.bfloat16 and is_even and len(rows_MX) > 0
 
 
 def _local(parameter: torch.Tensor) -> torch.Tensor:

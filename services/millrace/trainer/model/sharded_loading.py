@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from millrace.telemetry import progress
@@ -46,15 +47,13 @@ def fill_model(model: Any, directory: Path, *, device: torch.device) -> None:
     NotFoundError (MODEL_NOT_FOUND) without *.safetensors; CorruptObjectError (MODEL_CORRUPT) if they are damaged,
     incomplete, or of other sizes than `config.json` says; InvalidStateError (OUT_OF_MEMORY).
     """
-    from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import convert_and_load_state_dict_in_model
     from transformers.modeling_utils import LoadStateDictConfig
 
     paths = sorted(directory.glob("*.safetensors"))
     if not paths:
         raise model_not_found(str(directory), "it has no *.safetensors")
-    conversions: Any = get_model_conversion_mapping(model)
-    how = LoadStateDictConfig(device_map={"": device}, dtype=torch.float32, weight_mapping=conversions)
+    how = LoadStateDictConfig(device_map={"": device}, dtype=torch.float32, weight_mapping=_conversions(model))
     try:
         with contextlib.ExitStack() as opened:
             opened.enter_context(shortage_named(f"load model {directory.name}"))
@@ -73,6 +72,18 @@ def fill_model(model: Any, directory: Path, *, device: torch.device) -> None:
     bad += [f"{name} is missing" for name, parameter in model.named_parameters() if _local(parameter).is_meta]
     if bad:
         raise model_corrupt(directory, bad[0])
+
+
+def _conversions(model: Any) -> Any:
+    """How names and shapes in files become the model's; some go by the name of a class, which FSDP changes."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+
+    sharded = type(model)
+    model.__class__ = next(each for each in sharded.__mro__ if not issubclass(each, FSDPModule))
+    try:
+        return get_model_conversion_mapping(model)
+    finally:
+        model.__class__ = sharded
 
 
 def _fill_nothing(model: nn.Module, *, device: torch.device) -> set[str]:

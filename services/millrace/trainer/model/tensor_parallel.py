@@ -11,6 +11,38 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from millrace.errors import InvalidSpecError, Violation
 
+PROVED = (
+    "arcee",
+    "cohere",
+    "cohere2",
+    "ernie4_5",
+    "exaone4",
+    "gemma",
+    "gemma2",
+    "gemma3_text",
+    "gpt_neox",
+    "granite",
+    "helium",
+    "llama",
+    "ministral",
+    "mistral",
+    "mixtral",
+    "nemotron",
+    "olmo",
+    "phi",
+    "qwen2",
+    "qwen2_moe",
+    "qwen3",
+    "qwen3_moe",
+    "seed_oss",
+    "smollm3",
+    "starcoder2",
+)
+"""Types of models that learn the same in layers that are cut.
+
+A plan of known styles is not enough: what every rank has, and sees its part of a layer with (the activations of
+apertus), gets a part of its gradient.
+"""
 _STYLES = {"colwise", "rowwise", "replicated_with_grad_allreduce"}
 _WHOLE = ("embed_tokens", "lm_head", ".experts")
 

@@ -37,7 +37,12 @@ LAYOUTS: dict[str, tuple[int, dict[str, int]]] = {
     "EP 2 x TP 2": (4, {"ep": 2, "tp": 2}),
 }
 _FEW = ("FSDP 2", "CP 2", "EP 2", "CP 2 x EP 4")
-"""Those in which padded rows and adapters are tried, too."""
+_NOT_IN_ALL: dict[str, tuple[str, ...]] = {
+    "adamw, padded": _FEW,
+    "adamw, adapters": (*_FEW, "HSDP 2x2"),
+    "sgd": ("FSDP 2", "TP 2", "EP 2", "HSDP 2x2"),
+}
+"""The layouts of what is not tried in every one of them."""
 MODELS = ("dense", "tied", "odd", "moe")
 _OPTIM = {"lr": 1e-3, "max_norm": 0.5}
 KINDS: dict[str, dict[str, Any]] = {
@@ -45,6 +50,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "adamw, padded": {"pack": {"mode": "never"}},
     "adamw, adapters": {"model": {"lora": {"rank": 2}}},
     "muon": {"optim": {**_OPTIM, "type": "muon"}},
+    "sgd": {"optim": {**_OPTIM, "type": "sgd", "lr": 0.1}},
 }
 """What is trained with what; rows are packed unless they are padded."""
 LIMITS = {kind: 1e-3 if kind == "muon" else 1e-5 for kind in KINDS}
@@ -79,7 +85,7 @@ class Row:
 
 def fits(model: str, kind: str, layout: str) -> bool:
     """Whether a layout is one for a model: only that with experts shares these, and three heads only rows."""
-    if kind not in ("adamw", "muon") and layout not in _FEW:
+    if layout not in _NOT_IN_ALL.get(kind, LAYOUTS):
         return False
     return not (model == "odd" and "TP" in layout) and (model == "moe" or "EP" not in layout)
 

@@ -42,7 +42,7 @@ def main(config_file: Path, directory: Path) -> None:
         for name, tensor in state.items()
         if not name.startswith("rng.") and not isinstance(tensor, DTensor) and tensor.numel() > 1
     ]
-    author = Author(run_hash="r", epoch=1, determinism="strict")
+    author = Author(run_hash="r", epoch=1, determinism="strict", base_digest=learner.base_digest)
     written = checkpoints.write(state, step=SAVED, lineage=0, chain_hash=b"c" * 32, author=author)
     manifest = checkpoints.commit(written, gang=gang)
     facts["bytes"] = manifest.size_bytes

@@ -30,6 +30,7 @@ from millrace.trainer.learning.learner import Learner, state_tensors
 from millrace.trainer.learning.plan import Rows, in_order, plan_micro_batches
 from millrace.trainer.log.batches import Batch
 from millrace.trainer.loop import forward_backward
+from millrace.trainer.model.compiled import take_failures
 from millrace.trainer.model.snapshot import Snapshots
 
 _LENGTHS = (16, 4, 9, 2, 7, 3, 5, 11, 16, 6, 8, 10, 2, 4, 3, 16, 7, 5, 9, 6)
@@ -58,7 +59,7 @@ def _work(job: dict[str, Any], output: Path, gang: Gang) -> None:
     if job["first"]:
         manifest = checkpoints.read(job["first"])
         restore(checkpoints, manifest, learner.model, learner.optimizer, gang=gang)
-    facts: dict[str, list[float]] = {"loss": [], "grad_norm": []}
+    facts: dict[str, list[Any]] = {"loss": [], "grad_norm": [], "uncompiled": []}
     for step in range(job["first"], job["last"]):
         minibatch = _minibatch(step, learner, gang)
         header = batch_pb2.BatchHeader(envs=["a"], step=step)
@@ -66,6 +67,7 @@ def _work(job: dict[str, Any], output: Path, gang: Gang) -> None:
         metrics, _ = forward_backward(learner, batch, minibatch)
         facts["loss"].append(metrics.values()["loss/mean"])
         facts["grad_norm"].append(learner.optimizer.step(step).grad_norm)
+        facts["uncompiled"] += take_failures(learner.model)
     save_file(_logprobs(_minibatch(0, learner, gang), learner, gang), f"{output}.{gang.rank}.tokens")
     state = state_tensors(learner.model, learner.optimizer, gang=gang)
     if job["saves"]:

@@ -1,0 +1,36 @@
+"""Ranks that share layers or rows learn what one rank learns, in every family that they are allowed for."""
+
+from pathlib import Path
+
+import pytest
+
+from millrace.trainer.model import context_parallel, tensor_parallel
+from millrace_testing.trainer.equality import difference, facts_of, job_of, run_jobs
+from millrace_testing.trainer.families import FAMILIES, make_family
+
+_SGD = {"optim": {"type": "sgd", "lr": 0.1, "max_norm": 0.5}}
+"""AdamW makes whole steps of gradients that are zero but for rounding, as those of the biases of keys are."""
+_LIMIT = 1e-5
+_LAYOUTS = {"tp": tensor_parallel.PROVED, "cp": context_parallel.PROVED}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_two_ranks_learn_what_one_learns_in_every_family(tmp_path: Path) -> None:
+    models = {family: make_family(family, tmp_path) for family in FAMILIES}
+    jobs = tmp_path / "jobs"
+    run_jobs(jobs, {f"{family}-one": job_of(model, {}, **_SGD) for family, model in models.items()}, world_size=1)
+    shared = {(family, key): job_of(models[family], {key: 2}, **_SGD) for key in _LAYOUTS for family in _LAYOUTS[key]}
+    run_jobs(jobs, {f"{family}-{key}": job for (family, key), job in shared.items()}, world_size=2)
+    bad: list[str] = []
+    for family, key in shared:
+        one, two = jobs / f"{family}-one", jobs / f"{family}-{key}"
+        found, wanted = facts_of(two), facts_of(one)
+        off = difference(two, one)
+        print(family, key, off)
+        are_equal = all(
+            found[name] == pytest.approx(wanted[name], rel=1e-5, abs=1e-6) for name in ("loss", "grad_norm")
+        )
+        bad += [] if are_equal and off <= _LIMIT else [f"{family} with {key} 2: {off}"]
+    assert not bad
+    assert set().union(*_LAYOUTS.values()) == FAMILIES.keys()
