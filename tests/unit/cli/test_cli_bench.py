@@ -40,21 +40,21 @@ def bench(place: Path, capfd: pytest.CaptureFixture[str], command: str) -> tuple
 def test_the_trainer_prints_tokens_memory_and_the_phases_of_a_step(
     place: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    flags = "--model.name model --peak-tflops 0.1 --data.fake.batch-size 4 --data.fake.seq-len 64 --bench.steps 2"
+    flags = "--model.name model --peak-tflops 0.1 --data.fake.batch-size 4 --data.fake.seq-len 64 --bench.steps 3"
     title, figures, found = bench(place, capfd, f"trainer --bench {flags}")
     what = "4 samples of 64 tokens, micro-batches of 8192 tokens, 1 rank"
-    assert title == f"model: {what}; medians of 2 steps after one that warms up"
+    assert title == f"model: {what}; medians of 3 steps after one that warms up"
     assert list(figures) == ["tokens/s", "MFU", "peak memory", "step", "data", "forward", "backward", "optimizer"]
     assert found["tokens_per_step"] == 4 * 64
     assert figures["tokens/s"] == pytest.approx(found["tokens_per_s"], abs=1)
-    # Medians of two are means, of rates and of seconds: not exactly each other's inverse.
-    assert 0.8 <= found["tokens_per_s"] * found["step_s"] / 256 <= 2.0
+    assert found["tokens_per_s"] * found["step_s"] == pytest.approx(256, rel=1e-3)  # both of the step in the middle
     assert 0 < figures["MFU"] < 100 and figures["MFU"] == pytest.approx(100 * found["mfu"], abs=0.06)
     assert 100 * MIB < found["peak_bytes"] < 4096 * MIB
     assert figures["peak memory"] == pytest.approx(found["peak_bytes"] / 2**30, abs=0.006)
     phases = ("data", "forward", "backward", "optimizer")
     assert all(figures[name] == pytest.approx(found[f"{name}_s"], abs=0.0006) for name in (*phases, "step"))
-    assert 0.7 * found["step_s"] <= sum(found[f"{name}_s"] for name in phases) <= 1.3 * found["step_s"]
+    # Each phase is that of the step in which it was in the middle: a stall of one of three moves none of them far.
+    assert 0.5 * found["step_s"] <= sum(found[f"{name}_s"] for name in phases) <= 1.5 * found["step_s"]
 
 
 def test_the_engine_prints_tokens_of_prompts_and_completions(place: Path, capfd: pytest.CaptureFixture[str]) -> None:

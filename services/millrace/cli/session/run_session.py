@@ -4,7 +4,7 @@ import asyncio
 import os
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +18,7 @@ from millrace.cli.session.results import collect, phases_of, summary, write_summ
 from millrace.cli.view.progress import Progress
 from millrace.cli.view.view import ProgressView, make_view
 from millrace.client import Client
+from millrace.config.sections.inference import InferenceConfig
 from millrace.errors import UnavailableError
 from millrace.telemetry import waits
 from millrace.v1 import run_pb2
@@ -49,7 +50,7 @@ async def run_local(prepared: Prepared, interrupts: Interrupts) -> tuple[dict[st
     with make_view(progress, plain=prepared.is_plain) as view:
         async with ticking(view):
             try:
-                options = await asyncio.to_thread(stack_options, prepared, home)
+                options = await planned_stack(prepared, home, note=view.note)
                 async with LocalStack(options, note=view.note) as stack:
                     interrupts.on_second(stack.supervisor.hurry.set)
                     view.note(f"starting the local stack; process logs: {home / 'logs'}")
@@ -209,24 +210,31 @@ def _adopt(progress: Progress, run: run_pb2.Run) -> None:
     progress.name, progress.uid = run.name, run.uid
 
 
-def stack_options(prepared: Prepared, directory: Path) -> "StackOptions":
-    """The stack of a run: its place from the environment, its engine and its logs from the config."""
+async def planned_stack(prepared: Prepared, directory: Path, *, note: Callable[[str], object]) -> "StackOptions":
+    """The stack of a run; vLLM has the part of a shared GPU that the trainer leaves. InvalidStateError if that is none."""
     from millrace.cli.session.shared_gpu import engine_share
-    from millrace.inference.launch_env import engine_environ, with_engine
-    from millrace.local import gpus
+
+    inference, assigned = _engine_and_gpus(prepared)
+    if not _is_share_open(inference, assigned):
+        return stack_options(prepared, directory)
+    share = await engine_share(prepared.config, assigned, note=note)
+    return stack_options(prepared, directory, engine_share=share)
+
+
+def stack_options(prepared: Prepared, directory: Path, *, engine_share: float | None = None) -> "StackOptions":
+    """The stack of a run: its place from the environment, its engine and its logs from the config.
+
+    `engine_share` is vLLM's part of a GPU that the trainer uses, too, of which the config says nothing.
+    """
+    from millrace.inference.launch_env import engine_environ
+    from millrace.local.gpus import SHARED_UTILIZATION
     from millrace.local.stack import StackOptions
 
     config = prepared.config
-    inference = with_engine(config.inference, os.environ)
-    assigned = gpus.assign(
-        gpus.training_gpus(),
-        engine_size=inference.parallel.tp * inference.parallel.dp if inference.engine == "vllm" else 0,
-        inference=config.inference_gpu_ids,
-        trainer=config.trainer_gpu_ids,
-    )
-    is_said = inference.gpu_memory_utilization is not None or "gpu_memory_utilization" in inference.vllm
-    if inference.engine == "vllm" and gpus.are_shared(assigned) and not is_said:
-        inference = inference.model_copy(update={"gpu_memory_utilization": engine_share(config, assigned)})
+    inference, assigned = _engine_and_gpus(prepared)
+    if _is_share_open(inference, assigned):
+        share = SHARED_UTILIZATION if engine_share is None else engine_share
+        inference = inference.model_copy(update={"gpu_memory_utilization": share})
     options = StackOptions(
         directory=directory,
         http_host=config.inference.server.host,
@@ -239,3 +247,29 @@ def stack_options(prepared: Prepared, directory: Path) -> "StackOptions":
         is_durable=False,  # the run ends with the stack, and its log is in the store
     )
     return options.with_settings(prepared.settings)
+
+
+def _engine_and_gpus(prepared: Prepared) -> tuple[InferenceConfig, dict[str, tuple[int, ...]]]:
+    """The engine that this machine runs, and the GPUs of it and of the trainer."""
+    from millrace.inference.launch_env import with_engine
+    from millrace.local import gpus
+
+    config = prepared.config
+    inference = with_engine(config.inference, os.environ)
+    assigned = gpus.assign(
+        gpus.training_gpus(),
+        engine_size=inference.parallel.tp * inference.parallel.dp if inference.engine == "vllm" else 0,
+        inference=config.inference_gpu_ids,
+        trainer=config.trainer_gpu_ids,
+    )
+    return inference, assigned
+
+
+def _is_share_open(inference: InferenceConfig, assigned: Mapping[str, Sequence[int]]) -> bool:
+    """Whether vLLM shares a GPU with the trainer, and the config does not say how much of it is its."""
+    from millrace.inference.launch_env import is_given, vllm_flags
+    from millrace.local import gpus
+
+    if inference.engine != "vllm" or not gpus.are_shared(assigned):
+        return False
+    return not is_given("gpu_memory_utilization", vllm_flags(inference))

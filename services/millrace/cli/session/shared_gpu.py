@@ -1,11 +1,11 @@
 """How much of a GPU vLLM may take where the trainer uses it, too: what the trainer's estimate leaves."""
 
+import asyncio
 import json
 import math
-import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,29 +24,40 @@ _TIMEOUT_S = 180.0
 _GIB = 2**30
 
 
-def engine_share(config: RLConfig, assigned: Mapping[str, Sequence[int]]) -> float:
-    """The part of a shared GPU that vLLM gets: `SHARED_UTILIZATION`, or less where the trainer's step needs more.
+async def engine_share(
+    config: RLConfig, assigned: Mapping[str, Sequence[int]], *, note: Callable[[str], object] = lambda text: None
+) -> float:
+    """The part of a shared GPU that vLLM gets: `SHARED_UTILIZATION`, or what its weights need, or what the step leaves.
 
-    The step is computed as `millrace estimate` does it, in a process of its own. Where that or the driver has no
-    answer, it is `SHARED_UTILIZATION`. InvalidStateError (GPU_TOO_SMALL) if both have no room.
+    The trainer's step is computed as `millrace estimate` does it, in a process of its own. Where that or the driver has
+    no answer, `note` hears why and it is `SHARED_UTILIZATION`. InvalidStateError (GPU_TOO_SMALL) if both have no room.
     """
     trainer = assigned["trainer"]
-    memory_gib = gpus.memory_gib([index for index in trainer if index in assigned["inference"]])
-    if memory_gib is None or (found := _estimated(config, num_gpus=len(trainer), memory_gib=memory_gib)) is None:
+    shared = [index for index in trainer if index in assigned["inference"]]
+    memory_gib = await asyncio.to_thread(gpus.memory_gib, shared)
+    if memory_gib is None:
+        note(f"nvidia-smi does not say how large the GPU is: vLLM gets {gpus.SHARED_UTILIZATION} of it")
         return gpus.SHARED_UTILIZATION
-    ranks = config.inference.parallel.tp
-    engine_gib = ENGINE_GIB + found["parameters"] * WEIGHT_BYTES / ranks / _GIB
+    note("computing what the trainer leaves of the GPU to vLLM")
+    found = await _estimate(config, num_gpus=len(trainer), memory_gib=2**20, reserve_gib=0)  # fits: no key is tried
+    if isinstance(found, str):
+        note(f"what the trainer takes is not known ({found}): vLLM gets {gpus.SHARED_UTILIZATION} of the GPU")
+        return gpus.SHARED_UTILIZATION
+    engine_gib = ENGINE_GIB + found["parameters"] * WEIGHT_BYTES / config.inference.parallel.tp / _GIB
     step_gib = found["bytes_per_rank"]["peak"] / _GIB
     left_gib = memory_gib - RUNTIME_GIB - step_gib
     if left_gib < engine_gib:
+        reserve_gib = min(RUNTIME_GIB + engine_gib, memory_gib)
+        tried = await _estimate(config, num_gpus=len(trainer), memory_gib=memory_gib, reserve_gib=reserve_gib)
         raise InvalidStateError(
             f"trainer and vLLM do not fit onto one GPU of {memory_gib:.0f} GiB: a step takes {step_gib:.1f} GiB, vLLM "
             f"{engine_gib:.1f} GiB at least, and {RUNTIME_GIB:.0f} GiB are left for the runtime",
             reason="GPU_TOO_SMALL",
-            remedy=f"{_advice(found)}; or give them GPUs of their own (inference_gpu_ids, trainer_gpu_ids), or set "
+            remedy=f"{_advice(tried)}give them GPUs of their own (inference_gpu_ids, trainer_gpu_ids), or set "
             "inference.gpu_memory_utilization, which is taken as it is",
         )
-    return min(gpus.SHARED_UTILIZATION, math.floor(left_gib / memory_gib * 100) / 100)
+    wanted = max(gpus.SHARED_UTILIZATION, engine_gib / memory_gib)
+    return math.floor(min(wanted, left_gib / memory_gib) * 100) / 100
 
 
 def flags_on_shared_gpu(flags: str) -> str:
@@ -63,21 +74,35 @@ def flags_on_shared_gpu(flags: str) -> str:
     return json.dumps({**found, "inference.gpu_memory_utilization": gpus.SHARED_UTILIZATION})
 
 
-def _advice(found: Mapping[str, Any]) -> str:
-    keys = found["remedy"] or ["trainer.micro_batch_tokens=2048", "trainer.model.ac.freq=1"]
-    return f"set {' and '.join(keys)} (`millrace estimate` says what each saves)"
+def _advice(tried: dict[str, Any] | str) -> str:
+    """The keys that make it fit, if any of those that were tried do."""
+    remedy = () if isinstance(tried, str) else tried["remedy"] or ()
+    keys = [key for key in remedy if not key.startswith("--")]
+    return f"set {' and '.join(keys)}, " if keys else ""
 
 
-def _estimated(config: RLConfig, *, num_gpus: int, memory_gib: float) -> dict[str, Any] | None:
-    """What `millrace estimate` says of the run's step; None where it says nothing, as of a model that is not there."""
+async def _estimate(config: RLConfig, *, num_gpus: int, memory_gib: float, reserve_gib: float) -> dict[str, Any] | str:
+    """What `millrace estimate` says of the run's step; if it fails, the last line of what it says about that."""
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory) / "run.json"
         path.write_text(config.resolved_json())
-        asked = ["estimate", "@", str(path), "--gpus", str(num_gpus), "--gpu-memory", f"{memory_gib:.1f}"]
-        asked += ["--reserve", f"{RUNTIME_GIB + ENGINE_GIB:g}", "--format", "json"]
-        command = [sys.executable, "-m", "millrace.cli", *asked]
+        asked = ["estimate", "@", str(path), "--gpus", str(num_gpus), "--gpu-memory", f"{memory_gib:.2f}"]
+        asked += ["--reserve", f"{reserve_gib:.2f}", "--format", "json"]
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "millrace.cli", *asked),
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+        )
         try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            return None
-    return json.loads(done.stdout) if done.returncode in (0, 1) and done.stdout.startswith("{") else None
+            async with asyncio.timeout(_TIMEOUT_S):
+                output, errors = await process.communicate()
+        except TimeoutError:
+            return f"it took more than {_TIMEOUT_S:.0f} s"
+        finally:
+            if process.returncode is None:  # out of time, or the command was interrupted
+                process.kill()
+                await process.wait()
+    if process.returncode in (0, 1) and output.startswith(b"{"):
+        return json.loads(output)
+    return next((line for line in errors.decode(errors="replace").splitlines() if "Error" in line), "no reason given")
