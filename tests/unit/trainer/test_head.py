@@ -1,6 +1,7 @@
 """Log-probs without the logits: equal to those of the logits, in the memory of a chunk."""
 
 import math
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -215,6 +216,22 @@ def test_what_is_tried_of_a_model_draws_no_dropout() -> None:
     before = torch.manual_seed(3).get_state().numpy().tobytes()
     assert found[0][1] != before, "there is dropout"
     assert found[0] == found[1]
+
+
+def test_what_is_tried_of_a_model_is_forgotten_before_it_is_computed_again() -> None:
+    """Or the first micro-batch of a run holds its activations twice."""
+    model = model_of("scaled")
+    inner, outputs, alive = model.forward, list[weakref.ref[torch.Tensor]](), list[bool]()
+
+    def forward(**arguments: Any) -> Any:
+        alive.append(any(each() is not None for each in outputs))
+        output = inner(**arguments)
+        outputs.append(weakref.ref(output.logits))
+        return output
+
+    model.forward = forward
+    token_logprobs(model, build_micro_batch([sample(9)], seq_len=64, device=torch.device("cpu")))
+    assert alive == [False, False], "it is tried once, then computed"
 
 
 @pytest.mark.parametrize("kind", ["tied", "untied", "scaled"])

@@ -17,7 +17,7 @@ from millrace.config.sections.trainer import PackConfig
 from millrace.errors import InvalidSpecError
 from millrace.rollouts.types import TrainSample, Truncation
 from millrace.trainer.gang.distributed import Gang
-from millrace.trainer.learning import packing
+from millrace.trainer.learning import packing as deciding
 from millrace.trainer.learning.batch import MicroBatch, build_micro_batch
 from millrace.trainer.learning.forward import token_logprobs
 from millrace.trainer.learning.packing import packing_of
@@ -229,7 +229,7 @@ def test_ranks_that_have_other_devices_make_one_plan(
     monkeypatch: pytest.MonkeyPatch, peer: list[bool], is_packed: bool
 ) -> None:
     """This rank has the kernel for varying lengths; the peer says [keeps samples apart, has the kernel]."""
-    monkeypatch.setattr(packing, "use_varlen_kernel", lambda *args, **keys: True)
+    monkeypatch.setattr(deciding, "use_varlen_kernel", lambda *args, **keys: True)
     gang = Gang()
     monkeypatch.setattr(gang, "agree", lambda work: [work(), peer])
     model = model_of("dense", tied=True, dtype=torch.float32)
