@@ -23,6 +23,7 @@ from transformers import (
     Phi3Config,
     PretrainedConfig,
     Qwen2Config,
+    Qwen3MoeConfig,
     T5Config,
 )
 
@@ -74,6 +75,15 @@ FAMILIES: dict[str, Callable[[int], PretrainedConfig]] = {
     "Mamba, without attention": lambda blocks: MambaConfig(
         vocab_size=512, hidden_size=64, state_size=4, num_hidden_layers=blocks
     ),
+    "experts in every second block": lambda blocks: Qwen3MoeConfig(
+        **SHAPE,
+        num_hidden_layers=blocks,
+        head_dim=16,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=32,
+        decoder_sparse_step=2,
+    ),
     "sparse blocks, then dense ones": lambda blocks: Glm4MoeLiteConfig(
         **LATENT,
         num_hidden_layers=blocks,
@@ -81,6 +91,7 @@ FAMILIES: dict[str, Callable[[int], PretrainedConfig]] = {
     ),
 }
 LONG = 7
+MIXED = ("sparse blocks, then dense ones", "experts in every second block")
 
 
 def trainer(**model: Any) -> TrainerConfig:
@@ -115,8 +126,9 @@ def test_a_long_model_of_a_family_is_the_whole_one(family: str):
     assert found.num_parameters == own_count(config)
 
 
-def test_blocks_of_different_weights_do_not_stand_for_each_other():
-    config = FAMILIES["sparse blocks, then dense ones"](LONG)
+@pytest.mark.parametrize("family", MIXED)
+def test_blocks_of_different_weights_do_not_stand_for_each_other(family: str):
+    config = FAMILIES[family](LONG)
     assert simulate(trainer(), config, num_gpus=0).num_parameters == own_count(config)
 
 
