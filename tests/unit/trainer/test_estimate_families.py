@@ -90,7 +90,7 @@ FAMILIES: dict[str, Callable[[int], PretrainedConfig]] = {
         mlp_layer_types=["sparse"] * (blocks - blocks // 2) + ["dense"] * (blocks // 2),
     ),
 }
-LONG = 7
+LONG = 8
 MIXED = ("sparse blocks, then dense ones", "experts in every second block")
 
 

@@ -218,19 +218,31 @@ def test_what_is_tried_of_a_model_draws_no_dropout() -> None:
     assert found[0] == found[1]
 
 
+class Saved:
+    """What an operation keeps for its backward."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+
+
 def test_what_is_tried_of_a_model_is_forgotten_before_it_is_computed_again() -> None:
     """Or the first micro-batch of a run holds its activations twice."""
     model = model_of("scaled")
-    inner, outputs, alive = model.forward, list[weakref.ref[torch.Tensor]](), list[bool]()
+    inner, saved, held = model.forward, weakref.WeakSet[Saved](), list[int]()
+
+    def save(tensor: torch.Tensor) -> Saved:
+        saved.add(found := Saved(tensor.detach()))  # or it would keep itself
+        return found
 
     def forward(**arguments: Any) -> Any:
-        alive.append(any(each() is not None for each in outputs))
+        held.append(len(saved))
         return inner(**arguments)
 
     model.forward = forward
-    model.lm_head.register_forward_hook(lambda module, args, output: outputs.append(weakref.ref(output)))
-    token_logprobs(model, build_micro_batch([sample(9)], seq_len=64, device=torch.device("cpu")))
-    assert alive == [False, False], "it is tried once, then computed"
+    with torch.autograd.graph.saved_tensors_hooks(save, lambda each: each.tensor):
+        found = token_logprobs(model, build_micro_batch([sample(9)], seq_len=64, device=torch.device("cpu")))
+        assert found[0].requires_grad and len(saved) > 10
+    assert held == [0, 0], "it is tried once, then computed"
 
 
 @pytest.mark.parametrize("kind", ["tied", "untied", "scaled"])
