@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -39,9 +40,9 @@ pytestmark = [pytest.mark.gpu, pytest.mark.timeout(1800)]
 ADDRESSES = REPOSITORY / "tests" / "support" / "millrace_testing" / "inference" / "vllm_addresses.py"
 VERSIONS = 50
 APPLIED = "policy applied and proved"
-SHARES = {1: 0.01, 2: 0.06}
-"""Of the weights, by version that changes them."""
-ADAPTER = AdapterSpec(rank=4, alpha=24.0, target_modules=("q_proj", "down_proj"))
+SHARES = {1: 0.01, 2: 0.01, 3: 0.06, 4: 1.0}
+"""Of the weights, by version that changes them. The first delta pays for what is done once, and is not counted."""
+ADAPTER = AdapterSpec(rank=4, alpha=6.0, target_modules=("q_proj", "down_proj"))
 
 
 def test_weights_stay_where_graphs_were_captured(gpu: torch.device, cuda_vllm: str, tmp_path: Path) -> None:
@@ -95,14 +96,14 @@ async def test_a_small_delta_stands_still_shorter_than_a_whole_version(
         store = published.Publisher(LocalStore(server.directory / "store"), tmp_path, "run1")
         async with server.client() as client:
             await client.serve(store.full(rounded(model), 0))
-            for version, share in [*SHARES.items(), (3, 1.0)]:
+            for version, share in SHARES.items():
                 model = published.nudged(model, version, share=min(share, 0.06))
                 held = rounded(model)
                 entry = store.delta(held, version, base=version - 1) if share < 1 else store.full(held, version)
                 playing = asyncio.create_task(client.generate([1, 2, 3], 1500, seed=version))
                 await client.open_requests(1)
                 status = await client.serve(entry)
-                said = applied(server, version)
+                said = await applied(server, version)
                 rows[f"{share:.0%}"] = {"pause_s": status.pause_seconds} | {
                     name: said[name] for name in ("standstill_s", "held_s", "busy_s", "longest_busy_s")
                 }
@@ -112,25 +113,24 @@ async def test_a_small_delta_stands_still_shorter_than_a_whole_version(
     assert all(figures["pause_s"] <= figures["held_s"] + 0.001 for figures in rows.values())
 
 
-def applied(server: vllm_server.Server, version: int) -> dict[str, Any]:
-    """The replica's own account of an update."""
-    for line in reversed((server.directory / "replica.log").read_text().splitlines()):
-        if line.startswith("{") and f'"{APPLIED}"' in line:
-            fields = json.loads(line)
-            assert fields["version"] == version, fields
-            return fields
-    raise AssertionError(server.log())
+async def applied(server: vllm_server.Server, version: int) -> dict[str, float]:
+    """The replica's own account of an update, which its launcher passes on a little later."""
+    log, wanted = server.directory / "replica.log", f"{APPLIED} run=run1 version={version} "
+    async with asyncio.timeout(30):
+        while not (lines := [line for line in log.read_text().splitlines() if wanted in line]):
+            await asyncio.sleep(0.1)  # a file has no event for it
+    return {name: float(value) for name, value in re.findall(r"(\w+_s)=([\d.e-]+)", lines[-1])}
 
 
 async def test_adapters_on_captured_graphs_are_the_merged_model(
-    gpu: torch.device, cuda_vllm: str, tmp_path: Path
+    gpu: torch.device, cuda_vllm: str, orchestrator: Any, tmp_path: Path
 ) -> None:
     """9 of the list: an adapter, replaced in place by the next, says what a fresh load of the sum says."""
-    base, directory = rounded(made(dense(is_tied=False), 0)), tmp_path / "replica"
+    base, directory = rounded(made(dense(is_tied=True), 0)), tmp_path / "replica"
     (directory / "store").mkdir(parents=True)
     files = dict(published.files(base, tmp_path / "files"))
     run = adapters.Run(LocalStore(directory / "store"), base, files, ADAPTER)
-    server = await started_by(cuda_vllm, directory, run.adapter(1))
+    server = await started_by(cuda_vllm, directory, run.adapter(1), f"127.0.0.1:{orchestrator[1]}")
     try:
         async with server.client() as client:
             first = await generated(server)
@@ -149,7 +149,7 @@ async def test_adapters_on_captured_graphs_are_the_merged_model(
     assert begin(second) != pytest.approx(begin(without), abs=ROUNDING), "an adapter that says nothing"
 
 
-async def started_by(python: str, directory: Path, desired: DesiredPolicy) -> vllm_server.Server:
+async def started_by(python: str, directory: Path, desired: DesiredPolicy, registry: str) -> vllm_server.Server:
     """A replica that begins without a model: with the files of the policy that it is asked for first."""
     loop = asyncio.get_running_loop()
     began = loop.create_future()
@@ -163,6 +163,7 @@ async def started_by(python: str, directory: Path, desired: DesiredPolicy) -> vl
             beside=lambda server: loop.call_soon_threadsafe(began.set_result, server),
             start_s=START_S,
             MILLRACE_MODEL="",
+            MILLRACE_ORCHESTRATOR=registry,
         )
     )
     server = await began
@@ -171,6 +172,8 @@ async def started_by(python: str, directory: Path, desired: DesiredPolicy) -> vl
             try:
                 status = await client.update(entry_of(desired))
             except UnavailableError:  # not up yet, or the moment of the hand-over
+                if starting.done():
+                    await starting  # which says why
                 await asyncio.sleep(0.2)
                 continue
             if status.state == pb.POLICY_STATE_SERVING and status.version == desired.version:
