@@ -233,7 +233,8 @@ FAILURES: Texts = {
         "give it that model, under `trainer.model.name`",
     ),
     "CHECKPOINT_CONDITIONS_DIFFER": (
-        "with strict determinism: another device, number of threads or release of a library than at the checkpoint",
+        "with strict determinism: another device, number of threads, release of a library or way to make rows than "
+        "at the checkpoint",
         'resume under the same conditions, or fork with `trainer.determinism = "best_effort"`',
     ),
     "CHECKPOINT_INDEX_INVALID": ("the index of a checkpoint's tensors cannot be read", "as for CHECKPOINTS_DAMAGED"),

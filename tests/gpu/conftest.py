@@ -5,6 +5,10 @@ import subprocess
 import pytest
 import torch
 
+from millrace_testing.inference.registry import orchestrator
+
+__all__ = ["cuda_vllm", "gpu", "orchestrator", "two_gpus"]
+
 
 @pytest.fixture
 def gpu() -> torch.device:

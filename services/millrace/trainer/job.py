@@ -26,6 +26,7 @@ from millrace.trainer.gang.agreement import agreed
 from millrace.trainer.gang.distributed import Gang
 from millrace.trainer.learning.batch import BatchLayout
 from millrace.trainer.learning.learner import Learner
+from millrace.trainer.learning.plan import how_rows_are_made
 from millrace.trainer.log.background import BackgroundLoop
 from millrace.trainer.log.batches import POLL_S, Batches
 from millrace.trainer.log.client import LogClient
@@ -137,6 +138,7 @@ def prepare(context: JobContext, names: Names, client: LogClient, record: bytes)
         run_hash=client.run_hash,
         is_strict=learner.is_strict,
         base_digest=learner.base_digest,
+        rows=how_rows_are_made(learner.packing),
     )
     reporter = Reporter(client if gang.is_leader else None, world_size=gang.world_size, utilization=learner.utilization)
     position, lineage = begin(context, names, record, found, reporter)
@@ -224,6 +226,7 @@ def make_checkpointer(
         epoch=client.epoch if learner.gang.is_leader else 0,
         determinism="strict" if learner.is_strict else "best_effort",
         base_digest=learner.base_digest,
+        rows=how_rows_are_made(learner.packing),
     )
     return Checkpointer(
         checkpoints, learner.config.ckpt, gang=learner.gang, author=author, on_saved=reporter.checkpoint_saved

@@ -5,6 +5,7 @@ import json
 
 import pytest
 
+from millrace.config.sections.trainer import PackConfig
 from millrace.errors import (
     AlreadyExistsError,
     InvalidSpecError,
@@ -19,9 +20,10 @@ from millrace.rollouts.types import RolloutStatus
 from millrace.rpc.channel import call
 from millrace.runlog import Names
 from millrace.runlog.records.revisions import list_headers
+from millrace.runlog.records.run_record import RunRecord
 from millrace.runlog.seal import Seal
 from millrace.v1 import run_pb2, run_service_pb2
-from millrace_testing.orchestrator.runs import bodies, config_json, create, watch
+from millrace_testing.orchestrator.runs import CONFIG, bodies, config_json, create, watch
 from millrace_testing.patience import patient
 from millrace_testing.polling import until
 
@@ -50,6 +52,15 @@ async def test_a_run_goes_from_queued_to_succeeded(stack) -> None:
     assert close.resolved_below == 6 + len(close.resolutions)
     assert len(close.samples) == 6, "the final evaluation's rollouts go to the trainer for scoring"
     assert env.requests[0].purpose == rollout_pb2.PURPOSE_EVAL
+
+
+async def test_the_record_of_a_run_has_the_costs_that_rows_are_made_by(stack) -> None:
+    """Also where nobody wrote them down: a later release with other defaults plans this run's rows as they were."""
+    request = run_service_pb2.CreateRunRequest(kind=run_pb2.RUN_KIND_RL, config_json=json.dumps(CONFIG))
+    run = (await call(stack.runs.CreateRun, request)).run
+    record = stack.deps["store"].get(Names(stack.prefix, run.uid).run_json, max_bytes=1 << 20)
+    pack = json.loads(RunRecord.parse(record, where="the store").config_json)["trainer"]["pack"]
+    assert pack == PackConfig().model_dump(mode="json") and pack.keys() >= {"causal_cost", "masked_cost"}
 
 
 async def test_the_temperature_follows_the_step_that_a_rollout_is_planned_for(stack) -> None:

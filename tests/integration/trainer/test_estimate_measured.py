@@ -8,7 +8,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import AutoConfig, AutoModelForCausalLM, Qwen3Config, Qwen3MoeConfig
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    DeepseekV3Config,
+    Gemma2Config,
+    GPT2Config,
+    MixtralConfig,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 
 from millrace.config.sections.rl import RLConfig
 from millrace.trainer.estimate.step import simulate
@@ -33,6 +42,34 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
     "experts, recomputed selectively": (
         Qwen3MoeConfig(vocab_size=2048, tie_word_embeddings=False, **SHAPE, **MOE),
         {"ac": {"mode": "selective"}},
+    ),
+    "Gemma 2, capped scores and windows": (Gemma2Config(vocab_size=2048, **SHAPE), {}),
+    "GPT-2, positions that are learned": (
+        GPT2Config(vocab_size=2048, n_embd=256, n_layer=8, n_head=4, n_positions=512, bos_token_id=1, eos_token_id=1),
+        {},
+    ),
+    "Mixtral": (MixtralConfig(vocab_size=2048, num_local_experts=4, num_experts_per_tok=2, **SHAPE), {}),
+    "DeepSeek V3": (
+        DeepseekV3Config(
+            hidden_size=256,
+            intermediate_size=768,
+            num_hidden_layers=8,
+            num_attention_heads=4,
+            num_key_value_heads=4,
+            vocab_size=2048,
+            moe_intermediate_size=256,
+            n_routed_experts=8,
+            num_experts_per_tok=2,
+            n_group=1,
+            topk_group=1,
+            first_k_dense_replace=1,
+            q_lora_rank=64,
+            kv_lora_rank=64,
+            qk_nope_head_dim=32,
+            qk_rope_head_dim=16,
+            v_head_dim=32,
+        ),
+        {},
     ),
 }
 

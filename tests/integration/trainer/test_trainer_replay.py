@@ -24,6 +24,7 @@ from millrace.rollouts.batch_wire import decode_header
 from millrace.runlog import chain_hash
 from millrace.runlog.names import Names
 from millrace.storage.commit_points import with_checksum
+from millrace.trainer.learning import learner
 
 Recorder = Any  # conftest.Recorder; tests are not importable from one another
 MakeConfig = Callable[..., RLConfig]
@@ -167,6 +168,15 @@ def test_a_bad_loss_is_told_in_words(
     err = capsys.readouterr().err
     assert f"--loss: {words}" in err or (words in err and "--loss: " in err)
     assert "remedy: write it like millrace.trainer.losses.policy_losses" in err and "Traceback" not in err
+
+
+def test_a_replay_that_makes_rows_otherwise_says_so(
+    trained: Recorder, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(learner, "packing_of", lambda *args, **keys: None)
+    _replay(trained, 4)
+    told = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("note: "))
+    assert "last bits may differ, because rows was packed by cost: " in told and ", is one sample each" in told
 
 
 @pytest.mark.parametrize("step", [5, 6, 400])

@@ -1,55 +1,82 @@
-"""The spans in streams, over events as vLLM writes them."""
+"""Which changes of a tensor can lie in a box: found by search, and none is missed."""
 
-import json
-from collections.abc import AsyncGenerator
-from types import SimpleNamespace
-from typing import Any
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
-from millrace.inference.vllm.gate import Calls
-from millrace.inference.vllm.server.spans import add_last_spans, name_tokens, rewritten
-
-
-def ended(version: str, length: int) -> Any:
-    span = SimpleNamespace(version=version, start=0, end=length)
-    return SimpleNamespace(weight_versions=[span], token_ids=[0] * length)
+from millrace.inference.vllm.workers.layout import Region, Slot
 
 
-def chunk(index: int, finish_reason: str | None) -> str:
-    return f"data: {json.dumps({'choices': [{'index': index, 'finish_reason': finish_reason}]})}\n\n"
+def region(*, shape: tuple[int, ...], offset: int, strides: tuple[int, ...]) -> Region:
+    return Region(
+        tensor="w",
+        slot=Slot(module="m", name="weight"),
+        shape=shape,
+        source_offset=offset,
+        source_strides=strides,
+        target_offset=0,
+        target_strides=strides,
+    )
 
 
-async def test_a_stream_has_the_spans_of_each_choice_where_that_ends() -> None:
-    calls, is_closed = Calls(), []
-
-    async def events() -> AsyncGenerator[str, None]:
-        try:
-            calls.outputs += [{}, {}]
-            yield chunk(2, None)
-            calls.outputs[1][0] = ended("0-7", 3)  # the gate sees the end before vLLM's handler makes a chunk of it
-            yield chunk(2, "stop")
-            calls.outputs[0][1] = ended("1-8", 5)
-            yield chunk(1, "length")
-            yield 'data: {"choices": [], "usage": {}}\n\n'
-            yield 'data: {"error": {"message": "it broke"}}\n\n'
-            yield ": a comment\n\n"
-            yield "data: [DONE]\n\n"
-        finally:
-            is_closed.append(True)
-
-    stream = rewritten(events(), lambda body: add_last_spans(body, calls, per_call=2))
-    lines = [event async for event in stream]
-    assert lines[-2:] == [": a comment\n\n", "data: [DONE]\n\n"] and is_closed
-    bodies = [json.loads(line.removeprefix("data: ")) for line in lines[:-2]]
-    assert [body["choices"][0].get("policy_spans") for body in bodies[:3]] == [
-        None,
-        [{"lineage": 0, "version": 7, "start": 0, "end": 3}],
-        [{"lineage": 1, "version": 8, "start": 0, "end": 5}],
-    ]
-    assert bodies[3:] == [{"choices": [], "usage": {}}, {"error": {"message": "it broke"}}]
+BOX = region(shape=(3, 4), offset=20, strides=(4, 1))
+"""Elements 20 to 31."""
+COLUMNS = region(shape=(3, 2), offset=12, strides=(10, 1))
+"""Elements 12, 13, 22, 23, 32, 33."""
 
 
-def test_tokens_have_the_names_that_clients_of_raw_tokens_want() -> None:
-    body = {"choices": [{"logprobs": {"content": [{"token": "x", "token_id": 9}]}}, {"logprobs": None}]}
-    name_tokens(body)
-    assert body["choices"][0]["logprobs"] == {"content": [{"token": "token_id:9", "token_id": 9}]}
-    name_tokens({"error": {}})
+@pytest.mark.parametrize(
+    ("box", "positions", "found"),
+    [
+        (BOX, [19, 20, 31, 32], [20, 31]),  # first and last are in it, their neighbours are not
+        (BOX, [20], [20]),
+        (BOX, [31], [31]),
+        (BOX, [0, 19], []),
+        (BOX, [32, 99], []),
+        (BOX, [], []),
+        (BOX, [19, 20, 20, 20, 31, 31, 32], [20, 20, 20, 31, 31]),  # each as often as it is there
+        (COLUMNS, [11, 12, 20, 33, 34], [12, 20, 33]),  # between the ends, though 20 is in no column
+        (region(shape=(0, 4), offset=20, strides=(4, 1)), [19, 20, 21], []),
+        (region(shape=(), offset=20, strides=()), [19, 20, 21], [20]),
+        (region(shape=(5,), offset=20, strides=(0,)), [19, 20, 21], [20]),  # one element, repeated
+    ],
+)
+def test_the_changes_between_first_and_last_element_are_found(
+    box: Region, positions: list[int], found: list[int]
+) -> None:
+    every = np.array(positions, np.int64)
+    assert every[box.span_of(every)].tolist() == found
+
+
+def test_an_empty_span_says_where_it_would_be() -> None:
+    assert BOX.span_of(np.array([5, 40], np.int64)) == slice(1, 1)
+    assert BOX.span_of(np.array([], np.int64)) == slice(0, 0)
+
+
+def test_places_beyond_four_bytes_are_told_apart() -> None:
+    box = region(shape=(8,), offset=1 << 33, strides=(1,))
+    every = (1 << 33) + np.array([-(1 << 32), -1, 0, 7, 8, 1 << 32])
+    assert box.span_of(every) == slice(2, 4)
+
+
+@given(
+    shape=st.tuples(st.integers(0, 4), st.integers(0, 4)),
+    offset=st.integers(0, 30),
+    row=st.integers(4, 9),
+    positions=st.lists(st.integers(0, 80), max_size=40).map(sorted),
+)
+def test_nothing_outside_the_span_is_in_the_box(
+    shape: tuple[int, int], offset: int, row: int, positions: list[int]
+) -> None:
+    """Boxes of rows, whole and cut: `targets`, which looks at every position, finds the same in the span as in all."""
+    box = region(shape=shape, offset=offset, strides=(row, 1))
+    every = np.array(positions, np.int64)
+    span = box.span_of(every)
+    wanted, near = box.targets(torch.from_numpy(every)), box.targets(torch.from_numpy(every[span]))
+    if box.num_elements:
+        assert near[1].tolist() == wanted[1].tolist()
+        assert not wanted[0].numpy()[: span.start].any() and not wanted[0].numpy()[span.stop :].any()
+    else:
+        assert span.start == span.stop

@@ -1,6 +1,7 @@
 """Log-probs without the logits: equal to those of the logits, in the memory of a chunk."""
 
 import math
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -215,6 +216,33 @@ def test_what_is_tried_of_a_model_draws_no_dropout() -> None:
     before = torch.manual_seed(3).get_state().numpy().tobytes()
     assert found[0][1] != before, "there is dropout"
     assert found[0] == found[1]
+
+
+class Saved:
+    """What an operation keeps for its backward."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+
+
+def test_what_is_tried_of_a_model_is_forgotten_before_it_is_computed_again() -> None:
+    """Or the first micro-batch of a run holds its activations twice."""
+    model = model_of("scaled")
+    inner, saved, held = model.forward, weakref.WeakSet[Saved](), list[int]()
+
+    def save(tensor: torch.Tensor) -> Saved:
+        saved.add(found := Saved(tensor.detach()))  # or it would keep itself
+        return found
+
+    def forward(**arguments: Any) -> Any:
+        held.append(len(saved))
+        return inner(**arguments)
+
+    model.forward = forward
+    with torch.autograd.graph.saved_tensors_hooks(save, lambda each: each.tensor):
+        found = token_logprobs(model, build_micro_batch([sample(9)], seq_len=64, device=torch.device("cpu")))
+        assert found[0].requires_grad and len(saved) > 10
+    assert held == [0, 0], "it is tried once, then computed"
 
 
 @pytest.mark.parametrize("kind", ["tied", "untied", "scaled"])

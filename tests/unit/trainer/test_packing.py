@@ -1,6 +1,6 @@
 """Packed rows: the loss and the gradient of padded ones, and no token that sees another sample."""
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import numpy as np
@@ -17,10 +17,11 @@ from millrace.config.sections.trainer import PackConfig
 from millrace.errors import InvalidSpecError
 from millrace.rollouts.types import TrainSample, Truncation
 from millrace.trainer.gang.distributed import Gang
+from millrace.trainer.learning import packing as deciding
 from millrace.trainer.learning.batch import MicroBatch, build_micro_batch
 from millrace.trainer.learning.forward import token_logprobs
 from millrace.trainer.learning.packing import packing_of
-from millrace.trainer.learning.plan import Packing, Rows, in_order, plan_micro_batches
+from millrace.trainer.learning.plan import Packing, Rows, how_rows_are_made, in_order, plan_micro_batches
 from millrace.trainer.losses import divisor, token_losses, total_loss
 
 CPU = torch.device("cpu")
@@ -221,6 +222,27 @@ def test_a_model_that_carries_its_state_along_is_not_packed(caplog: pytest.LogCa
         settle(model, "always")
     assert caught.value.reason == "PACK_UNSUPPORTED"
     assert settle(model, "never") is None
+
+
+@pytest.mark.parametrize(("peer", "is_packed"), [([True, True], True), ([True, False], True), ([False, True], False)])
+def test_ranks_that_have_other_devices_make_one_plan(
+    monkeypatch: pytest.MonkeyPatch, peer: list[bool], is_packed: bool
+) -> None:
+    """This rank has the kernel for varying lengths; the peer says [keeps samples apart, has the kernel]."""
+    monkeypatch.setattr(deciding, "use_varlen_kernel", lambda *args, **keys: True)
+    gang = Gang()
+    monkeypatch.setattr(gang, "agree", lambda work: [work(), peer])
+    model = model_of("dense", tied=True, dtype=torch.float32)
+    found = packing_of(model, PackConfig(), compute_dtype=torch.float32, gang=gang)
+    assert (found is not None) == is_packed
+    assert found is None or found.is_varlen == peer[1]
+
+
+def test_all_that_plans_depend_on_is_in_the_words_of_a_checkpoint() -> None:
+    others = [replace(ALWAYS, **{each.name: 2.5 if each.type is float else True}) for each in fields(Packing)]
+    varied = {how_rows_are_made(each) for each in (None, *others) if each != ALWAYS}
+    assert len(varied) == 1 + len(fields(Packing)) - 1  # `is_always` is so already
+    assert how_rows_are_made(replace(ALWAYS)) == how_rows_are_made(ALWAYS) not in varied
 
 
 @pytest.mark.parametrize("kind", ["dense", "experts"])

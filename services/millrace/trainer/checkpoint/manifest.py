@@ -1,8 +1,8 @@
 """The manifest of a checkpoint: the create-only object whose existence commits it. A stored format.
 
 It carries the chain hash H(step - 1), so that a resumed trainer proves that the batches it reads next follow those that
-the state was trained on, the conditions (threads, device, versions) that strict determinism needs, the sha256 of
-every file, and a checksum over itself.
+the state was trained on, the conditions (threads, device, versions, how rows are made) that strict determinism needs,
+the sha256 of every file, and a checksum over itself.
 """
 
 import platform
@@ -36,12 +36,16 @@ class CheckpointObject:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Author:
-    """Who writes checkpoints: the run's config, the fencing epoch, and what its manifests say of the trainer."""
+    """Who writes checkpoints: the run's config, the fencing epoch, and what its manifests say of the trainer.
+
+    `rows` is how its rows are made (`plan.how_rows_are_made`); empty where they may change from start to start.
+    """
 
     run_hash: str
     epoch: int
     determinism: str
     base_digest: str = ""
+    rows: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,9 +129,11 @@ def decode_checkpoint_object(fields: Fields) -> CheckpointObject:
     )
 
 
-def conditions(device: torch.device) -> dict[str, str]:
-    """What bit-exactness depends on besides the log: versions, threads, instruction set, the kind of `device`."""
-    return {
+def conditions(device: torch.device, *, rows: str) -> dict[str, str]:
+    """What bit-exactness depends on besides the log: versions, threads, instruction set, the kind of `device`, and how
+    `rows` are made, which follows from the device and from what it computes of the model.
+    """
+    found = {
         "millrace": millrace.__version__,
         "torch": torch.__version__,
         "transformers": version("transformers"),  # the code of the models
@@ -137,15 +143,19 @@ def conditions(device: torch.device) -> dict[str, str]:
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
         "num_threads": str(torch.get_num_threads()),
     }
+    return found | ({"rows": rows} if rows else {})
 
 
-def require_same_conditions(manifest: CheckpointManifest, *, run_hash: str, device: torch.device) -> None:
+def require_same_conditions(manifest: CheckpointManifest, *, run_hash: str, device: torch.device, rows: str) -> None:
     """InvalidStateError if a strict resume would not be bit-exact, naming every condition that differs.
 
-    The number of ranks is none of them: with another one a strict run goes on in a new lineage.
+    The number of ranks is none of them: with another one a strict run goes on in a new lineage. Nor are `rows` where
+    the checkpoint says nothing of them, as older ones do.
     """
-    now = {**conditions(device), "run_hash": run_hash}
+    now = {**conditions(device, rows=rows), "run_hash": run_hash}
     then = {**manifest.conditions, "run_hash": manifest.run_hash}
+    if "rows" not in then:
+        now.pop("rows", None)
     differing = [f"{name} was {then.get(name)}, is {value}" for name, value in now.items() if then.get(name) != value]
     if differing:
         raise InvalidStateError(

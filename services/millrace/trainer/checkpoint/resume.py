@@ -63,17 +63,18 @@ def resume(
     run_hash: str,
     is_strict: bool,
     base_digest: str = "",
+    rows: str = "",
     more: Mapping[str, torch.Tensor] = _NOTHING,
 ) -> Resumed:
     """Fill model and optimizer, and `more` tensors by name, from the newest checkpoint that is whole.
 
-    If there is none they stay as they are. Collective in a gang.
+    If there is none they stay as they are. `rows` is how they are made (`Author`). Collective in a gang.
     """
 
     def restore_one(manifest: CheckpointManifest) -> None:
         with agreed(gang):
             if is_strict:
-                require_same_conditions(manifest, run_hash=run_hash, device=gang.device)
+                require_same_conditions(manifest, run_hash=run_hash, device=gang.device, rows=rows)
         restore(checkpoints, manifest, model, optimizer, gang=gang, base_digest=base_digest, more=more)
 
     found = first_whole(checkpoints, restore_one, gang=gang)

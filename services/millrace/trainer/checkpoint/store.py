@@ -137,7 +137,7 @@ class CheckpointStore:
             epoch=author.epoch,
             world_size=self._gang.world_size,
             determinism=author.determinism,
-            conditions=conditions(self._gang.device),
+            conditions=conditions(self._gang.device, rows=author.rows),
             objects=(),
             created=datetime.now(UTC).isoformat(timespec="milliseconds"),
             base_digest=author.base_digest,

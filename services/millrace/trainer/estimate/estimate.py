@@ -64,12 +64,13 @@ def estimate(
 
 
 def load_config(name: str) -> Any:
-    """The Hugging Face config of a model, by directory or Hub id; its weights are not asked for."""
+    """The Hugging Face config of a causal model, by directory or Hub id; its weights are not asked for."""
     from transformers import AutoConfig
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
     path = Path(name).expanduser()
     try:
-        return AutoConfig.from_pretrained(path if path.is_dir() else name)
+        found = AutoConfig.from_pretrained(path if path.is_dir() else name)
     except (OSError, ValueError, KeyError) as error:
         raise NotFoundError(
             f"the config of model {name!r} cannot be read: {str(error).strip().partition(chr(10))[0]}",
@@ -78,3 +79,11 @@ def load_config(name: str) -> Any:
             "this machine can reach",
             metadata={"model": name},
         ) from error
+    if type(found) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise NotFoundError(
+            f"model {name!r} is of type {found.model_type}, of which transformers has no causal language model",
+            reason="MODEL_NOT_FOUND",
+            remedy="set model.name to a model that generates text from left to right",
+            metadata={"model": name},
+        )
+    return found

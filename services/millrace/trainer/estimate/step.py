@@ -31,6 +31,7 @@ from millrace.trainer.model.expert_parallel import experts_of
 from millrace.trainer.model.lora import add_adapters, round_base
 from millrace.trainer.model.memory import (
     Sharding,
+    blocks_of,
     checkpoint_activations,
     defer_sharing,
     hold_weights,
@@ -172,20 +173,22 @@ def _step(
 
 
 def _has_equal_blocks(config: TrainerConfig, model_config: Any) -> bool:
-    """Whether one block takes as much as any other, as far as configs of transformers say."""
+    """Whether one block takes as much as any other: equal weights, and one kind as far as the config lists kinds."""
     text = model_config.get_text_config()
-    is_mixed = len(set(getattr(text, "layer_types", None) or ())) > 1 or getattr(text, "mlp_only_layers", None)
-    is_mixed = is_mixed or getattr(text, "first_k_dense_replace", 0) or getattr(text, "decoder_sparse_step", 1) > 1
-    return not is_mixed and (config.model.ac is None or config.model.ac.freq == 1)
+    lists = [each for each in text.to_dict().values() if isinstance(each, list)]
+    if any(len(each) == text.num_hidden_layers and len(set(map(str, each))) > 1 for each in lists):
+        return False
+    weights = {tuple(each.shape for each in block.parameters()) for block in blocks_of(_on_meta(model_config))}
+    return len(weights) == 1 and (config.model.ac is None or config.model.ac.freq == 1)
 
 
 def _cut(model_config: Any, blocks: int) -> Any:
     """The config with fewer blocks."""
     cut = copy.deepcopy(model_config)
     text = cut.get_text_config()
-    if getattr(text, "layer_types", None):
-        text.layer_types = text.layer_types[:blocks]
     text.num_hidden_layers = blocks
+    if len(kinds := getattr(text, "layer_types", None) or ()) > blocks:  # else it follows from the number
+        text.layer_types = kinds[:blocks]
     return cut
 
 
@@ -212,11 +215,16 @@ def _grown(small: Simulated, large: Simulated, *, factor: float) -> Simulated:
     )
 
 
-def _new_model(model_config: Any, ledger: Ledger) -> Any:
+def _on_meta(model_config: Any) -> Any:
     from transformers import AutoModelForCausalLM
 
-    with ledger.unseen(), torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(model_config, dtype=torch.float32).eval()
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(model_config, dtype=torch.float32)
+
+
+def _new_model(model_config: Any, ledger: Ledger) -> Any:
+    with ledger.unseen():
+        model = _on_meta(model_config).eval()
     with ledger.all_fake():
         model.to_empty(device=_CPU)
     model.tie_weights()  # each end has storage of its own now

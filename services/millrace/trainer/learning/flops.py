@@ -39,8 +39,9 @@ class FlopCount:
             if parameter.ndim >= 2 and id(parameter) not in looked_up:
                 share = experts / parameter.shape[0] if parameter.ndim == 3 and experts else 1.0
                 per_token += (6 if parameter.requires_grad else 4) * parameter.numel() * share
-        width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        per_square = 6.0 * config.num_hidden_layers * config.num_attention_heads * width
+        heads = getattr(config, "num_attention_heads", 0)  # recurrent models have none
+        width = getattr(config, "head_dim", None) or (config.hidden_size // heads if heads else 0)
+        per_square = 6.0 * config.num_hidden_layers * heads * width
         return cls(per_token=per_token, per_square=per_square)
 
     def of_samples(self, lengths: Iterable[int]) -> float:

@@ -55,6 +55,8 @@ def token_logprobs(
             both_N2 = model(**arguments).logits
         if not given or both_N2 is not given[0]:
             _CHANGES_LOGITS.add(model)
+            both_N2 = None
+            given.clear()  # and what a backward would have needed, before all of it is computed again
             drawn.restore()  # a process that knows the model already draws its dropout once
             return token_logprobs(model, micro_batch, is_entropy_learned=is_entropy_learned)
     else:

@@ -35,7 +35,10 @@ def packing_of(model: nn.Module, config: PackConfig, *, compute_dtype: torch.dty
         return None
     is_varlen = use_varlen_kernel(model, compute_dtype=compute_dtype, device=gang.device)
     is_apart = keeps_samples_apart(model, tolerance=_TOLERANCE.get(compute_dtype, 0.05), device=gang.device)
-    if not all(gang.agree(lambda: is_apart)):  # ranks that round differently could make different plans
+    # Ranks that round differently, or have other GPUs, could make different plans.
+    told = gang.agree(lambda: [is_apart, is_varlen])
+    is_apart, is_varlen = (all(column) for column in zip(*told, strict=True))
+    if not is_apart:
         if config.mode == "always":
             raise _mixes_samples(model)
         logger.warning("the model mixes samples of one row, so every row holds one sample")

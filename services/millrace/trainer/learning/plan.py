@@ -2,12 +2,13 @@
 
 A micro-batch is rows; a row is one sample, padded to the longest row, or several samples one behind the other. Whether
 a minibatch is padded or packed is decided by what both would cost (`[trainer.pack]`), so that every rank, a replay and
-a resumed run decide alike from the header's sample table.
+a resumed run decide alike from the header's sample table. What of that follows from the model and the device is a fact
+of every checkpoint (`how_rows_are_made`), by which another plan is noticed.
 """
 
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import accumulate
 
 Rows = list[list[int]]
@@ -45,6 +46,14 @@ class Packing:
     def cost_of_ranks(self, plan: Sequence[Sequence[Rows]], lengths: Sequence[int]) -> float:
         """What a plan costs: the ranks wait for one another after every micro-batch."""
         return sum(max(self.cost(rows, lengths) for rows in abreast) for abreast in zip(*plan, strict=True))
+
+
+def how_rows_are_made(packing: Packing | None) -> str:
+    """Everything that plans depend on besides the header, the config and the number of ranks, in words."""
+    if packing is None:
+        return "one sample each"
+    facts = ", ".join(f"{name} {value}" for name, value in asdict(packing).items())
+    return f"packed by cost: {facts}"
 
 
 def plan_minibatches(ordinals: Sequence[int], count: int) -> list[list[int]]:

@@ -53,6 +53,8 @@ def lengths_of_samples(model: Any, position_ids_RL: torch.Tensor) -> dict[str, A
 def _unsuited(model: Any) -> str | None:
     """What the model's attention does that the kernel does not."""
     config = model.config.get_text_config()
+    if not getattr(config, "num_attention_heads", 0):
+        return "it has none"  # recurrent models
     head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     if getattr(config, "kv_lora_rank", None):
         return "keys and values have heads of different sizes"

@@ -38,6 +38,7 @@ from millrace.trainer.learning.batch import BatchLayout
 from millrace.trainer.learning.learner import Learner
 from millrace.trainer.learning.metrics import StepMetrics
 from millrace.trainer.learning.optimizer import norm_of
+from millrace.trainer.learning.plan import how_rows_are_made
 from millrace.trainer.log.batches import Batch, Batches
 from millrace.trainer.log.store_log import StoreLog
 from millrace.trainer.loop import forward_backward, learn
@@ -108,7 +109,7 @@ class Replayer:
                 batches,
                 run_name=record.name or names.uid,
                 start=start,
-                notes=(*start.notes, *_notes(start.conditions_of)),
+                notes=(*start.notes, *_notes(start.conditions_of, rows=how_rows_are_made(learner.packing))),
             )
         finally:
             learner.gang.leave()
@@ -297,11 +298,11 @@ def _device_of(checkpoint: CheckpointManifest | None) -> torch.device:
     return torch.device("cuda", 0) if torch.cuda.is_available() and not trained_on_cpu else torch.device("cpu")
 
 
-def _notes(checkpoint: CheckpointManifest | None) -> tuple[str, ...]:
+def _notes(checkpoint: CheckpointManifest | None, *, rows: str) -> tuple[str, ...]:
     """What differs from the conditions under which a checkpoint was written."""
     if checkpoint is None:
         return ()
-    now = {**conditions(_device_of(checkpoint)), "world_size": "1"}
+    now = {**conditions(_device_of(checkpoint), rows=rows), "world_size": "1"}
     then = {**checkpoint.conditions, "world_size": str(checkpoint.world_size)}
     differing = [f"{name} was {then[name]}, is {now.get(name)}" for name in then if then[name] != now.get(name)]
     return (f"last bits may differ, because {'; '.join(differing)}",) if differing else ()

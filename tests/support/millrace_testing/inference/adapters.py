@@ -6,11 +6,11 @@ from typing import Any
 
 import torch
 
+from millrace.inference.embedded import weights
 from millrace.inference.updater import DesiredPolicy
 from millrace.policies.adapter import ADAPTER_CONFIG, AdapterSpec
 from millrace.policies.manifest import AdapterEntry, PolicyPlace, Probe
 from millrace.policies.publishing.publish import PolicyContents, publish_policy
-from millrace.policies.tensors import TensorBytes
 from millrace.storage.local import LocalStore
 from millrace_testing.inference.logprobs import prompt_logprobs
 
@@ -36,8 +36,8 @@ class Run:
         tensors: dict[str, torch.Tensor] = {}
         for layer in LAYERS:
             weight = twin.get_submodule(layer).weight
-            low = torch.randn(self.spec.rank, weight.shape[1], generator=generator) * 0.1
-            high = torch.randn(weight.shape[0], self.spec.rank, generator=generator) * 0.1
+            low = (torch.randn(self.spec.rank, weight.shape[1], generator=generator) * 0.1).to(weight.dtype)
+            high = (torch.randn(weight.shape[0], self.spec.rank, generator=generator) * 0.1).to(weight.dtype)
             tensors |= {f"{layer}.lora_A.weight": low, f"{layer}.lora_B.weight": high}
             weight += self.spec.scaling * high @ low
         if self.spec.modules_to_save:
@@ -68,7 +68,7 @@ class Run:
             self.store,
             PolicyPlace(prefix="test", uid="run1", lineage=0, version=version),
             PolicyContents(
-                tensors=[(name, TensorBytes.from_numpy(tensor.numpy())) for name, tensor in tensors.items()],
+                tensors=[(name, weights.as_tensor_bytes(tensor)) for name, tensor in tensors.items()],
                 files=self.files,
                 probe=Probe(token_ids=tokens, logprobs=tuple(prompt_logprobs(twin, tokens))),
                 adapter=entry,

@@ -14,6 +14,7 @@ import os
 import sys
 import time
 import types
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +89,28 @@ def copy_halves() -> None:
     mla_attention.split_kv_b_proj = lambda *args: tuple(half.clone() for half in split(*args))
 
 
+def caller(llm: Any) -> Callable[..., Any]:
+    """What calls a method of the only worker's extension."""
+
+    def call(method: str, *args: Any) -> Any:
+        [(_, result, error)] = llm.collective_rpc("millrace_call", args=(0, method, args))
+        if error:
+            raise SystemExit(f"{method}: {error}")
+        return result
+
+    return call
+
+
+def take(call: Callable[..., Any], order: dict[str, Any], version: int) -> None:
+    """Have the worker take a delta."""
+    staged = call("millrace_stage", order)
+    call("millrace_gather", 0, len(staged["slices"]))
+    call("millrace_prepare", 0, len(staged["units"]))
+    while call("millrace_foreseen")["is_pending"]:
+        time.sleep(0.05)  # a thread of the worker digests
+    call("millrace_activate", version)
+
+
 def main(model: str, orders: list[dict[str, Any]], out: Path) -> None:
     """See above."""
     llm = LLM(
@@ -100,11 +123,7 @@ def main(model: str, orders: list[dict[str, Any]], out: Path) -> None:
         worker_extension_cls=EXTENSION,
     )
 
-    def call(method: str, *args: Any) -> Any:
-        [(_, result, error)] = llm.collective_rpc("millrace_call", args=(0, method, args))
-        if error:
-            raise SystemExit(f"{method}: {error}")
-        return result
+    call = caller(llm)
 
     def look() -> Digests:
         [found] = llm.apply_model(held)
@@ -116,12 +135,7 @@ def main(model: str, orders: list[dict[str, Any]], out: Path) -> None:
             call("millrace_reload", order)
             first = look()
             continue
-        staged = call("millrace_stage", order)
-        call("millrace_gather", 0, len(staged["slices"]))
-        call("millrace_prepare", 0, len(staged["units"]))
-        while call("millrace_foreseen")["is_pending"]:
-            time.sleep(0.05)  # a thread of the worker digests
-        call("millrace_activate", version)
+        take(call, order, version)
     now = look()
     sampling = SamplingParams(max_tokens=8, temperature=0, logprobs=0, ignore_eos=True, detokenize=False)
     [answer] = llm.generate([{"prompt_token_ids": PROMPT}], sampling)

@@ -166,7 +166,7 @@ class Client:
         return (await call(self.stub.UpdatePolicy, request, timeout_s=CALL_S)).status
 
     async def serve(self, entry: PolicyEntry, mode: "pb.InflightMode" = pb.INFLIGHT_MODE_KEEP) -> pb.PolicyStatus:
-        """Updates to a good version; asks again while requests that fill the replica keep its probe out."""
+        """Updates to a good version: asks again while requests that fill the replica keep its probe out."""
         async with asyncio.timeout(CALL_S):
             while (status := await self.update(entry, mode)).state == pb.POLICY_STATE_APPLYING:
                 pass  # each question waits at the replica
