@@ -33,6 +33,7 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack
+from datetime import date
 from pathlib import Path
 from statistics import median
 from types import TracebackType
@@ -199,6 +200,7 @@ def measure_cell(cell: Cell, peers_python: str | None, threads: int) -> dict[str
                     cpu_s += contender.cpu_s
     return {
         "cell": cell,
+        "date": date.today().isoformat(),
         "turns": turns,
         "errors": errors,
         "profile": profile,
@@ -241,7 +243,7 @@ def write_report(records: Sequence[dict[str, Any]]) -> None:
         f"All cells took {hours:.2f} hours of CPU time.",
         "## Ours beside the others",
         "Tokens per CPU second (on a GPU per second) of ours divided by theirs, and peak memory likewise; medians.",
-        table([*named, *against], ratios),
+        table([*named, "measured", *against], ratios),
         "## Steps",
         table([*named, *turns], steps),
         "## Where our step goes",
@@ -262,7 +264,7 @@ def _middle(record: dict[str, Any], who: str, what: str) -> float | None:
 
 def _ratios(record: dict[str, Any]) -> list[str]:
     clock = "tokens_per_s" if "device" in record["cell"] else "tokens_per_cpu_s"
-    row = _name(record["cell"])
+    row = [*_name(record["cell"]), record["date"]]
     for what in (clock, "peak_bytes"):
         own = _middle(record, "ours", what)
         for who in ("limit", *PEERS):

@@ -1,5 +1,6 @@
 """From what the driver shows to what each process sees: no GPU twice where there are enough, and a rank for each."""
 
+import json
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -26,6 +27,16 @@ rollouts_per_example = 4
 [[orchestrator.env]]
 id = "reverse-text"
 """
+MODEL = {
+    "model_type": "qwen3",
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "vocab_size": 32_000,
+}
 NAMES = ("orchestrator", "env-server", "inference", "trainer")
 
 
@@ -92,11 +103,22 @@ def test_engine_and_trainer_of_a_stack_see_different_gpus(
 def test_one_gpu_is_shared_and_vllm_leaves_the_trainer_its_part(
     specs: Mapping[str, ProcessSpec], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    fake_gpus(monkeypatch, tmp_path, 1)
+    fake_gpus(monkeypatch, tmp_path, 1, mib=11_264)
+    (tmp_path / "model" / "config.json").write_text(json.dumps(MODEL))
     assert main(["rl", "@", "rl.toml", "--plain"]) != 0
     assert (visible(specs["inference"]), visible(specs["trainer"])) == (["0"], ["0"])
     assert ranks(specs["trainer"].argv) == 1
-    assert '"inference.gpu_memory_utilization": 0.4' in specs["inference"].env["MILLRACE_VLLM_FLAGS"]
+    flags = json.loads(specs["inference"].env["MILLRACE_VLLM_FLAGS"])
+    assert 0.2 < flags["inference.gpu_memory_utilization"] < 0.4, "a step takes 4.4 of 11 GiB, the runtime 4"
+
+
+def test_a_stack_that_stands_gives_vllm_its_part_of_a_shared_gpu(
+    specs: Mapping[str, ProcessSpec], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("MILLRACE_VLLM_FLAGS", raising=False)
+    fake_gpus(monkeypatch, tmp_path, 1)
+    assert main(["up", "--engine", "vllm", "--dir", "stack"]) != 0
+    assert json.loads(specs["inference"].env["MILLRACE_VLLM_FLAGS"]) == {"inference.gpu_memory_utilization": 0.4}
 
 
 @pytest.mark.parametrize(("count", "version", "expected"), [(0, "2.13.0", 1), (8, "2.13.0", 8), (8, "2.13.0+cpu", 1)])

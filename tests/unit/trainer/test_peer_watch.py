@@ -1,5 +1,6 @@
 """A rank whose peer has died ends, even where it is blocked in C."""
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -108,7 +109,8 @@ def start_gang() -> Iterator[Callable[[str], tuple[subprocess.Popen[str], subpro
 
     yield start
     for keeper in keepers:
-        os.kill(keeper, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(keeper, signal.SIGKILL)
     for process in ranks:
         process.kill()
         process.communicate()

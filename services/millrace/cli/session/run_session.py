@@ -211,7 +211,7 @@ def _adopt(progress: Progress, run: run_pb2.Run) -> None:
 
 
 async def planned_stack(prepared: Prepared, directory: Path, *, note: Callable[[str], object]) -> "StackOptions":
-    """The stack of a run; vLLM has the part of a shared GPU that the trainer leaves. InvalidStateError if that is none."""
+    """The stack of a run; vLLM has what the trainer leaves of a GPU that both use (InvalidStateError: too little)."""
     from millrace.cli.session.shared_gpu import engine_share
 
     inference, assigned = _engine_and_gpus(prepared)
