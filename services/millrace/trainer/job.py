@@ -135,10 +135,7 @@ def prepare(context: JobContext, names: Names, client: LogClient, record: bytes)
         learner.model,
         learner.optimizer,
         gang=gang,
-        run_hash=client.run_hash,
-        is_strict=learner.is_strict,
-        base_digest=learner.base_digest,
-        rows=how_rows_are_made(learner.packing),
+        author=make_author(client, learner),
     )
     reporter = Reporter(client if gang.is_leader else None, world_size=gang.world_size, utilization=learner.utilization)
     position, lineage = begin(context, names, record, found, reporter)
@@ -217,19 +214,27 @@ def make_batches(
     )
 
 
-def make_checkpointer(
-    checkpoints: CheckpointStore, client: LogClient, learner: Learner, reporter: Reporter
-) -> Checkpointer:
-    """The checkpointer, under the epoch that rank 0 holds."""
-    author = Author(
+def make_author(client: LogClient, learner: Learner) -> Author:
+    """What checkpoints say of this trainer, under the epoch that rank 0 holds."""
+    return Author(
         run_hash=client.run_hash,
         epoch=client.epoch if learner.gang.is_leader else 0,
         determinism="strict" if learner.is_strict else "best_effort",
         base_digest=learner.base_digest,
         rows=how_rows_are_made(learner.packing),
     )
+
+
+def make_checkpointer(
+    checkpoints: CheckpointStore, client: LogClient, learner: Learner, reporter: Reporter
+) -> Checkpointer:
+    """The checkpointer of this trainer."""
     return Checkpointer(
-        checkpoints, learner.config.ckpt, gang=learner.gang, author=author, on_saved=reporter.checkpoint_saved
+        checkpoints,
+        learner.config.ckpt,
+        gang=learner.gang,
+        author=make_author(client, learner),
+        on_saved=reporter.checkpoint_saved,
     )
 
 

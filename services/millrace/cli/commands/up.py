@@ -58,8 +58,8 @@ def up(
     from millrace.cli import interrupts
     from millrace.cli.address import check_address
     from millrace.cli.connection import environ
-    from millrace.cli.session.shared_gpu import flags_on_shared_gpu
     from millrace.local import gpus
+    from millrace.local.shared_gpu import flags_on_shared_gpu
     from millrace.local.stack import StackOptions
     from millrace.telemetry.settings import Settings
 

@@ -212,7 +212,7 @@ def _adopt(progress: Progress, run: run_pb2.Run) -> None:
 
 async def planned_stack(prepared: Prepared, directory: Path, *, note: Callable[[str], object]) -> "StackOptions":
     """The stack of a run; vLLM has what the trainer leaves of a GPU that both use (InvalidStateError: too little)."""
-    from millrace.cli.session.shared_gpu import engine_share
+    from millrace.local.shared_gpu import engine_share
 
     inference, assigned = _engine_and_gpus(prepared)
     if not _is_share_open(inference, assigned):

@@ -21,7 +21,7 @@ from millrace.runlog.records.revisions import load_step
 from millrace.storage.base import ObjectStore
 from millrace.telemetry import faults
 from millrace.telemetry.faults import Point
-from millrace.trainer.checkpoint.manifest import CheckpointManifest, require_same_base, require_same_conditions
+from millrace.trainer.checkpoint.manifest import Author, CheckpointManifest, require_same_base, require_same_conditions
 from millrace.trainer.checkpoint.store import CheckpointStore
 from millrace.trainer.gang.agreement import agreed
 from millrace.trainer.gang.distributed import Gang
@@ -60,22 +60,20 @@ def resume(
     optimizer: PolicyOptimizer,
     *,
     gang: Gang,
-    run_hash: str,
-    is_strict: bool,
-    base_digest: str = "",
-    rows: str = "",
+    author: Author,
     more: Mapping[str, torch.Tensor] = _NOTHING,
 ) -> Resumed:
     """Fill model and optimizer, and `more` tensors by name, from the newest checkpoint that is whole.
 
-    If there is none they stay as they are. `rows` is how they are made (`Author`). Collective in a gang.
+    If there is none they stay as they are. A strict `author` takes none that it would not have written itself.
+    Collective in a gang.
     """
 
     def restore_one(manifest: CheckpointManifest) -> None:
         with agreed(gang):
-            if is_strict:
-                require_same_conditions(manifest, run_hash=run_hash, device=gang.device, rows=rows)
-        restore(checkpoints, manifest, model, optimizer, gang=gang, base_digest=base_digest, more=more)
+            if author.determinism == "strict":
+                require_same_conditions(manifest, run_hash=author.run_hash, device=gang.device, rows=author.rows)
+        restore(checkpoints, manifest, model, optimizer, gang=gang, base_digest=author.base_digest, more=more)
 
     found = first_whole(checkpoints, restore_one, gang=gang)
     if found.manifest is not None:

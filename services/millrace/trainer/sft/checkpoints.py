@@ -66,7 +66,6 @@ class SFTCheckpoints:
         self._model = model
         self._optimizer = optimizer
         self._gang = gang
-        self._base_digest = base_digest
         self._position = torch.zeros((), dtype=torch.int64)
         self._checkpointer: Checkpointer | None = None
         if config.ckpt is None:
@@ -75,8 +74,8 @@ class SFTCheckpoints:
         self._run_hash = hashlib.sha256(json.dumps(self._training, sort_keys=True).encode()).hexdigest()
         self._store = LocalStore(directory)
         self._checkpoints = CheckpointStore(self._store, _NAMES, gang=gang)
-        author = Author(run_hash=self._run_hash, epoch=0, determinism="best_effort", base_digest=base_digest)
-        self._checkpointer = Checkpointer(self._checkpoints, config.ckpt, gang=gang, author=author)
+        self._author = Author(run_hash=self._run_hash, epoch=0, determinism="best_effort", base_digest=base_digest)
+        self._checkpointer = Checkpointer(self._checkpoints, config.ckpt, gang=gang, author=self._author)
         self._resume_step = config.ckpt.resume_step
 
     def __enter__(self) -> Self:
@@ -103,9 +102,7 @@ class SFTCheckpoints:
             self._model,
             self._optimizer,
             gang=self._gang,
-            run_hash=self._run_hash,
-            is_strict=False,
-            base_digest=self._base_digest,
+            author=self._author,
             more={"data.position": self._position},
         )
         if found.damaged:

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import math
+import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
@@ -13,6 +14,7 @@ from millrace.config import RLConfig
 from millrace.errors import InvalidStateError
 from millrace.inference.launch_env import is_given
 from millrace.local import gpus
+from millrace.processes import sessions
 
 RUNTIME_GIB = 4.0
 """For what is in no estimate: CUDA's contexts and what the allocators cannot use."""
@@ -88,12 +90,8 @@ async def _estimate(config: RLConfig, *, num_gpus: int, memory_gib: float, reser
         path.write_text(config.resolved_json())
         asked = ["estimate", "@", str(path), "--gpus", str(num_gpus), "--gpu-memory", f"{memory_gib:.2f}"]
         asked += ["--reserve", f"{reserve_gib:.2f}", "--format", "json"]
-        process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "millrace.cli", *asked),
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.PIPE,
-        )
+        argv = [sys.executable, "-m", "millrace.cli", *asked]
+        process = await sessions.start(argv, env=None, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
         try:
             async with asyncio.timeout(_TIMEOUT_S):
                 output, errors = await process.communicate()
@@ -101,7 +99,7 @@ async def _estimate(config: RLConfig, *, num_gpus: int, memory_gib: float, reser
             return f"it took more than {_TIMEOUT_S:.0f} s"
         finally:
             if process.returncode is None:  # out of time, or the command was interrupted
-                process.kill()
+                sessions.kill_group(process.pid)
                 await process.wait()
     if process.returncode in (0, 1) and output.startswith(b"{"):
         return json.loads(output)

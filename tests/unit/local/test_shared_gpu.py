@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from millrace.cli.session.shared_gpu import engine_share, flags_on_shared_gpu
 from millrace.config import RLConfig
 from millrace.config.load import load
 from millrace.errors import InvalidStateError
 from millrace.local.gpus import SHARED_UTILIZATION, memory_gib
+from millrace.local.shared_gpu import engine_share, flags_on_shared_gpu
 
 SHARED = {"inference": (0,), "trainer": (0,)}
 SHAPE = {
