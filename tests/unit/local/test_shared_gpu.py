@@ -54,6 +54,7 @@ def test_the_driver_says_how_large_the_smallest_of_them_is(shows):
     assert memory_gib([2]) is None and memory_gib([]) is None
 
 
+@pytest.mark.long
 async def test_a_small_gpu_gives_vllm_what_the_step_leaves_and_one_that_is_too_small_is_refused(shows, config):
     shows(8 * 1024)
     share = await engine_share(config, SHARED)
