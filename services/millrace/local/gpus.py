@@ -10,7 +10,10 @@ from pathlib import Path
 from millrace.errors import InvalidStateError
 
 SHARED_UTILIZATION = 0.4
-"""Part of a GPU that vLLM takes at most where the trainer is on it, too; its own default, 0.92, leaves it nothing."""
+"""Part of a GPU that vLLM takes where the trainer is on it, too, unless its weights need more or the step leaves less.
+
+vLLM's own default, 0.92, would leave the trainer nothing.
+"""
 DEVICE = Path("/dev/nvidia0")
 """What the kernel shows of a first GPU."""
 DRIVER = Path("/sys/module/nvidia/version")

@@ -84,7 +84,7 @@ def _advice(tried: dict[str, Any] | str) -> str:
 
 
 async def _estimate(config: RLConfig, *, num_gpus: int, memory_gib: float, reserve_gib: float) -> dict[str, Any] | str:
-    """What `millrace estimate` says of the run's step; if it fails, the last line of what it says about that."""
+    """What `millrace estimate` says of the run's step; if it fails, the line that says why."""
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory) / "run.json"
         path.write_text(config.resolved_json())
