@@ -23,6 +23,7 @@ ENGINE_GIB = 2.0
 WEIGHT_BYTES = 2
 """Of a parameter, in bfloat16."""
 _TIMEOUT_S = 180.0
+_KILLED_S = 10.0
 _GIB = 2**30
 
 
@@ -100,7 +101,8 @@ async def _estimate(config: RLConfig, *, num_gpus: int, memory_gib: float, reser
         finally:
             if process.returncode is None:  # out of time, or the command was interrupted
                 sessions.kill_group(process.pid)
-                await process.wait()
+                async with asyncio.timeout(_KILLED_S):
+                    await process.wait()
     if process.returncode in (0, 1) and output.startswith(b"{"):
         return json.loads(output)
     return next((line for line in errors.decode(errors="replace").splitlines() if "Error" in line), "no reason given")
