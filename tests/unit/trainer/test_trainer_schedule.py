@@ -9,7 +9,7 @@ from torch.optim.lr_scheduler import ConstantLR, CosineAnnealingLR, LinearLR, Se
 
 from millrace.config.sections.trainer import OptimConfig, SchedulerConfig
 from millrace.errors import InvalidSpecError
-from millrace.trainer.learning.optimizer import PolicyOptimizer
+from millrace.trainer.learning.optimizer import PolicyOptimizer, clip
 from millrace.trainer.learning.scheduler import learning_rate
 
 LR, MAX_STEPS = 0.1, 20
@@ -160,6 +160,19 @@ def test_every_optimizer_is_torchs_on_the_clipped_gradient(optim: OptimConfig) -
         report = optimizer.step(step)
         assert float(norm) > 0.3 and report.grad_norm == pytest.approx(float(norm))
         assert all(torch.equal(a, b) for a, b in zip(ours.parameters(), theirs.parameters(), strict=True))
+
+
+def test_gradients_in_bfloat16_are_clipped_to_a_norm_that_is_not_rounded_to_it() -> None:
+    torch.manual_seed(0)
+    parameters = [torch.nn.Parameter(torch.zeros(size, size, dtype=torch.bfloat16)) for size in (3, 17, 40)]
+    gradients = [torch.randn_like(parameter) for parameter in parameters]
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        parameter.grad = gradient.clone()
+    norm = math.hypot(*(float(gradient.double().norm()) for gradient in gradients))
+    assert clip(parameters, max_norm=1.0) == pytest.approx(norm, rel=1e-6)
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        assert parameter.grad is not None
+        assert torch.equal(parameter.grad, (gradient.double() / (norm + 1e-6)).bfloat16())
 
 
 @pytest.mark.parametrize("optim", _OPTIMIZERS, ids=lambda optim: optim.type)
