@@ -238,7 +238,11 @@ class PolicyEngine(Protocol):
         ...
 
     async def pause(self, holder: str) -> None:
-        """Stop generation between two tokens until every holder has resumed. Idempotent by holder."""
+        """Stop generation between two tokens until every holder has resumed. Idempotent by holder.
+
+        The holder `pauses.SLEEP` also gives the memory on the device back, weights and KV cache; an engine on a CPU
+        keeps it. InvalidStateError if the engine was not started for that.
+        """
         ...
 
     async def resume(self, holder: str) -> None:

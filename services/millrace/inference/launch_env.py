@@ -31,6 +31,7 @@ TYPED_FLAGS: Mapping[str, str] = {
     "inference.parallel.dp": "data_parallel_size",
     "inference.max_num_seqs": "max_num_seqs",
     "inference.gpu_memory_utilization": "gpu_memory_utilization",
+    "inference.sleep_while_training": "enable_sleep_mode",
 }
 """Keys of the config that are flags of vLLM under another name."""
 
@@ -62,6 +63,7 @@ def vllm_flags(config: InferenceConfig, *, max_model_len: int | None = None) -> 
         "inference.parallel.tp": config.parallel.tp if config.parallel.tp > 1 else None,
         "inference.parallel.dp": config.parallel.dp if config.parallel.dp > 1 else None,
         "inference.gpu_memory_utilization": config.gpu_memory_utilization,
+        "inference.sleep_while_training": config.sleep_while_training or None,
     }
     flags = {key: value for key, value in typed.items() if value is not None}
     if "max_num_seqs" not in named:

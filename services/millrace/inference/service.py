@@ -2,11 +2,11 @@
 
 import grpc.aio
 
-from millrace.errors import InvalidSpecError, InvalidStateError, Violation
+from millrace.errors import InvalidSpecError, InvalidStateError, UnavailableError, Violation
 from millrace.inference.engine import InflightMode, PolicyEngine
 from millrace.inference.model_files import POLICY_NAME
-from millrace.inference.pauses import CallerPause
-from millrace.inference.updater import DesiredPolicy, PolicyUpdater
+from millrace.inference.pauses import SLEEP, CallerPause
+from millrace.inference.updater import DesiredPolicy, PolicyUpdater, UpdateState
 from millrace.internal.v1 import policy_service_pb2 as pb
 from millrace.internal.v1 import policy_service_pb2_grpc
 
@@ -21,19 +21,26 @@ class PolicyServicer(policy_service_pb2_grpc.PolicyServiceServicer):
         self._engine = engine
         self._updater = updater
         self._pause = CallerPause(engine)
+        self._sleep = CallerPause(engine, holder=SLEEP)
 
     async def UpdatePolicy(
         self, request: pb.UpdatePolicyRequest, context: grpc.aio.ServicerContext
     ) -> pb.UpdatePolicyResponse:
-        """Set the version to serve, wait a bounded time for it, and answer what is served then."""
+        """Set the version to serve, wait a bounded time for it, and answer what is served then.
+
+        A replica that sleeps takes none, as it has no memory for it: it waits to be woken as long.
+        """
         policy = _desired(request)
+        wait_s = min(max(0.0, request.wait_seconds), MAX_WAIT_S)
+        if not await self._sleep.over(timeout_s=wait_s):
+            return pb.UpdatePolicyResponse(status=self.status())
         mode = (
             InflightMode.RECOMPUTE
             if request.inflight_mode == pb.INFLIGHT_MODE_RECOMPUTE
             else InflightMode.KEEP  # also where none is given
         )
         self._updater.desire(policy, mode=mode, epoch=request.epoch)
-        await self._updater.wait(policy, timeout_s=min(max(0.0, request.wait_seconds), MAX_WAIT_S))
+        await self._updater.wait(policy, timeout_s=wait_s)
         return pb.UpdatePolicyResponse(status=self.status())
 
     async def GetPolicyStatus(
@@ -46,14 +53,21 @@ class PolicyServicer(policy_service_pb2_grpc.PolicyServiceServicer):
         self, request: pb.PauseGenerationRequest, context: grpc.aio.ServicerContext
     ) -> pb.PauseGenerationResponse:
         """Stop generation between two tokens, for `pauses.PAUSE_LIMIT_S` at most; asking again prolongs it."""
-        self._require_run(request.run_uid)
-        await self._pause.pause(request.run_uid)
+        if request.frees_memory:
+            self._require_rest()
+            await self._sleep.pause(request.run_uid)
+        else:
+            self._require_run(request.run_uid)
+            await self._pause.pause(request.run_uid)
         return pb.PauseGenerationResponse(status=self.status())
 
     async def ResumeGeneration(
         self, request: pb.ResumeGenerationRequest, context: grpc.aio.ServicerContext
     ) -> pb.ResumeGenerationResponse:
-        """Go on with generation."""
+        """Go on with generation; also take the memory again, if that is the pause that shall end."""
+        if request.takes_memory:
+            await self._sleep.resume()
+            return pb.ResumeGenerationResponse(status=self.status())
         if not self._pause.is_by(request.run_uid):  # its own pause a run ends also when another one is served by now
             self._require_run(request.run_uid)
         await self._pause.resume()
@@ -75,6 +89,7 @@ class PolicyServicer(policy_service_pb2_grpc.PolicyServiceServicer):
             fetched_bytes=status.fetched_bytes,
             full_bytes=status.full_bytes,
             engine=self._engine.kind,
+            is_asleep=self._sleep.is_on,
         )
         if status.identity is not None:
             message.has_version = True
@@ -84,6 +99,17 @@ class PolicyServicer(policy_service_pb2_grpc.PolicyServiceServicer):
         elif self._updater.desired is not None:
             message.run_uid = self._updater.desired.run_uid
         return message
+
+    def _require_rest(self) -> None:
+        """UnavailableError while a version is fetched or applied, for which the engine reads and writes its memory."""
+        status, desired = self._updater.status(), self._updater.desired
+        has_given_up = status.state in (UpdateState.UPDATE_FAILED, UpdateState.BROKEN)  # until it is asked again
+        if desired is not None and desired.identity != status.identity and not has_given_up:
+            raise UnavailableError(
+                f"this replica cannot sleep now: it takes policy {desired.identity} (it is {status.state})",
+                reason="UPDATING",
+                remedy="ask again in a second",
+            )
 
     def _require_run(self, run_uid: str) -> None:
         identity = self._updater.status().identity

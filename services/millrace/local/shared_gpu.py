@@ -20,8 +20,13 @@ RUNTIME_GIB = 4.0
 """For what is in no estimate: CUDA's contexts and what the allocators cannot use."""
 ENGINE_GIB = 2.0
 """What vLLM needs beside its weights to serve at all: its activations, its graphs and a small cache."""
+ASLEEP_GIB = 2.0
+"""What vLLM keeps while it sleeps: its graphs, and what is not its allocator's."""
+MOST_OF_GPU = 0.9
+"""What vLLM takes of a GPU of its own."""
 WEIGHT_BYTES = 2
 """Of a parameter, in bfloat16."""
+_KEPT = ("parameters", "optimizer", "buffers")  # what the trainer has between two steps
 _TIMEOUT_S = 180.0
 _KILLED_S = 10.0
 _GIB = 2**30
@@ -31,6 +36,8 @@ async def engine_share(
     config: RLConfig, assigned: Mapping[str, Sequence[int]], *, note: Callable[[str], object] = lambda text: None
 ) -> float:
     """The part of a shared GPU that vLLM gets: `SHARED_UTILIZATION`, or what its weights need, or what the step leaves.
+
+    A vLLM that sleeps while a step is computed gets what the trainer leaves between two steps.
 
     The trainer's step is computed as `millrace estimate` does it, in a process of its own. Where that or the driver has
     no answer, `note` hears why and it is `SHARED_UTILIZATION`. InvalidStateError (GPU_TOO_SMALL) if both have no room.
@@ -46,21 +53,55 @@ async def engine_share(
     if isinstance(found, str):
         note(f"what the trainer takes is not known ({found}): vLLM gets {gpus.SHARED_UTILIZATION} of the GPU")
         return gpus.SHARED_UTILIZATION
-    engine_gib = ENGINE_GIB + found["parameters"] * WEIGHT_BYTES / config.inference.parallel.tp / _GIB
-    step_gib = found["bytes_per_rank"]["peak"] / _GIB
-    left_gib = memory_gib - RUNTIME_GIB - step_gib
-    if left_gib < engine_gib:
-        reserve_gib = min(RUNTIME_GIB + engine_gib, memory_gib)
-        tried = await _estimate(config, num_gpus=len(trainer), memory_gib=memory_gib, reserve_gib=reserve_gib)
-        raise InvalidStateError(
-            f"trainer and vLLM do not fit onto one GPU of {memory_gib:.0f} GiB: a step takes {step_gib:.1f} GiB, vLLM "
-            f"{engine_gib:.1f} GiB at least, and {RUNTIME_GIB:.0f} GiB are left for the runtime",
-            reason="GPU_TOO_SMALL",
-            remedy=f"{_advice(tried)}give them GPUs of their own (inference_gpu_ids, trainer_gpu_ids), or set "
-            "inference.gpu_memory_utilization, which is taken as it is",
+    plan = _Plan(found, memory_gib=memory_gib, tp=config.inference.parallel.tp)
+    sleeps = config.inference.sleep_while_training
+    if plan.fits(sleeps=sleeps):
+        return plan.share(sleeps=sleeps)
+    reserve_gib = min(RUNTIME_GIB + (ASLEEP_GIB if sleeps else plan.engine_gib), memory_gib)
+    tried = await _estimate(config, num_gpus=len(trainer), memory_gib=memory_gib, reserve_gib=reserve_gib)
+    sleep = "let vLLM sleep (inference.sleep_while_training = true, async_level = 0), "
+    raise InvalidStateError(
+        f"trainer and vLLM do not fit onto one GPU of {memory_gib:.0f} GiB: {plan.describe(sleeps=sleeps)}, and "
+        f"{RUNTIME_GIB:.0f} GiB are left for the runtime",
+        reason="GPU_TOO_SMALL",
+        remedy=f"{_advice(tried)}{sleep if not sleeps and plan.fits(sleeps=True) else ''}give them GPUs of their own "
+        "(inference_gpu_ids, trainer_gpu_ids), or set inference.gpu_memory_utilization, which is taken as it is",
+    )
+
+
+class _Plan:
+    """What trainer and vLLM need of one GPU: at the same time, or in turns where vLLM `sleeps` beside a step."""
+
+    def __init__(self, found: Mapping[str, Any], *, memory_gib: float, tp: int) -> None:
+        self.engine_gib = ENGINE_GIB + found["parameters"] * WEIGHT_BYTES / tp / _GIB
+        parts = found["bytes_per_rank"]
+        self._step_gib = parts["peak"] / _GIB
+        self._kept_gib = sum(parts.get(kind, 0) for kind in _KEPT) / _GIB
+        self._memory_gib = memory_gib
+
+    def _left_gib(self, *, sleeps: bool) -> float:
+        """What vLLM may take while it generates."""
+        return self._memory_gib - RUNTIME_GIB - (self._kept_gib if sleeps else self._step_gib)
+
+    def fits(self, *, sleeps: bool) -> bool:
+        """Whether there is room for both."""
+        has_slept = not sleeps or self._step_gib + ASLEEP_GIB + RUNTIME_GIB <= self._memory_gib
+        return has_slept and self._left_gib(sleeps=sleeps) >= self.engine_gib
+
+    def share(self, *, sleeps: bool) -> float:
+        """vLLM's part of the GPU."""
+        wanted = MOST_OF_GPU if sleeps else max(gpus.SHARED_UTILIZATION, self.engine_gib / self._memory_gib)
+        return math.floor(min(wanted, self._left_gib(sleeps=sleeps) / self._memory_gib) * 100) / 100
+
+    def describe(self, *, sleeps: bool) -> str:
+        """Who needs how much."""
+        step, engine = f"a step takes {self._step_gib:.1f} GiB", f"vLLM {self.engine_gib:.1f} GiB at least"
+        if not sleeps:
+            return f"{step}, {engine}"
+        return (
+            f"{step} beside {ASLEEP_GIB:.0f} GiB of a sleeping vLLM, {engine} beside {self._kept_gib:.1f} GiB of a "
+            "trainer that waits"
         )
-    wanted = max(gpus.SHARED_UTILIZATION, engine_gib / memory_gib)
-    return math.floor(min(wanted, left_gib / memory_gib) * 100) / 100
 
 
 def flags_on_shared_gpu(flags: str) -> str:

@@ -131,6 +131,7 @@ class WorkerRegistry:
         self._resolved_below: dict[str, int] = {}
         self._log_instances: dict[str, str] = {}
         self._damaged: dict[str, tuple[policy_pb2.PolicyEntry, int]] = {}
+        self._lent: dict[str, tuple[str, int]] = {}
         self._retired: dict[str, _Retired] = {}
         self.on_lost: list[Callable[[WorkerRecord, str], None]] = []
         """Called with each worker that is gone, and the reason: `WORKER_LOST` or `WORKER_REPLACED`."""
@@ -219,6 +220,7 @@ class WorkerRegistry:
         self._resolved_below.pop(run_uid, None)
         self._log_instances.pop(run_uid, None)
         self._damaged.pop(run_uid, None)
+        self._lent.pop(run_uid, None)
         self.notify()
 
     def give_back(self, kind: WorkerKind, run_uid: str) -> None:
@@ -256,10 +258,23 @@ class WorkerRegistry:
         _, count = self._damaged.get(run_uid, (policy, 0))
         self._damaged[run_uid] = policy, count + 1
 
+    def lend_devices(self, run_uid: str, trainer_id: str, turn: int) -> None:
+        """Tell a trainer of the run that a turn on the devices is its own, which it shares with replicas."""
+        if self._lent.get(run_uid) == (trainer_id, turn):
+            return
+        self._lent[run_uid] = trainer_id, turn
+        if (record := self.by_id.get(trainer_id)) is not None:
+            record.news.set()
+
+    def take_devices(self, run_uid: str) -> None:
+        """No trainer of the run has a turn."""
+        self._lent.pop(run_uid, None)
+
     def assignments(self, record: WorkerRecord) -> Iterator[worker_service_pb2.Assignment]:
         """Runs that a worker shall work on: its own, or for an env-server all, those that just ended included."""
         env_server = record.kind is WorkerKind.ENV_SERVER
         for run_uid in list(self._resolved_below) if env_server else filter(None, [record.run_uid]):
+            holder, turn = self._lent.get(run_uid, ("", 0))
             damaged, num_reports = (None, 0) if env_server else self._damaged.get(run_uid, (None, 0))
             yield worker_service_pb2.Assignment(
                 run_uid=run_uid,
@@ -267,6 +282,7 @@ class WorkerRegistry:
                 log_instance=self._log_instances.get(run_uid, ""),
                 damaged_policy=damaged,
                 num_damage_reports=num_reports,
+                device_turn=turn if holder == record.worker_id else 0,
             )
         for run_uid in self.retired_runs() if env_server else ():
             if self._retired[run_uid].has_ended and run_uid not in self._resolved_below:

@@ -126,6 +126,11 @@ class RegisteredWorker:
             handle_signals=handle_signals,
         )
 
+    def tell_soon(self) -> None:
+        """Send a heartbeat at once, also where the orchestrator holds the answer to the one before."""
+        if self._agent is not None:
+            self._agent.tell_soon()
+
     async def wait_started(self) -> None:
         """Return when it listens."""
         await self._started.wait()

@@ -143,6 +143,10 @@ class WorkerAgent:
         if life is not None:
             life.result()  # only an error ends it
 
+    def tell_soon(self) -> None:
+        """Send a heartbeat at once, made after this call, and do not wait for its answer."""
+        self._wake.set()
+
     async def tell_now(self, *, timeout_s: float) -> bool:
         """Send a heartbeat at once, made after this call, and wait for its answer; False if none came in time."""
         self._num_asked += 1

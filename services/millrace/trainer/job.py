@@ -22,6 +22,7 @@ from millrace.trainer.checkpoint.checkpointer import Checkpointer
 from millrace.trainer.checkpoint.manifest import Author
 from millrace.trainer.checkpoint.resume import Resumed, describe, require_batches, resume
 from millrace.trainer.checkpoint.store import CheckpointStore
+from millrace.trainer.device_turn import Desk, DeviceTurn
 from millrace.trainer.gang.agreement import agreed
 from millrace.trainer.gang.distributed import Gang
 from millrace.trainer.learning.batch import BatchLayout
@@ -63,6 +64,8 @@ class JobContext:
     on_epoch: Callable[[int], None]
     on_progress: Callable[[int], None]
     damage: Callable[[], DamageReport | None] = lambda: None
+    desk: Desk | None = None
+    """Where devices are asked for that replicas share; without one they are this trainer's own."""
     silence: SilenceTeller = field(default_factory=SilenceTeller)
     custom_code: CustomCode = field(default_factory=CustomCode)
     store_url: str = ""
@@ -163,6 +166,7 @@ def prepare(context: JobContext, names: Names, client: LogClient, record: bytes)
         position=position,
         skips_from=skips_from,
         on_progress=context.on_progress,
+        turn=DeviceTurn(gang, context.desk if config.inference.sleep_while_training else None),
     )
 
 

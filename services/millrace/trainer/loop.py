@@ -76,17 +76,23 @@ class Learned:
 
 def step(run: Training, batch: Batch) -> None:
     """Learn from a batch, publish the policy version that it makes, and report."""
-    began = time.monotonic()
-    rows = run.token_logs.collect(batch)
-    learned = learn(run, batch, rows=rows)
-    faults.reach(Point.TRAINER_AFTER_STEP, step=batch.step)
-    run.token_logs.write(batch, rows)
-    forward_backward_s = time.monotonic() - began
-    counts = learned.report.was_skipped and batch.step >= run.skips_from
-    run.position = Position(batch.step + 1, batch.chain_hash, run.position.num_skipped + 1 if counts else 0)
-    publish_s = run.publisher.publish(run.position.version, step=batch.step)
+    with run.turn():
+        began = time.monotonic()
+        rows = run.token_logs.collect(batch)
+        learned = learn(run, batch, rows=rows)
+        faults.reach(Point.TRAINER_AFTER_STEP, step=batch.step)
+        run.token_logs.write(batch, rows)
+        forward_backward_s = time.monotonic() - began
+        counts = learned.report.was_skipped and batch.step >= run.skips_from
+        run.position = Position(batch.step + 1, batch.chain_hash, run.position.num_skipped + 1 if counts else 0)
+        publish_s = run.publisher.publish(run.position.version, step=batch.step)
     checkpoint_s = run.save_due_checkpoint()
-    phases = Phases(forward_backward_s=forward_backward_s, publish_s=publish_s, checkpoint_s=checkpoint_s)
+    phases = Phases(
+        devices_s=run.turn.waited_s,
+        forward_backward_s=forward_backward_s,
+        publish_s=publish_s,
+        checkpoint_s=checkpoint_s,
+    )
     run.reporter.step_completed(batch, metrics=learned.metrics.values(), optimizer=learned.report, phases=phases)
     _warn(run, batch, learned)
     _warn_of_compiler(run)
@@ -190,7 +196,7 @@ def close(run: Training, batch: Batch) -> None:
     version = run.position.version
     if batch.header.samples:
         score = Score()
-        with torch.no_grad():
+        with run.turn(), torch.no_grad():
             for micro_batch in batch.micro_batches:
                 logprobs_BT, _ = run.logprobs(micro_batch)
                 score.add(micro_batch, logprobs_BT, version=version)

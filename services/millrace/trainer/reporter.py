@@ -31,8 +31,9 @@ _TIMES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Phases:
-    """Seconds of one step by phase; the wait for the batch is in the batch."""
+    """Seconds of one step by phase; the wait for the batch is in the batch, `devices_s` that for devices behind it."""
 
+    devices_s: float
     forward_backward_s: float
     publish_s: float
     checkpoint_s: float
@@ -88,7 +89,7 @@ class Reporter:
         header = batch.header
         seconds = {
             "step": step_s,
-            "wait": batch.wait_s,
+            "wait": batch.wait_s + phases.devices_s,
             "load": batch.load_s,
             "forward_backward": phases.forward_backward_s,
             "publish": phases.publish_s,
@@ -119,7 +120,7 @@ class Reporter:
                 "grad_norm": round(optimizer.grad_norm, 4),
                 "tokens_per_s": round(throughput),
                 "seconds": round(step_s, 3),
-                "wait_s": round(batch.wait_s, 3),
+                "wait_s": round(seconds["wait"], 3),
             },
         )
 

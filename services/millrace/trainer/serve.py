@@ -62,6 +62,7 @@ def run(settings: Settings, *, train: Callable[[Any], None] | None = None) -> in
         registered = RegisteredWorker(
             settings, description, worker.report, on_assignments=worker.hear, on_silence=silence.hear, is_held=True
         )
+        worker.tell_soon = lambda: background.soon(registered.tell_soon)
         companions = _Companions(settings, background, worker, registered)
         if is_leader:
             companions.start(board)
@@ -122,6 +123,7 @@ def _work(
             on_epoch=worker.on_epoch,
             on_progress=worker.on_progress,
             damage=worker.damage,
+            desk=worker,
             custom_code=CustomCode.parse(settings.custom_code),
             train=train,
         )

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from millrace.trainer.checkpoint.checkpointer import Checkpointer
+from millrace.trainer.device_turn import DeviceTurn
 from millrace.trainer.learning.alarms import KlTrend
 from millrace.trainer.learning.learner import Learner, state_tensors
 from millrace.trainer.log.batches import Batches
@@ -40,6 +41,7 @@ class Training(Learner):
     reporter: Reporter
     position: Position
     on_progress: Callable[[int], None]
+    turn: DeviceTurn
     skips_from: int = 0
     saved_version: int | None = None
     kl_trend: KlTrend = field(default_factory=KlTrend)

@@ -57,6 +57,7 @@ class Status:
     is_finished: bool = False
     error_reason: str = ""
     error_message: str = ""
+    device_turn: int = 0
 
     @property
     def is_over(self) -> bool:
@@ -125,6 +126,10 @@ class TrainerWorker:
         self._slowest_step_s = 0.0
         self._idle = waits.LastingWait()
         self._news: queue.SimpleQueue[None] = queue.SimpleQueue()  # its `put` may interrupt itself in a signal handler
+        self._num_turns = self._own_turn = 0
+        self._turn_heard = threading.Event()
+        self.tell_soon: Callable[[], None] = lambda: None
+        """Has the agent make a heartbeat at once; may be called from any thread."""
 
     @property
     def is_working(self) -> bool:
@@ -146,6 +151,7 @@ class TrainerWorker:
                 is_finished=status.is_finished,
                 error_reason=status.error_reason,
                 error_message=status.error_message,
+                device_turn=status.device_turn,
             ),
         )
 
@@ -155,6 +161,8 @@ class TrainerWorker:
         assignment = response.assignments[0] if response.assignments else Assignment()
         is_new, self._assigned = assignment.run_uid != self._assigned, assignment.run_uid
         self._damage = (assignment.damaged_policy, assignment.num_damage_reports)
+        self._own_turn = assignment.device_turn
+        self._turn_heard.set()
         if self._assigned:
             self._assigned_at = self._clock()
         if is_new:
@@ -197,6 +205,25 @@ class TrainerWorker:
         self._board.expect_progress(
             PROCESS, within_s=max(_LATER_STEPS_WITHIN_S, _SLOWEST_STEP_FACTOR * self._slowest_step_s)
         )
+
+    # Devices that replicas share (`inference.sleep_while_training`).
+
+    def want_devices(self) -> None:
+        """Ask for a turn, with a number that none of this process had before; the orchestrator hears of it at once."""
+        self._num_turns += 1
+        self._status = replace(self._status, device_turn=self._num_turns)
+        self.tell_soon()
+
+    def has_devices(self, *, timeout_s: float) -> bool:
+        """Whether the turn is this trainer's; waits so long at most for the orchestrator to say something."""
+        if self._own_turn != self._num_turns and self._turn_heard.wait(timeout_s):
+            self._turn_heard.clear()
+        return self._own_turn == self._num_turns
+
+    def return_devices(self) -> None:
+        """The turn is over."""
+        self._status = replace(self._status, device_turn=0)
+        self.tell_soon()
 
     # The main thread.
 

@@ -117,6 +117,12 @@ class InferenceConfig(ConfigSection):
         gt=0,
         le=1,
     )
+    sleep_while_training: bool = option(
+        False,
+        "Where trainer and vLLM share GPUs: replicas give weights and KV cache back while a batch is trained, and take "
+        "them again for the next version. Needs `async_level = 0`, as nothing generates meanwhile; the embedded engine "
+        "stands still. A stack that runs already needs replicas with vLLM's `enable_sleep_mode`.",
+    )
     vllm: FreeTable = table(
         dict,
         "Any other flag of `vllm serve`, with the name that it has there (`enable_prefix_caching = true`). vLLM's own "

@@ -52,6 +52,7 @@ class RLConfig(SharedKeys):
             *self.inference.broken_rules(),
             *self._constrained_calls(),
             *self._too_many_minibatches(),
+            *self._sleep_beside_sampling(),
             *super().broken_rules(),
         ]
 
@@ -80,6 +81,17 @@ class RLConfig(SharedKeys):
                 "trainer.minibatches",
                 size,
                 group,
+            )
+
+    def _sleep_beside_sampling(self) -> Iterator[BrokenRule]:
+        """Replicas that shall sleep while a batch is trained, and generate the next one."""
+        level = self.orchestrator.async_level
+        if self.inference.sleep_while_training and level > 0:
+            yield broken(
+                f"needs `async_level = 0`: with {level} replicas generate the next batch while one is trained; set it, "
+                "or leave this out",
+                "inference.sleep_while_training",
+                "orchestrator.async_level",
             )
 
     def with_model(self, name: str) -> "RLConfig":

@@ -25,7 +25,7 @@ from millrace.inference.engine import (
     PolicyIdentity,
     require_fit,
 )
-from millrace.inference.pauses import OPERATOR
+from millrace.inference.pauses import OPERATOR, SLEEP
 from millrace.inference.updater import PAUSE_HOLDER
 from millrace.inference.vllm import gate as gates
 from millrace.inference.vllm.gate import GenerationGate
@@ -35,6 +35,7 @@ from millrace.inference.vllm.model_config import config_problem, has_weights
 from millrace.inference.vllm.ping import Ping
 from millrace.inference.vllm.prober import Prober, settled
 from millrace.inference.vllm.ranks import Ranks, misfits
+from millrace.inference.vllm.rest import Degree, Rest
 from millrace.inference.vllm.staging import read_back, stage
 from millrace.inference.vllm.times import UpdateTimes
 from millrace.inference.vllm.verification import BackgroundVerifier
@@ -66,7 +67,7 @@ class VllmEngine:
         self._error = ""
         self._pauses: set[str] = set()
         self._is_proving = False
-        self._is_stopped: bool | None = False  # None: nobody knows, as a call of vLLM failed
+        self._rest = Rest(client, self._bounded)
         self._lock = asyncio.Lock()
         self._loading = asyncio.Lock()
         self._num_loads = 0
@@ -131,6 +132,7 @@ class VllmEngine:
         None is the model that vLLM was started with.
         """
         num_loads = self._num_loads
+        self._require_awake()
         self._ranks.require_readable(directory)
         if directory is not None and not await asyncio.to_thread(has_weights, Path(directory)):
             raise InvalidStateError(
@@ -258,7 +260,9 @@ class VllmEngine:
 
     async def pause(self, holder: str) -> None:
         """See `PolicyEngine.pause`. An update's pause shuts the gate first: what comes meanwhile gets the new salt."""
-        if holder != OPERATOR:
+        if holder == SLEEP:
+            self._rest.require_sleep()
+        elif holder != OPERATOR:
             self.gate.wait()
         if holder == PAUSE_HOLDER:
             self._times.begin()
@@ -318,19 +322,10 @@ class VllmEngine:
         await gates.abort(self._client, self.gate.abort_all(reason))
 
     async def _follow_pauses(self) -> None:
-        """Have vLLM pause or go on, as the holders want it; `keep` leaves requests and their KV cache alone."""
+        """Have vLLM rest or go on, as the holders want it."""
         async with self._lock:
-            should_stop = bool(self._pauses) and not self._is_proving
-            if should_stop == self._is_stopped:
-                return
-            self._is_stopped = None
-            if should_stop:
-                # Of level 0: the scheduler's pause alone, as `pause_generation` has it before it sleeps for 20 ms so
-                # that what was computed has been answered. What still comes is kept back by the gate.
-                await self._bounded(self._client.sleep(level=0, mode="keep"))
-            else:
-                await self._bounded(self._client.wake_up(tags=["scheduling"]))
-            self._is_stopped = should_stop
+            stops = bool(self._pauses) and not self._is_proving
+            await self._rest.become(Degree.ASLEEP if SLEEP in self._pauses else Degree.PAUSED if stops else Degree.NONE)
 
     async def _put_adapter(self, staged: StagedPolicy | None) -> None:
         """The adapter of all that begins or goes on from now on; None is a whole policy's, which adds nothing."""
@@ -346,6 +341,7 @@ class VllmEngine:
 
     async def _rpc(self, method: str, *args: Any, deadline_s: float = _RPC_DEADLINE_S) -> list[Any]:
         """One call of every worker."""
+        self._require_awake()
         self._is_busy = True
         try:
             return await self._bounded(self._ranks.call(method, *args), deadline_s=deadline_s)
@@ -369,6 +365,11 @@ class VllmEngine:
                 reason="POLICY_DRIVEN",
                 remedy="use a replica that serves no run",
             )
+
+    def _require_awake(self) -> None:
+        """UnavailableError while the engine sleeps: it has no memory to read or write."""
+        if SLEEP in self._pauses:
+            raise UnavailableError("the engine sleeps", reason="ENGINE_ASLEEP", remedy="retry once it is woken")
 
     def _require_ready(self) -> None:
         if self._state is not EngineState.READY:

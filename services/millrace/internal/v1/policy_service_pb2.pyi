@@ -34,7 +34,7 @@ POLICY_STATE_UPDATE_FAILED: PolicyState
 POLICY_STATE_BROKEN: PolicyState
 
 class PolicyStatus(_message.Message):
-    __slots__ = ("run_uid", "state", "has_version", "lineage", "version", "digest", "proof", "error", "pause_seconds", "update_seconds", "num_requests", "model_name", "max_num_seqs", "max_model_len", "fetched_bytes", "full_bytes", "engine", "is_damaged")
+    __slots__ = ("run_uid", "state", "has_version", "lineage", "version", "digest", "proof", "error", "pause_seconds", "update_seconds", "num_requests", "model_name", "max_num_seqs", "max_model_len", "fetched_bytes", "full_bytes", "engine", "is_damaged", "is_asleep")
     RUN_UID_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
     HAS_VERSION_FIELD_NUMBER: _ClassVar[int]
@@ -53,6 +53,7 @@ class PolicyStatus(_message.Message):
     FULL_BYTES_FIELD_NUMBER: _ClassVar[int]
     ENGINE_FIELD_NUMBER: _ClassVar[int]
     IS_DAMAGED_FIELD_NUMBER: _ClassVar[int]
+    IS_ASLEEP_FIELD_NUMBER: _ClassVar[int]
     run_uid: str
     state: PolicyState
     has_version: bool
@@ -71,7 +72,8 @@ class PolicyStatus(_message.Message):
     full_bytes: int
     engine: str
     is_damaged: bool
-    def __init__(self, run_uid: _Optional[str] = ..., state: _Optional[_Union[PolicyState, str]] = ..., has_version: bool = ..., lineage: _Optional[int] = ..., version: _Optional[int] = ..., digest: _Optional[str] = ..., proof: _Optional[str] = ..., error: _Optional[str] = ..., pause_seconds: _Optional[float] = ..., update_seconds: _Optional[float] = ..., num_requests: _Optional[int] = ..., model_name: _Optional[str] = ..., max_num_seqs: _Optional[int] = ..., max_model_len: _Optional[int] = ..., fetched_bytes: _Optional[int] = ..., full_bytes: _Optional[int] = ..., engine: _Optional[str] = ..., is_damaged: bool = ...) -> None: ...
+    is_asleep: bool
+    def __init__(self, run_uid: _Optional[str] = ..., state: _Optional[_Union[PolicyState, str]] = ..., has_version: bool = ..., lineage: _Optional[int] = ..., version: _Optional[int] = ..., digest: _Optional[str] = ..., proof: _Optional[str] = ..., error: _Optional[str] = ..., pause_seconds: _Optional[float] = ..., update_seconds: _Optional[float] = ..., num_requests: _Optional[int] = ..., model_name: _Optional[str] = ..., max_num_seqs: _Optional[int] = ..., max_model_len: _Optional[int] = ..., fetched_bytes: _Optional[int] = ..., full_bytes: _Optional[int] = ..., engine: _Optional[str] = ..., is_damaged: bool = ..., is_asleep: bool = ...) -> None: ...
 
 class UpdatePolicyRequest(_message.Message):
     __slots__ = ("run_uid", "policy", "inflight_mode", "epoch", "wait_seconds")
@@ -104,10 +106,12 @@ class GetPolicyStatusResponse(_message.Message):
     def __init__(self, status: _Optional[_Union[PolicyStatus, _Mapping]] = ...) -> None: ...
 
 class PauseGenerationRequest(_message.Message):
-    __slots__ = ("run_uid",)
+    __slots__ = ("run_uid", "frees_memory")
     RUN_UID_FIELD_NUMBER: _ClassVar[int]
+    FREES_MEMORY_FIELD_NUMBER: _ClassVar[int]
     run_uid: str
-    def __init__(self, run_uid: _Optional[str] = ...) -> None: ...
+    frees_memory: bool
+    def __init__(self, run_uid: _Optional[str] = ..., frees_memory: bool = ...) -> None: ...
 
 class PauseGenerationResponse(_message.Message):
     __slots__ = ("status",)
@@ -116,10 +120,12 @@ class PauseGenerationResponse(_message.Message):
     def __init__(self, status: _Optional[_Union[PolicyStatus, _Mapping]] = ...) -> None: ...
 
 class ResumeGenerationRequest(_message.Message):
-    __slots__ = ("run_uid",)
+    __slots__ = ("run_uid", "takes_memory")
     RUN_UID_FIELD_NUMBER: _ClassVar[int]
+    TAKES_MEMORY_FIELD_NUMBER: _ClassVar[int]
     run_uid: str
-    def __init__(self, run_uid: _Optional[str] = ...) -> None: ...
+    takes_memory: bool
+    def __init__(self, run_uid: _Optional[str] = ..., takes_memory: bool = ...) -> None: ...
 
 class ResumeGenerationResponse(_message.Message):
     __slots__ = ("status",)

@@ -48,20 +48,22 @@ class Worker(_message.Message):
     def __init__(self, worker_id: _Optional[str] = ..., kind: _Optional[_Union[WorkerKind, str]] = ..., address: _Optional[str] = ..., http_url: _Optional[str] = ..., version: _Optional[str] = ..., min_log_format: _Optional[int] = ..., max_log_format: _Optional[int] = ..., capacity: _Optional[int] = ..., slot: _Optional[str] = ..., custom_modules: _Optional[_Iterable[str]] = ..., env_image: _Optional[str] = ...) -> None: ...
 
 class TrainerStatus(_message.Message):
-    __slots__ = ("run_uid", "epoch", "step", "is_finished", "error_reason", "error_message")
+    __slots__ = ("run_uid", "epoch", "step", "is_finished", "error_reason", "error_message", "device_turn")
     RUN_UID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     IS_FINISHED_FIELD_NUMBER: _ClassVar[int]
     ERROR_REASON_FIELD_NUMBER: _ClassVar[int]
     ERROR_MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_TURN_FIELD_NUMBER: _ClassVar[int]
     run_uid: str
     epoch: int
     step: int
     is_finished: bool
     error_reason: str
     error_message: str
-    def __init__(self, run_uid: _Optional[str] = ..., epoch: _Optional[int] = ..., step: _Optional[int] = ..., is_finished: bool = ..., error_reason: _Optional[str] = ..., error_message: _Optional[str] = ...) -> None: ...
+    device_turn: int
+    def __init__(self, run_uid: _Optional[str] = ..., epoch: _Optional[int] = ..., step: _Optional[int] = ..., is_finished: bool = ..., error_reason: _Optional[str] = ..., error_message: _Optional[str] = ..., device_turn: _Optional[int] = ...) -> None: ...
 
 class RegisterWorkerRequest(_message.Message):
     __slots__ = ("worker",)
@@ -96,20 +98,22 @@ class HeartbeatRequest(_message.Message):
     def __init__(self, worker_id: _Optional[str] = ..., waits: _Optional[_Iterable[_Union[_event_pb2.Wait, _Mapping]]] = ..., policy: _Optional[_Union[_policy_service_pb2.PolicyStatus, _Mapping]] = ..., trainer: _Optional[_Union[TrainerStatus, _Mapping]] = ..., num_playing: _Optional[int] = ..., is_leaving: bool = ..., hold_seconds: _Optional[float] = ...) -> None: ...
 
 class Assignment(_message.Message):
-    __slots__ = ("run_uid", "resolved_below", "log_instance", "damaged_policy", "num_damage_reports", "is_over")
+    __slots__ = ("run_uid", "resolved_below", "log_instance", "damaged_policy", "num_damage_reports", "is_over", "device_turn")
     RUN_UID_FIELD_NUMBER: _ClassVar[int]
     RESOLVED_BELOW_FIELD_NUMBER: _ClassVar[int]
     LOG_INSTANCE_FIELD_NUMBER: _ClassVar[int]
     DAMAGED_POLICY_FIELD_NUMBER: _ClassVar[int]
     NUM_DAMAGE_REPORTS_FIELD_NUMBER: _ClassVar[int]
     IS_OVER_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_TURN_FIELD_NUMBER: _ClassVar[int]
     run_uid: str
     resolved_below: int
     log_instance: str
     damaged_policy: _policy_pb2.PolicyEntry
     num_damage_reports: int
     is_over: bool
-    def __init__(self, run_uid: _Optional[str] = ..., resolved_below: _Optional[int] = ..., log_instance: _Optional[str] = ..., damaged_policy: _Optional[_Union[_policy_pb2.PolicyEntry, _Mapping]] = ..., num_damage_reports: _Optional[int] = ..., is_over: bool = ...) -> None: ...
+    device_turn: int
+    def __init__(self, run_uid: _Optional[str] = ..., resolved_below: _Optional[int] = ..., log_instance: _Optional[str] = ..., damaged_policy: _Optional[_Union[_policy_pb2.PolicyEntry, _Mapping]] = ..., num_damage_reports: _Optional[int] = ..., is_over: bool = ..., device_turn: _Optional[int] = ...) -> None: ...
 
 class HeartbeatResponse(_message.Message):
     __slots__ = ("register_again", "assignments", "let_go")

@@ -10,6 +10,7 @@ from millrace.config.sections.orchestrator import MAX_FAILURE_WINDOW, EnvConfig
 from millrace.errors import InvalidStateError
 from millrace.orchestrator.drive.batch_writer import BatchWriter
 from millrace.orchestrator.drive.damage import DamageBook
+from millrace.orchestrator.drive.device_turns import DeviceTurns
 from millrace.orchestrator.drive.fixed_model import FixedEndpoints, NoTrainer
 from millrace.orchestrator.drive.loop import RolloutLoop
 from millrace.orchestrator.drive.policy_driver import PolicyDriver
@@ -56,6 +57,8 @@ class RunParts:
     evals: Evaluator
     writer: BatchWriter
     damage: DamageBook
+    turns: DeviceTurns | None
+    """None where trainer and replicas have devices of their own."""
     specs: list[EnvSpec]
     """Environments to train on, then those that are only evaluated."""
 
@@ -97,6 +100,9 @@ def assemble(context: RunContext, config: RLConfig | EvalRunConfig) -> RunParts:
     identity = RunIdentity(uid=uid, epoch=epoch, generation=run_log.generation)
     player = Player(run=identity, envs=envs, policies=policies, stream=stream, router=router)
     evals = Evaluator(settings=evaluation, epoch=epoch, envs=envs, player=player, evaluations=evaluations)
+    turns = None
+    if training is not None and training.inference.sleep_while_training:
+        turns = DeviceTurns(run_uid=uid, registry=context.registry, is_evaluating=lambda: evals.num_open > 0)
     router.count(lambda: load_of(book.plays.values()))
     router.count(evals.load)
     return RunParts(
@@ -113,6 +119,7 @@ def assemble(context: RunContext, config: RLConfig | EvalRunConfig) -> RunParts:
         evals=evals,
         writer=_writer(context, training, book=book, envs=envs, stream=stream, failures=failures),
         damage=damage,
+        turns=turns,
         specs=env_specs(config),
     )
 

@@ -113,11 +113,22 @@ class RunDriver(ABC):
             logger.error("run failed", extra=fields, exc_info=None if isinstance(first, MillraceError) else error)
             await self._fail(_as_millrace(first))
         finally:
+            if self._parts.turns is not None and (self.has_ended or self.is_paused):
+                await self._parts.turns.leave()
             await self._parts.envs.close()
             self._context.registry.release(self._context.record.uid)
 
     async def _drive(self) -> None:
         await self._restore()
+        if self._parts.turns is None:
+            await self._drive_restored()
+            return
+        async with asyncio.TaskGroup() as tasks:  # the trainer's last turn is that behind the closing header
+            turns = tasks.create_task(lasting(self._parts.turns.run))
+            await self._drive_restored()
+            turns.cancel()
+
+    async def _drive_restored(self) -> None:
         was_closed = self._writer.closing is not None
         if not was_closed:
             if self._desired.is_paused and not self._desired.is_cancelled:

@@ -94,6 +94,11 @@ class Evaluator:
         self._open = evaluations
 
     @property
+    def num_open(self) -> int:
+        """Evaluations that are being played."""
+        return len(self._open)
+
+    @property
     def names(self) -> list[str]:
         """Names of the environments that are evaluated."""
         return [] if self._settings is None else [env.name for env in self._settings.envs]

@@ -41,6 +41,13 @@ def choose_device(environ: Mapping[str, str] = os.environ, *, gpu: Path = _GPU, 
     raise _unusable(environ, local_rank=local_rank, found=found, driver=driver)
 
 
+def release_unused(device: torch.device) -> None:
+    """Give memory back to the device that the allocator keeps for tensors to come; a CPU's keeps none."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.empty_cache()
+
+
 def _unusable(environ: Mapping[str, str], *, local_rank: int, found: int, driver: Path) -> InvalidStateError:
     version = driver.read_text().strip() if driver.exists() else "none that the kernel shows"
     wheel = f"torch {torch.__version__}, " + (f"CUDA {torch.version.cuda}" if torch.version.cuda else "without CUDA")

@@ -3,7 +3,7 @@
 import asyncio
 import concurrent.futures
 import threading
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
@@ -37,6 +37,10 @@ class BackgroundLoop:
     def submit(self, coroutine: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
         """Start a coroutine; the future gives its result. Keep it: nobody else knows of a failure."""
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+
+    def soon(self, function: Callable[[], None]) -> None:
+        """Call a function on the loop, which must not block; returns at once."""
+        self._loop.call_soon_threadsafe(function)
 
     def call(self, coroutine: Coroutine[Any, Any, T], *, what: str, timeout_s: float) -> T:
         """Run a coroutine and wait for its result; UnavailableError naming `what` after `timeout_s`."""

@@ -13,6 +13,7 @@ from millrace.errors import Violation
 from millrace.inference.launch_env import TYPED_FLAGS
 
 FREE = "inference.vllm."
+SLEEP_KEY = "inference.sleep_while_training"
 _CUTOFF = 0.6
 
 _ONE_NODE_CORES = "the engine cores of a replica are all on its node; start more replicas instead"
@@ -36,7 +37,6 @@ OWNED: Mapping[str, tuple[tuple[object, ...], str]] = {
     "api_key": ((), "environments send none; put a proxy in front of what strangers can reach"),
     "config": ((), "write its keys into `inference.vllm`"),
     "tool_strict_level": (("auto",), "a call that is forced into its schema is not sampled as the trainer computes it"),
-    "enable_sleep_mode": ((False,), "a policy that is put to sleep cannot be proved"),
     "enable_eplb": (
         (False,),
         "experts that move or are copied lie where no version is written or read back",
@@ -70,12 +70,16 @@ class _Refused(Exception):
     """argparse did not like a value."""
 
 
-def to_argv(parser: argparse.ArgumentParser, given: Mapping[str, Any]) -> tuple[list[str], list[Violation]]:
+def to_argv(
+    parser: argparse.ArgumentParser, given: Mapping[str, Any], *, can_sleep: bool = True
+) -> tuple[list[str], list[Violation]]:
     """The arguments that say what `given` says, and everything that is wrong with it.
 
     `given` maps keys of the config (`inference.vllm.enforce_eager`, `inference.parallel.tp`) or bare names of flags to
-    JSON values. None leaves a flag out.
+    JSON values. None leaves a flag out. Where vLLM cannot sleep (on a CPU) a replica that shall only stands still.
     """
+    if not can_sleep:
+        given = {key: value for key, value in given.items() if key != SLEEP_KEY}
     argv: list[str] = []
     violations: list[Violation] = []
     seen: dict[str, str] = {}

@@ -67,12 +67,13 @@ def _check(to_launcher: Line, problems: list[dict[str, str | None]]) -> list[str
             make_arg_parser,
             validate_parsed_serve_args,
         )
+        from vllm.platforms import current_platform  # pyright: ignore[reportMissingImports]
         from vllm.utils.argparse_utils import FlexibleArgumentParser  # pyright: ignore[reportMissingImports]
 
     from millrace.inference.vllm.server.flags import to_argv
 
     parser = make_arg_parser(FlexibleArgumentParser())
-    argv, violations = to_argv(parser, given)
+    argv, violations = to_argv(parser, given, can_sleep=current_platform.is_sleep_mode_available())
     problems = problems + [{"field": one.field, "value": one.value, "message": one.message} for one in violations]
     if not problems:
         try:
