@@ -108,6 +108,26 @@ def test_a_run_stays_below_its_plan_and_engine_and_trainer_agree(
     assert summary["mismatch_kl"] <= MISMATCH[engine]
 
 
+def test_vllm_sleeps_beside_every_step_and_has_its_memory_again_behind_it(
+    gpu: torch.device, cuda_vllm: str, make_workplace: Any
+) -> None:
+    place: Workplace = make_workplace("gpu-sleep")
+    total = torch.cuda.mem_get_info(gpu)[1]
+    devices = ("--inference-gpu-ids", "[0]", "--trainer-gpu-ids", "[0]")
+    turns = ("--async-level", "0", "--inference.sleep-while-training", "true", "--max-steps", "3")
+    with used_at_most(gpu) as peak:
+        summary, output = place.train(
+            *run_of(place, "0.6B", *devices, *turns), env={"MILLRACE_VLLM_PYTHON": cuda_vllm}, timeout_s=2400
+        )
+    print(output)
+    assert summary["steps"] == 3 and summary["mismatch_kl"] <= MISMATCH["auto"], output[-3000:]
+    [log] = place.path.rglob("logs/inference.log")
+    freed = [float(found) for found in re.findall(r"Sleep mode freed ([\d.]+) GiB", log.read_text())]
+    assert len(freed) >= 4, "before each step, and before the last evaluation is scored"
+    assert min(freed) * GIB > SHARED_UTILIZATION * total, "it had more than it gets where both have memory"
+    assert peak() <= total - GIB
+
+
 def test_a_trainer_that_dies_goes_on_in_a_new_lineage_and_the_engine_serves_it_in_place(
     gpu: torch.device, cuda_vllm: str, make_workplace: Any
 ) -> None:

@@ -333,3 +333,39 @@ async def test_pause_resume_and_bad_requests(client, local_store, publish, make_
     with pytest.raises(InvalidSpecError) as caught:
         await call(client.stub.UpdatePolicy, pb.UpdatePolicyRequest(epoch=1))
     assert {v.field for v in caught.value.violations} == {"run_uid", "policy.manifest_key", "policy.manifest_sha256"}
+
+
+async def test_a_replica_that_sleeps_takes_a_version_once_it_is_woken(client, local_store, publish, make_model):
+    first, second = (publish(local_store, make_model(seed), seed) for seed in range(2))
+    assert_serves(await client.update(first), first)
+    sleep = pb.PauseGenerationRequest(run_uid="run1", frees_memory=True)
+    for _ in range(2):  # asking again prolongs it
+        assert (await call(client.stub.PauseGeneration, sleep)).status.is_asleep
+    waiting = asyncio.create_task(client.generate())
+    status = await client.update(second, wait_s=0.2)
+    assert status.is_asleep and status.version == 0 and status.state == pb.POLICY_STATE_SERVING, "not even fetched"
+    updating = asyncio.create_task(client.update(second))
+    await asyncio.sleep(0.1)
+    assert not updating.done() and not waiting.done()
+    await call(client.stub.ResumeGeneration, pb.ResumeGenerationRequest(run_uid="run1"))  # ends another pause
+    assert (await client.status()).is_asleep
+    woken = await call(client.stub.ResumeGeneration, pb.ResumeGenerationRequest(run_uid="run1", takes_memory=True))
+    assert not woken.status.is_asleep
+    assert_serves(await updating, second)
+    assert len((await waiting).token_ids) == 20
+
+
+async def test_a_replica_does_not_fall_asleep_over_an_update(client, local_store, publish, make_model, monkeypatch):
+    entry = publish(local_store, make_model(0), 0)
+    going_on, prove = threading.Event(), HeldWeights.prove
+    monkeypatch.setattr(HeldWeights, "prove", lambda *args: going_on.wait(10) and prove(*args))
+    status = await client.update(entry, wait_s=0.2)
+    assert status.state in (pb.POLICY_STATE_FETCHING, pb.POLICY_STATE_APPLYING)
+    sleep = pb.PauseGenerationRequest(run_uid="run1", frees_memory=True)
+    with pytest.raises(UnavailableError, match="cannot sleep now: it takes policy run1/0-0") as refused:
+        await call(client.stub.PauseGeneration, sleep)
+    assert refused.value.reason == "UPDATING"
+    going_on.set()
+    assert_serves(await client.update(entry), entry)
+    assert (await call(client.stub.PauseGeneration, sleep)).status.is_asleep
+    await call(client.stub.ResumeGeneration, pb.ResumeGenerationRequest(takes_memory=True))

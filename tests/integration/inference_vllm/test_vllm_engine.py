@@ -14,6 +14,7 @@ from millrace.env_server.adapters.v0 import V0Adapter
 from millrace.internal.v1 import policy_service_pb2 as pb
 from millrace.rollouts.requests import EnvSpec, PlayRequest, Sampling
 from millrace.rollouts.types import PolicySpan, Purpose, RolloutStatus
+from millrace.rpc.channel import call
 from millrace_testing.inference import published, vllm_server
 from millrace_testing.inference.vllm_versions import FLAGS, GAP, SEQS, Run, in_flight
 
@@ -224,6 +225,31 @@ async def test_keep_goes_on_with_the_kv_cache_and_begins_the_others_anew(served:
         after = await served.generate([*shared, last])
         run.assert_computed_by(1, [*shared, last], after)
         assert after.num_cached == 96
+
+
+async def test_a_replica_that_slept_has_no_kv_cache_and_computes_it_anew(served: Any, run: Run) -> None:
+    """A CPU keeps the memory; what vLLM makes of requests, caches and scheduler is the same as on a GPU."""
+    preemptions = "vllm:num_preemptions_total"
+    shared = [(7 * index) % 250 for index in range(100)]
+    prompts = [[*shared, 10 + index] for index in range(2 * SEQS)]
+    async with in_flight(served, prompts, lambda prompt: served.generate(prompt, 140)) as tasks:
+        entry, before = run.delta(1, base=0), await served.metric(preemptions)
+        assert (await served.sleep()).is_asleep
+        request = pb.UpdatePolicyRequest(run_uid=served.uid, policy=entry, epoch=1, wait_seconds=0.1)
+        refused = (await call(served.stub.UpdatePolicy, request, timeout_s=30)).status
+        assert refused.is_asleep and refused.version == 0 and refused.num_requests == len(prompts)
+        code, body, _ = await served.post("/reload_weights", {})
+        assert code >= 400, body
+        assert not (await served.wake()).is_asleep
+    found = await asyncio.gather(*tasks)
+    for prompt, one in zip(prompts, found, strict=True):
+        run.assert_computed_by(0, prompt, one)
+    assert await served.metric(preemptions) >= before + SEQS, "those that ran began again behind what they had"
+    await served.sleep()
+    await served.wake()
+    assert (await served.generate([*shared, 1])).num_cached == 0
+    await served.serve(entry)
+    run.assert_computed_by(1, [1, 2, 3], await served.generate([1, 2, 3]))
 
 
 async def test_an_update_of_a_full_replica_is_served_when_a_slot_is_free(served: Any, run: Run) -> None:

@@ -45,6 +45,12 @@ from millrace.errors import InvalidSpecError
             '"glm47"',
             "the trainer does not compute",
         ),
+        (
+            ["--inference.sleep-while-training", "true", "--async-level", "1"],
+            "inference.sleep_while_training",
+            "true",
+            "needs `async_level = 0`: with 1 replicas generate the next batch",
+        ),
         (["--trainer.micro-batch-tokens", "100"], "trainer.micro_batch_tokens", "100", "one whole sample"),
         (["--orchestrator.eval.num-examples", "0"], "orchestrator.eval.num_examples", "0", "-1 for all"),
         (["--trainer.scheduler.type", "cosine"], "trainer.scheduler.type", '"cosine"', "needs `max_steps`"),

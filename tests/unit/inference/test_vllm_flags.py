@@ -21,12 +21,21 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--tensor-parallel-size", "-tp", type=int)
     parser.add_argument("--enable-prefix-caching", action=argparse.BooleanOptionalAction)
     parser.add_argument("--disable-log-stats", action="store_true")
+    parser.add_argument("--enable-sleep-mode", action="store_true")
     parser.add_argument("--middleware", action="append")
     parser.add_argument("--hf-overrides", type=json.loads)
     parser.add_argument("--lora-modules", nargs="+")
     parser.add_argument("--block-size", type=int, choices=[8, 16])
     parser.add_argument("--logprobs-mode", choices=["raw_logprobs", "processed_logprobs"])
     return parser
+
+
+def test_a_replica_that_shall_sleep_does_where_vllm_can(parser):
+    given = {"inference.sleep_while_training": True, "inference.parallel.tp": 2}
+    assert to_argv(parser, given) == (["--enable-sleep-mode", "--tensor-parallel-size=2"], [])
+    assert to_argv(parser, given, can_sleep=False) == (["--tensor-parallel-size=2"], [])
+    twice = {**given, "inference.vllm.enable_sleep_mode": True}
+    assert "keep one of them" in to_argv(parser, twice)[1][0].message
 
 
 def test_keys_become_flags(parser):

@@ -9,9 +9,10 @@ from millrace.config import RLConfig
 from millrace.config.load import load
 from millrace.errors import InvalidStateError
 from millrace.local.gpus import SHARED_UTILIZATION, memory_gib
-from millrace.local.shared_gpu import engine_share, flags_on_shared_gpu
+from millrace.local.shared_gpu import MOST_OF_GPU, engine_share, flags_on_shared_gpu
 
 SHARED = {"inference": (0,), "trainer": (0,)}
+SLEEPS = ("--inference.sleep-while-training", "true", "--async-level", "0")
 SHAPE = {
     "model_type": "qwen3",
     "hidden_size": 512,
@@ -38,14 +39,14 @@ def shows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 
 
 @pytest.fixture
-def config(tmp_path: Path) -> RLConfig:
-    """A run whose step takes 1.7 GiB on a GPU."""
+def config(tmp_path: Path, request: pytest.FixtureRequest) -> RLConfig:
+    """A run whose step takes 1.7 GiB on a GPU; a parameter is more of its flags."""
     model = tmp_path / "model"
     model.mkdir()
     (model / "config.json").write_text(json.dumps(SHAPE))
     flags = ["--model.name", str(model), "--orchestrator.env", '[{"id": "reverse-text"}]', "--max-steps", "1"]
     flags += ["--orchestrator.rollouts-per-example", "8", "--orchestrator.batch-size", "64"]
-    return load(RLConfig, flags).config
+    return load(RLConfig, [*flags, *getattr(request, "param", ())]).config
 
 
 def test_the_driver_says_how_large_the_smallest_of_them_is(shows):
@@ -77,6 +78,20 @@ async def test_keys_that_make_room_are_named_and_a_large_gpu_leaves_vllm_its_sha
     with pytest.raises(InvalidStateError) as refused:
         await engine_share(config, SHARED)
     assert str(refused.value.remedy).startswith("set trainer.")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("config", [SLEEPS], indirect=True)
+async def test_a_vllm_that_sleeps_gets_what_is_left_between_two_steps(shows, config):
+    shows(80 * 1024)
+    assert await engine_share(config, SHARED) == MOST_OF_GPU
+    shows(8 * 1024)
+    share = await engine_share(config, SHARED)
+    assert 0.35 < share < 0.5, "the runtime takes 4 of 8 GiB, weights and moments 0.4"
+    shows(7 * 1024)  # less the 4 and 2 of vLLM leaves 1 GiB to a step of 1.7
+    with pytest.raises(InvalidStateError, match=r"a step takes 1\.7 GiB beside 2 GiB of a sleeping vLLM") as refused:
+        await engine_share(config, SHARED)
+    assert refused.value.reason == "GPU_TOO_SMALL" and "let vLLM sleep" not in str(refused.value.remedy)
 
 
 async def test_without_an_answer_vllm_gets_its_share_and_the_reason_is_told(shows, config, tmp_path):

@@ -41,8 +41,11 @@ class Client:
         self.output_processor = SimpleNamespace(request_states={})
         self.model_config = SimpleNamespace(dtype="torch.float32", model="nowhere", max_model_len=8, revision=None)
         scheduler = SimpleNamespace(max_num_seqs=1)
+        self.model_config.enable_sleep_mode = True
+        self.is_asleep = False
         self.vllm_config = SimpleNamespace(
             lora_config=None,
+            device_config=SimpleNamespace(device_type="cuda"),
             scheduler_config=scheduler,
             model_config=self.model_config,
             load_config=SimpleNamespace(download_dir=None),
@@ -67,15 +70,18 @@ class Client:
         return not self.is_generating.is_set()
 
     async def sleep(self, *, level: int, mode: str) -> None:
-        assert (level, mode) == (0, "keep")
+        assert level in (0, 1) and mode == "keep"
         self.is_generating.clear()  # a call whose answer is lost was done all the same
-        await self.reach("pause")
+        self.is_asleep |= level == 1
+        await self.reach("sleep" if level else "pause")
 
-    async def wake_up(self, tags: list[str]) -> bool:
-        assert tags == ["scheduling"]
-        await self.reach("resume")
-        self.is_generating.set()
-        return True
+    async def wake_up(self, tags: list[str] | None) -> bool:
+        assert tags in (None, ["scheduling"])
+        await self.reach("wake" if tags is None else "resume")
+        self.is_asleep &= tags is not None
+        if not self.is_asleep:
+            self.is_generating.set()
+        return not self.is_asleep
 
     async def collective_rpc(self, method: str, args: Any = ()) -> list[Any]:
         assert method == "millrace_call"
@@ -86,6 +92,7 @@ class Client:
                 raise self.verify_error
             return [[number, [0, self.damage, self.is_proved], ""]]
         await self.reach(inner)
+        assert not self.is_asleep, f"{inner} reads or writes memory that is not there"
         return [[number, self.answers.get(inner, []), ""]]
 
     async def reset_prefix_cache(self, **_: Any) -> None: ...
@@ -100,7 +107,7 @@ class Client:
         return "0"
 
     def pauses(self) -> list[str]:
-        return [call for call in self.calls if call in ("pause", "resume")]
+        return [call for call in self.calls if call in ("pause", "resume", "sleep", "wake")]
 
 
 def policy(**options: Any) -> Any:

@@ -178,6 +178,16 @@ class Client:
         """What it serves."""
         return (await call(self.stub.GetPolicyStatus, pb.GetPolicyStatusRequest(), timeout_s=CALL_S)).status
 
+    async def sleep(self) -> pb.PolicyStatus:
+        """Has it give its memory back."""
+        request = pb.PauseGenerationRequest(run_uid=self.uid, frees_memory=True)
+        return (await call(self.stub.PauseGeneration, request, timeout_s=CALL_S)).status
+
+    async def wake(self) -> pb.PolicyStatus:
+        """Has it take its memory again, and go on."""
+        request = pb.ResumeGenerationRequest(run_uid=self.uid, takes_memory=True)
+        return (await call(self.stub.ResumeGeneration, request, timeout_s=CALL_S)).status
+
     async def pause(self) -> None:
         """Stops generation between two tokens."""
         await call(self.stub.PauseGeneration, pb.PauseGenerationRequest(), timeout_s=CALL_S)
