@@ -9,7 +9,7 @@ from millrace.config import RLConfig
 from millrace.config.load import load
 from millrace.errors import InvalidStateError
 from millrace.local.gpus import SHARED_UTILIZATION, memory_gib
-from millrace.local.shared_gpu import MOST_OF_GPU, engine_share, flags_on_shared_gpu
+from millrace.local.shared_gpu import engine_share, flags_on_shared_gpu
 
 SHARED = {"inference": (0,), "trainer": (0,)}
 SLEEPS = ("--inference.sleep-while-training", "true", "--async-level", "0")
@@ -83,8 +83,6 @@ async def test_keys_that_make_room_are_named_and_a_large_gpu_leaves_vllm_its_sha
 @pytest.mark.long
 @pytest.mark.parametrize("config", [SLEEPS], indirect=True)
 async def test_a_vllm_that_sleeps_gets_what_is_left_between_two_steps(shows, config):
-    shows(80 * 1024)
-    assert await engine_share(config, SHARED) == MOST_OF_GPU
     shows(8 * 1024)
     share = await engine_share(config, SHARED)
     assert 0.35 < share < 0.5, "the runtime takes 4 of 8 GiB, weights and moments 0.4"
