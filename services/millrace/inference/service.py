@@ -6,7 +6,7 @@ from millrace.errors import InvalidSpecError, InvalidStateError, UnavailableErro
 from millrace.inference.engine import InflightMode, PolicyEngine
 from millrace.inference.model_files import POLICY_NAME
 from millrace.inference.pauses import SLEEP, CallerPause
-from millrace.inference.updater import DesiredPolicy, PolicyUpdater, UpdateState
+from millrace.inference.updater import DesiredPolicy, PolicyUpdater
 from millrace.internal.v1 import policy_service_pb2 as pb
 from millrace.internal.v1 import policy_service_pb2_grpc
 
@@ -54,6 +54,7 @@ class PolicyServicer(policy_service_pb2_grpc.PolicyServiceServicer):
     ) -> pb.PauseGenerationResponse:
         """Stop generation between two tokens, for `pauses.PAUSE_LIMIT_S` at most; asking again prolongs it."""
         if request.frees_memory:
+            self._updater.fence(request.run_uid, request.epoch)
             self._require_rest()
             await self._sleep.pause(request.run_uid)
         else:
@@ -66,6 +67,7 @@ class PolicyServicer(policy_service_pb2_grpc.PolicyServiceServicer):
     ) -> pb.ResumeGenerationResponse:
         """Go on with generation; also take the memory again, if that is the pause that shall end."""
         if request.takes_memory:
+            self._updater.fence(request.run_uid, request.epoch)
             await self._sleep.resume()
             return pb.ResumeGenerationResponse(status=self.status())
         if not self._pause.is_by(request.run_uid):  # its own pause a run ends also when another one is served by now
@@ -102,11 +104,9 @@ class PolicyServicer(policy_service_pb2_grpc.PolicyServiceServicer):
 
     def _require_rest(self) -> None:
         """UnavailableError while a version is fetched or applied, for which the engine reads and writes its memory."""
-        status, desired = self._updater.status(), self._updater.desired
-        has_given_up = status.state in (UpdateState.UPDATE_FAILED, UpdateState.BROKEN)  # until it is asked again
-        if desired is not None and desired.identity != status.identity and not has_given_up:
+        if not self._updater.is_idle:
             raise UnavailableError(
-                f"this replica cannot sleep now: it takes policy {desired.identity} (it is {status.state})",
+                f"this replica cannot sleep now: it takes another policy (it is {self._updater.status().state})",
                 reason="UPDATING",
                 remedy="ask again in a second",
             )

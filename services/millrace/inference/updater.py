@@ -172,21 +172,30 @@ class PolicyUpdater:
         """Set the version to serve. FencedError if a newer orchestrator has spoken for the run."""
         if self._is_leaving:
             raise UnavailableError("this replica is shutting down", reason="DRAINING", remedy="use another one")
-        seen = self._epochs.get(policy.run_uid, 0)
-        if epoch < seen:
-            raise FencedError(
-                f"epoch {epoch} of run {policy.run_uid} is stale: this replica has seen epoch {seen}",
-                reason="STALE_EPOCH",
-                remedy="stop driving this run; its newer holder goes on",
-            )
-        self._epochs[policy.run_uid] = epoch
-        self._epochs.move_to_end(policy.run_uid)
-        while len(self._epochs) > _MAX_RUNS:
-            self._epochs.popitem(last=False)
+        self.fence(policy.run_uid, epoch)
         self._mode = mode
         if policy != self._desired or (policy == self._settled and not self.serves(policy)):
             self._desired, self._settled = policy, None  # new, or asked for again after a failure
             self._wake.set()
+
+    def fence(self, run_uid: str, epoch: int) -> None:
+        """FencedError if a newer orchestrator than that of this epoch has spoken for the run."""
+        seen = self._epochs.get(run_uid, 0)
+        if epoch < seen:
+            raise FencedError(
+                f"epoch {epoch} of run {run_uid} is stale: this replica has seen epoch {seen}",
+                reason="STALE_EPOCH",
+                remedy="stop driving this run; its newer holder goes on",
+            )
+        self._epochs[run_uid] = epoch
+        self._epochs.move_to_end(run_uid)
+        while len(self._epochs) > _MAX_RUNS:
+            self._epochs.popitem(last=False)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing is fetched or applied, nor about to be: what was desired serves, or failed."""
+        return self._settled == self._desired
 
     def serves(self, policy: DesiredPolicy) -> bool:
         """Whether this very version serves."""

@@ -266,6 +266,10 @@ class WorkerRegistry:
         if (record := self.by_id.get(trainer_id)) is not None:
             record.news.set()
 
+    def lent_turn(self, run_uid: str) -> tuple[str, int]:
+        """The trainer of the run that has a turn, and which; ("", 0) if none has."""
+        return self._lent.get(run_uid, ("", 0))
+
     def take_devices(self, run_uid: str) -> None:
         """No trainer of the run has a turn."""
         self._lent.pop(run_uid, None)
@@ -274,7 +278,7 @@ class WorkerRegistry:
         """Runs that a worker shall work on: its own, or for an env-server all, those that just ended included."""
         env_server = record.kind is WorkerKind.ENV_SERVER
         for run_uid in list(self._resolved_below) if env_server else filter(None, [record.run_uid]):
-            holder, turn = self._lent.get(run_uid, ("", 0))
+            holder, turn = self.lent_turn(run_uid)
             damaged, num_reports = (None, 0) if env_server else self._damaged.get(run_uid, (None, 0))
             yield worker_service_pb2.Assignment(
                 run_uid=run_uid,

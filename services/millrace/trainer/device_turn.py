@@ -12,6 +12,7 @@ from typing import Protocol
 from millrace.telemetry.waits import LastingWait
 from millrace.trainer.gang.devices import release_unused
 from millrace.trainer.gang.distributed import Gang
+from millrace.trainer.log.batches import PolicyMender
 from millrace.trainer.log.stop import StopRequested
 
 _POLL_S = 0.5  # how soon a stop is noticed
@@ -39,46 +40,65 @@ class Desk(Protocol):
 
 
 class DeviceTurn:
-    """`with turn():` computes while the replicas sleep. Without a desk it computes at once."""
+    """`with turn(version):` computes while the replicas sleep. Without a desk it computes at once.
 
-    def __init__(self, gang: Gang, desk: Desk | None) -> None:
+    `mender` publishes the live version anew if replicas find it damaged: one that cannot load it may be what is waited
+    for.
+    """
+
+    def __init__(self, gang: Gang, desk: Desk | None, *, mender: PolicyMender | None = None) -> None:
         self._gang = gang
         self._desk = desk
+        self._mender = mender
         self._wait = LastingWait()
         self.waited_s = 0.0
         """Seconds that the last turn was waited for."""
 
-    def __call__(self) -> AbstractContextManager[None]:
-        """A turn. Entering it waits as long as it takes, and raises StopRequested if asked to; collective in a gang."""
-        return nullcontext() if self._desk is None else self._taken(self._desk)
+    def begin(self) -> None:
+        """Give back what loading has left to the allocator."""
+        if self._desk is not None:
+            release_unused(self._gang.device)
+
+    def __call__(self, version: int) -> AbstractContextManager[None]:
+        """A turn, before which `version` is live. Waits as long as it takes; StopRequested if asked to.
+
+        Collective in a gang. An error within leaves the devices this process's until the worker has freed what the
+        error's frames hold.
+        """
+        return nullcontext() if self._desk is None else self._taken(self._desk, version)
 
     @contextmanager
-    def _taken(self, desk: Desk) -> Iterator[None]:
+    def _taken(self, desk: Desk, version: int) -> Iterator[None]:
+        began = time.monotonic()
+        self._take(desk, version)
+        self.waited_s = time.monotonic() - began
+        yield
         try:
-            self._take(desk)
-            yield
-        finally:
             release_unused(self._gang.device)
+            self._gang.barrier()  # the replicas wake on the devices of all ranks
+        finally:
             if self._gang.is_leader:
                 desk.return_devices()
 
-    def _take(self, desk: Desk) -> None:
-        began = time.monotonic()
+    def _take(self, desk: Desk, version: int) -> None:
         if self._gang.is_leader:
             desk.want_devices()
 
-        def look() -> str:
-            """At rank 0: `go`, `stop` or, after a short wait, `wait`."""
+        def look() -> bytes:
+            """At rank 0: `go`, `stop`, which policy to `mend` or, after a short wait, `wait`."""
             if desk.should_stop():
-                return "stop"
+                desk.return_devices()
+                return b"stop"
+            if self._mender is not None and (policy := self._mender.wanted(version)) is not None:
+                return b"mend" + policy
             self._wait.on("replicas to sleep", waits_on="orchestrator", key="turn", deadline_s=_SLOW_S)
-            return "go" if desk.has_devices(timeout_s=_POLL_S) else "wait"
+            return b"go" if desk.has_devices(timeout_s=_POLL_S) else b"wait"
 
         try:
-            while (told := self._gang.from_leader(look)) == "wait":
-                continue
+            while (told := self._gang.from_leader(look)) != b"go":
+                if told == b"stop":
+                    raise StopRequested
+                if self._mender is not None and told.startswith(b"mend"):
+                    self._mender.mend(told[4:])
         finally:
             self._wait.over()
-        self.waited_s = time.monotonic() - began
-        if told == "stop":
-            raise StopRequested

@@ -146,6 +146,7 @@ def prepare(context: JobContext, names: Names, client: LogClient, record: bytes)
     position.num_skipped = min(position.num_skipped, max(position.version - skips_from, 0))
     plan = plan_versions(context, names, learner, found, position, lineage=lineage, reporter=reporter)
     publisher = make_publisher(context, names, client, learner, directory=directory, plan=plan)
+    mender = Mender(publisher.mend, context.damage, publisher.raise_failure)
     return Training(
         config=learner.config,
         gang=gang,
@@ -158,7 +159,7 @@ def prepare(context: JobContext, names: Names, client: LogClient, record: bytes)
         expert_load=learner.expert_load,
         adapter=learner.adapter,
         base_digest=learner.base_digest,
-        batches=make_batches(context, names, client, learner, publisher=publisher, chain_hash=position.chain_hash),
+        batches=make_batches(context, names, client, learner, mender=mender, chain_hash=position.chain_hash),
         publisher=publisher,
         checkpointer=make_checkpointer(checkpoints, client, learner, reporter),
         token_logs=make_token_logs(context, names, learner, plan=plan, reporter=reporter),
@@ -166,7 +167,7 @@ def prepare(context: JobContext, names: Names, client: LogClient, record: bytes)
         position=position,
         skips_from=skips_from,
         on_progress=context.on_progress,
-        turn=DeviceTurn(gang, context.desk if config.inference.sleep_while_training else None),
+        turn=DeviceTurn(gang, context.desk if config.inference.sleep_while_training else None, mender=mender),
     )
 
 
@@ -204,7 +205,7 @@ def require_whole_history(names: Names, origin: RunOrigin, found: Resumed) -> No
 
 
 def make_batches(
-    context: JobContext, names: Names, client: LogClient, learner: Learner, *, publisher: Publisher, chain_hash: bytes
+    context: JobContext, names: Names, client: LogClient, learner: Learner, *, mender: Mender, chain_hash: bytes
 ) -> Batches:
     """The batches behind the one whose chain hash that is; damaged versions are published anew between two of them."""
     return Batches(
@@ -214,7 +215,7 @@ def make_batches(
         run_hash=client.run_hash,
         previous_chain_hash=chain_hash,
         layout=BatchLayout.of(learner.config, learner.packing),
-        mender=Mender(publisher.mend, context.damage, publisher.raise_failure),
+        mender=mender,
     )
 
 

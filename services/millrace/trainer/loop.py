@@ -45,6 +45,7 @@ def train(run: Training) -> None:
     with run.checkpointer, run.publisher, run.token_logs:
         start = run.position.version
         run.publisher.publish(start)
+        run.turn.begin()
         run.reporter.start()
         require_learning(run)
         try:
@@ -76,7 +77,7 @@ class Learned:
 
 def step(run: Training, batch: Batch) -> None:
     """Learn from a batch, publish the policy version that it makes, and report."""
-    with run.turn():
+    with run.turn(batch.step):
         began = time.monotonic()
         rows = run.token_logs.collect(batch)
         learned = learn(run, batch, rows=rows)
@@ -196,7 +197,7 @@ def close(run: Training, batch: Batch) -> None:
     version = run.position.version
     if batch.header.samples:
         score = Score()
-        with run.turn(), torch.no_grad():
+        with run.turn(version), torch.no_grad():
             for micro_batch in batch.micro_batches:
                 logprobs_BT, _ = run.logprobs(micro_batch)
                 score.add(micro_batch, logprobs_BT, version=version)

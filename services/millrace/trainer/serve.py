@@ -101,12 +101,14 @@ def _work(
     # Unless they are frozen, the interpreter's end walks through all that they made: 2 s of CPU, which where
     # everything stops at once is longer than a supervisor's patience.
     with waits.waiting("torch and transformers to be loaded", quiet_s=_QUIET_S), without_gc():
+        from millrace.trainer.gang.devices import release_after_failure
         from millrace.trainer.gang.distributed import Gang
         from millrace.trainer.job import JobContext, run_job
         from millrace.trainer.model.pretrained import load_code
 
         load_code()
     gang = Gang.join()
+    worker.free_devices = lambda: release_after_failure(gang.device)
     try:
         context = JobContext(
             background=background,

@@ -17,7 +17,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from millrace.errors import CapacityError, FencedError, InternalError, MillraceError, UnavailableError
 from millrace.internal.v1.policy_pb2 import PolicyEntry
@@ -118,6 +118,7 @@ class TrainerWorker:
         self._clock = clock
         self.stopping = threading.Event()
         self._status = Status()
+        self._changing = threading.Lock()
         self._assigned = ""
         self._assigned_at = clock()
         self._damage: tuple[PolicyEntry, int] | None = None
@@ -130,6 +131,8 @@ class TrainerWorker:
         self._turn_heard = threading.Event()
         self.tell_soon: Callable[[], None] = lambda: None
         """Has the agent make a heartbeat at once; may be called from any thread."""
+        self.free_devices: Callable[[], None] = lambda: None
+        """Gives back what the allocator of a failed job keeps; raises nothing."""
 
     @property
     def is_working(self) -> bool:
@@ -194,14 +197,14 @@ class TrainerWorker:
 
     def on_epoch(self, epoch: int) -> None:
         """The job holds the run."""
-        self._status = replace(self._status, epoch=epoch)
+        self._change(epoch=epoch)
 
     def on_progress(self, version: int) -> None:
         """The job finished a step; health allows the next one a multiple of the slowest so far."""
         now = self._clock()
         self._slowest_step_s = max(self._slowest_step_s, now - self._last_progress)
         self._last_progress = now
-        self._status = replace(self._status, step=version)
+        self._change(step=version)
         self._board.expect_progress(
             PROCESS, within_s=max(_LATER_STEPS_WITHIN_S, _SLOWEST_STEP_FACTOR * self._slowest_step_s)
         )
@@ -211,7 +214,7 @@ class TrainerWorker:
     def want_devices(self) -> None:
         """Ask for a turn, with a number that none of this process had before; the orchestrator hears of it at once."""
         self._num_turns += 1
-        self._status = replace(self._status, device_turn=self._num_turns)
+        self._change(device_turn=self._num_turns)
         self.tell_soon()
 
     def has_devices(self, *, timeout_s: float) -> bool:
@@ -222,8 +225,13 @@ class TrainerWorker:
 
     def return_devices(self) -> None:
         """The turn is over."""
-        self._status = replace(self._status, device_turn=0)
+        self._change(device_turn=0)
         self.tell_soon()
+
+    def _change(self, **changes: Any) -> None:
+        """Replace parts of the status: the main thread does, and the one that hears of peers."""
+        with self._changing:
+            self._status = replace(self._status, **changes)
 
     # The main thread.
 
@@ -264,32 +272,50 @@ class TrainerWorker:
         self._board.expect_progress(PROCESS, within_s=_FIRST_STEP_WITHIN_S)
         with waits.of_run(uid):
             try:
-                logger.info("run begins")
-                run_job(uid)
-                self._status = replace(self._status, is_finished=True)
-                logger.info("run finished", extra={"step": self._status.step})
-            except StopRequested:
-                self._release("asked to release the run")
-            except (FencedError, UnavailableError, CapacityError) as error:
-                if not self._gang.is_alone:
-                    raise
-                self._release(str(error))
-                with waits.waiting(f"another try of run {uid}: {error.message}"):
-                    self.stopping.wait(error.retry_after_s or _RETRY_S)
-            except MillraceError as error:
-                if not self._gang.is_alone:
-                    self._fail_gang(error)
-                self._fail(error.reason, str(error))
-            except Exception as error:  # a process edge: whatever a job raises must reach the run's owner
-                if not self._gang.is_alone and isinstance(error, RuntimeError | OSError):
-                    raise  # torch's, perhaps, of a peer that died: torchrun starts the gang anew, and the run resumes
-                logger.exception("the run failed with an unexpected error")
-                if not self._gang.is_alone:
-                    self._fail_gang(InternalError(f"{type(error).__name__}: {error}", remedy="see the trainer's log"))
-                self._fail("INTERNAL", f"{type(error).__name__}: {error}")
+                end = self._end_of(uid, run_job)
             finally:
                 gc.collect()  # models are cycles (a block knows the forward that knows it), and the next run needs room
                 self._board.expect_progress(PROCESS, within_s=None)
+            if self._status.device_turn:  # an error ended the job in its turn; what its frames held is free by now
+                self.free_devices()
+                self.return_devices()
+            end()
+
+    def _end_of(self, uid: str, run_job: RunJob) -> Callable[[], None]:
+        """Run a job; what is to be said of how it ended, once what it held is free."""
+        try:
+            logger.info("run begins")
+            run_job(uid)
+            return self._finish
+        except StopRequested:
+            return lambda: self._release("asked to release the run")
+        except (FencedError, UnavailableError, CapacityError) as error:
+            if not self._gang.is_alone:
+                raise
+            why, message, retry_s = str(error), error.message, error.retry_after_s or _RETRY_S
+            return lambda: self._try_again(uid, why, message, retry_s=retry_s)
+        except MillraceError as error:
+            if not self._gang.is_alone:
+                self._fail_gang(error)
+            reason, message = error.reason, str(error)
+            return lambda: self._fail(reason, message)
+        except Exception as error:  # a process edge: whatever a job raises must reach the run's owner
+            if not self._gang.is_alone and isinstance(error, RuntimeError | OSError):
+                raise  # torch's, perhaps, of a peer that died: torchrun starts the gang anew, and the run resumes
+            logger.exception("the run failed with an unexpected error")
+            message = f"{type(error).__name__}: {error}"
+            if not self._gang.is_alone:
+                self._fail_gang(InternalError(message, remedy="see the trainer's log"))
+            return lambda: self._fail("INTERNAL", message)
+
+    def _finish(self) -> None:
+        self._change(is_finished=True)
+        logger.info("run finished", extra={"step": self._status.step})
+
+    def _try_again(self, uid: str, why: str, message: str, *, retry_s: float) -> None:
+        self._release(why)
+        with waits.waiting(f"another try of run {uid}: {message}"):
+            self.stopping.wait(retry_s)
 
     def _release(self, why: str) -> None:
         logger.info("run released", extra={"why": why, "step": self._status.step})
@@ -301,7 +327,7 @@ class TrainerWorker:
             return
         logger.error("run given up", extra={"reason": reason, "error": message})
         meters.run_failed()
-        self._status = replace(self._status, error_reason=reason, error_message=message)
+        self._change(error_reason=reason, error_message=message)
 
     def _hear_failure(self, failure: PeerFailure) -> None:
         """Another rank gave the run up, amid a step or as this one does."""

@@ -338,7 +338,7 @@ async def test_pause_resume_and_bad_requests(client, local_store, publish, make_
 async def test_a_replica_that_sleeps_takes_a_version_once_it_is_woken(client, local_store, publish, make_model):
     first, second = (publish(local_store, make_model(seed), seed) for seed in range(2))
     assert_serves(await client.update(first), first)
-    sleep = pb.PauseGenerationRequest(run_uid="run1", frees_memory=True)
+    sleep = pb.PauseGenerationRequest(run_uid="run1", frees_memory=True, epoch=1)
     for _ in range(2):  # asking again prolongs it
         assert (await call(client.stub.PauseGeneration, sleep)).status.is_asleep
     waiting = asyncio.create_task(client.generate())
@@ -349,7 +349,11 @@ async def test_a_replica_that_sleeps_takes_a_version_once_it_is_woken(client, lo
     assert not updating.done() and not waiting.done()
     await call(client.stub.ResumeGeneration, pb.ResumeGenerationRequest(run_uid="run1"))  # ends another pause
     assert (await client.status()).is_asleep
-    woken = await call(client.stub.ResumeGeneration, pb.ResumeGenerationRequest(run_uid="run1", takes_memory=True))
+    wake = pb.ResumeGenerationRequest(run_uid="run1", takes_memory=True)
+    with pytest.raises(FencedError, match="epoch 0 of run run1 is stale"):
+        await call(client.stub.ResumeGeneration, wake)
+    wake.epoch = 1
+    woken = await call(client.stub.ResumeGeneration, wake)
     assert not woken.status.is_asleep
     assert_serves(await updating, second)
     assert len((await waiting).token_ids) == 20
@@ -361,8 +365,8 @@ async def test_a_replica_does_not_fall_asleep_over_an_update(client, local_store
     monkeypatch.setattr(HeldWeights, "prove", lambda *args: going_on.wait(10) and prove(*args))
     status = await client.update(entry, wait_s=0.2)
     assert status.state in (pb.POLICY_STATE_FETCHING, pb.POLICY_STATE_APPLYING)
-    sleep = pb.PauseGenerationRequest(run_uid="run1", frees_memory=True)
-    with pytest.raises(UnavailableError, match="cannot sleep now: it takes policy run1/0-0") as refused:
+    sleep = pb.PauseGenerationRequest(run_uid="run1", frees_memory=True, epoch=1)
+    with pytest.raises(UnavailableError, match="cannot sleep now: it takes another policy") as refused:
         await call(client.stub.PauseGeneration, sleep)
     assert refused.value.reason == "UPDATING"
     going_on.set()

@@ -8,16 +8,20 @@ from typing import Any
 import grpc.aio
 import pytest
 
-from millrace.errors import InvalidStateError
+from millrace.backoff import Backoff
+from millrace.errors import InvalidStateError, MillraceError, UnavailableError
 from millrace.internal.v1 import policy_service_pb2 as pb
 from millrace.internal.v1 import policy_service_pb2_grpc, worker_service_pb2
 from millrace.orchestrator.drive import device_turns
 from millrace.orchestrator.drive.device_turns import DeviceTurns
 from millrace.orchestrator.workers import WorkerKind, WorkerRegistry
+from millrace.rpc.status import abort
 from millrace.telemetry import waits
 from millrace_testing.polling import until
 
 RUN = "run1"
+BUSY = UnavailableError("it takes another policy", reason="UPDATING")
+LOADING = InvalidStateError("its vLLM is not up yet", reason="ENGINE_NOT_READY")
 
 
 @dataclass
@@ -27,16 +31,16 @@ class Replica(policy_service_pb2_grpc.PolicyServiceServicer):
     address: str = ""
     is_asleep: bool = False
     asked: list[str] = field(default_factory=list)
-    fails: list[tuple[grpc.StatusCode, str]] = field(default_factory=list)
+    fails: list[MillraceError] = field(default_factory=list)
 
     async def PauseGeneration(self, request: Any, context: Any) -> Any:
-        assert request.frees_memory and request.run_uid == RUN
+        assert request.frees_memory and (request.run_uid, request.epoch) == (RUN, 3)
         await self._note("sleep", context)
         self.is_asleep = True
         return pb.PauseGenerationResponse(status=pb.PolicyStatus(is_asleep=True))
 
     async def ResumeGeneration(self, request: Any, context: Any) -> Any:
-        assert request.takes_memory
+        assert request.takes_memory and request.epoch == 3
         await self._note("wake", context)
         self.is_asleep = False
         return pb.ResumeGenerationResponse(status=pb.PolicyStatus())
@@ -44,7 +48,7 @@ class Replica(policy_service_pb2_grpc.PolicyServiceServicer):
     async def _note(self, what: str, context: Any) -> None:
         self.asked.append(what)
         if self.fails:
-            await context.abort(*self.fails.pop(0))
+            await abort(context, self.fails.pop(0))
 
 
 class Place:
@@ -53,7 +57,7 @@ class Place:
     def __init__(self, replicas: list[Replica]) -> None:
         self.registry, self.replicas = WorkerRegistry(), replicas
         self.num_evals = 0
-        self.turns = DeviceTurns(run_uid=RUN, registry=self.registry, is_evaluating=lambda: self.num_evals > 0)
+        self.turns = DeviceTurns(run_uid=RUN, epoch=3, registry=self.registry, is_evaluating=lambda: self.num_evals > 0)
         for number, replica in enumerate(replicas):
             self.register(f"inf{number}", worker_service_pb2.WORKER_KIND_INFERENCE, replica.address)
         self.register("t", worker_service_pb2.WORKER_KIND_TRAINER, "")
@@ -80,7 +84,7 @@ class Place:
 
 @pytest.fixture
 async def place(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Place]:
-    monkeypatch.setattr(device_turns, "RETRY_S", 0.02)
+    monkeypatch.setattr(device_turns, "RETRIES", Backoff(0.02, 0.1))
     servers, replicas = [], []
     for _ in range(2):
         replica, server = Replica(), grpc.aio.server()
@@ -103,7 +107,7 @@ async def running(place: Place) -> AsyncIterator[asyncio.Task[None]]:
 
 
 async def test_every_replica_sleeps_before_the_trainer_has_a_turn_and_wakes_behind_it(place, running) -> None:
-    place.replicas[1].fails = [(grpc.StatusCode.UNAVAILABLE, "it takes a new policy")] * 2
+    place.replicas[1].fails = [BUSY, LOADING]
     for turn in (1, 2):
         place.hear(turn)
         await until(lambda turn=turn: place.lent() == turn, timeout_s=10)
@@ -151,6 +155,7 @@ async def test_a_replica_that_joins_during_a_turn_sleeps_and_one_that_its_predec
     late = place.registry.by_id.pop("inf1")
     asleep = pb.PolicyStatus(is_asleep=True)
     place.registry.heartbeat(worker_service_pb2.HeartbeatRequest(worker_id="inf0", policy=asleep))
+    place.hear(0)
     task = asyncio.create_task(place.turns.run())
     await until(lambda: place.replicas[0].asked == ["wake"], timeout_s=10)
     place.hear(1)
@@ -165,11 +170,59 @@ async def test_a_replica_that_joins_during_a_turn_sleeps_and_one_that_its_predec
 
 
 async def test_a_replica_that_can_never_sleep_ends_the_run_with_its_reason(place, running) -> None:
-    place.replicas[0].fails = [(grpc.StatusCode.FAILED_PRECONDITION, "vLLM was started without its sleep mode")]
+    place.replicas[0].fails = [InvalidStateError("vLLM was started without its sleep mode", reason="SLEEP_NOT_ENABLED")]
     place.hear(1)
     with pytest.raises(InvalidStateError, match="without its sleep mode"):
         await asyncio.wait_for(running, 10)
     assert place.lent() == 0
+
+
+async def test_a_replica_that_was_started_anew_while_it_slept_is_awake(place, running) -> None:
+    place.hear(1)
+    await until(lambda: place.lent() == 1, timeout_s=10)
+    place.replicas[0].fails = [LOADING]
+    place.hear(0)
+    await until(lambda: place.replicas[1].asked == ["sleep", "wake"], timeout_s=10)
+    place.hear(2)  # the next turn waits until it is up, and asks it anew
+    await until(lambda: place.lent() == 2, timeout_s=10)
+    assert place.replicas[0].asked == ["sleep", "wake", "sleep"]
+
+
+async def test_a_wake_whose_answer_is_lost_does_not_count_as_sleep(place, running) -> None:
+    place.hear(1)
+    await until(lambda: place.lent() == 1, timeout_s=10)
+    place.replicas[0].fails = [BUSY] * 1000
+    place.hear(0)
+    await until(lambda: len(place.replicas[0].asked) > 3, timeout_s=10)
+    place.replicas[0].is_asleep = False  # it did wake
+    place.hear(2)
+    await asyncio.sleep(0.3)
+    assert place.lent() == 0
+    place.replicas[0].fails = []
+    await until(lambda: place.lent() == 2, timeout_s=10)
+    assert place.asleep == [True, True]
+
+
+async def test_a_successor_goes_on_with_a_turn_although_an_evaluation_begins(place) -> None:
+    place.replicas[0].is_asleep = place.replicas[1].is_asleep = True
+    for name in ("inf0", "inf1"):
+        asleep = pb.PolicyStatus(is_asleep=True)
+        place.registry.heartbeat(worker_service_pb2.HeartbeatRequest(worker_id=name, policy=asleep))
+    place.num_evals = 1
+    task = asyncio.create_task(place.turns.run())
+    await asyncio.sleep(0.1)
+    assert [replica.asked for replica in place.replicas] == [[], []], "nobody has heard what the trainer does"
+    place.hear(7)
+    await until(lambda: place.lent() == 7, timeout_s=10)
+    assert [replica.asked for replica in place.replicas] == [["sleep"], ["sleep"]], "which prolongs it"
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+
+
+async def test_no_turn_begins_at_the_end_of_a_run(place) -> None:
+    place.hear(1)
+    await place.turns.leave()
+    assert place.lent() == 0 and [replica.asked for replica in place.replicas] == [[], []]
 
 
 async def test_replicas_whose_trainer_works_on_are_left_asleep_at_the_end(place, running, monkeypatch, caplog) -> None:

@@ -26,7 +26,7 @@ async def test_it_wakes_before_the_next_version_and_is_not_asked_twice(engine: V
     assert client.is_asleep and client.is_paused
     for _ in range(2):
         await engine.resume(SLEEP)
-    assert client.pauses() == ["sleep", "wake", "resume"] and not client.is_asleep
+    assert client.pauses() == ["sleep", "wake"] and not client.is_asleep
     await update(engine)
     assert engine.status().identity == fakes.SECOND and not client.is_paused
 
@@ -55,17 +55,53 @@ async def test_an_operators_pause_outlasts_it(engine: VllmEngine, client: Any) -
     assert client.pauses() == ["pause", "sleep", "wake", "pause", "resume"]
 
 
-async def test_memory_that_is_not_there_again_restarts_it(
+async def test_memory_that_is_there_later_is_taken_then(
     engine: VllmEngine, client: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rest, "_RETRY_S", 0.01)
+    await engine.pause(SLEEP)
+    client.fails, client.error = "wake", RuntimeError("CUDA Error: out of memory")
+    await engine.resume(SLEEP)
+    assert client.pauses() == ["sleep", "wake", "wake"] and not client.is_paused
+    await update(engine)
+
+
+@pytest.mark.parametrize(("world_size", "within_s"), [(1, 0.0), (2, 60.0)], ids=["too late", "one rank of two"])
+async def test_memory_that_is_not_there_again_restarts_it(
+    engine: VllmEngine, client: Any, monkeypatch: pytest.MonkeyPatch, world_size: int, within_s: float
 ) -> None:
     asked: list[str] = []
     monkeypatch.setattr(rest, "ask_restart", lambda reason: asked.append(reason) or True)
+    monkeypatch.setattr(rest, "WAKES_WITHIN_S", within_s)
+    client.vllm_config.parallel_config.world_size = world_size
     await engine.pause(SLEEP)
-    client.fails, client.error = "wake", RuntimeError("CUDA Error: out of memory")
-    with pytest.raises(RuntimeError, match="out of memory"):
-        await engine.resume(SLEEP)
+    for _ in range(2):
+        client.fails, client.error = "wake", RuntimeError("CUDA Error: out of memory")
+        with pytest.raises(RuntimeError, match="out of memory"):
+            await engine.resume(SLEEP)
     assert engine.status().state is EngineState.FAILED and "out of memory" in engine.status().error
     assert asked == ["vLLM does not get its memory on the device again: RuntimeError: CUDA Error: out of memory"]
+    before = client.num_verified
+    await asyncio.sleep(0.1)
+    assert client.num_verified == before, "nothing reads what is not there, though nobody pauses it any more"
+
+
+async def test_a_wake_that_comes_while_it_falls_asleep_lets_nothing_read_in_between(
+    engine: VllmEngine, client: Any
+) -> None:
+    reached, going_on = client.block("sleep")
+    falling = asyncio.create_task(engine.pause(SLEEP))
+    async with asyncio.timeout(5):
+        await reached.wait()
+        waking = asyncio.create_task(engine.resume(SLEEP))
+        before = client.num_verified
+        await asyncio.sleep(0.1)
+        assert client.num_verified == before
+        with pytest.raises(UnavailableError, match="the engine sleeps"):
+            await engine.check(policy())
+        going_on.set()
+        await asyncio.gather(falling, waking)
+    assert not client.is_asleep and not client.is_paused
 
 
 @pytest.mark.parametrize(("device", "refuses"), [("cuda", True), ("cpu", False)])

@@ -2,24 +2,56 @@
 
 import threading
 import time
+import weakref
+from collections.abc import Callable, Iterator
 
 import pytest
 
-from millrace.internal.v1.worker_service_pb2 import Assignment, HeartbeatResponse
+from millrace.errors import InvalidStateError
+from millrace.internal.v1.worker_service_pb2 import Assignment, HeartbeatResponse, TrainerStatus
 from millrace.rpc.health import HealthBoard
 from millrace.telemetry import waits
 from millrace.trainer.device_turn import DeviceTurn
 from millrace.trainer.gang.distributed import Gang
-from millrace.trainer.log.stop import StopRequested
 from millrace.trainer.worker import TrainerWorker
+
+Work = Callable[[Callable[[], None]], TrainerStatus]
 
 
 @pytest.fixture
 def worker() -> TrainerWorker:
-    worker = TrainerWorker(board=HealthBoard())
-    worker.hear(HeartbeatResponse(assignments=[Assignment(run_uid="a")]))
-    worker._status = type(worker._status)(run_uid="a")  # as its job sets it
-    return worker
+    return TrainerWorker(board=HealthBoard())
+
+
+@pytest.fixture
+def work(worker: TrainerWorker) -> Iterator[Callable[[Callable[[], None]], TrainerStatus]]:
+    """Has the worker do a job of run `a`, and gives the status that it says behind it."""
+
+    def work(job: Callable[[], None]) -> TrainerStatus:
+        done, errors = threading.Event(), list[BaseException]()
+
+        def run_job(uid: str) -> None:
+            try:
+                job()
+            except AssertionError as error:
+                errors.append(error)
+            finally:
+                done.set()
+
+        lend(worker, 0)
+        thread = threading.Thread(target=worker.run, args=(run_job,), kwargs={"gang": Gang()}, daemon=True)
+        thread.start()
+        assert done.wait(20) and not errors, errors
+        ends = time.monotonic() + 10
+        while not ((status := worker.report().trainer).is_finished or status.error_reason or worker.stopping.is_set()):
+            assert time.monotonic() < ends
+            time.sleep(0.005)
+        worker.stop()
+        thread.join(10)
+        return status
+
+    yield work
+    worker.stop()
 
 
 def lend(worker: TrainerWorker, turn: int) -> None:
@@ -46,30 +78,39 @@ def lend_when_asked(worker: TrainerWorker, *turns: int) -> threading.Thread:
     return thread
 
 
-def test_a_turn_is_asked_for_at_once_and_given_back_at_once(worker: TrainerWorker) -> None:
+def test_a_turn_is_asked_for_at_once_and_given_back_at_once(worker: TrainerWorker, work: Work) -> None:
     told: list[int] = []
     worker.tell_soon = lambda: told.append(asked(worker))
     turn = DeviceTurn(Gang(), worker)
-    for number in (1, 2):
-        thread = lend_when_asked(worker, number)
-        with turn():
-            assert asked(worker) == number and 0.05 <= turn.waited_s < 5
-        assert asked(worker) == 0
-        thread.join()
+
+    def job() -> None:
+        turn.begin()
+        for number in (1, 2):
+            thread = lend_when_asked(worker, number)
+            with turn(number):
+                assert asked(worker) == number and 0.05 <= turn.waited_s < 5
+            assert asked(worker) == 0
+            thread.join()
+
+    assert work(job).is_finished
     assert told == [1, 0, 2, 0]
 
 
-def test_the_turn_before_is_not_taken_for_this_one(worker: TrainerWorker) -> None:
+def test_the_turn_before_is_not_taken_for_this_one(worker: TrainerWorker, work: Work) -> None:
     turn = DeviceTurn(Gang(), worker)
-    lend_when_asked(worker, 1)
-    with turn():
-        pass
-    lend_when_asked(worker, 1, 0, 1, 2)  # answers to heartbeats of before
-    with turn():
-        assert turn.waited_s >= 0.2
+
+    def job() -> None:
+        lend_when_asked(worker, 1)
+        with turn(0):
+            pass
+        lend_when_asked(worker, 1, 0, 1, 2)  # answers to heartbeats of before
+        with turn(1):
+            assert turn.waited_s >= 0.2
+
+    work(job)
 
 
-def test_the_wait_is_visible_and_ends_when_the_run_is_to_be_released(worker: TrainerWorker) -> None:
+def test_the_wait_is_visible_and_ends_when_the_run_is_to_be_released(worker: TrainerWorker, work: Work) -> None:
     seen: list[str] = []
 
     def stop() -> None:
@@ -79,20 +120,58 @@ def test_the_wait_is_visible_and_ends_when_the_run_is_to_be_released(worker: Tra
             time.sleep(0.005)
         worker.stop()
 
-    threading.Thread(target=stop, daemon=True).start()
-    with pytest.raises(StopRequested), DeviceTurn(Gang(), worker)():
-        pytest.fail("it has no turn")
+    def job() -> None:
+        threading.Thread(target=stop, daemon=True).start()
+        with DeviceTurn(Gang(), worker)(0):
+            raise AssertionError("it has no turn")
+
+    work(job)
     assert seen and asked(worker) == 0
     assert not [each for each in waits.snapshot("me") if "replicas to sleep" in each.reason]
 
 
-def test_an_error_gives_the_devices_back(worker: TrainerWorker) -> None:
-    lend_when_asked(worker, 1)
-    with pytest.raises(MemoryError), DeviceTurn(Gang(), worker)():
-        raise MemoryError
-    assert asked(worker) == 0
+def test_a_policy_that_replicas_find_damaged_is_mended_before_they_sleep(worker: TrainerWorker, work: Work) -> None:
+    mended: list[tuple[int, bytes]] = []
+
+    class Mender:
+        def wanted(self, version: int) -> bytes | None:
+            return None if mended else f"policy {version}".encode()
+
+        def mend(self, policy: bytes) -> None:
+            mended.append((asked(worker), policy))
+
+    def job() -> None:
+        lend_when_asked(worker, 1)
+        with DeviceTurn(Gang(), worker, mender=Mender())(5):
+            pass
+
+    work(job)
+    assert mended == [(1, b"policy 5")]
 
 
-def test_devices_of_its_own_are_not_asked_for(worker: TrainerWorker) -> None:
-    with DeviceTurn(Gang(), None)():
-        assert asked(worker) == 0
+def test_an_error_gives_the_devices_back_once_what_it_held_is_free(worker: TrainerWorker, work: Work) -> None:
+    freed: list[tuple[int, bool]] = []
+    alive: list[Callable[[], object]] = []
+
+    class Activations:
+        pass
+
+    def job() -> None:
+        lend_when_asked(worker, 1)
+        with DeviceTurn(Gang(), worker)(0):
+            held = Activations()
+            alive.append(weakref.ref(held))
+            raise InvalidStateError("too little", reason="NO_ROOM")
+
+    worker.free_devices = lambda: freed.append((asked(worker), alive[0]() is not None))
+    status = work(job)
+    assert freed == [(1, False)], "the turn is its own still, and the error's frames are gone"
+    assert status.error_reason == "NO_ROOM" and asked(worker) == 0
+
+
+def test_devices_of_its_own_are_not_asked_for(worker: TrainerWorker, work: Work) -> None:
+    def job() -> None:
+        with DeviceTurn(Gang(), None)(0):
+            assert asked(worker) == 0
+
+    work(job)

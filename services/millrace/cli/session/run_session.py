@@ -212,9 +212,12 @@ def _adopt(progress: Progress, run: run_pb2.Run) -> None:
 
 async def planned_stack(prepared: Prepared, directory: Path, *, note: Callable[[str], object]) -> "StackOptions":
     """The stack of a run; vLLM has what the trainer leaves of a GPU that both use (InvalidStateError: too little)."""
+    from millrace.local import gpus
     from millrace.local.shared_gpu import engine_share
 
     inference, assigned = _engine_and_gpus(prepared)
+    if inference.sleep_while_training and all(assigned.values()) and not gpus.are_shared(assigned):
+        note("inference.sleep_while_training gains nothing here: vLLM and the trainer have GPUs of their own")
     if not _is_share_open(inference, assigned):
         return stack_options(prepared, directory)
     share = await engine_share(prepared.config, assigned, note=note)

@@ -79,7 +79,7 @@ class VllmEngine:
         self._is_busy = False
         self._verifier = BackgroundVerifier(
             lambda: self._bounded(self._ranks.call("millrace_verify_next")),
-            is_free=lambda: not self._pauses and not self._is_busy and not self._is_proving,
+            is_free=lambda: not (self._pauses or self._is_busy or self._is_proving) and self._rest.has_memory,
             report=self.fail,
         )
 
@@ -101,6 +101,7 @@ class VllmEngine:
             self.gate.open(self._salt(identity))
             return
         self._require_same_config(model_dir)
+        self._require_awake()
         order = await self._ranks.order(staged, self._directory)
         order |= {"changed": None}
         self._num_loads += 1  # whatever `load_directory` does meanwhile, the gate stays shut from here on
@@ -185,6 +186,7 @@ class VllmEngine:
     ) -> None:
         """See `PolicyEngine.apply_policy`; takes what `check` has staged."""
         self._require_ready()
+        self._require_awake()
         await self.pause("apply")
         try:
             self.gate.hold()
@@ -299,7 +301,7 @@ class VllmEngine:
             num_waiting=self.gate.num_waiting,
             max_num_seqs=config.scheduler_config.max_num_seqs,
             max_model_len=config.model_config.max_model_len,
-            progress_age_s=0.0 if self._is_busy else self.ping.age_s,
+            progress_age_s=0.0 if self._is_busy or self._rest.is_moving else self.ping.age_s,
             num_generated_tokens=0,
             num_finished=self.gate.num_finished,
             error="vLLM's engine is dead" if is_dead else self._error or self.ping.error,
@@ -367,8 +369,8 @@ class VllmEngine:
             )
 
     def _require_awake(self) -> None:
-        """UnavailableError while the engine sleeps: it has no memory to read or write."""
-        if SLEEP in self._pauses:
+        """UnavailableError while the engine sleeps, or may: it has no memory to read or write."""
+        if SLEEP in self._pauses or not self._rest.has_memory:
             raise UnavailableError("the engine sleeps", reason="ENGINE_ASLEEP", remedy="retry once it is woken")
 
     def _require_ready(self) -> None:

@@ -1,14 +1,21 @@
 """How far vLLM rests: it generates, its scheduler is paused, or it also sleeps, its memory on the device given back."""
 
+import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from enum import Enum
 from typing import Any
 
-from millrace.errors import InvalidStateError
+from millrace.errors import InvalidStateError, UnavailableError
 from millrace.inference.vllm.handover import ask_restart
 
 logger = logging.getLogger(__name__)
+
+
+WAKES_WITHIN_S = 60.0
+_RETRY_S = 1.0
 
 
 class Degree(Enum):
@@ -26,7 +33,11 @@ class Rest:
         self._client = client
         self._bounded = bounded
         self._degree: Degree | None = Degree.NONE  # None: nobody knows, as a call of vLLM failed
-        self._has_memory = True
+        self._is_restart_asked = False
+        self.has_memory = True
+        """False from before it is given back until it is there again, whatever fails on the way."""
+        self.is_moving = False
+        """The engine brings its weights somewhere else, and answers nothing meanwhile."""
 
     async def become(self, wanted: Degree) -> None:
         """Requests in flight stay; their KV cache, too, unless vLLM sleeps: then they compute it anew."""
@@ -35,17 +46,57 @@ class Rest:
         self._degree = None
         match wanted:
             case Degree.ASLEEP:
-                self._has_memory = False
-                await self._bounded(self._client.sleep(level=1, mode="keep"))  # the weights lie on the host meanwhile
+                self.has_memory = False
+                with self._moving():
+                    await self._bounded(self._client.sleep(level=1, mode="keep"))
             case Degree.PAUSED:
-                await self._wake()
+                await self._wake()  # which lets it generate for some steps
                 # Of level 0: the scheduler's pause alone, as `pause_generation` has it before it sleeps for 20 ms so
                 # that what was computed has been answered. What still comes is kept back by the gate.
                 await self._bounded(self._client.sleep(level=0, mode="keep"))
             case Degree.NONE:
-                await self._wake()
-                await self._bounded(self._client.wake_up(tags=["scheduling"]))
+                if not await self._wake():
+                    await self._bounded(self._client.wake_up(tags=["scheduling"]))
         self._degree = wanted
+
+    async def _wake(self) -> bool:
+        """Take the memory on the device again, if it was given back, and generate; whether that was so.
+
+        It may come late: of a trainer that was killed, or is about to let it go. Where one process holds all of vLLM's
+        memory that is asked for again for `WAKES_WITHIN_S`; else one rank may have what another lacks, and
+        vLLM is started anew, where somebody can do that.
+        """
+        if self.has_memory:
+            return False
+        ends = time.monotonic() + WAKES_WITHIN_S
+        while True:
+            try:
+                with self._moving():
+                    await self._bounded(self._client.wake_up(tags=None))
+            except Exception as error:  # whatever vLLM raises, then raises
+                problem = f"vLLM does not get its memory on the device again: {type(error).__name__}: {error}"
+                logger.warning(problem)
+                if self._is_alone and not isinstance(error, UnavailableError) and time.monotonic() < ends:
+                    await asyncio.sleep(_RETRY_S)
+                    continue
+                if not self._is_restart_asked:
+                    self._is_restart_asked = ask_restart(problem)
+                raise
+            self.has_memory = True
+            return True
+
+    @property
+    def _is_alone(self) -> bool:
+        parallel = self._client.vllm_config.parallel_config
+        return parallel.world_size == parallel.data_parallel_size == 1
+
+    @contextmanager
+    def _moving(self) -> Iterator[None]:
+        self.is_moving = True
+        try:
+            yield
+        finally:
+            self.is_moving = False
 
     def require_sleep(self) -> None:
         """InvalidStateError if vLLM was started so that it cannot give its memory back. On a CPU it keeps it."""
@@ -57,18 +108,3 @@ class Rest:
                 remedy='start it with {"inference.sleep_while_training": true} in MILLRACE_VLLM_FLAGS, or leave that '
                 "key out of the run",
             )
-
-    async def _wake(self) -> None:
-        """Take the memory on the device again. If it is not there vLLM is started anew, where somebody can do that.
-
-        What was mapped before that failed stays mapped, so a second try could not succeed.
-        """
-        if self._has_memory:
-            return
-        try:
-            await self._bounded(self._client.wake_up(tags=None))
-        except Exception as error:  # whatever vLLM raises, then raises
-            problem = f"vLLM does not get its memory on the device again: {type(error).__name__}: {error}"
-            logger.critical("vLLM cannot wake", extra={"error": problem, "is_restarted": ask_restart(problem)})
-            raise
-        self._has_memory = True

@@ -106,12 +106,14 @@ class GetPolicyStatusResponse(_message.Message):
     def __init__(self, status: _Optional[_Union[PolicyStatus, _Mapping]] = ...) -> None: ...
 
 class PauseGenerationRequest(_message.Message):
-    __slots__ = ("run_uid", "frees_memory")
+    __slots__ = ("run_uid", "frees_memory", "epoch")
     RUN_UID_FIELD_NUMBER: _ClassVar[int]
     FREES_MEMORY_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
     run_uid: str
     frees_memory: bool
-    def __init__(self, run_uid: _Optional[str] = ..., frees_memory: bool = ...) -> None: ...
+    epoch: int
+    def __init__(self, run_uid: _Optional[str] = ..., frees_memory: bool = ..., epoch: _Optional[int] = ...) -> None: ...
 
 class PauseGenerationResponse(_message.Message):
     __slots__ = ("status",)
@@ -120,12 +122,14 @@ class PauseGenerationResponse(_message.Message):
     def __init__(self, status: _Optional[_Union[PolicyStatus, _Mapping]] = ...) -> None: ...
 
 class ResumeGenerationRequest(_message.Message):
-    __slots__ = ("run_uid", "takes_memory")
+    __slots__ = ("run_uid", "takes_memory", "epoch")
     RUN_UID_FIELD_NUMBER: _ClassVar[int]
     TAKES_MEMORY_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
     run_uid: str
     takes_memory: bool
-    def __init__(self, run_uid: _Optional[str] = ..., takes_memory: bool = ...) -> None: ...
+    epoch: int
+    def __init__(self, run_uid: _Optional[str] = ..., takes_memory: bool = ..., epoch: _Optional[int] = ...) -> None: ...
 
 class ResumeGenerationResponse(_message.Message):
     __slots__ = ("status",)

@@ -102,7 +102,7 @@ def assemble(context: RunContext, config: RLConfig | EvalRunConfig) -> RunParts:
     evals = Evaluator(settings=evaluation, epoch=epoch, envs=envs, player=player, evaluations=evaluations)
     turns = None
     if training is not None and training.inference.sleep_while_training:
-        turns = DeviceTurns(run_uid=uid, registry=context.registry, is_evaluating=lambda: evals.num_open > 0)
+        turns = DeviceTurns(run_uid=uid, epoch=epoch, registry=context.registry, is_evaluating=lambda: evals.is_playing)
     router.count(lambda: load_of(book.plays.values()))
     router.count(evals.load)
     return RunParts(

@@ -108,10 +108,11 @@ class TrainRunDriver(RunDriver):
         """Evaluate with the policy of `step` what is not `done` on `envs`, or on all; returns the OK rollouts."""
         rollouts: list[Rollout] = []
         chosen = self._parts.evals.names if envs is None else envs
-        for env in (name for name in chosen if (name, step) not in done):
-            report, good = await self._parts.evals.evaluate(env, step=step, min_version=step)
-            await self._events.eval_completed(report)
-            rollouts += good
+        with self._parts.evals.series():
+            for env in (name for name in chosen if (name, step) not in done):
+                report, good = await self._parts.evals.evaluate(env, step=step, min_version=step)
+                await self._events.eval_completed(report)
+                rollouts += good
         return rollouts
 
     async def _wait_served(self, version: int, *, overdue_s: float = POLICY_OVERDUE_S) -> None:

@@ -9,7 +9,8 @@ import logging
 import math
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -92,11 +93,21 @@ class Evaluator:
         self._envs = envs
         self._player = player
         self._open = evaluations
+        self._num_series = 0
 
     @property
-    def num_open(self) -> int:
-        """Evaluations that are being played."""
-        return len(self._open)
+    def is_playing(self) -> bool:
+        """Whether an evaluation is being played, or another environment's of the same `series` follows."""
+        return self._num_series > 0 or bool(self._open)
+
+    @contextmanager
+    def series(self) -> Iterator[None]:
+        """In this block evaluations follow one another."""
+        self._num_series += 1
+        try:
+            yield
+        finally:
+            self._num_series -= 1
 
     @property
     def names(self) -> list[str]:

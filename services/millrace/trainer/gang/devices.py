@@ -5,6 +5,7 @@ chart and compose set where they give the trainer one; `auto`, the default, asks
 the machine shows one and torch is built for CUDA: a laptop with a GPU and a CPU wheel trains on the CPU.
 """
 
+import logging
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,6 +13,8 @@ from pathlib import Path
 import torch
 
 from millrace.errors import InvalidSpecError, InvalidStateError, Violation
+
+logger = logging.getLogger(__name__)
 
 VARIABLE = "MILLRACE_TRAINER_DEVICE"
 """auto, cpu or cuda."""
@@ -46,6 +49,14 @@ def release_unused(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         torch.cuda.empty_cache()
+
+
+def release_after_failure(device: torch.device) -> None:
+    """The same where a job failed, perhaps of the device itself, which then answers with errors only."""
+    try:
+        release_unused(device)
+    except RuntimeError:
+        logger.warning("the device's memory cannot be given back", exc_info=True)
 
 
 def _unusable(environ: Mapping[str, str], *, local_rank: int, found: int, driver: Path) -> InvalidStateError:

@@ -49,7 +49,7 @@ class Client:
             scheduler_config=scheduler,
             model_config=self.model_config,
             load_config=SimpleNamespace(download_dir=None),
-            parallel_config=SimpleNamespace(nnodes=1, data_parallel_size=1),
+            parallel_config=SimpleNamespace(nnodes=1, data_parallel_size=1, world_size=1),
         )
 
     def block(self, name: str) -> tuple[asyncio.Event, asyncio.Event]:

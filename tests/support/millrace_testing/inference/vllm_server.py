@@ -180,12 +180,12 @@ class Client:
 
     async def sleep(self) -> pb.PolicyStatus:
         """Has it give its memory back."""
-        request = pb.PauseGenerationRequest(run_uid=self.uid, frees_memory=True)
+        request = pb.PauseGenerationRequest(run_uid=self.uid, frees_memory=True, epoch=1)
         return (await call(self.stub.PauseGeneration, request, timeout_s=CALL_S)).status
 
     async def wake(self) -> pb.PolicyStatus:
         """Has it take its memory again, and go on."""
-        request = pb.ResumeGenerationRequest(run_uid=self.uid, takes_memory=True)
+        request = pb.ResumeGenerationRequest(run_uid=self.uid, takes_memory=True, epoch=1)
         return (await call(self.stub.ResumeGeneration, request, timeout_s=CALL_S)).status
 
     async def pause(self) -> None:
