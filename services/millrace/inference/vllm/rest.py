@@ -10,9 +10,9 @@ from typing import Any
 
 from millrace.errors import InvalidStateError, UnavailableError
 from millrace.inference.vllm.handover import ask_restart
+from millrace.telemetry import waits
 
 logger = logging.getLogger(__name__)
-
 
 WAKES_WITHIN_S = 60.0
 _RETRY_S = 1.0
@@ -62,28 +62,29 @@ class Rest:
     async def _wake(self) -> bool:
         """Take the memory on the device again, if it was given back, and generate; whether that was so.
 
-        It may come late: of a trainer that was killed, or is about to let it go. Where one process holds all of vLLM's
-        memory that is asked for again for `WAKES_WITHIN_S`; else one rank may have what another lacks, and
-        vLLM is started anew, where somebody can do that.
+        It may come late: from a trainer that was killed, or is about to let it go. Where one process holds all of
+        vLLM's memory that is asked for again for `WAKES_WITHIN_S`; else one rank may have what another lacks, and vLLM
+        is started anew, where somebody can do that.
         """
         if self.has_memory:
             return False
-        ends = time.monotonic() + WAKES_WITHIN_S
-        while True:
-            try:
-                with self._moving():
-                    await self._bounded(self._client.wake_up(tags=None))
-            except Exception as error:  # whatever vLLM raises, then raises
-                problem = f"vLLM does not get its memory on the device again: {type(error).__name__}: {error}"
-                logger.warning(problem)
-                if self._is_alone and not isinstance(error, UnavailableError) and time.monotonic() < ends:
+        began = time.monotonic()
+        with waits.waiting("its memory on the device", waits_on="trainer", deadline_s=WAKES_WITHIN_S):
+            while not self.has_memory:
+                try:
+                    with self._moving():
+                        await self._bounded(self._client.wake_up(tags=None))
+                    self.has_memory = True
+                except Exception as error:  # whatever vLLM raises, then raises
+                    problem = f"vLLM does not get its memory on the device again: {type(error).__name__}: {error}"
+                    logger.warning(problem)
+                    is_late = isinstance(error, UnavailableError) or time.monotonic() - began >= WAKES_WITHIN_S
+                    if is_late or not self._is_alone:
+                        if not self._is_restart_asked:
+                            self._is_restart_asked = ask_restart(problem)
+                        raise
                     await asyncio.sleep(_RETRY_S)
-                    continue
-                if not self._is_restart_asked:
-                    self._is_restart_asked = ask_restart(problem)
-                raise
-            self.has_memory = True
-            return True
+        return True
 
     @property
     def _is_alone(self) -> bool:
