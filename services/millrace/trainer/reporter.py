@@ -109,7 +109,7 @@ class Reporter:
             metrics["perf/mfu"] = self._utilization.mfu((each.length for each in header.samples), seconds=step_s)
         if torch.cuda.is_available():
             metrics["perf/peak_memory"] = torch.cuda.max_memory_allocated() / 2**30
-        self._write(_completed(batch, metrics, step_s=step_s))
+        self._write(_completed(batch, metrics, step_s=step_s, wait_s=seconds["wait"]))
         logger.info(
             "step completed",
             extra={
@@ -145,7 +145,7 @@ class Reporter:
             self._log_client.write_event(event)
 
 
-def _completed(batch: Batch, metrics: dict[str, float], *, step_s: float) -> event_pb2.Event:
+def _completed(batch: Batch, metrics: dict[str, float], *, step_s: float, wait_s: float) -> event_pb2.Event:
     """The event of a finished step."""
     header = batch.header
     mean, largest = staleness(header)
@@ -157,7 +157,7 @@ def _completed(batch: Batch, metrics: dict[str, float], *, step_s: float) -> eve
         num_tokens=header.num_tokens,
         num_rollouts=header.num_rollouts,
         step_seconds=step_s,
-        wait_seconds=batch.wait_s,
+        wait_seconds=wait_s,
         metrics=metrics,
         chain_hash=batch.chain_hash.hex(),
     )
