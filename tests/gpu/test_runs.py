@@ -115,6 +115,7 @@ def test_vllm_sleeps_beside_every_step_and_has_its_memory_again_behind_it(
     total = torch.cuda.mem_get_info(gpu)[1]
     devices = ("--inference-gpu-ids", "[0]", "--trainer-gpu-ids", "[0]")
     turns = ("--async-level", "0", "--inference.sleep-while-training", "true", "--max-steps", "3")
+    turns += ("--orchestrator.eval.interval", "3")  # whose last one is scored by the trainer
     with used_at_most(gpu) as peak:
         summary, output = place.train(
             *run_of(place, "0.6B", *devices, *turns), env={"MILLRACE_VLLM_PYTHON": cuda_vllm}, timeout_s=2400

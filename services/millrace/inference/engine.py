@@ -173,6 +173,8 @@ class EngineStatus:
     is_dead: bool = False
     pause_s: float | None = None
     """Seconds of the last standstill, from an engine that goes on before it is proved; None if it does not."""
+    has_memory: bool = True
+    """False while it sleeps, and where it could not wake: its weights are not on the device."""
 
     @property
     def num_requests(self) -> int:

@@ -109,5 +109,9 @@ class CallerPause:
             await asyncio.sleep(limit_s)
         logger.warning("a pause was not resumed; generation goes on", extra={"caller": caller, "limit_s": limit_s})
         self._ending = None  # from here on a new pause has nothing to cancel, so it must come after this one's end
-        with contextlib.suppress(UnavailableError):  # a closed engine has no pauses
+        try:
             await self._resume()
+        except UnavailableError:
+            return  # a closed engine has no pauses
+        except Exception:  # the edge of a task that nobody awaits: whatever vLLM raises, its status tells
+            logger.exception("generation does not go on", extra={"holder": self._holder})

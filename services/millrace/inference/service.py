@@ -34,6 +34,8 @@ class PolicyServicer(policy_service_pb2_grpc.PolicyServiceServicer):
         wait_s = min(max(0.0, request.wait_seconds), MAX_WAIT_S)
         if not await self._sleep.over(timeout_s=wait_s):
             return pb.UpdatePolicyResponse(status=self.status())
+        if not self._engine.status().has_memory:  # falling asleep or waking failed, and nobody else asks for it
+            await self._sleep.resume()
         mode = (
             InflightMode.RECOMPUTE
             if request.inflight_mode == pb.INFLIGHT_MODE_RECOMPUTE
@@ -91,7 +93,7 @@ class PolicyServicer(policy_service_pb2_grpc.PolicyServiceServicer):
             fetched_bytes=status.fetched_bytes,
             full_bytes=status.full_bytes,
             engine=self._engine.kind,
-            is_asleep=self._sleep.is_on,
+            is_asleep=self._sleep.is_on or not engine.has_memory,
         )
         if status.identity is not None:
             message.has_version = True

@@ -73,12 +73,10 @@ class DeviceTurn:
         self._take(desk, version)
         self.waited_s = time.monotonic() - began
         yield
-        try:
-            release_unused(self._gang.device)
-            self._gang.barrier()  # the replicas wake on the devices of all ranks
-        finally:
-            if self._gang.is_leader:
-                desk.return_devices()
+        release_unused(self._gang.device)
+        self._gang.barrier()  # the replicas wake on the devices of all ranks
+        if self._gang.is_leader:
+            desk.return_devices()
 
     def _take(self, desk: Desk, version: int) -> None:
         if self._gang.is_leader:

@@ -233,6 +233,11 @@ class TrainerWorker:
         with self._changing:
             self._status = replace(self._status, **changes)
 
+    def _begin_status(self, run_uid: str = "") -> None:
+        """A status of nothing but the run that is worked on."""
+        with self._changing:
+            self._status = Status(run_uid=run_uid)
+
     # The main thread.
 
     def run(self, run_job: RunJob, *, gang: Peers) -> None:
@@ -255,7 +260,7 @@ class TrainerWorker:
             return "exit"
         assigned = self._assigned
         if self._status.run_uid and self._status.run_uid != assigned:
-            self._status = Status()  # the orchestrator took note of how the run ended, or gave it to another trainer
+            self._begin_status()  # the orchestrator took note of how the run ended, or gave it to another trainer
         if assigned and assigned not in self._unwanted and not self._status.is_over:
             self._idle.over()
             return f"work {assigned}"
@@ -267,7 +272,7 @@ class TrainerWorker:
 
     def _work(self, uid: str, run_job: RunJob) -> None:
         """Run a job and turn its end into a status."""
-        self._status = Status(run_uid=uid)
+        self._begin_status(uid)
         self._slowest_step_s, self._last_progress = 0.0, self._clock()
         self._board.expect_progress(PROCESS, within_s=_FIRST_STEP_WITHIN_S)
         with waits.of_run(uid):
@@ -319,7 +324,7 @@ class TrainerWorker:
 
     def _release(self, why: str) -> None:
         logger.info("run released", extra={"why": why, "step": self._status.step})
-        self._status = Status()
+        self._begin_status()
 
     def _fail(self, reason: str, message: str) -> None:
         """Report the error with every heartbeat until the assignment ends; the first one counts."""

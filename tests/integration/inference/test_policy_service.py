@@ -16,10 +16,10 @@ from millrace.inference import pauses
 from millrace.inference.embedded import weights
 from millrace.inference.embedded.engine import EmbeddedEngine
 from millrace.inference.embedded.held import HeldWeights
-from millrace.inference.engine import GenerateRequest, SamplingParams
+from millrace.inference.engine import GenerateRequest, InflightMode, SamplingParams
 from millrace.inference.model_files import ModelSlot
 from millrace.inference.service import SERVICE_NAME, PolicyServicer
-from millrace.inference.updater import PolicyUpdater
+from millrace.inference.updater import DesiredPolicy, PolicyUpdater
 from millrace.internal.v1 import policy_service_pb2 as pb
 from millrace.internal.v1 import policy_service_pb2_grpc
 from millrace.policies.host_copy import HostCopy
@@ -339,6 +339,9 @@ async def test_a_replica_that_sleeps_takes_a_version_once_it_is_woken(client, lo
     first, second = (publish(local_store, make_model(seed), seed) for seed in range(2))
     assert_serves(await client.update(first), first)
     sleep = pb.PauseGenerationRequest(run_uid="run1", frees_memory=True, epoch=1)
+    stale = pb.PauseGenerationRequest(run_uid="run1", frees_memory=True)
+    with pytest.raises(FencedError, match="epoch 0 of run run1 is stale"):
+        await call(client.stub.PauseGeneration, stale)
     for _ in range(2):  # asking again prolongs it
         assert (await call(client.stub.PauseGeneration, sleep)).status.is_asleep
     waiting = asyncio.create_task(client.generate())
@@ -373,3 +376,11 @@ async def test_a_replica_does_not_fall_asleep_over_an_update(client, local_store
     assert_serves(await client.update(entry), entry)
     assert (await call(client.stub.PauseGeneration, sleep)).status.is_asleep
     await call(client.stub.ResumeGeneration, pb.ResumeGenerationRequest(takes_memory=True))
+
+
+def test_a_version_that_is_asked_for_again_after_a_failure_is_work_to_do(local_store):
+    updater = PolicyUpdater(EmbeddedEngine(), ModelSlot(), local_store, HostCopy(local_store))
+    assert updater.is_idle
+    policy = DesiredPolicy(run_uid="r", lineage=0, version=1, manifest_key="k", manifest_sha256=b"", digest="")
+    updater.desire(policy, mode=InflightMode.KEEP, epoch=1)
+    assert not updater.is_idle, "though its state says nothing of it yet"

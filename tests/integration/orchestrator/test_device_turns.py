@@ -32,6 +32,10 @@ class Replica(policy_service_pb2_grpc.PolicyServiceServicer):
     is_asleep: bool = False
     asked: list[str] = field(default_factory=list)
     fails: list[MillraceError] = field(default_factory=list)
+    going_on: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def __post_init__(self) -> None:
+        self.going_on.set()
 
     async def PauseGeneration(self, request: Any, context: Any) -> Any:
         assert request.frees_memory and (request.run_uid, request.epoch) == (RUN, 3)
@@ -47,6 +51,7 @@ class Replica(policy_service_pb2_grpc.PolicyServiceServicer):
 
     async def _note(self, what: str, context: Any) -> None:
         self.asked.append(what)
+        await self.going_on.wait()
         if self.fails:
             await abort(context, self.fails.pop(0))
 
@@ -67,9 +72,9 @@ class Place:
         self.registry.claim(WorkerKind.INFERENCE, RUN)
         self.registry.claim(WorkerKind.TRAINER, RUN)
 
-    def hear(self, turn: int, name: str = "t") -> None:
+    def hear(self, turn: int, name: str = "t", **status: Any) -> None:
         """The trainer's heartbeat."""
-        status = worker_service_pb2.TrainerStatus(run_uid=RUN, device_turn=turn)
+        status = worker_service_pb2.TrainerStatus(run_uid=RUN, device_turn=turn, **status)
         self.registry.heartbeat(worker_service_pb2.HeartbeatRequest(worker_id=name, trainer=status))
 
     def lent(self, name: str = "t") -> int:
@@ -217,6 +222,35 @@ async def test_a_successor_goes_on_with_a_turn_although_an_evaluation_begins(pla
     assert [replica.asked for replica in place.replicas] == [["sleep"], ["sleep"]], "which prolongs it"
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
+
+
+async def test_a_gang_that_failed_in_its_turn_has_the_devices_until_it_ends(place, running) -> None:
+    place.hear(1)
+    await until(lambda: place.lent() == 1, timeout_s=10)
+    place.hear(1, error_reason="OUT_OF_MEMORY")
+    await asyncio.sleep(0.2)
+    assert place.asleep == [True, True]
+    place.registry.by_id.pop("t")
+    place.registry.notify()
+    await until(lambda: place.asleep == [False, False], timeout_s=10)
+
+
+async def test_replicas_are_asked_together(place, running) -> None:
+    place.replicas[0].going_on.clear()
+    place.hear(1)
+    await until(lambda: [replica.asked for replica in place.replicas] == [["sleep"], ["sleep"]], timeout_s=10)
+    assert place.lent() == 0
+    place.replicas[0].going_on.set()
+    await until(lambda: place.lent() == 1, timeout_s=10)
+
+
+async def test_a_turn_of_the_orchestrator_before_goes_on_at_the_end_of_a_run(place, monkeypatch) -> None:
+    monkeypatch.setattr(device_turns, "LEAVE_S", 0.3)
+    asleep = pb.PolicyStatus(is_asleep=True)
+    place.registry.heartbeat(worker_service_pb2.HeartbeatRequest(worker_id="inf0", policy=asleep))
+    place.hear(4)
+    await place.turns.leave()
+    assert "wake" not in place.replicas[0].asked
 
 
 async def test_no_turn_begins_at_the_end_of_a_run(place) -> None:

@@ -1,7 +1,6 @@
 """vLLM sleeps while the trainer has the device: when it has memory, what it refuses meanwhile, and how that ends."""
 
 import asyncio
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,6 +19,23 @@ client, gate, engine = fakes.client, fakes.gate, fakes.engine
 policy, update = fakes.policy, fakes.update
 
 
+@pytest.fixture
+async def verifying(engine: VllmEngine, client: Any) -> Any:
+    """The engine behind an update, whose weights are read in the background, without an end."""
+    client.num_unverified = 1
+    await update(engine)
+    before = client.num_verified
+    await until(lambda: client.num_verified > before + 1, timeout_s=5)
+    client.calls.clear()
+    return engine
+
+
+async def assert_nothing_is_verified(client: Any) -> None:
+    before = client.num_verified
+    await asyncio.sleep(0.2)  # some looks of the background's verification
+    assert client.num_verified == before
+
+
 async def test_it_wakes_before_the_next_version_and_is_not_asked_twice(engine: VllmEngine, client: Any) -> None:
     for _ in range(2):
         await engine.pause(SLEEP)
@@ -31,17 +47,19 @@ async def test_it_wakes_before_the_next_version_and_is_not_asked_twice(engine: V
     assert engine.status().identity == fakes.SECOND and not client.is_paused
 
 
-async def test_nothing_touches_its_memory_meanwhile(engine: VllmEngine, client: Any, tmp_path: Path) -> None:
+async def test_nothing_touches_its_memory_meanwhile(verifying: VllmEngine, client: Any) -> None:
+    engine = verifying
     await engine.pause(SLEEP)
+    await asyncio.sleep(0)
     for refused in (engine.check(policy()), engine.load_directory(None)):
         with pytest.raises(UnavailableError, match="the engine sleeps") as told:
             await refused
         assert told.value.reason == "ENGINE_ASLEEP"
-    before = client.num_verified
-    await asyncio.sleep(0.1)  # five looks of the background's verification
-    assert client.num_verified == before
+    await assert_nothing_is_verified(client)
     assert engine.status().state is EngineState.READY, "what it holds is as good as before"
+    before = client.num_verified
     await engine.resume(SLEEP)
+    await until(lambda: client.num_verified > before, timeout_s=5)
     await update(engine)
 
 
@@ -68,35 +86,64 @@ async def test_memory_that_is_there_later_is_taken_then(
 
 @pytest.mark.parametrize(("world_size", "within_s"), [(1, 0.0), (2, 60.0)], ids=["too late", "one rank of two"])
 async def test_memory_that_is_not_there_again_restarts_it(
-    engine: VllmEngine, client: Any, monkeypatch: pytest.MonkeyPatch, world_size: int, within_s: float
+    verifying: VllmEngine, client: Any, monkeypatch: pytest.MonkeyPatch, world_size: int, within_s: float
 ) -> None:
-    asked: list[str] = []
+    engine, asked = verifying, list[str]()
     monkeypatch.setattr(rest, "ask_restart", lambda reason: asked.append(reason) or True)
     monkeypatch.setattr(rest, "WAKES_WITHIN_S", within_s)
     client.vllm_config.parallel_config.world_size = world_size
     await engine.pause(SLEEP)
-    for _ in range(2):
-        client.fails, client.error = "wake", RuntimeError("CUDA Error: out of memory")
-        with pytest.raises(RuntimeError, match="out of memory"):
-            await engine.resume(SLEEP)
-    assert engine.status().state is EngineState.FAILED and "out of memory" in engine.status().error
+    client.fails, client.error = "wake", RuntimeError("CUDA Error: out of memory")
+    with pytest.raises(RuntimeError, match="out of memory"):
+        await engine.resume(SLEEP)
+    with pytest.raises(UnavailableError, match="out of memory") as again:
+        await engine.resume(SLEEP)
+    assert "start the replica again" in str(again.value)
+    status = engine.status()
+    assert status.state is EngineState.FAILED and "out of memory" in status.error and not status.has_memory
     assert asked == ["vLLM does not get its memory on the device again: RuntimeError: CUDA Error: out of memory"]
-    before = client.num_verified
-    await asyncio.sleep(0.1)
-    assert client.num_verified == before, "nothing reads what is not there, though nobody pauses it any more"
+    await assert_nothing_is_verified(client)  # though nobody pauses it any more
+
+
+async def test_a_sleep_that_failed_restarts_it_as_nobody_knows_what_is_where(
+    verifying: VllmEngine, client: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, asked = verifying, list[str]()
+    monkeypatch.setattr(rest, "ask_restart", lambda reason: asked.append(reason) or True)
+    caller = CallerPause(engine, holder=SLEEP)
+    client.fails, client.error = "sleep", RuntimeError("Memory usage increased after sleeping.")
+    with pytest.raises(RuntimeError, match="increased"):
+        await caller.pause("r")
+    assert not caller.is_on and not engine.status().has_memory, "what it tells is what it knows"
+    assert len(asked) == 1 and asked[0].startswith("vLLM did not fall asleep")
+    await assert_nothing_is_verified(client)
+
+
+async def test_an_answer_that_some_memory_is_not_there_is_no_wake(
+    engine: VllmEngine, client: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rest, "_RETRY_S", 0.01)
+    answers, wake = [False, False], client.wake_up
+
+    async def partly(tags: list[str] | None) -> bool:
+        return answers.pop() if answers and tags is None else await wake(tags)
+
+    monkeypatch.setattr(client, "wake_up", partly)
+    await engine.pause(SLEEP)
+    await engine.resume(SLEEP)
+    assert not answers and client.pauses() == ["sleep", "wake"] and engine.status().has_memory
 
 
 async def test_a_wake_that_comes_while_it_falls_asleep_lets_nothing_read_in_between(
-    engine: VllmEngine, client: Any
+    verifying: VllmEngine, client: Any
 ) -> None:
+    engine = verifying
     reached, going_on = client.block("sleep")
     falling = asyncio.create_task(engine.pause(SLEEP))
     async with asyncio.timeout(5):
         await reached.wait()
         waking = asyncio.create_task(engine.resume(SLEEP))
-        before = client.num_verified
-        await asyncio.sleep(0.1)
-        assert client.num_verified == before
+        await assert_nothing_is_verified(client)
         with pytest.raises(UnavailableError, match="the engine sleeps"):
             await engine.check(policy())
         going_on.set()

@@ -11,6 +11,7 @@ from millrace.errors import InvalidStateError
 from millrace.internal.v1.worker_service_pb2 import Assignment, HeartbeatResponse, TrainerStatus
 from millrace.rpc.health import HealthBoard
 from millrace.telemetry import waits
+from millrace.trainer import device_turn
 from millrace.trainer.device_turn import DeviceTurn
 from millrace.trainer.gang.distributed import Gang
 from millrace.trainer.worker import TrainerWorker
@@ -94,6 +95,23 @@ def test_a_turn_is_asked_for_at_once_and_given_back_at_once(worker: TrainerWorke
 
     assert work(job).is_finished
     assert told == [1, 0, 2, 0]
+
+
+def test_a_gang_gives_them_back_once_every_rank_has_let_go(
+    worker: TrainerWorker, work: Work, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done: list[str] = []
+    gang = Gang()
+    monkeypatch.setattr(device_turn, "release_unused", lambda device: done.append(f"released in {asked(worker)}"))
+    monkeypatch.setattr(gang, "barrier", lambda: done.append(f"all in {asked(worker)}"))
+
+    def job() -> None:
+        lend_when_asked(worker, 1)
+        with DeviceTurn(gang, worker)(0):
+            pass
+
+    work(job)
+    assert done == ["released in 1", "all in 1"] and asked(worker) == 0
 
 
 def test_the_turn_before_is_not_taken_for_this_one(worker: TrainerWorker, work: Work) -> None:

@@ -297,6 +297,7 @@ class VllmEngine:
             state=EngineState.FAILED if is_dead else self._state,
             identity=self._identity if self._state is EngineState.READY and not is_dead else None,
             is_paused=bool(self._pauses),
+            has_memory=self._rest.has_memory,
             num_running=self.gate.num_open,
             num_waiting=self.gate.num_waiting,
             max_num_seqs=config.scheduler_config.max_num_seqs,

@@ -33,7 +33,7 @@ class Rest:
         self._client = client
         self._bounded = bounded
         self._degree: Degree | None = Degree.NONE  # None: nobody knows, as a call of vLLM failed
-        self._is_restart_asked = False
+        self._problem = ""
         self.has_memory = True
         """False from before it is given back until it is there again, whatever fails on the way."""
         self.is_moving = False
@@ -46,9 +46,14 @@ class Rest:
         self._degree = None
         match wanted:
             case Degree.ASLEEP:
+                await self._wake()  # what vLLM has not taken back since it slept last it would not give back now
                 self.has_memory = False
-                with self._moving():
-                    await self._bounded(self._client.sleep(level=1, mode="keep"))
+                try:
+                    with self._moving():
+                        await self._bounded(self._client.sleep(level=1, mode="keep"))
+                except BaseException as error:  # nobody knows what is where, then raises
+                    self._give_up(f"vLLM did not fall asleep: {type(error).__name__}: {error}")
+                    raise
             case Degree.PAUSED:
                 await self._wake()  # which lets it generate for some steps
                 # Of level 0: the scheduler's pause alone, as `pause_generation` has it before it sleeps for 20 ms so
@@ -68,23 +73,29 @@ class Rest:
         """
         if self.has_memory:
             return False
+        if self._problem:
+            raise UnavailableError(self._problem, reason="ENGINE_FAILED", remedy="start the replica again")
         began = time.monotonic()
         with waits.waiting("its memory on the device", waits_on="trainer", deadline_s=WAKES_WITHIN_S):
             while not self.has_memory:
                 try:
                     with self._moving():
-                        await self._bounded(self._client.wake_up(tags=None))
+                        if not await self._bounded(self._client.wake_up(tags=None)):
+                            raise UnavailableError("it says that some is not there", reason="ENGINE_ASLEEP")
                     self.has_memory = True
                 except Exception as error:  # whatever vLLM raises, then raises
                     problem = f"vLLM does not get its memory on the device again: {type(error).__name__}: {error}"
                     logger.warning(problem)
-                    is_late = isinstance(error, UnavailableError) or time.monotonic() - began >= WAKES_WITHIN_S
-                    if is_late or not self._is_alone:
-                        if not self._is_restart_asked:
-                            self._is_restart_asked = ask_restart(problem)
+                    if not self._is_alone or time.monotonic() - began >= WAKES_WITHIN_S:
+                        self._give_up(problem)
                         raise
                     await asyncio.sleep(_RETRY_S)
         return True
+
+    def _give_up(self, problem: str) -> None:
+        """Only a new start helps, which is asked for where somebody can do that."""
+        self._problem = problem
+        logger.critical("vLLM has to be started again", extra={"error": problem, "is_asked": ask_restart(problem)})
 
     @property
     def _is_alone(self) -> bool:

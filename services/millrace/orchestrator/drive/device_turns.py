@@ -31,10 +31,10 @@ Ask: TypeAlias = Callable[[Stub, str], Awaitable[pb.PolicyStatus]]
 """A call of a replica by its id; what it says of itself."""
 
 CALL_TIMEOUT_S = 150.0
-"""For weights to be brought to the host, or back to the device; longer than a replica's own limit for it."""
+"""For weights to be brought to the host, or back to the device. What takes longer goes on, and is asked for again."""
 RENEWED_S = 60.0
 """How often a sleep is asked for again; a fifth of what it lasts by itself."""
-RETRIES = Backoff(0.5, 10.0)
+RETRIES = Backoff(0.5, 2.0)
 LOOK_S = 5.0
 SLOW_S = 600.0
 """Age from which it is overdue that a replica sleeps or wakes."""
@@ -86,11 +86,14 @@ class DeviceTurns:
             self._wait.over()
 
     async def _until(self, changed: asyncio.Event, *, is_settled: bool) -> None:
-        """Wait for something new, or until what is not settled is to be tried again."""
+        """Wait for something new; what is not settled is tried again after a while, whatever comes."""
         if is_settled:
             self._wait.over()
-        self._num_failed = 0 if is_settled else self._num_failed + 1
-        await first_of(changed.wait(), timeout_s=LOOK_S if is_settled else RETRIES.after(self._num_failed))
+            self._num_failed = 0
+            await first_of(changed.wait(), timeout_s=LOOK_S)
+        else:
+            self._num_failed += 1
+            await asyncio.sleep(RETRIES.after(self._num_failed))
 
     async def _settle(self, *, begins: bool = True) -> bool:
         """Let the trainer have the devices if it wants them, else the replicas; whether they have.
@@ -99,12 +102,13 @@ class DeviceTurns:
         """
         trainers = self._registry.owned(WorkerKind.TRAINER, self._run_uid)
         if any(each.trainer is None for each in trainers):
-            return True  # it has not said yet what it does: its first heartbeat tells
+            self._wait.on("what the trainer does, to be heard of it", waits_on="trainer", key="trainer")
+            return False
         replicas = self._registry.owned(WorkerKind.INFERENCE, self._run_uid)
         ids = {each.worker_id for each in replicas}
         self._asleep = {worker_id: due for worker_id, due in self._asleep.items() if worker_id in ids}
         wanted = next(((each.worker_id, turn) for each in trainers if (turn := self._turn_of(each))), None)
-        if wanted is not None and (begins or wanted == self._registry.lent_turn(self._run_uid)):
+        if wanted is not None and (begins or self._has_begun(wanted, replicas)):
             return await self._to_trainer(*wanted)
         self._registry.take_devices(self._run_uid)
         sleepers = [each for each in replicas if each.worker_id in self._asleep or _says_it_sleeps(each)]
@@ -124,11 +128,18 @@ class DeviceTurns:
         self._registry.lend_devices(self._run_uid, trainer_id, turn)  # it may have given it back: none has its number
         return True
 
+    def _has_begun(self, wanted: tuple[str, int], replicas: Sequence[WorkerRecord]) -> bool:
+        """Whether a trainer has the turn that it wants: from this orchestrator, or it seems, from the one before."""
+        lent = self._registry.lent_turn(self._run_uid)
+        return wanted == lent or (not lent[1] and any(map(_says_it_sleeps, replicas)))
+
     def _turn_of(self, trainer: WorkerRecord) -> int:
-        """The turn that a trainer asks for or has; 0 for none. One that gave the run up holds nothing any more."""
+        """The turn that a trainer asks for or has; 0 for none.
+
+        One that failed may have it still: a gang's processes hold what they held until they end.
+        """
         status = trainer.trainer
-        is_ours = status is not None and status.run_uid == self._run_uid and not status.error_reason
-        return status.device_turn if status is not None and is_ours else 0
+        return status.device_turn if status is not None and status.run_uid == self._run_uid else 0
 
     async def _all(self, replicas: Sequence[WorkerRecord], ask: Ask, what: str) -> bool:
         """Ask replicas to sleep or to wake; whether all did. InvalidStateError if one never can."""

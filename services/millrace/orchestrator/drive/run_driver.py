@@ -113,10 +113,12 @@ class RunDriver(ABC):
             logger.error("run failed", extra=fields, exc_info=None if isinstance(first, MillraceError) else error)
             await self._fail(_as_millrace(first))
         finally:
-            if self._parts.turns is not None and (self.has_ended or self.is_paused):
-                await self._parts.turns.leave()
-            await self._parts.envs.close()
-            self._context.registry.release(self._context.record.uid)
+            try:
+                if self._parts.turns is not None and (self.has_ended or self.is_paused):
+                    await self._parts.turns.leave()
+            finally:
+                await self._parts.envs.close()
+                self._context.registry.release(self._context.record.uid)
 
     async def _drive(self) -> None:
         await self._restore()

@@ -34,6 +34,7 @@ class Client:
         self.reached: dict[str, asyncio.Event] = {}
         self.errored = False
         self.num_verified, self.damage, self.is_proved = 0, "", True
+        self.num_unverified = 0
         self.verify_error: Exception | None = None
         foreseen = {"is_pending": False, "rows": [["w", "0:(4,)", 4, digest_hex(0)]]}
         self.answers: dict[str, Any] = {"millrace_check": [[], []], "millrace_foreseen": foreseen}
@@ -90,7 +91,8 @@ class Client:
             self.num_verified += 1
             if self.verify_error is not None:
                 raise self.verify_error
-            return [[number, [0, self.damage, self.is_proved], ""]]
+            assert not self.is_asleep, "it reads memory that is not there"
+            return [[number, [self.num_unverified, self.damage, self.is_proved], ""]]
         await self.reach(inner)
         assert not self.is_asleep, f"{inner} reads or writes memory that is not there"
         return [[number, self.answers.get(inner, []), ""]]
