@@ -28,6 +28,7 @@ EDGES = {
     "inference/replica_parts.py": "serves",
     "inference/service.py": "a servicer",
     "orchestrator/api/": "servicers",
+    "orchestrator/drive/device_turns.py": "a client of replicas",
     "orchestrator/drive/policy_driver.py": "a client of replicas",
     "orchestrator/drive/trainer_watch.py": "reads what trainers say in their heartbeats",
     "orchestrator/explain/why.py": "makes the answer of ExplainRun",

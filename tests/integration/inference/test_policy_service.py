@@ -378,8 +378,8 @@ async def test_a_replica_does_not_fall_asleep_over_an_update(client, local_store
     await call(client.stub.ResumeGeneration, pb.ResumeGenerationRequest(takes_memory=True))
 
 
-def test_a_version_that_is_asked_for_again_after_a_failure_is_work_to_do(local_store):
-    updater = PolicyUpdater(EmbeddedEngine(), ModelSlot(), local_store, HostCopy(local_store))
+async def test_a_version_that_is_desired_is_work_to_do_before_anybody_has_begun(client, local_store):
+    updater = PolicyUpdater(client.engine, ModelSlot(), local_store, HostCopy(local_store))
     assert updater.is_idle
     policy = DesiredPolicy(run_uid="r", lineage=0, version=1, manifest_key="k", manifest_sha256=b"", digest="")
     updater.desire(policy, mode=InflightMode.KEEP, epoch=1)

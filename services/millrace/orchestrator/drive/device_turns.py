@@ -62,7 +62,6 @@ class DeviceTurns:
     async def run(self) -> None:
         """Give the devices to whom they are due; ends by cancellation. InvalidStateError if a replica cannot sleep."""
         try:
-            # unregistered wait: a periodic look; what it awaits is registered where it is awaited
             while True:
                 changed = self._registry.changed
                 await self._until(changed, is_settled=await self._settle())
