@@ -9,13 +9,18 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from millrace.config.load import validate_document
+from millrace.errors import InvalidStateError
 from millrace.internal.v1 import batch_pb2, rollout_pb2
 from millrace.orchestrator.drive.housekeeping import Housekeeper
 from millrace.rollouts.types import Purpose, Rollout, RolloutError, RolloutStatus, TurnReward
 from millrace.rpc.channel import call, stream
+from millrace.rpc.status import abort
 from millrace.runlog.audit import audit_run
 from millrace.v1 import run_pb2, run_service_pb2
+from millrace_testing.orchestrator.fakes import FakeReplica
 from millrace_testing.orchestrator.runs import (
+    CONFIG,
     bodies,
     create,
     get,
@@ -359,3 +364,25 @@ async def test_at_async_level_0_an_empty_batch_drops_no_group_that_may_be_in_the
     found = resolutions(await headers_of(stack, run))
     assert found[0][1] == found[1][1] == "zero_advantage"
     assert found[2][0] == batch_pb2.ORDINAL_OUTCOME_TRAINED, found[2]
+
+
+async def test_a_replica_that_can_never_sleep_fails_the_run_that_needs_it_to(stack, monkeypatch) -> None:
+    remedy = "start it with its sleep mode"
+
+    async def refuse(self, request, context):
+        await abort(context, InvalidStateError("it cannot sleep", reason="SLEEP_NOT_ENABLED", remedy=remedy))
+
+    monkeypatch.setattr(FakeReplica, "PauseGeneration", refuse, raising=False)
+    _, _, trainer = await workers(stack)
+    trainer.hold.clear()
+    document = {**CONFIG, "async_level": 0, "inference": {"sleep_while_training": True}}
+    request = run_service_pb2.CreateRunRequest(
+        kind=run_pb2.RUN_KIND_RL, config_json=validate_document(document).resolved_json()
+    )
+    run = (await call(stack.runs.CreateRun, request)).run
+    await until(lambda: trainer.status.run_uid == run.uid, timeout_s=30)
+    trainer.status.device_turn = 1
+    end = (await watch(stack, run, timeout_s=WITHIN_S))[-1].state_changed
+    assert end.new_state == run_pb2.RUN_STATE_FAILED
+    assert (end.error.reason, end.error.component) == ("SLEEP_NOT_ENABLED", "orchestrator")
+    assert "it cannot sleep" in end.error.message and remedy in end.error.message

@@ -112,6 +112,20 @@ def test_one_gpu_is_shared_and_vllm_leaves_the_trainer_its_part(
     assert 0.2 < flags["inference.gpu_memory_utilization"] < 0.4, "a step takes 4.4 of 11 GiB, the runtime 4"
 
 
+def test_a_sleep_that_gains_nothing_is_told(
+    specs: Mapping[str, ProcessSpec],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    fake_gpus(monkeypatch, tmp_path, 2)
+    sleep = ["--inference.sleep-while-training", "true", "--async-level", "0"]
+    assert main(["rl", "@", "rl.toml", "--plain", *sleep]) != 0
+    said = "".join(capsys.readouterr())
+    assert "inference.sleep_while_training gains nothing here: vLLM and the trainer have GPUs of their own" in said
+    assert json.loads(specs["inference"].env["MILLRACE_VLLM_FLAGS"])["inference.sleep_while_training"] is True
+
+
 def test_a_stack_that_stands_gives_vllm_its_part_of_a_shared_gpu(
     specs: Mapping[str, ProcessSpec], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -103,6 +103,8 @@ def test_everything_that_is_wrong_is_said_at_once(parser):
 
 def test_defaults_of_the_config_leave_vllm_its_own():
     assert launch_env.vllm_flags(InferenceConfig(engine="vllm")) == {"inference.max_num_seqs": 256}
+    sleeping = launch_env.vllm_flags(InferenceConfig(engine="vllm", sleep_while_training=True))
+    assert sleeping == {"inference.max_num_seqs": 256, "inference.sleep_while_training": True}
     config = InferenceConfig(engine="vllm", vllm={"max-num-seqs": 8, "max_model_len": 32})
     assert launch_env.vllm_flags(config, max_model_len=64) == {
         "inference.vllm.max_num_seqs": 8,

@@ -101,7 +101,7 @@ class DeviceTurns:
         """
         trainers = self._registry.owned(WorkerKind.TRAINER, self._run_uid)
         if any(each.trainer is None for each in trainers):
-            self._wait.on("what the trainer does, to be heard of it", waits_on="trainer", key="trainer")
+            self._wait.on("the trainer's first report", waits_on="trainer", key="trainer")
             return False
         replicas = self._registry.owned(WorkerKind.INFERENCE, self._run_uid)
         ids = {each.worker_id for each in replicas}
@@ -128,7 +128,7 @@ class DeviceTurns:
         return True
 
     def _has_begun(self, wanted: tuple[str, int], replicas: Sequence[WorkerRecord]) -> bool:
-        """Whether a trainer has the turn that it wants: from this orchestrator, or it seems, from the one before."""
+        """Whether a trainer has the turn that it wants: lent by this orchestrator or, as it seems, the one before."""
         lent = self._registry.lent_turn(self._run_uid)
         return wanted == lent or (not lent[1] and any(map(_says_it_sleeps, replicas)))
 
@@ -144,10 +144,8 @@ class DeviceTurns:
         """Ask replicas to sleep or to wake; whether all did. InvalidStateError if one never can."""
         if not replicas:
             return True
-        names = ", ".join(each.worker_id for each in replicas[:3])
-        self._wait.on(
-            f"{len(replicas)} replicas to {what} ({names})", waits_on="inference", key=what, deadline_s=SLOW_S
-        )
+        names = ", ".join(each.worker_id for each in replicas[:3]) + ", …" * (len(replicas) > 3)
+        self._wait.on(f"replicas to {what}: {names}", waits_on="inference", key=what, deadline_s=SLOW_S)
         asked = [asyncio.create_task(self._asked(each, ask, what)) for each in replicas]
         try:
             return all([await each for each in asked])
