@@ -123,6 +123,10 @@ WARNINGS: Texts = {
         "no rollout of an evaluation during training finished; the run goes on",
         "as for `rollouts_failed`; `millrace env check ID --eval` plays a held-out task",
     ),
+    "EVAL_SKIPPED": (
+        "evaluations last longer than `orchestrator.eval.interval` steps: the named versions are not evaluated",
+        "raise `orchestrator.eval.interval`, lower its `num_examples` or `rollouts_per_example`, or add replicas",
+    ),
     "EVAL_ON_TRAINING_TASKS": (
         "the environment has no held-out tasks, so the evaluation plays training tasks",
         "give it an `eval_dataset`, or an `[[orchestrator.eval.env]]` with other args",

@@ -261,7 +261,7 @@ class RunManager:
                     events=events,
                     custom_code=self.custom_code,
                 )
-                driver = kind(context, done_evals=frozenset(view.status.done_evals))
+                driver = kind(context, done_evals=dict(view.status.done_evals))
                 claim.lease, claim.driver = lease, driver
                 claim.apply(await self._desired.read(uid))
                 run_meters.lease_acquired(view.record.name)

@@ -5,7 +5,7 @@ from millrace.v1 import run_pb2 as _run_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
-from collections.abc import Mapping as _Mapping
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
 from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
@@ -90,7 +90,7 @@ class StepCompleted(_message.Message):
     def __init__(self, step: _Optional[int] = ..., reward_mean: _Optional[float] = ..., staleness_mean: _Optional[float] = ..., staleness_max: _Optional[int] = ..., num_tokens: _Optional[int] = ..., num_rollouts: _Optional[int] = ..., step_seconds: _Optional[float] = ..., wait_seconds: _Optional[float] = ..., metrics: _Optional[_Mapping[str, float]] = ..., chain_hash: _Optional[str] = ...) -> None: ...
 
 class EvalCompleted(_message.Message):
-    __slots__ = ("env", "policy_version", "step", "reward_mean", "num_rollouts", "num_failed", "metrics", "seconds")
+    __slots__ = ("env", "policy_version", "step", "reward_mean", "num_rollouts", "num_failed", "metrics", "seconds", "policy_version_max", "eval_id", "failed_tasks")
     class MetricsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -106,6 +106,9 @@ class EvalCompleted(_message.Message):
     NUM_FAILED_FIELD_NUMBER: _ClassVar[int]
     METRICS_FIELD_NUMBER: _ClassVar[int]
     SECONDS_FIELD_NUMBER: _ClassVar[int]
+    POLICY_VERSION_MAX_FIELD_NUMBER: _ClassVar[int]
+    EVAL_ID_FIELD_NUMBER: _ClassVar[int]
+    FAILED_TASKS_FIELD_NUMBER: _ClassVar[int]
     env: str
     policy_version: int
     step: int
@@ -114,7 +117,10 @@ class EvalCompleted(_message.Message):
     num_failed: int
     metrics: _containers.ScalarMap[str, float]
     seconds: float
-    def __init__(self, env: _Optional[str] = ..., policy_version: _Optional[int] = ..., step: _Optional[int] = ..., reward_mean: _Optional[float] = ..., num_rollouts: _Optional[int] = ..., num_failed: _Optional[int] = ..., metrics: _Optional[_Mapping[str, float]] = ..., seconds: _Optional[float] = ...) -> None: ...
+    policy_version_max: int
+    eval_id: str
+    failed_tasks: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, env: _Optional[str] = ..., policy_version: _Optional[int] = ..., step: _Optional[int] = ..., reward_mean: _Optional[float] = ..., num_rollouts: _Optional[int] = ..., num_failed: _Optional[int] = ..., metrics: _Optional[_Mapping[str, float]] = ..., seconds: _Optional[float] = ..., policy_version_max: _Optional[int] = ..., eval_id: _Optional[str] = ..., failed_tasks: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class PolicyPublished(_message.Message):
     __slots__ = ("lineage", "version", "size_bytes", "seconds", "uri", "full_bytes", "codec", "changed_fraction", "digest", "manifest_sha256")

@@ -28,6 +28,7 @@ class Stack:
         self.exit = AsyncExitStack()
         self.lives: dict[str, AsyncExitStack] = {}
         self.replica = FakeReplica()
+        self.replicas: list[FakeReplica] = []
         self.orchestrator: asyncio.Task | None = None
         self.address = ""
         self.custom_code = ""
@@ -66,7 +67,7 @@ class Stack:
         await asyncio.gather(self.orchestrator, return_exceptions=True)
 
     async def env_server(self, **options) -> FakeEnvServer:
-        servicer = FakeEnvServer(self.deps, self.replica, **options)
+        servicer = FakeEnvServer(self.deps, self.replica, replicas=self.replicas, **options)
         context = worker(
             self.address,
             worker_service_pb2.WORKER_KIND_ENV_SERVER,
@@ -85,18 +86,22 @@ class Stack:
         """End a worker: it neither answers nor sends heartbeats any more."""
         await self.lives.pop(worker_id).aclose()
 
-    async def inference(self) -> FakeReplica:
-        await self.exit.enter_async_context(
+    async def inference(self, worker_id: str = "") -> FakeReplica:
+        """Start `self.replica`, or another one under an id of its own."""
+        replica = FakeReplica(worker_id=worker_id) if worker_id else self.replica
+        life = self.lives[replica.worker_id] = await self.exit.enter_async_context(AsyncExitStack())
+        replica.address = await life.enter_async_context(
             worker(
                 self.address,
                 worker_service_pb2.WORKER_KIND_INFERENCE,
-                self.replica.worker_id,
-                servicer=self.replica,
+                replica.worker_id,
+                servicer=replica,
                 adder=policy_service_pb2_grpc.add_PolicyServiceServicer_to_server,
-                report=lambda: worker_service_pb2.HeartbeatRequest(policy=self.replica.status),
+                report=lambda: worker_service_pb2.HeartbeatRequest(policy=replica.status),
             )
         )
-        return self.replica
+        self.replicas.append(replica)
+        return replica
 
     async def trainer(self, **options) -> FakeTrainer:
         trainer = FakeTrainer(self.deps, **options)

@@ -8,7 +8,7 @@ from millrace.backoff import Backoff
 from millrace.internal.v1 import batch_pb2, rollout_pb2
 from millrace.orchestrator import manager
 from millrace.orchestrator.play import env_servers, play
-from millrace.rollouts.types import RolloutStatus
+from millrace.rollouts.types import Purpose, RolloutStatus
 from millrace.rollouts.wire import decode_archive, encode_rollout
 from millrace.runlog import Lease
 from millrace.runlog.names import Names
@@ -32,7 +32,8 @@ from millrace_testing.runlog.committed import load_headers
 async def archived(stack, run) -> list:
     headers, _ = await load_headers(await log_of(stack, run))
     store = stack.deps["store"]
-    return [r for h in headers if h.rollouts_key for r in decode_archive(store.get(h.rollouts_key))]
+    found = [r for h in headers if h.rollouts_key for r in decode_archive(store.get(h.rollouts_key))]
+    return [rollout for rollout in found if rollout.purpose is Purpose.TRAIN]
 
 
 async def test_what_is_being_played_is_taken_over_and_not_played_again(stack) -> None:

@@ -1,6 +1,8 @@
 """What `millrace eval` takes: environments by id, policies of a directory, aliases of endpoints."""
 
+import importlib
 import signal
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +13,7 @@ from millrace.cli.evals.endpoints import find_endpoint
 from millrace.cli.evals.policies import of_directory
 from millrace.cli.evals.prepare import prepare_eval
 from millrace.cli.evals.results import table
-from millrace.cli.evals.session import claim
+from millrace.cli.evals.session import begin, claim, finished
 from millrace.cli.evals.sweep import evaluate_policies
 from millrace.errors import AlreadyExistsError, InvalidSpecError
 from millrace.policies.adapter import ADAPTER_CONFIG, ADAPTER_WEIGHTS, AdapterSpec
@@ -140,6 +142,39 @@ def test_an_interrupted_comparison_says_how_it_goes_on(
     with pytest.raises(Interrupted):
         evaluate_policies(prepared)
     assert capsys.readouterr().err.splitlines()[-1].endswith("give the same command with --name x --resume")
+
+
+def test_an_evaluation_does_not_go_on_with_other_files(weights: Path, base: Path, tmp_path: Path) -> None:
+    module = tmp_path / "my_env.py"
+    module.write_text("VALUE = 1\n")
+    sys.path.insert(0, str(tmp_path))
+    importlib.invalidate_caches()
+    common = ["--environment-ids", "my-env", "--model.name", str(base), "--output-dir", str(tmp_path / "out")]
+    prepared = prepare_eval([*common, "--name", "x", "--resume"], environ={})
+    try:
+        directory = tmp_path / "out" / "x"
+        begin(prepared, directory)
+        assert finished(prepared) is None, "the same files go on"
+        module.write_text("VALUE = 2\n")
+        with pytest.raises(CliError, match="begun with another environment my-env: the files there have changed"):
+            finished(prepared)
+        module.write_text("VALUE = 1\n")
+        write(base / "model.safetensors", {"layers.0.q_proj.weight": WEIGHT * 2})
+        with pytest.raises(CliError, match="begun with another model"):
+            finished(prepared)
+    finally:
+        sys.path.remove(str(tmp_path))
+
+
+def test_the_digest_of_a_policy_is_of_all_that_it_is_made_of(weights: Path, base: Path) -> None:
+    def digests() -> list[str]:
+        return [each.digest() for each in of_directory(weights, steps=None, has_base=True, base=base)]
+
+    first = digests()
+    assert first[0] == first[1] != first[2] and digests() == first, "the base and step 10 hold the same bytes"
+    write(base / "model.safetensors", {"layers.0.q_proj.weight": WEIGHT * 2})
+    second = digests()
+    assert [a == b for a, b in zip(first, second, strict=True)] == [False, True, False], "an adapter has its base"
 
 
 def test_an_alias_of_an_endpoint(tmp_path: Path) -> None:

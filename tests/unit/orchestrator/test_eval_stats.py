@@ -34,6 +34,16 @@ def test_figures_of_two_tasks() -> None:
     assert found["reward/sem"] == pytest.approx(0.25)  # means 0.5 and 1.0: deviation 0.354 over the root of 2
     assert (found["pass@1"], found["pass@2"], found["pass^2"]) == (0.75, 1.0, 0.5)
     assert figures([task(0, [0.5])], pass_threshold=0.5)["pass@1"] == 1.0
+    assert figures([task(0, [0.7 + 0.2 + 0.1])], pass_threshold=1.0)["pass@1"] == 1.0
+
+
+def test_failed_rollouts_are_in_the_denominator_of_every_figure() -> None:
+    solved = [task(index, [1.0, 1.0]) for index in range(4)]
+    failed = [make_play(index, group_size=2, settings=of_evaluation()) for index in range(4, 8)]
+    found = figures([*solved, *failed], pass_threshold=1.0)
+    assert (found["pass@1"], found["pass@2"], found["pass^2"]) == (0.5, 0.5, 0.5)
+    assert found["reward/sem"] == pytest.approx(0.189, abs=1e-3)  # eight means, four of them 0
+    assert found["seconds"] == figures(solved, pass_threshold=1.0)["seconds"], "only finished rollouts have it"
 
 
 def test_the_interval_of_pass_at_k_covers_the_truth_as_often_as_it_says() -> None:

@@ -205,13 +205,18 @@ def test_each_environment_has_its_own_counts_and_interval() -> None:
     envs = CountedEnvs(room={})
     evaluator = Evaluator(settings=settings, epoch=1, envs=envs, player=player_of(envs), evaluations={})
     assert evaluator.interval == 2
+
+    def due(step: int) -> list[str]:
+        return list(evaluator.due(step, last=last))
+
     last = {"a": 0, "b": 0}
-    assert [evaluator.due(step, last=last) for step in (0, 2, 4, 6)] == [[], [], ["a"], ["a", "b"]]
+    assert [due(step) for step in (0, 2, 4, 6)] == [[], [], ["a"], ["a", "b"]]
     last = {"a": 8, "b": 6}
-    assert [evaluator.due(step, last=last) for step in (8, 10, 12, 14)] == [[], [], ["a", "b"], ["a", "b"]]
+    assert [due(step) for step in (8, 10, 12, 14)] == [[], [], ["a", "b"], ["a", "b"]]
     last = {"a": 12, "b": 6}
-    assert evaluator.due(14, last=last) == ["b"], "its step 12 passed while nobody drove the run: it is made up for"
-    assert evaluator.due(100, last={}) == ["a", "b"]
+    assert due(14) == ["b"], "its step 12 passed while nobody drove the run: it is made up for"
+    last = {"a": 4, "b": 6}
+    assert evaluator.due(18, last=last) == {"a": [8, 12, 16], "b": [12]}, "what is skipped has names"
 
 
 async def test_tasks_begin_at_env_servers_in_turn_and_stop_when_all_are_full() -> None:

@@ -1,5 +1,6 @@
 """The policies that `millrace eval` compares: the base model, and steps of a run or of a directory of weights."""
 
+import hashlib
 import re
 import shutil
 from collections.abc import Callable, Sequence, Set
@@ -8,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from millrace.cli.errors import CliError
+from millrace.cli.evals.origins import digest_directory
 from millrace.policies.adapter import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 
 if TYPE_CHECKING:
@@ -30,6 +32,8 @@ class EvalPolicy:
     """None for the base model."""
     fetch: Callable[[Path], Path]
     """Return a directory with a whole model in Hugging Face format; the argument is a new one that may be used."""
+    digest: Callable[[], str]
+    """Return the SHA-256 (hex) of what the policy is made of."""
 
     @property
     def label(self) -> str:
@@ -90,12 +94,15 @@ def of_run(run: RunPolicies, *, steps: Sequence[int] | None, has_base: bool, bas
     def published(version: int) -> Callable[[Path], Path]:
         return lambda directory: run.download(found[version], directory)
 
+    def named(version: int) -> Callable[[], str]:
+        return lambda: hashlib.sha256(run.store.get(found[version])).hexdigest()  # a manifest names all of its bytes
+
     chosen = _choose(found.keys() - {0}, steps, where=f"run {run.record.name} has published")
-    policies = [EvalPolicy(step=step, fetch=published(step)) for step in chosen]
+    policies = [EvalPolicy(step=step, fetch=published(step), digest=named(step)) for step in chosen]
     if not has_base:
         return _some(policies)
     if 0 in found:
-        return [EvalPolicy(step=None, fetch=published(0)), *policies]
+        return [EvalPolicy(step=None, fetch=published(0), digest=named(0)), *policies]
     return [*_base(base, hint="name it with --model.name DIRECTORY, or leave it out with --no-eval-base"), *policies]
 
 
@@ -112,8 +119,11 @@ def of_directory(weights: Path, *, steps: Sequence[int] | None, has_base: bool, 
     def stored(step: int) -> Callable[[Path], Path]:
         return lambda directory: _whole(found[step], base, directory)
 
+    def stored_digest(step: int) -> Callable[[], str]:
+        return lambda: _digest_stored(found[step], base)
+
     chosen = _choose(found.keys(), steps, where=f"{weights} holds")
-    policies = [EvalPolicy(step=step, fetch=stored(step)) for step in chosen]
+    policies = [EvalPolicy(step=step, fetch=stored(step), digest=stored_digest(step)) for step in chosen]
     hint = "name it with --model.name DIRECTORY, or leave it out with --no-eval-base"
     return [*_base(base, hint=hint), *policies] if has_base else _some(policies)
 
@@ -121,7 +131,7 @@ def of_directory(weights: Path, *, steps: Sequence[int] | None, has_base: bool, 
 def _base(base: Path | None, *, hint: str) -> list[EvalPolicy]:
     if base is None or not (base / "config.json").is_file():
         raise CliError("the base model is to be evaluated, and it is no directory with a model here", hint=hint)
-    return [EvalPolicy(step=None, fetch=lambda _: base)]
+    return [EvalPolicy(step=None, fetch=lambda _: base, digest=lambda: digest_directory(base))]
 
 
 def _some(policies: list[EvalPolicy]) -> list[EvalPolicy]:
@@ -150,6 +160,14 @@ def _model_in(path: Path) -> Path | None:
         if any((path / name / file).is_file() for file in ("config.json", ADAPTER_CONFIG)):
             return path / name
     return None
+
+
+def _digest_stored(source: Path, base: Path | None) -> str:
+    """Return the digest of a model, or of an adapter and the base that it is merged into."""
+    found = digest_directory(source)
+    if base is None or not (source / ADAPTER_CONFIG).is_file():
+        return found
+    return hashlib.sha256(f"{found} {digest_directory(base)}".encode()).hexdigest()
 
 
 def _whole(source: Path, base: Path | None, directory: Path) -> Path:

@@ -53,6 +53,8 @@ class PreparedEval:
     part_of: str = ""
     """The name of the evaluation of several policies that this is one of; then its weights may lie elsewhere than in
     an earlier attempt."""
+    weights: str = ""
+    """Digest of the policy that is evaluated, where it is one of several."""
     policies: tuple[EvalPolicy, ...] = ()
     """Policies to compare; empty where `model.name` is all that is evaluated."""
 

@@ -42,6 +42,7 @@ def _env(report: event_pb2.EvalCompleted) -> dict[str, Any]:
         **passes,
         "num_rollouts": report.num_rollouts,
         "num_failed": report.num_failed,
+        "failed_tasks": list(report.failed_tasks),
         "endpoint_retries_mean": metrics.get("endpoint_retries"),
         "truncated": metrics.get("truncated"),
         "turns_mean": metrics.get("turns"),
@@ -52,14 +53,18 @@ def _env(report: event_pb2.EvalCompleted) -> dict[str, Any]:
 
 
 def table(data: dict[str, Any]) -> list[str]:
-    """One line per policy and environment: reward ± standard error, pass@k with its interval, rollouts."""
+    """One line per policy and environment: reward ± standard error, pass@k with its interval, rollouts.
+
+    All figures of a line are over `rollouts`, in which the failed ones count as reward 0 and as not passed.
+    """
     policies: list[dict[str, Any]] = data.get("policies") or [data]
     lines = [(each.get("policy", ""), name, env) for each in policies for name, env in each["envs"].items()]
     ks = list(dict.fromkeys(k for *_, env in lines for k in env if k.startswith("pass@") and "/" not in k))
     rows = [["policy", "environment", "reward", *ks, "rollouts", "failed", "time"]]
     for policy, name, env in lines:
         sem = "" if env["reward_sem"] is None else f" ± {env['reward_sem']:.3f}"
-        counts = [str(env["num_rollouts"]), str(env["num_failed"]), duration(env["seconds"])]
+        total = env["num_rollouts"] + env["num_failed"]
+        counts = [str(total), str(env["num_failed"]), duration(env["seconds"])]
         rows.append([policy, name, f"{env['reward_mean']:.3f}{sem}", *(_chance(env, k) for k in ks), *counts])
     if "policies" not in data:
         rows = [row[1:] for row in rows]

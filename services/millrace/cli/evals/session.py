@@ -12,6 +12,7 @@ from typing import Any
 
 from millrace.cli.connection import open_client
 from millrace.cli.errors import CliError
+from millrace.cli.evals.origins import digests_of
 from millrace.cli.evals.prepare import PreparedEval
 from millrace.cli.evals.results import results
 from millrace.cli.interrupts import Interrupts
@@ -28,7 +29,8 @@ from millrace.v1 import event_pb2, run_pb2
 
 RESULTS_NAME = "eval.json"
 BEGUN_NAME = "begun.json"
-"""What a stack that goes on with an interrupted evaluation needs to know of it: its settings, its engine's port."""
+"""What a stack that goes on with an interrupted evaluation needs to know of it: its settings, what lay at the paths
+that these name, its engine's port."""
 _MAY_DIFFER = {"client", "output_dir", "run", "log", "max_concurrent"}
 """Keys of the config that change nothing about the results; of `client`, the URL is that of our own engine."""
 LOOK_S = 0.5
@@ -61,7 +63,7 @@ async def evaluate_here(prepared: PreparedEval, interrupts: Interrupts) -> tuple
         return data, directory / RESULTS_NAME
     progress = Progress(name=f"runs/{prepared.name}")
     view = EvalView(progress)
-    options, modules, config = eval_stack(prepared, directory, http_port=_begin(prepared, directory))
+    options, modules, config = eval_stack(prepared, directory, http_port=begin(prepared, directory))
     try:
         async with LocalStack(options, note=view.note, modules=modules) as stack:
             interrupts.on_second(stack.supervisor.hurry.set)
@@ -106,7 +108,7 @@ def finished(prepared: PreparedEval) -> dict[str, Any] | None:
     return _read(path) if path.is_file() else None
 
 
-def _begin(prepared: PreparedEval, directory: Path) -> int:
+def begin(prepared: PreparedEval, directory: Path) -> int:
     """Note what a later `--resume` needs; return the port of the engine, that of the first attempt where one was."""
     _require_same(prepared, directory)
     path = directory / BEGUN_NAME
@@ -114,7 +116,9 @@ def _begin(prepared: PreparedEval, directory: Path) -> int:
         return int(_read(path)["http_port"])
     (port,) = free_ports(1)
     directory.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({"http_port": port, "settings": _settings(prepared.config)}, indent=2) + "\n")
+    digests = digests_of(prepared.config, weights=prepared.weights)
+    begun = {"http_port": port, "settings": _settings(prepared.config), "digests": digests}
+    path.write_text(json.dumps(begun, indent=2) + "\n")
     return port
 
 
@@ -122,13 +126,22 @@ def _require_same(prepared: PreparedEval, directory: Path) -> None:
     path = directory / BEGUN_NAME
     if not path.is_file():
         return
-    before, now = _read(path)["settings"], _settings(prepared.config)
+    begun = _read(path)
+    before, now = begun["settings"], _settings(prepared.config)
     if prepared.part_of:
         before, now = {**before, "model": None}, {**now, "model": None}
     if differ := sorted(key for key in before.keys() | now.keys() if before.get(key) != now.get(key)):
         raise CliError(
             f"{directory} is an evaluation with other settings: {', '.join(differ)}",
             hint="give the command as it was, or choose another --name",
+        )
+    if not isinstance(digests := begun.get("digests"), dict):
+        return  # of the whole of several policies, or of an earlier release
+    found = digests_of(prepared.config, weights=prepared.weights)
+    if differ := sorted(what for what in digests.keys() | found.keys() if digests.get(what) != found.get(what)):
+        raise CliError(
+            f"{directory} was begun with another {', another '.join(differ)}: the files there have changed since",
+            hint="choose another --name to evaluate what lies there now, or put back what lay there",
         )
 
 
@@ -147,7 +160,12 @@ def _say_failures(view: EvalView, log: Path) -> None:
     """Name the log with the errors of the rollouts that failed."""
     failed = {name: report.num_failed for name, report in view.reports.items() if report.num_failed}
     for name, number in failed.items():
-        view.note(f"{name}: {number} rollouts failed, and count as none; their errors: {log}")
+        report = view.reports[name]
+        tasks = ", ".join(report.failed_tasks)
+        view.note(
+            f"{name}: {number} of {number + report.num_rollouts} rollouts failed (tasks {tasks}), and count as "
+            f"reward 0 and as not passed; their errors: {log}"
+        )
 
 
 async def evaluate_there(prepared: PreparedEval, interrupts: Interrupts) -> tuple[dict[str, Any], Path]:

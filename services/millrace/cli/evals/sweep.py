@@ -52,6 +52,7 @@ def _part(prepared: PreparedEval, policy: EvalPolicy) -> PreparedEval:
 def _evaluate(one: PreparedEval, policy: EvalPolicy, directory: Path) -> dict[str, Any]:
     """The results of one policy, from an earlier attempt where that has finished it."""
     place = directory / _WEIGHTS / policy.label
+    one = replace(one, weights=policy.digest())
     if one.is_resumed and (data := finished(one)) is not None:
         print(f"{policy.label}: evaluated before", file=sys.stderr)
         return data

@@ -58,9 +58,10 @@ def _event_words(event: event_pb2.Event, progress: Progress) -> str:
         case "eval_completed":
             done = event.eval_completed
             failed = f", {done.num_failed} failed" if done.num_failed else ""
+            spans = f"–v{done.policy_version_max}" if done.policy_version_max > done.policy_version else ""
             return (
-                f"eval {done.env}  policy v{done.policy_version}  reward {done.reward_mean:.3f}"
-                f"  ({done.num_rollouts} rollouts{failed}, {done.seconds:.1f}s)"
+                f"eval {done.env}  policy v{done.policy_version}{spans}  reward {done.reward_mean:.3f}"
+                f"  ({done.num_rollouts + done.num_failed} rollouts{failed}, {done.seconds:.1f}s)"
             )
         case "rollouts_failed":
             return f"rollouts fail: {event.rollouts_failed.message}"

@@ -132,6 +132,11 @@ class EvalConfig(ConfigSection):
     rollouts_per_example: int = option(1, "Rollouts per task.", facts=_ROLLOUTS, ge=1)
     interval: int = option(100, "Steps between evaluations.", ge=1)
     skip_first_step: bool = option(False, "Leave out the evaluation before the first step.")
+    pin: Literal["hold", "span"] = option(
+        "hold",
+        "hold: one replica keeps the version that is evaluated until the evaluation is over; where a run has no other, "
+        "the trainer may wait for that. span: nobody waits, later versions answer, too, and the record names them.",
+    )
     sampling: EvalSamplingConfig = table(EvalSamplingConfig, "How the policy is sampled.")
 
 

@@ -1,7 +1,7 @@
 """The parts of one run's driver, and how they are wired."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass
 
 from millrace.algorithms import Algorithm, Baselines
@@ -68,8 +68,11 @@ class RunParts:
         return (self.training and self.training.max_steps) or math.inf
 
 
-def assemble(context: RunContext, config: RLConfig | EvalRunConfig) -> RunParts:
-    """Make the parts of a run's driver; nothing of them works yet."""
+def assemble(context: RunContext, config: RLConfig | EvalRunConfig, *, reported_evals: Container[str] = ()) -> RunParts:
+    """Make the parts of a run's driver; nothing of them works yet.
+
+    `reported_evals` are the ids of the evaluations that the log has reports of.
+    """
     run_log, uid, epoch, events = context.log, context.record.uid, context.epoch.number, context.events
     failures, router = _failures(config), Router()
 
@@ -90,12 +93,23 @@ def assemble(context: RunContext, config: RLConfig | EvalRunConfig) -> RunParts:
         training, evaluation = config, of_training(config.orchestrator)
         is_scored = config.orchestrator.algo.teacher is not None
         policies = PolicyDriver(
-            run_uid=uid, epoch=epoch, registry=context.registry, events=events, on_change=book.changed.set
+            run_uid=uid,
+            epoch=epoch,
+            registry=context.registry,
+            events=events,
+            on_change=book.changed.set,
+            is_due=lambda version: evals.may_be_due(version, before=config.max_steps),
         )
         trainer = TrainerWatch(run_uid=uid, registry=context.registry)
     damage = DamageBook(run_log, events, run=context.record.name)
     evaluations: dict[str, Evaluation] = {}
-    intake = Intake(book=book, evaluations=evaluations, policies=policies)
+    intake = Intake(
+        book=book,
+        evaluations=evaluations,
+        policies=policies,
+        reported=reported_evals,
+        keeps_evaluated=training is not None,  # a run that is nothing but an evaluation keeps the best of each place
+    )
     stream = RolloutStream(run_log, take=intake.take, is_scored=is_scored, on_damaged=damage.note)
     identity = RunIdentity(uid=uid, epoch=epoch, generation=run_log.generation)
     player = Player(run=identity, envs=envs, policies=policies, stream=stream, router=router)

@@ -10,7 +10,7 @@ run that was reopened begins with what its failed closing header archives: none 
 
 import asyncio
 import contextlib
-from collections.abc import Container, Iterable
+from collections.abc import Container, Iterable, Mapping
 
 from millrace.errors import NotFoundError
 from millrace.orchestrator.drive.assembly import assemble
@@ -30,8 +30,8 @@ class EvalRunDriver(RunDriver):
 
     PLAYED, WRITTEN = "every environment is evaluated", "every rollout is archived"
 
-    def __init__(self, context: RunContext, *, done_evals: frozenset[tuple[str, int]]) -> None:
-        """`done_evals` are the environments and steps whose evaluation the log holds."""
+    def __init__(self, context: RunContext, *, done_evals: Mapping[tuple[str, int], str]) -> None:
+        """`done_evals` are the environments and steps whose evaluation the log holds, with the ids of these."""
         super().__init__(assemble(context, context.record.settings))
         self._done_evals = done_evals
         self._evaluations: list[Evaluation] = []

@@ -11,6 +11,7 @@ class FixedEndpoints:
     """Policies that never change: endpoints known by configuration, which neither register nor update."""
 
     desired = None
+    newest_due = held_version = None
 
     def __init__(self, urls: Sequence[str], *, model: str, max_concurrent: int) -> None:
         """The first rollout finds out whether they answer."""
@@ -33,6 +34,12 @@ class FixedEndpoints:
     def up_to(self, version: int) -> str:
         """There is nobody else."""
         return "inference"
+
+    def hold(self, version: int) -> None:
+        """They keep their version anyway."""
+
+    def release(self) -> None:
+        """There is nothing to go on to."""
 
     def known(self) -> set[str]:
         """Their URLs."""

@@ -266,7 +266,10 @@ class RolloutLoop:
         else:
             version = step - self.rule.async_level
             up_to = self.policies.up_to(version)
-            self.wait.on(f"policy {version} to be served", waits_on=up_to, key=f"policy {version}", deadline_s=SLOW_S)
+            held = self.policies.held_version
+            until = "" if held is None or held >= version else f", once the evaluation of policy {held} is over"
+            reason = f"policy {version} to be served{until}"
+            self.wait.on(reason, waits_on=up_to, key=f"policy {version}", deadline_s=SLOW_S)
         await self.tick()
 
     async def tick(self) -> None:

@@ -2,6 +2,10 @@
 
 A lost message delays, it never diverges: each replica has one task that repeats `UpdatePolicy` with the newest version
 until the replica says that it serves it. Replicas join when they register and leave when their lease ends.
+
+For an evaluation one replica is held: it is driven to the version that is evaluated, also back to it, and stays there
+until the evaluation is over, while the others go on. A run's only replica serves its training meanwhile, too, as long
+as its version is new enough for that.
 """
 
 import asyncio
@@ -38,9 +42,18 @@ class PolicyDriver:
     """Drives all replicas of one run to the newest published version."""
 
     def __init__(
-        self, *, run_uid: str, epoch: int, registry: WorkerRegistry, events: RunEvents, on_change: Callable[[], None]
+        self,
+        *,
+        run_uid: str,
+        epoch: int,
+        registry: WorkerRegistry,
+        events: RunEvents,
+        on_change: Callable[[], None],
+        is_due: Callable[[int], bool] = lambda version: False,
     ) -> None:
+        """`is_due` says which versions are to be evaluated, so that a replica may be held at them."""
         self._run_uid = run_uid
+        self._is_due = is_due
         self._epoch = epoch
         self._registry = registry
         self._events = events
@@ -50,6 +63,10 @@ class PolicyDriver:
         self._failures: dict[str, str] = {}
         self._suspected: dict[str, asyncio.Event] = {}
         self._published = asyncio.Event()
+        self._due: policy_pb2.PolicyEntry | None = None
+        self._wanted: int | None = None
+        self._held: policy_pb2.PolicyEntry | None = None
+        self._holder = ""
         self.desired: policy_pb2.PolicyEntry | None = None
 
     def publish(self, entry: policy_pb2.PolicyEntry) -> None:
@@ -58,6 +75,55 @@ class PolicyDriver:
         if current is not None and (entry.lineage, entry.version) <= (current.lineage, current.version):
             return
         self.desired = entry
+        if self._is_due(entry.version):
+            self._due = entry
+        self._hold_due()
+        self._wake()
+
+    def hold(self, version: int) -> None:
+        """Have one replica stop at `version`, or at the newest later one to evaluate that is published already.
+
+        It stays there until `release`. If it is lost, another one takes its place.
+        """
+        self._wanted = version
+        self._hold_due()
+        self._wake()
+
+    def release(self) -> None:
+        """Let the replica that was held go on to the newest version."""
+        self._wanted = self._held = None
+        self._holder = ""
+        self._wake()
+        self._on_change()
+
+    @property
+    def newest_due(self) -> int | None:
+        """Newest published version that may be evaluated."""
+        return None if self._due is None else self._due.version
+
+    @property
+    def held_version(self) -> int | None:
+        """The version that a held replica serves; None while none does."""
+        return next((replica.version for replica in self.ready() if replica.is_held), None)
+
+    def _hold_due(self) -> None:
+        """Hold what is wanted once it is published, on the replica that is nearest to it."""
+        if self._held is None and self._wanted is not None and self._due and self._due.version >= self._wanted:
+            self._held = self._due
+        if self._held is None:
+            return
+        owned = self._registry.owned(WorkerKind.INFERENCE, self._run_uid)
+        able, version = {record.worker_id for record in owned if record.takes_work}, self._held.version
+        if self._holder not in able:
+            served = {name: status.version for name, status in self._served.items()}
+            self._holder = min(able, key=lambda each: (abs(served.get(each, -1) - version), each), default="")
+            self._wake()
+
+    def _target(self, worker_id: str) -> policy_pb2.PolicyEntry | None:
+        """What a replica shall serve."""
+        return self._held if self._held is not None and worker_id == self._holder else self.desired
+
+    def _wake(self) -> None:
         self._published.set()
         self._published = asyncio.Event()
 
@@ -77,6 +143,7 @@ class PolicyDriver:
                         version=status.version,
                         max_num_seqs=status.max_num_seqs,
                         is_applying=status.state == policy_service_pb2.POLICY_STATE_APPLYING,
+                        is_held=self._is_held(record.worker_id),
                     )
                 )
         return replicas
@@ -126,6 +193,7 @@ class PolicyDriver:
                 for worker_id in owned.keys() - tasks.keys():
                     self._suspected[worker_id] = asyncio.Event()
                     tasks[worker_id] = group.create_task(self._drive(owned[worker_id]))
+                self._hold_due()  # the holder may be gone
                 await asyncio.sleep(RESCAN_S)
 
     async def _drive(self, record: WorkerRecord) -> None:
@@ -134,7 +202,7 @@ class PolicyDriver:
             await self._refresh(stub, record)  # after a takeover it may serve more than this driver has read of yet
             while True:
                 published = self._published
-                desired = self.desired
+                desired = self._target(record.worker_id)
                 if desired is None or self._serves(record.worker_id, desired):
                     # A replica may also lose its policy by itself, so look again now and then.
                     await first_of(published.wait(), self._suspected[record.worker_id].wait(), timeout_s=LOOK_S)
@@ -146,7 +214,7 @@ class PolicyDriver:
                     waits_on=record.worker_id,
                     deadline_s=SLOW_S,
                 ):
-                    while desired is self.desired and not self._serves(record.worker_id, desired):
+                    while desired is self._target(record.worker_id) and not self._serves(record.worker_id, desired):
                         await self._update(stub, record, desired)
 
     async def _update(
@@ -226,10 +294,14 @@ class PolicyDriver:
         self._on_change()
 
     def _serves(self, worker_id: str, desired: policy_pb2.PolicyEntry) -> bool:
+        """Whether a replica serves what it shall: that very version where it is held, else that one or a newer one."""
         status = self._served.get(worker_id)
-        return (
-            status is not None
-            and status.has_version
-            and status.state == policy_service_pb2.POLICY_STATE_SERVING
-            and (status.lineage, status.version) >= (desired.lineage, desired.version)
-        )
+        if status is None or not status.has_version or status.state != policy_service_pb2.POLICY_STATE_SERVING:
+            return False
+        served, wanted = (status.lineage, status.version), (desired.lineage, desired.version)
+        is_exact = desired is self._held and worker_id == self._holder
+        return served == wanted if is_exact else served >= wanted
+
+    def _is_held(self, worker_id: str) -> bool:
+        """Whether a replica serves the version that it is held at."""
+        return self._held is not None and worker_id == self._holder and self._serves(worker_id, self._held)

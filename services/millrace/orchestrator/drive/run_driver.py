@@ -65,6 +65,7 @@ class RunDriver(ABC):
         self._asked_to_stop = asyncio.Event()
         self._cancelled = asyncio.Event()
         self._is_restored = False  # before that, the next header is not known
+        self._base_step = 0
         self._superseded: list[batch_pb2.BatchHeader] = []
         """Closing headers that did not end the run, as it was reopened."""
         self.is_paused = False
@@ -148,6 +149,7 @@ class RunDriver(ABC):
         """Take over what the store has of the run, and bring Redis up to date with it."""
         run_log = self._context.log
         origin = await asyncio.to_thread(load_origin, run_log.store, run_log.names)
+        self._base_step = origin.base_step
         committed = await load_history(run_log)
         self._writer.restore(committed, origin=origin)
         self._superseded = [header for header in committed.headers if closes_run(header)]

@@ -6,13 +6,16 @@ An evaluation that the log has is not done again.
 """
 
 import asyncio
-from collections.abc import Collection, Sequence
+import math
+import time
+from collections.abc import Collection, Mapping, Sequence
 
 from millrace.algorithms import make_algorithms
 from millrace.errors import InvalidStateError
 from millrace.orchestrator.drive.assembly import assemble, make_loop, task_sources
 from millrace.orchestrator.drive.loop import RolloutLoop
 from millrace.orchestrator.drive.run_driver import RunDriver, RunStoppedError, lasting
+from millrace.orchestrator.play.evals import MAX_UNHELD_S
 from millrace.orchestrator.play.sampler import Sampler
 from millrace.orchestrator.run_context import RunContext
 from millrace.rollouts.types import Rollout
@@ -20,6 +23,7 @@ from millrace.telemetry import waits
 from millrace.v1 import run_pb2
 
 SERVED_POLL_S = 0.05
+_SHOWN_VERSIONS = 10
 POLICY_OVERDUE_S = 600.0
 """Age from which the wait for a policy is overdue: the trainer may be loading a large model."""
 
@@ -29,10 +33,10 @@ class TrainRunDriver(RunDriver):
 
     PLAYED, WRITTEN = "every step is done", "the trainer has written everything"
 
-    def __init__(self, context: RunContext, *, done_evals: frozenset[tuple[str, int]]) -> None:
-        """`done_evals` are the environments and steps whose evaluation the log holds."""
+    def __init__(self, context: RunContext, *, done_evals: Mapping[tuple[str, int], str]) -> None:
+        """`done_evals` are the environments and steps whose evaluation the log holds, with the ids of these."""
         config = context.record.training
-        super().__init__(assemble(context, config))
+        super().__init__(assemble(context, config, reported_evals=frozenset(done_evals.values())))
         self._config = config
         self._done_evals = done_evals
 
@@ -46,13 +50,16 @@ class TrainRunDriver(RunDriver):
         settings = self._config.orchestrator.eval
         if settings is not None and self._parts.book.step == 0 and not settings.skip_first_step:
             await self._unless_stopped(self._evaluate(0, done=self._done_evals))
-        background.append(tasks.create_task(self._evaluate_periodically()))
+        periodic = tasks.create_task(self._evaluate_periodically())
+        background.append(periodic)
         await loop.run()
         if self._asked_to_stop.is_set():
             if not self._cancelled.is_set():
                 await self._unless(self._cancelled, loop.drain())
             raise RunStoppedError
         await self._unless_stopped(self._wait_served(self._parts.book.step))
+        with waits.waiting("the evaluations of earlier versions", waits_on="env-server", deadline_s=0.0):
+            await self._unless_stopped(asyncio.wait((periodic,)))
         return await self._unless_stopped(self._evaluate(self._parts.book.step))
 
     async def _start(self) -> RolloutLoop:
@@ -82,35 +89,86 @@ class TrainRunDriver(RunDriver):
 
     async def _evaluate_periodically(self) -> None:
         """Evaluate during training, whenever a version that is a multiple of the interval is served."""
-        evals = self._parts.evals
-        if self._config.orchestrator.eval is None:
+        evals, policies, settings = self._parts.evals, self._parts.policies, self._config.orchestrator.eval
+        if settings is None:
             return
-        interval = evals.interval
-        last: dict[str, int] = {}
+        interval, is_pinned = evals.interval, settings.pin == "hold"
+        last = dict.fromkeys(evals.names, max(self._base_step - 1, 0))  # a fork is evaluated at its first step
         for env, done in self._done_evals:
             last[env] = max(done, last.get(env, 0))
-        step = self._parts.book.step // interval * interval
-        if not evals.due(step, last=last):
-            step += interval  # else a predecessor began it: do what the log does not have
+        step = min(last.values()) // interval * interval + interval
+        # unregistered wait: what it awaits is registered where it is awaited
         while step < self._parts.max_steps:
-            await self._wait_served(step, overdue_s=0.0)  # nothing waits for it
-            due = evals.due(step, last=last)
+            if not evals.due(step, last=last):
+                step += interval
+                continue
             try:
-                await self._evaluate(step, due, done=self._done_evals)
+                step = await self._wait_due(step, is_pinned=is_pinned)
+                due = evals.due(step, last=last)
+                await self._tell_skipped(due, step=step)
+                await self._evaluate(step, list(due), done=self._done_evals, is_pinned=is_pinned)
             except InvalidStateError as error:
                 await self._events.warning(error.reason, str(error))
-            last |= dict.fromkeys(due, step)
-            step = max(step, self._parts.book.step // interval * interval) + interval
+            finally:
+                policies.release()
+            last |= dict.fromkeys(evals.due(step, last=last), step)
+            # A version that was published meanwhile can be held still; without holding, the next one is waited for.
+            behind = self._parts.book.step // interval * interval + interval
+            step = max(step + interval, (policies.newest_due or 0) if is_pinned else behind)
+
+    async def _wait_due(self, step: int, *, is_pinned: bool) -> int:
+        """Wait until the version of `step`, or a later one that is due by then, can be evaluated; return its step.
+
+        InvalidStateError if no replica takes it although it is published.
+        """
+        policies = self._parts.policies
+        if not is_pinned:
+            await self._wait_served(step, overdue_s=0.0)  # nothing waits for it
+            return step
+        policies.hold(step)
+        published = math.inf
+        with waits.waiting(f"policy {step} to be evaluated", waits_on="trainer", deadline_s=0.0) as wait:
+            while (held := policies.held_version) is None:
+                if (policies.newest_due or 0) >= step:
+                    published = min(published, time.monotonic())
+                    wait.update(waits_on="inference")
+                if time.monotonic() - published > MAX_UNHELD_S:
+                    raise InvalidStateError(
+                        f"policy {step} is not evaluated: no replica has taken it within {MAX_UNHELD_S:g} s",
+                        reason="EVAL_FAILED",
+                        remedy="the replicas' logs say why",
+                    )
+                await asyncio.sleep(SERVED_POLL_S)
+        return held
+
+    async def _tell_skipped(self, due: Mapping[str, Sequence[int]], *, step: int) -> None:
+        """Warn of versions that are not evaluated, because the evaluation before them took too long."""
+        if skipped := {env: steps for env, steps in due.items() if steps}:
+            named = "; ".join(f"{env}: {_versions(steps)}" for env, steps in skipped.items())
+            await self._events.warning(
+                "EVAL_SKIPPED",
+                f"these versions are not evaluated, because an evaluation before them lasted until policy {step} was "
+                f"due: {named}. Evaluate fewer tasks (orchestrator.eval.num_examples), less often "
+                "(orchestrator.eval.interval), or add replicas",
+            )
 
     async def _evaluate(
-        self, step: int, envs: Sequence[str] | None = None, *, done: Collection[tuple[str, int]] = ()
+        self,
+        step: int,
+        envs: Sequence[str] | None = None,
+        *,
+        done: Collection[tuple[str, int]] = (),
+        is_pinned: bool = False,
     ) -> list[Rollout]:
-        """Evaluate with the policy of `step` what is not `done` on `envs`, or on all; returns the OK rollouts."""
+        """Evaluate with the policy of `step` what is not `done` on `envs`, or on all; returns the OK rollouts.
+
+        While versions come, a pinned evaluation is played by the replica that is held at its own.
+        """
         rollouts: list[Rollout] = []
         chosen = self._parts.evals.names if envs is None else envs
         with self._parts.evals.series():
             for env in (name for name in chosen if (name, step) not in done):
-                report, good = await self._parts.evals.evaluate(env, step=step, min_version=step)
+                report, good = await self._parts.evals.evaluate(env, step=step, min_version=step, is_pinned=is_pinned)
                 await self._events.eval_completed(report)
                 rollouts += good
         return rollouts
@@ -121,3 +179,9 @@ class TrainRunDriver(RunDriver):
             while (served := policies.served_version()) is None or served < version:
                 wait.update(waits_on=policies.up_to(version))
                 await asyncio.sleep(SERVED_POLL_S)
+
+
+def _versions(steps: Sequence[int]) -> str:
+    """The first few versions, and how many there are."""
+    shown = ", ".join(f"v{step}" for step in steps[:_SHOWN_VERSIONS])
+    return f"{shown}, … ({len(steps)} in all)" if len(steps) > _SHOWN_VERSIONS else shown

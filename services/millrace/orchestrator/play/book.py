@@ -169,6 +169,14 @@ class Book:
         """Archive rollouts with the next header."""
         self._archive += rollouts
 
+    def keep_evaluated(self, rollout: Rollout, *, counts: bool) -> None:
+        """Archive a rollout of an evaluation, unless the newest header that was read behind it has done so.
+
+        One that no report counts, of an evaluation that began anew, is marked as a duplicate.
+        """
+        if entry_key(rollout.entry_id) > entry_key(self._counted_until):
+            self._archive.append(rollout if counts else replace(rollout, is_duplicate=True))
+
     def abandon(self, rollouts: Sequence[Rollout], *, reason: str) -> None:
         """Before a closing header: resolve as dropped what a predecessor left open, given the rollouts in the log.
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from millrace.orchestrator.play.play import Play
+from millrace.rollouts.rewards import reaches
 from millrace.rollouts.types import Rollout
 
 _Z95 = 1.959964
@@ -15,17 +16,22 @@ _Z95 = 1.959964
 def figures(plays: Sequence[Play], *, pass_threshold: float) -> dict[str, float]:
     """Everything but the mean reward, by name.
 
+    All of them are over the same rollouts, those that were asked for: one that failed has reward 0 and does not pass.
     `reward/sem` is the standard error over tasks, because rollouts of one task are not independent. pass@k and pass^k
     (k = 1, 2, 4, ... up to the rollouts of a task) are the unbiased estimates of "at least one of k passes" and "all
-    of k pass"; tasks with fewer than k finished rollouts are left out of them. `pass@k/low` and `pass@k/high` are the
-    bounds of its 95 % confidence interval.
+    of k pass" (Chen et al., 2021, https://arxiv.org/abs/2107.03374, equation 1). `pass@k/low` and `pass@k/high` are
+    the bounds of its 95 % confidence interval. What only a finished rollout has (turns, seconds, whether it was
+    truncated, the environment's own metrics) is a mean over those.
     """
     found: dict[str, float] = {}
-    played = [[rollout.reward for rollout in play.members.values()] for play in plays if play.members]
-    means = [float(np.mean(rewards)) for rewards in played]
+    played = [[rollout.reward for rollout in play.rollouts()] for play in plays]
+    means = [sum(rewards) / play.group_size for rewards, play in zip(played, plays, strict=True)]
     if len(means) > 1:
         found["reward/sem"] = float(np.std(means, ddof=1) / math.sqrt(len(means)))
-    counts = [(len(rewards), sum(reward >= pass_threshold for reward in rewards)) for rewards in played]
+    counts = [
+        (play.group_size, sum(reaches(reward, pass_threshold) for reward in rewards))
+        for rewards, play in zip(played, plays, strict=True)
+    ]
     k = 1
     while k <= max((size for size, _ in counts), default=0):
         usable = [(size, passed) for size, passed in counts if size >= k]

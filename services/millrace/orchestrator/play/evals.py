@@ -13,13 +13,11 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
-import numpy as np
-
 from millrace.errors import InvalidStateError
 from millrace.orchestrator.play.env_servers import EnvServers
 from millrace.orchestrator.play.eval_stats import figures
 from millrace.orchestrator.play.failures import describe_error, remedy_of
-from millrace.orchestrator.play.play import Play, PlayState, load_of
+from millrace.orchestrator.play.play import Arrival, Play, PlayState, load_of
 from millrace.orchestrator.play.player import Player
 from millrace.orchestrator.play.settings import EvalSettings
 from millrace.orchestrator.play.tasks import TaskRef
@@ -32,7 +30,11 @@ logger = logging.getLogger(__name__)
 STALL_SLACK_S = 60.0
 """Time without an answer, beyond one rollout's deadline, after which an evaluation ends; missing rollouts count as
 failed."""
+MAX_UNHELD_S = 600.0
+"""Time without a replica at the version that is evaluated, while others train on, after which an evaluation ends."""
 TICK_S = 0.5
+_SHOWN_TASKS = 20
+"""Tasks with failed rollouts that a report names."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -43,6 +45,7 @@ class Evaluation:
     env: str
     step: int
     min_version: int
+    is_pinned: bool
     plays: dict[int, Play]
     """By ordinal, which is the task's index."""
     changed: asyncio.Event = field(default_factory=asyncio.Event)
@@ -59,12 +62,13 @@ class Evaluation:
         """Rollouts that were asked for."""
         return sum(play.group_size for play in self.plays.values())
 
-    def add(self, rollout: Rollout) -> None:
+    def add(self, rollout: Rollout) -> Arrival:
         """Take a rollout of one of its tasks."""
-        if rollout.ordinal in self.plays:
-            self.plays[rollout.ordinal].add(rollout)
-            self.last_answer = time.monotonic()
-            self.changed.set()
+        if rollout.ordinal not in self.plays:
+            return Arrival.DUPLICATE
+        self.last_answer = time.monotonic()
+        self.changed.set()
+        return self.plays[rollout.ordinal].add(rollout)
 
     def good(self) -> list[Rollout]:
         """The OK rollouts in order of (task, member)."""
@@ -119,14 +123,23 @@ class Evaluator:
         """Steps after which some environment may be due."""
         return math.gcd(*(env.interval for env in self.settings.envs))
 
-    def due(self, step: int, *, last: Mapping[str, int]) -> list[str]:
-        """The environments to evaluate with the policy of a step: one of their steps has come since the `last` one.
+    def may_be_due(self, version: int, *, before: int | None) -> bool:
+        """Whether a version is one that some environment is evaluated at during training, `before` the last step."""
+        is_last = before is not None and version >= before
+        return self._settings is not None and version % self.interval == 0 and not is_last
+
+    def due(self, step: int, *, last: Mapping[str, int]) -> dict[str, list[int]]:
+        """The environments to evaluate with the policy of a step, each with the steps that were skipped before it.
 
         `last` is the newest step that each was evaluated at, 0 if left out. A step may have passed while others were
         evaluated, or while nobody drove the run; it is made up for at the next one.
         """
-        envs = [] if self._settings is None else self._settings.envs
-        return [env.name for env in envs if step // env.interval > last.get(env.name, 0) // env.interval]
+        found: dict[str, list[int]] = {}
+        for env in () if self._settings is None else self._settings.envs:
+            first = last.get(env.name, 0) // env.interval * env.interval + env.interval
+            if first <= step:
+                found[env.name] = list(range(first, step, env.interval))
+        return found
 
     @property
     def settings(self) -> EvalSettings:
@@ -138,10 +151,11 @@ class Evaluator:
         """Rollouts of evaluations that are being played, by replica."""
         return load_of(play for current in self._open.values() for play in current.plays.values())
 
-    def begin(self, env: str, *, step: int, min_version: int) -> Evaluation:
+    def begin(self, env: str, *, step: int, min_version: int, is_pinned: bool = False) -> Evaluation:
         """Open an evaluation of `env`: from now on it takes rollouts.
 
-        Its training tasks are played where the settings say so, or where it has no others.
+        Its training tasks are played where the settings say so, or where it has no others. A pinned one is played by a
+        replica that is held at its version.
         """
         settings, opened = self.settings, self._envs.envs[env]
         use_train_tasks = settings.use_train_tasks or opened.num_eval == 0
@@ -156,12 +170,14 @@ class Evaluator:
             env=env,
             step=step,
             min_version=min_version,
+            is_pinned=is_pinned,
             plays={
                 index: Play(
                     task=TaskRef(ordinal=index, env=env, task_index=index),
                     group_size=counts.rollouts_per_example,
                     settings=plays,
                     min_version=min_version,
+                    is_pinned=is_pinned,
                     is_scored_whole=opened.requires_group,
                 )
                 for index in range(num_tasks)
@@ -169,12 +185,14 @@ class Evaluator:
         )
         return current
 
-    async def evaluate(self, env: str, *, step: int, min_version: int) -> tuple[event_pb2.EvalCompleted, list[Rollout]]:
-        """Play `env` on replicas at `min_version` or newer; returns the report and the OK rollouts.
+    async def evaluate(
+        self, env: str, *, step: int, min_version: int, is_pinned: bool = False
+    ) -> tuple[event_pb2.EvalCompleted, list[Rollout]]:
+        """Play `env` on replicas at `min_version` or newer, or on a held one; returns the report and the OK rollouts.
 
         It lasts as long as answers come; raises InvalidStateError if not one rollout came back OK.
         """
-        current = self.begin(env, step=step, min_version=min_version)
+        current = self.begin(env, step=step, min_version=min_version, is_pinned=is_pinned)
         try:
             return await self.finish(current), current.good()
         finally:
@@ -189,6 +207,7 @@ class Evaluator:
     async def _play(self, current: Evaluation) -> None:
         plays = current.plays.values()
         stall_s = self.settings.plays.rollout_timeout_s + STALL_SLACK_S
+        unplaced_since = time.monotonic()
         with waits.waiting(
             f"evaluation of {current.env} with policy {current.min_version}", waits_on="env-server", deadline_s=stall_s
         ) as wait:
@@ -200,9 +219,13 @@ class Evaluator:
                     async with asyncio.timeout(TICK_S):
                         await current.changed.wait()
                 except TimeoutError:
-                    if not any(play.state is PlayState.PLACED for play in plays):
-                        current.last_answer = time.monotonic()  # nobody plays: no replica or env-server takes it
-                    if time.monotonic() - current.last_answer > stall_s:
+                    now = time.monotonic()
+                    if any(play.state is PlayState.PLACED for play in plays):
+                        unplaced_since = now
+                    else:
+                        current.last_answer = now  # nobody plays: no replica or env-server takes it
+                    is_unheld = current.is_pinned and now - unplaced_since > MAX_UNHELD_S
+                    if is_unheld or now - current.last_answer > stall_s:
                         logger.warning(
                             "evaluation incomplete", extra={"env": current.env, "missing": current.num_missing}
                         )
@@ -217,16 +240,26 @@ class Evaluator:
                 reason="EVAL_FAILED",
                 remedy=next((remedy_of(rollout) for rollout in current.failed()), "look at the env-server's log"),
             )
+        plays = list(current.plays.values())
         return event_pb2.EvalCompleted(
             env=current.env,
             policy_version=min(rollout.min_version or 0 for rollout in good),
+            policy_version_max=max(rollout.max_version or 0 for rollout in good),
             step=current.step,
-            reward_mean=float(np.mean([rollout.reward for rollout in good])),
+            reward_mean=sum(rollout.reward for rollout in good) / current.num_wanted,
             num_rollouts=len(good),
             num_failed=current.num_wanted - len(good),
-            metrics=figures(list(current.plays.values()), pass_threshold=self.settings.pass_threshold),
+            metrics=figures(plays, pass_threshold=self.settings.pass_threshold),
             seconds=seconds,
+            eval_id=current.eval_id,
+            failed_tasks=[_task_id(play) for play in plays if play.missing][:_SHOWN_TASKS],
         )
+
+
+def _task_id(play: Play) -> str:
+    """What the environment calls the task, where a rollout says it; else its index."""
+    known = (rollout.task_id for rollout in (*play.failures.values(), *play.members.values()))
+    return next(filter(None, known), f"{play.task.task_index}")
 
 
 def _first_failure(current: Evaluation) -> str:

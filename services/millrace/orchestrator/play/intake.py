@@ -1,11 +1,11 @@
 """What becomes of each rollout that the log holds: its play takes it. What a predecessor left is taken over here."""
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 
 from millrace.orchestrator.play.book import Book
 from millrace.orchestrator.play.evals import Evaluation
-from millrace.orchestrator.play.play import Play, PlayState
+from millrace.orchestrator.play.play import Arrival, Play, PlayState
 from millrace.orchestrator.play.rollout_stream import RolloutStream
 from millrace.orchestrator.play.routing import Policies
 from millrace.rollouts.requests import PlayedGroup
@@ -20,10 +20,23 @@ MakePlay = Callable[[int, int], Play]
 class Intake:
     """Takes every rollout of a run once, in the order of the log."""
 
-    def __init__(self, *, book: Book, evaluations: Mapping[str, Evaluation], policies: Policies) -> None:
-        """`evaluations` are those that are open, by id."""
+    def __init__(
+        self,
+        *,
+        book: Book,
+        evaluations: Mapping[str, Evaluation],
+        policies: Policies,
+        reported: Container[str] = (),
+        keeps_evaluated: bool = True,
+    ) -> None:
+        """`evaluations` are those that are open, by id; `reported` are the ids of those that the log has reports of.
+
+        `keeps_evaluated`: every rollout of an evaluation is archived as it comes.
+        """
         self._book = book
         self._evaluations = evaluations
+        self._reported = reported
+        self._keeps_evaluated = keeps_evaluated
         self._policies = policies
         self._make_play: MakePlay | None = None
         self.is_taking_over = False
@@ -45,9 +58,13 @@ class Intake:
             play = self._book.plays.get(rollout.ordinal) or self._of_predecessor(rollout)
             self._prepare(play, rollout)
             self._book.add(rollout)
-        elif (evaluation := self._evaluations.get(rollout.eval_id)) is not None:
-            self._prepare(evaluation.plays.get(rollout.ordinal), rollout)
-            evaluation.add(rollout)
+        else:
+            counts = rollout.eval_id in self._reported
+            if (evaluation := self._evaluations.get(rollout.eval_id)) is not None:
+                self._prepare(evaluation.plays.get(rollout.ordinal), rollout)
+                counts = evaluation.add(rollout) is not Arrival.DUPLICATE
+            if self._keeps_evaluated:
+                self._book.keep_evaluated(rollout, counts=counts)
 
     async def take_over(self, stream: RolloutStream, playing: Mapping[str, Sequence[PlayedGroup]]) -> None:
         """Take every rollout that a predecessor's log holds, then what env-servers still play.

@@ -74,6 +74,8 @@ class Play:
     planned_step: int = 0
     min_version: int = 0
     """Oldest policy version that a replica may serve to get it."""
+    is_pinned: bool = False
+    """It is played by a replica that is held at its version (`Policies.hold`)."""
     is_scored_whole: bool = False
     """Its environment compares the members, so all must come from one attempt."""
     is_drawn_by_pools: bool = False

@@ -79,7 +79,9 @@ class Player:
             # The members of such a task end together: the others are on their way, unless `lost` says otherwise.
             play.place(play.source, replica="", timeout_s=play.settings.rest_timeout_s)
             return True
-        replica = self._router.pick(self._policies.ready(), min_version=play.min_version, home=play.home)
+        replica = self._router.pick(
+            self._policies.ready(), min_version=play.min_version, home=play.home, is_pinned=play.is_pinned
+        )
         if replica is None or not _has_room(play, plays):
             return False
         request = self._request(play, replica)

@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 
 from millrace.decoding import Fields
+from millrace.rollouts.rewards import reaches
 
 MAX_TASKS = 1 << 22
 """Tasks of an environment, from its first, that can leave the normal pool."""
@@ -46,9 +47,9 @@ class Thresholds:
 
     def pool(self, reward: float) -> Pool:
         """The pool that a group's mean reward stands for."""
-        if self.easy is not None and reward >= self.easy:
+        if self.easy is not None and reaches(reward, self.easy):
             return Pool.EASY
-        return Pool.HARD if self.hard is not None and reward <= self.hard else Pool.NORMAL
+        return Pool.HARD if self.hard is not None and reaches(-reward, -self.hard) else Pool.NORMAL
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

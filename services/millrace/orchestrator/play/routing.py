@@ -32,6 +32,8 @@ class ReadyReplica:
     """Sequences that it generates at once; 0 if it does not say."""
     is_applying: bool = False
     """It takes a new version and generates nothing meanwhile."""
+    is_held: bool = False
+    """It keeps its version for an evaluation (`Policies.hold`)."""
 
 
 class Policies(Protocol):
@@ -70,6 +72,24 @@ class Policies(Protocol):
         """Kind of component that must act before a version is served."""
         ...
 
+    def hold(self, version: int) -> None:
+        """Have one replica stop at a version that is to be evaluated, and keep it until `release`."""
+        ...
+
+    def release(self) -> None:
+        """Let the replica that was held go on to the newest version."""
+        ...
+
+    @property
+    def newest_due(self) -> int | None:
+        """Newest published version that may be evaluated; None before the first."""
+        ...
+
+    @property
+    def held_version(self) -> int | None:
+        """The version that a held replica serves; None while none does."""
+        ...
+
     async def run(self) -> None:
         """Keep replicas at the newest version; ends by cancellation."""
         ...
@@ -85,13 +105,18 @@ class Router:
         """Take somebody's rollouts into account from now on."""
         self._loads.append(load)
 
-    def pick(self, replicas: Iterable[ReadyReplica], *, min_version: int, home: str = "") -> ReadyReplica | None:
+    def pick(
+        self, replicas: Iterable[ReadyReplica], *, min_version: int, home: str = "", is_pinned: bool = False
+    ) -> ReadyReplica | None:
         """The replica for a play, of those at `min_version` or newer; None if there is none.
 
         `home` is the worker id of the replica that has the prefix already; it is left when it is full and another one
-        is not. One that is taking a new version gets something only if all do that.
+        is not. One that is taking a new version gets something only if all do that. Pinned plays go to held replicas
+        alone; others go there only if no other fits, because what is held grows old.
         """
-        fit = [replica for replica in replicas if replica.version >= min_version]
+        fit = [each for each in replicas if each.version >= min_version and (each.is_held or not is_pinned)]
+        if not is_pinned:
+            fit = [each for each in fit if not each.is_held] or fit
         load = Counter[str]()
         for part in self._loads:
             load.update(part())

@@ -84,8 +84,8 @@ class RunStatus:
     """Newest published version."""
     served: dict[str, int] = field(default_factory=dict)
     """Version by replica."""
-    done_evals: set[tuple[str, int]] = field(default_factory=set)
-    """Environment and step of every evaluation that is finished."""
+    done_evals: dict[tuple[str, int], str] = field(default_factory=dict)
+    """By environment and step of every evaluation that is finished, what its rollouts are marked with."""
     environments: dict[str, run_pb2.EnvRollouts] = field(default_factory=dict)
     """Environments of which rollouts failed, by name."""
     batches: BatchAge = field(default_factory=BatchAge)
@@ -163,7 +163,8 @@ class RunStatus:
             case "policy_published":
                 self.policy_version = max(self.policy_version, _counted(event.policy_published.version))
             case "eval_completed":
-                self.done_evals.add((event.eval_completed.env, event.eval_completed.step))
+                done = event.eval_completed
+                self.done_evals[done.env, done.step] = done.eval_id
             case "policy_served":
                 self.served[event.policy_served.replica] = _counted(event.policy_served.version)
                 newest = max(self.served.values())

@@ -87,6 +87,10 @@ class FakeEnvServer(env_service_pb2_grpc.EnvServiceServicer):
     """What is being played: the request by its task."""
     go_on: asyncio.Event = field(default_factory=asyncio.Event)
     """While it is not set, training groups are played and nothing of them finishes."""
+    evals_go_on: asyncio.Event = field(default_factory=asyncio.Event)
+    """While it is not set, evaluations behind the first step have begun and do not finish."""
+    replicas: list[FakeReplica] = field(default_factory=list)
+    """Those that requests may name, where there are several."""
     spool: list[bytes] = field(default_factory=list)
     log_instance: str = ""
     assignments: list = field(default_factory=list)
@@ -94,6 +98,7 @@ class FakeEnvServer(env_service_pb2_grpc.EnvServiceServicer):
 
     def __post_init__(self) -> None:
         self.go_on.set()
+        self.evals_go_on.set()
 
     async def OpenEnv(self, request, context):
         if self.fail_open:
@@ -139,15 +144,20 @@ class FakeEnvServer(env_service_pb2_grpc.EnvServiceServicer):
         return [request for request in self.requests if request.purpose == train and request.ordinal == ordinal]
 
     async def play(self, request) -> None:
+        replica = next((each for each in self.replicas if each.address in request.base_url), self.replica)
+        first_version = replica.status.version
         await asyncio.sleep(self.delay_s * random.random())
         if request.purpose == rollout_pb2.PURPOSE_TRAIN:
             await self.go_on.wait()
-        version = self.replica.status.version
+            first_version = replica.status.version
+        elif "@0-" not in request.eval_id:
+            await self.evals_go_on.wait()
+        versions = (first_version, replica.status.version)
         for member in request.members:
             key = (request.ordinal, member, request.attempt)
             key = ("eval", *key) if request.purpose == rollout_pb2.PURPOSE_EVAL else key
-            status = RolloutStatus.ENGINE_LOST if self.replica.is_down else self.broken.get(key, RolloutStatus.OK)
-            rollout = make_rollout(request, member, status, version, env_server=self.worker_id)
+            status = RolloutStatus.ENGINE_LOST if replica.is_down else self.broken.get(key, RolloutStatus.OK)
+            rollout = make_rollout(request, member, status, versions, env_server=self.worker_id)
             await self._append(request.run_uid, encode_rollout(self.shape(rollout)))
 
     async def _append(self, uid: str, data: bytes) -> None:
@@ -176,14 +186,22 @@ def _playing(request) -> env_service_pb2.PlayingGroup:
 
 
 def make_rollout(
-    request, member: int, status: RolloutStatus, version: int, *, env_server: str = "env-server-fake"
+    request,
+    member: int,
+    status: RolloutStatus,
+    version: int | tuple[int, int],
+    *,
+    env_server: str = "env-server-fake",
 ) -> Rollout:
+    """A rollout of three sampled tokens: the first of one version, the others of another if two are given."""
     ok = status == RolloutStatus.OK
+    first, last = version if isinstance(version, tuple) else (version, version)
+    spans = (PolicySpan(lineage=0, version=first, start=2, end=3), PolicySpan(lineage=0, version=last, start=3, end=5))
     sample = Sample(
         token_ids=np.arange(5, dtype=np.int32),
         loss_mask=np.array([0, 0, 1, 1, 1], dtype=np.uint8),
         inference_logprobs=np.array([0, 0, -1, -1, -1], dtype=np.float32),
-        policy_spans=(PolicySpan(lineage=0, version=version, start=2, end=5),),
+        policy_spans=spans if first != last else (PolicySpan(lineage=0, version=last, start=2, end=5),),
     )
     return Rollout(
         run_uid=request.run_uid,

@@ -12,6 +12,7 @@ from millrace.cli.options import OWN_STORE, RUN
 
 if TYPE_CHECKING:
     from millrace.cli.offline.samples import SampleRecord
+    from millrace.storage import ObjectStore
 
 _SHOWN = 20
 _ORDERS = [sign + name for name in SORTS for sign in ("", "-")]
@@ -54,13 +55,16 @@ def samples(
 
     RUN is a name, the beginning of one, a uid, - for the most recent run, or the directory that `millrace rl` and
     `millrace eval` have written. Reads the object store only, and needs no server. Shows what a committed batch has
-    resolved: trained on, evaluated, dropped and failed rollouts. With `--format sft` those that ended well, as rows.
+    resolved: trained on, evaluated, dropped and failed rollouts. With `--format sft` those that ended well, as rows; of
+    a run that trains only those of training, unless `--purpose eval` is given.
     """
     from millrace.cli.offline.run_store import find_uid, store_of, store_prefix
 
     objects, meant = store_of(name, store)
     deployment = store_prefix(prefix)
     uid = find_uid(objects, deployment, meant)
+    if form == "sft" and filters["purpose"] is None and _trains(objects, deployment, uid):
+        filters["purpose"] = "train"  # held-out tasks are not trained on by accident
     found = read_samples(
         objects, deployment, uid, SampleFilter(**{key: value for key, value in filters.items() if value is not None})
     )
@@ -81,6 +85,19 @@ def samples(
         click.echo(sample_table(shown, paint=Paint.of(sys.stdout)))
     click.echo(f"{len(shown)} of {total} samples" + ("" if is_full or not shown else "; --full shows conversations"))
     return 0
+
+
+def _trains(objects: "ObjectStore", prefix: str, uid: str) -> bool:
+    """Return whether the run is one that trains, which it is if its record is lost."""
+    from millrace.errors import NotFoundError
+    from millrace.runlog.names import Names
+    from millrace.runlog.records.run_record import EVAL, RunRecord
+
+    key = Names(prefix, uid).run_json
+    try:
+        return RunRecord.parse(objects.get(key), where=key).kind != EVAL
+    except NotFoundError:
+        return True
 
 
 def _write_rows(samples: "Iterable[SampleRecord]") -> None:
