@@ -1,8 +1,6 @@
 """What `millrace eval` takes: environments by id, policies of a directory, aliases of endpoints."""
 
-import importlib
 import signal
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -144,26 +142,23 @@ def test_an_interrupted_comparison_says_how_it_goes_on(
     assert capsys.readouterr().err.splitlines()[-1].endswith("give the same command with --name x --resume")
 
 
-def test_an_evaluation_does_not_go_on_with_other_files(weights: Path, base: Path, tmp_path: Path) -> None:
+def test_an_evaluation_does_not_go_on_with_other_files(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     module = tmp_path / "my_env.py"
     module.write_text("VALUE = 1\n")
-    sys.path.insert(0, str(tmp_path))
-    importlib.invalidate_caches()
+    monkeypatch.syspath_prepend(tmp_path)
     common = ["--environment-ids", "my-env", "--model.name", str(base), "--output-dir", str(tmp_path / "out")]
     prepared = prepare_eval([*common, "--name", "x", "--resume"], environ={})
-    try:
-        directory = tmp_path / "out" / "x"
-        begin(prepared, directory)
-        assert finished(prepared) is None, "the same files go on"
-        module.write_text("VALUE = 2\n")
-        with pytest.raises(CliError, match="begun with another environment my-env: the files there have changed"):
-            finished(prepared)
-        module.write_text("VALUE = 1\n")
-        write(base / "model.safetensors", {"layers.0.q_proj.weight": WEIGHT * 2})
-        with pytest.raises(CliError, match="begun with another model"):
-            finished(prepared)
-    finally:
-        sys.path.remove(str(tmp_path))
+    begin(prepared, tmp_path / "out" / "x")
+    assert finished(prepared) is None, "the same files go on"
+    module.write_text("VALUE = 2\n")
+    with pytest.raises(CliError, match="begun with another environment my-env: the files there have changed"):
+        finished(prepared)
+    module.write_text("VALUE = 1\n")
+    write(base / "model.safetensors", {"layers.0.q_proj.weight": WEIGHT * 2})
+    with pytest.raises(CliError, match="begun with another model"):
+        finished(prepared)
 
 
 def test_the_digest_of_a_policy_is_of_all_that_it_is_made_of(weights: Path, base: Path) -> None:

@@ -97,7 +97,6 @@ class TrainRunDriver(RunDriver):
         for env, done in self._done_evals:
             last[env] = max(done, last.get(env, 0))
         step = min(last.values()) // interval * interval + interval
-        # unregistered wait: what it awaits is registered where it is awaited
         while step < self._parts.max_steps:
             if not evals.due(step, last=last):
                 step += interval
