@@ -66,7 +66,6 @@ ALLOWED = {
     "trainer/model/pretrained.py:policy_files": USERS,
     "trainer/sft/rows.py:_decoded": USERS,
     "trainer/sft/rows.py:_read_jsonl": USERS,
-    "trainer/sft/rows.py:_tool_call": USERS,
 }
 
 

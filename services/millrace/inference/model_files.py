@@ -70,21 +70,3 @@ def load_tokenizer(model_dir: Path) -> "PreTrainedTokenizerBase | None":
     from transformers import AutoTokenizer
 
     return AutoTokenizer.from_pretrained(model_dir, local_files_only=True)
-
-
-def eos_token_ids(model_dir: Path, config: Any, tokenizer: "PreTrainedTokenizerBase | None") -> tuple[int, ...]:
-    """Tokens that end a completion: those of the model's config, of the generation config and of the tokenizer."""
-    sources: list[Any] = [getattr(config, "eos_token_id", None)]
-    if (model_dir / "generation_config.json").is_file():
-        from transformers import GenerationConfig
-
-        sources.append(GenerationConfig.from_pretrained(model_dir, local_files_only=True).eos_token_id)
-    sources.append(tokenizer.eos_token_id if tokenizer is not None else None)
-    found: list[int] = []
-    for source in sources:
-        match source:
-            case int():
-                found.append(source)
-            case list() | tuple():
-                found.extend(source)
-    return tuple(dict.fromkeys(found))

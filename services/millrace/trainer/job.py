@@ -34,7 +34,7 @@ from millrace.trainer.log.client import LogClient
 from millrace.trainer.log.stop import StopRequested
 from millrace.trainer.log.token_log import TokenLogWriter
 from millrace.trainer.loop import train
-from millrace.trainer.model.pretrained import policy_files, resolve_model_directory, with_tokenizer
+from millrace.trainer.model.pretrained import policy_files, resolve_model_directory, with_tokenizer, with_turn_stops
 from millrace.trainer.model.shortage import shortage_named
 from millrace.trainer.publish.executor import Executor
 from millrace.trainer.publish.lora import AdapterBase
@@ -268,9 +268,10 @@ def make_publisher(
 ) -> Publisher:
     """The publisher; rank 0 uploads once the files that all versions share."""
     with agreed(context.gang):
-        shared = policy_files(directory, dtype=learner.publish_dtype)
+        shared, source = policy_files(directory, dtype=learner.publish_dtype), directory
         if (tokenizer := learner.config.tokenizer.name) is not None:
-            shared = with_tokenizer(shared, resolve_model_directory(tokenizer))
+            shared = with_tokenizer(shared, source := resolve_model_directory(tokenizer))
+        shared = with_turn_stops(shared, directory, tokenizer=source)
     if learner.adapter is not None:
         shared[ADAPTER_CONFIG] = learner.adapter.to_config()  # with the base, too: engines see at once what will come
 

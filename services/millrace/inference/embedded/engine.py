@@ -48,6 +48,7 @@ from millrace.inference.engine import (
     PromptScores,
 )
 from millrace.policies.staged import StagedPolicy
+from millrace.policies.stops import turn_stops
 from millrace.telemetry import faults
 from millrace.telemetry.faults import Point
 
@@ -240,7 +241,7 @@ class EmbeddedEngine:
         scheduler = Scheduler(
             model,
             identity=identity,
-            eos_token_ids=model_files.eos_token_ids(model_dir, config, tokenizer),
+            eos_token_ids=tuple(sorted(turn_stops(tokenizer, model_dir).token_ids)),
             decoder=tokenizer,
             max_num_seqs=self._max_num_seqs,
             kv_bytes=self._kv_bytes,

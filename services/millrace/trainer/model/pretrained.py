@@ -16,6 +16,7 @@ from millrace.config.sections.sft import SFTModelConfig
 from millrace.config.sections.trainer import TrainerModelConfig
 from millrace.errors import CorruptObjectError, InvalidStateError, NotFoundError
 from millrace.policies.manifest import Probe
+from millrace.policies.stops import turn_stops, with_stops
 from millrace.policies.tensors import TensorBytes
 from millrace.telemetry import progress
 from millrace.telemetry.progress import Doing
@@ -181,6 +182,17 @@ def with_tokenizer(files: dict[str, bytes], directory: Path) -> dict[str, bytes]
     """The small files of a model with the tokenizer of the one in `directory`."""
     kept = {name: data for name, data in files.items() if name in _MODEL_FILES}
     return kept | {path.name: path.read_bytes() for pattern in _TOKENIZER_FILES for path in directory.glob(pattern)}
+
+
+def with_turn_stops(files: dict[str, bytes], directory: Path, *, tokenizer: Path) -> dict[str, bytes]:
+    """The small files of the model in a directory with a generation config that names every token that ends a turn.
+
+    Those are what its configs name, and what the tokenizer and chat template in the directory `tokenizer` end turns
+    with. A model without a tokenizer keeps what it has.
+    """
+    if not any(name.startswith("tokenizer") for name in files):
+        return files
+    return with_stops(files, turn_stops(load_tokenizer(tokenizer), directory).token_ids)
 
 
 @torch.no_grad()

@@ -1,53 +1,61 @@
 """Conversations as tokens, and which of the tokens are trained on.
 
-A chat template renders whole conversations only. Where a message of a conversation lies is found by rendering its
-beginnings, which works only if the rendering of each beginning is a prefix of the rendering of the whole: the prefix
-property. A template that rewrites history (one that strips the thinking from earlier turns) breaks it; then its own
-generation markers say which tokens are the assistant's, and without markers the row cannot be used.
+Of an assistant's turn that is what the policy would sample: the tokens behind the prompt that an engine is given, up to
+the first token that ends a turn. This takes the prefix property: what the engine is given is how the whole begins, as
+text and as tokens. A template that rewrites history (one that strips the thinking from earlier turns) breaks it; then
+its own generation markers say which tokens are the assistant's, and without markers the row cannot be used.
 """
 
+import contextlib
+import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
-
-from jinja2 import TemplateError
+from dataclasses import dataclass, replace
+from itertools import groupby
+from typing import Any, NamedTuple
 
 from millrace.config.sections.sft import LossMaskConfig
-
-Message = Mapping[str, Any]
+from millrace.policies.stops import TEMPLATE_ERRORS, TurnStops, common_prefix, turn_stops
+from millrace.trainer.sft.rendering import BadRowError, Conversation, Message, Rendering, render
+from millrace.trainer.sft.tokens import TextTokens
+from millrace.trainer.sft.written import (
+    texts_of,
+    unwritten_parts,
+    with_calls,
+    writes_calls_badly,
+    writes_tools,
+)
 
 _MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
-# What a template, which is foreign code, raises for a conversation that it does not know: its own errors, and those of
-# the operations in it (text joined with a list of parts, a tool that is no schema, a key that is missing).
-_FOREIGN = (TemplateError, TypeError, ValueError, KeyError, AttributeError)
-_SHOWN = 60  # characters of a rendering in a message
+_THINKING = re.compile(r"\b(?:enable_thinking|thinking)\b")  # what templates call the argument that opens a thought
 
 
-class BadRowError(ValueError):
-    """A row that cannot be trained on; the message says why."""
+class Encoded(NamedTuple):
+    """Token ids, which of them are trained on, and what else a fine-tuning is told of.
 
+    `is_marked`: the template rewrites earlier turns, and its markers say what is trained on. `is_without_tools`: it
+    does not write which tools there are.
+    """
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Conversation:
-    """The messages of a row, and what else its template takes."""
-
-    messages: Sequence[Message]
-    tools: Sequence[Mapping[str, Any]] | None = None
-    template_arguments: Mapping[str, Any] = field(default_factory=dict)
+    token_ids: list[int]
+    trained: list[bool]
+    is_marked: bool = False
+    is_without_tools: bool = False
 
 
 class ConversationEncoder:
     """Renders conversations with a tokenizer's chat template, and marks the tokens of trained messages.
 
-    `num_marked` counts conversations that broke the prefix property and were marked by the template itself.
+    `num_marked` counts conversations that broke the prefix property and were marked by the template itself,
+    `num_without_tools` those whose tools the template does not write.
     """
 
-    def __init__(self, tokenizer: Any, loss_mask: LossMaskConfig) -> None:
+    def __init__(self, tokenizer: Any, loss_mask: LossMaskConfig, *, stops: TurnStops | None = None) -> None:
         self._tokenizer = tokenizer
         self._trained = loss_mask.model_dump()
-        self.num_marked = 0
+        self._stops = stops or turn_stops(tokenizer)
+        self.num_marked = self.num_without_tools = 0
 
     def encode(self, conversation: Conversation) -> tuple[list[int], list[bool]]:
         """Token ids, and which of them are trained on; BadRowError if that cannot be told."""
@@ -55,41 +63,112 @@ class ConversationEncoder:
         if not any(flags):
             return [], []
         try:
-            return self._encode(conversation, flags)
-        except BadRowError:
-            raise
-        except _FOREIGN as error:
-            raise BadRowError(f"the chat template refuses it: {error}") from error
+            encoded = self._encode(conversation, flags)
+        except BadRowError as error:
+            raise BadRowError(f"{error}{self._mended(conversation, flags)}") from error
+        self.num_marked += encoded.is_marked
+        self.num_without_tools += encoded.is_without_tools
+        return encoded.token_ids, encoded.trained
 
-    def _encode(self, conversation: Conversation, flags: list[bool]) -> tuple[list[int], list[bool]]:
-        whole = self._render(conversation)
-        ends: list[tuple[int, bool]] = []  # where stretches of the text end, and whether they are trained on
-        for index, opens_turn in self._cuts(conversation, flags):
-            text = self._beginning(conversation, index, opens_turn=opens_turn)
-            if text is None or not whole.startswith(text):
-                return self._marked(conversation, why=self._what_changed(conversation, index, whole))
-            ends.append((len(text), flags[index] and not opens_turn))
-        ends.append((len(whole), flags[-1]))
-        token_ids, bounds = self._tokenize(whole, [end for end, _ in ends])
+    def _encode(self, conversation: Conversation, flags: Sequence[bool]) -> Encoded:
+        """Take the arguments of tool calls in the form in which the template writes them."""
+        refused: list[BadRowError] = []
+        poor: list[tuple[Conversation, Rendering]] = []
+        for given in with_calls(conversation):
+            try:
+                rendering = Rendering(self._tokenizer, given)
+                self._require_written(given, rendering, flags)
+            except BadRowError as error:
+                refused.append(error)
+            except TEMPLATE_ERRORS as error:
+                refused.append(BadRowError(f"the chat template refuses it: {error}"))
+                refused[-1].__cause__ = error
+            else:
+                if not writes_calls_badly(given, rendering.whole):
+                    return self._encode_rendered(given, rendering, flags)
+                poor.append((given, rendering))
+        if poor:
+            return self._encode_rendered(*poor[0], flags)
+        raise refused[0]
+
+    def _encode_rendered(self, conversation: Conversation, rendering: Rendering, flags: Sequence[bool]) -> Encoded:
+        is_without_tools = not writes_tools(self._tokenizer, conversation, rendering.whole)
+        stretches = self._stretches(conversation, rendering, flags)
+        encoded = stretches if isinstance(stretches, str) else self._flagged(conversation, rendering, stretches)
+        if isinstance(encoded, str):
+            encoded = self._marked(conversation, flags, why=encoded)
+        return encoded._replace(is_without_tools=is_without_tools)
+
+    def _stretches(
+        self, conversation: Conversation, rendering: Rendering, flags: Sequence[bool]
+    ) -> "list[_Stretch] | str":
+        """The stretches of the text, in order; what the template changes if it has no such order."""
+        found: list[_Stretch] = []
+        messages = conversation.messages
+        for index, opens_turn in self._cuts(messages, flags):
+            text = rendering.beginning(index, opens_turn=opens_turn) or ""
+            end = common_prefix(text, rendering.whole)
+            is_whole = 0 < len(text) == end
+            is_trained = flags[index] and not opens_turn
+            if not is_whole and not (is_trained and messages[index]["role"] == "assistant"):
+                return rendering.what_changed(index)
+            is_prompt = opens_turn and flags[index + 1]
+            found.append(_Stretch(index=index, end=end, is_trained=is_trained, is_prompt=is_prompt, is_whole=is_whole))
+        found.append(_Stretch(index=len(messages) - 1, end=len(rendering.whole), is_trained=flags[-1]))
+        return found
+
+    def _flagged(
+        self, conversation: Conversation, rendering: Rendering, stretches: "Sequence[_Stretch]"
+    ) -> Encoded | str:
+        """The tokens with those of the trained stretches; what the template changes where a turn has no end."""
+        tokens = TextTokens(self._tokenizer, rendering.whole)
+        prompts = {each.end: tokens.behind_prompt(each.end) for each in stretches if each.is_prompt}
+        bounds = [prompts[each.end] if each.is_prompt else tokens.before(each.end) for each in stretches]
+        token_ids = tokens.token_ids
         trained = [False] * len(token_ids)
-        is_open = False
-        for start, end, is_trained in zip([0, *bounds], bounds, (flag for _, flag in ends), strict=False):
-            if is_trained:
-                stop = self._stop(token_ids, start, end)
-                is_open = stop is None
-                stop = end if stop is None else stop
-                trained[start:stop] = [True] * (stop - start)
-        if is_open and flags[-1] and conversation.messages[-1]["role"] == "assistant":
-            token_ids.append(self._tokenizer.eos_token_id)
-            trained.append(True)
-        return token_ids, trained
+        for stretch, start, end in zip(stretches, [0, *bounds], bounds, strict=False):
+            if not stretch.is_trained:
+                continue
+            if conversation.messages[stretch.index]["role"] != "assistant":
+                stop = self._end_of_others(token_ids, start, end)
+            elif (stop := self._end_of_turn(token_ids, start, end + stretch.is_whole)) is None:
+                if not stretch.is_whole:
+                    return rendering.what_changed(stretch.index)
+                stop = end
+                if stretch is stretches[-1]:
+                    self._append_stop(conversation.messages[-1], token_ids, trained)
+                    stop = len(token_ids)
+            trained[start:stop] = [True] * (stop - start)
+        return Encoded(token_ids, trained)
 
-    def _cuts(self, conversation: Conversation, flags: list[bool]) -> Iterator[tuple[int, bool]]:
+    def _end_of_turn(self, token_ids: Sequence[int], start: int, end: int) -> int | None:
+        """Behind the first stop of an assistant's turn; None without one.
+
+        `end` is one token behind the turn, where the token that opens the next one may be its stop.
+        """
+        stops = self._stops.token_ids
+        return next((at + 1 for at in range(start, min(end, len(token_ids))) if token_ids[at] in stops), None)
+
+    def _end_of_others(self, token_ids: Sequence[int], start: int, end: int) -> int:
+        """Behind the last stop of another role's stretch, if just space follows it; else the end."""
+        stops = self._stops.token_ids
+        stop = next((at + 1 for at in range(end - 1, start - 1, -1) if token_ids[at] in stops), end)
+        return end if self._tokenizer.decode(token_ids[stop:end]).strip() else stop
+
+    def _append_stop(self, message: Message, token_ids: list[int], trained: list[bool]) -> None:
+        """Add what the policy would sample behind the last message, if anything ends a turn here."""
+        shown = self._stops.call if message.get("tool_calls") else self._stops.answer
+        stop = self._tokenizer.eos_token_id if shown is None else shown
+        if stop is not None:
+            token_ids.append(stop)
+            trained.append(True)
+
+    def _cuts(self, messages: Sequence[Message], flags: Sequence[bool]) -> Iterator[tuple[int, bool]]:
         """The messages behind which to cut: where what is trained on changes, and on both sides of each assistant's.
 
         With True the cut is behind the header of the assistant's turn that follows, which is not trained on.
         """
-        roles = [message["role"] for message in conversation.messages]
+        roles = [message["role"] for message in messages]
         for index in range(len(roles) - 1):
             opens_turn = roles[index + 1] == "assistant"
             if flags[index] if opens_turn else (flags[index] != flags[index + 1] or roles[index] == "assistant"):
@@ -98,127 +177,118 @@ class ConversationEncoder:
                 yield index, True
 
     def _is_trained(self, index: int, message: Message) -> bool:
+        """Whether a message is trained on; BadRowError if it is none that can be read."""
+        name = f"message {index}"
         role = _ROLES.get(str(message.get("role")))
         if role is None:
-            raise BadRowError(f"message {index} has role {message.get('role')!r}; roles are {', '.join(_ROLES)}")
+            raise BadRowError(f"{name} has role {message.get('role')!r}; roles are {', '.join(_ROLES)}")
+        content = message.get("content")
+        if not isinstance(content, str | list | None):
+            raise BadRowError(f"{name} has content that is neither text nor a list of parts")
+        for part in content if isinstance(content, list) else []:
+            if not isinstance(part, Mapping) or part.get("type", "text") != "text":
+                kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+                raise BadRowError(f"{name} has a part of type {kind!r}; only parts of type 'text' can be trained on")
+        calls = message.get("tool_calls")
+        if calls is not None and not (isinstance(calls, list) and all(isinstance(call, Mapping) for call in calls)):
+            raise BadRowError(f"{name} has `tool_calls` that are no list of calls")
         return self._trained[role]
 
-    def _render(self, conversation: Conversation, count: int | None = None, *, opens_turn: bool = False) -> str:
-        """The text of the first `count` messages; `opens_turn` adds what begins the assistant's turn."""
-        return self._tokenizer.apply_chat_template(
-            list(conversation.messages[:count]),
-            tools=conversation.tools,
-            tokenize=False,
-            add_generation_prompt=opens_turn,
-            **conversation.template_arguments,
+    def _require_written(self, conversation: Conversation, rendering: Rendering, flags: Sequence[bool]) -> None:
+        """BadRowError if the template leaves out a part of a message, or a turn has a stop within its text."""
+        messages = conversation.messages
+        turns = [index for index, message in enumerate(messages) if flags[index] and message["role"] == "assistant"]
+        has_markers = self._has_markers(conversation)
+        lost = unwritten_parts(
+            self._tokenizer,
+            conversation,
+            whole=rendering.whole,
+            keeps_thought=lambda index: index in (turns[-1:] if has_markers else turns),
         )
+        if lost:
+            parts = ", ".join(f"{part} of message {index} ({messages[index]['role']})" for index, part in lost)
+            raise BadRowError(f"the chat template does not write {parts}")
+        words = [(stop, self._tokenizer.convert_ids_to_tokens(stop)) for stop in sorted(self._stops.token_ids)]
+        for index in turns:
+            for text in texts_of(messages[index]):
+                for _, word in words:
+                    if word and word in text and text.partition(word)[2].strip():
+                        raise BadRowError(
+                            f"message {index} (assistant) has {word!r}, which ends a turn, within its text: no engine "
+                            "would go on behind it"
+                        )
 
-    def _beginning(self, conversation: Conversation, index: int, *, opens_turn: bool) -> str | None:
-        """The text up to message `index`; None if the template renders no conversation that ends there."""
-        try:
-            return self._render(conversation, index + 1, opens_turn=opens_turn)
-        except _FOREIGN:
-            return None
+    def _has_markers(self, conversation: Conversation) -> bool:
+        return bool(_MARKER.search(self._tokenizer.get_chat_template(tools=conversation.tools)))
 
-    def _tokenize(self, text: str, ends: Sequence[int]) -> tuple[list[int], list[int]]:
-        """The token ids of a text, and for each end in characters the number of tokens that lie before it.
+    def _marked(self, conversation: Conversation, flags: Sequence[bool], *, why: str) -> Encoded:
+        """Token ids with the mask of the template's generation markers; BadRowError (`why`) if it has none.
 
-        A token across an end belongs behind it.
+        Templates mark parts of the header that an engine is given, and what stands behind the end of a turn, too.
         """
-        if not getattr(self._tokenizer, "is_fast", False):
-            token_ids = list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
-            parts = [self._tokenizer(text[:end], add_special_tokens=False)["input_ids"] for end in ends]
-            return token_ids, [_common_prefix(part, token_ids) for part in parts]
-        encoded = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-        token_ids, offsets = list(encoded["input_ids"]), encoded["offset_mapping"]
-        bounds: list[int] = []
-        at = 0
-        for end in ends:
-            while at < len(offsets) and offsets[at][1] <= end:
-                at += 1
-            bounds.append(at)
-        return token_ids, bounds
-
-    def _stop(self, token_ids: Sequence[int], start: int, end: int) -> int | None:
-        """Behind the last stop token of a stretch; None if it has none, `end` if the tokenizer has none.
-
-        What templates write behind it, a line break, is not trained on: the policy never samples that.
-        """
-        eos = self._tokenizer.eos_token_id
-        if eos is None:
-            return end
-        return next((at + 1 for at in range(end - 1, start - 1, -1) if token_ids[at] == eos), None)
-
-    def _marked(self, conversation: Conversation, *, why: str) -> tuple[list[int], list[bool]]:
-        """Token ids with the mask of the template's generation markers; BadRowError (`why`) if it has none."""
-        template = self._tokenizer.get_chat_template(tools=conversation.tools)
-        if not _MARKER.search(template):
+        if not self._has_markers(conversation):
             raise BadRowError(f"{why}; and the template has no `{{% generation %}}` markers that say what to train on")
-        if self._trained != {**dict.fromkeys(self._trained, False), "assistant": True}:
-            raise BadRowError(f"{why}; and the template's markers say only what the assistant wrote, see loss_mask")
-        encoded = self._tokenizer.apply_chat_template(
-            list(conversation.messages),
-            tools=conversation.tools,
-            tokenize=True,
-            return_dict=True,
-            return_assistant_tokens_mask=True,
-            **conversation.template_arguments,
+        if any(
+            flag for flag, message in zip(flags, conversation.messages, strict=True) if message["role"] != "assistant"
+        ):
+            raise BadRowError(f"{why}; and its markers say only what the assistant wrote, see data.loss_mask")
+        encoded = render(
+            self._tokenizer, conversation, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
         )
-        self.num_marked += 1
-        return list(encoded["input_ids"]), [bool(flag) for flag in encoded["assistant_masks"]]
+        token_ids, marks = list(encoded["input_ids"]), [bool(flag) for flag in encoded["assistant_masks"]]
+        trained = [False] * len(token_ids)
+        header = self._header(conversation)
+        special = set(self._tokenizer.all_special_ids)
+        for first, end in _runs(marks):
+            opened = (at for at in range(first, end + 1) if token_ids[max(at - len(header), 0) : at] == header)
+            start = next(opened, first)
+            stop = self._end_of_turn(token_ids, start, end + 1)
+            if stop is None and end == len(marks):
+                self._append_stop(conversation.messages[-1], token_ids, trained)
+                stop = len(token_ids)
+            elif stop is None:  # what ends a turn of the history here ends none that is sampled
+                stop = next((at + 1 for at in range(end - 1, start - 1, -1) if token_ids[at] not in special), start)
+            trained[start:stop] = [True] * (stop - start)
+        return Encoded(token_ids, trained, is_marked=True)
 
-    def _what_changed(self, conversation: Conversation, index: int, whole: str) -> str:
-        """Which message is rendered differently once others follow, how, and which one changes it."""
-        messages = conversation.messages
-        texts = {at: text for at in range(index + 1) if (text := self._text_to(conversation, at)) is not None}
-        for at, text in texts.items():
-            if whole.startswith(text):
-                continue
-            cause = next(
-                (later for later in range(at + 1, len(messages)) if not self._keeps(conversation, later, text)),
-                len(messages) - 1,
-            )
-            other = self._text_to(conversation, cause) or whole
-            before, after = _difference(text, other)
-            return (
-                f"the chat template renders message {at} ({messages[at]['role']}) as {before!r}, "
-                f"but as {after!r} once message {cause} ({messages[cause]['role']}) follows"
-            )
-        opened = self._beginning(conversation, index, opens_turn=True)
-        if opened is None:
-            return f"the chat template renders no conversation that ends with message {index}"
-        before, after = _difference(opened, whole)
-        return (
-            f"the chat template opens the turn of message {index + 1} ({messages[index + 1]['role']}) with {before!r}, "
-            f"but renders the message with {after!r}"
-        )
+    def _header(self, conversation: Conversation) -> list[int]:
+        """The tokens with which an engine's prompt opens the assistant's turn."""
+        first = next(at for at, message in enumerate(conversation.messages) if message["role"] == "assistant")
+        if first == 0:
+            return []
+        before = replace(conversation, messages=conversation.messages[:first])
+        closed, opened = render(self._tokenizer, before), render(self._tokenizer, before, opens_turn=True)
+        return TextTokens(self._tokenizer, opened[common_prefix(closed, opened) :]).token_ids
 
-    def _text_to(self, conversation: Conversation, index: int) -> str | None:
-        """The text of the messages up to `index`; None where nothing can be said about it.
-
-        That is so if the template renders no such conversation, or if tools go on answering: their answers are one.
-        """
-        messages = conversation.messages
-        is_within = index + 1 < len(messages) and messages[index]["role"] == messages[index + 1]["role"] == "tool"
-        return None if is_within else self._beginning(conversation, index, opens_turn=False)
-
-    def _keeps(self, conversation: Conversation, index: int, text: str) -> bool:
-        """Whether the messages up to `index` still begin with a text."""
-        longer = self._text_to(conversation, index)
-        return longer is None or longer.startswith(text)
+    def _mended(self, conversation: Conversation, flags: Sequence[bool]) -> str:
+        """Which argument of the template would make a refused conversation one that can be trained on, if any does."""
+        template = self._tokenizer.get_chat_template(tools=conversation.tools)
+        for name in sorted(set(_THINKING.findall(template)) - conversation.template_arguments.keys()):
+            for value in (False, True):
+                arguments = {**conversation.template_arguments, name: value}
+                with contextlib.suppress(BadRowError):
+                    self._encode(replace(conversation, template_arguments=arguments), flags)
+                    return f'; with "chat_template_kwargs": {json.dumps({name: value})} in the row it can be used'
+        return ""
 
 
-def _common_prefix(left: Sequence[Any], right: Sequence[Any]) -> int:
-    """How many leading elements are equal."""
-    pairs = zip(left, right, strict=False)
-    return next((at for at, (a, b) in enumerate(pairs) if a != b), min(len(left), len(right)))
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Stretch:
+    """The text of messages up to `index` that lies behind the stretch before, and ends at character `end`.
+
+    `is_prompt`: an engine samples what follows. `is_whole`: the messages up to there end so whatever follows them.
+    """
+
+    index: int
+    end: int
+    is_trained: bool
+    is_prompt: bool = False
+    is_whole: bool = True
 
 
-def _difference(left: str, right: str) -> tuple[str, str]:
-    """Two texts from where they part, short, with a few characters before that."""
-    start = max(_common_prefix(left, right) - _SHOWN // 3, 0)
-    return _shown(left, start), _shown(right, start)
-
-
-def _shown(text: str, start: int) -> str:
-    return text[start : start + _SHOWN] + ("…" if len(text) > start + _SHOWN else "")
+def _runs(flags: Sequence[bool]) -> Iterator[tuple[int, int]]:
+    """Where flags are set: the first position of each stretch, and the one behind it."""
+    for is_set, run in groupby(range(len(flags)), key=flags.__getitem__):
+        if is_set:
+            positions = list(run)
+            yield positions[0], positions[-1] + 1

@@ -11,9 +11,12 @@ import numpy as np
 
 from millrace.config.sections.sft import LossMaskConfig
 from millrace.errors import InvalidSpecError, Violation
+from millrace.policies.stops import TurnStops, turn_stops
 from millrace.rollouts.types import TrainSample
-from millrace.trainer.sft.conversation import BadRowError, ConversationEncoder
+from millrace.trainer.sft.conversation import ConversationEncoder
+from millrace.trainer.sft.rendering import BadRowError
 from millrace.trainer.sft.rows import Row, conversation_of
+from millrace.trainer.sft.tokens import TextTokens
 
 logger = logging.getLogger(__name__)
 
@@ -33,11 +36,15 @@ class RowEncoder:
     than `seq_len`, `num_bad` that could not be encoded; `longest` is in tokens, before cutting.
     """
 
-    def __init__(self, tokenizer: Any, *, seq_len: int, loss_mask: LossMaskConfig | None = None) -> None:
+    def __init__(
+        self, tokenizer: Any, *, seq_len: int, loss_mask: LossMaskConfig | None = None, stops: TurnStops | None = None
+    ) -> None:
+        """Encode with a tokenizer and its chat template; `stops` are known to the tokenizer if left out."""
         self._tokenizer = tokenizer
+        self._stops = stops or turn_stops(tokenizer)
         self._seq_len = seq_len
         self._loss_mask = loss_mask or LossMaskConfig()
-        self._conversations = ConversationEncoder(tokenizer, self._loss_mask)
+        self._conversations = ConversationEncoder(tokenizer, self._loss_mask, stops=self._stops)
         self._first_bad: Violation | None = None
         self._count_from_zero()
 
@@ -107,7 +114,7 @@ class RowEncoder:
         raise InvalidSpecError([problem], remedy="give the rows completions, or train on other roles (data.loss_mask)")
 
     def warn_of_losses(self) -> None:
-        """Log how many rows were cut, dropped, left out or marked by the template so far, if any were."""
+        """Log how many rows were cut, dropped, left out, shown no tools or marked by the template so far, if any."""
         if self.num_cut or self.num_dropped:
             logger.warning(
                 "rows were cut at data.seq_len, or dropped because no completion token was left",
@@ -121,6 +128,11 @@ class RowEncoder:
             )
         if self.num_bad:
             logger.warning("rows cannot be used", extra={"rows": self.num_rows, "left_out": self.num_bad})
+        if self._conversations.num_without_tools:
+            logger.warning(
+                "the chat template does not write which tools there are",
+                extra={"rows": self.num_rows, "without_tools": self._conversations.num_without_tools},
+            )
         if self._conversations.num_marked:
             logger.warning(
                 "the chat template rewrites earlier turns; its generation markers say what is trained on",
@@ -136,13 +148,34 @@ class RowEncoder:
                 [Violation(field="data.name", message="has chat messages, but the tokenizer has no chat template")],
                 remedy="give the tokenizer a chat template, or use text",
             )
-        eos: int | None = self._tokenizer.eos_token_id
-        prompt_ids = list(self._tokenizer(prompt)["input_ids"])
-        completion_ids = list(self._tokenizer(completion, add_special_tokens=False)["input_ids"])
-        completion_ids += [] if eos is None else [eos]
-        mask = self._loss_mask
-        trained = [mask.user] * len(prompt_ids) + [mask.assistant] * len(completion_ids)
-        return prompt_ids + completion_ids, trained
+        return self._encode_text(prompt, completion)
+
+    def _encode_text(self, prompt: str, completion: str) -> tuple[list[int], list[bool]]:
+        """Tokens of the joined text, with what the tokenizer puts before a text, and one stop behind it."""
+        tokens = TextTokens(self._tokenizer, prompt + completion)
+        bound = tokens.behind_prompt(len(prompt))
+        token_ids, mask = tokens.token_ids, self._loss_mask
+        stops = self._stops.token_ids
+        stop = next((at for at in range(bound, len(token_ids)) if token_ids[at] in stops), None)
+        if stop is None and self._tokenizer.eos_token_id is not None:
+            stop = len(token_ids)
+            token_ids.append(self._tokenizer.eos_token_id)
+        if stop is not None and self._tokenizer.decode(token_ids[stop + 1 :], skip_special_tokens=True).strip():
+            word = self._tokenizer.decode(token_ids[stop])
+            raise BadRowError(
+                f"the completion has {word!r}, which ends it, within its text: no engine would go on behind it"
+            )
+        token_ids = token_ids[: len(token_ids) if stop is None else stop + 1]
+        lead = self._lead(prompt)
+        trained = [mask.user] * (len(lead) + bound) + [mask.assistant] * (len(token_ids) - bound)
+        return lead + token_ids, trained
+
+    def _lead(self, prompt: str) -> list[int]:
+        """What the tokenizer puts before a prompt: often a token that begins every text."""
+        token_ids = list(self._tokenizer(prompt)["input_ids"])
+        plain = list(self._tokenizer(prompt, add_special_tokens=False)["input_ids"])
+        count = next((at for at in range(len(token_ids) + 1) if token_ids[at : at + len(plain)] == plain), 0)
+        return token_ids[:count]
 
     def _note_bad(self, problem: Violation) -> None:
         """Count a row that cannot be used, and refuse the data if they are many."""
@@ -164,4 +197,4 @@ class RowEncoder:
 
     def _count_from_zero(self) -> None:
         self.num_rows = self.num_cut = self.num_dropped = self.num_bad = self.longest = 0
-        self._conversations.num_marked = 0
+        self._conversations.num_marked = self._conversations.num_without_tools = 0

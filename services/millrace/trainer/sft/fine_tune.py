@@ -24,6 +24,7 @@ from millrace.config.sections.loss import LossConfig
 from millrace.config.sections.sft import SFTConfig
 from millrace.decoding import decode_json
 from millrace.errors import CorruptObjectError, InvalidStateError
+from millrace.policies.stops import TurnStops, turn_stops
 from millrace.rollouts.types import TrainSample
 from millrace.trainer.gang.determinism import resolve_determinism, seed_rank, set_determinism
 from millrace.trainer.gang.distributed import Gang
@@ -99,7 +100,8 @@ def run_sft(config: SFTConfig, *, gang: Gang, on_step: Callable[[SFTStep], None]
     determinism = resolve_determinism("auto", is_compiled=config.model.compile is not None)
     set_determinism(determinism, seed=config.seed, device=gang.device)
     directory = resolve_model_directory(config.model.name)
-    data = _Data(config, load_tokenizer(directory))
+    tokenizer = load_tokenizer(directory)
+    data = _Data(config, tokenizer, stops=turn_stops(tokenizer, directory))
     built = build_model(config.model, directory, gang=gang, seed=config.seed, prefix="model")
     if built.adapter is not None:
         require_mergeable(built.model)
@@ -185,7 +187,7 @@ def _require_learning(config: SFTConfig, step: int, num_skipped: int) -> None:
 class _Data:
     """The rows that are trained on, and what each step takes of them."""
 
-    def __init__(self, config: SFTConfig, tokenizer: object) -> None:
+    def __init__(self, config: SFTConfig, tokenizer: object, *, stops: TurnStops) -> None:
         data = config.data
         sources = load_sources(data)
         mixed = mix(
@@ -203,7 +205,7 @@ class _Data:
         self._order = Order(mixed, batch_size=data.batch_size, shuffle=data.shuffle, seed=data.seed)
         self._is_full = data.pack_function == "cat"
         self._max_steps = config.max_steps
-        self._tokenizer, self._data = tokenizer, data
+        self._tokenizer, self._stops, self._data = tokenizer, stops, data
         self._encoder = self._new_encoder()
         self._take = (
             partial(take_full, count=data.batch_size, seq_len=data.seq_len)
@@ -255,7 +257,8 @@ class _Data:
             self._encoder.warn_of_losses()
 
     def _new_encoder(self) -> RowEncoder:
-        return RowEncoder(self._tokenizer, seq_len=self._data.seq_len, loss_mask=self._data.loss_mask)
+        data = self._data
+        return RowEncoder(self._tokenizer, seq_len=data.seq_len, loss_mask=data.loss_mask, stops=self._stops)
 
     def _encode(self, index: int) -> TrainSample | None:
         return self._encoder.encode(self.train.rows[index], place=self.train.place(index))

@@ -13,9 +13,15 @@ from typing import Any
 
 from millrace.config.sections.sft import DataSourceConfig
 from millrace.errors import InvalidSpecError, NotFoundError, Violation
-from millrace.trainer.sft.conversation import Conversation, Message
+from millrace.trainer.sft.rendering import Conversation, Message
 
 Row = Mapping[str, Any]
+
+
+class JsonRow(dict[str, Any]):
+    """A row that its writer wrote as JSON: its nulls are meant, as in a schema's `"default": null`."""
+
+
 _TOOLS = ("tools", "tool_defs")
 """Columns of tools, of which the first one that has any counts."""
 _REMEDY = 'write lines like {"prompt": …, "completion": …} or {"messages": […]}'
@@ -61,13 +67,17 @@ def digest_rows(rows: Sequence[Row]) -> str:
 
 
 def conversation_of(row: Row) -> Conversation:
-    """The conversation of a row, whose texts are a user's and an assistant's message."""
+    """The conversation of a row, whose texts are a user's and an assistant's message.
+
+    A null in a row that was not written as JSON is no value: tables have every key in every row, and fill them in.
+    """
+    row = row if isinstance(row, JsonRow) else without_nulls(row)
     if row.get("messages") is not None:
         messages = row["messages"]
     else:
         messages = [*_turn(row["prompt"], role="user"), *_turn(row["completion"], role="assistant")]
     return Conversation(
-        messages=[_message(message) for message in messages],
+        messages=[_without_none(message) for message in messages],
         tools=next((tools for name in _TOOLS if (tools := _decoded(row.get(name)))), None),
         template_arguments=_without_none(_decoded(row.get("chat_template_kwargs")) or {}),
     )
@@ -77,26 +87,15 @@ def _turn(content: Any, *, role: str) -> list[Message]:
     return [{"role": role, "content": content}] if isinstance(content, str) else content
 
 
-def _message(message: Message) -> Message:
-    """A message as templates take it: arguments of tool calls as objects, and no keys that a table filled with None."""
-    message = _without_none(message)
-    calls = message.get("tool_calls")
-    return {**message, "tool_calls": [_tool_call(call) for call in calls]} if calls else message
-
-
-def _tool_call(call: Mapping[str, Any]) -> Mapping[str, Any]:
-    function = call.get("function")
-    if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
-        return call
-    try:
-        arguments = json.loads(function["arguments"])
-    except ValueError:
-        return call  # text that is no JSON is what the template gets
-    return {**call, "function": {**function, "arguments": arguments}}
+def without_nulls(value: Any) -> Any:
+    """A value without the keys that have none, at every depth; an item of a list that is null stays."""
+    if isinstance(value, Mapping):
+        return {key: without_nulls(item) for key, item in value.items() if item is not None}
+    return [without_nulls(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def _without_none(table: Mapping[str, Any]) -> dict[str, Any]:
-    """The keys that have a value; data sets of tables have every key in every row."""
+    """The keys that have a value: to templates, a message's key without one is there."""
     return {key: value for key, value in table.items() if value is not None}
 
 
@@ -161,7 +160,7 @@ def _read_jsonl(path: Path) -> Iterator[tuple[int, Row]]:
                     field="data.name", value=line.strip()[:80], message=str(error), source=f"{path}:{number}"
                 )
                 raise InvalidSpecError([violation], remedy=_REMEDY) from error
-            yield number, row
+            yield number, JsonRow(row)
 
 
 _RESERVED = {"conversation", "messages", "tools", "tokenize", "add_generation_prompt", "continue_final_message"} | {

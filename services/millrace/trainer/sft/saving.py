@@ -14,14 +14,20 @@ from millrace.policies.tensors import TensorBytes, plan_safetensors
 from millrace.trainer.gang.agreement import agreed
 from millrace.trainer.gang.distributed import Gang
 from millrace.trainer.model.lora import adapted_layers, published_tensors
-from millrace.trainer.model.pretrained import described_tensors, merged_tensors, policy_files, policy_tensors
+from millrace.trainer.model.pretrained import (
+    described_tensors,
+    merged_tensors,
+    policy_files,
+    policy_tensors,
+    with_turn_stops,
+)
 
 
 def save_model(model: nn.Module, *, source: Path, target: Path, dtype: torch.dtype, gang: Gang) -> Path:
     """Write the model, adapters merged into it, with the small files of `source`; whole or not at all. Collective."""
     return write_directory(
         target,
-        policy_files(source, dtype=dtype),
+        with_turn_stops(policy_files(source, dtype=dtype), source, tokenizer=source),
         weights="model.safetensors",
         described=described_tensors(model, dtype=dtype),
         tensors=merged_tensors(model, dtype=dtype),

@@ -1,0 +1,181 @@
+"""The tokens that end a turn of a policy: what engines stop at, and what a fine-tuning trains behind an answer.
+
+A tokenizer's `eos_token` alone is not that set. The chat template of a base checkpoint ends turns with another token
+than the tokenizer's, some templates end them with the token that opens the next role's turn, and a model's generation
+config may name several. The template's part is found by rendering small conversations.
+"""
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from jinja2 import TemplateError
+
+from millrace.decoding import decode_object
+
+GENERATION_CONFIG = "generation_config.json"
+TEMPLATE_ERRORS = (
+    TemplateError,
+    TypeError,
+    ValueError,
+    LookupError,
+    AttributeError,
+    ArithmeticError,
+    RecursionError,
+)
+"""What a chat template, which is foreign code, raises for a conversation that it does not know.
+
+Its own errors, and those of the operations in it: text joined with a list of parts, a tool that is no schema.
+"""
+
+_CONFIGS = ("config.json", GENERATION_CONFIG)
+# Words that no template writes by itself, and that `trim`, JSON and XML leave as they are.
+_ASKED, _SAID, _ASKED_MORE, _ARGUMENT, _RESULT = "qzaskq", "qzsaidq", "qzmoreq", "qzargq", "qzresultq"
+_CALL_ID = "qzcall000"  # Mistral's templates take nine letters or digits
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TurnStops:
+    """Tokens that end an assistant's turn.
+
+    `token_ids` are all of them. `answer` and `call` are the ones that a policy samples behind an answer and behind tool
+    calls under its chat template; None where the template shows none, or there is no template.
+    """
+
+    token_ids: frozenset[int]
+    answer: int | None = None
+    call: int | None = None
+
+
+def turn_stops(tokenizer: Any, directory: Path | None = None) -> TurnStops:
+    """The stops of a tokenizer with its chat template, and of the configs in a model's directory.
+
+    CorruptObjectError (MODEL_CORRUPT) if a config there cannot be read.
+    """
+    answer, call = _template_stops(tokenizer) if getattr(tokenizer, "chat_template", None) else (None, None)
+    found = [*configured_stops(directory)] if directory is not None else []
+    known = (getattr(tokenizer, "eos_token_id", None), answer, call)
+    return TurnStops(
+        token_ids=frozenset([*found, *(token for token in known if token is not None)]), answer=answer, call=call
+    )
+
+
+def configured_stops(directory: Path) -> tuple[int, ...]:
+    """The stops that a model's `config.json` and `generation_config.json` name, in their order."""
+    found: list[int] = []
+    for name in _CONFIGS:
+        if (path := directory / name).is_file():
+            document = decode_object(
+                path.read_bytes(), what=str(path), reason="MODEL_CORRUPT", remedy="copy or download the model again"
+            )
+            inner = document.get("text_config")
+            found += _named(document) + (_named(inner) if isinstance(inner, dict) else [])
+    return tuple(dict.fromkeys(found))
+
+
+def with_stops(files: Mapping[str, bytes], stops: Iterable[int]) -> dict[str, bytes]:
+    """A model's small files with a generation config that names all stops, so that every engine ends turns there."""
+    wanted = sorted(set(stops))
+    source = next((name for name in (GENERATION_CONFIG, "config.json") if name in files), None)
+    config = {} if source is None else decode_object(files[source], what=source, reason="MODEL_CORRUPT")
+    if not wanted or set(_named(config)) == set(wanted):
+        return dict(files)
+    config = config if source == GENERATION_CONFIG else {}
+    config["eos_token_id"] = wanted if len(wanted) > 1 else wanted[0]
+    return {**files, GENERATION_CONFIG: json.dumps(config, indent=2, sort_keys=True).encode() + b"\n"}
+
+
+def _named(config: Mapping[str, Any]) -> list[int]:
+    value = config.get("eos_token_id")
+    return [each for each in (value if isinstance(value, list) else [value]) if type(each) is int]
+
+
+def _template_stops(tokenizer: Any) -> tuple[int | None, int | None]:
+    """What a template shows behind an answer, and behind tool calls."""
+    asked = {"role": "user", "content": _ASKED}
+    said, result = {"role": "assistant", "content": _SAID}, {"role": "tool", "content": _RESULT, "name": _ASKED}
+    more = {"role": "user", "content": _ASKED_MORE}
+    answer = _stop(tokenizer, [asked, said], more, inner=(), behind=_SAID, before=_ASKED_MORE)
+    result |= {"tool_call_id": _CALL_ID}
+    for arguments in ({_ASKED: _ARGUMENT}, json.dumps({_ASKED: _ARGUMENT})):
+        call = {"type": "function", "id": _CALL_ID, "function": {"name": _ASKED, "arguments": arguments}}
+        turn = {"role": "assistant", "content": "", "tool_calls": [call]}
+        twice = _text(tokenizer, [asked, {**turn, "tool_calls": [call, call]}]) or ""
+        inner = _tokens(tokenizer, twice[twice.find(_ARGUMENT) : twice.rfind(_ARGUMENT)])
+        stop = _stop(tokenizer, [asked, turn], result, inner=inner, behind=_ARGUMENT, before=_RESULT)
+        if stop is not None:
+            return answer, stop
+    return answer, None
+
+
+def _stop(
+    tokenizer: Any, turns: list[dict[str, Any]], following: Any, *, inner: Sequence[int], behind: str, before: str
+) -> int | None:
+    """The special token that ends the last of some turns, also if another message follows; None if there is none.
+
+    That is the last one behind the turn's text of those that are there either way. A template that writes none there
+    either ends the conversation otherwise than a turn, or leaves it to the token that opens the next role's turn.
+    `inner` are tokens that stand within a turn.
+    """
+    alone, followed = _text(tokenizer, turns), _text(tokenizer, [*turns, following])
+    if alone is None or behind not in alone:
+        return None
+    special = _special(tokenizer).difference(inner)
+    end = _tokens(tokenizer, alone[alone.rfind(behind) + len(behind) :])
+    if followed is None or before not in followed:
+        return next((token for token in end if token in special), None)
+    between = followed[: followed.rfind(before)]
+    opening = _tokens(tokenizer, between[between.rfind(behind) + len(behind) :])
+    shared = [token for token in end[: common_prefix(end, opening)] if token in special]
+    if shared:  # some templates open the next turn without being asked to
+        return tokenizer.eos_token_id if tokenizer.eos_token_id in shared else shared[-1]
+    if ending := [token for token in end if token in special]:
+        return ending[0]
+    # A token that opens every turn says nothing of the next role's, and is no end of this one.
+    every = _openers(tokenizer, turns[:-1]) | {tokenizer.bos_token_id}
+    return next((token for token in opening if token in special and token not in every), None)
+
+
+def _openers(tokenizer: Any, turns: list[dict[str, Any]]) -> set[int]:
+    """The tokens with which the assistant's turn is opened."""
+    closed, opened = _text(tokenizer, turns), _text(tokenizer, turns, opens_turn=True)
+    if closed is None or opened is None:
+        return set()
+    return set(_tokens(tokenizer, opened[common_prefix(closed, opened) :]))
+
+
+def _text(tokenizer: Any, messages: list[dict[str, Any]], *, opens_turn: bool = False) -> str | None:
+    """The rendering of a conversation; None if the template does not take it, or not its text.
+
+    Templates of models that see images take text as a list of parts only, and drop it otherwise.
+    """
+    for given in (messages, [_in_parts(message) for message in messages]):
+        try:
+            text = tokenizer.apply_chat_template(given, tokenize=False, add_generation_prompt=opens_turn)
+        except TEMPLATE_ERRORS:
+            continue
+        if isinstance(text, str) and messages[0]["content"] in text:
+            return text
+    return None
+
+
+def _in_parts(message: Mapping[str, Any]) -> dict[str, Any]:
+    return {**message, "content": [{"type": "text", "text": message["content"]}]}
+
+
+def _tokens(tokenizer: Any, text: str) -> list[int]:
+    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def _special(tokenizer: Any) -> set[int]:
+    """Tokens that are no text: those that a tokenizer was given as special."""
+    added = getattr(tokenizer, "added_tokens_decoder", {})
+    return {token for token, content in added.items() if content.special} | set(tokenizer.all_special_ids)
+
+
+def common_prefix(left: Sequence[Any], right: Sequence[Any]) -> int:
+    """How many leading elements are equal."""
+    pairs = zip(left, right, strict=False)
+    return next((at for at, (a, b) in enumerate(pairs) if a != b), min(len(left), len(right)))

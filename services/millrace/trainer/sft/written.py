@@ -1,0 +1,197 @@
+"""What a chat template writes of a conversation, and what it leaves out without a word.
+
+Whether something is written is seen by changing it: a word is put into every part of the conversation, and each has to
+turn up in what the template renders.
+"""
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from millrace.decoding import decode_json
+from millrace.errors import CorruptObjectError
+from millrace.policies.stops import TEMPLATE_ERRORS
+from millrace.trainer.sft.rendering import Conversation, Message, render
+
+REASONING = ("reasoning_content", "reasoning", "thinking")
+"""Keys of a message's thought; templates are given one under the names of the others, too."""
+
+_TEXT, _THOUGHT, _CALLS, _ARGUMENTS = "the text", "the reasoning", "the tool calls", "the arguments of the tool calls"
+
+
+def with_calls(conversation: Conversation) -> Iterator[Conversation]:
+    """The conversation with the arguments of its tool calls as objects, and then as JSON text, which some want."""
+    yield _with_arguments(conversation, as_text=False)
+    if any(call_arguments(message) for message in conversation.messages):
+        yield _with_arguments(conversation, as_text=True)
+
+
+def writes_calls_badly(conversation: Conversation, text: str) -> bool:
+    """Whether a rendering has arguments as no model is to write them: as Python's repr, or as JSON text in quotes."""
+    for message in conversation.messages:
+        for arguments in call_arguments(message):
+            if isinstance(arguments, str):
+                if arguments not in ("", "{}") and json.dumps(arguments) in text:
+                    return True
+            elif (shown := repr(arguments)) in text and shown not in (json.dumps(arguments), "{}"):
+                return True
+    return False
+
+
+def call_arguments(message: Message) -> list[Any]:
+    """The arguments of a message's tool calls, of those that have any."""
+    found = [_function(call).get("arguments") for call in _calls(message)]
+    return [arguments for arguments in found if arguments is not None]
+
+
+def unwritten_parts(
+    tokenizer: Any, conversation: Conversation, *, whole: str, keeps_thought: Callable[[int], bool]
+) -> list[tuple[int, str]]:
+    """The messages and the parts of them that the template does not write.
+
+    `whole` is the conversation as rendered. Thoughts count in the messages that `keeps_thought`: templates leave others
+    out on purpose.
+    """
+    parts = [
+        (index, part)
+        for index, message in enumerate(conversation.messages)
+        for part in _parts(message, keeps_thought=keeps_thought(index))
+    ]
+    words = {each: f"{_unused_word(whole)}{at}q" for at, each in enumerate(parts)}
+    shown = _rendered(tokenizer, conversation, words) or ""
+    missing = [each for each in parts if words[each] not in shown]
+    return [each for each in missing if not _changes(tokenizer, conversation, each, words[each], whole)]
+
+
+def writes_tools(tokenizer: Any, conversation: Conversation, whole: str) -> bool:
+    """Whether the template writes which tools there are."""
+    try:
+        return not conversation.tools or render(tokenizer, replace(conversation, tools=None)) != whole
+    except TEMPLATE_ERRORS:
+        return True
+
+
+def texts_of(message: Message) -> Iterator[str]:
+    """The texts of a message that the template may write."""
+    content = message.get("content")
+    for part in [content] if isinstance(content, str) else content or []:
+        if isinstance(text := part.get("text") if isinstance(part, Mapping) else part, str):
+            yield text
+    for name in REASONING:
+        if isinstance(text := message.get(name), str):
+            yield text
+
+
+def _parts(message: Message, *, keeps_thought: bool) -> Iterator[str]:
+    """The parts of a message that are to be written."""
+    content = message.get("content")
+    has_text = isinstance(content, str) and content.strip()
+    if has_text or (isinstance(content, Sequence) and any(_is_text(part) for part in content)):
+        yield _TEXT
+    if keeps_thought and any(isinstance(text := message.get(name), str) and text.strip() for name in REASONING):
+        yield _THOUGHT
+    if any(arguments not in ({}, "", "{}") for arguments in call_arguments(message)):
+        yield _ARGUMENTS
+    elif _calls(message):
+        yield _CALLS
+
+
+def _is_text(part: Any) -> bool:
+    return isinstance(part, Mapping) and isinstance(part.get("text"), str) and bool(part["text"].strip())
+
+
+def _changes(tokenizer: Any, conversation: Conversation, part: tuple[int, str], word: str, whole: str) -> bool:
+    """Whether the rendering differs with a word in one part, or cannot be had."""
+    for at_end in (True, False):
+        text = _rendered(tokenizer, conversation, {part: word}, at_end=at_end)
+        if text is None or text != whole:
+            return True
+    return False
+
+
+def _rendered(
+    tokenizer: Any, conversation: Conversation, words: Mapping[tuple[int, str], str], *, at_end: bool = True
+) -> str | None:
+    """The rendering of the conversation with words in its parts; None if the template does not take it."""
+    messages = list(conversation.messages)
+    for (index, part), word in words.items():
+        messages[index] = _with_word(messages[index], part, word, at_end=at_end)
+    try:
+        return render(tokenizer, replace(conversation, messages=messages))
+    except TEMPLATE_ERRORS:
+        return None
+
+
+def _with_word(message: Message, part: str, word: str, *, at_end: bool) -> Message:
+    def put(text: Any) -> Any:
+        return (text + word if at_end else word + text) if isinstance(text, str) else text
+
+    if part == _TEXT:
+        content = message["content"]
+        if not isinstance(content, str):
+            content = [{**each, "text": put(each["text"])} if _is_text(each) else each for each in content]
+        return {**message, "content": put(content)}
+    if part == _THOUGHT:
+        return {**message, **{name: put(message[name]) for name in REASONING if name in message}}
+    if part == _CALLS:
+        return _with_functions(message, lambda function: {**function, "name": put(function.get("name"))})
+    return _with_functions(message, lambda function: {**function, "arguments": _longer(function, word)})
+
+
+def _longer(function: Mapping[str, Any], word: str) -> Any:
+    """A function's arguments with another one."""
+    arguments = function.get("arguments")
+    decoded = decoded_arguments(arguments)
+    if not isinstance(decoded, Mapping):
+        return arguments + word if isinstance(arguments, str) else arguments
+    longer = {**decoded, word: word}
+    return json.dumps(longer, ensure_ascii=False) if isinstance(arguments, str) else longer
+
+
+def decoded_arguments(arguments: Any) -> Any:
+    """Arguments that are JSON text as what they say; what is no JSON stays as it is."""
+    if not isinstance(arguments, str):
+        return arguments
+    try:
+        return decode_json(arguments or "{}", what="arguments", reason="DATA_INVALID")
+    except CorruptObjectError:
+        return arguments
+
+
+def _with_arguments(conversation: Conversation, *, as_text: bool) -> Conversation:
+    def changed(function: Mapping[str, Any]) -> Mapping[str, Any]:
+        arguments = function.get("arguments")
+        if arguments is None:
+            return function
+        if not as_text:
+            return {**function, "arguments": decoded_arguments(arguments)}
+        text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+        return {**function, "arguments": text or "{}"}
+
+    return replace(conversation, messages=[_with_functions(message, changed) for message in conversation.messages])
+
+
+def _with_functions(message: Message, change: Callable[[Mapping[str, Any]], Mapping[str, Any]]) -> Message:
+    calls = [
+        {**call, "function": change(_function(call))} if _function(call) is not call else change(call)
+        for call in _calls(message)
+    ]
+    return {**message, "tool_calls": calls} if calls else message
+
+
+def _calls(message: Message) -> list[Mapping[str, Any]]:
+    return message.get("tool_calls") or []
+
+
+def _function(call: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What a call calls; some data sets have it without the layer `function`."""
+    function = call.get("function")
+    return function if isinstance(function, Mapping) else call
+
+
+def _unused_word(text: str) -> str:
+    word = "qzwritten"
+    while word in text:
+        word += "q"
+    return word

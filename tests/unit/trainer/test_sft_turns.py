@@ -1,0 +1,233 @@
+"""Of a row, that is trained which the policy would sample, in contexts that an engine makes, and nothing is lost."""
+
+import json
+from collections.abc import Mapping
+from itertools import groupby
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from millrace.config.sections.sft import LossMaskConfig
+from millrace.trainer.sft.conversation import ConversationEncoder
+from millrace.trainer.sft.encoder import RowEncoder
+from millrace.trainer.sft.rendering import BadRowError
+from millrace.trainer.sft.rows import JsonRow, conversation_of
+from millrace_testing import turn_templates as templates
+from millrace_testing.turn_templates import tokenizer_of
+
+CALL = {"type": "function", "function": {"name": "add", "arguments": {"x": 1}}}
+
+
+def turns(*contents: str) -> list[dict[str, Any]]:
+    return [{"role": ("user", "assistant")[at % 2], "content": content} for at, content in enumerate(contents)]
+
+
+def shown(tokenizer: Any, token_ids: Any, trained: Any) -> str:
+    """The tokens' text, with what is trained on in brackets."""
+    runs = groupby(zip(token_ids, trained, strict=True), key=lambda each: bool(each[1]))
+    texts = [(flag, tokenizer.decode([token_id for token_id, _ in run])) for flag, run in runs]
+    return "".join(f"[{text}]" if flag else text for flag, text in texts)
+
+
+def encoded(tokenizer: Any, row: Mapping[str, Any], **loss_mask: bool) -> str:
+    return shown(tokenizer, *ConversationEncoder(tokenizer, LossMaskConfig(**loss_mask)).encode(conversation_of(row)))
+
+
+@pytest.mark.parametrize(
+    ("template", "eos", "trained"),
+    [
+        (templates.CHATML, "<|endoftext|>", ["b<|im_end|>", "d<|im_end|>"]),
+        (templates.CHATML, "</s>", ["b<|im_end|>", "d<|im_end|>"]),
+        (templates.GEMMA, "<eos>", ["b<end_of_turn>", "d<end_of_turn>"]),
+        (templates.PHI, "<|endoftext|>", ["b<|end|>", "d<|end|>"]),
+        (templates.GLM, "<|endoftext|>", ["\nb<|user|>", "\nd<|user|>"]),
+        (templates.COMMAND, "<|end_turn|>", ["b<|end_response|><|end_turn|>", "d<|end_response|><|end_turn|>"]),
+        (templates.CHATML.replace("<|im_end|>", "</t>"), "</s>", ["b</t>\n", "d</t>\n</s>"]),
+    ],
+    ids=["base-chatml", "chatml-s", "gemma", "phi", "glm", "command", "words"],
+)
+def test_a_turn_is_trained_up_to_its_own_stop(template: str, eos: str, trained: list[str]) -> None:
+    text = encoded(tokenizer_of(template, eos=eos, bos="<bos>"), {"messages": turns("a", "b", "c", "d")})
+    assert [part.partition("]")[0] for part in text.split("[")[1:]] == trained
+
+
+def test_a_call_ends_with_what_opens_its_result() -> None:
+    messages = [*turns("a"), {"role": "assistant", "content": "", "tool_calls": [CALL]}]
+    answered = [*messages, {"role": "tool", "content": "3"}, {"role": "assistant", "content": "b"}]
+    glm, responds = (tokenizer_of(each, eos="<|eos|>") for each in (templates.GLM, templates.RESPONDS))
+    called = '<call>add {"x": 1}</call>'
+    assert encoded(glm, {"messages": messages}).endswith(f"[\n{called}<|observation|>]")
+    assert f"[\n{called}<|observation|>]\n3<|assistant|>[\nb<|user|>]" in encoded(glm, {"messages": answered})
+    assert encoded(responds, {"messages": messages}).endswith(f"[{called}<|response|>]")
+    assert f"[{called}<|response|>]3<|response_end|>[b<|turn_end|>]" in encoded(responds, {"messages": answered})
+
+
+def test_users_turns_that_open_with_a_stop_are_trained_whole() -> None:
+    text = encoded(tokenizer_of(templates.GLM), {"messages": turns("a", "b")}, user=True, assistant=False)
+    assert text == "[<|user|>\na]<|assistant|>\nb"
+
+
+def test_a_thought_ends_no_turn() -> None:
+    messages = [*turns("a"), {"role": "assistant", "reasoning_content": "x", "content": "b"}]
+    assert encoded(tokenizer_of(templates.HARMONY, eos="<|return|>"), {"messages": messages}).endswith(
+        "<|start|>assistant[<|message|>x<|end|><|start|>assistant<|message|>b<|return|>]"
+    )
+
+
+def test_a_stop_within_a_turns_text_is_refused_and_one_at_its_end_is_trained_once() -> None:
+    tokenizer = tokenizer_of(templates.CHATML)
+    assert "[b<|im_end|>]<|im_end|>" in encoded(tokenizer, {"messages": turns("a", "b<|im_end|>")})
+    with pytest.raises(BadRowError, match=r"message 1 \(assistant\) has '<\|im_end\|>', which ends a turn"):
+        encoded(tokenizer, {"messages": turns("a", "b<|im_end|>c")})
+
+
+def test_the_policy_begins_where_the_prompts_tokens_end() -> None:
+    tokenizer = tokenizer_of(templates.THINKS)
+    row = {"messages": turns("a", "b")}
+    token_ids, trained = ConversationEncoder(tokenizer, LossMaskConfig()).encode(conversation_of(row))
+    prompt = tokenizer.apply_chat_template(row["messages"][:1], add_generation_prompt=True, return_dict=False)
+    assert token_ids[: len(prompt)] == prompt and trained.index(True) == len(prompt)
+    assert shown(tokenizer, token_ids, trained).endswith("<think>\n[\n</think>\n\nb<|im_end|>]\n")
+    # The second turn's prompt has the first one's line breaks as one token, which the policy did not sample so.
+    messages = turns("a", "b", "c", "d")
+    with pytest.raises(
+        BadRowError, match=r'one row cannot have both.*"chat_template_kwargs": {"enable_thinking": false}'
+    ):
+        encoded(tokenizer, {"messages": messages})
+    mended = encoded(tokenizer, {"messages": messages, "chat_template_kwargs": {"enable_thinking": False}})
+    assert mended.count("</think>\n\n[") == 2
+
+
+def test_a_header_that_an_argument_mends_is_refused_with_the_argument() -> None:
+    template = templates.CHATML.replace(
+        "assistant\n{% endif %}", "assistant\n{% if enable_thinking | default(true) %}<think>\n{% endif %}{% endif %}"
+    )
+    with pytest.raises(BadRowError, match=r'opens the turn.*kwargs": {"enable_thinking": false} in the row it can be'):
+        encoded(tokenizer_of(template), {"messages": turns("a", "b")})
+
+
+def text_row(tokenizer: Any, prompt: str, completion: str) -> str:
+    encoder = RowEncoder(tokenizer, seq_len=64)
+    sample = encoder.encode({"prompt": prompt, "completion": completion})
+    assert sample is not None and sample.ce_weights is not None
+    return shown(tokenizer, sample.token_ids, sample.ce_weights)
+
+
+def spaced_tokenizer() -> Any:
+    """One that puts a space before a text, as SentencePiece does."""
+    vocabulary = {"▁": 0, **{letter: at + 1 for at, letter in enumerate("abcdef")}, "<unk>": 7, "</s>": 8, "<s>": 9}
+    made = Tokenizer(models.BPE(vocab={**vocabulary, "▁c": 10}, merges=[("▁", "c")], unk_token="<unk>"))
+    made.pre_tokenizer = pre_tokenizers.Metaspace(replacement="▁", prepend_scheme="first")
+    made.decoder = decoders.Metaspace(replacement="▁", prepend_scheme="first")
+    return PreTrainedTokenizerFast(tokenizer_object=made, eos_token="</s>", bos_token="<s>", unk_token="<unk>")
+
+
+def test_text_rows_are_tokenised_joined_and_end_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    adds = tokenizer_of(None, eos="</s>", adds_eos=True)
+    assert text_row(adds, "ab", "cd") == "ab[cd</s>]"
+    assert text_row(adds, "ab", "cd</s>") == "ab[cd</s>]"
+    assert text_row(adds, "a\n", "\nb") == "a\n[\nb</s>]"  # as one text they have one token for both
+    spaced = spaced_tokenizer()
+    sample = RowEncoder(spaced, seq_len=64).encode({"prompt": "ab", "completion": "cd"})
+    assert sample is not None and spaced.convert_ids_to_tokens(sample.token_ids) == ["▁", "a", "b", "c", "d", "</s>"]
+    sample = RowEncoder(spaced, seq_len=64).encode({"prompt": "ab ", "completion": "cd"})  # "▁c" lies across the border
+    assert sample is not None and spaced.convert_ids_to_tokens(sample.token_ids) == [*"▁ab▁cd", "</s>"]
+    assert sample.ce_weights is not None and sample.ce_weights.tolist() == [0, 0, 0, 0, 1, 1, 1]
+    monkeypatch.setattr(type(spaced), "is_fast", False)  # without offsets
+    assert RowEncoder(spaced, seq_len=64).encode({"prompt": "ab ", "completion": "cd"}) == sample
+    assert text_row(adds, "a\n", "\nb") == "a\n[\nb</s>]"
+
+
+def test_a_text_with_an_end_in_its_midst_is_refused() -> None:
+    encoder = RowEncoder(tokenizer_of(None, eos="</s>"), seq_len=64)
+    assert encoder.encode({"prompt": "a", "completion": "b</s>c"}) is None and encoder.num_bad == 1
+
+
+@pytest.mark.parametrize(
+    ("template", "message", "lost"),
+    [
+        (
+            templates.GEMMA,
+            {"content": "b", "tool_calls": [CALL]},
+            r"the arguments of the tool calls of message 1 \(assistant\)",
+        ),
+        (
+            templates.GEMMA,
+            {"content": "b", "tool_calls": [{"function": {"name": "f", "arguments": {}}}]},
+            r"the tool calls of message 1",
+        ),
+        (templates.CHATML, {"content": "b", "reasoning_content": "x"}, r"the reasoning of message 1 \(assistant\)"),
+        (
+            templates.CHATML.replace("{{ m.content }}", "{% for p in m.content %}{{ p.text }}{% endfor %}"),
+            {"content": "b"},
+            r"the text of message 0 \(user\), the text of message 1 \(assistant\)",
+        ),
+    ],
+    ids=["arguments", "calls", "reasoning", "text"],
+)
+def test_what_the_template_does_not_write_is_said(template: str, message: dict[str, Any], lost: str) -> None:
+    messages = [*turns("a"), {"role": "assistant", **message}]
+    with pytest.raises(BadRowError, match=f"does not write {lost}"):
+        encoded(tokenizer_of(template, bos="<bos>"), {"messages": messages})
+
+
+def test_tools_that_the_template_does_not_write_are_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    encoder = RowEncoder(tokenizer_of(templates.CHATML), seq_len=64)
+    row = {"messages": turns("a", "b"), "tools": [{"type": "function", "function": {"name": "f"}}]}
+    assert encoder.encode(row) is not None
+    encoder.warn_of_losses()
+    assert ["does not write which tools" in record.getMessage() for record in caplog.records] == [True]
+
+
+def test_parts_that_are_no_text_are_refused() -> None:
+    messages = [{"role": "user", "content": [{"type": "image", "image": "x"}]}, *turns("a", "b")[1:]]
+    with pytest.raises(BadRowError, match=r"message 0 has a part of type 'image'"):
+        encoded(tokenizer_of(templates.CHATML), {"messages": messages})
+
+
+@pytest.mark.parametrize("given", [{"x": 1, "y": "é"}, '{"x": 1, "y": "é"}'], ids=["object", "text"])
+@pytest.mark.parametrize(
+    "written",
+    [
+        "{{ c.function.arguments | tojson }}",
+        "{{ c.function.arguments }}",
+        "{{ 'args ' + c.function.arguments }}",
+        "{% for k, v in c.function.arguments.items() %}{{ k }}={{ v }};{% endfor %}",
+    ],
+    ids=["tojson", "printed", "joined", "items"],
+)
+def test_arguments_are_given_as_the_template_writes_them(written: str, given: Any) -> None:
+    template = templates.CHATML.replace("{{ c.function.arguments | tojson }}", written)
+    call = {"function": {"name": "add", "arguments": given}}
+    text = encoded(
+        tokenizer_of(template), {"messages": [*turns("a"), {"role": "assistant", "content": "", "tool_calls": [call]}]}
+    )
+    whole = "x=1;y=é;" if "items" in written else '{"x": 1, "y": "é"}'
+    assert whole in text and text.endswith("</call><|im_end|>]\n")
+
+
+TOOLS_TEMPLATE = "{% if tools %}{{ tools | tojson }}{% endif %}" + templates.CHATML
+
+
+def test_nulls_of_a_table_are_taken_out_at_every_depth_and_those_of_json_are_kept() -> None:
+    tokenizer = tokenizer_of(TOOLS_TEMPLATE)
+    parameters = {"properties": {"city": {"type": "string", "enum": ["X", None]}, "zone": None}}
+    row = {
+        "messages": [
+            {"role": "user", "content": "a", "tool_calls": None},
+            {
+                "role": "assistant",
+                "content": "",
+                "tool_calls": [{"id": None, "function": {"name": "f", "arguments": {"city": "X", "zone": None}}}],
+            },
+        ],
+        "tools": [{"function": {"name": "f", "parameters": parameters}}],
+    }
+    text = encoded(tokenizer, row)
+    assert '{"city": "X"}' in text and "zone" not in text and '"enum": ["X", null]' in text
+    text = encoded(tokenizer, JsonRow(row))
+    assert '{"city": "X", "zone": null}' in text and '"zone": null}' in text
+    as_text = {"messages": row["messages"], "tools": json.dumps(row["tools"])}
+    assert '"zone": null' in encoded(tokenizer, as_text)  # no table writes into a text
