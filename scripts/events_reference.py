@@ -340,6 +340,10 @@ FAILURES: Texts = {
         "more than `orchestrator.max_failed_share` of the rollouts of the last `failure_window` groups failed",
         "mend the first error, which the message has, then submit again or `millrace run resume RUN`",
     ),
+    "SAMPLES_MIXED": (
+        "the model computes a sample differently behind others, even where each has a micro-batch of its own",
+        "train another model: what this one learned of a sample would depend on the order of the batch",
+    ),
     "SCORES_MISSING": (
         "rollouts came without the teacher's log-probs",
         "see `orchestrator.algo.teacher` and the env-server's log",

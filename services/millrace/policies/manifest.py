@@ -14,19 +14,20 @@ from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from typing import Any
 
-from millrace.decoding import Fields, decode_object, require_integer, require_number
+from millrace.decoding import Fields, decode_object, require_integer
 from millrace.errors import CorruptObjectError, InvalidSpecError
 from millrace.policies.digest import policy_digest
+from millrace.policies.probe import Probe
 from millrace.policies.tensors import MAX_DIMENSIONS, element_bytes, tensor_bytes
 from millrace.storage.base import check_key
 from millrace.storage.commit_points import revision_key
 
-FORMAT = 3
+FORMAT = 4
 MAX_OBJECT_BYTES = 1 << 40
 """Most bytes of a data object."""
 MAX_FILE_BYTES = 1 << 30
 """Most bytes of a small file."""
-_MAX_TENSORS, _MAX_OBJECTS, _MAX_FILES, _MAX_ENCODINGS, _MAX_PROBE = 1 << 18, 1 << 16, 1000, 100, 1 << 12
+_MAX_TENSORS, _MAX_OBJECTS, _MAX_FILES, _MAX_ENCODINGS = 1 << 18, 1 << 16, 1000, 100
 CODEC_FULL = "full"
 CODEC_DELTA = "delta"
 
@@ -167,14 +168,6 @@ class FileEntry:
     key: str
     sha256: str
     size_bytes: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Probe:
-    """The trainer's log-probs on a fixed prompt: `logprobs[i]` is that of `token_ids[i + 1]` after those before."""
-
-    token_ids: tuple[int, ...]
-    logprobs: tuple[float, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -326,7 +319,7 @@ def _manifest_of(fields: Fields) -> PolicyManifest:
         encodings=tuple(Encoding.from_json(item, names) for item in fields.items("encodings", most=_MAX_ENCODINGS)),
         files=tuple(_file(item) for item in fields.objects("files", most=_MAX_FILES)),
         digest=fields.hexadecimal("digest", num_bytes=32),
-        probe=None if probe is None else _probe(probe),
+        probe=None if probe is None else Probe.of(probe),
         created=fields.text("created"),
         adapter=None if adapter is None else _adapter_of(adapter),
         is_delta_base=not fields.has("is_delta_base") or fields.flag("is_delta_base"),
@@ -351,11 +344,6 @@ def _file(fields: Fields) -> FileEntry:
         sha256=fields.hexadecimal("sha256", num_bytes=32),
         size_bytes=fields.integer("size_bytes", most=MAX_FILE_BYTES),
     )
-
-
-def _probe(fields: Fields) -> Probe:
-    logprobs = (require_number(value, what="a log-prob") for value in fields.items("logprobs", most=_MAX_PROBE))
-    return Probe(token_ids=fields.integers("token_ids", most=_MAX_PROBE), logprobs=tuple(logprobs))
 
 
 def _adapter_of(fields: Fields) -> AdapterEntry:

@@ -79,7 +79,8 @@ def test_a_mutated_manifest_is_whole_or_refused(manifest: bytes, data: st.DataOb
         ({"tensors": [{"name": "a", "dtype": "float32", "shape": [1 << 40, 1 << 40], "digest": "00" * 16}]}, "bytes"),
         ({"tensors": [{"name": "a", "dtype": "float32", "shape": [1] * 99, "digest": "00" * 16}]}, "99 items"),
         ({"tensors": [{"name": "a", "dtype": "os", "shape": [1], "digest": "00" * 16}]}, "not supported"),
-        ({"probe": {"token_ids": [1], "logprobs": ["x"]}}, "instead of a number"),
+        ({"probe": {"token_ids": [1], "logprobs": ["x"], "contexts": []}}, "instead of a number"),
+        ({"probe": {"token_ids": [1], "logprobs": [], "contexts": [9, 2]}}, "contexts are from 9 to 2"),
         ({"encodings": {}}, "encodings is a JSON dict"),
     ],
 )

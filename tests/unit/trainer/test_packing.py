@@ -211,7 +211,7 @@ def test_positions_restart_and_what_is_left_of_a_row_is_nobodys() -> None:
 
 def settle(model: nn.Module, mode: str) -> Packing | None:
     config = PackConfig.model_validate({"mode": mode})
-    return packing_of(model, config, compute_dtype=torch.float32, gang=Gang())
+    return packing_of(model, config, longest=64, compute_dtype=torch.float32, gang=Gang())
 
 
 def test_a_model_that_carries_its_state_along_is_not_packed(caplog: pytest.LogCaptureFixture) -> None:
@@ -224,18 +224,21 @@ def test_a_model_that_carries_its_state_along_is_not_packed(caplog: pytest.LogCa
     assert settle(model, "never") is None
 
 
-@pytest.mark.parametrize(("peer", "is_packed"), [([True, True], True), ([True, False], True), ([False, True], False)])
+@pytest.mark.parametrize(
+    ("peer", "is_packed"),
+    [([True, True, True, True], True), ([True, True, True, False], True), ([False, True, True, True], False)],
+)
 def test_ranks_that_have_other_devices_make_one_plan(
     monkeypatch: pytest.MonkeyPatch, peer: list[bool], is_packed: bool
 ) -> None:
-    """This rank has the kernel for varying lengths; the peer says [keeps samples apart, has the kernel]."""
+    """This rank has the kernel for varying lengths; the peer says [as `Apart` has them …, has the kernel]."""
     monkeypatch.setattr(deciding, "use_varlen_kernel", lambda *args, **keys: True)
     gang = Gang()
     monkeypatch.setattr(gang, "agree", lambda work: [work(), peer])
     model = model_of("dense", tied=True, dtype=torch.float32)
-    found = packing_of(model, PackConfig(), compute_dtype=torch.float32, gang=gang)
+    found = packing_of(model, PackConfig(), longest=64, compute_dtype=torch.float32, gang=gang)
     assert (found is not None) == is_packed
-    assert found is None or found.is_varlen == peer[1]
+    assert found is None or found.is_varlen == peer[-1]
 
 
 def test_all_that_plans_depend_on_is_in_the_words_of_a_checkpoint() -> None:

@@ -190,10 +190,10 @@ def test_a_start_model_that_another_rank_cannot_read_is_told(tmp_path: Path, mon
     def damaged() -> None:
         raise CorruptObjectError("the weights are damaged", reason="MODEL_CORRUPT")
 
-    monkeypatch.setattr(reference, "open_model", lambda directory, gang: torch.nn.Linear(2, 2))
+    monkeypatch.setattr(reference, "open_model", lambda directory, **given: torch.nn.Linear(2, 2))
     sharding: Any = SimpleNamespace(compute_dtype=torch.float32)
     with pytest.raises(CorruptObjectError, match="the weights are damaged"):
-        StartModel.load(tmp_path, gang=FirstOfTwo(damaged), sharding=sharding)
+        StartModel.load(tmp_path, gang=FirstOfTwo(damaged), sharding=sharding, context_length=8)
 
 
 def test_a_log_that_another_rank_cannot_open_is_told() -> None:

@@ -27,6 +27,11 @@ class TrainerBench(ConfigSection):
     seed: int = option(0, "Seed of the samples, and of everything else that is random.", ge=0)
     is_sft: bool = option(False, "Whether completions are imitated, as by SFT, instead of reinforced.")
 
+    @property
+    def context_length(self) -> int:
+        """Tokens of the longest sequence."""
+        return self.trainer.model.seq_len
+
 
 class InferenceBench(ConfigSection):
     """Steps of the embedded engine: `max_num_seqs` sequences at once, of prompts and completions of equal lengths."""

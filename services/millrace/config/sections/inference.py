@@ -131,6 +131,12 @@ class InferenceConfig(ConfigSection):
     )
 
     @property
+    def context_length(self) -> int | None:
+        """Tokens of the longest sequence that the engine serves; None where the config leaves it open."""
+        named = {name.replace("-", "_"): value for name, value in self.vllm.items()}.get("max_model_len")
+        return self.model.max_model_len or (named if isinstance(named, int) and named > 0 else None)
+
+    @property
     def needs_vllm(self) -> bool:
         """Whether a key is set that only vLLM has, or a parser."""
         return any(self._foreign_parsers()) or any(

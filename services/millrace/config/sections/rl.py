@@ -39,6 +39,11 @@ class RLConfig(SharedKeys):
     orchestrator: OrchestratorConfig = required("The loop.")
     inference: InferenceConfig = table(InferenceConfig, "The engine.")
 
+    @property
+    def context_length(self) -> int:
+        """Tokens of the longest sequence that the engine of the run's own stack serves."""
+        return self.inference.context_length or self.orchestrator.seq_len
+
     def broken_rules(self) -> list[BrokenRule]:
         """Rules over several keys that do not hold."""
         schedule = self.trainer.scheduler.broken_rules(self.trainer.optim, self.trainer.max_steps, prefix="trainer.")

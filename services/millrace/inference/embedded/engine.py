@@ -234,10 +234,11 @@ class EmbeddedEngine:
         self, model_dir: Path, staged: StagedPolicy | None, identity: PolicyIdentity
     ) -> tuple[Scheduler, int, int]:
         """The scheduler, the longest context and the number of token ids."""
-        model = loader.load_model(model_dir, staged.tensors if staged is not None else None)
         config = model_files.load_config(model_dir)
+        tensors, probe = (None, None) if staged is None else (staged.tensors, staged.manifest.probe)
+        model_len = loader.context_length(config, most=self._max_model_len_limit, probe=probe)
+        model = loader.load_model(model_dir, tensors, context_length=model_len)
         tokenizer = model_files.load_tokenizer(model_dir)
-        positions = loader.max_positions(config)
         scheduler = Scheduler(
             model,
             identity=identity,
@@ -247,7 +248,7 @@ class EmbeddedEngine:
             kv_bytes=self._kv_bytes,
             token_bytes=loader.cache_token_bytes(config, next(model.parameters()).dtype),
         )
-        return scheduler, min(positions, self._max_model_len_limit or positions), int(config.vocab_size)
+        return scheduler, model_len, int(config.vocab_size)
 
     def _held(self) -> Scheduler:
         """The scheduler of the held model; UnavailableError if there is none that may generate."""

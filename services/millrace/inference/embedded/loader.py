@@ -8,9 +8,11 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
+from millrace.context_length import fix_context_length
 from millrace.errors import InvalidStateError
 from millrace.inference.embedded.weights import check_tensors, copy_tensors, float_dtype
 from millrace.inference.model_files import load_config
+from millrace.policies.probe import Probe
 from millrace.policies.tensors import TensorBytes
 from millrace.telemetry import progress
 from millrace.telemetry.progress import Doing
@@ -29,8 +31,11 @@ def warm_up() -> None:
         importlib.import_module("transformers.modeling_utils")
 
 
-def load_model(model_dir: Path, tensors: Mapping[str, TensorBytes] | None) -> torch.nn.Module:
-    """The model in evaluation mode, with weights from `tensors`, or from the directory if that is None."""
+def load_model(model_dir: Path, tensors: Mapping[str, TensorBytes] | None, *, context_length: int) -> torch.nn.Module:
+    """The model in evaluation mode, with weights from `tensors`, or from the directory if that is None.
+
+    Positions are those of sequences of at most `context_length` tokens.
+    """
     config = load_config(model_dir)
     _require_full_attention(config)
     if tensors is None:
@@ -40,12 +45,24 @@ def load_model(model_dir: Path, tensors: Mapping[str, TensorBytes] | None) -> to
         model = AutoModelForCausalLM.from_config(config, dtype=float_dtype(tensors))
         check_tensors(model, tensors)
         copy_tensors(model, tensors)
+    fix_context_length(model, context_length)
     return model.eval().requires_grad_(False)
 
 
-def max_positions(config: Any) -> int:
-    """Longest sequence, in tokens, that the model's positions allow."""
-    return int(getattr(config, "max_position_embeddings", 0) or _DEFAULT_POSITIONS)
+def context_length(config: Any, *, most: int | None, probe: Probe | None) -> int:
+    """Tokens of the longest sequence that the model's positions allow, that is wanted, and that the policy is made for.
+
+    InvalidStateError (CONTEXT_DIFFERS) if that is too short for the positions that the policy's trainer computes.
+    """
+    length = int(getattr(config, "max_position_embeddings", 0) or _DEFAULT_POSITIONS)
+    rope = getattr(config, "rope_parameters", None) or {}
+    if "dynamic" in str(rope.get("rope_type")):  # the positions that a model was trained on, which these go beyond
+        length = int(length * rope.get("factor", 1))
+    length = min(length, most or length)
+    if probe is not None:
+        length = min(length, *probe.contexts[1:])
+        probe.require_context(length)
+    return length
 
 
 def cache_token_bytes(config: Any, dtype: torch.dtype) -> int:

@@ -31,7 +31,7 @@ from millrace.inference.vllm import gate as gates
 from millrace.inference.vllm.gate import GenerationGate
 from millrace.inference.vllm.handover import ask_restart
 from millrace.inference.vllm.lora import AdapterSlot
-from millrace.inference.vllm.model_config import config_problem, has_weights
+from millrace.inference.vllm.model_config import config_problem, has_weights, require_same_positions
 from millrace.inference.vllm.ping import Ping
 from millrace.inference.vllm.prober import Prober, settled
 from millrace.inference.vllm.ranks import Ranks, misfits
@@ -101,6 +101,7 @@ class VllmEngine:
             self.gate.open(self._salt(identity))
             return
         self._require_same_config(model_dir)
+        require_same_positions(self._client.model_config, staged.manifest.probe)
         self._require_awake()
         order = await self._ranks.order(staged, self._directory)
         order |= {"changed": None}

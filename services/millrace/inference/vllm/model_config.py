@@ -8,6 +8,9 @@ from typing import Any
 
 from huggingface_hub import try_to_load_from_cache
 
+from millrace.errors import InvalidStateError
+from millrace.policies.probe import Probe
+
 logger = logging.getLogger(__name__)
 
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
@@ -33,6 +36,24 @@ def config_problem(
     if not differing:
         return ""
     return f"the policy's config.json is not that of vLLM's model (differing: {', '.join(differing[:8])})"
+
+
+def require_same_positions(model: Any, probe: Probe | None) -> None:
+    """InvalidStateError if vLLM, by its `model_config`, computes other positions than the policy's trainer does.
+
+    Where vLLM's positions follow a length, it is `max_model_len`. Of `dynamic` ones it has only those that the model
+    was trained on.
+    """
+    if probe is None or not probe.contexts:
+        return
+    probe.require_context(model.max_model_len)
+    rope, trained = getattr(model.hf_text_config, "rope_parameters", None) or {}, probe.contexts[-1]
+    if rope.get("rope_type") == "dynamic" and (most := model.hf_text_config.max_position_embeddings) < trained:
+        raise InvalidStateError(
+            f"vLLM computes dynamic positions up to max_position_embeddings, {most}, only",
+            reason="CONTEXT_DIFFERS",
+            remedy=f"set seq_len and inference.model.max_model_len to at most {most}, or use the embedded engine",
+        )
 
 
 def has_weights(directory: Path) -> bool:

@@ -51,6 +51,11 @@ class LearnerConfig(Protocol):
         """The seed of everything random."""
         ...
 
+    @property
+    def context_length(self) -> int:
+        """Tokens of the longest sequence that the policy's engines serve."""
+        ...
+
 
 @dataclass(slots=True, kw_only=True)
 class Learner:
@@ -89,14 +94,21 @@ class Learner:
         compute_dtype = resolve_compute_dtype(trainer.model, device=gang.device)
         is_proved = trainer.loss.kl is not None
         built = build_model(
-            trainer.model, directory, gang=gang, seed=config.seed, prefix="trainer.model", is_proved=is_proved
+            trainer.model,
+            directory,
+            gang=gang,
+            seed=config.seed,
+            prefix="trainer.model",
+            context_length=config.context_length,
+            is_proved=is_proved,
         )
         model, sharding, reference = built.model, Sharding.of(trainer.model, compute_dtype=compute_dtype), None
-        packing = packing_of(model, trainer.pack, compute_dtype=compute_dtype, gang=gang)
+        packing = packing_of(model, trainer.pack, longest=trainer.model.seq_len, compute_dtype=compute_dtype, gang=gang)
         if trainer.loss.kl is not None:
             is_base = trainer.model.lora is not None and not trainer.model.lora.modules_to_save
             is_varlen = packing is not None and packing.is_varlen
-            start = partial(StartModel.load, start_directory, gang=gang, sharding=sharding, is_varlen=is_varlen)
+            opened = {"sharding": sharding, "context_length": config.context_length, "is_varlen": is_varlen}
+            start = partial(StartModel.load, start_directory, gang=gang, **opened)
             reference = UnadaptedModel(model) if is_base else start()
         seed_rank(config.seed, rank=gang.layout.draw(gang.rank))
         return cls(

@@ -21,7 +21,7 @@ class Packing:
 
     `per_token` and `per_square` are those of `FlopCount`. An operation of attention takes `causal_cost` where a row is
     one sample, and `masked_cost` where a dense mask keeps samples apart. A kernel for rows of varying lengths
-    (`is_varlen`) computes what the samples need only.
+    (`is_varlen`) computes what the samples need only. `is_alone`: nothing is packed, and a micro-batch is one sample.
     """
 
     per_token: float
@@ -30,6 +30,7 @@ class Packing:
     masked_cost: float
     is_always: bool = False
     is_varlen: bool = False
+    is_alone: bool = False
 
     def cost(self, rows: Rows, lengths: Sequence[int]) -> float:
         """What a micro-batch costs."""
@@ -48,10 +49,16 @@ class Packing:
         return sum(max(self.cost(rows, lengths) for rows in abreast) for abreast in zip(*plan, strict=True))
 
 
+ALONE = Packing(per_token=0.0, per_square=0.0, causal_cost=0.0, masked_cost=0.0, is_alone=True)
+"""That of a model which mixes the samples of a micro-batch."""
+
+
 def how_rows_are_made(packing: Packing | None) -> str:
     """Everything that plans depend on besides the header, the config and the number of ranks, in words."""
     if packing is None:
         return "one sample each"
+    if packing.is_alone:
+        return "one sample in each micro-batch"
     facts = ", ".join(f"{name} {value}" for name, value in asdict(packing).items())
     return f"packed by cost: {facts}"
 
@@ -77,8 +84,9 @@ def plan_micro_batches(
     samples than ranks, micro-batches are empty. Rows hold several samples only with `packing`, where that costs less.
     """
     order = sorted((index for index, length in enumerate(lengths) if length), key=lambda i: (-lengths[i], i))
-    padded = _dealt(_padded(order, lengths, max_tokens), lengths, world_size)
-    if packing is None:
+    is_alone = packing is not None and packing.is_alone
+    padded = _dealt(_padded(order, lengths, 1 if is_alone else max_tokens), lengths, world_size)
+    if packing is None or is_alone:
         return padded
     packed = _dealt(_packed(order, lengths, max_tokens, packing), lengths, world_size)
     is_cheaper = packing.cost_of_ranks(packed, lengths) < packing.cost_of_ranks(padded, lengths)

@@ -43,10 +43,12 @@ class StartModel:
         self._model = gang.shard(model, sharding)
 
     @classmethod
-    def load(cls, directory: Path, *, gang: Gang, sharding: Sharding, is_varlen: bool = False) -> Self:
+    def load(
+        cls, directory: Path, *, gang: Gang, sharding: Sharding, context_length: int, is_varlen: bool = False
+    ) -> Self:
         """That of the model in `directory`. Collective in a gang."""
         with agreed(gang):
-            model = open_model(directory, gang=gang)
+            model = open_model(directory, gang=gang, context_length=context_length)
         start = cls(model, gang=gang, sharding=sharding, is_varlen=is_varlen)
         with agreed(gang):
             fill_opened(start._model, directory, gang=gang, sharding=sharding)

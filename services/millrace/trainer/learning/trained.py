@@ -8,6 +8,7 @@ from torch import nn
 
 from millrace.config.sections.sft import SFTModelConfig
 from millrace.config.sections.trainer import TrainerModelConfig
+from millrace.context_length import fix_context_length
 from millrace.device_digest import device_digest
 from millrace.policies.adapter import AdapterSpec
 from millrace.policies.digest import digest_hex
@@ -40,9 +41,12 @@ def build_model(
     gang: Gang,
     seed: int,
     prefix: str,
+    context_length: int,
     is_proved: bool = False,
 ) -> TrainedModel:
-    """The model in a directory, as the table `prefix` of the config says. Collective in a gang.
+    """The model in a directory, as the table `prefix` of the config says, for sequences of at most `context_length`.
+
+    Collective in a gang.
 
     Its digest is computed where it has adapters, or `is_proved` asks for it. InvalidSpecError for what contradicts,
     before anything is read of the weights.
@@ -53,7 +57,7 @@ def build_model(
     compute_dtype = resolve_compute_dtype(config, device=gang.device)
     publish_dtype = resolve_publish_dtype(config, device=gang.device)
     with agreed(gang):
-        model, adapter = open_model(directory, gang=gang), None
+        model, adapter = open_model(directory, gang=gang, context_length=context_length), None
         hold_weights(model, config)
         if config.lora is not None:
             round_base(model, config.lora, publish_dtype=publish_dtype, compute_dtype=compute_dtype)
@@ -70,9 +74,11 @@ def build_model(
     return TrainedModel(model=model, adapter=adapter, base_digest=digest)
 
 
-def open_model(directory: Path, *, gang: Gang) -> nn.Module:
+def open_model(directory: Path, *, gang: Gang, context_length: int) -> nn.Module:
     """The model in a directory: with its weights for one process; in a gang `fill_opened` reads them."""
-    return load_model(directory) if gang.is_alone else empty_model(directory)
+    model = load_model(directory) if gang.is_alone else empty_model(directory)
+    fix_context_length(model, context_length)
+    return model
 
 
 def fill_opened(model: nn.Module, directory: Path, *, gang: Gang, sharding: Sharding) -> None:

@@ -14,8 +14,9 @@ from torch.distributed.tensor import DTensor
 
 from millrace.config.sections.sft import SFTModelConfig
 from millrace.config.sections.trainer import TrainerModelConfig
+from millrace.context_length import contexts_like
 from millrace.errors import CorruptObjectError, InvalidStateError, NotFoundError
-from millrace.policies.manifest import Probe
+from millrace.policies.probe import Probe
 from millrace.policies.stops import turn_stops, with_stops
 from millrace.policies.tensors import TensorBytes
 from millrace.telemetry import progress
@@ -213,7 +214,7 @@ def probe(model: nn.Module, *, vocabulary: int, device: torch.device) -> Probe:
             remedy="before the first step: use a start model with finite weights; later: fork the run a few steps "
             "before with a lower trainer.optim.lr",
         )
-    return Probe(token_ids=tuple(token_ids), logprobs=tuple(logprobs_T.tolist()))
+    return Probe(token_ids=tuple(token_ids), logprobs=tuple(logprobs_T.tolist()), contexts=contexts_like(model))
 
 
 def model_corrupt(directory: Path, problem: object) -> CorruptObjectError:

@@ -102,7 +102,9 @@ def run_sft(config: SFTConfig, *, gang: Gang, on_step: Callable[[SFTStep], None]
     directory = resolve_model_directory(config.model.name)
     tokenizer = load_tokenizer(directory)
     data = _Data(config, tokenizer, stops=turn_stops(tokenizer, directory))
-    built = build_model(config.model, directory, gang=gang, seed=config.seed, prefix="model")
+    built = build_model(
+        config.model, directory, gang=gang, seed=config.seed, prefix="model", context_length=config.data.seq_len
+    )
     if built.adapter is not None:
         require_mergeable(built.model)
         seed_rank(config.seed, rank=gang.layout.draw(gang.rank))  # the adapters' dropout
@@ -273,7 +275,7 @@ class _Learner:
         self._model = model
         self._optimizer = optimizer
         dtype = resolve_compute_dtype(config.model, device=gang.device)
-        self._packing = packing_of(model, config.pack, compute_dtype=dtype, gang=gang)
+        self._packing = packing_of(model, config.pack, longest=config.data.seq_len, compute_dtype=dtype, gang=gang)
         self._utilization = Utilization.of(
             model,
             tflops=config.peak_tflops,

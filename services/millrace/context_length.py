@@ -1,0 +1,111 @@
+"""Rotary embeddings whose factors follow from the longest position of a call: fixed by the context length instead.
+
+`longrope` and `dynamic` embeddings of transformers look at all rows of a call, and choose one set of factors for all of
+them: what a sample's tokens get depends on the samples beside it, and what a completion's get on when they were
+computed. vLLM chooses once, by its `max_model_len`. What is fixed here is computed as in a sequence of the context's
+length, whatever a call holds, so that trainer and engines that have one context length have the same factors.
+
+Shape suffixes: L tokens of a row.
+"""
+
+import copy
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+
+Contexts = tuple[int, ...]
+"""The least and the most tokens of contexts that have the same factors; only the least where there is no most."""
+
+_SHORTEST, _LONGEST = 2, 1 << 40
+_FIXED = WeakKeyDictionary[nn.Module, Contexts]()
+
+
+@torch.no_grad()
+def fix_context_length(model: nn.Module, length: int) -> None:
+    """Let every embedding that looks at a call's longest position see one of a sequence of `length` tokens, in place.
+
+    `length` is that of the longest sequence, at least 2. What stands behind it can only be padding, and gets the last
+    position. Call it once, before the model computes anything: some embeddings remember the longest call.
+    """
+    alike: list[tuple[int, int]] = []
+    for module, kinds in _following(model):
+        alike += [_alike(module, kind, length) for kind in kinds]
+        module.register_forward_pre_hook(partial(_with_last_position, length=length), with_kwargs=True)
+        module.register_forward_hook(_without_last_position)
+    if alike:
+        least, most = max(low for low, _ in alike), min(high for _, high in alike)
+        _FIXED[model] = (least,) if most == _LONGEST else (least, most)
+
+
+def contexts_like(model: nn.Module) -> Contexts:
+    """The contexts in which a fixed model computes the same; nothing if its embeddings follow no length."""
+    return _FIXED.get(model, ())
+
+
+def _following(model: nn.Module) -> list[tuple[nn.Module, list[str | None]]]:
+    """The embeddings that transformers updates in a call, each with the types of layers that have one of their own."""
+    found = []
+    for module in model.modules():
+        types = getattr(module, "rope_type", None)
+        by_layer: Mapping[str | None, Any] = types if isinstance(types, Mapping) else {None: types}
+        kinds = [kind for kind, name in by_layer.items() if isinstance(name, str) and _follows(name)]
+        if kinds:
+            found.append((module, kinds))
+    return found
+
+
+def _follows(name: str) -> bool:
+    return name == "longrope" or "dynamic" in name  # as `transformers.modeling_rope_utils.dynamic_rope_update` asks
+
+
+def _alike(module: nn.Module, kind: str | None, length: int) -> tuple[int, int]:
+    """The least and the most tokens of sequences for which the embedding is that for `length`, by asking it."""
+    wanted = _first_two(module, kind, length)
+
+    def is_alike(other: int) -> bool:
+        return torch.equal(_first_two(module, kind, other), wanted)
+
+    least = _SHORTEST if is_alike(_SHORTEST) else _border(is_alike, length, _SHORTEST)
+    return least, _LONGEST if is_alike(_LONGEST) else _border(is_alike, length, _LONGEST)
+
+
+def _border(is_alike: Callable[[int], bool], inside: int, outside: int) -> int:
+    """The last length from `inside`, where it is alike, towards `outside`, where it is not."""
+    while abs(outside - inside) > 1:
+        middle = (inside + outside) // 2
+        inside, outside = (middle, outside) if is_alike(middle) else (inside, middle)
+    return inside
+
+
+def _first_two(module: nn.Module, kind: str | None, length: int) -> torch.Tensor:
+    """What the first two positions of a sequence of `length` tokens get of an embedding that has seen no other one."""
+    fresh = copy.deepcopy(module, {id(config): config for config in [getattr(module, "config", None)]})
+    positions_1L = torch.tensor([[0, 1, length - 1]], device=next(fresh.buffers()).device)
+    arguments = {} if kind is None else {"layer_type": kind}
+    given = fresh(torch.zeros(1, device=positions_1L.device), positions_1L, **arguments)
+    return torch.cat([each[..., :2, :].flatten() for each in _tensors(given)])
+
+
+def _with_last_position(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, length: int
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of an embedding (x, position_ids, …) with one more position, the last one of the context."""
+    positions_L = kwargs["position_ids"] if "position_ids" in kwargs else args[1]
+    last = positions_L.new_full((*positions_L.shape[:-1], 1), length - 1)
+    longer = torch.cat([positions_L.clamp(max=length - 1), last], dim=-1)
+    if "position_ids" in kwargs:
+        return args, kwargs | {"position_ids": longer}
+    return (args[0], longer, *args[2:]), kwargs
+
+
+def _without_last_position(module: nn.Module, args: tuple[Any, ...], given: Any) -> Any:
+    shorter = tuple(each[..., :-1, :] for each in _tensors(given))
+    return shorter[0] if isinstance(given, torch.Tensor) else shorter
+
+
+def _tensors(given: torch.Tensor | tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+    return (given,) if isinstance(given, torch.Tensor) else given
