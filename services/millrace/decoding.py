@@ -1,4 +1,4 @@
-"""Bytes that others wrote: JSON, protobuf and zstd are decoded here, within bounds and with one typed error.
+"""Bytes that others wrote: JSON, protobuf, gzip and zstd are decoded here, within bounds and with one typed error.
 
 Whatever is read from Redis, from the store, from a file or from a request may be damaged, foreign or hostile. A decoder
 of the libraries answers that with an error of its own class (protobuf's `DecodeError` is no `ValueError`), with
@@ -10,8 +10,9 @@ import contextlib
 import json
 import math
 import re
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeVar
+import zlib
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, BinaryIO, TypeVar
 
 from millrace.errors import CorruptObjectError, InvalidSpecError, Violation
 
@@ -42,6 +43,8 @@ _COUNTED_FROM_BYTES = 1 << 20  # what is smaller cannot become more than some 15
 _REQUEST_COUNTED_FROM_BYTES = 64 << 10  # and this not more than 10 MB
 _MESSAGE_BYTES, _FIELD_BYTES = 48, 8  # what a parsed message takes: measured with upb
 _MAX_EMPTY_FRAME = 32
+_GZIP, _ZSTD = b"\x1f\x8b", b"\x28\xb5\x2f\xfd"  # what a packed file begins with
+_PLAIN_PIECE, _PACKED_PIECE = 1 << 20, 8 << 10  # bytes read at a time; packed ones may become many more
 _LENGTH_DELIMITED, _FIXED_BYTES = 2, {1: 8, 5: 4}  # wire types
 
 # Possessive (`++`, `*+`): a pattern that may go back keeps a hundred bytes for each character.
@@ -154,6 +157,44 @@ def decompress(data: bytes | memoryview, *, what: str, reason: str, max_bytes: i
         raise _corrupt(what, _cause(error), reason, remedy) from error
 
 
+def unpacked(file: BinaryIO, *, what: str, reason: str, remedy: str | None = None) -> Iterator[bytes]:
+    """What a file holds, in pieces; one that begins like gzip or zstd is decompressed, all its members or frames.
+
+    `CorruptObjectError` with `reason` if it is damaged, or ends within a member; the pieces before that are given.
+    """
+    begin = file.read(len(_ZSTD))
+    file.seek(0)
+    try:
+        if begin.startswith(_GZIP):
+            yield from _decompressed(file, lambda: zlib.decompressobj(wbits=31))
+        elif begin == _ZSTD:
+            import zstandard  # not installed with the command line alone
+
+            yield from _decompressed(file, zstandard.ZstdDecompressor().decompressobj)
+        else:
+            while piece := file.read(_PLAIN_PIECE):
+                yield piece
+    except (ValueError, MemoryError, ImportError) as error:
+        raise _corrupt(what, _cause(error), reason, remedy) from error
+
+
+def _decompressed(file: BinaryIO, begin: Callable[[], Any]) -> Iterator[bytes]:
+    """What the members of a packed file hold, or ValueError; `begin` gives the decompressor of one."""
+    member, is_within = begin(), False
+    while packed := file.read(_PACKED_PIECE):
+        while packed:
+            try:
+                piece = member.decompress(packed)
+            except Exception as error:  # an edge to foreign code: zlib.error, ZstdError
+                raise ValueError(f"its compressed bytes are damaged: {_cause(error)}") from error
+            yield piece
+            is_within = not member.eof
+            packed = b"" if is_within else member.unused_data.lstrip(b"\0")  # zeros may fill up its end
+            member = member if is_within else begin()
+    if is_within:
+        raise ValueError("it is cut off: its compressed bytes end too early")
+
+
 def _decompress_nothing(data: bytes | memoryview) -> bytes:
     """Of a frame that says that it holds nothing; `decompress` of the library believes it, whatever follows."""
     import zstandard
@@ -230,7 +271,8 @@ def _float(text: str) -> float:
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
-        raise ValueError("an object has a key twice")
+        twice = next(name for at, (name, _) in enumerate(pairs) if name in dict(pairs[:at]))
+        raise ValueError(f"an object has a key twice: {twice[:80]!r}")
     return found
 
 

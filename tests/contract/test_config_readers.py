@@ -12,7 +12,7 @@ from millrace.config.sections.inference import ReplicaConfig
 from millrace.config.tree import Kind, SchemaKey, schema_tree
 
 SERVICES = Path(__file__).parents[2] / "services" / "millrace"
-
+COLUMNS = ("prompt", "completion", "tool_defs", "chat_template_kwargs")
 UNREAD = {
     "wandb.project": "exports/wandb_target.py reads the stored document, also of runs of another release",
     "wandb.entity": "as wandb.project",
@@ -24,6 +24,7 @@ UNREAD = {
     "wandb.log_extras.interval": "as wandb.project",
     "data.loss_mask.system": "read by the name of the message's role",
     "data.loss_mask.tool": "as data.loss_mask.system",
+    **{f"{key}.columns.{name}": "read by the name of the column" for key in ("data", "val.data") for name in COLUMNS},
     "seq_len": "only fills the services' keys",
     "algo.preset": "only fills the keys of both sides",
 }

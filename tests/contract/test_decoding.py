@@ -65,7 +65,6 @@ ALLOWED = {
     "trainer/job.py:make_publisher": OWN,
     "trainer/model/pretrained.py:policy_files": USERS,
     "trainer/sft/rows.py:_decoded": USERS,
-    "trainer/sft/rows.py:_read_jsonl": USERS,
 }
 
 

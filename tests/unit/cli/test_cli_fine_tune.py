@@ -60,6 +60,22 @@ def test_flags_that_it_would_not_heed_are_refused(flag, capsys):
     assert flag[0] in capsys.readouterr().err
 
 
+def test_a_dry_run_looks_at_the_first_rows_of_local_files(tmp_path, capsys):
+    data, other = tmp_path / "rows.jsonl", tmp_path / "val"
+    data.write_text('{"prompt": "a", "completion": "b"}\n' * 300 + "{")  # not looked at so far
+    flags = ["sft", "--model.name", "gpt2", "--dry-run", "--data.name", str(data), "--val.data.name", str(other)]
+    assert main(flags) == 0
+    said = capsys.readouterr()
+    assert '"columns"' in said.out and f"note: val.data.name: there is no {other} on this machine" in said.err
+    other.mkdir()
+    assert main(flags) == 3 and "it is empty" in capsys.readouterr().err
+    (other / "a.jsonl").write_text('{"question": "a"}\n')
+    assert main([*flags, "--val.data.columns.prompt", "question"]) == 2
+    said = capsys.readouterr()
+    assert not said.out and "val.data.name: needs `messages`" in said.err and f"at: {other}/a.jsonl:1" in said.err
+    assert main(["sft", "--model.name", "gpt2", "--dry-run", "--data.name", "owner/data-2.5"]) == 0
+
+
 def test_output_and_exit_code_are_the_trainers(tmp_path):
     process = start(tmp_path, "--model.name", "gpt2", "--max-steps", "3", "--run.name", "warm")
     out, err = process.communicate(timeout=60)

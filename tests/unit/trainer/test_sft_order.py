@@ -96,11 +96,11 @@ def test_subsets_and_splits_of_a_directory(tmp_path: Path) -> None:
         sources = load_sources(DataSourceConfig(name=str(tmp_path), **keys))  # type: ignore[arg-type]
         return [[row["prompt"] for row in source.rows] for source in sources]
 
-    assert prompts() == [["e", "f", "t"]]
+    assert prompts() == [["c", "n", "m", "e", "f", "t"]]
     assert prompts(splits=["train"]) == [["t"]]
     assert prompts(subsets=["math", "test"]) == [["n", "m"], ["e", "f"]]
     assert prompts(subsets=["math", "code"], splits=["train", "test"]) == [["m"], ["c"]]
-    with pytest.raises(NotFoundError, match=r"code/train\.jsonl does not exist.*data\.splits"):
+    with pytest.raises(NotFoundError, match=r"code/train does not exist.*there are test.*data\.splits"):
         prompts(subsets=["code"], splits=["train"])
     with pytest.raises(NotFoundError, match=r"/law does not exist"):
         prompts(subsets=["law"])
@@ -128,7 +128,7 @@ def test_a_subset_and_split_of_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ({"messages": "a"}, "`messages` that are no list"),
+        ({"messages": {"a": 1}}, "`messages` that are no list"),
         ({"messages": [{"content": "a"}]}, r"messages\[0\].*role"),
         ({"messages": [], "tools": "{"}, "`tools` is text that is no JSON"),
         ({"messages": [], "tools": {"a": 1}}, "`tools` must be a list"),

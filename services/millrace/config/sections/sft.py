@@ -38,6 +38,17 @@ class SFTModelConfig(ModelLayoutConfig):
     )
 
 
+class ColumnsConfig(ConfigSection):
+    """What the columns of a row are called in the data; all others are left out."""
+
+    messages: str = option("messages", "The conversation, such as `conversation`.", min_length=1)
+    prompt: str = option("prompt", "What is answered, such as `instruction`.", min_length=1)
+    completion: str = option("completion", "The answer, such as `response`.", min_length=1)
+    tools: str = option("tools", "Definitions of tools.", min_length=1)
+    tool_defs: str = option("tool_defs", "Definitions of tools, where `tools` has none.", min_length=1)
+    chat_template_kwargs: str = option("chat_template_kwargs", "Arguments of the chat template.", min_length=1)
+
+
 class DataSourceConfig(ConfigSection):
     """Where rows come from.
 
@@ -47,7 +58,8 @@ class DataSourceConfig(ConfigSection):
 
     name: str = option(
         "PrimeIntellect/Reverse-Text-SFT",
-        "A JSONL file, a directory of JSONL files, or the id of a dataset on the Hugging Face Hub.",
+        "A file of JSON lines or one JSON array (plain, `.gz` or `.zst`), Parquet or Arrow; a directory of such files; "
+        "or the id of a dataset on the Hugging Face Hub.",
         min_length=1,
     )
     split: str = option(
@@ -56,13 +68,14 @@ class DataSourceConfig(ConfigSection):
     subsets: list[str] | None = option(
         None,
         "Subsets that are mixed: configurations of a Hub dataset, or names in a local directory "
-        "(`<subset>.jsonl`, or a directory `<subset>` of JSONL files). The data set as a whole if left out.",
+        "(`<subset>.jsonl`, or a directory `<subset>`). The data set as a whole if left out.",
     )
     splits: list[str] | None = option(
         None,
         "Splits that are mixed: of a Hub dataset, or `<split>.jsonl` in a local directory. With `subsets`, as many: "
         "the n-th split is read of the n-th subset.",
     )
+    columns: ColumnsConfig = table(ColumnsConfig, "What the columns are called in the data.")
 
     @field_validator("subsets", "splits")
     @classmethod

@@ -203,7 +203,7 @@ class _Data:
             rows=[row for source in sources for row in source.rows],
             places=[place for source in sources for place in source.places],
         )
-        self.validation = None if config.val is None else load_rows(config.val.data)
+        self.validation = None if config.val is None else load_rows(config.val.data, key="val.data")
         self._order = Order(mixed, batch_size=data.batch_size, shuffle=data.shuffle, seed=data.seed)
         self._is_full = data.pack_function == "cat"
         self._max_steps = config.max_steps

@@ -353,6 +353,18 @@ def _places_mutate() -> m.Mutate:
     return m.wrapped(m.json_of, split, lambda head: len(head).to_bytes(8, "little") + head + bytes(64))
 
 
+def _data_file() -> tuple[Any, Any]:
+    from millrace.trainer.sft.readers import RowReader
+
+    path = Path(tempfile.mkdtemp(prefix="millrace-fuzz-")) / "rows"
+
+    def read(data: bytes) -> Any:
+        path.write_bytes(data)
+        return list(RowReader({}).read(path))
+
+    return read, None
+
+
 def _chat_parsers() -> tuple[Any, Any]:
     import orjson
 
@@ -485,6 +497,8 @@ TARGETS = [
     Target(name="http", load=_surface("Http"), mutate=_http_mutate, answers_all=False, max_s=10.0, weight=4),
     Target(name="dashboard", load=_pages, mutate=_pages_mutate, answers_all=False, max_s=10.0, weight=4),
     Target(name="chat_parsers", load=_chat_parsers, errors=()),
+    Target(name="data_file", load=_data_file),
+    Target(name="data_lines", load=_data_file, mutate=_json),
     Target(name="stack_json", load=_stack, mutate=_json),
 ]
 

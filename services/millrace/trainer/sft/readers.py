@@ -1,0 +1,293 @@
+"""The rows of one file: JSON Lines or one JSON array, plain or packed with gzip or zstd, Parquet, or Arrow.
+
+What a file is, its first bytes say. A file that cannot be read to its end is refused, with the place and a remedy.
+"""
+
+import collections
+import importlib
+import itertools
+import json
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple, NoReturn
+
+from millrace.decoding import MAX_JSON_BYTES, decode_json, unpacked
+from millrace.errors import CorruptObjectError, InvalidSpecError, InvalidStateError, NotFoundError, Violation
+from millrace.trainer.sft.columns import COLUMNS, Row, WrongColumnsError, plain, require_columns, take_row
+
+_REASON = "DATA_INVALID"
+_MOST_ARRAY_BYTES = 1 << 30
+_BATCH_ROWS = 256
+_SHOWN = 80  # characters of a row in a message
+_BLANK = b" \t\r\n"
+_BOM = b"\xef\xbb\xbf"
+_PARQUET, _ARROW, _ARROW_STREAM = b"PAR1", b"ARROW1", b"\xff\xff\xff\xff"
+_TABLES = (_PARQUET, _ARROW, _ARROW_STREAM)
+_ROW = 'write lines like {"prompt": …, "completion": …} or {"messages": […]}'
+_ONE_A_LINE = "write each row in one line (jq -c . FILE > rows.jsonl), or all rows in one JSON array"
+_PLAIN_JSON = "write what every reader of JSON takes: null for NaN, each key once, numbers of at most 4,000 digits"
+_AGAIN = "fetch or write the file once more; no row of it is taken"
+_UTF_16 = "write it as UTF-8: iconv -f UTF-16{} -t UTF-8 FILE > rows.jsonl"
+_TABLE = "write its rows as JSON Lines or as Parquet"
+_FOREIGN: Mapping[bytes, tuple[str, str]] = {
+    b"PK\x03\x04": ("is a zip archive", "unpack it, and name the file with the rows"),
+    b"BZh": ("is packed with bzip2", "pack it with gzip: bzcat FILE | gzip > rows.jsonl.gz"),
+    b"\xfd7zXZ": ("is packed with xz", "pack it with gzip: xzcat FILE | gzip > rows.jsonl.gz"),
+    b"\x04\x22\x4d\x18": ("is packed with lz4", "pack it with gzip: lz4cat FILE | gzip > rows.jsonl.gz"),
+    b"version https://git-lfs": ("is a pointer of Git LFS instead of the data", "fetch the data: git lfs pull"),
+    **dict.fromkeys((b"\xff\xfe", b"\xfe\xff"), ("is UTF-16 text", _UTF_16.format(""))),
+    **dict.fromkeys((b"{\0", b"[\0"), ("is UTF-16 text", _UTF_16.format("LE"))),
+    **dict.fromkeys((b"\0{", b"\0["), ("is UTF-16 text", _UTF_16.format("BE"))),
+    b"SQLite format 3": ("is an SQLite database", _TABLE),
+    b"\x80\x04": ("is a pickle", _TABLE),
+}
+"""What files begin with that are not read: what they are, and the remedy."""
+_TOKEN = re.compile(rb'"(?:[^"\\]++|\\.)*+"|[][{},]', re.DOTALL)
+_LONGEST_SIGN = max(map(len, _FOREIGN))
+
+
+class Place(NamedTuple):
+    """Where a row stands: the file with the words before the number, and the number."""
+
+    file: str
+    number: int
+
+    def __str__(self) -> str:
+        return f"{self.file}{self.number}"
+
+
+class RowReader:
+    """Reads the rows of files; `columns` gives the names that our columns have there, `key` the config's table."""
+
+    def __init__(self, columns: Mapping[str, str], *, key: str = "data") -> None:
+        self._columns = {name: columns.get(name, name) for name in COLUMNS}
+        self._names = set(self._columns.values())
+        self._key = key
+
+    def read(self, path: Path) -> Iterator[tuple[Place, Row]]:
+        """The rows of a file with their places; InvalidSpecError says what is wrong, where, and what mends it."""
+        try:
+            with path.open("rb") as file:
+                begin = file.read(_LONGEST_SIGN)
+                file.seek(0)
+                self._refuse_foreign(path, begin)
+                if not begin and path.suffix.lower() in (".gz", ".zst"):
+                    self.refuse("has no bytes, and a packed file has some", source=str(path), remedy=_AGAIN)
+                if begin.startswith(_TABLES) or path.suffix.lower() == ".parquet":
+                    yield from self._table_rows(path, begin)
+                else:
+                    yield from self._json_rows(path, unpacked(file, what=str(path), reason=_REASON))
+        except OSError as error:
+            self.refuse(f"cannot be read: {error.strerror or error}", source=str(path), remedy=_AGAIN)
+
+    def take(self, found: Any, place: Place, *, is_json: bool = False) -> Row:
+        """The columns of a row that are read, checked; what is no JSON may hold what JSON has not."""
+        try:
+            if not is_json:
+                found = {name: plain(each, name=name) if name in self._names else each for name, each in found.items()}
+            return take_row(found, self._columns)
+        except WrongColumnsError as error:
+            self._refuse_columns(error, list(found), source=str(place), value=found)
+        except ValueError as error:
+            self.refuse(str(error), source=str(place), value=found)
+
+    def missing(self, name: str, problem: str) -> NotFoundError:
+        """The error of data that is not there."""
+        return NotFoundError(
+            f"data {name!r} cannot be read: {problem}",
+            reason="DATA_NOT_FOUND",
+            remedy=f"set {self._key}.name to a JSONL or Parquet file, a directory of such files, or the id of a Hub "
+            f"dataset, and {self._key}.subsets and {self._key}.splits to what it has",
+            metadata={"data": name},
+        )
+
+    def refuse(self, message: str, *, source: str, value: Any = None, remedy: str = _ROW) -> NoReturn:
+        """Raise the error of a row or of a file."""
+        text = None if value is None else str(value).strip()[:_SHOWN]
+        violation = Violation(field=f"{self._key}.name", value=text, message=message, source=source)
+        raise InvalidSpecError([violation], reason=_REASON, remedy=remedy)
+
+    def _refuse_columns(
+        self, error: WrongColumnsError, names: Sequence[str], *, source: str, value: Any = None
+    ) -> NoReturn:
+        others = [name for name in names if name not in COLUMNS]
+        name = next((name for name in ("messages", "prompt", "completion") if name not in names), None)
+        remedy = _ROW
+        if name and others:
+            remedy += f", or say what a column is called there: {self._key}.columns.{name} = {json.dumps(others[0])}"
+        self.refuse(str(error), source=source, value=value, remedy=remedy)
+
+    def _refuse_foreign(self, path: Path, begin: bytes) -> None:
+        for sign, (message, remedy) in _FOREIGN.items():
+            if begin.startswith(sign):
+                self.refuse(message, source=str(path), remedy=remedy.replace("FILE", path.name))
+        if path.suffix.lower() in (".csv", ".tsv"):
+            remedy = "write it as JSON Lines: pandas.read_csv(…).to_json('rows.jsonl', orient='records', lines=True)"
+            self.refuse("is a table of text, which does not say what its columns hold", source=str(path), remedy=remedy)
+
+    def _json_rows(self, path: Path, pieces: Iterator[bytes]) -> Iterator[tuple[Place, Row]]:
+        number = 0
+        try:
+            begin = next(pieces, b"")
+            while (len(begin) < _LONGEST_SIGN or not begin.strip(_BLANK)) and (piece := next(pieces, b"")):
+                begin += piece
+            begin = begin.removeprefix(_BOM)
+            self._refuse_foreign(path, begin)
+            pieces = itertools.chain([begin], pieces)
+            if begin.startswith(_TABLES):
+                remedy = "unpack it: a table packs its columns itself"
+                self.refuse("is a table packed once more", source=str(path), remedy=remedy)
+            if begin.lstrip(_BLANK).startswith(b"["):
+                yield from self._array_rows(path, pieces)
+                return
+            for number, line in _lines(pieces):
+                if not line.strip(_BLANK):
+                    continue
+                place = Place(f"{path}:", number)
+                try:
+                    found = self._parse(line, place)
+                except InvalidSpecError:
+                    collections.deque(pieces, maxlen=0)  # where bits of a packed file were flipped, its end tells
+                    raise
+                yield place, self.take(found, place, is_json=True)
+        except CorruptObjectError as error:
+            message = f"cannot be read: {error.__cause__ or error.message}"
+            self.refuse(message, source=f"{path}:{number + 1}", remedy=_AGAIN)
+
+    def _array_rows(self, path: Path, pieces: Iterator[bytes]) -> Iterator[tuple[Place, Row]]:
+        parts, size = [], 0
+        for piece in pieces:
+            parts.append(piece)
+            size += len(piece)
+            if size > _MOST_ARRAY_BYTES:
+                remedy = f"write its rows as lines: jq -c '.[]' {path.name} > rows.jsonl"
+                self.refuse(f"is one array of more than {_MOST_ARRAY_BYTES} bytes", source=str(path), remedy=remedy)
+        document = b"".join(parts)
+        try:
+            rows = decode_json(document, what="it", reason=_REASON, max_bytes=_MOST_ARRAY_BYTES)
+        except CorruptObjectError:
+            for number, element in enumerate(_elements(document)):
+                self._parse(element, Place(f"{path}, row ", number))
+            rows = self._parse(document, Place(f"{path}:", 1))
+        for number, found in enumerate(rows):
+            yield (place := Place(f"{path}, row ", number)), self.take(found, place, is_json=True)
+
+    def _parse(self, data: bytes, place: Place) -> Any:
+        """The value of a line, of an element, or of a document whose lines are counted from the place."""
+        try:
+            return decode_json(data, what="it", reason=_REASON, max_bytes=_MOST_ARRAY_BYTES)
+        except CorruptObjectError as error:
+            message, remedy, at = _what_is_wrong(error, data)
+            before = data[:at].rpartition(b"\n")[0]
+            start = len(before) + 1 if before else 0
+            if place.file.endswith(":"):
+                place = Place(place.file, place.number + data.count(b"\n", 0, at))
+            shown = data[start : start + _SHOWN].partition(b"\n")[0].decode(errors="replace")
+            self.refuse(message.format(column=at - start + 1), source=str(place), value=shown, remedy=remedy)
+
+    def _table_rows(self, path: Path, begin: bytes) -> Iterator[tuple[Place, Row]]:
+        """The rows of a Parquet or Arrow file, of which only columns that are read are loaded."""
+        arrow = _import("pyarrow")
+        number = 0
+        try:
+            names, batches = _open_table(path, begin)
+            try:
+                require_columns(names, self._columns)
+            except WrongColumnsError as error:
+                self._refuse_columns(error, names, source=str(path))
+            for batch in batches([name for name in names if name in self._names]):
+                for row in _rows_of(batch):
+                    yield (place := Place(f"{path}, row ", number)), self.take(row, place)
+                    number += 1
+        except (OSError, ValueError, KeyError, arrow.ArrowException) as error:
+            self.refuse(f"cannot be read: {error}", source=str(Place(f"{path}, row ", number)), remedy=_AGAIN)
+
+
+def _lines(pieces: Iterable[bytes]) -> Iterator[tuple[int, bytes]]:
+    """The lines of a file with their numbers, from 1; CorruptObjectError if one is too long to be a row."""
+    number, held, size = 0, [], 0
+    for piece in pieces:
+        first, *others = piece.split(b"\n")
+        held.append(first)
+        size += len(first)
+        if size > MAX_JSON_BYTES:
+            raise CorruptObjectError(f"line {number + 1} has more than {MAX_JSON_BYTES} bytes", reason=_REASON)
+        if others:
+            for line in (b"".join(held), *others[:-1]):
+                yield (number := number + 1), line
+            held, size = [others[-1]], len(others[-1])
+    yield number + 1, b"".join(held)
+
+
+def _elements(document: bytes) -> Iterator[bytes]:
+    """The elements of a JSON array as they are written, sound or not; an empty one behind a last comma."""
+    depth, start = 0, 0
+    for token in _TOKEN.finditer(document):
+        if token[0] in (b"[", b"{"):
+            depth += 1
+            start = token.end() if depth == 1 else start
+        elif token[0] == b"," and depth == 1:
+            yield document[start : token.start()].strip(_BLANK)
+            start = token.end()
+        elif token[0] in (b"]", b"}"):
+            depth -= 1
+            if depth == 0:
+                yield document[start : token.start()].strip(_BLANK)
+                return
+    yield document[start:].strip(_BLANK)
+
+
+def _what_is_wrong(error: CorruptObjectError, data: bytes) -> tuple[str, str, int]:
+    """In words, with a place for `column`; the remedy; and at which byte."""
+    match error.__cause__:
+        case UnicodeDecodeError(start=start):
+            message = f"is no UTF-8 text: byte 0x{data[start]:02x} in column {{column}}"
+            return message, "if it is Latin-1, write it as UTF-8: iconv -f LATIN1 -t UTF-8 FILE > rows.jsonl", start
+        case UnicodeEncodeError():
+            remedy = "take it out, or write the character that it was a half of"
+            return "has half of a surrogate pair (\\ud800 to \\udfff), which is no character", remedy, 0
+        case json.JSONDecodeError(msg=message, pos=position):
+            at = len(data.decode()[:position].encode())
+            return f"is no JSON: {_braced(message)} in column {{column}}", f"{_ROW}; {_ONE_A_LINE}", at
+        case cause:
+            return f"cannot be read: {_braced(str(cause or error.message))}", _PLAIN_JSON, 0
+
+
+def _braced(text: str) -> str:
+    return text.replace("{", "{{").replace("}", "}}")
+
+
+def _open_table(path: Path, begin: bytes) -> tuple[list[str], Callable[[list[str]], Iterator[Any]]]:
+    """The names of the columns of a Parquet or Arrow file, and what gives its record batches with some of them."""
+    if begin.startswith((_ARROW, _ARROW_STREAM)):
+        ipc = _import("pyarrow.ipc")
+        is_stream = begin.startswith(_ARROW_STREAM)
+        mapped = _import("pyarrow").memory_map(str(path))
+        table = (ipc.open_stream if is_stream else ipc.open_file)(mapped)
+        numbers = None if is_stream else range(table.num_record_batches)
+        batches = iter(table) if numbers is None else map(table.get_batch, numbers)
+        return table.schema.names, lambda names: (batch.select(names) for batch in batches)
+    table = _import("pyarrow.parquet").ParquetFile(path)
+    return table.schema_arrow.names, lambda names: table.iter_batches(batch_size=_BATCH_ROWS, columns=names)
+
+
+def _rows_of(batch: Any) -> Iterator[Mapping[str, Any]]:
+    """The rows of a record batch; what cannot be decoded is raised behind the rows before it."""
+    try:
+        yield from batch.to_pylist(maps_as_pydicts="strict")
+    except ValueError:
+        for at in range(batch.num_rows):
+            yield from batch.slice(at, 1).to_pylist(maps_as_pydicts="strict")
+
+
+def _import(name: str) -> ModuleType:
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise InvalidStateError(
+            f"reading Parquet and Arrow files needs pyarrow, which is not installed ({error})",
+            reason="EXTRA_MISSING",
+            remedy="pip install 'millrace[parquet]', or write the rows as JSON Lines",
+        ) from error
