@@ -60,7 +60,7 @@ def context_length(config: Any, *, most: int | None, probe: Probe | None) -> int
         length = int(length * rope.get("factor", 1))
     length = min(length, most or length)
     if probe is not None:
-        length = min(length, *probe.contexts[1:])
+        length = min([length, *probe.contexts[1:]])
         probe.require_context(length)
     return length
 
