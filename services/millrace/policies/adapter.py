@@ -3,15 +3,14 @@
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
-from millrace.decoding import Fields, decode_object
 from millrace.errors import CorruptObjectError
 
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 LOW, HIGH = ".lora_A.weight", ".lora_B.weight"
 """Ends of the names of A [rank, in] and B [out, rank]."""
-_MAX_CONFIG_BYTES = 1 << 20
 _PREFIX = "base_model.model."
 
 Shape = tuple[str, tuple[int, ...]]
@@ -53,27 +52,10 @@ class AdapterSpec:
         return json.dumps(config, indent=2, sort_keys=True).encode() + b"\n"
 
 
-def parse_adapter_config(data: bytes, *, source: str) -> AdapterSpec:
-    """What an `adapter_config.json` says; CorruptObjectError if it is none, or of a kind that we cannot serve."""
-    reason, remedy = "ADAPTER_CONFIG_INVALID", "publish the adapter again"
-    raw = decode_object(data, what=source, reason=reason, remedy=remedy, max_bytes=_MAX_CONFIG_BYTES)
-    fields = Fields(raw)
-    try:
-        unsupported = [
-            key for key in ("use_dora", "use_rslora", "lora_bias", "rank_pattern", "alpha_pattern") if raw.get(key)
-        ]
-        if fields.text("peft_type") != "LORA" or raw.get("bias", "none") != "none" or unsupported:
-            raise ValueError(f"it is no plain LoRA ({', '.join(unsupported) or raw['peft_type']})")
-        return AdapterSpec(
-            rank=fields.integer("r", least=1, most=1 << 20),
-            alpha=fields.number("lora_alpha"),
-            target_modules=fields.texts("target_modules"),
-            modules_to_save=fields.texts("modules_to_save") if fields.has("modules_to_save") else (),
-        )
-    except ValueError as error:
-        raise CorruptObjectError(
-            f"{source} is not an adapter config that this version reads: {error}", reason=reason, remedy=remedy
-        ) from error
+def base_model_name(name: str) -> str:
+    """How an adapter names its base, so that it is found from everywhere: a Hub id, or a directory's whole path."""
+    path = Path(name).expanduser()
+    return str(path.resolve()) if path.is_dir() else name
 
 
 def published_name(name: str) -> str:

@@ -1,19 +1,19 @@
 """A policy version as tensors or as a directory, whatever its encodings; every byte is proved."""
 
-import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
 
-from millrace.policies.adapter import ADAPTER_CONFIG, ADAPTER_WEIGHTS, parse_adapter_config
+from millrace.policies.adapter import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from millrace.policies.fetch import pull_files, read_manifest
+from millrace.policies.hf_files import write_file, write_hf
 from millrace.policies.host_copy import HostCopy
 from millrace.policies.manifest import PolicyManifest
-from millrace.policies.merge import merge_adapter
-from millrace.policies.publishing.upload import DEFAULT_SHARD_BYTES, group_by_bytes
+from millrace.policies.peft.config import parse_peft_config
+from millrace.policies.peft.merging import merge_tensors
+from millrace.policies.peft.plan import describe_base, plan_merge
 from millrace.policies.tensors import TensorBytes, pack_safetensors
 from millrace.storage.base import ObjectStore
-from millrace.storage.disk import io_errors, make_parent
 
 __all__ = ["download_hf", "download_merged", "pull_files", "pull_tensors", "read_manifest", "write_hf"]
 
@@ -33,8 +33,8 @@ def download_hf(store: ObjectStore, manifest: PolicyManifest, directory: str | o
     if manifest.adapter is None or config is None:
         return write_hf(files, tensors, directory)
     target = Path(directory)
-    _write(target / ADAPTER_CONFIG, config)
-    _write(target / ADAPTER_WEIGHTS, pack_safetensors(tensors.items())[0])
+    write_file(target / ADAPTER_CONFIG, config)
+    write_file(target / ADAPTER_WEIGHTS, pack_safetensors(tensors.items())[0])
     return target
 
 
@@ -46,37 +46,8 @@ def download_merged(store: ObjectStore, manifest: PolicyManifest, directory: str
     source = f"version {manifest.version}"
     base = read_manifest(store, manifest.adapter.base_key)
     files = {name: data for name, data in pull_files(store, base).items() if name != ADAPTER_CONFIG}
-    spec = parse_adapter_config(config, source=source)
-    tensors = merge_adapter(pull_tensors(store, base), pull_tensors(store, manifest), spec, source=source)
-    return write_hf(files, tensors, directory)
-
-
-def write_hf(
-    files: Mapping[str, bytes],
-    tensors: Mapping[str, TensorBytes],
-    directory: str | os.PathLike[str],
-    *,
-    shard_bytes: int = DEFAULT_SHARD_BYTES,
-) -> Path:
-    """Write files and tensors as one directory: `model.safetensors`, or numbered shards with an index."""
-    target = Path(directory)
-    for name, data in files.items():
-        _write(target / name, data)
-    groups = list(group_by_bytes((((name, t), t.size_bytes) for name, t in tensors.items()), shard_bytes))
-    weight_map: dict[str, str] = {}
-    for number, group in enumerate(groups, 1):
-        name = "model.safetensors" if len(groups) == 1 else f"model-{number:05d}-of-{len(groups):05d}.safetensors"
-        _write(target / name, pack_safetensors(group)[0])
-        weight_map |= {tensor: name for tensor, _ in group}
-    if len(groups) > 1:
-        total = sum(tensor.size_bytes for tensor in tensors.values())
-        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-        _write(target / "model.safetensors.index.json", json.dumps(index, indent=2, sort_keys=True).encode())
-    return target
-
-
-def _write(path: Path, data: bytes) -> None:
-    """One local file; CapacityError if the disk is full."""
-    make_parent(path)
-    with io_errors(path, "write", needed_bytes=len(data)):
-        path.write_bytes(data)
+    peft, adapter = parse_peft_config(config, source=source), pull_tensors(store, manifest)
+    tensors = pull_tensors(store, base)
+    model = describe_base(files["config.json"], tensors, source=f"config.json of {source}")
+    plan = plan_merge(peft, adapter, model, source=source)
+    return write_hf(files, merge_tensors(peft, plan, adapter, tensors, model=model, source=source), directory)

@@ -37,6 +37,8 @@ _DTYPES: dict[str, tuple[str, str, str | None]] = {
 }
 DTYPE_TAGS = tuple(_DTYPES)
 """The dtype tags that are carried; each is torch's name."""
+FLOATS = ("float64", "float32", "float16", "bfloat16")
+"""The dtype tags of floating-point tensors."""
 _FROM_SAFETENSORS = {entry[0]: tag for tag, entry in _DTYPES.items()}
 _FROM_NUMPY = {np.dtype(entry[2]): tag for tag, entry in _DTYPES.items() if entry[2] is not None}
 

@@ -10,7 +10,7 @@ from millrace.config.sections.rl import RLConfig
 from millrace.custom_code import CustomCode
 from millrace.decoding import MAX_JSON_BYTES
 from millrace.errors import CorruptObjectError, UnavailableError
-from millrace.policies.adapter import ADAPTER_CONFIG
+from millrace.policies.adapter import ADAPTER_CONFIG, base_model_name
 from millrace.policies.manifest import FileEntry
 from millrace.policies.publishing.publish import upload_files
 from millrace.runlog import Names
@@ -273,7 +273,9 @@ def make_publisher(
             shared = with_tokenizer(shared, source := resolve_model_directory(tokenizer))
         shared = with_turn_stops(shared, directory, tokenizer=source)
     if learner.adapter is not None:
-        shared[ADAPTER_CONFIG] = learner.adapter.to_config()  # with the base, too: engines see at once what will come
+        # With the base, too: engines see at once what will come.
+        base_model = base_model_name(learner.config.model.name)
+        shared[ADAPTER_CONFIG] = learner.adapter.to_config(base_model=base_model)
 
     def upload() -> tuple[FileEntry, ...]:
         return upload_files(context.store, prefix=names.prefix, uid=names.uid, epoch=client.epoch, files=shared)

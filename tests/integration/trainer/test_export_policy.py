@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from millrace.cli.main import main
 from millrace.config.sections.rl import RLConfig
-from millrace.policies.merge import as_float32, from_float32
+from millrace.policies.numbers import as_float32, from_float32
 from millrace.policies.pull import pull_tensors, read_manifest
 
 Recorder = Any  # conftest.Recorder; tests are not importable from one another
@@ -73,7 +73,8 @@ def test_an_adapter_alone_and_merged_into_its_base(
         "adapter_config.json",
         "adapter_model.safetensors",
     ]
-    assert json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())["r"] == 4
+    peft = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    assert peft["r"] == 4 and Path(peft["base_model_name_or_path"]).is_dir()
     assert set(pull_tensors(recorder.store, last)) == {entry.name for entry in last.tensors}
 
 

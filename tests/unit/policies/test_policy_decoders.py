@@ -9,10 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from millrace.errors import CorruptObjectError
-from millrace.policies.adapter import AdapterSpec, parse_adapter_config
+from millrace.errors import CorruptObjectError, InvalidStateError
+from millrace.policies.adapter import AdapterSpec
 from millrace.policies.host_copy import HostCopy
 from millrace.policies.manifest import AdapterEntry, PolicyManifest, PolicyPlace, Probe
+from millrace.policies.peft.plain import parse_adapter_config
 from millrace.policies.publishing.publish import PolicyContents, publish_policy
 from millrace.policies.pull import pull_files
 from millrace.policies.tensors import TensorBytes, pack_safetensors, read_places
@@ -111,7 +112,7 @@ def test_a_mutated_adapter_config_is_whole_or_refused(data: st.DataObject) -> No
     mutated = data.draw(st.one_of(mutated_json(config), mutated_bytes(config)))
     try:
         found = parse_adapter_config(mutated, source="here")
-    except CorruptObjectError as error:
+    except (CorruptObjectError, InvalidStateError) as error:
         assert "here" in error.message
         return
     assert found.rank >= 1

@@ -217,6 +217,7 @@ def test_adapters_alone_are_trained_and_are_merged_into_the_model(example: Path,
     adapter = load_file(tmp_path / "sft" / "adapter" / "adapter_model.safetensors")
     config = json.loads((tmp_path / "sft" / "adapter" / "adapter_config.json").read_text())
     assert config["r"] == 4 and config["target_modules"] == ["q_proj", "v_proj"]
+    assert config["base_model_name_or_path"] == str((example / "base").resolve())
     assert base.keys() == tuned.keys()
     for name in base:
         layer = f"base_model.model.{name.removesuffix('.weight')}"

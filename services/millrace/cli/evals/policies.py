@@ -2,7 +2,7 @@
 
 import hashlib
 import re
-import shutil
+import sys
 from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING
 
 from millrace.cli.errors import CliError
 from millrace.cli.evals.origins import digest_directory
-from millrace.policies.adapter import ADAPTER_CONFIG, ADAPTER_WEIGHTS
+from millrace.policies.adapter import ADAPTER_CONFIG
 
 if TYPE_CHECKING:
-    from millrace.policies.tensors import TensorBytes
     from millrace.runlog.names import Names
     from millrace.runlog.records.run_record import RunRecord
     from millrace.storage import ObjectStore
@@ -116,16 +115,14 @@ def of_directory(weights: Path, *, steps: Sequence[int] | None, has_base: bool, 
         if (match := _STEP_NAME.fullmatch(path.name)) and (directory := _model_in(path)) is not None
     }
 
-    def stored(step: int) -> Callable[[Path], Path]:
-        return lambda directory: _whole(found[step], base, directory)
-
     def stored_digest(step: int) -> Callable[[], str]:
         return lambda: _digest_stored(found[step], base)
 
     chosen = _choose(found.keys(), steps, where=f"{weights} holds")
-    policies = [EvalPolicy(step=step, fetch=stored(step), digest=stored_digest(step)) for step in chosen]
     hint = "name it with --model.name DIRECTORY, or leave it out with --no-eval-base"
-    return [*_base(base, hint=hint), *policies] if has_base else _some(policies)
+    first = _base(base, hint=hint) if has_base else []
+    policies = [EvalPolicy(step=step, fetch=_stored(found[step], base), digest=stored_digest(step)) for step in chosen]
+    return _some([*first, *policies])
 
 
 def _base(base: Path | None, *, hint: str) -> list[EvalPolicy]:
@@ -170,39 +167,18 @@ def _digest_stored(source: Path, base: Path | None) -> str:
     return hashlib.sha256(f"{found} {digest_directory(base)}".encode()).hexdigest()
 
 
-def _whole(source: Path, base: Path | None, directory: Path) -> Path:
-    """The model itself, or an adapter merged into its base."""
-    if not (source / ADAPTER_CONFIG).is_file():
-        return source
+def _stored(source: Path, base: Path | None) -> Callable[[Path], Path]:
+    """How to get the model of a directory; an adapter is checked against its base here, and merged when it is asked."""
+    from millrace.policies.peft.directory import is_adapter, open_adapter
+
+    if not is_adapter(source):
+        return lambda _: source
     if base is None or not (base / "config.json").is_file():
         raise CliError(
             f"{source} holds a LoRA adapter, and its base model is no directory here",
             hint="name the base with --model.name DIRECTORY",
         )
-    from millrace.policies.adapter import parse_adapter_config
-    from millrace.policies.merge import merge_adapter
-    from millrace.policies.pull import write_hf
-
-    spec = parse_adapter_config((source / ADAPTER_CONFIG).read_bytes(), source=str(source))
-    tensors = merge_adapter(_tensors(base), _read(source / ADAPTER_WEIGHTS), spec, source=str(source))
-    write_hf({}, tensors, directory)
-    for path in base.iterdir():
-        if path.is_file() and path.suffix != ".safetensors" and not path.name.endswith(".index.json"):
-            shutil.copy(path, directory / path.name)
-    return directory
-
-
-def _tensors(directory: Path) -> "dict[str, TensorBytes]":
-    return {name: tensor for path in sorted(directory.glob("*.safetensors")) for name, tensor in _read(path).items()}
-
-
-def _read(path: Path) -> "dict[str, TensorBytes]":
-    from millrace.policies.tensors import TensorBytes, read_places
-
-    data = memoryview(path.read_bytes())
-    return {
-        place.name: TensorBytes(
-            dtype=place.dtype, shape=place.shape, data=data[place.offset : place.offset + place.length_bytes]
-        )
-        for place in read_places(data, source=str(path))
-    }
+    adapter = open_adapter(source, base)
+    for note in adapter.notes:
+        print(f"note: {note}", file=sys.stderr)
+    return adapter.merge

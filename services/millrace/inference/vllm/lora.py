@@ -25,9 +25,9 @@ from millrace.policies.adapter import (
     LOW,
     AdapterSpec,
     Shape,
-    parse_adapter_config,
     published_name,
 )
+from millrace.policies.peft.plain import parse_adapter_config
 from millrace.policies.staged import StagedPolicy
 from millrace.policies.tensors import TensorBytes, element_bytes, pack_safetensors
 
@@ -53,7 +53,8 @@ def lora_argv(model_dir: Path) -> list[str]:
             remedy=f"train adapters of rank {_RANKS[-1]} at most without modules_to_save, or use the embedded engine",
         )
     flags = ["--enable-lora", f"--max-lora-rank={rank}", "--max-loras=1", "--max-cpu-loras=1"]
-    return [*flags, "--lora-target-modules", *spec.target_modules]
+    ends = dict.fromkeys(name.rpartition(".")[2] for name in spec.target_modules)
+    return [*flags, "--lora-target-modules", *ends]
 
 
 class AdapterSlot:

@@ -22,6 +22,7 @@ from torch.nn import functional
 from millrace.config.sections.trainer import DEFAULT_LORA_TARGETS, LoraConfig
 from millrace.errors import InvalidStateError
 from millrace.policies.adapter import AdapterSpec, published_name
+from millrace.policies.peft.config import PeftConfig
 
 _EXAMPLES = 8  # names in a message
 
@@ -66,12 +67,7 @@ def add_adapters(model: nn.Module, config: LoraConfig, *, seed: int) -> AdapterS
         adapted.append(name)
     for name in saved:
         model.get_submodule(name).requires_grad_(True)
-    return AdapterSpec(
-        rank=config.rank,
-        alpha=float(config.alpha),
-        target_modules=tuple(sorted({name.rpartition(".")[2] for name in adapted})),
-        modules_to_save=tuple(sorted({name.rpartition(".")[2] for name in saved})),
-    )
+    return _spec(model, config, adapted=adapted, saved=saved)
 
 
 def is_adapted(model: nn.Module) -> bool:
@@ -202,6 +198,37 @@ def _fits(pattern: str, name: str) -> bool:
 
 def _is_within(name: str, module: str) -> bool:
     return name == module or name.startswith(f"{module}.")
+
+
+def _spec(model: nn.Module, config: LoraConfig, *, adapted: list[str], saved: list[str]) -> AdapterSpec:
+    """What was adapted, in names by which PEFT finds the same layers: those of the config, their ends, or whole ones.
+
+    PEFT takes no regular expression in a list, and every layer whose name ends as one in `modules_to_save`, within a
+    word, too.
+    """
+    names = [name for name, _ in model.named_modules()]
+
+    def meant(targets: Iterable[str], whole: Iterable[str]) -> PeftConfig:
+        return PeftConfig(
+            r=config.rank,
+            lora_alpha=float(config.alpha),
+            target_modules=tuple(sorted(targets)),
+            modules_to_save=tuple(sorted(whole)),
+        )
+
+    inside = {name for name in names if any(_is_within(name, each) for each in saved)}
+    ways = [meant((), config.modules_to_save), meant((), saved)]
+    whole = next((way for way in ways if {name for name in names if way.saves(name)} == inside), ways[-1])
+    patterns = [pattern for pattern in config.target_modules if any(_fits(pattern, name) for name in adapted)]
+    ends = {name.rpartition(".")[2] for name in adapted}
+    ways = [meant(targets, whole.modules_to_save) for targets in (patterns, ends, adapted)]
+    way = next((way for way in ways if {name for name in names if way.targets(name)} == set(adapted)), ways[-1])
+    return AdapterSpec(
+        rank=config.rank,
+        alpha=float(config.alpha),
+        target_modules=tuple(way.target_modules),
+        modules_to_save=way.modules_to_save,
+    )
 
 
 def _unknown(pattern: str, model: nn.Module, *, key: str, what: str, names: Iterable[str]) -> InvalidStateError:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from millrace.errors import InvalidStateError
-from millrace.policies.adapter import ADAPTER_CONFIG, ADAPTER_WEIGHTS, AdapterSpec
+from millrace.policies.adapter import ADAPTER_CONFIG, ADAPTER_WEIGHTS, AdapterSpec, base_model_name
 from millrace.policies.tensors import TensorBytes, plan_safetensors
 from millrace.trainer.gang.agreement import agreed
 from millrace.trainer.gang.distributed import Gang
@@ -41,7 +41,7 @@ def save_adapter(
     """Write the adapters alone, as PEFT reads them; whole or not at all. Collective."""
     return write_directory(
         target,
-        {ADAPTER_CONFIG: adapter.to_config(base_model=base)},
+        {ADAPTER_CONFIG: adapter.to_config(base_model=base_model_name(base))},
         weights=ADAPTER_WEIGHTS,
         described=described_tensors(model, dtype=dtype, version=1),
         tensors=policy_tensors(model, dtype=dtype, version=1),

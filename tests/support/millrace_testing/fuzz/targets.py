@@ -466,7 +466,7 @@ TARGETS = [
     ),
     Target(
         name="adapter_config",
-        load=_of("policies.adapter", "parse_adapter_config", source="x"),
+        load=_of("policies.peft.plain", "parse_adapter_config", source="x"),
         mutate=_json,
     ),
     Target(name="safetensors", load=_read_places, mutate=_places_mutate),

@@ -1,0 +1,276 @@
+"""What an `adapter_config.json` of PEFT means.
+
+The fields are those of `peft.LoraConfig`, versions 0.2 to 0.21. Known is what is listed here. Every other field may
+stand there with an empty value, which is what a newer PEFT writes for a kind of adapter that this one is not.
+"""
+
+import json
+import math
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeVar
+
+from millrace.decoding import Fields, decode_object, require_integer, require_number, require_text
+from millrace.errors import CorruptObjectError, InvalidStateError
+
+MAX_CONFIG_BYTES = 1 << 20
+"""Most bytes of an `adapter_config.json` that are read."""
+MAX_RANK = 1 << 20
+"""Highest rank of an adapter that is read."""
+
+T = TypeVar("T")
+
+Start = Literal["base", "pissa", "olora"]
+"""What the adapter is relative to: the base, or the base without the part of it that became the adapter's start."""
+
+_NO_EFFECT = frozenset(
+    {
+        "auto_mapping",
+        "base_model_name_or_path",
+        "bias",  # the biases themselves are among the tensors
+        "corda_config",
+        "ensure_weight_tying",
+        "eva_config",
+        "fan_in_fan_out",  # PEFT itself goes by the layer's class
+        "inference_mode",
+        "loftq_config",
+        "lora_dropout",
+        "lora_ga_config",
+        "megatron_core",
+        "peft_version",
+        "qalora_group_size",
+        "revision",
+        "runtime_config",
+    }
+)
+"""Fields that change nothing in a merge, whatever they say; the ways to start are decided by `init_lora_weights`."""
+_STARTS_AT_BASE = ("gaussian", "eva", "orthogonal", "mica")
+_MERGE = "merge it with PEFT (PeftModel.from_pretrained(…).merge_and_unload()), save the result and use that"
+_CONVERT = (
+    "save it as a plain adapter where it was trained (save_pretrained(…, path_initial_model_for_weight_conversion=…)), "
+    "or merge it there"
+)
+_REMEDIES = {
+    "init_lora_weights": _CONVERT,
+    "alora_invocation_tokens": "it works from a token on, so that no weights can hold it: serve it unmerged",
+    "peft_type": _MERGE + "; only LoRA is merged here",
+    "task_type": "use an adapter of a causal language model",
+    "target_modules": "list the layers there, as PEFT does when it saves an adapter",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PeftConfig:
+    """The fields of a LoRA adapter that a merge depends on, named as PEFT names them."""
+
+    r: int
+    lora_alpha: float
+    target_modules: tuple[str, ...] | str
+    """Names or ends of names behind a dot; a text is one regular expression for whole names."""
+    exclude_modules: tuple[str, ...] | str = ()
+    layers_to_transform: tuple[int, ...] = ()
+    layers_pattern: tuple[str, ...] = ()
+    modules_to_save: tuple[str, ...] = ()
+    rank_pattern: Mapping[str, int] = field(default_factory=dict)
+    alpha_pattern: Mapping[str, float] = field(default_factory=dict)
+    trainable_token_indices: tuple[int, ...] | Mapping[str, tuple[int, ...]] = ()
+    use_rslora: bool = False
+    use_dora: bool = False
+    lora_bias: bool = False
+    start: Start = "base"
+
+    def rank(self, layer: str) -> int:
+        """The rank of a layer's adapter."""
+        return _pattern_value(self.rank_pattern, layer, self.r)
+
+    def scaling(self, layer: str) -> float:
+        """Factor of B·A."""
+        rank = self.rank(layer)
+        return _pattern_value(self.alpha_pattern, layer, self.lora_alpha) / (
+            math.sqrt(rank) if self.use_rslora else rank
+        )
+
+    def saves(self, layer: str) -> bool:
+        """Whether the layer is, or lies in, one that is trained whole: any whose name ends as one of them."""
+        parts = layer.split(".")
+        within = (".".join(parts[:count]) for count in range(1, len(parts) + 1))
+        return any(name.endswith(self.modules_to_save) for name in within) if self.modules_to_save else False
+
+    def targets(self, layer: str) -> bool:
+        """Whether the layer has an adapter, if it is of a class that can have one."""
+        if _is_named(self.exclude_modules, layer) or not _is_named(self.target_modules, layer):
+            return False
+        if any(re.match(rf"(^|.*\.){name}($|\..*)", layer) for name in self.modules_to_save):
+            return False
+        return not self.layers_to_transform or self._number(layer) in self.layers_to_transform
+
+    def tokens(self, layer: str) -> tuple[int, ...]:
+        """The rows of an embedding that were trained alone."""
+        if not isinstance(self.trainable_token_indices, Mapping):
+            return self.trainable_token_indices
+        named = [name for name in self.trainable_token_indices if _is_named((name,), layer)]
+        return self.trainable_token_indices[named[0]] if named else ()
+
+    def _number(self, layer: str) -> int | None:
+        """The number of the block that a layer is in."""
+        patterns = [rf"(?:^|.*?\.){pattern}\.(?P<number>\d+)\." for pattern in self.layers_pattern]
+        for pattern in patterns or [r".*?\.[^.]*\.(?P<number>\d+)\."]:
+            if match := re.match(pattern, layer):
+                return int(match["number"])
+        return None
+
+
+def parse_peft_config(data: bytes, *, source: str) -> PeftConfig:
+    """What an `adapter_config.json` says, of a file that `source` names.
+
+    CorruptObjectError (ADAPTER_CONFIG_INVALID) if it is none; InvalidStateError (ADAPTER_NOT_SUPPORTED), with field and
+    value, for an adapter that could come out as another model than PEFT's.
+    """
+    reason, remedy = "ADAPTER_CONFIG_INVALID", "copy or save the adapter again"
+    raw = decode_object(data, what=source, reason=reason, remedy=remedy, max_bytes=MAX_CONFIG_BYTES)
+    if raw.get("peft_type") != "LORA":
+        raise _refused(source, "peft_type", raw.get("peft_type"))
+    try:
+        config = _parse(_Raw(raw))
+    except ValueError as error:
+        raise CorruptObjectError(
+            f"{source} is not an adapter config that this version reads: {error}", reason=reason, remedy=remedy
+        ) from error
+    for key, is_known in _decided(raw, config).items():
+        if not is_known:
+            raise _refused(source, key, raw[key])
+    return config
+
+
+def _decided(raw: Mapping[str, Any], config: PeftConfig) -> dict[str, bool]:
+    """Whether what each field says is known."""
+    read = PeftConfig.__dataclass_fields__.keys()
+    known = {key: key in read or key in _NO_EFFECT or _is_empty(value) for key, value in raw.items()}
+    start, task = raw.get("init_lora_weights"), raw.get("task_type")
+    return known | {
+        "init_lora_weights": not isinstance(start, str) or start in _STARTS_AT_BASE or config.start != "base",
+        "task_type": task in (None, "CAUSAL_LM"),
+        "target_modules": config.target_modules != "all-linear",
+        "peft_type": True,
+    }
+
+
+def _parse(raw: "_Raw") -> PeftConfig:
+    """The fields that are read; ValueError naming one that is none."""
+    fields = Fields(raw.value)
+    start = raw.value.get("init_lora_weights")
+    starts: dict[str, Start] = {"pissa": "pissa", "olora": "olora"}
+    return PeftConfig(
+        r=fields.integer("r", least=1, most=MAX_RANK),
+        lora_alpha=fields.number("lora_alpha"),
+        target_modules=raw.names("target_modules", is_needed=True),
+        exclude_modules=raw.names("exclude_modules"),
+        layers_to_transform=raw.numbers("layers_to_transform"),
+        layers_pattern=raw.patterns("layers_pattern"),
+        modules_to_save=raw.patterns("modules_to_save"),
+        rank_pattern={
+            name: require_integer(value, what=f"rank_pattern[{name!r}]", least=1, most=MAX_RANK)
+            for name, value in raw.table("rank_pattern").items()
+        },
+        alpha_pattern={
+            name: require_number(value, what=f"alpha_pattern[{name!r}]")
+            for name, value in raw.table("alpha_pattern").items()
+        },
+        trainable_token_indices=raw.tokens("trainable_token_indices"),
+        use_rslora=raw.flag("use_rslora"),
+        use_dora=raw.flag("use_dora"),
+        lora_bias=raw.flag("lora_bias"),
+        start=starts.get(start.lower(), "base") if isinstance(start, str) else "base",
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Raw:
+    """A decoded config, whose optional fields are null or left out where they say nothing."""
+
+    value: dict[str, Any]
+
+    def flag(self, name: str) -> bool:
+        return Fields(self.value).flag(name) if self.value.get(name) is not None else False
+
+    def names(self, name: str, *, is_needed: bool = False) -> tuple[str, ...] | str:
+        """Names, or one regular expression."""
+        found = self.value.get(name)
+        if found is None and not is_needed:
+            return ()
+        if isinstance(found, str):
+            return _compiled(found, what=name)
+        return Fields(self.value).texts(name)
+
+    def patterns(self, name: str) -> tuple[str, ...]:
+        """Regular expressions; a text is one."""
+        found = self.names(name)
+        patterns = (found,) if isinstance(found, str) else found
+        return tuple(_compiled(pattern, what=name) for pattern in patterns)
+
+    def numbers(self, name: str) -> tuple[int, ...]:
+        """Whole numbers; one may stand alone."""
+        found = self.value.get(name)
+        if found is None:
+            return ()
+        listed = found if isinstance(found, list) else [found]
+        return tuple(require_integer(each, what=name) for each in listed)
+
+    def table(self, name: str) -> dict[str, Any]:
+        """Values by regular expression."""
+        found = self.value.get(name) or {}
+        if not isinstance(found, dict):
+            raise ValueError(f"{name} is a JSON {type(found).__name__} instead of an object")
+        return {_compiled(pattern, what=name): value for pattern, value in found.items()}
+
+    def tokens(self, name: str) -> tuple[int, ...] | dict[str, tuple[int, ...]]:
+        """Token ids, or such by the name of the embedding."""
+        found = self.value.get(name)
+        if not isinstance(found, dict):
+            return self.numbers(name)
+        return {key: _Raw(found).numbers(key) for key in found}
+
+
+def _compiled(pattern: str, *, what: str) -> str:
+    """The pattern, if it is a regular expression; ValueError if not."""
+    try:
+        re.compile(require_text(pattern, what=what))
+    except (re.error, OverflowError, RecursionError) as error:
+        raise ValueError(f"{what} has {pattern[:200]!r}, which is no regular expression: {error}") from error
+    return pattern
+
+
+def _is_named(names: tuple[str, ...] | str, layer: str) -> bool:
+    """PEFT's rule for target_modules and exclude_modules."""
+    if isinstance(names, str):
+        return bool(names) and re.fullmatch(names, layer) is not None
+    return any(layer == name or layer.endswith(f".{name}") for name in names)
+
+
+def _pattern_value(patterns: Mapping[str, T], layer: str, default: T) -> T:
+    """PEFT's rule for rank_pattern and alpha_pattern: the first that is the layer's name, or its end behind a dot."""
+    for pattern, value in patterns.items():
+        if re.match(rf"(.*\.)?({pattern})$", layer):
+            return value
+    return default
+
+
+def _is_empty(value: object) -> bool:
+    return value is None or value is False or value in ({}, [], "")
+
+
+def _refused(source: str, key: str, value: object) -> InvalidStateError:
+    shown = json.dumps(value)
+    return InvalidStateError(
+        f"{source} is an adapter that is not merged here: {key} is {shown[:200]}{'…' if len(shown) > 200 else ''}",
+        reason="ADAPTER_NOT_SUPPORTED",
+        remedy=_REMEDIES.get(key, _MERGE),
+        metadata={"field": key},
+    )
+
+
+def shown_names(names: Iterable[str], *, most: int = 10) -> str:
+    """The first names and how many there are more, for a message."""
+    listed = sorted(names)
+    return ", ".join(listed[:most]) + (f" and {len(listed) - most} more" if len(listed) > most else "")

@@ -1,0 +1,181 @@
+"""An adapter's directory on a base's directory, and the directory of the model that they make."""
+
+import json
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from millrace.decoding import decode_object
+from millrace.errors import InvalidStateError, NotFoundError
+from millrace.policies.adapter import ADAPTER_CONFIG, ADAPTER_WEIGHTS
+from millrace.policies.hf_files import write_hf
+from millrace.policies.model_files import INDEX, WEIGHTS, WeightFiles, find_weight_files, read_tensors
+from millrace.policies.peft.config import PeftConfig, parse_peft_config
+from millrace.policies.peft.merging import merge_tensors
+from millrace.policies.peft.plan import BaseModel, MergePlan, describe_base, plan_merge
+from millrace.policies.tensors import TensorBytes
+
+_PICKLE = "adapter_model.bin"
+_TEMPLATES = ("chat_template*", "additional_chat_templates")
+_TOKENIZER = (
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.*",
+    "merges.txt",
+    "*.model",
+    "*.tiktoken",
+    "tekken.json",
+)
+_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterOnBase:
+    """An adapter that fits its base: both are read, and nothing is left over."""
+
+    config: PeftConfig
+    plan: MergePlan
+    adapter: Mapping[str, TensorBytes]
+    base: Mapping[str, TensorBytes]
+    model: BaseModel
+    directory: Path
+    base_directory: Path
+    notes: tuple[str, ...]
+    """What is worth knowing and no error, in sentences."""
+
+    def merge(self, target: Path) -> Path:
+        """Write the merged model with its small files and return the directory.
+
+        The base's files, except for the tokenizer and templates that the adapter brings.
+        """
+        tensors = merge_tensors(
+            self.config, self.plan, self.adapter, self.base, model=self.model, source=str(self.directory)
+        )
+        target.mkdir(parents=True, exist_ok=True)
+        _copy_files(self.base_directory, self.directory, target)
+        return write_hf({"config.json": self._config()}, tensors, target)
+
+    def _config(self) -> bytes:
+        """`config.json` of the merged model."""
+        data = (self.base_directory / "config.json").read_bytes()
+        if not self.plan.is_untied and self.plan.vocabulary is None:
+            return data
+        raw = _decode_config(data, source=str(self.base_directory / "config.json"))
+        if "text_config" in raw:
+            raise InvalidStateError(
+                f"{self.directory} changes the vocabulary or the tie of embedding and head in a model with several "
+                "configs",
+                reason="ADAPTER_NOT_SUPPORTED",
+                remedy="merge it with PEFT, save the result and use that",
+            )
+        if self.plan.is_untied:
+            raw["tie_word_embeddings"] = False
+        if self.plan.vocabulary is not None:
+            raw["vocab_size"] = self.plan.vocabulary
+        return json.dumps(raw, indent=2, sort_keys=True).encode() + b"\n"
+
+
+def is_adapter(directory: Path) -> bool:
+    """Whether a directory holds an adapter and no model; InvalidStateError (MODEL_HAS_ADAPTER) if it holds both.
+
+    A `config.json` beside an adapter is the base's, as some trainers copy it there.
+    """
+    own = [name for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS, _PICKLE) if (directory / name).is_file()]
+    if own and (weights := [name for name in (WEIGHTS, INDEX) if (directory / name).is_file()]):
+        raise InvalidStateError(
+            f"{directory} holds a model ({', '.join(weights)}) and an adapter ({', '.join(own)}), and one is meant",
+            reason="MODEL_HAS_ADAPTER",
+            remedy="move the adapter to a directory of its own, or merge it and use the result",
+        )
+    return bool(own)
+
+
+def open_adapter(directory: Path, base: Path) -> AdapterOnBase:
+    """Read an adapter of PEFT and check it against its base; reads no values but those of the adapter's embeddings.
+
+    NotFoundError (ADAPTER_NOT_FOUND, MODEL_NOT_FOUND), CorruptObjectError for files that are none, and the errors of
+    `parse_peft_config` and `plan_merge`.
+    """
+    path, weights = directory / ADAPTER_CONFIG, directory / ADAPTER_WEIGHTS
+    if not path.is_file() or not weights.is_file():
+        raise _not_found(directory, has_config=path.is_file())
+    raw = path.read_bytes()
+    config = parse_peft_config(raw, source=str(path))
+    files = find_weight_files(base)
+    tensors, adapter = files.read(), read_tensors(weights)
+    model = describe_base((base / "config.json").read_bytes(), tensors, source=str(base / "config.json"))
+    plan = plan_merge(config, adapter, model, source=str(directory))
+    return AdapterOnBase(
+        config=config,
+        plan=plan,
+        adapter=adapter,
+        base=tensors,
+        model=model,
+        directory=directory,
+        base_directory=base,
+        notes=tuple(_notes(directory, raw, files)),
+    )
+
+
+def _notes(directory: Path, config: bytes, files: WeightFiles) -> list[str]:
+    """What is beside the files that are read, and whether the adapter names another base."""
+    named = decode_object(config, what=ADAPTER_CONFIG, reason="ADAPTER_CONFIG_INVALID").get("base_model_name_or_path")
+    beside = sorted(path.name for path in directory.glob("*.safetensors") if path.name != ADAPTER_WEIGHTS)
+    notes = [f"{files.directory} has {', '.join(files.beside)} beside its weights, which are not read"] * bool(
+        files.beside
+    )
+    if beside:
+        notes.append(f"{directory} has {', '.join(beside)} beside {ADAPTER_WEIGHTS}, which are not read")
+    if isinstance(named, str) and named and Path(named).name != files.directory.resolve().name:
+        notes.append(f"{directory} was trained on {named[:500]}, and is merged into {files.directory}")
+    return notes
+
+
+def _copy_files(base: Path, adapter: Path, target: Path) -> None:
+    """Copy the small files: those of an adapter's tokenizer, and its templates, replace all of the base's."""
+    own = {kind: _matching(adapter, kind) for kind in (_TOKENIZER, _TEMPLATES)}
+    replaced = {name for kind, found in own.items() if found for name in _matching(base, kind)}
+    for path in sorted(base.iterdir()):
+        is_kept = (
+            path.name not in replaced and not path.name.endswith(_WEIGHTS) and not path.name.startswith("adapter_")
+        )
+        if is_kept and (path.is_file() or path.name in _TEMPLATES):
+            _copy(path, target)
+    for name in {name for found in own.values() for name in found}:
+        _copy(adapter / name, target)
+
+
+def _matching(directory: Path, patterns: tuple[str, ...]) -> set[str]:
+    return {path.name for pattern in patterns for path in directory.glob(pattern) if _is_kept(path)}
+
+
+def _is_kept(path: Path) -> bool:
+    return path.is_file() or path.name in _TEMPLATES
+
+
+def _copy(path: Path, target: Path) -> None:
+    if path.is_dir():
+        shutil.copytree(path, target / path.name, dirs_exist_ok=True)
+    else:
+        shutil.copy(path, target / path.name)
+
+
+def _decode_config(data: bytes, *, source: str) -> dict[str, Any]:
+    return decode_object(data, what=source, reason="MODEL_CORRUPT", remedy="copy the model again")
+
+
+def _not_found(directory: Path, *, has_config: bool) -> NotFoundError:
+    if (directory / _PICKLE).is_file():
+        return NotFoundError(
+            f"{directory} has its adapter in {_PICKLE}, a pickle, which is not read",
+            reason="ADAPTER_NOT_FOUND",
+            remedy="load it with PEFT and save it again: save_pretrained writes " + ADAPTER_WEIGHTS,
+        )
+    return NotFoundError(
+        f"{directory} is an adapter without {ADAPTER_WEIGHTS if has_config else ADAPTER_CONFIG}",
+        reason="ADAPTER_NOT_FOUND",
+        remedy="copy the whole directory that PEFT has saved",
+    )

@@ -1,0 +1,99 @@
+"""The arithmetic of a merge, each kind as PEFT has it: in float32, rounded once to the base's number format.
+
+W + scaling · B·A                                        LoRA; transposed where the weight is [in, out]
+m · (W + scaling · B·A) / |W + scaling · B·A|            DoRA, with the norm of each row; of an embedding: column
+W − U_r·S_r·V_r, W − scaling · Q_r·R_r                   what the base of PiSSA and OLoRA is
+"""
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from millrace.errors import InvalidStateError
+from millrace.policies.numbers import as_float32, from_float32
+from millrace.policies.peft.config import PeftConfig, shown_names
+from millrace.policies.peft.plan import BaseModel, MergePlan, Part
+from millrace.policies.tensors import TensorBytes
+
+
+def merge_tensors(
+    config: PeftConfig,
+    plan: MergePlan,
+    adapter: Mapping[str, TensorBytes],
+    base: Mapping[str, TensorBytes],
+    *,
+    model: BaseModel,
+    source: str,
+) -> dict[str, TensorBytes]:
+    """The tensors of the merged model.
+
+    InvalidStateError (ADAPTER_NOT_FINITE) if the adapter has a value that is not finite, or a sum overflows.
+    """
+    _require_finite(adapter, source=source)
+    merged = dict(base)
+    if plan.head_of_base is not None:
+        head, embedding = plan.head_of_base
+        merged[head] = base[embedding]
+    for name, stored in plan.whole.items():
+        like = base.get(name)
+        merged[name] = from_float32(as_float32(adapter[stored]), dtype=like.dtype if like else adapter[stored].dtype)
+    changed: dict[str, TensorBytes] = {}
+    for layer, parts in plan.layers.items():
+        values = {part: as_float32(adapter[stored]) for part, stored in parts.items()}
+        changed |= _merge_layer(config, layer, values, merged, is_transposed=model.is_transposed(layer))
+    _require_finite(changed, source=f"{source}, merged,")
+    return merged | changed
+
+
+def _merge_layer(
+    config: PeftConfig,
+    layer: str,
+    parts: Mapping[Part, np.ndarray],
+    tensors: Mapping[str, TensorBytes],
+    *,
+    is_transposed: bool,
+) -> dict[str, TensorBytes]:
+    """The layer's new tensors by name."""
+    name, scaling = f"{layer}.weight", config.scaling(layer)
+    stored = tensors[name]
+    weight = as_float32(stored).T if is_transposed else as_float32(stored)
+    if Part.ROWS in parts:
+        weight = weight.copy()
+        weight[list(config.tokens(layer))] = parts[Part.ROWS]
+    if Part.LOW in parts:
+        weight = _start(config, weight, dtype=stored.dtype, rank=config.rank(layer), scaling=scaling)
+        weight = weight + scaling * (parts[Part.HIGH] @ parts[Part.LOW])
+        if Part.MAGNITUDE in parts:
+            weight = weight * (parts[Part.MAGNITUDE] / np.linalg.norm(weight, axis=1))[:, None]
+    if Part.EMBEDDING_LOW in parts:
+        weight = weight + scaling * (parts[Part.EMBEDDING_HIGH] @ parts[Part.EMBEDDING_LOW]).T
+        if Part.MAGNITUDE in parts:
+            weight = weight * (parts[Part.MAGNITUDE] / np.linalg.norm(weight, axis=0))
+    found = {name: from_float32(weight.T if is_transposed else weight, dtype=stored.dtype)}
+    if Part.HIGH_BIAS in parts:
+        bias = tensors[f"{layer}.bias"]
+        found[f"{layer}.bias"] = from_float32(as_float32(bias) + scaling * parts[Part.HIGH_BIAS], dtype=bias.dtype)
+    return found
+
+
+def _start(config: PeftConfig, weight: np.ndarray, *, dtype: str, rank: int, scaling: float) -> np.ndarray:
+    """What an adapter's product is added to; PEFT makes it anew, and rounds it, whenever the adapter is loaded."""
+    if config.start == "base":
+        return weight
+    if config.start == "pissa":
+        left, values, right = np.linalg.svd(weight, full_matrices=False)
+        part = (left[:, :rank] * values[:rank]) @ right[:rank]
+    else:
+        orthogonal, triangle = np.linalg.qr(weight)
+        part = scaling * (orthogonal[:, :rank] @ triangle[:rank])
+    return as_float32(from_float32(weight - part, dtype=dtype))
+
+
+def _require_finite(tensors: Mapping[str, TensorBytes], *, source: str) -> None:
+    bad = [name for name, tensor in tensors.items() if not np.isfinite(as_float32(tensor)).all()]
+    if bad:
+        raise InvalidStateError(
+            f"{source} has values that are not finite, in {shown_names(bad)}",
+            reason="ADAPTER_NOT_FINITE",
+            remedy="use a checkpoint from before it diverged",
+        )
