@@ -157,8 +157,15 @@ WARNINGS: Texts = {
         "the message has the cause: most often there is no C++ compiler (CPU) or Triton (GPU) in the trainer's image; "
         "or leave the key out",
     ),
+    "ENGINE_DISAGREES": (
+        "engine and trainer disagree by 0.01 nats or more on tokens that the trained version itself sampled "
+        "(`on_policy_mismatch_kl`): they compute different distributions, whatever the learning rate is",
+        "leave out penalties, `min_tokens` and what else changes what is sampled; compare the engine's dtype and "
+        "quantization with `trainer.model.dtype`",
+    ),
     "KL_EXPLODING": (
-        "engine and trainer disagree ten times more than before on the tokens of a batch, or by more than 0.5 nats",
+        "engine and trainer disagree ten times more than before on the tokens of a batch, or by more than 0.5 nats, "
+        "and on those of the trained version they do not",
         "lower `trainer.optim.lr` or `async_level`, or raise `trainer.loss.kl_tau`",
     ),
     "LOSS_NOT_FINITE": (
@@ -335,6 +342,12 @@ FAILURES: Texts = {
     "PUBLISHER_MESSAGE_INVALID": (
         "Millrace was installed anew under a running trainer, which publishes with a process of the other release",
         "start the trainer again",
+    ),
+    "ENV_SAMPLING_REFUSED": (
+        "an environment sets what the trainer does not compute for its own model calls: a seed, penalties, "
+        "`min_tokens`, `logit_bias`, another model; the message has environment and key",
+        "leave it out of the environment; temperature, `top_p`, `top_k` and `min_p` it may set, and "
+        "`orchestrator.sampling.allow_biased_sampling` admits penalties and `min_tokens`",
     ),
     "ROLLOUTS_FAILED": (
         "more than `orchestrator.max_failed_share` of the rollouts of the last `failure_window` groups failed",

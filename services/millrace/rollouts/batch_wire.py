@@ -26,7 +26,15 @@ from millrace.rollouts.columns import (
     runs_to_proto,
 )
 from millrace.rollouts.types import TrainSample
-from millrace.rollouts.wire import check_column, check_masked, truncation_from_wire, truncation_to_wire
+from millrace.rollouts.wire import (
+    check_column,
+    check_masked,
+    own_sampling_from_wire,
+    own_sampling_problem,
+    own_sampling_to_wire,
+    truncation_from_wire,
+    truncation_to_wire,
+)
 
 TARGET_CHUNK_BYTES = 2 << 20
 MAX_SAMPLE_TOKENS = 1 << 26  # at most 1.2 GiB of columns: below protobuf's limit of 2 GiB per message
@@ -101,6 +109,8 @@ def check_header(header: batch_pb2.BatchHeader) -> None:
         if not all(map(math.isfinite, (entry.reward, entry.temperature, entry.reference_kl))):
             raise _corrupt(f"{where}.reward", (entry.reward, entry.temperature, entry.reference_kl), "is not finite")
         truncation_from_wire(entry)
+        if problem := own_sampling_problem(own_sampling_from_wire(entry.own_sampling), entry.length):
+            raise _corrupt(f"{where}.own_sampling", len(entry.own_sampling), problem)
         if entry.min_policy_version > entry.max_policy_version:
             raise _corrupt(f"{where}.min_policy_version", entry.min_policy_version, "is above the newest version")
         if entry.num_sampled_tokens > entry.length:
@@ -182,6 +192,7 @@ class _Columns:
             reward=entry.reward,
             temperature=entry.temperature,
             truncation=truncation_from_wire(entry),
+            own_sampling=own_sampling_from_wire(entry.own_sampling),
             reference_kl=entry.reference_kl,
             min_version=entry.min_policy_version,
             max_version=entry.max_policy_version,
@@ -221,6 +232,7 @@ def _entry(sample: TrainSample, *, chunk: int, offset: int, env: int) -> batch_p
         lineage=sample.lineage,
         temperature=sample.temperature,
         truncation=truncation_to_wire(sample.truncation),
+        own_sampling=own_sampling_to_wire(sample.own_sampling),
         reference_kl=sample.reference_kl,
         num_sampled_tokens=sample.num_loss_tokens,
         mean_policy_version=sample.mean_version,
@@ -301,6 +313,8 @@ def _check_sample(sample: TrainSample, *, where: str) -> None:
             check_column(values, np.float32, length, f"{where}.{name}")
     if not (math.isfinite(sample.reward) and math.isfinite(sample.temperature)):
         raise _corrupt(f"{where}.reward", (sample.reward, sample.temperature), "is not finite")
+    if problem := own_sampling_problem(sample.own_sampling, length):
+        raise _corrupt(f"{where}.own_sampling", len(sample.own_sampling), problem)
     if not 0 <= sample.min_version <= sample.max_version:
         raise _corrupt(f"{where}.min_version", sample.min_version, f"is not in 0 to {sample.max_version}")
     mean = sample.min_version if sample.mean_version is None else sample.mean_version

@@ -57,6 +57,10 @@ class Sampling:
     top_k: int = 0
     min_p: float = 0.0
     repetition_penalty: float = 0.0
+    allows_bias: bool = False
+    """An environment may set what `orchestrator.sampling` may with `allow_biased_sampling`."""
+    is_plain: bool = False
+    """Nothing but temperature 1 and the full distribution may be set."""
 
     @property
     def truncation(self) -> Truncation:

@@ -21,6 +21,8 @@ MAX_ERROR_FRAMES_CHARS = 1000  # bound of `RolloutError.frames`, stated in rollo
 MAX_MESSAGES_JSON_BYTES = 64 * 1024  # bound of `Rollout.messages_json`, stated in rollout.proto
 MAX_SAMPLING_JSON_CHARS = 64 << 10
 MAX_AGENT_CHARS = 256
+OWN_SAMPLING = "OwnSampling"
+"""Type of the error of a rollout whose environment set what the trainer cannot compute: all of its others will, too."""
 
 
 class Purpose(StrEnum):
@@ -75,6 +77,37 @@ class RolloutError:
     """Not the environment's doing: an engine or a worker was lost, an engine answered 5xx, a store was away."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Truncation:
+    """Which tokens may be sampled. Log-probs are those of what is left, renormalised.
+
+    Of the tokens with at least `min_p` of the likeliest one's probability the `top_k` likeliest, and of these the
+    smallest set with probability `top_p`. `top_p` 1, `top_k` 0 and `min_p` 0 are off.
+    """
+
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+
+    @property
+    def is_full(self) -> bool:
+        """Whether every token may be sampled."""
+        return self.top_p >= 1 and self.top_k == 0 and self.min_p == 0
+
+
+FULL = Truncation()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OwnSampling:
+    """How tokens `[start, end)` of a sample were sampled, by what their environment sent in place of the run's."""
+
+    start: int
+    end: int
+    temperature: float
+    truncation: Truncation = FULL
+
+
 def _equal_fields(left: object, right: object) -> bool:
     """Field-wise equality of two dataclass instances of one class, with arrays compared by dtype and content."""
     for item in fields(left):  # pyright: ignore[reportArgumentType] - both are dataclass instances
@@ -117,13 +150,15 @@ class Sample(_TokenColumns):
     """One token sequence for the loss, cut from a rollout. All columns have the length T.
 
     `token_ids` int32 [T]; `loss_mask` uint8 [T], 1 where the policy sampled the token; `inference_logprobs` float32 [T]
-    under the behaviour policy, 0 where the mask is 0. `policy_spans` cover every sampled token, in order.
+    under the behaviour policy, 0 where the mask is 0. `policy_spans` cover every sampled token, in order;
+    `own_sampling` those that were sampled in another way than the rollout says.
     """
 
     token_ids: Int32Array
     loss_mask: Uint8Array
     inference_logprobs: Float32Array
     policy_spans: tuple[PolicySpan, ...] = ()
+    own_sampling: tuple[OwnSampling, ...] = ()
     turns: tuple[TurnReward, ...] = ()
     """Its model calls, in order, where the environment gave any turn of the rollout a reward of its own."""
     teacher_logprobs: Float32Array | None = None
@@ -152,27 +187,6 @@ class Sample(_TokenColumns):
         """Lineage of the oldest version; None when no span is known."""
         oldest = min(self.policy_spans, key=lambda span: span.version, default=None)
         return None if oldest is None else oldest.lineage
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Truncation:
-    """Which tokens may be sampled. Log-probs are those of what is left, renormalised.
-
-    Of the tokens with at least `min_p` of the likeliest one's probability the `top_k` likeliest, and of these the
-    smallest set with probability `top_p`. `top_p` 1, `top_k` 0 and `min_p` 0 are off.
-    """
-
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-
-    @property
-    def is_full(self) -> bool:
-        """Whether every token may be sampled."""
-        return self.top_p >= 1 and self.top_k == 0 and self.min_p == 0
-
-
-FULL = Truncation()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -215,7 +229,7 @@ class Rollout:
     messages_json: str = ""
     truncation: Truncation = FULL
     sampling_json: str = ""
-    """Every sampling parameter that the engine was sent."""
+    """Every sampling parameter that the run asks for, and what the environment sent in place of them."""
     dispatched_after: str = ""
     """Newest entry of the rollout stream that the orchestrator had read when it asked for this play."""
     entry_id: str = ""
@@ -291,7 +305,8 @@ class TrainSample(_TokenColumns):
 
     `rl_weights` None means 1 where the mask is 1; `ce_weights` None means 0 everywhere (float32 [T] otherwise).
     `reference_kl` is not 0 where the advantages are that times the log-ratio of a reference to the behaviour policy.
-    `mean_version` is over the sampled tokens, None where it is not known.
+    `mean_version` is over the sampled tokens, None where it is not known. `own_sampling` are ranges of tokens that were
+    sampled in another way than `temperature` and `truncation` say.
     """
 
     token_ids: Int32Array
@@ -310,5 +325,6 @@ class TrainSample(_TokenColumns):
     rl_weights: Float32Array | None = None
     ce_weights: Float32Array | None = None
     truncation: Truncation = FULL
+    own_sampling: tuple[OwnSampling, ...] = ()
     reference_kl: float = 0.0
     mean_version: float | None = None

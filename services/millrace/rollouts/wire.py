@@ -25,6 +25,7 @@ from millrace.rollouts.types import (
     MAX_ERROR_MESSAGE_CHARS,
     MAX_MESSAGES_JSON_BYTES,
     MAX_SAMPLING_JSON_CHARS,
+    OwnSampling,
     PolicySpan,
     Purpose,
     Rollout,
@@ -168,7 +169,7 @@ def truncation_to_wire(truncation: Truncation) -> rollout_pb2.Truncation | None:
     return None if truncation.is_full else rollout_pb2.Truncation(**asdict(truncation))
 
 
-def truncation_from_wire(message: rollout_pb2.Rollout | batch_pb2.SampleEntry) -> Truncation:
+def truncation_from_wire(message: rollout_pb2.Rollout | rollout_pb2.OwnSampling | batch_pb2.SampleEntry) -> Truncation:
     """The truncation of a message; `CorruptObjectError` if there is no such one."""
     if not message.HasField("truncation"):
         return FULL
@@ -176,6 +177,39 @@ def truncation_from_wire(message: rollout_pb2.Rollout | batch_pb2.SampleEntry) -
     if not (0 < found.top_p <= 1 and 0 <= found.min_p <= 1):
         raise _corrupt("truncation", (found.top_p, found.min_p), "is not between 0 and 1")
     return Truncation(top_p=found.top_p, top_k=found.top_k, min_p=found.min_p)
+
+
+def own_sampling_to_wire(ranges: Sequence[OwnSampling]) -> list[rollout_pb2.OwnSampling]:
+    """The protobuf form of ranges that were sampled in a way of their own."""
+    return [
+        rollout_pb2.OwnSampling(
+            start=each.start,
+            end=each.end,
+            temperature=each.temperature,
+            truncation=truncation_to_wire(each.truncation),
+        )
+        for each in ranges
+    ]
+
+
+def own_sampling_from_wire(messages: Iterable[rollout_pb2.OwnSampling]) -> tuple[OwnSampling, ...]:
+    """The ranges of messages; `CorruptObjectError` for a truncation that there is not."""
+    return tuple(
+        OwnSampling(start=each.start, end=each.end, temperature=each.temperature, truncation=truncation_from_wire(each))
+        for each in messages
+    )
+
+
+def own_sampling_problem(ranges: Sequence[OwnSampling], num_tokens: int) -> str:
+    """What is wrong with ranges of a sample of so many tokens, or ""."""
+    end = 0
+    for number, each in enumerate(ranges):
+        if not end <= each.start < each.end <= num_tokens:
+            return f"[{number}] is not ascending inside {num_tokens} tokens"
+        if not 0 <= each.temperature < math.inf:
+            return f"[{number}] has the temperature {each.temperature}"
+        end = each.end
+    return ""
 
 
 def validate_rollout(rollout: Rollout) -> None:
@@ -257,6 +291,8 @@ def validate_sample(sample: Sample, *, where: str, needs_spans: bool) -> None:
             covered[span.start : span.end] = True
         first = int(np.flatnonzero((sample.loss_mask != 0) & ~covered)[0])
         raise _corrupt(f"{where}.policy_spans", first, "a sampled token that no span covers")
+    if problem := own_sampling_problem(sample.own_sampling, length):
+        raise _corrupt(f"{where}.own_sampling", len(sample.own_sampling), problem)
     if sample.turns:
         _validate_turns(sample, where=where)
 
@@ -311,6 +347,7 @@ def _sample_to_proto(sample: Sample) -> rollout_pb2.Sample:
         inference_logprobs=column_to_bytes(sample.inference_logprobs, "<f4"),
         policy_spans=spans_to_proto(sample.policy_spans),
         turns=[rollout_pb2.TurnReward(end=turn.end, reward=turn.reward) for turn in sample.turns],
+        own_sampling=own_sampling_to_wire(sample.own_sampling),
     )
 
 
@@ -324,6 +361,7 @@ def _sample_from_proto(message: rollout_pb2.Sample) -> Sample:
             for span in message.policy_spans
         ),
         turns=tuple(TurnReward(end=turn.end, reward=turn.reward) for turn in message.turns),
+        own_sampling=own_sampling_from_wire(message.own_sampling),
     )
 
 

@@ -150,7 +150,8 @@ def forward_backward(
         counts[2] += micro_batch.num_ce_tokens
     num_rl_tokens, num_rl_samples, num_ce_tokens = (int(count) for count in run.gang.sum_of_data(counts))
     rl_divisor = divisor(run.config.loss, num_tokens=num_rl_tokens, num_samples=num_rl_samples)
-    metrics, not_finite = StepMetrics(batch.header.envs), list[NotFinite]()
+    version = batch.step if minibatch is batch.minibatches[0] else None
+    metrics, not_finite = StepMetrics(batch.header.envs, version=version), list[NotFinite]()
     with run.learning():
         for micro_batch, samples in run.micro_batches(minibatch):
             inputs, logprobs_BT, entropy_BT = run.loss_inputs(micro_batch)
@@ -246,7 +247,13 @@ def _warn(run: Training, batch: Batch, learned: Learned) -> None:
             f"{batch.step}. The run ends after {run.config.max_skipped_steps} such steps in a row, this is number "
             f"{run.position.num_skipped}; lower trainer.optim.lr, or look at the batch's samples",
         )
-    elif trend := run.kl_trend.add(batch.step, learned.metrics.values().get("mismatch_kl/mean", 0.0)):
+    if learned.not_finite:
+        return
+    values = learned.metrics.values()
+    if problem := run.disagreement.add(batch.step, values):
+        run.reporter.warning("ENGINE_DISAGREES", problem)
+    trend = run.kl_trend.add(batch.step, values.get("mismatch_kl/mean", 0.0))
+    if trend and not run.disagreement.is_large:
         run.reporter.warning(
             "KL_EXPLODING",
             f"{trend}: trainer and engine disagree more and more on the tokens that are trained on; lower "

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from millrace.trainer.checkpoint.checkpointer import Checkpointer
 from millrace.trainer.device_turn import DeviceTurn
-from millrace.trainer.learning.alarms import KlTrend
+from millrace.trainer.learning.alarms import Disagreement, KlTrend
 from millrace.trainer.learning.learner import Learner, state_tensors
 from millrace.trainer.log.batches import Batches
 from millrace.trainer.log.token_log import TokenLogWriter
@@ -31,7 +31,8 @@ class Training(Learner):
     """A run under way. `on_progress` hears the version after every step.
 
     Skipped steps count from step `skips_from` on: those before a failed run was reopened ended it once already.
-    Only `position` and `saved_version`, the newest checkpoint saved here, change, and what `kl_trend` has seen.
+    Only `position` and `saved_version`, the newest checkpoint saved here, change, and what `kl_trend` and
+    `disagreement` have seen.
     """
 
     batches: Batches
@@ -45,6 +46,7 @@ class Training(Learner):
     skips_from: int = 0
     saved_version: int | None = None
     kl_trend: KlTrend = field(default_factory=KlTrend)
+    disagreement: Disagreement = field(default_factory=Disagreement)
 
     def save_due_checkpoint(self) -> float:
         """Save the position if the interval asks for it; return the seconds that the training was held up.

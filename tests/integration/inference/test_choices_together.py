@@ -76,7 +76,7 @@ async def test_a_group_asks_once_and_each_member_has_its_own_exact_tokens(served
         assert served.slot.current.tokenizer.decode(tokens.prompt_ids).endswith("<|im_start|>assistant\n")
         expected = reference(served.model, tokens.prompt_ids, tokens.completion_ids, 0.7)
         np.testing.assert_allclose(tokens.completion_logprobs, expected, atol=1e-5)
-        [span] = SPANS.take(f"r{number}").find(tokens.completion_ids)
+        [span] = SPANS.take(f"r{number}").find(tokens.completion_ids).spans
         assert (span.start, span.end) == (0, len(tokens.completion_ids))
         usage = answer["usage"]
         assert (usage["prompt_tokens"], usage["completion_tokens"]) == (

@@ -73,7 +73,10 @@ def make_tiny_model(directory: Path, *, attention_dropout: float = 0.0) -> Path:
 
 
 def make_samples(step: int, *, count: int = 12, version: int | None = None) -> list[TrainSample]:
-    """Random samples of different lengths, a pure function of the step."""
+    """Random samples of different lengths, a pure function of the step; without a `version` each is of two.
+
+    Their log-probs are no policy's, so the trainer would rightly say of samples of its own version that they are wrong.
+    """
     rng = np.random.default_rng(1000 + step)
     samples = []
     for index in range(count):
@@ -96,7 +99,7 @@ def make_samples(step: int, *, count: int = 12, version: int | None = None) -> l
                 reward=advantage,
                 temperature=1.0,
                 min_version=max(step - 1, 0) if version is None else version,
-                max_version=step if version is None else version,
+                max_version=max(step, 1) if version is None else version,
                 lineage=0,
             )
         )

@@ -193,6 +193,26 @@ def test_trainer_and_engine_that_drift_apart_are_told_of_once_with_the_trend(
     assert f"{steps[9]:.3g}" in message, "the numbers that were measured"
 
 
+def test_an_engine_that_computes_differently_is_told_of_and_the_learning_rate_is_not_blamed(
+    recorder: Recorder, make_config: MakeConfig
+) -> None:
+    recorder.create(make_config(max_steps=4, optim={"lr": 1e-6}))
+    for step in range(4):  # of the version that is trained, and far from what it computes
+        moved = [
+            replace(sample, inference_logprobs=sample.inference_logprobs - 4 * sample.loss_mask.astype(np.float32))
+            for sample in recorder.make_samples(step, version=step)
+        ]
+        recorder.commit(step, moved)
+    recorder.commit(4, recorder.make_samples(4, count=4, version=4), closing=True)
+    recorder.train()
+    ((reason, message),) = warnings(recorder)
+    assert reason == "ENGINE_DISAGREES"
+    assert message.startswith("engine and trainer disagree on tokens that the trained version itself sampled")
+    steps = [e.step_completed.metrics for e in recorder.events() if e.HasField("step_completed")]
+    assert all(each["mismatch_kl/mean"] > 0.5 for each in steps), "enough for KL_EXPLODING"
+    assert steps[0]["on_policy_mismatch_kl/mean"] == steps[0]["mismatch_kl/mean"]
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_all_ranks_of_a_gang_skip_what_one_of_them_finds(

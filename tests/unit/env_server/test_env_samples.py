@@ -18,7 +18,7 @@ from millrace.env_server.adapters.samples import (
     parse_spans,
 )
 from millrace.env_server.adapters.samples_v1 import branch_samples
-from millrace.env_server.adapters.span_log import MAX_ROLLOUTS, SpanLog, Spans
+from millrace.env_server.adapters.span_log import MAX_ROLLOUTS, Call, SpanLog, Spans
 from millrace.rollouts.types import PolicySpan, Sample
 from millrace_testing.thinking_template import END, KEEPS, STRIPS, prompt_encoder
 
@@ -157,10 +157,10 @@ def test_span_log_finds_completions_in_order_and_forgets() -> None:
     log.note("a", [1, 2], (span(0, 2, 2),))
     log.note("b", [1, 2], (span(0, 2, 3),))
     spans = log.take("a")
-    assert [spans.find([1, 2])[0].version for _ in range(2)] == [1, 2]
-    assert spans.find([1, 2]) == ()
-    assert log.take("a").find([1, 2]) == ()
-    assert log.take("b").find([1]) == (span(0, 1, 3),)  # the environment cut the completion short
+    assert [spans.find([1, 2]).spans[0].version for _ in range(2)] == [1, 2]
+    assert spans.find([1, 2]).spans == ()
+    assert log.take("a").find([1, 2]).spans == ()
+    assert log.take("b").find([1]).spans == (span(0, 1, 3),)  # the environment cut the completion short
 
 
 def test_span_log_tells_parallel_calls_apart_of_which_one_begins_with_the_other() -> None:
@@ -168,16 +168,16 @@ def test_span_log_tells_parallel_calls_apart_of_which_one_begins_with_the_other(
     log.note("a", [1, 2, 3], (span(0, 3, 1),))
     log.note("a", [1, 2], (span(0, 2, 2),))
     spans = log.take("a")
-    assert spans.find([1, 2]) == (span(0, 2, 2),)
-    assert spans.find([1, 2, 3]) == (span(0, 3, 1),)
+    assert spans.find([1, 2]).spans == (span(0, 2, 2),)
+    assert spans.find([1, 2, 3]).spans == (span(0, 3, 1),)
 
 
 def test_span_log_is_bounded() -> None:
     log = SpanLog()
     for index in range(MAX_ROLLOUTS + 1):
         log.note(str(index), [1], (span(0, 1),))
-    assert log.take("0").find([1]) == ()
-    assert log.take("1").find([1]) == (span(0, 1),)
+    assert log.take("0").find([1]).spans == ()
+    assert log.take("1").find([1]).spans == (span(0, 1),)
 
 
 def node(token_ids: list[int], num_sampled: int) -> Any:
@@ -191,7 +191,11 @@ def test_v1_branches_train_shared_tokens_once() -> None:
         SimpleNamespace(nodes=[user, shared, node([6], 0), node([7], 1)]),
         SimpleNamespace(nodes=[user, shared, node([8], 0), node([9], 1)]),
     ]
-    notes = [((4, 5), (span(0, 2, 1),)), ((7,), (span(0, 1, 2),)), ((9,), (span(0, 1, 3),))]
+    notes = [
+        Call(completion_ids=(4, 5), spans=(span(0, 2, 1),)),
+        Call(completion_ids=(7,), spans=(span(0, 1, 2),)),
+        Call(completion_ids=(9,), spans=(span(0, 1, 3),)),
+    ]
     first, second = branch_samples(branches, Spans(notes), requires_spans=True)
     assert first.token_ids.tolist() == [1, 2, 3, 4, 5, 6, 7]
     assert first.loss_mask.tolist() == [0, 0, 0, 1, 1, 0, 1]

@@ -7,7 +7,7 @@ from millrace.algorithms import Grpo, ReinforcePlusPlus
 from millrace.internal.v1 import batch_pb2
 from millrace.orchestrator.drive.batcher import count_dropped, cut, resolutions, score_samples, teaches
 from millrace.orchestrator.play.play import Play
-from millrace.rollouts.types import PolicySpan
+from millrace.rollouts.types import OwnSampling, PolicySpan
 from millrace_testing.orchestrator.builders import make_play, make_rollout
 
 GRPO = {make_play(0).task.env: Grpo()}
@@ -130,3 +130,14 @@ def test_the_mean_version_is_that_of_the_sampled_tokens_within_the_sequence_leng
     for seq_len, mean in ((64, 22 / 4), (5, 13 / 3), (3, 3.0)):
         batch = cut([group], GRPO, step=9, filter_zero_advantages=True, seq_len=seq_len)
         assert [sample.mean_version for sample in batch.samples] == [pytest.approx(mean)] * 2
+
+
+def test_what_was_sampled_in_another_way_is_cut_with_its_tokens() -> None:
+    group = make_group(0, [0.0, 1.0])
+    own = (OwnSampling(start=2, end=4, temperature=0.5), OwnSampling(start=4, end=6, temperature=2.0))
+    for member, rollout in enumerate(group.rollouts()):
+        sample = replace(rollout.samples[0], own_sampling=own)
+        group.members[member] = replace(rollout, samples=(sample,))
+    for seq_len, ends in ((64, [4, 6]), (5, [4, 5]), (4, [4])):
+        batch = cut([group], GRPO, step=0, filter_zero_advantages=False, seq_len=seq_len)
+        assert [[each.end for each in sample.own_sampling] for sample in batch.samples] == [ends, ends]

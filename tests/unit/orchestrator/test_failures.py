@@ -8,7 +8,7 @@ import pytest
 from millrace.decoding import Fields
 from millrace.orchestrator.play import failures as failures_module
 from millrace.orchestrator.play.failures import Failures, RolloutsFailedError, Tally, decode_tally, encode_tally
-from millrace.rollouts.types import Purpose, Rollout, RolloutError, RolloutStatus
+from millrace.rollouts.types import OWN_SAMPLING, Purpose, Rollout, RolloutError, RolloutStatus
 
 OK, ENV_ERROR, TIMEOUT = RolloutStatus.OK, RolloutStatus.ENV_ERROR, RolloutStatus.TIMEOUT
 SIZE = 4
@@ -246,3 +246,12 @@ def test_what_is_no_tally_is_refused(state: dict) -> None:
     with pytest.raises(ValueError):
         decode_tally(Fields(state))
     assert decode_tally(None) == Tally()
+
+
+def test_an_environment_that_sets_what_nobody_computes_ends_the_run_at_once_and_is_named() -> None:
+    counted = made()
+    said = "environment 'math' sends `seed` = 7 of its own with a model call, which would give all the same"
+    counted.note(rollout(0, 0, type=OWN_SAMPLING, message=said))
+    error = counted.error()
+    assert error is not None and error.reason == "ENV_SAMPLING_REFUSED" and str(error).startswith(said)
+    assert made().error() is None

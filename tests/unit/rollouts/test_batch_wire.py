@@ -11,9 +11,12 @@ from hypothesis import strategies as st
 from millrace.errors import CorruptObjectError, InvalidStateError
 from millrace.internal.v1 import batch_pb2
 from millrace.rollouts import batch_wire
-from millrace.rollouts.types import TrainSample
+from millrace.rollouts.types import OwnSampling, TrainSample, Truncation
 
 FLOAT32 = st.floats(-1e6, 1e6, width=32)
+
+
+CUT = Truncation(top_p=0.5, top_k=3)
 
 
 # Columns are drawn as bytes, in one draw: values drawn one by one double the time of these tests.
@@ -42,6 +45,7 @@ def train_samples(draw: st.DrawFn) -> TrainSample:
         max_version=high,
         lineage=draw(st.integers(0, 9)),
         mean_version=draw(st.sampled_from([None, low, (low + high) / 2, high])),
+        own_sampling=draw(st.sampled_from([(), (OwnSampling(start=0, end=length, temperature=0.5, truncation=CUT),)])),
     )
 
 
@@ -212,6 +216,7 @@ MALFORMED = {
     "reward": {"reward": float("nan")},
     "min_version": {"min_version": 3},
     "negative": {"token_ids": np.full(10, -5, np.int32)},
+    "own_sampling": {"own_sampling": (OwnSampling(start=4, end=11, temperature=1.0),)},
 }
 
 

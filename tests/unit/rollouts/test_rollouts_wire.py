@@ -12,10 +12,23 @@ from hypothesis import strategies as st
 from millrace.errors import CorruptObjectError
 from millrace.internal.v1 import rollout_pb2
 from millrace.rollouts import wire
-from millrace.rollouts.types import PolicySpan, Purpose, Rollout, RolloutError, RolloutStatus, Sample, TurnReward
+from millrace.rollouts.types import (
+    OwnSampling,
+    PolicySpan,
+    Purpose,
+    Rollout,
+    RolloutError,
+    RolloutStatus,
+    Sample,
+    TurnReward,
+)
 
 FINITE = st.floats(allow_nan=False, allow_infinity=False)
 TEXT = st.text(st.characters(codec="utf-8"), max_size=20)
+
+
+def own_at(*ranges: tuple[int, int, float]) -> tuple[OwnSampling, ...]:
+    return tuple(OwnSampling(start=start, end=end, temperature=temperature) for start, end, temperature in ranges)
 
 
 @st.composite
@@ -36,6 +49,7 @@ def samples(draw: st.DrawFn) -> Sample:
         inference_logprobs=np.where(mask == 1, logprobs, np.float32(0)),
         policy_spans=tuple(spans),
         turns=tuple(turns),
+        own_sampling=draw(st.sampled_from([(), own_at((0, len(mask), 0.5))])),
     )
 
 
@@ -202,6 +216,16 @@ MALFORMED = {
     "turn in a prompt": (_rollout(samples=(_sample(turns=turns_at(2, 6)),)), "does not end a turn"),
     "turns that descend": (_rollout(samples=(_sample(turns=turns_at(4, 4, 6)),)), "does not end a turn"),
     "turn beyond": (_rollout(samples=(_sample(turns=turns_at(4, 7)),)), "does not end a turn"),
+    "own sampling of nothing": (_rollout(samples=(_sample(own_sampling=own_at((2, 2, 1.0))),)), "not ascending"),
+    "own sampling beyond": (_rollout(samples=(_sample(own_sampling=own_at((2, 7, 1.0))),)), "not ascending"),
+    "own sampling that descends": (
+        _rollout(samples=(_sample(own_sampling=own_at((2, 4, 1.0), (3, 6, 1.0))),)),
+        "not ascending",
+    ),
+    "own sampling at no temperature": (
+        _rollout(samples=(_sample(own_sampling=own_at((2, 4, float("inf")))),)),
+        "temperature inf",
+    ),
     "a token behind the turns": (_rollout(samples=(_sample(turns=turns_at(4)),)), "last sampled token"),
     "turn's reward": (_rollout(samples=(_sample(turns=(TurnReward(end=6, reward=float("nan")),)),)), "not finite"),
     "reward": (_rollout(reward=float("inf")), "reward"),

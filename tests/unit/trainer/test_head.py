@@ -260,7 +260,7 @@ def test_a_model_is_asked_for_no_logits_unless_it_changes_them(kind: str, monkey
     wanted = select_logprobs(
         logits_BKV,
         micro_batch.token_ids_BT[:, 1:],
-        temperature_B=micro_batch.temperature_B,
+        temperature_B=micro_batch.sampled.temperature_W[micro_batch.sampled.way_BT[:, 0]],
         is_entropy_learned=True,
     )
     parameters = tuple(model.parameters())

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from millrace.config.sections.loss import LossConfig
-from millrace.rollouts.types import TrainSample, Truncation
+from millrace.rollouts.types import OwnSampling, TrainSample, Truncation
 from millrace.trainer.gang.distributed import Gang
 from millrace.trainer.learning.batch import build_micro_batch
 from millrace.trainer.learning.forward import select_logprobs, token_logprobs
@@ -98,6 +98,28 @@ def test_logprobs_are_those_of_each_row_alone_under_its_temperature() -> None:
             assert float(entropy_BT[row, position]) == pytest.approx(entropy, abs=2e-5)
     assert float(logprobs_BT[0, 0].detach()) == pytest.approx(-math.log(32))
     assert logprobs_BT.requires_grad and not entropy_BT.requires_grad
+
+
+def test_tokens_that_were_sampled_in_another_way_are_computed_in_theirs() -> None:
+    """Ranges of one sample, beside samples of other temperatures, cut and not, packed into one row and not."""
+    model, cut = _tiny(), Truncation(top_k=4)
+    own = (OwnSampling(start=4, end=7, temperature=0.5), OwnSampling(start=9, end=11, temperature=1.5, truncation=cut))
+    samples = [_sample(6, seed=1, temperature=0.7), replace(_sample(11, prompt=3, seed=2), own_sampling=own)]
+    ways = [(0.7, None)] * 6, [(1.0, None)] * 4 + [(0.5, None)] * 3 + [(1.0, None)] * 2 + [(1.5, 4)] * 2
+    for rows in (None, [[1, 0]]):
+        micro_batch = build_micro_batch(samples, seq_len=16, device=CPU, rows=rows)
+        logprobs_BT, _ = token_logprobs(model, micro_batch)
+        for row, sample in enumerate(samples):
+            tokens = torch.tensor(sample.token_ids.astype(np.int64))
+            with torch.no_grad():
+                logits_TV = model(tokens[None]).logits[0].double()
+            for position in torch.nonzero(micro_batch.loss_mask_BT[row]).flatten().tolist():
+                temperature, most = ways[row][position]
+                logits_V = logits_TV[position - 1] / temperature
+                if most is not None:
+                    logits_V = logits_V.masked_fill(logits_V < logits_V.topk(most).values[-1], -math.inf)
+                expected = float(torch.log_softmax(logits_V, -1)[tokens[position]])
+                assert float(logprobs_BT[row, position].detach()) == pytest.approx(expected, abs=2e-5)
 
 
 def test_select_logprobs_by_hand() -> None:

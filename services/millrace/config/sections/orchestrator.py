@@ -12,7 +12,9 @@ from millrace.config.sections.buffer import BufferConfig
 from millrace.config.sections.filters import FilterConfig
 from millrace.config.sections.judge import JudgeConfig
 from millrace.config.sections.sampling import (
+    AS_TEACHER,
     TAKEN_OVER,
+    UNCUT_AS_TEACHER,
     EvalSamplingConfig,
     SamplingConfig,
     bias_rules,
@@ -354,19 +356,14 @@ class OrchestratorConfig(ConfigSection):
         taken = [value for name in TAKEN_OVER if isinstance(value := self.sampling.extra_body.get(name), int | float)]
         if self.sampling.top_p < 1 or max(self.sampling.top_k, self.sampling.min_p, *taken) > 0:
             yield broken(
-                "must be off for opd: the teacher's log-probabilities are those of its full distribution",
+                UNCUT_AS_TEACHER,
                 "orchestrator.sampling.top_p",
                 "orchestrator.sampling.top_k",
                 "orchestrator.sampling.min_p",
                 _ALGO,
             )
         if self.sampling.temperature != 1.0:
-            yield broken(
-                "must be 1.0 for opd: the teacher's log-probabilities are those of temperature 1, and the two would be "
-                "of different distributions",
-                "orchestrator.sampling.temperature",
-                _ALGO,
-            )
+            yield broken(AS_TEACHER, "orchestrator.sampling.temperature", _ALGO)
 
     def _eval_rules(self, evaluation: EvalConfig) -> Iterator[BrokenRule]:
         """A task count that means something; one name is one environment, which a run loads as training says."""

@@ -131,14 +131,26 @@ class EvalSamplingConfig(ConfigSection):
 _OWN_KEYS = ("temperature", "top_p", "max_tokens", "max_completion_tokens", "repetition_penalty")
 TAKEN_OVER = ("top_k", "min_p")
 """Fields of `extra_body` that count as the keys of that name."""
-_BIASING = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0, "min_tokens": 0}
+BIASING = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0, "min_tokens": 0}
 """Sampling keys that the trainer does not compute, and their values without effect."""
 _ONE_EACH = ("n", "best_of", "use_beam_search", "stream", "logprobs", "top_logprobs", "return_token_ids")
-_CHANGE_SAMPLING = (
+CHANGE_SAMPLING = (
     *("presence_penalty", "frequency_penalty", "logit_bias", "bad_words", "allowed_token_ids", "min_tokens"),
     *("logits_processors", "response_format", "structured_outputs"),
     *("guided_json", "guided_regex", "guided_choice", "guided_grammar"),
 )
+"""Fields of a request that change what is sampled, and that the trainer does not compute."""
+NOT_COMPUTED = "changes what is sampled in a way that the trainer does not compute; leave it out"
+BIASED = (
+    "changes what is sampled in a way that the trainer does not compute, which biases what is learned; leave it out, "
+    "or set `orchestrator.sampling.allow_biased_sampling = true`"
+)
+SAME_TOKENS = "would give all rollouts of a group the same tokens; leave it out"
+AS_TEACHER = (
+    "must be 1.0 for opd: the teacher's log-probabilities are those of temperature 1, and the two would be of "
+    "different distributions"
+)
+UNCUT_AS_TEACHER = "must be off for opd: the teacher's log-probabilities are those of its full distribution"
 
 
 def sampling_rules(
@@ -153,16 +165,12 @@ def sampling_rules(
 
 def bias_rules(sampling: SamplingConfig, *, has_teacher: bool) -> Iterator[BrokenRule]:
     """What is sampled is what the trainer computes, unless it is allowed to differ, which a teacher's never may."""
-    for name in (name for name, neutral in _BIASING.items() if getattr(sampling, name) != neutral):
+    for name in (name for name, neutral in BIASING.items() if getattr(sampling, name) != neutral):
         if has_teacher:
             message = "has no meaning for opd: the teacher's log-probabilities are those without it; leave it out"
             yield broken(message, f"orchestrator.sampling.{name}")
         elif not sampling.allow_biased_sampling:
-            yield broken(
-                "changes what is sampled in a way that the trainer does not compute, which biases what is learned; "
-                "leave it out, or set `orchestrator.sampling.allow_biased_sampling = true`",
-                f"orchestrator.sampling.{name}",
-            )
+            yield broken(BIASED, f"orchestrator.sampling.{name}")
 
 
 def extra_body_rules(sampling: Any, where: str, *, is_training: bool = False) -> Iterator[BrokenRule]:
@@ -173,9 +181,9 @@ def extra_body_rules(sampling: Any, where: str, *, is_training: bool = False) ->
         if name in _ONE_EACH:
             yield broken("is set by Millrace: a request has one answer, whole, with its tokens and log-probs", path)
         elif is_training and name == "seed":
-            yield broken("would give all rollouts of a group the same tokens; leave it out", path)
-        elif is_training and (name in _CHANGE_SAMPLING or name == "repetition_penalty"):
-            yield broken("changes what is sampled in a way that the trainer does not compute; leave it out", path)
+            yield broken(SAME_TOKENS, path)
+        elif is_training and (name in CHANGE_SAMPLING or name == "repetition_penalty"):
+            yield broken(NOT_COMPUTED, path)
         elif getattr(sampling, name, None) and name in ("presence_penalty", "frequency_penalty", "min_tokens", "stop"):
             yield broken(f"is set by `{where}.{name}`, too; leave this one out", path)
         elif name in _OWN_KEYS:

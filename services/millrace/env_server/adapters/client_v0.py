@@ -17,6 +17,7 @@ import orjson
 import verifiers as vf
 
 from millrace.env_server.adapters import judges
+from millrace.env_server.adapters.own_sampling import completed, merged, sent_of
 from millrace.env_server.adapters.samples import engine_spans
 from millrace.env_server.adapters.span_log import MAX_ROLLOUTS, SPANS
 from millrace.env_server.asked_together import AskedTogether, Reply
@@ -115,8 +116,14 @@ class LeanClient(OpenAIChatCompletionsClient):
         body = self.native_body(prompt, model, sampling_args, tools)
         state = kwargs.get("state")
         session_id = str(state.get("trajectory_id") or "") if state is not None else ""
-        response = await self._answer(body, session_id)
-        response["_session_id"] = session_id
+        sent = None if self._is_external else sent_of(body)
+        try:
+            response = await self._answer(body, session_id)
+        except vf.ModelError as error:
+            if hasattr(error, "status_code") and sent is not None and session_id and not judges.is_scoring():
+                SPANS.note(session_id, (), (), sent)
+            raise
+        response["_session_id"], response["_sent"] = session_id, sent
         return response
 
     def native_body(
@@ -239,7 +246,7 @@ class LeanClient(OpenAIChatCompletionsClient):
         message = choice["message"]
         tokens = _tokens(response, choice)
         if tokens is not None and response["_session_id"]:
-            SPANS.note(response["_session_id"], tokens.completion_ids, engine_spans(choice))
+            SPANS.note(response["_session_id"], tokens.completion_ids, engine_spans(choice), response["_sent"])
         finish_reason = choice.get("finish_reason")
         return Response(
             id=str(response.get("id") or ""),
@@ -275,7 +282,8 @@ class LeanCompletionsClient(LeanClient):
         args = {key: value for key, value in sampling_args.items() if value is not None}
         extra_body = args.pop("extra_body", None) or {}
         # Left out, or null, it would be 16 tokens. A chat gets whatever fits, and our engines cut this one to that.
-        body = {"model": model, "prompt": prompt, "max_tokens": _BEYOND_ANY_CONTEXT, **args, **extra_body}
+        asked = completed({"max_tokens": _BEYOND_ANY_CONTEXT, **merged(args, extra_body)})
+        body = {"model": model, "prompt": prompt, **asked}
         return body | {"logprobs": 0, "return_token_ids": True, "return_tokens_as_token_ids": True}
 
     async def get_native_response(  # type: ignore[override]
@@ -299,7 +307,8 @@ def request_body(
     extra_body = args.pop("extra_body", None) or {}
     if "max_tokens" in args:
         args["max_completion_tokens"] = args.pop("max_tokens")
-    body: dict[str, Any] = {"model": model, "messages": prompt, **args, **extra_body}
+    asked = completed(merged(args, extra_body)) if wants_tokens else {**args, **extra_body}
+    body: dict[str, Any] = {"model": model, "messages": prompt, **asked}
     if wants_tokens:
         body |= {"logprobs": True, "return_token_ids": True}
     if tools:

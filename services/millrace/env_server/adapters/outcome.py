@@ -11,6 +11,7 @@ from millrace.rollouts.types import (
     MAX_ERROR_FRAMES_CHARS,
     MAX_ERROR_MESSAGE_CHARS,
     MAX_MESSAGES_JSON_BYTES,
+    MAX_SAMPLING_JSON_CHARS,
     Rollout,
     RolloutError,
     RolloutStatus,
@@ -40,6 +41,8 @@ class Outcome:
     messages: Sequence[Mapping[str, Any]] = ()
     traces: Sequence[Trace] = ()
     """What each of several trained agents did; empty where one agent did everything."""
+    sent_instead: Sequence[Mapping[str, Any]] = ()
+    """What the environment's requests said in place of the run's sampling, each way once."""
 
 
 def failed(
@@ -141,6 +144,13 @@ def finite_metrics(metrics: Mapping[str, Any]) -> dict[str, float]:
     return numbers
 
 
+def _sampling_json(request: PlayRequest, instead: Sequence[Mapping[str, Any]]) -> str:
+    """What the run asks for, and under `environment` what its requests said in place of that, if that is not long."""
+    asked = request.sampling.parameters(is_external=request.is_external)
+    whole = json.dumps(asked | ({"environment": list(instead)} if instead else {}), sort_keys=True, default=str)
+    return whole if len(whole) <= MAX_SAMPLING_JSON_CHARS else json.dumps(asked, sort_keys=True)
+
+
 def make_rollout(
     request: PlayRequest,
     *,
@@ -182,7 +192,7 @@ def make_rollout(
         model_seconds=outcome.model_s,
         temperature=request.sampling.temperature,
         truncation=request.sampling.truncation,
-        sampling_json=json.dumps(request.sampling.parameters(is_external=request.is_external), sort_keys=True),
+        sampling_json=_sampling_json(request, outcome.sent_instead),
         env_server=env_server,
         planned_step=request.planned_step,
         eval_id=request.eval_id,

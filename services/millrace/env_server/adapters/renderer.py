@@ -27,6 +27,8 @@ import renderers.client
 from openai import APIStatusError, BadRequestError, OpenAIError
 
 from millrace.decoding import decode_json
+from millrace.env_server.adapters import judges
+from millrace.env_server.adapters.own_sampling import completed, sent_of
 from millrace.env_server.adapters.samples import engine_spans
 from millrace.env_server.adapters.span_log import SPANS
 from millrace.env_server.engine_access import engine_access
@@ -81,6 +83,8 @@ class GenerateClient:
         self.base_url = base_url
         self.content = b""
         """Body of the last answer to a `post`."""
+        self.sent: Mapping[str, Any] | None = None
+        """What the last `post` said apart from its prompt."""
 
     async def get(self, path: str, **_: object) -> Any:
         """The JSON value at a path below the base. Raises OpenAIError, and what aiohttp raises."""
@@ -94,6 +98,8 @@ class GenerateClient:
         self, url: str, *, body: Mapping[str, Any], options: Mapping[str, Any] | None = None, **_: object
     ) -> Self:
         """Post, a few times if the engine refuses before it works, and keep what it answers. Raises OpenAIError."""
+        body = {**body, "sampling_params": completed(body.get("sampling_params") or {})}
+        self.sent = sent_of(body)
         raw, headers = orjson.dumps(body), (options or {}).get("headers") or {}
         # unregistered wait: in an environment worker, all of whose rollouts are one wait of the env-server
         for attempt in range(1, MAX_ATTEMPTS + 1):
@@ -156,8 +162,13 @@ _stock_generate = renderers.client.generate
 async def generate_with_spans(*, client: Any, **kwargs: Any) -> dict[str, Any]:
     """`renderers.client.generate`, with the engine's policy spans noted and its reply errors typed."""
     lean: Any = GenerateClient(str(client.base_url))
+    session_id = (kwargs.get("extra_headers") or {}).get(SESSION_HEADER)
     try:
         result = await _stock_generate(client=lean, **kwargs)
+    except APIStatusError:
+        if session_id and not judges.is_scoring():
+            SPANS.note(session_id, (), (), lean.sent)
+        raise
     except renderers.client.MalformedGenerateResponseError as error:
         raise GenerateResponseError(f"{MISSING_TOKENS_MARK} {error}") from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -165,10 +176,9 @@ async def generate_with_spans(*, client: Any, **kwargs: Any) -> dict[str, Any]:
             raise  # nothing was answered yet: not the reply's fault
         shown = lean.content[:300].decode("utf-8", "replace")
         raise GenerateResponseError(f"{UNREADABLE_MARK} {type(error).__name__}: {error}: {shown}") from error
-    session_id = (kwargs.get("extra_headers") or {}).get(SESSION_HEADER)
     if session_id:
         choice = (orjson.loads(lean.content).get("choices") or [{}])[0]
-        SPANS.note(session_id, result.get("completion_ids") or (), engine_spans(choice))
+        SPANS.note(session_id, result.get("completion_ids") or (), engine_spans(choice), lean.sent)
     return result
 
 

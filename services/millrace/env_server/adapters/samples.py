@@ -8,12 +8,13 @@ encoding), the turn begins a new sample: nothing is trained in a context in whic
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
-from millrace.rollouts.types import PolicySpan, Sample, TurnReward
+from millrace.env_server.adapters.own_sampling import Way
+from millrace.rollouts.types import OwnSampling, PolicySpan, Sample, TurnReward
 
 # Engines write minus infinity as this value, because JSON has no infinity: nobody samples such a token.
 _NO_EVIDENCE = -9999.0
@@ -41,6 +42,8 @@ class Turn:
     completion_ids: Sequence[int]
     logprobs: Sequence[float]
     spans: Sequence[PolicySpan]
+    own_way: Way | None = None
+    """How it was sampled, where that is not how the run asks for it."""
     reward: float | None = None
     """What the environment gave for this turn by itself, if it gave anything."""
 
@@ -126,6 +129,27 @@ def merge_turns(turns: Sequence[Turn], *, requires_spans: bool) -> tuple[Sample,
     return tuple(builder.build() for builder in builders)
 
 
+class OwnRanges:
+    """Ranges of a sample that were sampled in a way of their own; neighbouring turns of the same way are one."""
+
+    def __init__(self) -> None:
+        self._found: list[OwnSampling] = []
+        self._last: Way | None = None
+
+    def add(self, start: int, end: int, way: Way | None) -> None:
+        """Add the tokens of a turn, `[start, end)`; None was sampled as the run asks for it."""
+        if way is not None and way == self._last:
+            self._found[-1] = replace(self._found[-1], end=end)
+        elif way is not None:
+            self._found.append(OwnSampling(start=start, end=end, temperature=way[0], truncation=way[1]))
+        self._last = way
+
+    @property
+    def ranges(self) -> tuple[OwnSampling, ...]:
+        """All of them, in order."""
+        return tuple(self._found)
+
+
 class _SampleBuilder:
     """A sample that grows turn by turn."""
 
@@ -135,6 +159,7 @@ class _SampleBuilder:
         self.logprobs: list[float] = []
         self.spans: list[PolicySpan] = []
         self.turns: list[TurnReward] = []
+        self.own = OwnRanges()
 
     def is_extended_by(self, prompt_ids: Sequence[int]) -> bool:
         """Whether the prompt begins with all tokens of this sample."""
@@ -150,6 +175,7 @@ class _SampleBuilder:
             self.spans.append(
                 PolicySpan(lineage=span.lineage, version=span.version, start=start + span.start, end=start + span.end)
             )
+        self.own.add(start, len(self.token_ids), turn.own_way)
 
     def _extend(self, token_ids: Sequence[int], mask: Sequence[int], logprobs: Sequence[float]) -> None:
         self.token_ids.extend(token_ids)
@@ -164,4 +190,5 @@ class _SampleBuilder:
             inference_logprobs=np.asarray(self.logprobs, dtype=np.float32),
             policy_spans=tuple(self.spans),
             turns=tuple(self.turns),
+            own_sampling=self.own.ranges,
         )

@@ -1,17 +1,24 @@
 """Branches of a v1 trace → samples. A branch is a root-to-leaf path of message nodes that carry their own tokens."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from millrace.env_server.adapters.samples import MissingTokensError, Turn, check_turn
+from millrace.env_server.adapters.own_sampling import AskedSampling
+from millrace.env_server.adapters.samples import MissingTokensError, OwnRanges, Turn, check_turn
 from millrace.env_server.adapters.span_log import Spans
 from millrace.rollouts.types import PolicySpan, Sample
 
 
-def branch_samples(branches: Sequence[Any], spans: Spans, *, requires_spans: bool) -> tuple[Sample, ...]:
-    """One sample per branch; tokens that branches share are trained once, in the first. Raises MissingTokensError."""
+def branch_samples(
+    branches: Sequence[Any], spans: Spans, *, requires_spans: bool, asked: AskedSampling | None = None
+) -> tuple[Sample, ...]:
+    """One sample per branch; tokens that branches share are trained once, in the first.
+
+    Raises MissingTokensError, and OwnSamplingError where calls are held against what was `asked`.
+    """
     if not branches:
         raise MissingTokensError("the rollout made no model call")
     trained: set[int] = set()
@@ -22,13 +29,16 @@ def branch_samples(branches: Sequence[Any], spans: Spans, *, requires_spans: boo
         mask: list[int] = []
         logprobs: list[float] = []
         policy_spans: list[PolicySpan] = []
+        own = OwnRanges()
         for node in branch.nodes:
             num_sampled = sum(node.mask)
             is_new = bool(node.sampled) and id(node) not in trained
             if is_new:
                 trained.add(id(node))
                 start = len(token_ids) + len(node.mask) - num_sampled
-                policy_spans += _node_spans(node, spans, start=start, call=num_calls, requires_spans=requires_spans)
+                turn = _turn(node, spans, call=num_calls, requires_spans=requires_spans, asked=asked)
+                policy_spans += [replace(span, start=start + span.start, end=start + span.end) for span in turn.spans]
+                own.add(start, start + num_sampled, turn.own_way)
                 num_calls += 1
             token_ids += node.token_ids
             num_prompt = len(node.token_ids) - (num_sampled if is_new else 0)
@@ -41,6 +51,7 @@ def branch_samples(branches: Sequence[Any], spans: Spans, *, requires_spans: boo
                     loss_mask=np.asarray(mask, dtype=np.uint8),
                     inference_logprobs=np.asarray(logprobs, dtype=np.float32),
                     policy_spans=tuple(policy_spans),
+                    own_sampling=own.ranges,
                 )
             )
     if not samples:
@@ -48,8 +59,8 @@ def branch_samples(branches: Sequence[Any], spans: Spans, *, requires_spans: boo
     return tuple(samples)
 
 
-def _node_spans(node: Any, spans: Spans, *, start: int, call: int, requires_spans: bool) -> list[PolicySpan]:
-    """Check a sampled node, whose sampled tokens are its last ones, and give its spans as indices into the branch."""
+def _turn(node: Any, spans: Spans, *, call: int, requires_spans: bool, asked: AskedSampling | None) -> Turn:
+    """The model call of a sampled node, whose sampled tokens are its last ones, checked."""
     num_sampled = sum(node.mask)
     if not num_sampled or not all(node.mask[-num_sampled:]):
         raise MissingTokensError(f"model call {call}: the trace has no token ids; the engine must return `token_ids`")
@@ -60,10 +71,8 @@ def _node_spans(node: Any, spans: Spans, *, start: int, call: int, requires_span
         prompt_ids=[0],
         completion_ids=completion_ids,
         logprobs=node.logprobs or (),
-        spans=found,
+        spans=found.spans,
+        own_way=None if asked is None else asked.own_way(found.sent),
     )
     check_turn(turn, index=call, requires_spans=requires_spans)
-    return [
-        PolicySpan(lineage=span.lineage, version=span.version, start=start + span.start, end=start + span.end)
-        for span in found
-    ]
+    return turn

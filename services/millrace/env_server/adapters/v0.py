@@ -36,9 +36,10 @@ from millrace.env_server.adapters.env_args import NO_RENDERER, RENDERER
 from millrace.env_server.adapters.failures import frames_of, is_engine_fault
 from millrace.env_server.adapters.outcome import Outcome, checked, checked_turns, failed, failed_like
 from millrace.env_server.adapters.overhead_v0 import EnvExecutor
+from millrace.env_server.adapters.own_sampling import AskedSampling, OwnSamplingError
 from millrace.env_server.adapters.rewards_v0 import RewardFailure, recorded_reward_errors, watch_rubric
 from millrace.env_server.adapters.samples import MissingTokensError, Turn, merge_turns
-from millrace.env_server.adapters.span_log import SPANS
+from millrace.env_server.adapters.span_log import SPANS, Spans
 from millrace.env_server.adapters.tasks import TaskTable, build_task_table, no_tasks
 from millrace.env_server.adapters.text_only import not_text_error, other_part, refusal, refuse_other_parts
 from millrace.env_server.engine_access import engine_access
@@ -62,7 +63,7 @@ _ROWS_KEPT = 1024  # a group's members play the same task, and finding a row tak
 RETRIES_METRIC = "endpoint_retries"
 """Metric of rollouts of external endpoints: tries of model calls that were in vain."""
 # As a column the error is the exception itself, and not what the library writes of it.
-_STATE_COLUMNS = ["trajectory", "timed_out", "error"]
+_STATE_COLUMNS = ["trajectory", "trajectory_id", "timed_out", "error"]
 
 
 _NotTextError = not_text_error(vf.Error)
@@ -134,7 +135,8 @@ class V0Adapter:
         if request.is_external:
             outcomes = [_external_outcome(output, reward_errors, client) for output in outputs]
         else:
-            outcomes = [_outcome(output, reward_errors, requires_spans=request.is_training) for output in outputs]
+            asked = AskedSampling.of(request)
+            outcomes = [_outcome(output, reward_errors, asked) for output in outputs]
         return fail_together(outcomes) if self.requires_group else outcomes
 
     def _client(self, request: PlayRequest, tokenizer_dir: str) -> Client:
@@ -281,13 +283,22 @@ def _table(env: vf.Environment, *, is_eval: bool) -> TaskTable:
     return build_task_table(len(dataset), row=functools.lru_cache(_ROWS_KEPT)(row), content=row)
 
 
-def _outcome(output: Mapping[str, Any], reward_errors: Sequence[RewardFailure], *, requires_spans: bool) -> Outcome:
-    """The usable-for-training rule: an error, a timeout, a reward that raised or a missing token is a failure."""
+def _outcome(output: Mapping[str, Any], reward_errors: Sequence[RewardFailure], asked: AskedSampling) -> Outcome:
+    """The usable-for-training rule: an error, a timeout, a reward that raised or a missing token is a failure.
+
+    So is a turn that was sampled in a way which the trainer cannot compute.
+    """
     played = _judged(output, reward_errors)
-    if played.status is not RolloutStatus.OK:
-        return played
+    spans = SPANS.take(str(output.get("trajectory_id") or ""))
+    played = replace(played, sent_instead=asked.instead(call.sent for call in spans.calls))
     try:
-        samples = merge_turns(_turns(output.get("trajectory") or []), requires_spans=requires_spans)
+        if played.status is not RolloutStatus.OK:
+            asked.require(spans.refused)
+            return played
+        turns = _turns(output.get("trajectory") or [], spans, asked)
+        samples = merge_turns(turns, requires_spans=asked.is_training)
+    except OwnSamplingError as error:
+        return failed(RolloutStatus.ENV_ERROR, error.error_type, str(error), of=played)
     except MissingTokensError as error:
         return failed(RolloutStatus.MISSING_TOKENS, error.error_type, str(error), of=played)
     return checked_turns(checked(replace(played, samples=samples)))
@@ -349,10 +360,7 @@ def _error_outcome(error: BaseException, played: Outcome) -> Outcome:
     return failed(status, kind, message, of=played, frames=frames_of(error), is_infrastructure=is_engine_fault(error))
 
 
-def _turns(steps: Sequence[Mapping[str, Any]]) -> list[Turn]:
-    if not steps:
-        return []
-    spans = SPANS.take(str(steps[0].get("trajectory_id") or ""))
+def _turns(steps: Sequence[Mapping[str, Any]], spans: Spans, asked: AskedSampling) -> list[Turn]:
     turns: list[Turn] = []
     for index, step in enumerate(steps):
         tokens = step.get("tokens")
@@ -362,12 +370,14 @@ def _turns(steps: Sequence[Mapping[str, Any]]) -> list[Turn]:
                 "(it must support `logprobs` and `return_token_ids`)"
             )
         completion_ids = tokens["completion_ids"]
+        call = spans.find(completion_ids)
         turns.append(
             Turn(
                 prompt_ids=tokens["prompt_ids"],
                 completion_ids=completion_ids,
                 logprobs=tokens["completion_logprobs"],
-                spans=spans.find(completion_ids),
+                spans=call.spans,
+                own_way=asked.own_way(call.sent),
                 reward=_step_reward(step.get("reward")),
             )
         )

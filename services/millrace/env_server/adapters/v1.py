@@ -23,6 +23,7 @@ from millrace.env_server.adapters import harness_v1, judges
 from millrace.env_server.adapters.env_args import RENDERER, V1_ENV, V1_EVAL_ARGS, V1_NUM_TASKS
 from millrace.env_server.adapters.failures import frames_of, our_spelling, trace_text
 from millrace.env_server.adapters.outcome import Outcome, checked, failed, failed_like
+from millrace.env_server.adapters.own_sampling import AskedSampling, OwnSamplingError
 from millrace.env_server.adapters.renderer import (
     DEFAULT,
     MISSING_TOKENS_MARK,
@@ -138,10 +139,8 @@ class V1Adapter:
         outcomes: list[Outcome] = []
         for _ in request.members:
             episode = await self._env.run_episode(task, context)
-            is_external = request.is_external
-            outcomes.append(
-                _outcome(episode, self._traces, requires_spans=request.is_training, has_tokens=not is_external)
-            )
+            asked = None if request.is_external else AskedSampling.of(request)
+            outcomes.append(_outcome(episode, self._traces, asked))
         return outcomes
 
     def _no_tool_parser(self, tokenizer_dir: str) -> str:
@@ -234,25 +233,41 @@ def _table(taskset: Any, num_tasks: int) -> TaskTable:
     )
 
 
-def _outcome(episode: Any, expected: ExpectedTraces, *, requires_spans: bool, has_tokens: bool) -> Outcome:
-    """The usable-for-training rule: `ok` everywhere, no timeout, every reward there, exact tokens (`has_tokens`)."""
+def _outcome(episode: Any, expected: ExpectedTraces, asked: AskedSampling | None) -> Outcome:
+    """The usable-for-training rule: `ok` everywhere, no timeout, every reward there, exact tokens.
+
+    So is a turn that was sampled in a way which the trainer cannot compute a failure. `asked` is None of an endpoint
+    that is not ours, which sends no tokens.
+    """
     traces = [trace for trace in episode.traces if trace.agent.trainable]
     spans = {trace.id: SPANS.take(trace.id) for trace in episode.traces}
     each = [_played(trace) for trace in traces] or [Outcome(status=RolloutStatus.OK)]
     names_agents = expected.takes_several and (expected.has_several or len(traces) > 1)
     played = merged([trace.agent.name for trace in traces], each) if traces and names_agents else each[0]
+    if asked is not None:
+        calls = [call for trace in traces for call in spans[trace.id].calls]
+        played = replace(played, sent_instead=asked.instead(call.sent for call in calls))
     for trace, own in zip(traces or [None], each, strict=True):
         if failure := _failure(episode, trace, own):
+            try:
+                if asked is not None and trace is not None:
+                    asked.require(spans[trace.id].refused)
+            except OwnSamplingError as error:
+                return failed(RolloutStatus.ENV_ERROR, error.error_type, str(error), of=played)
             return failed_like(failure, of=played)
     if len(traces) != 1 and not expected.takes_several:
         message = f"the episode has {len(traces)} trainable traces, and {ONE_TRACE}; {SEVERAL_TRACES}"
         return failed(RolloutStatus.ENV_ERROR, "MultipleTraces", message, of=played)
     try:
         samples = [
-            branch_samples(trace.branches, spans[trace.id], requires_spans=requires_spans) if has_tokens else ()
+            branch_samples(trace.branches, spans[trace.id], requires_spans=asked.is_training, asked=asked)
+            if asked is not None
+            else ()
             for trace in traces
             if trace.num_turns or not names_agents  # who never moved has nothing to learn from
         ]
+    except OwnSamplingError as error:
+        return failed(RolloutStatus.ENV_ERROR, error.error_type, str(error), of=played)
     except MissingTokensError as error:
         return failed(RolloutStatus.MISSING_TOKENS, error.error_type, str(error), of=played)
     if not samples:

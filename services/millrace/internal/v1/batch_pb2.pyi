@@ -38,7 +38,7 @@ RUN_OUTCOME_FAILED: RunOutcome
 RUN_OUTCOME_CANCELLED: RunOutcome
 
 class SampleEntry(_message.Message):
-    __slots__ = ("chunk", "offset", "length", "ordinal", "member", "attempt", "env", "reward", "min_policy_version", "max_policy_version", "lineage", "temperature", "truncation", "reference_kl", "num_sampled_tokens", "mean_policy_version")
+    __slots__ = ("chunk", "offset", "length", "ordinal", "member", "attempt", "env", "reward", "min_policy_version", "max_policy_version", "lineage", "temperature", "truncation", "reference_kl", "num_sampled_tokens", "mean_policy_version", "own_sampling")
     CHUNK_FIELD_NUMBER: _ClassVar[int]
     OFFSET_FIELD_NUMBER: _ClassVar[int]
     LENGTH_FIELD_NUMBER: _ClassVar[int]
@@ -55,6 +55,7 @@ class SampleEntry(_message.Message):
     REFERENCE_KL_FIELD_NUMBER: _ClassVar[int]
     NUM_SAMPLED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     MEAN_POLICY_VERSION_FIELD_NUMBER: _ClassVar[int]
+    OWN_SAMPLING_FIELD_NUMBER: _ClassVar[int]
     chunk: int
     offset: int
     length: int
@@ -71,7 +72,8 @@ class SampleEntry(_message.Message):
     reference_kl: float
     num_sampled_tokens: int
     mean_policy_version: float
-    def __init__(self, chunk: _Optional[int] = ..., offset: _Optional[int] = ..., length: _Optional[int] = ..., ordinal: _Optional[int] = ..., member: _Optional[int] = ..., attempt: _Optional[int] = ..., env: _Optional[int] = ..., reward: _Optional[float] = ..., min_policy_version: _Optional[int] = ..., max_policy_version: _Optional[int] = ..., lineage: _Optional[int] = ..., temperature: _Optional[float] = ..., truncation: _Optional[_Union[_rollout_pb2.Truncation, _Mapping]] = ..., reference_kl: _Optional[float] = ..., num_sampled_tokens: _Optional[int] = ..., mean_policy_version: _Optional[float] = ...) -> None: ...
+    own_sampling: _containers.RepeatedCompositeFieldContainer[_rollout_pb2.OwnSampling]
+    def __init__(self, chunk: _Optional[int] = ..., offset: _Optional[int] = ..., length: _Optional[int] = ..., ordinal: _Optional[int] = ..., member: _Optional[int] = ..., attempt: _Optional[int] = ..., env: _Optional[int] = ..., reward: _Optional[float] = ..., min_policy_version: _Optional[int] = ..., max_policy_version: _Optional[int] = ..., lineage: _Optional[int] = ..., temperature: _Optional[float] = ..., truncation: _Optional[_Union[_rollout_pb2.Truncation, _Mapping]] = ..., reference_kl: _Optional[float] = ..., num_sampled_tokens: _Optional[int] = ..., mean_policy_version: _Optional[float] = ..., own_sampling: _Optional[_Iterable[_Union[_rollout_pb2.OwnSampling, _Mapping]]] = ...) -> None: ...
 
 class ChunkRef(_message.Message):
     __slots__ = ("key", "sha256", "size_bytes", "num_tokens")

@@ -80,7 +80,7 @@ class OpenEnvResponse(_message.Message):
     def __init__(self, state: _Optional[_Union[EnvState, str]] = ..., train: _Optional[_Union[TaskSet, _Mapping]] = ..., eval: _Optional[_Union[TaskSet, _Mapping]] = ..., api: _Optional[str] = ..., requires_group: bool = ..., error_type: _Optional[str] = ..., error_message: _Optional[str] = ...) -> None: ...
 
 class Sampling(_message.Message):
-    __slots__ = ("temperature", "max_tokens", "top_p", "extra_body_json", "top_k", "min_p", "repetition_penalty")
+    __slots__ = ("temperature", "max_tokens", "top_p", "extra_body_json", "top_k", "min_p", "repetition_penalty", "allows_bias", "is_plain")
     TEMPERATURE_FIELD_NUMBER: _ClassVar[int]
     MAX_TOKENS_FIELD_NUMBER: _ClassVar[int]
     TOP_P_FIELD_NUMBER: _ClassVar[int]
@@ -88,6 +88,8 @@ class Sampling(_message.Message):
     TOP_K_FIELD_NUMBER: _ClassVar[int]
     MIN_P_FIELD_NUMBER: _ClassVar[int]
     REPETITION_PENALTY_FIELD_NUMBER: _ClassVar[int]
+    ALLOWS_BIAS_FIELD_NUMBER: _ClassVar[int]
+    IS_PLAIN_FIELD_NUMBER: _ClassVar[int]
     temperature: float
     max_tokens: int
     top_p: float
@@ -95,7 +97,9 @@ class Sampling(_message.Message):
     top_k: int
     min_p: float
     repetition_penalty: float
-    def __init__(self, temperature: _Optional[float] = ..., max_tokens: _Optional[int] = ..., top_p: _Optional[float] = ..., extra_body_json: _Optional[str] = ..., top_k: _Optional[int] = ..., min_p: _Optional[float] = ..., repetition_penalty: _Optional[float] = ...) -> None: ...
+    allows_bias: bool
+    is_plain: bool
+    def __init__(self, temperature: _Optional[float] = ..., max_tokens: _Optional[int] = ..., top_p: _Optional[float] = ..., extra_body_json: _Optional[str] = ..., top_k: _Optional[int] = ..., min_p: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., allows_bias: bool = ..., is_plain: bool = ...) -> None: ...
 
 class PlayGroupRequest(_message.Message):
     __slots__ = ("run_uid", "purpose", "eval_id", "ordinal", "attempt", "members", "group_size", "env", "use_train_tasks", "task_index", "base_url", "model", "sampling", "rollout_timeout_seconds", "epoch", "generation", "planned_step", "tokenizer_manifest_key", "dispatched_after", "is_external", "api_key_var")

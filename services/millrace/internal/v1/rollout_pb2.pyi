@@ -54,18 +54,32 @@ class PolicySpan(_message.Message):
     def __init__(self, lineage: _Optional[int] = ..., version: _Optional[int] = ..., start: _Optional[int] = ..., end: _Optional[int] = ...) -> None: ...
 
 class Sample(_message.Message):
-    __slots__ = ("token_ids", "loss_mask", "inference_logprobs", "policy_spans", "turns")
+    __slots__ = ("token_ids", "loss_mask", "inference_logprobs", "policy_spans", "turns", "own_sampling")
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     LOSS_MASK_FIELD_NUMBER: _ClassVar[int]
     INFERENCE_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     POLICY_SPANS_FIELD_NUMBER: _ClassVar[int]
     TURNS_FIELD_NUMBER: _ClassVar[int]
+    OWN_SAMPLING_FIELD_NUMBER: _ClassVar[int]
     token_ids: bytes
     loss_mask: bytes
     inference_logprobs: bytes
     policy_spans: _containers.RepeatedCompositeFieldContainer[PolicySpan]
     turns: _containers.RepeatedCompositeFieldContainer[TurnReward]
-    def __init__(self, token_ids: _Optional[bytes] = ..., loss_mask: _Optional[bytes] = ..., inference_logprobs: _Optional[bytes] = ..., policy_spans: _Optional[_Iterable[_Union[PolicySpan, _Mapping]]] = ..., turns: _Optional[_Iterable[_Union[TurnReward, _Mapping]]] = ...) -> None: ...
+    own_sampling: _containers.RepeatedCompositeFieldContainer[OwnSampling]
+    def __init__(self, token_ids: _Optional[bytes] = ..., loss_mask: _Optional[bytes] = ..., inference_logprobs: _Optional[bytes] = ..., policy_spans: _Optional[_Iterable[_Union[PolicySpan, _Mapping]]] = ..., turns: _Optional[_Iterable[_Union[TurnReward, _Mapping]]] = ..., own_sampling: _Optional[_Iterable[_Union[OwnSampling, _Mapping]]] = ...) -> None: ...
+
+class OwnSampling(_message.Message):
+    __slots__ = ("start", "end", "temperature", "truncation")
+    START_FIELD_NUMBER: _ClassVar[int]
+    END_FIELD_NUMBER: _ClassVar[int]
+    TEMPERATURE_FIELD_NUMBER: _ClassVar[int]
+    TRUNCATION_FIELD_NUMBER: _ClassVar[int]
+    start: int
+    end: int
+    temperature: float
+    truncation: Truncation
+    def __init__(self, start: _Optional[int] = ..., end: _Optional[int] = ..., temperature: _Optional[float] = ..., truncation: _Optional[_Union[Truncation, _Mapping]] = ...) -> None: ...
 
 class TurnReward(_message.Message):
     __slots__ = ("end", "reward")

@@ -3,7 +3,7 @@
 import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -62,6 +62,9 @@ def train_sample(item: Credited, credit: Credit, *, seq_len: int) -> TrainSample
         reward=item.trace.reward,
         temperature=rollout.temperature,
         truncation=rollout.truncation,
+        own_sampling=tuple(
+            replace(own, end=min(own.end, seq_len)) for own in sample.own_sampling if own.start < seq_len
+        ),
         reference_kl=credit.reference_kl,
         min_version=sample.min_version or 0,
         max_version=sample.max_version or 0,

@@ -18,7 +18,7 @@ from millrace.backoff import Backoff
 from millrace.decoding import Fields
 from millrace.errors import InternalError
 from millrace.orchestrator.play.play import Play
-from millrace.rollouts.types import Rollout, RolloutStatus
+from millrace.rollouts.types import OWN_SAMPLING, Rollout, RolloutStatus
 
 BACKOFF = Backoff(0.05, 0.5)
 """First and longest pause before new groups start behind groups that came to nothing; it doubles in between. A run
@@ -138,6 +138,7 @@ class Failures:
         self._told: dict[str, tuple[int, int]] = {}
         self._losses, self._num_losses_told = Losses(), 0
         self._num_in_a_row = 0
+        self._own_sampling = ""
         self._has_failed = False  # ever: most runs need no look at the last groups at every turn
         self.not_before = 0.0
         """Monotonic time before which no new group shall start."""
@@ -150,6 +151,8 @@ class Failures:
             self._num_in_a_row, self.not_before = 0, 0.0
         elif not rollout.is_environment_failure:
             return
+        if rollout.error is not None and rollout.error.type == OWN_SAMPLING:
+            self._own_sampling = self._own_sampling or rollout.error.message
         group = self._open.setdefault(rollout.ordinal, GroupCount(env=rollout.env))
         group.num_rollouts += 1
         group.members.add(rollout.member)
@@ -233,6 +236,12 @@ class Failures:
 
     def error(self) -> RolloutsFailedError | None:
         """Why the run cannot learn; None while it can, or nobody can tell yet."""
+        if self._own_sampling:  # of what an environment is, not of one task: all of its rollouts would say the same
+            return RolloutsFailedError(
+                self._own_sampling,
+                reason="ENV_SAMPLING_REFUSED",
+                remedy="an environment may set temperature, top_p, top_k and min_p of its own, and when a reply ends",
+            )
         recent = self._recent() if self._has_failed else []
         if len(recent) < self._num_groups:
             return None

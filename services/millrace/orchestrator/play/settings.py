@@ -87,7 +87,11 @@ def plays_of_training(config: OrchestratorConfig) -> PlaySettings:
     return PlaySettings(
         purpose=Purpose.TRAIN,
         rollout_timeout_s=config.rollout_timeout_s,
-        sampling=_sampling(config.sampling),
+        sampling=replace(
+            _sampling(config.sampling),
+            allows_bias=config.sampling.allow_biased_sampling,
+            is_plain=config.algo.type == "opd",
+        ),
         timeout_s=config.rollout_timeout_s + PLAY_SLACK_S,
         rest_timeout_s=PLAY_SLACK_S,
         replica_grace_s=REPLICA_GRACE_S,

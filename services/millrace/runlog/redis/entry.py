@@ -18,7 +18,7 @@ from millrace.errors import (
 from millrace.runlog.names import Stream
 from millrace.runlog.redis.connection import as_text
 
-FORMAT_MAJOR = 3
+FORMAT_MAJOR = 4
 """Major format of entries (field `v`) and logs: the one that this release writes and the only one that it reads."""
 MAX_ENTRY_BYTES = 256 << 20
 """Largest entry that is decoded; a batch in Redis has at most 32 MiB, a rollout seldom more than one.

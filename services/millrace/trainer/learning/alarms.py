@@ -5,7 +5,7 @@ Shape suffixes: B rows, T padded length.
 
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
@@ -13,6 +13,7 @@ import torch
 
 from millrace.internal.v1 import batch_pb2
 from millrace.trainer.learning.batch import MicroBatch
+from millrace.trainer.learning.metrics import ON_POLICY_KL
 from millrace.trainer.losses.base import TokenLosses
 
 _RECENT_STEPS = 5
@@ -116,6 +117,45 @@ class KlTrend:
         return (
             f"mismatch_kl rose from {before:.3g} (median of the steps {earlier[0][0]} to {earlier[-1][0]}) to "
             f"{now:.3g} ({_shown(recent)})"
+        )
+
+
+class Disagreement:
+    """Watches the mismatch on tokens that the very version sampled which is trained: no learning explains it."""
+
+    def __init__(self) -> None:
+        self._last = self._told = 0.0
+
+    @property
+    def is_large(self) -> bool:
+        """Whether it was large when there were such tokens last."""
+        return self._last >= _LEAST_KL
+
+    def add(self, step: int, metrics: Mapping[str, float]) -> str:
+        """Take a step's metrics; in words how much both disagree, once per tenfold growth, else empty."""
+        found = metrics.get(f"{ON_POLICY_KL}/mean")
+        if found is None:
+            return ""
+        self._last = found if math.isfinite(found) else math.inf
+        if not self.is_large:
+            self._told = 0.0
+            return ""
+        if self._told and self._last < _KL_FACTOR * self._told:
+            return ""
+        self._told = self._last
+        prefix, suffix = f"{ON_POLICY_KL}/", "/mean"
+        by_env = {
+            name.removeprefix(prefix).removesuffix(suffix): value
+            for name, value in metrics.items()
+            if name.startswith(prefix) and name != f"{ON_POLICY_KL}/mean"
+        }
+        worst = max(by_env, key=lambda env: by_env[env], default="")
+        of_env = f", and {by_env[worst]:.3g} in environment {worst!r}" if len(by_env) > 1 else ""
+        return (
+            f"engine and trainer disagree on tokens that the trained version itself sampled: their mismatch_kl in step "
+            f"{step} is {found:.3g}{of_env}, where float32 gives 1e-9 and bf16 1e-3. They compute differently, and the "
+            "learning rate has no part in it: look at what changes the engine's distribution (penalties, min_tokens, "
+            "extra_body), at its dtype and quantization, and at trainer.model.dtype"
         )
 
 

@@ -7,47 +7,73 @@ Shape suffixes: B samples, T longest sample, R rows of the model, L longest row,
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Self
 
 import numpy as np
 import torch
 
 from millrace.config.sections.trainer import TrainerConfig
 from millrace.rollouts.truncation import kept_tokens
-from millrace.rollouts.types import FULL, TrainSample
+from millrace.rollouts.types import FULL, TrainSample, Truncation
 from millrace.trainer.learning.plan import Packing, Rows
 from millrace.trainer.losses.base import LossInputs, outside_support
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TruncationRows:
-    """What cut the distributions that the rows were sampled from; each is [B]."""
+class Sampled:
+    """How the tokens of a micro-batch were sampled: by W ways, and for each token which of them it was.
 
-    top_p: torch.Tensor
-    top_k: torch.Tensor
-    min_p: torch.Tensor
+    A temperature of 0 (greedy) is 1 here without a cut: engines report log-probs like that, and cut nothing.
+    """
+
+    way_BT: torch.Tensor
+    temperature_W: torch.Tensor
+    top_p_W: torch.Tensor
+    top_k_W: torch.Tensor
+    min_p_W: torch.Tensor
+    cuts_any: bool
+    """Whether any way left tokens out."""
 
     @classmethod
-    def of(cls, samples: Sequence[TrainSample], *, device: torch.device) -> "TruncationRows | None":
-        """Those of samples; None if none was cut. Engines cut nothing of greedy ones."""
-        rows = [sample.truncation if sample.temperature else FULL for sample in samples]
-        if all(row.is_full for row in rows):
-            return None
+    def of(cls, samples: Sequence[TrainSample], *, shape: tuple[int, int], device: torch.device) -> Self:
+        """Of samples, a row each; what environments had sampled in a way of their own is the range that they name."""
+        places = {(1.0, FULL): 0}  # that of padding, too
+        way_BT = np.zeros(shape, np.int64)
+
+        def place(temperature: float, truncation: Truncation) -> int:
+            return places.setdefault((temperature, truncation) if temperature else (1.0, FULL), len(places))
+
+        for row, sample in enumerate(samples):
+            way_BT[row] = place(sample.temperature, sample.truncation)
+            for own in sample.own_sampling:
+                way_BT[row, own.start : own.end] = place(own.temperature, own.truncation)
+        cuts = [truncation for _, truncation in places]
         return cls(
-            top_p=torch.tensor([row.top_p for row in rows], dtype=torch.float32, device=device),
-            top_k=torch.tensor([row.top_k for row in rows], dtype=torch.int64, device=device),
-            min_p=torch.tensor([row.min_p for row in rows], dtype=torch.float32, device=device),
+            way_BT=torch.from_numpy(way_BT).to(device),
+            temperature_W=torch.tensor([each for each, _ in places], dtype=torch.float32, device=device),
+            top_p_W=torch.tensor([cut.top_p for cut in cuts], dtype=torch.float32, device=device),
+            top_k_W=torch.tensor([cut.top_k for cut in cuts], dtype=torch.int64, device=device),
+            min_p_W=torch.tensor([cut.min_p for cut in cuts], dtype=torch.float32, device=device),
+            cuts_any=not all(cut.is_full for cut in cuts),
         )
 
-    @property
-    def is_cut(self) -> torch.Tensor:
-        """Which rows were sampled from less than the whole vocabulary, bool [B]."""
-        return (self.top_p < 1) | (self.top_k > 0) | (self.min_p > 0)
+    def ways(self, places_N: torch.Tensor) -> torch.Tensor:
+        """The ways of the tokens at flat places of [B, T]."""
+        return self.way_BT.reshape(-1)[places_N]
 
-    def kept(self, logprobs_NV: torch.Tensor, rows_N: torch.Tensor) -> torch.Tensor:
-        """Which tokens could be sampled at positions of the rows `rows_N`, bool [N, V]."""
-        bounds = {"top_p": self.top_p[rows_N], "top_k": self.top_k[rows_N], "min_p": self.min_p[rows_N]}
+    def is_cut(self, ways_N: torch.Tensor) -> torch.Tensor:
+        """Which of these ways sample from less than the whole vocabulary, bool [N]."""
+        return ((self.top_p_W < 1) | (self.top_k_W > 0) | (self.min_p_W > 0))[ways_N]
+
+    def kept(self, logprobs_NV: torch.Tensor, ways_N: torch.Tensor) -> torch.Tensor:
+        """Which tokens could be sampled in these ways, bool [N, V]."""
+        bounds = {"top_p": self.top_p_W[ways_N], "top_k": self.top_k_W[ways_N], "min_p": self.min_p_W[ways_N]}
         return kept_tokens(logprobs_NV, **bounds)
+
+    def uncut(self) -> Self:
+        """The same temperatures over the whole vocabulary."""
+        return replace(self, cuts_any=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,8 +119,7 @@ class MicroBatch:
     `loss_mask_BT` and `ce_weights_BT` never select position 0: nothing precedes it, so it has no log-prob.
     `rl_weights_BT` is 1 where a sample has no weights of its own; the rl component is where the mask is 1 and the
     weight is not 0, the cross-entropy component where its weight is not 0. `versions_B` are the oldest and newest
-    policy version of each row's sampled tokens. A temperature of 0 (greedy) is 1 here, as engines report its log-probs.
-    `truncation_B` is None where no row was sampled from a truncated distribution; `reference_kl_B` is that of `Credit`.
+    policy version of each row's sampled tokens. `reference_kl_B` is that of `Credit`.
     `proximal_logprobs_BT` are those of `LossInputs`, as the model computes them. `num_tokens` are without padding.
     """
 
@@ -106,8 +131,7 @@ class MicroBatch:
     advantages_BT: torch.Tensor
     rl_weights_BT: torch.Tensor
     ce_weights_BT: torch.Tensor
-    temperature_B: torch.Tensor
-    truncation_B: TruncationRows | None
+    sampled: Sampled
     reference_kl_B: torch.Tensor
     env_B: tuple[str, ...]
     versions_B: tuple[tuple[int, int], ...]
@@ -228,8 +252,7 @@ def build_micro_batch(
         advantages_BT=tensor(advantages),
         rl_weights_BT=tensor(rl_weights),
         ce_weights_BT=tensor(ce_weights),
-        temperature_B=tensor(np.array([s.temperature or 1.0 for s in samples] or [1.0], np.float32)),
-        truncation_B=TruncationRows.of(samples, device=device),
+        sampled=Sampled.of(samples, shape=shape, device=device),
         reference_kl_B=tensor(np.array([s.reference_kl for s in samples] or [0.0], np.float32)),
         env_B=tuple(sample.env for sample in samples) or ("",),
         versions_B=tuple((sample.min_version, sample.max_version) for sample in samples) or ((0, 0),),

@@ -27,7 +27,7 @@ def token_logprobs(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Log-prob of every token given those before it, and the entropy of the distribution it was drawn from, [B, T].
 
-    Both are float32 under the sample's temperature and truncation: a sampled token that the truncation leaves out under
+    Both are float32 under each token's temperature and truncation: a sampled token that the truncation leaves out under
     this model has the log-prob -inf. Those of tokens that no loss needs, prompts and padding, are not computed: they
     hold log(1/V) and log V, as column 0 does, which no token precedes. The entropy carries a gradient only where it is
     learned.
@@ -37,13 +37,13 @@ def token_logprobs(
     parallel = context_parallel_of(model)
     share = None if parallel is None else parallel.share(rows)
     scored_N = rows.scored_N if share is None else rows.scored_N[share.own_N]
-    sample_N = torch.div(scored_N, micro_batch.token_ids_BT.shape[1], rounding_mode="floor")
+    ways_N = micro_batch.sampled.ways(scored_N)
     targets = Targets(
         places_N=rows.before_N if share is None else share.before_N,
         labels_N=micro_batch.token_ids_BT.reshape(-1)[scored_N],
-        temperature_N=micro_batch.temperature_B[sample_N],
+        temperature_N=micro_batch.sampled.temperature_W[ways_N],
         is_entropy_learned=is_entropy_learned,
-        kept=_kept(micro_batch, scored_N, sample_N),
+        kept=_kept(micro_batch, scored_N, ways_N),
     )
     # No mask: causal attention does not see padding, which is on the right, and positions say where a sample begins.
     whole: dict[str, Any] = {"input_ids": rows.token_ids_RL, "position_ids": rows.position_ids_RL}
@@ -72,16 +72,16 @@ def token_logprobs(
 
 
 def _kept(
-    micro_batch: MicroBatch, scored_N: torch.Tensor, sample_N: torch.Tensor
+    micro_batch: MicroBatch, scored_N: torch.Tensor, ways_N: torch.Tensor
 ) -> Callable[[int, torch.Tensor], torch.Tensor] | None:
     """What says of scaled logits [N, V], from token `start` on, which tokens could be sampled, bool [N, V].
 
     All of them where the policy sampled nothing, or nothing was cut; None if nothing was cut anywhere.
     """
-    truncation_B = micro_batch.truncation_B
-    if truncation_B is None:
+    sampled = micro_batch.sampled
+    if not sampled.cuts_any:
         return None
-    is_cut_N = micro_batch.loss_mask_BT.reshape(-1)[scored_N] & truncation_B.is_cut[sample_N]
+    is_cut_N = micro_batch.loss_mask_BT.reshape(-1)[scored_N] & sampled.is_cut(ways_N)
 
     @torch.no_grad()  # which tokens are left is a fact; the gradient is that of what is renormalised
     def kept(start: int, z_NV: torch.Tensor) -> torch.Tensor:
@@ -89,7 +89,7 @@ def _kept(
         kept_NV = torch.ones_like(z_NV, dtype=torch.bool)
         if len(places_N):
             logprobs_NV = torch.log_softmax(z_NV[places_N], dim=-1)
-            kept_NV[places_N] = truncation_B.kept(logprobs_NV, sample_N[start + places_N])
+            kept_NV[places_N] = sampled.kept(logprobs_NV, ways_N[start + places_N])
         return kept_NV
 
     return kept

@@ -11,9 +11,11 @@ from millrace.trainer.learning.expert_load import ExpertLoad, load_metrics
 from millrace.trainer.losses import LossInputs, log_ratio_to_reference
 from millrace.trainer.losses.base import TokenLosses, k3, outside_support
 
+ON_POLICY_KL = "on_policy_mismatch_kl"
 _MEANS = (
     "loss",
     "mismatch_kl",
+    ON_POLICY_KL,
     "masked_mismatch_kl",
     "unmasked_mismatch_kl",
     "is_masked",
@@ -33,6 +35,7 @@ _MEANS = (
 _MAX_LOG_RATIO = 20.0
 _BY_ENV = (
     "mismatch_kl",
+    ON_POLICY_KL,
     "entropy",
     "is_masked",
     "is_masked_low",
@@ -50,8 +53,9 @@ _ALL = ("mismatch_kl", "entropy", "is_masked", "reference_kl")
 class StepMetrics:
     """Sums, counts and maxima; the keys are fixed by the environments' names, so the ranks' vectors line up."""
 
-    def __init__(self, envs: Sequence[str]) -> None:
-        self._envs = tuple(envs)
+    def __init__(self, envs: Sequence[str], *, version: int | None = None) -> None:
+        """`version` is the one whose weights compute, until an optimizer step has changed them."""
+        self._envs, self._version = tuple(envs), version
         names = [*_MEANS, *(f"{name}/{env}" for name in _BY_ENV for env in self._envs)]
         self._sums = dict.fromkeys(names, 0.0)
         self._counts = dict.fromkeys(names, 0.0)
@@ -82,6 +86,8 @@ class StepMetrics:
         self._total_loss += own_loss
         self._add("loss", losses.rl + losses.ce, members | losses.ce_members)
         self._add_by_env("mismatch_kl", losses.mismatch_kl, sampled, micro_batch)
+        is_own = torch.tensor([each == (self._version,) * 2 for each in micro_batch.versions_B], device=sampled.device)
+        self._add_by_env(ON_POLICY_KL, losses.mismatch_kl, sampled & is_own[:, None], micro_batch)
         self._add("masked_mismatch_kl", losses.mismatch_kl, is_masked)
         self._add("unmasked_mismatch_kl", losses.mismatch_kl, members & ~is_masked)
         self._add_by_env("is_masked", is_masked, members, micro_batch)
@@ -92,7 +98,7 @@ class StepMetrics:
         self._add_by_env("advantage", losses.advantages, members, micro_batch)
         self._add_by_env("advantage_squared", losses.advantages.double() ** 2, members, micro_batch)
         self._add_ratio(trainer_logprobs_BT - micro_batch.inference_logprobs_BT, members, micro_batch)
-        if micro_batch.truncation_B is not None:
+        if micro_batch.sampled.cuts_any:
             self._add("is_outside_support", is_outside, micro_batch.loss_mask_BT)
         own_entropy = self._add_by_env("entropy", entropy_BT, sampled, micro_batch)
         self._add("nll", -trainer_logprobs_BT, losses.ce_members)

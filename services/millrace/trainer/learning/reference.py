@@ -57,7 +57,7 @@ class StartModel:
     @torch.no_grad()
     def logprobs(self, micro_batch: MicroBatch) -> torch.Tensor:
         """See `Reference`."""
-        return token_logprobs(self._model, replace(micro_batch, truncation_B=None))[0]
+        return token_logprobs(self._model, replace(micro_batch, sampled=micro_batch.sampled.uncut()))[0]
 
 
 class UnadaptedModel:
@@ -70,7 +70,7 @@ class UnadaptedModel:
     def logprobs(self, micro_batch: MicroBatch) -> torch.Tensor:
         """See `Reference`."""
         with without_adapters(self._model), _evaluating(self._model):
-            return token_logprobs(self._model, replace(micro_batch, truncation_B=None))[0]
+            return token_logprobs(self._model, replace(micro_batch, sampled=micro_batch.sampled.uncut()))[0]
 
 
 @contextlib.contextmanager

@@ -17,6 +17,7 @@ from pyarrow import parquet
 
 from millrace.internal.v1 import batch_pb2, env_worker_pb2
 from millrace.rollouts.types import (
+    OwnSampling,
     PolicySpan,
     Purpose,
     Rollout,
@@ -25,6 +26,7 @@ from millrace.rollouts.types import (
     Sample,
     Trace,
     TrainSample,
+    Truncation,
     TurnReward,
 )
 from millrace_testing.fuzz.pages import requests
@@ -42,6 +44,7 @@ RUN = {
     "code_version": "0.1.0",
     "labels": {"a": "b"},
 }
+OWN_SAMPLING = (OwnSampling(start=2, end=3, temperature=0.5, truncation=Truncation(top_p=0.9, top_k=8)),)
 MINIMAL = {
     "max_steps": 3,
     "model": {"name": "tiny"},
@@ -59,6 +62,7 @@ def sample() -> Sample:
             PolicySpan(lineage=0, version=2, start=3, end=5),
         ),
         turns=(TurnReward(end=3, reward=0.25), TurnReward(end=5, reward=-1.0)),
+        own_sampling=OWN_SAMPLING,
     )
 
 
@@ -109,6 +113,7 @@ def _batch() -> tuple[bytes, bytes]:
         env="reverse-text",
         reward=1.0,
         temperature=1.0,
+        own_sampling=OWN_SAMPLING,
         min_version=1,
         max_version=2,
         lineage=0,

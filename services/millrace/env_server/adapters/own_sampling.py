@@ -1,0 +1,183 @@
+"""What an environment sent of its own in a model call, in place of the run's sampling: recorded, or refused.
+
+Every request to an engine of ours leaves through `completed`, whichever client makes it, and what it then says is noted
+with its answer (`span_log`). The turns that are trained on are held against the run's request: what the trainer
+computes becomes a range of the sample, what it does not is refused by name, as the config refuses it. Requests that no
+turn came of, such as those of a simulated user, may ask for what they like.
+"""
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Self
+
+from millrace.config.sections.sampling import (
+    AS_TEACHER,
+    BIASED,
+    BIASING,
+    CHANGE_SAMPLING,
+    MAX_TEMPERATURE,
+    MIN_TEMPERATURE,
+    NOT_COMPUTED,
+    SAME_TOKENS,
+    UNCUT_AS_TEACHER,
+)
+from millrace.rollouts.requests import PlayRequest
+from millrace.rollouts.types import OWN_SAMPLING, Truncation
+
+Way = tuple[float, Truncation]
+"""A temperature, and what cuts the distribution."""
+
+NEUTRAL: Mapping[str, Any] = {
+    "temperature": 1.0,
+    "top_p": 1.0,
+    "top_k": 0,
+    "min_p": 0.0,
+    **BIASING,
+}
+"""What is sampled by where a request says nothing. Engines may have other defaults: vLLM those of the model."""
+_PROMPT = frozenset({"messages", "prompt", "token_ids", "tools", "features"})
+_COMPUTED = frozenset({"temperature", "top_p", "top_k", "min_p"})
+_WITHOUT_EFFECT = frozenset(
+    {
+        *("max_tokens", "max_completion_tokens", "stop", "stop_token_ids", "include_stop_str_in_output", "ignore_eos"),
+        *("logprobs", "top_logprobs", "prompt_logprobs", "return_token_ids", "return_tokens_as_token_ids"),
+        *("skip_special_tokens", "spaces_between_special_tokens", "detokenize", "add_special_tokens"),
+        *("add_generation_prompt", "continue_final_message", "chat_template", "chat_template_kwargs", "documents"),
+        *("reasoning_effort", "include_reasoning", "parallel_tool_calls", "truncate_prompt_tokens"),
+        *("user", "metadata", "store", "cache_salt", "priority", "request_id", "stream_options"),
+        *("extra_headers", "extra_query", "timeout", "routed_experts_prompt_start"),
+    }
+)
+"""Fields that say what is asked, when it ends or what is answered, and not by which distribution tokens are drawn."""
+_VALUES_WITHOUT_EFFECT: Mapping[str, tuple[Any, ...]] = {"n": (1,), "best_of": (1,), "tool_choice": ("auto", "none")}
+_SHOWN_CHARS, _MOST_SHOWN = 80, 16
+
+
+class OwnSamplingError(Exception):
+    """A turn was sampled in a way that the trainer cannot compute."""
+
+    error_type = OWN_SAMPLING
+
+
+def completed(parameters: Mapping[str, Any]) -> dict[str, Any]:
+    """The sampling parameters of a request that leaves nothing to the engine's defaults; null says nothing."""
+    return {**NEUTRAL, **{name: value for name, value in parameters.items() if value is not None}}
+
+
+def merged(args: Mapping[str, Any], extra_body: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a request whose `extra_body` counts where both say something, as with OpenAI's SDK.
+
+    A neutral value there counts less: it is the run's, so that no default of the engine's counts.
+    """
+    neutral = {name: extra_body[name] for name in NEUTRAL if name in extra_body and extra_body[name] == NEUTRAL[name]}
+    return {**neutral, **args, **{name: value for name, value in extra_body.items() if name not in neutral}}
+
+
+def sent_of(body: Mapping[str, Any]) -> dict[str, Any]:
+    """What a request's body says apart from its prompt, of chats and of `/inference/v1/generate` alike."""
+    said = {name: value for name, value in body.items() if name not in _PROMPT and name != "sampling_params"}
+    return said | dict(body.get("sampling_params") or {})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AskedSampling:
+    """How a run asks for its rollouts to be sampled, and what an environment may change of it."""
+
+    env: str
+    model: str
+    parameters: Mapping[str, Any]
+    way: Way
+    is_training: bool
+    allows_bias: bool
+    is_plain: bool
+
+    @classmethod
+    def of(cls, request: PlayRequest) -> Self:
+        """That of a request for rollouts of engines of ours."""
+        sampling = request.sampling
+        return cls(
+            env=request.env.label,
+            model=request.model,
+            parameters=sampling.parameters(is_external=False),
+            way=(sampling.temperature, sampling.truncation),
+            is_training=request.is_training,
+            allows_bias=sampling.allows_bias,
+            is_plain=sampling.is_plain,
+        )
+
+    def own_way(self, sent: Mapping[str, Any] | None) -> Way | None:
+        """How a turn was sampled whose request said this, where that is not how the run asks for it.
+
+        Raises OwnSamplingError if the turn is for training and the trainer could not compute it.
+        """
+        if sent is None:  # an adapter of another kind noted nothing
+            return None
+        if self.is_training:
+            for name, value in sent.items():
+                if problem := self._problem(name, value):
+                    shown = json.dumps(value, default=str)[:_SHOWN_CHARS]
+                    raise OwnSamplingError(
+                        f"environment {self.env!r} sends `{name}` = {shown} of its own with a model call, which "
+                        f"{problem}"
+                    )
+        way = _way(sent)
+        return None if way == self.way else way
+
+    def require(self, refused: Iterable[Mapping[str, Any] | None]) -> None:
+        """Raise OwnSamplingError if one of these requests, which the engine refused, could not be trained on anyway."""
+        for sent in refused:
+            self.own_way(sent)
+
+    def instead(self, turns: Iterable[Mapping[str, Any] | None]) -> list[dict[str, Any]]:
+        """What turns sent in place of what the run asks for, each way once, for people."""
+        found: dict[str, dict[str, Any]] = {}
+        for sent in turns:
+            own = {name: value for name, value in (sent or {}).items() if self.parameters.get(name, value) != value}
+            if own:
+                found.setdefault(json.dumps(own, sort_keys=True, default=str), own)
+        return list(found.values())[:_MOST_SHOWN]
+
+    def _problem(self, name: str, value: Any) -> str:
+        """Why a field of a request cannot be trained on, or ""."""
+        if name in self.parameters and self.parameters[name] == value and type(value) is not bool:
+            return ""
+        if name == "model":
+            return "" if value == self.model else f"is not the policy, {self.model!r}; leave it out"
+        if name in _COMPUTED:
+            return self._cut_problem(name, value)
+        if name in _WITHOUT_EFFECT or value is None or value is False or value in ({}, [], ""):
+            return ""
+        if value in _VALUES_WITHOUT_EFFECT.get(name, ()) or (name in BIASING and value == BIASING[name]):
+            return ""
+        if name == "seed":
+            return SAME_TOKENS
+        if name in BIASING:
+            if self.is_plain:
+                return NOT_COMPUTED
+            return "" if self.allows_bias else BIASED
+        if name in CHANGE_SAMPLING:
+            return NOT_COMPUTED
+        return (
+            "may change what is sampled; leave it out, or set it for all rollouts in `orchestrator.sampling.extra_body`"
+        )
+
+    def _cut_problem(self, name: str, value: Any) -> str:
+        if not isinstance(value, int | float) or isinstance(value, bool):
+            return "is no number"
+        if name == "temperature" and not MIN_TEMPERATURE <= value <= MAX_TEMPERATURE:
+            return f"must be {MIN_TEMPERATURE:g} to {MAX_TEMPERATURE:g}: what is trained on is sampled"
+        if self.is_plain and value != NEUTRAL[name] and not (name == "top_k" and value < 0):
+            return AS_TEACHER if name == "temperature" else UNCUT_AS_TEACHER
+        return ""
+
+
+def _way(sent: Mapping[str, Any]) -> Way:
+    """The distribution that a request asks for; what an engine would refuse anyway is taken for nothing."""
+    said = {name: _number(sent.get(name), NEUTRAL[name]) for name in _COMPUTED}
+    cut = Truncation(top_p=min(said["top_p"], 1.0), top_k=max(int(said["top_k"]), 0), min_p=said["min_p"])
+    return said["temperature"], cut
+
+
+def _number(value: Any, otherwise: float) -> float:
+    return value if isinstance(value, int | float) and not isinstance(value, bool) else otherwise
