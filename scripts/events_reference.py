@@ -104,7 +104,7 @@ WARNINGS: Texts = {
         "nothing if it passes; else see WANDB_BASE_URL and the orchestrator's network",
     ),
     "ALL_TRUNCATED": (
-        "every rollout of a batch was cut at its token limit",
+        "nine of ten rollouts of the last batches, or more, were cut at their token limit",
         "raise `orchestrator.sampling.max_tokens` and `seq_len`, or use the model's own chat template",
     ),
     "CHECKPOINT_DAMAGED": (
@@ -123,6 +123,10 @@ WARNINGS: Texts = {
         "no rollout of an evaluation during training finished; the run goes on",
         "as for `rollouts_failed`; `millrace env check ID --eval` plays a held-out task",
     ),
+    "SAMPLES_CUT": (
+        "samples are longer than `orchestrator.seq_len`: what lies behind it is not trained on",
+        "raise `orchestrator.seq_len` to the length that it names, or let rollouts end sooner",
+    ),
     "EVAL_SKIPPED": (
         "evaluations last longer than `orchestrator.eval.interval` steps: the named versions are not evaluated",
         "raise `orchestrator.eval.interval`, lower its `num_examples` or `rollouts_per_example`, or add replicas",
@@ -140,8 +144,8 @@ WARNINGS: Texts = {
         "look at the log of the process that the message names; the run goes on by itself once it works",
     ),
     "GROUPS_STALE": (
-        "inference is slower than the trainer: groups are older than `orchestrator.max_off_policy_steps`",
-        "add replicas, or raise it",
+        "a quarter of an environment's last groups, or more, were older than `orchestrator.max_off_policy_steps`",
+        "add replicas, or raise it; the message says whether it is the slow tasks that are lost",
     ),
     "NO_TURN_REWARDS": (
         '`credit` is `"turn"`, but no turn of an environment has a reward of its own',

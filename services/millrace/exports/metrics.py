@@ -81,7 +81,7 @@ def _step(event: event_pb2.Event) -> _Found:
 
 def _batch(event: event_pb2.Event) -> _Found:
     body = event.batch_committed
-    values = {
+    values = dict(body.metrics) | {
         "batch/trained_groups": float(body.num_trained),
         "batch/dropped_groups": float(sum(body.dropped.values())),
         **{f"batch/dropped/{reason}": float(count) for reason, count in sorted(body.dropped.items())},

@@ -46,8 +46,12 @@ class RunEvents:
         num_tokens: int,
         chain_hash: str,
         pools: PoolSizes | None = None,
+        metrics: Mapping[str, float] | None = None,
     ) -> None:
-        """Record a committed batch; `chain_hash` (hex) is that behind it, `pools` are there where tasks move."""
+        """Record a committed batch; `chain_hash` (hex) is that behind it, `pools` are there where tasks move.
+
+        `metrics` say what its rollouts were.
+        """
         self.meters.batch_committed(num_trained=num_trained, dropped=dropped, filtered=filtered, num_tokens=num_tokens)
         if pools is not None:
             self.meters.tasks(pools)
@@ -58,6 +62,7 @@ class RunEvents:
             filtered=filtered,
             num_tokens=num_tokens,
             chain_hash=chain_hash,
+            metrics=metrics,
         )
         if pools is not None:
             body.num_easy_tasks, body.num_normal_tasks = pools.easy, pools.normal

@@ -179,7 +179,7 @@ class CheckpointSaved(_message.Message):
     def __init__(self, step: _Optional[int] = ..., uri: _Optional[str] = ..., size_bytes: _Optional[int] = ..., manifest_sha256: _Optional[str] = ...) -> None: ...
 
 class BatchCommitted(_message.Message):
-    __slots__ = ("step", "num_trained", "dropped", "num_tokens", "chain_hash", "filtered", "num_easy_tasks", "num_normal_tasks", "num_hard_tasks")
+    __slots__ = ("step", "num_trained", "dropped", "num_tokens", "chain_hash", "filtered", "num_easy_tasks", "num_normal_tasks", "num_hard_tasks", "metrics")
     class DroppedEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -194,6 +194,13 @@ class BatchCommitted(_message.Message):
         key: str
         value: int
         def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
+    class MetricsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: float
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
     STEP_FIELD_NUMBER: _ClassVar[int]
     NUM_TRAINED_FIELD_NUMBER: _ClassVar[int]
     DROPPED_FIELD_NUMBER: _ClassVar[int]
@@ -203,6 +210,7 @@ class BatchCommitted(_message.Message):
     NUM_EASY_TASKS_FIELD_NUMBER: _ClassVar[int]
     NUM_NORMAL_TASKS_FIELD_NUMBER: _ClassVar[int]
     NUM_HARD_TASKS_FIELD_NUMBER: _ClassVar[int]
+    METRICS_FIELD_NUMBER: _ClassVar[int]
     step: int
     num_trained: int
     dropped: _containers.ScalarMap[str, int]
@@ -212,7 +220,8 @@ class BatchCommitted(_message.Message):
     num_easy_tasks: int
     num_normal_tasks: int
     num_hard_tasks: int
-    def __init__(self, step: _Optional[int] = ..., num_trained: _Optional[int] = ..., dropped: _Optional[_Mapping[str, int]] = ..., num_tokens: _Optional[int] = ..., chain_hash: _Optional[str] = ..., filtered: _Optional[_Mapping[str, int]] = ..., num_easy_tasks: _Optional[int] = ..., num_normal_tasks: _Optional[int] = ..., num_hard_tasks: _Optional[int] = ...) -> None: ...
+    metrics: _containers.ScalarMap[str, float]
+    def __init__(self, step: _Optional[int] = ..., num_trained: _Optional[int] = ..., dropped: _Optional[_Mapping[str, int]] = ..., num_tokens: _Optional[int] = ..., chain_hash: _Optional[str] = ..., filtered: _Optional[_Mapping[str, int]] = ..., num_easy_tasks: _Optional[int] = ..., num_normal_tasks: _Optional[int] = ..., num_hard_tasks: _Optional[int] = ..., metrics: _Optional[_Mapping[str, float]] = ...) -> None: ...
 
 class RolloutsFailed(_message.Message):
     __slots__ = ("environment", "message")

@@ -79,6 +79,15 @@ const CHARTS = [
   ["Update of engines", ["time/update_weights", "policy/pause_seconds"], "seconds"], ["Learning rate", ["optim/lr"]],
 ];
 
+// Metrics whose names end in those of environments, functions or reasons, a line each.
+const FAMILIES = [
+  ["Reward functions", "metrics/", "mean over the batch's rollouts, by environment and function"],
+  ["Solved by every rollout of a group", "solve_all/", "share of groups"], ["Solved by none", "solve_none/", "share of groups"],
+  ["Why rollouts end", "stop_condition/", "share of rollouts, by environment"],
+  ["Groups dropped as stale", "stale_share/", "share of the last groups, and of the slowest quarter of them"],
+];
+const MOST_LINES = 12;
+
 async function curves(page, name, place, memory) {
   const { run } = memory;
   if (memory.step === run.step && !memory.isGrowing && place.childElementCount) return;
@@ -89,7 +98,9 @@ async function curves(page, name, place, memory) {
   ]);
   memory.names = all ? all.names : memory.names;
   const evals = found.names.filter((each) => /^eval\/.+\/reward\/mean$/.test(each));
-  const more = evals.length ? await get(`${of(name)}/metrics`, { names: evals.join(",") }, page.signal) : { curves: {} };
+  const families = FAMILIES.map(([title, prefix, hint]) => [title, found.names.filter((each) => each.startsWith(prefix)).slice(0, MOST_LINES), prefix, hint]);
+  const wanted = [...evals, ...families.flatMap(([, each]) => each)];
+  const more = wanted.length ? await get(`${of(name)}/metrics`, { names: wanted.join(","), points: 400 }, page.signal) : { curves: {} };
   trouble("store", found.stale || "");
   memory.step = run.step;
   memory.isGrowing = found.index.is_growing;
@@ -101,6 +112,7 @@ async function curves(page, name, place, memory) {
     chart("Staleness", [{ name: "steps", points: spread.staleness || [] }], { hint: "step minus the oldest version of a rollout's tokens", zero: true }),
     chart("Sampled tokens", [{ name: "tokens", points: spread["length/sampled"] || [] }], { zero: true }),
     chart("Share of rollouts", [["trained on", "rollouts/trained_share"], ["failed", "rollouts/failed_share"], ["cut off", "rollouts/truncated_share"]].map(([label, key]) => ({ name: label, points: spread[key] || [] })), { zero: true }),
+    ...families.map(([title, each, prefix, hint]) => chart(title, each.map((key) => ({ name: key.slice(prefix.length), points: more.curves[key] || [] })), { hint })),
     idle(found.curves),
     ...CHARTS.map(([title, each, hint]) => chart(title, each.filter((key) => found.curves[key]).map((key) => ({ name: label(key, each), points: found.curves[key] })), { hint })),
   ];

@@ -1,11 +1,48 @@
-"""What the rollouts of a committed batch say that needs a person, told after 1, 3, 8, … batches."""
+"""What the rollouts of the last batches say that needs a person, told after 1, 2, 4, 8, … such batches."""
 
+from collections import deque
 from collections.abc import Sequence
 
 from millrace.config.sections.orchestrator import OrchestratorConfig
 from millrace.orchestrator.events import RunEvents, is_told
 from millrace.orchestrator.play.play import Play
 from millrace.rollouts.types import Rollout
+
+WINDOW = 8
+"""Batches over which shares are computed: one good rollout does not hide that hundreds are not."""
+MOST = 0.9
+"""Share of rollouts from which nearly all of them are meant."""
+
+
+class Share:
+    """How many rollouts of the last batches have something in common, and in how many batches nearly all had."""
+
+    def __init__(self) -> None:
+        self._batches: deque[tuple[int, int]] = deque(maxlen=WINDOW)
+        self._num_told = 0
+
+    def note(self, number: int, total: int) -> bool:
+        """Take a batch, `number` of whose `total` rollouts have it; whether that is to be told."""
+        self._batches.append((number, total))
+        is_most = self.number >= MOST * self.total and number > 0
+        self._num_told += is_most
+        return is_most and is_told(self._num_told)
+
+    @property
+    def number(self) -> int:
+        """Rollouts of the window that have it."""
+        return sum(number for number, _ in self._batches)
+
+    @property
+    def total(self) -> int:
+        """Rollouts of the window."""
+        return sum(total for _, total in self._batches)
+
+    @property
+    def words(self) -> str:
+        """`37 of 40 rollouts of the last 5 batches`."""
+        batches = "this batch" if len(self._batches) == 1 else f"the last {len(self._batches)} batches"
+        return f"{self.number} of {self.total} rollouts of {batches}"
 
 
 class BatchWarnings:
@@ -14,24 +51,38 @@ class BatchWarnings:
     def __init__(self, settings: OrchestratorConfig, events: RunEvents) -> None:
         self._settings, self._events = settings, events
         self._by_turn = {env.name for env in settings.env if (env.algo or settings.algo).credit == "turn"}
-        self._num_truncated_in_a_row = self._num_rewritten = self._num_without_turns = 0
+        self._truncated, self._without_turns, self._num_rewritten = Share(), dict[str, Share](), 0
+        self._num_cut = 0
 
     async def look(self, groups: Sequence[Play], *, step: int) -> None:
         """Warn of what batch `step` shows."""
         rollouts = [rollout for group in groups for rollout in group.rollouts()]
         await self._note_truncated(rollouts, step=step)
+        await self._note_cut(rollouts, step=step)
         await self._note_rewritten(rollouts, step=step)
         await self._note_unrewarded_turns(rollouts, step=step)
 
     async def _note_truncated(self, rollouts: Sequence[Rollout], *, step: int) -> None:
-        is_truncated = all(rollout.is_truncated for rollout in rollouts)
-        self._num_truncated_in_a_row = self._num_truncated_in_a_row + 1 if is_truncated else 0
-        if is_truncated and is_told(self._num_truncated_in_a_row):
+        if self._truncated.note(sum(rollout.is_truncated for rollout in rollouts), len(rollouts)):
             await self._events.warning(
                 "ALL_TRUNCATED",
-                f"every rollout of batch {step} was cut at its token limit ({self._num_truncated_in_a_row} batches in "
-                "a row): the policy never ends by itself, or has no room to; raise orchestrator.sampling.max_tokens "
-                "and orchestrator.seq_len, or see whether the prompts use the model's own chat template",
+                f"{self._truncated.words} up to batch {step} were cut at their token limit: the policy never ends by "
+                "itself, or has no room to; raise orchestrator.sampling.max_tokens and orchestrator.seq_len, or see "
+                "whether the prompts use the model's own chat template",
+            )
+
+    async def _note_cut(self, rollouts: Sequence[Rollout], *, step: int) -> None:
+        """Warn of samples that are longer than what is trained on."""
+        lengths = [sample.num_tokens for rollout in rollouts for sample in rollout.samples]
+        longer = [length for length in lengths if length > self._settings.seq_len]
+        self._num_cut += bool(longer)
+        if longer and is_told(self._num_cut):
+            lost = sum(longer) - len(longer) * self._settings.seq_len
+            await self._events.warning(
+                "SAMPLES_CUT",
+                f"{len(longer)} of {len(lengths)} samples of batch {step} are longer than orchestrator.seq_len = "
+                f"{self._settings.seq_len}, the longest has {max(longer)} tokens: {lost} tokens at their ends are not "
+                f"trained on; raise orchestrator.seq_len to {max(longer)}, or let rollouts end sooner",
             )
 
     async def _note_rewritten(self, rollouts: Sequence[Rollout], *, step: int) -> None:
@@ -53,14 +104,14 @@ class BatchWarnings:
 
     async def _note_unrewarded_turns(self, rollouts: Sequence[Rollout], *, step: int) -> None:
         """Where credit is by turn, warn of an environment none of whose turns has a reward."""
-        envs = sorted({rollout.env for rollout in rollouts} & self._by_turn)
-        silent = [env for env in envs if not any(each.has_turn_rewards for each in rollouts if each.env == env)]
-        self._num_without_turns = self._num_without_turns + 1 if silent else 0
-        if silent and is_told(self._num_without_turns):
+        for env in sorted({rollout.env for rollout in rollouts} & self._by_turn):
+            mine = [rollout for rollout in rollouts if rollout.env == env]
+            share = self._without_turns.setdefault(env, Share())
+            if not share.note(sum(not rollout.has_turn_rewards for rollout in mine), len(mine)):
+                continue
             await self._events.warning(
                 "NO_TURN_REWARDS",
-                f'`credit = "turn"` has no effect: no turn of a rollout of {", ".join(map(repr, silent))} in batch '
-                f"{step} has a reward of its own ({self._num_without_turns} batches in a row), so every turn gets the "
-                "rollout's; let the environment give its steps rewards (`state.add_step_reward` in `verifiers`), or "
-                'set orchestrator.algo.credit = "rollout"',
+                f'`credit = "turn"` has no effect on {env!r}: no turn has a reward of its own in {share.words} up to '
+                f"batch {step}, so every turn gets the rollout's; let the environment give its steps rewards "
+                '(`state.add_step_reward` in `verifiers`), or set orchestrator.algo.credit = "rollout"',
             )

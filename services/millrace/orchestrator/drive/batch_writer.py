@@ -4,6 +4,7 @@ Nothing counts before its header object exists in the store.
 """
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -152,8 +153,11 @@ class BatchWriter:
             resolved_below=frontier.resolved_below,
         )
 
-    async def commit(self, batch: CutBatch) -> None:
-        """Commit batch n: its ordinals are resolved with it, and those dropped since batch n-1."""
+    async def commit(self, batch: CutBatch, *, metrics: Callable[[Mapping[str, int]], Mapping[str, float]]) -> None:
+        """Commit batch n: its ordinals are resolved with it, and those dropped since batch n-1.
+
+        `metrics` says what its rollouts were, given how many groups of each environment were dropped as stale.
+        """
         await self._hold_lease()
         self._book.settle(batch.resolved)
         if not batch.samples:
@@ -165,6 +169,7 @@ class BatchWriter:
         header.reward_mean = sum(batch.rewards) / len(batch.rewards)
         dropped = count_dropped(self._book.pending)
         num_trained = len(self._book.pending) - dropped.total()
+        stale = Counter(item.env for item in self._book.pending if item.reason == "stale")
         await self._write(header, batch.samples)
         await self._context.events.batch_committed(
             step=batch.step,
@@ -174,6 +179,7 @@ class BatchWriter:
             num_tokens=header.num_tokens,
             chain_hash=self.chain.hex(),
             pools=self.pool_sizes(self.pools),
+            metrics=metrics(stale),
         )
         # What was dropped while the commit was under way is in no header yet.
         if self._context.lease.may_write:  # else the next commit trims, or a successor that needs more than we know

@@ -23,6 +23,7 @@ its end: what the log holds is never generated twice.
 """
 
 import asyncio
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -31,13 +32,15 @@ from dataclasses import dataclass, field
 from millrace.algorithms import Algorithm, count_found
 from millrace.config import OrchestratorConfig
 from millrace.errors import InvalidStateError
+from millrace.orchestrator.drive.batch_metrics import batch_metrics
 from millrace.orchestrator.drive.batch_warnings import BatchWarnings
 from millrace.orchestrator.drive.batch_writer import BatchWriter
 from millrace.orchestrator.drive.batcher import cut, teaches
 from millrace.orchestrator.events import RunEvents
 from millrace.orchestrator.play.admission import AdmissionRule
 from millrace.orchestrator.play.book import Book
-from millrace.orchestrator.play.failures import Failures
+from millrace.orchestrator.play.durations import Durations
+from millrace.orchestrator.play.failures import Failures, by_status
 from millrace.orchestrator.play.intake import MakePlay
 from millrace.orchestrator.play.play import Play, PlayState
 from millrace.orchestrator.play.player import Player
@@ -50,8 +53,10 @@ SLOW_S = 600.0
 """Age from which a wait for a replica or for the trainer is overdue: either may be loading a large model."""
 DRAIN_S = 30.0
 """How long a pause lets open groups finish; the rest is cancelled and played again after the pause."""
-STALE_STEPS_BEFORE_WARNING = 2
-"""Steps' worth of groups dropped as stale in a row before an event says so."""
+WINDOW_STEPS, MIN_WINDOW = 8, 32
+"""The last groups of which shares are told: so many steps' worth, and at least so many."""
+STALE_SHARE = 0.25
+"""Share of an environment's last groups dropped as stale from which an event says so."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -77,7 +82,9 @@ class RolloutLoop:
     is_exhausted: Callable[[int], bool] = lambda ordinal: False
     """Whether an ordinal has no task left to draw."""
     wait: LastingWait = field(default_factory=LastingWait)
-    num_stale_in_a_row: int = 0
+    durations: Durations = field(init=False)
+    num_stale_told: dict[str, int] = field(default_factory=dict)
+    """By environment, at how many groups dropped as stale an event last said so."""
     num_equal_in_a_row: int = 0
     teaching: set[int] = field(default_factory=set)
     """Ordinals of whole groups that are kept; filled only where batches are refilled."""
@@ -87,6 +94,7 @@ class RolloutLoop:
 
     def __post_init__(self) -> None:
         self.warnings = BatchWarnings(self.settings, self.events)
+        self.durations = Durations(window=max(WINDOW_STEPS * self.rule.groups_per_step, MIN_WINDOW))
 
     async def run(self) -> None:
         """Cut and commit batches until `max_steps` or until the run is asked to stop."""
@@ -160,15 +168,26 @@ class RolloutLoop:
     async def drop_stale(self) -> None:
         """Drop every group that can no longer be trained, so that it never holds a slot."""
         stale = [group for group in (*self.book.open, *self.book.whole) if not self.is_eligible(group)]
+        for group in stale:
+            self.durations.note(group.task.env, group.seconds, is_stale=True)
         await self.drop(stale, reason="stale")
-        before = self.num_stale_in_a_row
-        self.num_stale_in_a_row += len(stale)
-        threshold = STALE_STEPS_BEFORE_WARNING * self.rule.groups_per_step
-        if before // threshold < self.num_stale_in_a_row // threshold:
+        if stale:
+            await self.tell_stale()
+
+    async def tell_stale(self) -> None:
+        """Tell of environments many of whose groups are dropped as stale: the first time, and at each doubling."""
+        for env, found in self.durations.stale_shares().items():
+            number, told = self.durations.num_stale[env], self.num_stale_told.get(env, 0)
+            is_much = found.share >= STALE_SHARE and found.num_stale >= self.rule.groups_per_step
+            if not is_much or number < max(2 * told, 1):
+                continue
+            self.num_stale_told[env] = number
             await self.events.warning(
                 "GROUPS_STALE",
-                f"{self.num_stale_in_a_row} groups in a row were dropped as stale before batch {self.book.step}: "
-                "inference is slower than the trainer; add replicas, or raise orchestrator.max_off_policy_steps",
+                f"environment {env!r}: {found.num_stale} of its last {found.num_groups} groups were dropped as stale "
+                f"before batch {self.book.step}, {found.num_slow_stale} of them among the {found.num_slow} slowest "
+                f"(half of all take {found.median_s:.1f} s or more): inference, or its tasks, are slower than the "
+                "trainer; add replicas, or raise orchestrator.max_off_policy_steps",
             )
 
     @property
@@ -229,7 +248,34 @@ class RolloutLoop:
         ready = [group for group in self.book.whole if self.is_eligible(group)]
         if self.is_refilling:  # a group may have become whole since they were looked at
             ready = [group for group in ready if group.ordinal in self.teaching]
-        return ready[:need] if len(ready) >= need else []
+        batch = sorted(ready, key=self.last_step)[:need]  # those that grow too old first, else in order of arrival
+        return [] if len(batch) < need or self.awaited(batch) else batch
+
+    def last_step(self, group: Play) -> float:
+        """The last step that may train on a group; infinite while its versions are not known."""
+        oldest = group.oldest_version
+        return math.inf if oldest is None else oldest + self.rule.max_off_policy_steps
+
+    def awaited(self, batch: Sequence[Play]) -> list[Play]:
+        """The open groups that a cut of `batch` would leave without a step, though they take no longer than others do.
+
+        A cut waits for them: else batches would be made of quick tasks alone. By step d no more groups can be trained
+        than (d - step) * G behind this cut. Not at async level 0, where a step's surplus is dropped, and not where more
+        groups are played than are needed, so that the slowest are dropped.
+        """
+        if self.rule.async_level == 0 or self.rule.oversampling_factor > 1:
+            return []
+        slow = [each for each in self.book.open if each.state is PlayState.PLACED and self.is_in_time(each)]
+        taken = {group.ordinal for group in batch}
+        left = sorted((each for each in (*self.book.whole, *slow) if each.ordinal not in taken), key=self.last_step)
+        for count, group in enumerate(left, start=1):
+            if count > (self.last_step(group) - self.book.step) * self.rule.groups_per_step:
+                return [each for each in left[:count] if each.is_open]
+        return []
+
+    def is_in_time(self, group: Play) -> bool:
+        """Whether an open group has not taken longer than most groups of its environment."""
+        return group.seconds is not None and group.seconds <= self.durations.patience_s(group.task.env)
 
     async def commit(self, groups: list[Play]) -> None:
         """Turn groups into batch n and commit it; at async level 0 what is left over is dropped."""
@@ -245,11 +291,17 @@ class RolloutLoop:
         if self.rule.async_level == 0 and batch.samples:  # else they are for this batch still
             surplus = [group for group in (*self.book.open, *self.book.whole) if group not in groups]
             await self.drop(surplus, reason="surplus")
-        await self.writer.commit(batch)
+        for group in groups:
+            self.durations.note(group.task.env, group.seconds, is_stale=False)
+
+        def metrics(stale: Mapping[str, int]) -> Mapping[str, float]:
+            shares = self.durations.stale_shares()
+            return batch_metrics(groups, seq_len=self.settings.seq_len, stale=stale, shares=shares)
+
+        await self.writer.commit(batch, metrics=metrics)
         if self.book.step > batch.step:  # else no group had an advantage, and nothing is trained
             self.events.meters.trained(groups, step=batch.step)
             await self.warnings.look(groups, step=batch.step)
-        self.num_stale_in_a_row = 0
 
     async def wait_for_change(self) -> None:
         """Sleep until a group finishes, a version is served or a worker changes; the wait has a name and an age."""
@@ -258,6 +310,10 @@ class RolloutLoop:
             self.wait.on(
                 "a replica that serves this run's policy", waits_on="inference", key="replica", deadline_s=SLOW_S
             )
+        elif have >= need and (slow := self.awaited(sorted(self.book.whole, key=self.last_step)[:need])):
+            counts = Counter(group.task.env for group in slow)
+            reason = f"slow groups that batch {step} would leave too old: {by_status(counts)}"
+            self.wait.on(reason, waits_on="env-server", key=f"slow {step}", deadline_s=self.timeout_s)
         elif have < need and self.book.open:
             reason = f"{need - have} of {need} groups for batch {step}"
             if outage := self.failures.outage:

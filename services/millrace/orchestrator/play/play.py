@@ -89,6 +89,12 @@ class Play:
     num_blameless_attempts: int = 0
     env_server: str = ""
     replica: str = ""
+    placed_version: int | None = None
+    """Version that the replica of the current attempt served when it was placed: no token of it is older."""
+    began: float | None = None
+    """Monotonic time of its first placement; None before, and where a predecessor placed it."""
+    ended: float | None = None
+    """Monotonic time at which it became whole."""
     home: str = ""
     """Replica of the attempt before, which has the prefix in its cache; empty if it lost the play."""
     deadline: float = 0.0
@@ -136,15 +142,30 @@ class Play:
         versions = [rollout.min_version for rollout in self.members.values() if rollout.min_version is not None]
         return min(versions) if versions else None
 
+    @property
+    def oldest_version(self) -> int | None:
+        """Oldest version that its tokens may have, those to come included; None while nothing is known."""
+        known = [version for version in (self.min_policy_version, self.placed_version) if version is not None]
+        return min(known) if known else None
+
+    @property
+    def seconds(self) -> float | None:
+        """Seconds since it began, or until it was whole; None if nobody knows."""
+        return None if self.began is None else (time.monotonic() if self.ended is None else self.ended) - self.began
+
     def rollouts(self) -> list[Rollout]:
         """The OK rollouts in order of member."""
         return [self.members[member] for member in sorted(self.members)]
 
-    def place(self, env_server: str, *, replica: str, timeout_s: float) -> None:
-        """An env-server plays what is missing of the current attempt; after `timeout_s` it counts as lost."""
+    def place(self, env_server: str, *, replica: str, timeout_s: float, version: int | None = None) -> None:
+        """An env-server plays what is missing of the current attempt; after `timeout_s` it counts as lost.
+
+        `version` is what the replica serves.
+        """
         assert self.state is PlayState.UNPLACED, self.state
         self.state = PlayState.PLACED
-        self.env_server, self.replica = env_server, replica
+        self.env_server, self.replica, self.placed_version = env_server, replica, version
+        self.began = time.monotonic() if self.began is None and version is not None else self.began
         self.deadline = time.monotonic() + timeout_s
 
     def add(self, rollout: Rollout) -> Arrival:
@@ -166,7 +187,7 @@ class Play:
         assert self.is_open, self.state
         self.state = PlayState.UNPLACED
         self.home = self.replica if keeps_home else ""
-        self.env_server = self.replica = ""
+        self.env_server, self.replica, self.placed_version = "", "", None
         self.follow(self.attempt + 1)
 
     def resolve(self, reason: str) -> None:
@@ -212,7 +233,8 @@ class Play:
         """Draw the consequences of a rollout that was taken."""
         statuses = [failure.status for failure in self.failures.values()]
         if not self.missing:
-            self.state = PlayState.WHOLE
+            self.state, self.ended = PlayState.WHOLE, time.monotonic()
+            self.placed_version = None
             return Arrival.FINISHED
         if hopeless := [status for status in statuses if status in self.settings.hopeless]:
             self.resolve(str(hopeless[0].value))

@@ -92,7 +92,8 @@ class Player:
                 if play.state is PlayState.UNPLACED and play.attempt == request.attempt:
                     # else it failed already, before the answer came: place it again
                     timeout_s = play.settings.timeout_s
-                    play.place(play.source or worker_id, replica=replica.worker_id, timeout_s=timeout_s)
+                    source = play.source or worker_id
+                    play.place(source, replica=replica.worker_id, timeout_s=timeout_s, version=replica.version)
                 if play.settings.purpose is Purpose.TRAIN:
                     faults.reach(faults.Point.ORCHESTRATOR_AFTER_DISPATCH, step=play.planned_step)
                 return True

@@ -158,9 +158,10 @@ class FakeEnvServer(env_service_pb2_grpc.EnvServiceServicer):
             key = ("eval", *key) if request.purpose == rollout_pb2.PURPOSE_EVAL else key
             status = RolloutStatus.ENGINE_LOST if replica.is_down else self.broken.get(key, RolloutStatus.OK)
             rollout = make_rollout(request, member, status, versions, env_server=self.worker_id)
-            await self._append(request.run_uid, encode_rollout(self.shape(rollout)))
+            await self.append(request.run_uid, encode_rollout(self.shape(rollout)))
 
-    async def _append(self, uid: str, data: bytes) -> None:
+    async def append(self, uid: str, data: bytes) -> None:
+        """Write a rollout into a run's log, and keep it."""
         self.spool.append(data)
         while True:
             try:
