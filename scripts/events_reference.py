@@ -15,7 +15,7 @@ PROTO = ROOT / "proto" / "millrace" / "v1" / "event.proto"
 
 # Where the errors arise that end a run. What another orchestrator or trainer may do better (`_HANDED_OVER`) ends none.
 _ROOMS = ("algorithms", "env_server/adapters", "env_server/teacher", "orchestrator/drive", "orchestrator/play")
-_ROOMS += ("trainer", "trainer/checkpoint", "trainer/learning", "trainer/model", "trainer/publish")
+_ROOMS += ("trainer", "trainer/checkpoint", "trainer/learning", "trainer/model", "trainer/publish", "models")
 _HANDED_OVER = ("CapacityError", "ConflictError", "FencedError", "LogGoneError", "UnavailableError", "Warning")
 _BY_VALUE = {
     "ENV_KILLS_WORKERS",
@@ -305,10 +305,23 @@ FAILURES: Texts = {
     "LORA_SAVED_TIED": ("`modules_to_save` names one end of a tied weight", "leave it out"),
     "LORA_SAVED_UNKNOWN": ("`modules_to_save` fits no layer of the model", "name layers of this model"),
     "LORA_TARGET_UNKNOWN": ("`target_modules` fits no layer of the model", "name layers of this model"),
-    "MODEL_CORRUPT": ("the model's files cannot be read", "fetch or make it again"),
+    "MODEL_CORRUPT": (
+        "the model's weight files are damaged, contradict their index, or have a tensor that is missing, unexpected, of "
+        "another shape or not finite",
+        "the message names the tensors; fetch or make the model again",
+    ),
+    "MODEL_FILE_UNUSABLE": (
+        "a small file of the model (config, tokenizer, template) cannot be read, or is not what its name says",
+        "mend the file that the message names, or take it out of the directory",
+    ),
     "MODEL_NOT_FOUND": (
         "`model.name` is neither a directory there nor a model of the Hub",
         "mend it; private models need HF_TOKEN",
+    ),
+    "MODEL_QUANTIZED": (
+        "the model's weights are stored in a format from which they are not known to come back as they were: all but FP8 "
+        "in blocks and MXFP4",
+        "take the model's files in bfloat16 or float32, or dequantize these and save them",
     ),
     "NO_ADVANTAGE": (
         "ten batches in a row, or as many groups where batches are refilled, had no group with different rewards",

@@ -63,7 +63,6 @@ ALLOWED = {
     "runlog/events/writer.py:_append_again": OWN,
     "telemetry/faults.py:_strike": USERS,
     "trainer/job.py:make_publisher": OWN,
-    "trainer/model/pretrained.py:policy_files": USERS,
     "trainer/sft/rows.py:_decoded": USERS,
 }
 

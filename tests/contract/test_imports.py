@@ -36,7 +36,7 @@ def test_the_contracts_see_a_sideways_import(tmp_path: Path) -> None:
         "algorithms",
         "storage",
     ]
-    rooms += ["processes", "config", "rollouts", "telemetry", "internal", "v1"]
+    rooms += ["models", "processes", "config", "rollouts", "telemetry", "internal", "v1"]
     package = tmp_path / "services" / "millrace"
     for room in rooms:
         (package / room).mkdir(parents=True)
@@ -44,6 +44,8 @@ def test_the_contracts_see_a_sideways_import(tmp_path: Path) -> None:
     (package / "__init__.py").touch()
     for module in ("errors", "decoding", "backoff", "race", "custom_code"):
         (package / f"{module}.py").touch()
+    for module in ("errors", "small_files", "weight_files"):
+        (package / "models" / f"{module}.py").touch()
     config = tmp_path / "pyproject.toml"
     config.write_text((ROOT / "pyproject.toml").read_text())
     clean = lint_imports(tmp_path, "--config", str(config))

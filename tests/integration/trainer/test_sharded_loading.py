@@ -13,9 +13,9 @@ from safetensors.torch import load_file, save_file
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from millrace.errors import CorruptObjectError
+from millrace.models.loading import empty_model, fill_model
 from millrace.policies.digest import add_digests, tensor_digest
 from millrace.trainer.model.pretrained import load_model, policy_tensors
-from millrace.trainer.model.sharded_loading import empty_model, fill_model
 from millrace_testing.trainer.equality import make_model
 from millrace_testing.trainer.families import FAMILIES, make_family
 

@@ -7,8 +7,11 @@ import pytest
 import torch
 
 from millrace.errors import InvalidStateError
+from millrace.models.loading import empty_model
+from millrace.trainer.gang.distributed import Gang
+from millrace.trainer.learning.trained import fill_opened
+from millrace.trainer.model.memory import Sharding
 from millrace.trainer.model.pretrained import load_model
-from millrace.trainer.model.sharded_loading import empty_model, fill_model
 from millrace.trainer.model.shortage import shortage_named
 from millrace.trainer.sft import main as sft
 
@@ -51,9 +54,11 @@ def test_a_model_without_room_is_not_called_damaged(
     directory = example / "base"
     model = empty_model(directory)
     monkeypatch.setattr("transformers.core_model_loading.convert_and_load_state_dict_in_model", allocate)
-    monkeypatch.setattr("transformers.AutoModelForCausalLM.from_pretrained", allocate)
     with pytest.raises(InvalidStateError, match=f"not enough memory to load model {directory.name}") as raised:
-        fill_model(model, directory, device=torch.device("cpu")) if is_sharded else load_model(directory)
+        if is_sharded:
+            sharding = Sharding(compute_dtype=torch.float32)
+            fill_opened(model, directory, gang=Gang(rank=0, world_size=2), sharding=sharding)
+        load_model(directory)
     assert raised.value.reason == "OUT_OF_MEMORY"
 
 

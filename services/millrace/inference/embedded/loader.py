@@ -12,11 +12,9 @@ from millrace.context_length import fix_context_length
 from millrace.errors import InvalidStateError
 from millrace.inference.embedded.weights import check_tensors, copy_tensors, float_dtype
 from millrace.inference.model_files import load_config
+from millrace.models import loading
 from millrace.policies.probe import Probe
 from millrace.policies.tensors import TensorBytes
-from millrace.telemetry import progress
-from millrace.telemetry.progress import Doing
-from millrace.telemetry.progress_bars import loading_counts
 from millrace.telemetry.startup import without_gc
 
 _DEFAULT_POSITIONS = 2048  # where a config names no longest sequence
@@ -36,11 +34,11 @@ def load_model(model_dir: Path, tensors: Mapping[str, TensorBytes] | None, *, co
 
     Positions are those of sequences of at most `context_length` tokens.
     """
-    config = load_config(model_dir)
+    config = load_config(model_dir) if tensors is not None else loading.load_config(model_dir)
     _require_full_attention(config)
     if tensors is None:
-        with progress.work(Doing.LOAD, f"model {model_dir.name}", unit="tensors") as work, loading_counts(work):
-            model = AutoModelForCausalLM.from_pretrained(model_dir, config=config, dtype="auto", local_files_only=True)
+        model = loading.empty_model(model_dir, dtype=loading.stored_dtype(model_dir, config))
+        loading.fill_model(model, model_dir, device=torch.device("cpu"))
     else:
         model = AutoModelForCausalLM.from_config(config, dtype=float_dtype(tensors))
         check_tensors(model, tensors)

@@ -10,6 +10,7 @@ from millrace.config.sections.sft import SFTModelConfig
 from millrace.config.sections.trainer import TrainerModelConfig
 from millrace.context_length import fix_context_length
 from millrace.device_digest import device_digest
+from millrace.models.loading import check_weights, empty_model, fill_model
 from millrace.policies.adapter import AdapterSpec
 from millrace.policies.digest import digest_hex
 from millrace.policies.manifest import whole_digest
@@ -21,7 +22,7 @@ from millrace.trainer.model.fit import fit_layout
 from millrace.trainer.model.lora import add_adapters, published_tensors, round_base, round_filled
 from millrace.trainer.model.memory import Sharding, checkpoint_activations, hold_weights
 from millrace.trainer.model.pretrained import load_model, resolve_compute_dtype, resolve_publish_dtype
-from millrace.trainer.model.sharded_loading import empty_model, fill_model
+from millrace.trainer.model.shortage import shortage_named
 from millrace.trainer.model.snapshot import published_share
 
 
@@ -76,7 +77,11 @@ def build_model(
 
 def open_model(directory: Path, *, gang: Gang, context_length: int) -> nn.Module:
     """The model in a directory: with its weights for one process; in a gang `fill_opened` reads them."""
-    model = load_model(directory) if gang.is_alone else empty_model(directory)
+    if gang.is_alone:
+        model = load_model(directory)
+    else:
+        check_weights(directory)  # of the whole: a rank sees no more than its shares of what is wrong
+        model = empty_model(directory)
     fix_context_length(model, context_length)
     return model
 
@@ -84,7 +89,8 @@ def open_model(directory: Path, *, gang: Gang, context_length: int) -> nn.Module
 def fill_opened(model: nn.Module, directory: Path, *, gang: Gang, sharding: Sharding) -> None:
     """Read what this rank holds of an opened model that is sharded by now."""
     if not gang.is_alone:
-        fill_model(model, directory, device=torch.device("cpu") if sharding.offloads else gang.device)
+        with shortage_named(f"load model {directory.name}"):
+            fill_model(model, directory, device=torch.device("cpu") if sharding.offloads else gang.device)
 
 
 @torch.no_grad()

@@ -5,8 +5,8 @@ import torch
 from millrace.config.sections.loss import LossConfig
 from millrace.custom_code import CustomCode, bad_code
 from millrace.errors import InvalidSpecError
+from millrace.models.shortage import is_shortage
 from millrace.trainer.losses.base import LossFunction, LossInputs, TokenLosses
-from millrace.trainer.model.shortage import is_shortage
 
 FIELD = "trainer.loss.import_path"
 _FLOATS = ("rl", "ce", "mismatch_kl")

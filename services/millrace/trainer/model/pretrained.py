@@ -1,6 +1,5 @@
 """Loading a Hugging Face model for training, and its tensors and files in the form that policies are published in."""
 
-import contextlib
 import json
 import re
 from collections.abc import Iterator
@@ -8,20 +7,23 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from millrace.config.sections.sft import SFTModelConfig
 from millrace.config.sections.trainer import TrainerModelConfig
 from millrace.context_length import contexts_like
-from millrace.errors import CorruptObjectError, InvalidStateError, NotFoundError
+from millrace.errors import InvalidStateError
+from millrace.models.errors import model_not_found
+from millrace.models.loading import empty_model, fill_model
+from millrace.models.quantized import QUANTIZATION
+from millrace.models.small_files import read_object, small_files
 from millrace.policies.probe import Probe
 from millrace.policies.stops import turn_stops, with_stops
 from millrace.policies.tensors import TensorBytes
 from millrace.telemetry import progress
 from millrace.telemetry.progress import Doing
-from millrace.telemetry.progress_bars import counting_bar, loading_counts
+from millrace.telemetry.progress_bars import counting_bar
 from millrace.trainer.model.lora import adapted_layers, published_tensors
 from millrace.trainer.model.shortage import shortage_named
 
@@ -71,22 +73,12 @@ def resolve_model_directory(name: str) -> Path:
 def load_model(directory: Path) -> nn.Module:
     """The causal language model in `directory` with float32 weights, in eval mode: no dropout, as in the engine.
 
-    NotFoundError (MODEL_NOT_FOUND) if files are missing or unknown; CorruptObjectError (MODEL_CORRUPT) if the weights
-    are damaged or of other sizes than `config.json` says; InvalidStateError (OUT_OF_MEMORY).
+    Raises as `millrace.models.loading`; InvalidStateError (OUT_OF_MEMORY).
     """
-    from transformers import AutoModelForCausalLM
-
-    try:
-        with contextlib.ExitStack() as opened:
-            opened.enter_context(shortage_named(f"load model {directory.name}"))
-            work = opened.enter_context(progress.work(Doing.LOAD, f"model {directory.name}", unit="tensors"))
-            opened.enter_context(loading_counts(work))
-            model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, local_files_only=True)
-    except (OSError, ValueError, KeyError) as error:
-        raise model_not_found(str(directory), f"the files there do not load: {error}") from error
-    except (SafetensorError, RuntimeError) as error:  # RuntimeError: sizes that differ; transformers logs which
-        raise model_corrupt(directory, error) from error
-    return model.eval()
+    with shortage_named(f"load model {directory.name}"):
+        model = empty_model(directory)
+        fill_model(model, directory, device=torch.device("cpu"))
+    return model
 
 
 def load_tokenizer(directory: Path) -> Any:
@@ -167,13 +159,10 @@ def _tensor_bytes(value: torch.Tensor, dtype: torch.dtype) -> TensorBytes:
 
 def policy_files(directory: Path, *, dtype: torch.dtype) -> dict[str, bytes]:
     """The small files of the model by name; `config.json` says the dtype that the tensors are published in."""
-    files = {
-        path.name: path.read_bytes()
-        for pattern in (*_MODEL_FILES, *_TOKENIZER_FILES)
-        for path in sorted(directory.glob(pattern))
-    }
-    config: dict[str, Any] = json.loads(files["config.json"])
+    files = small_files(directory, (*_MODEL_FILES, *_TOKENIZER_FILES))
+    config = read_object(directory / "config.json")
     config.pop("torch_dtype", None)  # the name of `dtype` before transformers 5
+    config.pop(QUANTIZATION, None)  # the tensors are plain numbers
     config["dtype"] = str(dtype).removeprefix("torch.")
     files["config.json"] = json.dumps(config, indent=2, sort_keys=True).encode() + b"\n"
     return files
@@ -182,7 +171,7 @@ def policy_files(directory: Path, *, dtype: torch.dtype) -> dict[str, bytes]:
 def with_tokenizer(files: dict[str, bytes], directory: Path) -> dict[str, bytes]:
     """The small files of a model with the tokenizer of the one in `directory`."""
     kept = {name: data for name, data in files.items() if name in _MODEL_FILES}
-    return kept | {path.name: path.read_bytes() for pattern in _TOKENIZER_FILES for path in directory.glob(pattern)}
+    return kept | small_files(directory, _TOKENIZER_FILES)
 
 
 def with_turn_stops(files: dict[str, bytes], directory: Path, *, tokenizer: Path) -> dict[str, bytes]:
@@ -215,25 +204,3 @@ def probe(model: nn.Module, *, vocabulary: int, device: torch.device) -> Probe:
             "before with a lower trainer.optim.lr",
         )
     return Probe(token_ids=tuple(token_ids), logprobs=tuple(logprobs_T.tolist()), contexts=contexts_like(model))
-
-
-def model_corrupt(directory: Path, problem: object) -> CorruptObjectError:
-    """The error of weights that are not those of their config."""
-    return CorruptObjectError(
-        f"model {str(directory)!r} cannot be loaded: its *.safetensors are damaged or do not fit its config.json: "
-        f"{str(problem).strip().partition(chr(10))[0]}",
-        reason="MODEL_CORRUPT",
-        remedy="copy, download or make the model again, or set model.name to another one",
-        metadata={"model": str(directory)},
-    )
-
-
-def model_not_found(name: str, problem: str) -> NotFoundError:
-    """The error of a model that is not there, or that nothing here can load."""
-    return NotFoundError(
-        f"model {name!r} cannot be loaded: {problem}",
-        reason="MODEL_NOT_FOUND",
-        remedy="set model.name to a directory with config.json, tokenizer and *.safetensors that the trainer can read, "
-        "or to a Hub id that it can reach",
-        metadata={"model": name},
-    )

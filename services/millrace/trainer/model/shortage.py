@@ -3,12 +3,8 @@
 import contextlib
 from collections.abc import Iterator
 
-import torch
-
 from millrace.errors import InvalidStateError
-
-_CPU_ALLOCATOR = "DefaultCPUAllocator"
-"""In what torch raises on a host without memory: a plain RuntimeError, where a GPU's has a class of its own."""
+from millrace.models.shortage import is_shortage
 
 
 @contextlib.contextmanager
@@ -26,10 +22,3 @@ def shortage_named(doing: str) -> Iterator[None]:
             remedy="take less (a shorter seq_len, model.ac, model.fsdp_cpu_offload, model.lora), or use more GPUs; "
             "`millrace estimate` says what each of these keys brings a rank down to",
         ) from error
-
-
-def is_shortage(error: BaseException) -> bool:
-    """Whether an error says that there is no memory left."""
-    return isinstance(error, torch.OutOfMemoryError | MemoryError) or (
-        isinstance(error, RuntimeError) and _CPU_ALLOCATOR in str(error)
-    )

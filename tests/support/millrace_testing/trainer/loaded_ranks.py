@@ -13,12 +13,12 @@ from torch import distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from millrace.device_digest import device_digest
+from millrace.models.loading import empty_model, fill_model
 from millrace.trainer.bench.memory import PeakMemory
 from millrace.trainer.gang.distributed import Gang
 from millrace.trainer.model.lora import published_tensors
 from millrace.trainer.model.memory import Sharding
 from millrace.trainer.model.mesh import RankLayout
-from millrace.trainer.model.sharded_loading import empty_model, fill_model
 from millrace.trainer.model.snapshot import published_share
 
 _CPU = torch.device("cpu")

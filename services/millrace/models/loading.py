@@ -1,0 +1,264 @@
+"""Models with the weights of their directory: every tensor that the class has, and no other, or a typed error.
+
+    empty_model ─▶ (adapters, checkpointing, compile, sharding) ─▶ fill_model
+
+In between parameters are on the meta device: they have shapes and placements, and no values. What is read of a file
+follows from the placements, so that one process reads all of it and a rank of a gang its shares. transformers renames
+and fuses tensors on their way, and its classes say which tensors of older files mean nothing.
+"""
+
+import contextlib
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from millrace.models.errors import first_names, model_corrupt, model_not_found, model_quantized
+from millrace.models.quantized import QUANTIZATION, dequantized, require_known
+from millrace.models.shortage import is_shortage
+from millrace.models.small_files import read_object
+from millrace.models.weight_files import WeightFiles
+from millrace.telemetry import progress
+from millrace.telemetry.progress import Doing
+from millrace.telemetry.progress_bars import loading_counts
+
+_PLAIN = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+
+@dataclass(frozen=True, slots=True)
+class _Noted:
+    """A slice of safetensors that notes the format of its tensor in `read` as soon as numbers of it are taken.
+
+    Where it gives `shapes_alone`, the numbers stay in the file and what is given has none.
+    """
+
+    name: str
+    slice: Any
+    read: dict[str, str]
+    shapes_alone: bool
+
+    def get_shape(self) -> list[int]:
+        """The shape of the tensor."""
+        return self.slice.get_shape()
+
+    def get_dtype(self) -> str:
+        """Its format, as safetensors names it."""
+        return self.slice.get_dtype()
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        """The numbers at an index of the whole."""
+        self.read[self.name] = dtype = self.slice.get_dtype()
+        if self.shapes_alone:
+            return torch.empty(self.slice.get_shape(), dtype=_PLAIN.get(dtype, torch.uint8), device="meta")[index]
+        return self.slice[index]
+
+
+def load_config(directory: Path) -> Any:
+    """The Hugging Face config in a directory, without what it says of how its weights are stored.
+
+    NotFoundError (MODEL_NOT_FOUND) if there is none or transformers does not know it; CorruptObjectError
+    (MODEL_FILE_UNUSABLE) if it is no JSON object; InvalidStateError (MODEL_QUANTIZED).
+    """
+    from transformers import AutoConfig
+
+    if not (directory / "config.json").exists():
+        raise model_not_found(str(directory), "it has no config.json")
+    require_known(directory, read_object(directory / "config.json"))
+    try:
+        config = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # foreign code on a foreign file: each class of configs checks it with errors of its own
+        raise model_not_found(str(directory), f"its config.json does not load: {error}") from error
+    for each in (config, config.get_text_config(decoder=True)):
+        if hasattr(each, QUANTIZATION):
+            delattr(each, QUANTIZATION)
+    return config
+
+
+def empty_model(directory: Path, *, dtype: torch.dtype = torch.float32) -> Any:
+    """The causal language model in `directory` in eval mode, its parameters in `dtype` and on the meta device.
+
+    Raises as `load_config`. Buffers have their values.
+    """
+    return _empty(directory, load_config(directory), dtype)
+
+
+def _empty(directory: Path, config: Any, dtype: torch.dtype) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    try:
+        with _parameters_on_meta():
+            return AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False).eval()
+    except (RuntimeError, MemoryError):
+        raise
+    except Exception as error:  # foreign code, which asserts and looks up what a config may lack
+        problem = f"transformers makes no model of its config.json: {type(error).__name__}: {error}"
+        raise model_not_found(str(directory), problem) from error
+
+
+def check_weights(directory: Path) -> None:
+    """Compare names and shapes in the weight files with the model that config.json describes; no number is read.
+
+    Raises as `empty_model` and `fill_model`, but for what only the numbers show.
+    """
+    model = _empty(directory, load_config(directory), torch.float32)
+    fill_model(model, directory, device=torch.device("meta"))
+
+
+@torch.no_grad()
+def fill_model(model: Any, directory: Path, *, device: torch.device) -> None:
+    """Read the weights in `directory` into an `empty_model`, of a sharded one this rank's shares, on `device`.
+
+    On the meta device names, formats and shapes are compared, and no number is read. NotFoundError (MODEL_NOT_FOUND)
+    without *.safetensors; CorruptObjectError (MODEL_CORRUPT), naming tensors, if the files are damaged, if it is
+    unclear which ones are meant, or if a tensor is missing, unexpected, of another shape or not finite;
+    InvalidStateError (MODEL_QUANTIZED).
+    """
+    from transformers.core_model_loading import convert_and_load_state_dict_in_model
+    from transformers.modeling_utils import LoadStateDictConfig
+
+    raw = read_object(directory / "config.json")
+    weights = WeightFiles.find(directory, raw)
+    is_trial, read = device.type == "meta", dict[str, str]()
+    if not is_trial:
+        weights.tell_beside()
+    dtype = next(model.parameters()).dtype
+    how = LoadStateDictConfig(
+        device_map={"": device},
+        dtype=dtype,
+        dtype_plan=model._get_dtype_plan(dtype),
+        weight_mapping=_conversions(model),
+    )
+    try:
+        with contextlib.ExitStack() as opened:
+            work = opened.enter_context(progress.work(Doing.LOAD, f"model {directory.name}", unit="tensors"))
+            opened.enter_context(loading_counts(work))
+            slices = dequantized(directory, raw, weights.tensors, opened.enter_context(weights.open()))
+            noted = {name: _Noted(name, each, read, shapes_alone=is_trial) for name, each in slices.items()}
+            info, _ = convert_and_load_state_dict_in_model(model, noted, how)
+    except (OSError, SafetensorError, RuntimeError) as error:
+        if is_shortage(error):
+            raise
+        raise model_corrupt(directory, error) from error
+    _require_plain(model, directory, read)
+    nothing = set() if is_trial else _fill_nothing(model, device=device)
+    faults = _faults(model, info, nothing=nothing, is_trial=is_trial)
+    if faults:
+        raise model_corrupt(directory, "; ".join(faults))
+
+
+def _require_plain(model: Any, directory: Path, read: Mapping[str, str]) -> None:
+    """InvalidStateError (MODEL_QUANTIZED) if a weight was read of a format that only its quantization explains."""
+    held = model.state_dict()
+    odd = {
+        f"{name} ({dtype})"
+        for name, dtype in read.items()
+        if dtype not in _PLAIN and (name not in held or held[name].is_floating_point())
+    }
+    if odd:
+        raise model_quantized(directory, f"its config.json does not say how weights are stored: {first_names(odd)}")
+
+
+def _faults(model: Any, info: Any, *, nothing: set[str], is_trial: bool) -> list[str]:
+    """What is wrong with the weights that a model has now, a line for each kind; ties what the class ties."""
+    found: list[str] = []
+
+    def note(what: str, names: Collection[str]) -> None:
+        if names:
+            found.append(f"{len(names)} tensor{'s' if len(names) > 1 else ''} {what}: {first_names(names)}")
+
+    tied = {each: source for each, source in model.all_tied_weights_keys.items() if each not in info.missing_keys}
+    both = {each: source for each, source in tied.items() if source not in info.missing_keys}
+    apart = [] if is_trial else [each for each, source in both.items() if not _is_same(model, each, source)]
+    info.missing_keys.update(both)  # they are what their source is, which is compared above
+    model.tie_weights(missing_keys=info.missing_keys, recompute_mapping=False)
+    parameters = {name: _local(each) for name, each in model.named_parameters(remove_duplicate=False)}
+    absent = {name for name in info.missing_keys if name in parameters}
+    model._adjust_missing_and_unexpected_keys(info)  # by what the class declares
+    failed = {name: error for name, error in info.conversion_errors.items() if name not in nothing}
+    sizes = {f"{name} ({list(got)} instead of {list(wanted)})" for name, got, wanted in info.mismatched_keys}
+    if not is_trial:
+        absent = {name for name, each in parameters.items() if each.is_meta}
+    absent |= {name for name in info.missing_keys if name not in parameters}
+    note("missing", absent - failed.keys() - {name for name, *_ in info.mismatched_keys})
+    note("unexpected", info.unexpected_keys)
+    note("of another shape", sizes)
+    note("not convertible", [f"{name} ({error.strip().splitlines()[-1]})" for name, error in failed.items()])
+    note("tied by config.json (tie_word_embeddings) but of numbers of their own", apart)
+    if not is_trial:
+        held = {name: _local(each) for name, each in model.state_dict().items()}
+        note("not finite", [name for name, each in held.items() if not _is_finite(each)])
+    return found
+
+
+def _is_same(model: Any, name: str, other: str) -> bool:
+    """Whether what this rank holds of two parameters is the same."""
+    first, second = _local(model.get_parameter(name)), _local(model.get_parameter(other))
+    return first is second or first.is_meta or second.is_meta or torch.equal(first, second)
+
+
+def _is_finite(tensor: torch.Tensor) -> bool:
+    """Whether no number of a tensor is infinite or none; without memory for a copy of it."""
+    if tensor.is_meta or not tensor.numel() or not tensor.is_floating_point():
+        return True
+    least, most = torch.aminmax(tensor)
+    return bool(least.isfinite() & most.isfinite())
+
+
+def stored_dtype(directory: Path, config: Any) -> torch.dtype:
+    """The format of the weights, as config.json says it or else the first tensor of one; float32 if neither does."""
+    said = getattr(config, "dtype", None) or getattr(config.get_text_config(decoder=True), "dtype", None)
+    if isinstance(said, torch.dtype):
+        return said
+    weights = WeightFiles.find(directory, read_object(directory / "config.json"))
+    return next((_PLAIN[each.dtype] for each in weights.tensors.values() if each.dtype in _PLAIN), torch.float32)
+
+
+def _conversions(model: Any) -> Any:
+    """How names and shapes in files become the model's; some go by the name of a class, which FSDP changes."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+
+    sharded = type(model)
+    model.__class__ = next(each for each in sharded.__mro__ if not issubclass(each, FSDPModule))
+    try:
+        return get_model_conversion_mapping(model)
+    finally:
+        model.__class__ = sharded
+
+
+def _fill_nothing(model: nn.Module, *, device: torch.device) -> set[str]:
+    """Give a place to parameters of which this rank has no row, which the conversion fails at; their names."""
+    names = {name for name, parameter in model.named_parameters() if not _local(parameter).numel()}
+    for name in names:
+        parameter = model.get_parameter(name)
+        if _local(parameter).is_meta:
+            path, _, attribute = name.rpartition(".")
+            filled = nn.Parameter(torch.empty_like(parameter, device=device), requires_grad=parameter.requires_grad)
+            setattr(model.get_submodule(path), attribute, filled)
+    return names
+
+
+@contextlib.contextmanager
+def _parameters_on_meta() -> Iterator[None]:
+    """In this block every new parameter moves to the meta device as soon as a module has it; buffers stay."""
+    register = nn.Module.register_parameter
+
+    def on_meta(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        if param is not None and not param.is_meta:
+            param = nn.Parameter(param.to("meta"), requires_grad=param.requires_grad)
+        register(self, name, param)
+
+    nn.Module.register_parameter = on_meta
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = register
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
