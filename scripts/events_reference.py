@@ -306,8 +306,8 @@ FAILURES: Texts = {
     "LORA_SAVED_UNKNOWN": ("`modules_to_save` fits no layer of the model", "name layers of this model"),
     "LORA_TARGET_UNKNOWN": ("`target_modules` fits no layer of the model", "name layers of this model"),
     "MODEL_CORRUPT": (
-        "the model's weight files are damaged, contradict their index, or have a tensor that is missing, unexpected, of "
-        "another shape or not finite",
+        "the model's weight files are damaged, contradict their index, or have a tensor that is missing, unexpected, "
+        "of another shape or not finite",
         "the message names the tensors; fetch or make the model again",
     ),
     "MODEL_FILE_UNUSABLE": (
@@ -319,8 +319,8 @@ FAILURES: Texts = {
         "mend it; private models need HF_TOKEN",
     ),
     "MODEL_QUANTIZED": (
-        "the model's weights are stored in a format from which they are not known to come back as they were: all but FP8 "
-        "in blocks and MXFP4",
+        "the model's weights are stored in a format from which they are not known to come back as they were: all but "
+        "FP8 in blocks and MXFP4",
         "take the model's files in bfloat16 or float32, or dequantize these and save them",
     ),
     "NO_ADVANTAGE": (
