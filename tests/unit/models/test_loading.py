@@ -15,9 +15,8 @@ from millrace.errors import CorruptObjectError, MillraceError
 from millrace.inference.embedded import loader as engine
 from millrace.models.loading import check_weights, empty_model, fill_model
 from millrace.trainer.model.pretrained import load_model
+from millrace_testing.model_files import Change, Tensors, rewrite
 from millrace_testing.trainer.families import FAMILIES, make_family
-
-from .conftest import Change, Tensors, rewrite
 
 CPU = torch.device("cpu")
 DOWN = "model.layers.1.mlp.down_proj.weight"

@@ -15,8 +15,7 @@ from millrace.errors import InvalidStateError
 from millrace.inference.embedded import loader as engine
 from millrace.models.loading import check_weights
 from millrace.trainer.model.pretrained import load_model, policy_files
-
-from .conftest import Change, Tensors, rewrite
+from millrace_testing.model_files import Change, Tensors, rewrite
 
 E4M3_MAX = 448.0
 HALF_STEP = 2.0**-4

@@ -14,8 +14,7 @@ from safetensors.torch import load_file, save_file
 from millrace.errors import MillraceError
 from millrace.models.loading import check_weights, empty_model, fill_model
 from millrace.models.weight_files import INDEX, WeightFiles
-
-from .conftest import make_qwen3
+from millrace_testing.model_files import make_qwen3
 
 STALE = "model-00001-of-00099.safetensors"
 
