@@ -32,7 +32,7 @@ def _gang(directory: Path) -> None:
 LOADERS: dict[str, Callable[[Path], object]] = {
     "one process": load_model,
     "a gang": _gang,
-    "the embedded engine": lambda directory: engine.load_model(directory, None),
+    "the embedded engine": lambda directory: engine.load_model(directory, None, context_length=64),
 }
 
 
@@ -149,7 +149,7 @@ def test_a_config_that_describes_no_model_is_refused(copy: Path, case: str) -> N
 def test_the_engine_keeps_the_format_of_the_files(copy: Path) -> None:
     rewrite(copy, lambda tensors: {name: each.bfloat16() for name, each in tensors.items()})
     _config(dtype="bfloat16")(copy)
-    model = engine.load_model(copy, None)
+    model = engine.load_model(copy, None, context_length=64)
     assert {each.dtype for each in model.parameters()} == {torch.bfloat16}
 
 

@@ -67,7 +67,7 @@ def test_fp8_is_trained_as_the_numbers_it_stands_for(sound: Path, copy: Path, ca
     _say(copy, {**said, **({} if block is None else {"weight_block_size": list(block)})})
     check_weights(copy)
     original = load_file(sound / "model.safetensors")
-    for model in (load_model(copy), engine.load_model(copy, None)):
+    for model in (load_model(copy), engine.load_model(copy, None, context_length=64)):
         for name, tensor in model.state_dict().items():
             is_exact = not name.endswith("proj.weight")
             limit = 0.0 if is_exact else HALF_STEP
@@ -134,7 +134,7 @@ UNKNOWN: dict[str, tuple[Any, str]] = {
 
 
 @pytest.mark.parametrize("case", UNKNOWN)
-@pytest.mark.parametrize("load", [load_model, check_weights, lambda d: engine.load_model(d, None)])
+@pytest.mark.parametrize("load", [load_model, check_weights, lambda d: engine.load_model(d, None, context_length=64)])
 def test_what_is_not_known_is_refused_with_the_remedy(copy: Path, case: str, load: Callable[[Path], object]) -> None:
     said, message = UNKNOWN[case]
     _say(copy, said)
