@@ -58,6 +58,21 @@ async def test_v0_of_0_1_compares_the_members_of_a_group(server: Any, pins: dict
     assert [rollout.reward for rollout in rollouts] == [0.0, 1.0]
 
 
+async def test_v0_of_0_1_turns_no_reward_that_goes_wrong_into_0(server: Any, pins: dict[str, str]) -> None:
+    kinds = ["raises", "none", "calls", "adds", "swaps", "rank", "turn_last", "fine"]
+    answer, args = await opened(server, "odd-rewards", pins["0.1"], kinds=kinds)
+    assert answer.state == env_service_pb2.ENV_STATE_READY and answer.requires_group, answer
+    played = await server.play(*(server.request("odd-rewards", 4 * at, args=args, size=2) for at in range(len(kinds))))
+    found = dict(zip(kinds, zip(played[::2], played[1::2], strict=True), strict=True))
+    for kind in kinds[:5]:
+        assert {rollout.error.type for rollout in found[kind]} == {"RewardError"}, kind
+    assert [rollout.reward for rollout in found["rank"]] == [0.0, 1.0]
+    assert not any(rollout.has_turn_rewards for rollout in found["rank"])
+    turns = [[turn.reward for sample in rollout.samples for turn in sample.turns] for rollout in found["turn_last"]]
+    assert turns == [[0.0, 0.5]] * 2
+    assert found["fine"][0].metrics["depth"] == 1.5
+
+
 async def test_v1_of_0_4_plays_with_exact_tokens_and_spans(server: Any, pins: dict[str, str]) -> None:
     answer, args = await opened(server, "rev-text-v1", pins["0.4"], num_examples=8)
     assert answer.state == env_service_pb2.ENV_STATE_READY and answer.api == "v1", answer

@@ -127,6 +127,22 @@ def test_unreadable_spans_are_no_spans(raw: Any) -> None:
     assert parse_spans(raw) == ()
 
 
+@pytest.mark.parametrize(
+    ("given", "kept"),
+    [
+        ([None, None], []),
+        ([0.0, 0.0], [0.0, 0.0]),
+        ([0.0, None], [0.0, 0.0]),
+        ([None, 2.0], [0.0, 2.0]),
+    ],
+)
+def test_a_turn_that_earned_0_has_a_reward(given: list[float | None], kept: list[float]) -> None:
+    first, second = given
+    turns = [replace(turn([1], [2]), reward=first), replace(turn([1, 2, 3], [4]), reward=second)]
+    [sample] = merge_turns(turns, requires_spans=True)
+    assert [each.reward for each in sample.turns] == kept
+
+
 def test_readable_spans() -> None:
     assert parse_spans([{"lineage": 0, "version": 7, "start": 0, "end": 2}]) == (span(0, 2, 7),)
 
@@ -204,6 +220,27 @@ def test_v1_branches_train_shared_tokens_once() -> None:
     assert second.loss_mask.tolist() == [0, 0, 0, 0, 0, 0, 1]
     assert second.inference_logprobs.tolist() == [0, 0, 0, 0, 0, 0, -1]
     assert second.policy_spans == (span(6, 7, 3),)
+
+
+def test_v1_branches_that_are_not_trainable_leave_what_they_share_to_the_next() -> None:
+    """verifiers 0.4 marks attempts at a compaction that the harness gave up; they may have sampled the same tokens."""
+    user, shared = node([1, 2], 0), node([3, 4, 5], 2)
+    branches = [
+        SimpleNamespace(nodes=[user, shared, node([6], 0), node([7], 1)], trainable=False),
+        SimpleNamespace(nodes=[user, shared, node([8], 0), node([7], 1)], trainable=True),
+    ]
+    notes = [
+        Call(completion_ids=(4, 5), spans=(span(0, 2, 1),)),
+        Call(completion_ids=(7,), spans=(span(0, 1, 2),)),
+        Call(completion_ids=(7,), spans=(span(0, 1, 3),)),
+    ]
+    [only] = branch_samples(branches, Spans(notes), requires_spans=True)
+    assert only.token_ids.tolist() == [1, 2, 3, 4, 5, 8, 7]
+    assert only.loss_mask.tolist() == [0, 0, 0, 1, 1, 0, 1]
+    assert only.policy_spans == (span(3, 5, 1), span(6, 7, 3))
+    branches[1].trainable = False
+    with pytest.raises(MissingTokensError, match="no trainable branch"):
+        branch_samples(branches, Spans([]), requires_spans=False)
 
 
 def test_v1_trace_without_tokens() -> None:

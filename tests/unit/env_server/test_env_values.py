@@ -2,18 +2,18 @@
 
 import asyncio
 import json
+import math
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from millrace.env_server import settings as own_settings
 from millrace.env_server.adapters import adapter
 from millrace.env_server.adapters.outcome import Outcome, bounded_json, checked, failed, finite_metrics, make_rollout
-from millrace.env_server.adapters.rewards_v0 import recorded_reward_errors, watch_rubric
 from millrace.env_server.adapters.tasks import build_task_table, canonical_json, no_tasks
 from millrace.env_server.groups import GroupKey, Groups, PlayingGroup
 from millrace.env_server.isolation.confinement import Confinement, Isolation
@@ -26,7 +26,7 @@ from millrace.env_server.workers.frames import encode_frame, read_frame
 from millrace.errors import CorruptObjectError, FencedError, InvalidSpecError, NotFoundError
 from millrace.internal.v1 import env_worker_pb2, rollout_pb2
 from millrace.rollouts.requests import EnvSpec, PlayRequest
-from millrace.rollouts.types import Purpose, RolloutStatus
+from millrace.rollouts.types import Purpose, RolloutStatus, Sample, Trace, TurnReward
 from millrace.rollouts.wire import rollout_to_proto
 
 
@@ -74,6 +74,25 @@ def test_failed_outcome_keeps_the_conversation_and_drops_what_could_be_trained()
 def test_reward_must_be_finite(reward: float) -> None:
     outcome = checked(Outcome(status=RolloutStatus.OK, reward=reward))
     assert (outcome.status, outcome.error_type) == (RolloutStatus.ENV_ERROR, "NonFiniteReward")
+
+
+@pytest.mark.parametrize("value", [1e39, -1.5e308, float("nan")])
+@pytest.mark.parametrize("where", ["reward", "turn 2", "agent 'solver'"])
+def test_a_reward_is_of_a_size_that_can_be_trained_on_wherever_it_stands(value: float, where: str) -> None:
+    turns = (TurnReward(end=1, reward=0.0), TurnReward(end=2, reward=value if where == "turn 2" else 0.0))
+    sample = Sample(
+        token_ids=np.zeros(2, np.int32),
+        loss_mask=np.ones(2, np.uint8),
+        inference_logprobs=np.zeros(2, np.float32),
+        turns=turns,
+    )
+    agent = Trace(agent="solver", reward=value if where.startswith("agent") else 0.0, num_samples=1)
+    reward = value if where == "reward" else 0.0
+    good = Outcome(status=RolloutStatus.OK, samples=[sample], reward=reward, metrics={"share": value}, traces=[agent])
+    found = checked(good)
+    assert found.status is RolloutStatus.ENV_ERROR and not found.samples
+    assert where in found.error_message and f"is {value} (share = {value})" in found.error_message
+    assert found.error_type == ("RewardTooLarge" if math.isfinite(value) else "NonFiniteReward")
 
 
 def test_finite_metrics() -> None:
@@ -186,32 +205,6 @@ def test_unknown_module_says_how_it_was_looked_up() -> None:
 def test_args_must_be_an_object(text: str) -> None:
     with pytest.raises(InvalidSpecError, match="must be a JSON object"):
         adapter.parse_args(EnvSpec(id="e", args_json=text))
-
-
-# Reward functions.
-
-
-async def test_reward_errors_are_recorded_and_signatures_kept() -> None:
-    import inspect
-
-    def bad(completion: str, answer: str) -> float:
-        raise ValueError("oops")
-
-    async def good(completions: list[str]) -> list[float]:
-        return [1.0]
-
-    inner = SimpleNamespace(funcs=[good], _is_group_func=lambda func: True)
-    rubric = SimpleNamespace(funcs=[bad], rubrics=[inner], _is_group_func=lambda func: False)
-    assert watch_rubric(rubric) == 2 and watch_rubric(rubric) == 0
-    assert list(inspect.signature(rubric.funcs[0]).parameters) == ["completion", "answer"]
-    assert rubric.funcs[0].__name__ == "bad" and inspect.signature(inner.funcs[0]).return_annotation == list[float]
-    with recorded_reward_errors() as errors:
-        assert await inner.funcs[0](completions=["x"]) == [1.0]
-        assert errors == []
-        with pytest.raises(ValueError, match="oops"):
-            await asyncio.create_task(rubric.funcs[0]("x", answer="y"))
-    assert [error.message for error in errors] == ["reward function 'bad' raised ValueError: oops"]
-    assert errors[0].frames.endswith('in bad: raise ValueError("oops")')
 
 
 # Settings, imports.

@@ -16,9 +16,9 @@ import aiohttp
 import orjson
 import verifiers as vf
 
-from millrace.env_server.adapters import judges
 from millrace.env_server.adapters.own_sampling import completed, merged, sent_of
 from millrace.env_server.adapters.samples import engine_spans
+from millrace.env_server.adapters.scoring import judges
 from millrace.env_server.adapters.span_log import MAX_ROLLOUTS, SPANS
 from millrace.env_server.asked_together import AskedTogether, Reply
 from millrace.env_server.engine_access import engine_access

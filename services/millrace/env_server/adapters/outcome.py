@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from millrace.rollouts.requests import PlayRequest
+from millrace.rollouts.rewards import MAX_REWARD
 from millrace.rollouts.types import (
     MAX_ERROR_FRAMES_CHARS,
     MAX_ERROR_MESSAGE_CHARS,
@@ -80,28 +81,45 @@ def failed_like(error: Outcome, *, of: Outcome) -> Outcome:
     )
 
 
+class NotANumberError(TypeError):
+    """What an environment says is no number."""
+
+
+def number_of(value: Any) -> float:
+    """What an environment says as a number: of Python, numpy or torch. Raises NotANumberError; texts are none."""
+    kind = type(value)
+    if isinstance(value, str | bytes) or not (hasattr(kind, "__float__") or hasattr(kind, "__index__")):
+        raise NotANumberError(f"{value!r:.100}, which is no number")
+    try:
+        return float(value)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise NotANumberError(f"{value!r:.100}, which is no number") from error
+
+
 def checked(outcome: Outcome) -> Outcome:
-    """Refuse an OK outcome whose reward is not a finite number: it would poison every advantage of its group."""
-    if outcome.status is RolloutStatus.OK and not math.isfinite(outcome.reward):
-        parts = [f"{name} = {value}" for name, value in outcome.metrics.items() if _is_not_finite(value)]
-        which = f" ({', '.join(parts)})" if parts else ""
-        message = f"the reward is {outcome.reward}{which}, not a finite number; fix the environment's reward function"
-        return failed(RolloutStatus.ENV_ERROR, "NonFiniteReward", message, of=outcome)
-    return outcome
-
-
-def checked_turns(outcome: Outcome) -> Outcome:
-    """Refuse an OK outcome in which the reward of a turn is not a finite number."""
+    """Refuse an OK outcome with a reward that cannot be trained on: it would poison every advantage of its group."""
+    if outcome.status is not RolloutStatus.OK:
+        return outcome
     turns = [turn.reward for sample in outcome.samples for turn in sample.turns]
-    for number, reward in enumerate(turns, start=1):
-        if not math.isfinite(reward):
-            message = f"the reward of turn {number} is {reward}, not a finite number; fix what the environment adds"
-            return failed(RolloutStatus.ENV_ERROR, "NonFiniteReward", message, of=outcome)
+    said = [
+        ("the reward", outcome.reward),
+        *((f"the reward of agent {trace.agent!r}", trace.reward) for trace in outcome.traces),
+        *((f"the reward of turn {number}", reward) for number, reward in enumerate(turns, start=1)),
+    ]
+    for what, value in said:
+        if abs(value) <= MAX_REWARD:
+            continue
+        parts = [f"{name} = {part}" for name, part in outcome.metrics.items() if _is_unusable(part)]
+        which = f" ({', '.join(parts)})" if parts else ""
+        kind = "NonFiniteReward" if not math.isfinite(value) else "RewardTooLarge"
+        problem = f"beyond ±{MAX_REWARD:g}" if math.isfinite(value) else "not a finite number"
+        message = f"{what} is {value}{which}, {problem}; fix the environment's reward function"
+        return failed(RolloutStatus.ENV_ERROR, kind, message, of=outcome)
     return outcome
 
 
-def _is_not_finite(value: Any) -> bool:
-    return isinstance(value, float) and not math.isfinite(value)
+def _is_unusable(value: Any) -> bool:
+    return isinstance(value, float) and not abs(value) <= MAX_REWARD
 
 
 def bounded_json(messages: Sequence[Mapping[str, Any]], *, limit_bytes: int = MAX_MESSAGES_JSON_BYTES) -> str:

@@ -117,7 +117,7 @@ def merge_turns(turns: Sequence[Turn], *, requires_spans: bool) -> tuple[Sample,
     """Merge the turns of one rollout, in order, into its samples. Raises MissingTokensError."""
     if not turns:
         raise MissingTokensError("the rollout made no model call")
-    has_rewards = any(turn.reward for turn in turns)
+    has_rewards = any(turn.reward is not None for turn in turns)
     builders: list[_SampleBuilder] = []
     for index, turn in enumerate(turns):
         check_turn(turn, index=index, requires_spans=requires_spans)
@@ -125,7 +125,8 @@ def merge_turns(turns: Sequence[Turn], *, requires_spans: bool) -> tuple[Sample,
             builders.append(_SampleBuilder())
         builders[-1].add(turn)
         if has_rewards:
-            builders[-1].turns.append(TurnReward(end=len(builders[-1].token_ids), reward=turn.reward or 0.0))
+            earned = 0.0 if turn.reward is None else turn.reward
+            builders[-1].turns.append(TurnReward(end=len(builders[-1].token_ids), reward=earned))
     return tuple(builder.build() for builder in builders)
 
 

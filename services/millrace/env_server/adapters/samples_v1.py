@@ -8,14 +8,14 @@ import numpy as np
 
 from millrace.env_server.adapters.own_sampling import AskedSampling
 from millrace.env_server.adapters.samples import MissingTokensError, OwnRanges, Turn, check_turn
-from millrace.env_server.adapters.span_log import Spans
+from millrace.env_server.adapters.span_log import Call, Spans
 from millrace.rollouts.types import PolicySpan, Sample
 
 
 def branch_samples(
     branches: Sequence[Any], spans: Spans, *, requires_spans: bool, asked: AskedSampling | None = None
 ) -> tuple[Sample, ...]:
-    """One sample per branch; tokens that branches share are trained once, in the first.
+    """One sample per trainable branch; tokens that they share are trained once, in the first of them.
 
     Raises MissingTokensError, and OwnSamplingError where calls are held against what was `asked`.
     """
@@ -23,8 +23,10 @@ def branch_samples(
         raise MissingTokensError("the rollout made no model call")
     trained: set[int] = set()
     samples: list[Sample] = []
-    num_calls = 0
+    noted = _noted(branches, spans)
     for branch in branches:
+        if not getattr(branch, "trainable", True):  # releases before 0.4 train all
+            continue
         token_ids: list[int] = []
         mask: list[int] = []
         logprobs: list[float] = []
@@ -34,12 +36,11 @@ def branch_samples(
             num_sampled = sum(node.mask)
             is_new = bool(node.sampled) and id(node) not in trained
             if is_new:
+                turn = _turn(node, noted[id(node)], call=len(trained), requires_spans=requires_spans, asked=asked)
                 trained.add(id(node))
                 start = len(token_ids) + len(node.mask) - num_sampled
-                turn = _turn(node, spans, call=num_calls, requires_spans=requires_spans, asked=asked)
                 policy_spans += [replace(span, start=start + span.start, end=start + span.end) for span in turn.spans]
                 own.add(start, start + num_sampled, turn.own_way)
-                num_calls += 1
             token_ids += node.token_ids
             num_prompt = len(node.token_ids) - (num_sampled if is_new else 0)
             mask += [0] * num_prompt + [1] * (len(node.token_ids) - num_prompt)
@@ -55,21 +56,28 @@ def branch_samples(
                 )
             )
     if not samples:
-        raise MissingTokensError("no branch of the rollout has sampled tokens")
+        raise MissingTokensError("no trainable branch of the rollout has sampled tokens")
     return tuple(samples)
 
 
-def _turn(node: Any, spans: Spans, *, call: int, requires_spans: bool, asked: AskedSampling | None) -> Turn:
+def _noted(branches: Sequence[Any], spans: Spans) -> dict[int, Call]:
+    """By sampled node, what was noted of its call; those of branches that are not trained use their notes up."""
+    noted: dict[int, Call] = {}
+    for node in (node for branch in branches for node in branch.nodes if node.sampled):
+        if id(node) not in noted:
+            noted[id(node)] = spans.find(node.token_ids[len(node.mask) - sum(node.mask) :])
+    return noted
+
+
+def _turn(node: Any, found: Call, *, call: int, requires_spans: bool, asked: AskedSampling | None) -> Turn:
     """The model call of a sampled node, whose sampled tokens are its last ones, checked."""
     num_sampled = sum(node.mask)
     if not num_sampled or not all(node.mask[-num_sampled:]):
         raise MissingTokensError(f"model call {call}: the trace has no token ids; the engine must return `token_ids`")
-    completion_ids = node.token_ids[-num_sampled:]
-    found = spans.find(completion_ids)
     turn = Turn(
         # The prompt is in the nodes before; here only its presence is checked.
         prompt_ids=[0],
-        completion_ids=completion_ids,
+        completion_ids=node.token_ids[-num_sampled:],
         logprobs=node.logprobs or (),
         spans=found.spans,
         own_way=None if asked is None else asked.own_way(found.sent),

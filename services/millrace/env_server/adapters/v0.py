@@ -17,10 +17,8 @@ Endpoints that are not ours are asked to chat, whatever the environment says: ma
 
 import asyncio
 import functools
-import logging
-import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -30,15 +28,16 @@ import aiohttp
 import verifiers as vf
 from pydantic import BaseModel
 
-from millrace.env_server.adapters import judges
 from millrace.env_server.adapters.client_v0 import LeanClient, LeanCompletionsClient
 from millrace.env_server.adapters.env_args import NO_RENDERER, RENDERER
+from millrace.env_server.adapters.env_groups_v0 import completes_text, member_of, members_of, of_every_child
 from millrace.env_server.adapters.failures import frames_of, is_engine_fault
-from millrace.env_server.adapters.outcome import Outcome, checked, checked_turns, failed, failed_like
+from millrace.env_server.adapters.outcome import NotANumberError, Outcome, checked, failed, failed_like, number_of
 from millrace.env_server.adapters.overhead_v0 import EnvExecutor
 from millrace.env_server.adapters.own_sampling import AskedSampling, OwnSamplingError
-from millrace.env_server.adapters.rewards_v0 import RewardFailure, recorded_reward_errors, watch_rubric
 from millrace.env_server.adapters.samples import MissingTokensError, Turn, merge_turns
+from millrace.env_server.adapters.scoring import judges
+from millrace.env_server.adapters.scoring.rubrics_v0 import SCORED, Scored, watch_rubrics
 from millrace.env_server.adapters.span_log import SPANS, Spans
 from millrace.env_server.adapters.tasks import TaskTable, build_task_table, no_tasks
 from millrace.env_server.adapters.text_only import not_text_error, other_part, refusal, refuse_other_parts
@@ -51,14 +50,11 @@ from millrace.errors import InvalidSpecError, Violation
 from millrace.rollouts.requests import EnvSpec, LoadedEnv, PlayRequest, Sampling
 from millrace.rollouts.types import RolloutStatus
 
-logger = logging.getLogger(__name__)
-
 _MODEL_ERRORS = frozenset({"ModelError", "InvalidModelResponseError", "EmptyModelResponseError", "EngineAuthError"})
 # Engines inside the deployment take no key; the SDK of the renderer client insists on one.
 _API_KEY_VARIABLE = "MILLRACE_ENGINE_API_KEY"
 # The library hops to threads per turn; two cores' default of six threads would queue them.
 _ENV_THREADS = 32
-_COMPLETION = "completion"  # `message_type` of environments
 _ROWS_KEPT = 1024  # a group's members play the same task, and finding a row takes the dataset 0.2 ms
 RETRIES_METRIC = "endpoint_retries"
 """Metric of rollouts of external endpoints: tries of model calls that were in vain."""
@@ -75,15 +71,15 @@ class V0Adapter:
     def __init__(self, env: vf.Environment, *, renderer: str) -> None:
         self._env = env
         self._renderer = renderer
-        self._completes_text = _completes_text(env, renderer="" if renderer == NO_RENDERER else renderer)
+        self._completes_text = completes_text(env, renderer="" if renderer == NO_RENDERER else renderer)
         self._session: aiohttp.ClientSession | None = None
         self._clients: dict[tuple[str, bool, str, str], Client] = {}
-        num_watched = watch_rubric(env.rubric)
+        watch_rubrics(vf.Rubric)
         remember_lookups()
-        logger.info("reward functions watched", extra={"count": num_watched})
         self.train = _table(env, is_eval=False)
         self.eval = _table(env, is_eval=True)
-        self.requires_group = bool(env.requires_group_rollouts)
+        # A group of environments does not say so itself.
+        self.requires_group = any(member.requires_group_rollouts for member in members_of(env))
         self.loaded = LoadedEnv(api="v0", requires_group=self.requires_group, train=self.train, eval=self.eval)
 
     @classmethod
@@ -119,8 +115,9 @@ class V0Adapter:
         row: Any = (self.train if request.has_train_task else self.eval).row(request.task_index)
         client = self._client(request, tokenizer_dir)
         args = sampling_args(request.sampling, is_external=request.is_external)
-        with recorded_reward_errors() as reward_errors:
-            if self.requires_group:
+        compares = bool(member_of(self._env, row).requires_group_rollouts)
+        with SCORED.playing() as of_play:
+            if compares:
                 rows: list[Any] = [dict(row) for _ in request.members]
                 outputs = await self._env.run_group(
                     rows, client, request.model, args, max_retries=0, state_columns=_STATE_COLUMNS
@@ -133,11 +130,11 @@ class V0Adapter:
                     )
                     outputs.append(output)
         if request.is_external:
-            outcomes = [_external_outcome(output, reward_errors, client) for output in outputs]
+            outcomes = [_external_outcome(output, of_play, client) for output in outputs]
         else:
             asked = AskedSampling.of(request)
-            outcomes = [_outcome(output, reward_errors, asked) for output in outputs]
-        return fail_together(outcomes) if self.requires_group else outcomes
+            outcomes = [_outcome(output, of_play, asked) for output in outputs]
+        return fail_together(outcomes) if compares else outcomes
 
     def _client(self, request: PlayRequest, tokenizer_dir: str) -> Client:
         renderer = "" if request.is_external else self._choose_renderer(tokenizer_dir)
@@ -170,33 +167,6 @@ class V0Adapter:
 
         chosen = choose_renderer(Path(tokenizer_dir))
         return "" if chosen == DEFAULT else chosen
-
-
-def _completes_text(env: vf.Environment, *, renderer: str) -> bool:
-    """Whether the policy completes texts there. InvalidSpecError for what could not be played."""
-    members = list(_members(env))
-    num_completing = sum(getattr(each, "message_type", "chat") == _COMPLETION for each in members)
-    if not num_completing:
-        return False
-    if num_completing < len(members):
-        message = "some environments of the group chat and some have a text completed; make two groups"
-        raise InvalidSpecError([Violation(field="env.message_type", value=_COMPLETION, message=message)])
-    if any(each.tool_defs for each in members):
-        message = "a text that is completed has no tools; leave out the tools, or let the environment chat"
-        raise InvalidSpecError([Violation(field="env.message_type", value=_COMPLETION, message=message)])
-    if renderer:
-        message = "only chats are rendered, and this environment has a text completed; leave the key out"
-        raise InvalidSpecError([Violation(field=f"args.{RENDERER}", value=renderer, message=message)])
-    return True
-
-
-def _members(env: vf.Environment) -> Iterator[vf.Environment]:
-    """The environments that play: those of a group, or the one that there is."""
-    if not isinstance(env, vf.EnvGroup):
-        yield env
-        return
-    for member in env.envs:
-        yield from _members(member)
 
 
 def sampling_args(sampling: Sampling, *, is_external: bool = False) -> dict[str, Any]:
@@ -276,19 +246,21 @@ def _table(env: vf.Environment, *, is_eval: bool) -> TaskTable:
     if dataset is None:
         return no_tasks()
 
+    order = of_every_child(env, dataset) if is_eval and isinstance(env, vf.EnvGroup) else range(len(dataset))
+
     def row(index: int) -> dict[str, Any]:
-        return dict(dataset[index])
+        return dict(dataset[order[index]])
 
     # The library copies a row before a rollout may change it.
     return build_task_table(len(dataset), row=functools.lru_cache(_ROWS_KEPT)(row), content=row)
 
 
-def _outcome(output: Mapping[str, Any], reward_errors: Sequence[RewardFailure], asked: AskedSampling) -> Outcome:
+def _outcome(output: Mapping[str, Any], of_play: Scored, asked: AskedSampling) -> Outcome:
     """The usable-for-training rule: an error, a timeout, a reward that raised or a missing token is a failure.
 
     So is a turn that was sampled in a way which the trainer cannot compute.
     """
-    played = _judged(output, reward_errors)
+    played = _judged(output, of_play)
     spans = SPANS.take(str(output.get("trajectory_id") or ""))
     played = replace(played, sent_instead=asked.instead(call.sent for call in spans.calls))
     try:
@@ -301,12 +273,14 @@ def _outcome(output: Mapping[str, Any], reward_errors: Sequence[RewardFailure], 
         return failed(RolloutStatus.ENV_ERROR, error.error_type, str(error), of=played)
     except MissingTokensError as error:
         return failed(RolloutStatus.MISSING_TOKENS, error.error_type, str(error), of=played)
-    return checked_turns(checked(replace(played, samples=samples)))
+    except NotANumberError as error:
+        return failed(RolloutStatus.ENV_ERROR, "RewardError", str(error), of=played)
+    return checked(replace(played, samples=samples))
 
 
-def _external_outcome(output: Mapping[str, Any], reward_errors: Sequence[RewardFailure], client: Client) -> Outcome:
+def _external_outcome(output: Mapping[str, Any], of_play: Scored, client: Client) -> Outcome:
     """The same without tokens, which nobody asked the endpoint for; repeated tries are a metric of the rollout."""
-    played = _judged(output, reward_errors)
+    played = _judged(output, of_play)
     steps = output.get("trajectory") or []
     if isinstance(client, LeanClient) and steps:
         num_retries = client.retries.take(str(steps[0].get("trajectory_id") or ""))
@@ -316,13 +290,13 @@ def _external_outcome(output: Mapping[str, Any], reward_errors: Sequence[RewardF
     return checked(played)
 
 
-def _judged(output: Mapping[str, Any], reward_errors: Sequence[RewardFailure]) -> Outcome:
+def _judged(output: Mapping[str, Any], of_play: Scored) -> Outcome:
     """How the rollout ended, without its tokens."""
     steps = output.get("trajectory") or []
+    scored = SCORED.take(str(output.get("trajectory_id") or ""))
     played = Outcome(
         status=RolloutStatus.OK,
-        reward=float(output.get("reward") or 0.0),
-        metrics=output.get("metrics") or {},
+        metrics=scored.metrics_with(output.get("metrics") or {}),
         stop_condition=str(output.get("stop_condition") or ""),
         is_truncated=bool(output.get("is_truncated")),
         num_turns=len(steps),
@@ -333,14 +307,18 @@ def _judged(output: Mapping[str, Any], reward_errors: Sequence[RewardFailure]) -
         return _error_outcome(error, played)
     if output.get("timed_out") or played.stop_condition == "timeout_reached":
         return failed(RolloutStatus.TIMEOUT, "EnvironmentTimeout", "the environment's own deadline passed", of=played)
-    if reward_errors:
-        message = "; ".join(dict.fromkeys(error.message for error in reward_errors))
-        first = reward_errors[0]
+    if failures := [*scored.failures, *of_play.failures]:
+        message = "; ".join(dict.fromkeys(failure.message for failure in failures))
+        first = failures[0]
         return failed(RolloutStatus.ENV_ERROR, first.type, message, of=played, frames=first.frames)
     if not steps and played.stop_condition == "prompt_too_long":
         message = "the prompt does not fit the model's context; raise the engine's max_model_len or shorten the task"
         return failed(RolloutStatus.PROMPT_TOO_LONG, "PromptTooLong", message, of=played)
-    return played
+    try:
+        return replace(played, reward=number_of(output.get("reward")))
+    except NotANumberError as error:
+        message = f"the rollout's reward is {error}; let the environment's rubric set `state['reward']`"
+        return failed(RolloutStatus.ENV_ERROR, "RewardError", message, of=played)
 
 
 def _error_outcome(error: BaseException, played: Outcome) -> Outcome:
@@ -378,17 +356,20 @@ def _turns(steps: Sequence[Mapping[str, Any]], spans: Spans, asked: AskedSamplin
                 logprobs=tokens["completion_logprobs"],
                 spans=call.spans,
                 own_way=asked.own_way(call.sent),
-                reward=_step_reward(step.get("reward")),
+                reward=_step_reward(step.get("reward"), number=index + 1),
             )
         )
     return turns
 
 
-def _step_reward(value: Any) -> float | None:
-    """The reward of a step, if it has one; what is no number is none that training could use either."""
+def _step_reward(value: Any, *, number: int) -> float | None:
+    """The reward of a step, if it has one. Raises NotANumberError."""
     if value is None:
         return None
-    return float(value) if isinstance(value, int | float) else math.nan
+    try:
+        return number_of(value)
+    except NotANumberError as error:
+        raise NotANumberError(f"the reward of turn {number} is {error}; fix what the environment adds") from error
 
 
 def _messages(value: Any) -> list[Mapping[str, Any]]:

@@ -19,7 +19,7 @@ import verifiers.v1 as vf
 from verifiers.v1.clients.train import TrainClient
 from verifiers.v1.configs.agent import AgentConfig
 
-from millrace.env_server.adapters import harness_v1, judges
+from millrace.env_server.adapters import harness_v1
 from millrace.env_server.adapters.env_args import RENDERER, V1_ENV, V1_EVAL_ARGS, V1_NUM_TASKS
 from millrace.env_server.adapters.failures import frames_of, our_spelling, trace_text
 from millrace.env_server.adapters.outcome import Outcome, checked, failed, failed_like
@@ -35,6 +35,7 @@ from millrace.env_server.adapters.renderer import (
 from millrace.env_server.adapters.runtimes_v1 import check_runtimes, tool_servers
 from millrace.env_server.adapters.samples import MissingTokensError
 from millrace.env_server.adapters.samples_v1 import branch_samples
+from millrace.env_server.adapters.scoring import judges
 from millrace.env_server.adapters.span_log import SPANS
 from millrace.env_server.adapters.tasks import TaskTable, build_task_table, no_tasks
 from millrace.env_server.adapters.text_only import not_text_error, other_part, refusal, refuse_other_parts

@@ -1,0 +1,260 @@
+"""Watches how a v0 rubric scores, so that nothing that it swallows or adds is taken for the author's.
+
+* A `verifiers` v0 rubric swallows what a reward function raises, logs one line and scores 0.0, which would train the
+  policy away from whatever made the function fail; it does the same of a result that is no number, such as the None of
+  a forgotten `return`. All rubrics call their functions through two methods of the class `Rubric`. Both are replaced
+  there, so it does not matter where a rubric comes from, who calls it, and when its functions were added.
+* Scoring a group writes the whole reward into each turn that has none. It is taken out again: a turn has the reward
+  that the environment gave it.
+"""
+
+import contextlib
+import contextvars
+import functools
+import inspect
+import logging
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from millrace.env_server.adapters.failures import frames_of
+from millrace.env_server.adapters.outcome import number_of
+from millrace.env_server.adapters.scoring import judges
+
+WARNINGS_METRIC = "rubric_warnings"
+"""Metric of a rollout: warnings that the library's rubrics logged of it, such as a verification that timed out."""
+_LOGGERS = ("verifiers.rubrics", "verifiers.legacy.rubrics")
+_CALLS = {"_call_individual_reward_func": False, "_call_group_reward_func": True}
+"""The library's calls of reward functions, and whether they get a whole group."""
+_MAX_ROLLOUTS = 8192  # as many as `span_log` remembers, for the same reason
+_MAX_WRAPPED = 1024
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RewardFailure:
+    """What one reward function raised."""
+
+    message: str
+    frames: str
+    type: str = "RewardError"
+
+
+@dataclass(slots=True, kw_only=True)
+class Scored:
+    """What rubrics did with one rollout, beside its reward."""
+
+    failures: list[RewardFailure] = field(default_factory=list[RewardFailure])
+    metrics: dict[str, Mapping[str, Any]] = field(default_factory=dict[str, Mapping[str, Any]])
+    """By function of weight 0, the metrics that it returned in the place of a number."""
+    num_warnings: int = 0
+
+    def metrics_with(self, known: Mapping[str, Any]) -> dict[str, Any]:
+        """The library's metrics with those that functions returned as mappings, each under its own key."""
+        found = {name: value for name, value in known.items() if name not in self.metrics}
+        if self.num_warnings:
+            found[WARNINGS_METRIC] = self.num_warnings
+        for own in self.metrics.values():
+            found |= {str(name): value for name, value in own.items()}
+        return found
+
+
+class ScoredLog:
+    """What was scored in this process, by `trajectory_id`; a state without one is of the play that scores it."""
+
+    def __init__(self) -> None:
+        self._notes: OrderedDict[str, Scored] = OrderedDict()
+        self._play: contextvars.ContextVar[Scored | None] = contextvars.ContextVar("millrace_scored", default=None)
+
+    def of(self, state: Any) -> Scored:
+        """Where what is said of a rollout is noted."""
+        key = state.get("trajectory_id") if isinstance(state, Mapping) else None
+        if not key:
+            return self._play.get() or Scored()
+        found = self._notes.setdefault(str(key), Scored())
+        while len(self._notes) > _MAX_ROLLOUTS:
+            self._notes.popitem(last=False)
+        return found
+
+    def take(self, trajectory_id: str) -> Scored:
+        """The notes of one rollout; they are forgotten here."""
+        return self._notes.pop(trajectory_id, Scored())
+
+    @contextlib.contextmanager
+    def playing(self) -> Iterator[Scored]:
+        """Collect what is noted of states without an id inside the block, in this task and those that it starts."""
+        notes = Scored()
+        token = self._play.set(notes)
+        try:
+            yield notes
+        finally:
+            self._play.reset(token)
+
+
+SCORED = ScoredLog()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Call:
+    """One call of a reward function."""
+
+    scored: Sequence[Scored]
+    """Of each member."""
+    is_of_group: bool
+    is_metric: bool
+    """Whether its result has weight 0."""
+
+    def accepted(self, name: str, result: Any) -> Any:
+        """The result as the library adds it up: a number, or of a group one for each member. Raises TypeError."""
+        if not self.is_of_group:
+            return self._number(name, result, self.scored[0])
+        if not isinstance(result, Iterable) or isinstance(result, Mapping):
+            raise TypeError(f"it returned {result!r:.100}, not a list with a number for each member of the group")
+        scored = iter(self.scored)
+        numbers = [self._number(name, each, next(scored, Scored())) for each in result]
+        if len(numbers) != len(self.scored):
+            raise TypeError(f"it returned {len(numbers)} numbers for the {len(self.scored)} members of the group")
+        return numbers
+
+    def _number(self, name: str, value: Any, scored: Scored) -> float:
+        if self.is_metric and isinstance(value, Mapping):
+            scored.metrics[name] = value
+            return 0.0
+        try:
+            return number_of(value)
+        except TypeError as error:
+            raise TypeError(f"it returned {error}") from error
+
+
+_call: contextvars.ContextVar[_Call | None] = contextvars.ContextVar("millrace_reward_call", default=None)
+
+
+class _Turns:
+    """Which turns of a group have no reward of the environment's own."""
+
+    def __init__(self, states: Sequence[Any]) -> None:
+        self._states = states
+        self.look()
+
+    def look(self) -> None:
+        """Find them, after code of the environment has run."""
+        steps = [step for state in self._states for step in state.get("trajectory") or ()]
+        self._silent = [step for step in steps if isinstance(step, MutableMapping) and step.get("reward") is None]
+
+    def restore(self) -> None:
+        """Take out what the library wrote there since."""
+        for step in self._silent:
+            step["reward"] = None
+
+
+_turns: contextvars.ContextVar[_Turns | None] = contextvars.ContextVar("millrace_silent_turns", default=None)
+
+
+def watch_rubrics(rubric_class: Any) -> None:
+    """Watch the library's class `Rubric` and what is derived from it, now or later, in this process."""
+    if "_millrace_watched" in vars(rubric_class):
+        return
+    rubric_class._millrace_watched = True
+
+    def init_subclass(cls: type, **options: Any) -> None:
+        super(rubric_class, cls).__init_subclass__(**options)
+        _watch_calls(cls)
+
+    rubric_class.__init_subclass__ = classmethod(init_subclass)
+    for each in _family(rubric_class):
+        _watch_calls(each)
+    rubric_class.score_group = _without_rewards_of_turns(rubric_class.score_group)
+    for name in _LOGGERS:
+        logging.getLogger(name).addHandler(_WarningCounter(logging.WARNING))
+
+
+def _family(kind: type) -> Iterator[type]:
+    yield kind
+    for derived in kind.__subclasses__():
+        yield from _family(derived)
+
+
+def _watch_calls(kind: type) -> None:
+    for name, is_of_group in _CALLS.items():
+        if name in vars(kind):
+            setattr(kind, name, _watching(vars(kind)[name], is_of_group=is_of_group))
+
+
+def _watching(stock: Callable[..., Any], *, is_of_group: bool) -> Callable[..., Any]:
+    @functools.wraps(stock)
+    async def call(rubric: Any, func: Callable[..., Any], state: Any) -> Any:
+        members = state if is_of_group else [state]
+        is_metric = _weight(rubric, func) == 0
+        scored = [SCORED.of(each) for each in members]
+        token = _call.set(_Call(scored=scored, is_of_group=is_of_group, is_metric=is_metric))
+        try:
+            return await stock(rubric, _watched_once(func), state)
+        finally:
+            _call.reset(token)
+            if (turns := _turns.get()) is not None:
+                turns.look()
+
+    return call
+
+
+def _weight(rubric: Any, func: Any) -> float:
+    """What a rubric multiplies a function's result with; 1 if it is none of its own."""
+    return next((weight for each, weight in zip(rubric.funcs, rubric.weights, strict=False) if each is func), 1.0)
+
+
+def _watched_once(func: Any) -> Any:
+    if getattr(func, "_millrace_watched", False):
+        return func
+    try:
+        return _watched(func)
+    except TypeError:  # an object that can be called, and not be kept
+        return _watched.__wrapped__(func)
+
+
+@functools.lru_cache(_MAX_WRAPPED)
+def _watched(func: Callable[..., Any]) -> Callable[..., Any]:
+    # `wraps` sets __wrapped__, so inspect.signature, by which a rubric picks arguments and tells group functions,
+    # still sees the original.
+    @functools.wraps(func)
+    async def watched(*args: Any, **kwargs: Any) -> Any:
+        call, name = _call.get(), getattr(func, "__name__", repr(func))
+        assert call is not None
+        try:
+            with judges.scoring():
+                result = func(*args, **kwargs)
+                score = await result if inspect.isawaitable(result) else result
+            return call.accepted(name, score)
+        except Exception as error:  # foreign reward code: noted for its rollouts, then raised
+            kind = judges.failure_type(error)
+            message = judges.with_remedy(kind, f"reward function {name!r} raised {type(error).__name__}: {error}")
+            failure = RewardFailure(message=message, frames=frames_of(error), type=kind or "RewardError")
+            for each in call.scored:
+                each.failures.append(failure)
+            raise
+
+    watched._millrace_watched = True  # type: ignore[attr-defined]
+    return watched
+
+
+def _without_rewards_of_turns(stock: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(stock)
+    async def score_group(rubric: Any, states: Sequence[Any]) -> Any:
+        turns = _Turns(states)
+        token = _turns.set(turns)
+        try:
+            return await stock(rubric, states)
+        finally:
+            _turns.reset(token)
+            turns.restore()
+
+    return score_group
+
+
+class _WarningCounter(logging.Handler):
+    """Counts what rubrics warn of while they score: some catch what goes wrong, and score 0."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Count it for the rollouts that are being scored."""
+        if (call := _call.get()) is not None:
+            for each in call.scored:
+                each.num_warnings += 1
