@@ -111,6 +111,7 @@ FOREIGN = {
     "_collector_to_names": "of prometheus_client: metrics that have no values yet have labels there only",
     "_init_workspace_and_model_runner": "of vLLM: the part of its GPU worker's start that needs no CUDA",
     "_labelnames": "of prometheus_client: as above",
+    "_call_individual_reward_func": "of verifiers: what environments have of their own there is watched, too",
 }
 """What tests take of others that begins with an underscore."""
 
