@@ -14,6 +14,7 @@ EQUALITY = 1e-12
 """Rewards are equal if they differ by at most this times the largest magnitude among them: some thousand roundings of a
 float64. A difference that means something is larger, also where all rewards have a large part in common."""
 _TOLERANCE = 1e-6
+"""Relative to the threshold, and at least so much: beyond float32's rounding, below every difference that is meant."""
 
 
 def are_equal(rewards: Sequence[float] | np.ndarray) -> bool:

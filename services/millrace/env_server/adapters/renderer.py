@@ -27,9 +27,9 @@ import renderers.client
 from openai import APIStatusError, BadRequestError, OpenAIError
 
 from millrace.decoding import decode_json
-from millrace.env_server.adapters import judges
 from millrace.env_server.adapters.own_sampling import completed, sent_of
 from millrace.env_server.adapters.samples import engine_spans
+from millrace.env_server.adapters.scoring import judges
 from millrace.env_server.adapters.span_log import SPANS
 from millrace.env_server.engine_access import engine_access
 from millrace.env_server.engine_loss import (
