@@ -42,10 +42,10 @@ def trained(kind: str, length: int) -> Any:
 
 @pytest.fixture(scope="module")
 def directories(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Config and tokenizer of each kind."""
+    """A model of each kind, with its tokenizer."""
     directory = tmp_path_factory.mktemp("positions")
     for kind in KINDS:
-        scaled_positions.config_of(kind).save_pretrained(directory / kind)
+        scaled_positions.model_of(kind).save_pretrained(directory / kind)
         tiny.tiny_tokenizer().save_pretrained(directory / kind)
     return directory
 
@@ -141,3 +141,12 @@ async def test_an_engine_of_too_short_a_context_refuses_the_policy(
     with pytest.raises(InvalidStateError, match=f"{needed}, and this engine serves 24") as caught:
         await engine.load(directories / kind, tiny.staged_of(scaled_positions.model_of(kind), proof), identity=V0)
     assert caught.value.reason == "CONTEXT_DIFFERS" and "inference.model.max_model_len" in caught.value.remedy
+
+
+@pytest.mark.parametrize(("kind", "context"), [("longrope", BORDER), ("dynamic", 8 * BORDER)])
+async def test_a_fixed_model_has_the_context_that_vllm_would_give_it(
+    kind: str, context: int, directories: Path, engines: Any
+) -> None:
+    engine = engines()
+    await engine.load(directories / kind, None, identity=V0)
+    assert engine.status().max_model_len == context

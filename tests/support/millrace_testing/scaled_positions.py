@@ -34,11 +34,13 @@ KINDS = ("longrope", "longrope_experts", "dynamic")
 def config_of(kind: str) -> Any:
     """The config of a kind: Phi-3, Phi-3.5-MoE, or Llama."""
     if kind == "dynamic":
-        return LlamaConfig(**_SIZES, max_position_embeddings=BORDER, rope_parameters=_DYNAMIC)
+        llama = {"architectures": ["LlamaForCausalLM"], "max_position_embeddings": BORDER}
+        return LlamaConfig(**_SIZES, **llama, rope_parameters=_DYNAMIC)
     sizes = {**_SIZES, "max_position_embeddings": 256}
     if kind == "longrope_experts":
         return PhimoeConfig(**sizes, num_local_experts=4, rope_parameters=_LONGROPE | _MSCALE)
-    return Phi3Config(**sizes, original_max_position_embeddings=BORDER, rope_parameters=_LONGROPE)
+    phi3 = {"architectures": ["Phi3ForCausalLM"], "original_max_position_embeddings": BORDER}
+    return Phi3Config(**sizes, **phi3, rope_parameters=_LONGROPE)
 
 
 def model_of(kind: str, seed: int = 0) -> Any:

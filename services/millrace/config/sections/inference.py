@@ -36,7 +36,8 @@ class InferenceModelConfig(ConfigSection):
     )
     max_model_len: int | None = option(
         None,
-        "Longest sequence in tokens that the engine serves.",
+        "Longest sequence in tokens that the engine serves. Positions that follow the longest sequence (longrope, "
+        "dynamic) are those of this one, in the engine and in the trainer.",
         facts=Facts(
             default_text="`orchestrator.seq_len`; the model's own in `millrace inference`",
             limit=Limit("at least", "orchestrator.seq_len", "; raise it or leave it out"),

@@ -121,7 +121,12 @@ class SFTDataConfig(DataSourceConfig):
     )
     loss_mask: LossMaskConfig = table(LossMaskConfig, "Messages of which roles are trained on.")
     batch_size: int = option(128, "Samples per optimizer step; with pack_function cat, `seq_len` tokens each.", ge=1)
-    seq_len: int = option(128, "Longest sample in tokens; a longer one is cut.", ge=2)
+    seq_len: int = option(
+        128,
+        "Longest sample in tokens; a longer one is cut. Positions that follow the longest sequence (longrope, dynamic) "
+        "are those of this one.",
+        ge=2,
+    )
     pack_function: Literal["stack", "cat"] = option(
         "stack",
         "stack: a step takes `batch_size` samples. cat: a step takes as many whole samples as fit into `batch_size` "

@@ -395,7 +395,8 @@ class PackConfig(ConfigSection):
         "auto",
         "always: samples are packed into rows as long as the longest of them, or, on a GPU that has a kernel for them, "
         "as the micro-batch. never: every row is one sample, padded to the longest. auto: what costs less for the "
-        "samples of an optimizer step; padded for models that mix the samples of a row.",
+        "samples of an optimizer step; padded for models that mix the samples of a row. Whatever it says, a model that "
+        "mixes those of a micro-batch gets micro-batches of one sample.",
     )
     causal_cost: float = option(2.0, "Cost where a row is one sample.", gt=0)
     masked_cost: float = option(3.2, "Cost where a dense mask keeps the samples of a row apart.", gt=0)

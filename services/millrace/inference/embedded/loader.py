@@ -35,7 +35,7 @@ def load_model(model_dir: Path, tensors: Mapping[str, TensorBytes] | None, *, co
     Positions are those of sequences of at most `context_length` tokens.
     """
     config = load_config(model_dir) if tensors is not None else loading.load_config(model_dir)
-    _require_full_attention(config)
+    _require_full_attention(config, context_length=context_length)
     if tensors is None:
         model = loading.empty_model(model_dir, dtype=loading.stored_dtype(model_dir, config))
         loading.fill_model(model, model_dir, device=torch.device("cpu"))
@@ -54,8 +54,10 @@ def context_length(config: Any, *, most: int | None, probe: Probe | None) -> int
     """
     length = int(getattr(config, "max_position_embeddings", 0) or _DEFAULT_POSITIONS)
     rope = getattr(config, "rope_parameters", None) or {}
-    if "dynamic" in str(rope.get("rope_type")):  # the positions that a model was trained on, which these go beyond
+    if rope.get("rope_type") == "dynamic":  # the positions that a model was trained on, which these go beyond
         length = int(length * rope.get("factor", 1))
+    if rope.get("rope_type") == "longrope" and most is None and probe is None:  # as vLLM has it: short factors
+        most = rope.get("original_max_position_embeddings")
     length = min(length, most or length)
     if probe is not None:
         length = min([length, *probe.contexts[1:]])
@@ -70,11 +72,11 @@ def cache_token_bytes(config: Any, dtype: torch.dtype) -> int:
     return 2 * config.num_hidden_layers * heads * head_dim * dtype.itemsize
 
 
-def _require_full_attention(config: Any) -> None:
+def _require_full_attention(config: Any, *, context_length: int) -> None:
     """Raise InvalidStateError for layers whose masks or states the row cache does not know."""
     layer_types = set(getattr(config, "layer_types", None) or ())
     window = None if layer_types else getattr(config, "sliding_window", None)
-    if layer_types - {"full_attention"} or window:
+    if layer_types - {"full_attention"} or (window and window < context_length):
         raise InvalidStateError(
             f"model type {config.model_type} has layers that are not full attention "
             f"({', '.join(sorted(layer_types)) or f'sliding window of {window}'}); the embedded engine cannot run it",

@@ -21,6 +21,14 @@ _SIZES: dict[str, Any] = {
 }
 _WINDOWS = {"head_dim": 8, "query_pre_attn_scalar": 8, "sliding_window": 4}
 _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
+_LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 1e4,
+    "short_factor": [1.0, 1.0],
+    "long_factor": [4.0, 5.0],
+    "original_max_position_embeddings": 8,
+}
+"""Samples are on both sides of its border, and so are the pieces of rows that ranks share."""
 FAMILIES: dict[str, dict[str, Any]] = {
     "arcee": {},
     "cohere": {},
@@ -52,7 +60,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "olmo2": {},
     "olmo3": {"sliding_window": 4},
     "phi": {},
-    "phi3": {},
+    "phi3": {"original_max_position_embeddings": 8, "rope_parameters": _LONGROPE},
     "qwen2": {},
     "qwen2_moe": {**_EXPERTS, "shared_expert_intermediate_size": 12},
     "qwen3": {"head_dim": 8},
