@@ -97,32 +97,33 @@ def _template_stops(tokenizer: Any) -> tuple[int | None, int | None]:
     asked = {"role": "user", "content": _ASKED}
     said, result = {"role": "assistant", "content": _SAID}, {"role": "tool", "content": _RESULT, "name": _ASKED}
     more = {"role": "user", "content": _ASKED_MORE}
-    answer = _stop(tokenizer, [asked, said], more, inner=(), behind=_SAID, before=_ASKED_MORE)
+    answer = _stop(tokenizer, [asked, said], more, special=special_tokens(tokenizer), behind=_SAID, before=_ASKED_MORE)
+    if answer is None:  # added as plain words: what a template writes last is the end all the same
+        answer = _stop(tokenizer, [asked, said], more, special=_added(tokenizer), behind=_SAID, before=_ASKED_MORE)
+    special = special_tokens(tokenizer) | ({answer} if answer is not None else set())
     result |= {"tool_call_id": _CALL_ID}
     for arguments in ({_ASKED: _ARGUMENT}, json.dumps({_ASKED: _ARGUMENT})):
         call = {"type": "function", "id": _CALL_ID, "function": {"name": _ASKED, "arguments": arguments}}
         turn = {"role": "assistant", "content": "", "tool_calls": [call]}
         twice = _text(tokenizer, [asked, {**turn, "tool_calls": [call, call]}]) or ""
-        inner = _tokens(tokenizer, twice[twice.find(_ARGUMENT) : twice.rfind(_ARGUMENT)])
-        stop = _stop(tokenizer, [asked, turn], result, inner=inner, behind=_ARGUMENT, before=_RESULT)
+        known = special.difference(_tokens(tokenizer, twice[twice.find(_ARGUMENT) : twice.rfind(_ARGUMENT)]))
+        stop = _stop(tokenizer, [asked, turn], result, special=known, behind=_ARGUMENT, before=_RESULT)
         if stop is not None:
             return answer, stop
     return answer, None
 
 
 def _stop(
-    tokenizer: Any, turns: list[dict[str, Any]], following: Any, *, inner: Sequence[int], behind: str, before: str
+    tokenizer: Any, turns: list[dict[str, Any]], following: Any, *, special: set[int], behind: str, before: str
 ) -> int | None:
-    """The special token that ends the last of some turns, also if another message follows; None if there is none.
+    """The token of `special` that ends the last of some turns, also if another message follows; None if there is none.
 
     That is the last one behind the turn's text of those that are there either way. A template that writes none there
     either ends the conversation otherwise than a turn, or leaves it to the token that opens the next role's turn.
-    `inner` are tokens that stand within a turn.
     """
     alone, followed = _text(tokenizer, turns), _text(tokenizer, [*turns, following])
     if alone is None or behind not in alone:
         return None
-    special = _special(tokenizer).difference(inner)
     end = _tokens(tokenizer, alone[alone.rfind(behind) + len(behind) :])
     if followed is None or before not in followed:
         return next((token for token in end if token in special), None)
@@ -169,13 +170,19 @@ def _tokens(tokenizer: Any, text: str) -> list[int]:
     return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
-def _special(tokenizer: Any) -> set[int]:
+def special_tokens(tokenizer: Any) -> set[int]:
     """Tokens that are no text: those that a tokenizer was given as special."""
     added = getattr(tokenizer, "added_tokens_decoder", {})
     return {token for token, content in added.items() if content.special} | set(tokenizer.all_special_ids)
 
 
+def _added(tokenizer: Any) -> set[int]:
+    return set(getattr(tokenizer, "added_tokens_decoder", {}))
+
+
 def common_prefix(left: Sequence[Any], right: Sequence[Any]) -> int:
     """How many leading elements are equal."""
+    if left == right[: len(left)]:
+        return len(left)
     pairs = zip(left, right, strict=False)
     return next((at for at, (a, b) in enumerate(pairs) if a != b), min(len(left), len(right)))

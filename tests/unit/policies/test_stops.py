@@ -46,6 +46,14 @@ def test_a_template_that_takes_lists_of_parts_only_shows_its_end(tmp_path: Path)
     assert turn_stops(tokenizer).answer == tokenizer.convert_tokens_to_ids("<|im_end|>")
 
 
+def test_an_end_that_was_added_as_a_plain_word_is_one() -> None:
+    tokenizer = tokenizer_of(None, eos="</s>")
+    tokenizer.add_tokens(["<|im_start|>", "<|im_end|>", "<call>", "</call>"])
+    tokenizer.chat_template = templates.CHATML
+    stops = turn_stops(tokenizer)
+    assert stops.answer == stops.call == tokenizer.convert_tokens_to_ids("<|im_end|>")
+
+
 def test_configs_name_stops_too_and_a_damaged_one_is_named(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"eos_token_id": 3, "text_config": {"eos_token_id": [4]}}')
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [3, 5]}')

@@ -83,6 +83,28 @@ def test_a_stop_within_a_turns_text_is_refused_and_one_at_its_end_is_trained_onc
         encoded(tokenizer, {"messages": turns("a", "b<|im_end|>c")})
 
 
+def test_the_first_message_is_no_turn_of_the_assistant_that_an_engine_samples() -> None:
+    tokenizer, greeting = tokenizer_of(templates.CHATML), {"role": "assistant", "content": "hi"}
+    text = encoded(tokenizer, {"messages": [greeting, *turns("a", "b")]})
+    assert text.startswith("<|im_start|>assistant\nhi<|im_end|>") and text.count("[") == 1
+    with pytest.raises(BadRowError, match="begins with the assistant's turn"):
+        encoded(tokenizer, {"messages": [greeting]})
+
+
+MARKED = (  # marks the header and the line break behind the end, too, and ends earlier turns otherwise
+    "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}<|start|>assistant\n{{ m.content }}"
+    "{{ '<|return|>\n' if loop.last else '<|end|>\n' }}{% endgeneration %}"
+    "{% else %}<|start|>{{ m.role }}\n{{ m.content }}<|end|>\n{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|start|>assistant\n{% endif %}"
+)
+
+
+def test_markers_are_narrowed_to_what_is_sampled() -> None:
+    text = encoded(tokenizer_of(MARKED, eos="<|return|>"), {"messages": turns("a", "b", "c", "d")})
+    header = "<|start|>assistant\n"
+    assert text.endswith(f"{header}[b]<|end|>\n<|start|>user\nc<|end|>\n{header}[d<|return|>]\n")
+
+
 def test_the_policy_begins_where_the_prompts_tokens_end() -> None:
     tokenizer = tokenizer_of(templates.THINKS)
     row = {"messages": turns("a", "b")}
@@ -158,6 +180,11 @@ def test_a_text_with_an_end_in_its_midst_is_refused() -> None:
             {"content": "b", "tool_calls": [{"function": {"name": "f", "arguments": {}}}]},
             r"the tool calls of message 1",
         ),
+        (
+            templates.CHATML.replace("m.content", "m.content.split('</think>')[-1]"),
+            {"content": "<think>x</think>b"},
+            r"the reasoning of message 1",
+        ),
         (templates.CHATML, {"content": "b", "reasoning_content": "x"}, r"the reasoning of message 1 \(assistant\)"),
         (
             templates.CHATML.replace("{{ m.content }}", "{% for p in m.content %}{{ p.text }}{% endfor %}"),
@@ -165,7 +192,7 @@ def test_a_text_with_an_end_in_its_midst_is_refused() -> None:
             r"the text of message 0 \(user\), the text of message 1 \(assistant\)",
         ),
     ],
-    ids=["arguments", "calls", "reasoning", "text"],
+    ids=["arguments", "calls", "thought", "reasoning", "text"],
 )
 def test_what_the_template_does_not_write_is_said(template: str, message: dict[str, Any], lost: str) -> None:
     messages = [*turns("a"), {"role": "assistant", **message}]
@@ -194,9 +221,10 @@ def test_parts_that_are_no_text_are_refused() -> None:
         "{{ c.function.arguments | tojson }}",
         "{{ c.function.arguments }}",
         "{{ 'args ' + c.function.arguments }}",
+        "{{ c.function.arguments | tojson if c.function.arguments is mapping else c.function.arguments | tojson }}",
         "{% for k, v in c.function.arguments.items() %}{{ k }}={{ v }};{% endfor %}",
     ],
-    ids=["tojson", "printed", "joined", "items"],
+    ids=["tojson", "printed", "joined", "either", "items"],
 )
 def test_arguments_are_given_as_the_template_writes_them(written: str, given: Any) -> None:
     template = templates.CHATML.replace("{{ c.function.arguments | tojson }}", written)
@@ -206,6 +234,17 @@ def test_arguments_are_given_as_the_template_writes_them(written: str, given: An
     )
     whole = "x=1;y=é;" if "items" in written else '{"x": 1, "y": "é"}'
     assert whole in text and text.endswith("</call><|im_end|>]\n")
+
+
+def test_a_message_without_content_is_given_as_engines_give_it() -> None:
+    template = templates.CHATML.replace("{{ m.content }}", "{{ 'text: ' + m.content }}")
+    calls = {"role": "assistant", "content": None, "tool_calls": [CALL]}
+    assert '[text: <call>add {"x": 1}</call><|im_end|>]' in encoded(
+        tokenizer_of(template), {"messages": [*turns("a"), calls]}
+    )
+    template = templates.CHATML.replace("{{ m.content }}", "{% if 'tool_calls' not in m %}{{ m.content }}{% endif %}")
+    no_calls = [{**message, "tool_calls": []} for message in turns("a", "b")]
+    assert "[b<|im_end|>]" in encoded(tokenizer_of(template), {"messages": no_calls})
 
 
 TOOLS_TEMPLATE = "{% if tools %}{{ tools | tojson }}{% endif %}" + templates.CHATML

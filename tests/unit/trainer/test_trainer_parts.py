@@ -1,6 +1,7 @@
 """Smaller parts: the background loop, shards, model directories, staleness."""
 
 import asyncio
+import json
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,8 +25,15 @@ from millrace.trainer.learning.learner import Learner
 from millrace.trainer.learning.reference import StartModel
 from millrace.trainer.log.background import BackgroundLoop
 from millrace.trainer.log.batches import Batches
-from millrace.trainer.model.pretrained import policy_files, policy_tensors, resolve_model_directory, with_tokenizer
+from millrace.trainer.model.pretrained import (
+    policy_files,
+    policy_tensors,
+    resolve_model_directory,
+    with_tokenizer,
+    with_turn_stops,
+)
 from millrace.trainer.reporter import staleness, token_staleness
+from millrace_testing.turn_templates import CHATML, tokenizer_of
 
 
 def test_background_calls_return_raise_and_time_out() -> None:
@@ -233,6 +241,20 @@ def test_the_tokenizer_may_come_from_another_model(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text('{"other": 1}')
     files = {"config.json": b"{}", "tokenizer.json": b"{}", "chat_template.jinja": b"x"}
     assert with_tokenizer(files, tmp_path) == {"config.json": b"{}", "tokenizer.json": b'{"other": 1}'}
+
+
+def test_what_is_published_names_the_ends_of_turns(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    tokenizer = tokenizer_of(CHATML, eos="<|endoftext|>")
+    tokenizer.save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text('{"eos_token_id": 300}')
+    files = with_turn_stops(policy_files(tmp_path, dtype=torch.float32), tmp_path, tokenizer=tmp_path)
+    named = set(json.loads(files["generation_config.json"])["eos_token_id"])
+    assert named == {300, *tokenizer.convert_tokens_to_ids(["<|endoftext|>", "<|im_end|>"])}
+    assert with_turn_stops({"config.json": b"{}"}, tmp_path, tokenizer=tmp_path) == {"config.json": b"{}"}
+    (tmp_path / "tokenizer.json").write_text("{")  # one whose code is not here does not load, either
+    files = policy_files(tmp_path, dtype=torch.float32)
+    assert with_turn_stops(files, tmp_path, tokenizer=tmp_path) == files
+    assert "where the model's configs say" in caplog.text
 
 
 def test_tied_tensors_are_published_once_in_the_asked_dtype() -> None:

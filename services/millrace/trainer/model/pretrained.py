@@ -1,6 +1,7 @@
 """Loading a Hugging Face model for training, and its tensors and files in the form that policies are published in."""
 
 import json
+import logging
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,6 +27,8 @@ from millrace.telemetry.progress import Doing
 from millrace.telemetry.progress_bars import counting_bar
 from millrace.trainer.model.lora import adapted_layers, published_tensors
 from millrace.trainer.model.shortage import shortage_named
+
+logger = logging.getLogger(__name__)
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 _PROBE_TOKENS = 16
@@ -178,11 +181,16 @@ def with_turn_stops(files: dict[str, bytes], directory: Path, *, tokenizer: Path
     """The small files of the model in a directory with a generation config that names every token that ends a turn.
 
     Those are what its configs name, and what the tokenizer and chat template in the directory `tokenizer` end turns
-    with. A model without a tokenizer keeps what it has.
+    with. A model without a tokenizer, or with one whose code only the engine has, keeps what its configs name.
     """
     if not any(name.startswith("tokenizer") for name in files):
         return files
-    return with_stops(files, turn_stops(load_tokenizer(tokenizer), directory).token_ids)
+    try:
+        loaded = load_tokenizer(tokenizer)
+    except NotFoundError as error:
+        logger.warning("engines end turns where the model's configs say, and not its chat template", exc_info=error)
+        return files
+    return with_stops(files, turn_stops(loaded, directory).token_ids)
 
 
 @torch.no_grad()

@@ -15,7 +15,7 @@ from itertools import groupby
 from typing import Any, NamedTuple
 
 from millrace.config.sections.sft import LossMaskConfig
-from millrace.policies.stops import TEMPLATE_ERRORS, TurnStops, common_prefix, turn_stops
+from millrace.policies.stops import TEMPLATE_ERRORS, TurnStops, common_prefix, special_tokens, turn_stops
 from millrace.trainer.sft.rendering import BadRowError, Conversation, Message, Rendering, render
 from millrace.trainer.sft.tokens import TextTokens
 from millrace.trainer.sft.written import (
@@ -62,6 +62,10 @@ class ConversationEncoder:
         flags = [self._is_trained(index, message) for index, message in enumerate(conversation.messages)]
         if not any(flags):
             return [], []
+        if conversation.messages[0]["role"] == "assistant" and flags[0]:
+            flags[0] = False  # no engine samples it: there is nothing that it could be given before
+            if not any(flags):
+                raise BadRowError("it begins with the assistant's turn, before which an engine would be given nothing")
         try:
             encoded = self._encode(conversation, flags)
         except BadRowError as error:
@@ -73,11 +77,11 @@ class ConversationEncoder:
     def _encode(self, conversation: Conversation, flags: Sequence[bool]) -> Encoded:
         """Take the arguments of tool calls in the form in which the template writes them."""
         refused: list[BadRowError] = []
-        poor: list[tuple[Conversation, Rendering]] = []
+        poor: list[Encoded] = []
         for given in with_calls(conversation):
             try:
                 rendering = Rendering(self._tokenizer, given)
-                self._require_written(given, rendering, flags)
+                encoded = self._encode_rendered(given, rendering, flags)
             except BadRowError as error:
                 refused.append(error)
             except TEMPLATE_ERRORS as error:
@@ -85,19 +89,27 @@ class ConversationEncoder:
                 refused[-1].__cause__ = error
             else:
                 if not writes_calls_badly(given, rendering.whole):
-                    return self._encode_rendered(given, rendering, flags)
-                poor.append((given, rendering))
+                    return encoded
+                poor.append(encoded)
         if poor:
-            return self._encode_rendered(*poor[0], flags)
+            return poor[0]
         raise refused[0]
 
     def _encode_rendered(self, conversation: Conversation, rendering: Rendering, flags: Sequence[bool]) -> Encoded:
-        is_without_tools = not writes_tools(self._tokenizer, conversation, rendering.whole)
         stretches = self._stretches(conversation, rendering, flags)
         encoded = stretches if isinstance(stretches, str) else self._flagged(conversation, rendering, stretches)
         if isinstance(encoded, str):
             encoded = self._marked(conversation, flags, why=encoded)
-        return encoded._replace(is_without_tools=is_without_tools)
+        turns = [at for at, message in enumerate(conversation.messages) if flags[at] and message["role"] == "assistant"]
+        self._require_unbroken(conversation, turns)
+        # A template with markers that rewrites earlier turns leaves their thoughts out, which is said by `is_marked`.
+        thoughts = turns[-1:] if encoded.is_marked else turns
+        lost = unwritten_parts(self._tokenizer, conversation, whole=rendering.whole, thoughts=thoughts)
+        if lost:
+            roles = [message["role"] for message in conversation.messages]
+            parts = ", ".join(f"{part} of message {index} ({roles[index]})" for index, part in lost)
+            raise BadRowError(f"the chat template does not write {parts}")
+        return encoded._replace(is_without_tools=not writes_tools(self._tokenizer, conversation, rendering.whole))
 
     def _stretches(
         self, conversation: Conversation, rendering: Rendering, flags: Sequence[bool]
@@ -194,25 +206,13 @@ class ConversationEncoder:
             raise BadRowError(f"{name} has `tool_calls` that are no list of calls")
         return self._trained[role]
 
-    def _require_written(self, conversation: Conversation, rendering: Rendering, flags: Sequence[bool]) -> None:
-        """BadRowError if the template leaves out a part of a message, or a turn has a stop within its text."""
-        messages = conversation.messages
-        turns = [index for index, message in enumerate(messages) if flags[index] and message["role"] == "assistant"]
-        has_markers = self._has_markers(conversation)
-        lost = unwritten_parts(
-            self._tokenizer,
-            conversation,
-            whole=rendering.whole,
-            keeps_thought=lambda index: index in (turns[-1:] if has_markers else turns),
-        )
-        if lost:
-            parts = ", ".join(f"{part} of message {index} ({messages[index]['role']})" for index, part in lost)
-            raise BadRowError(f"the chat template does not write {parts}")
-        words = [(stop, self._tokenizer.convert_ids_to_tokens(stop)) for stop in sorted(self._stops.token_ids)]
+    def _require_unbroken(self, conversation: Conversation, turns: Sequence[int]) -> None:
+        """BadRowError if a turn that is trained on has a stop within its text: no engine would go on behind it."""
+        words = self._tokenizer.convert_ids_to_tokens(sorted(self._stops.token_ids))
         for index in turns:
-            for text in texts_of(messages[index]):
-                for _, word in words:
-                    if word and word in text and text.partition(word)[2].strip():
+            for text in texts_of(conversation.messages[index]):
+                for word in words:
+                    if word and text.partition(word)[2].strip():
                         raise BadRowError(
                             f"message {index} (assistant) has {word!r}, which ends a turn, within its text: no engine "
                             "would go on behind it"
@@ -238,7 +238,6 @@ class ConversationEncoder:
         token_ids, marks = list(encoded["input_ids"]), [bool(flag) for flag in encoded["assistant_masks"]]
         trained = [False] * len(token_ids)
         header = self._header(conversation)
-        special = set(self._tokenizer.all_special_ids)
         for first, end in _runs(marks):
             opened = (at for at in range(first, end + 1) if token_ids[max(at - len(header), 0) : at] == header)
             start = next(opened, first)
@@ -246,10 +245,17 @@ class ConversationEncoder:
             if stop is None and end == len(marks):
                 self._append_stop(conversation.messages[-1], token_ids, trained)
                 stop = len(token_ids)
-            elif stop is None:  # what ends a turn of the history here ends none that is sampled
-                stop = next((at + 1 for at in range(end - 1, start - 1, -1) if token_ids[at] not in special), start)
+            elif stop is None:
+                stop = self._end_of_text(token_ids, start, end)
             trained[start:stop] = [True] * (stop - start)
         return Encoded(token_ids, trained, is_marked=True)
+
+    def _end_of_text(self, token_ids: Sequence[int], start: int, end: int) -> int:
+        """Behind the text of a turn that has no stop: what ends it in the history ends none that is sampled."""
+        last = next(
+            (at for at in range(end - 1, start - 1, -1) if self._tokenizer.decode(token_ids[at]).strip()), start
+        )
+        return last if end > start and token_ids[last] in special_tokens(self._tokenizer) else end
 
     def _header(self, conversation: Conversation) -> list[int]:
         """The tokens with which an engine's prompt opens the assistant's turn."""

@@ -78,7 +78,7 @@ def conversation_of(row: Row) -> Conversation:
     else:
         messages = [*_turn(row["prompt"], role="user"), *_turn(row["completion"], role="assistant")]
     return Conversation(
-        messages=[_without_none(message) for message in messages],
+        messages=[_message(message) for message in messages],
         tools=next((tools for name in TOOLS if (tools := _decoded(row.get(name)))), None),
         template_arguments=_without_none(_decoded(row.get("chat_template_kwargs")) or {}),
     )
@@ -86,6 +86,12 @@ def conversation_of(row: Row) -> Conversation:
 
 def _turn(content: Any, *, role: str) -> list[Message]:
     return [{"role": role, "content": content}] if isinstance(content, str) else content
+
+
+def _message(message: Message) -> Message:
+    """A message as engines give it to templates: with a content, and without keys that have no value."""
+    given = {"content": ""} | _without_none(message)
+    return given if given.get("tool_calls") != [] else {key: given[key] for key in given if key != "tool_calls"}
 
 
 def _without_none(table: Mapping[str, Any]) -> dict[str, Any]:

@@ -5,7 +5,7 @@ turn up in what the template renders.
 """
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,6 +17,7 @@ from millrace.trainer.sft.rendering import Conversation, Message, render
 REASONING = ("reasoning_content", "reasoning", "thinking")
 """Keys of a message's thought; templates are given one under the names of the others, too."""
 
+_THOUGHT_BEGIN, _THOUGHT_END = "<think>", "</think>"
 _TEXT, _THOUGHT, _CALLS, _ARGUMENTS = "the text", "the reasoning", "the tool calls", "the arguments of the tool calls"
 
 
@@ -31,10 +32,9 @@ def writes_calls_badly(conversation: Conversation, text: str) -> bool:
     """Whether a rendering has arguments as no model is to write them: as Python's repr, or as JSON text in quotes."""
     for message in conversation.messages:
         for arguments in call_arguments(message):
-            if isinstance(arguments, str):
-                if arguments not in ("", "{}") and json.dumps(arguments) in text:
-                    return True
-            elif (shown := repr(arguments)) in text and shown not in (json.dumps(arguments), "{}"):
+            plain = json.dumps(arguments, ensure_ascii=False)
+            bad = {repr(arguments), *((plain, json.dumps(arguments)) if isinstance(arguments, str) else ())}
+            if any(shown in text for shown in bad - {"{}"} if shown != plain or isinstance(arguments, str)):
                 return True
     return False
 
@@ -46,17 +46,17 @@ def call_arguments(message: Message) -> list[Any]:
 
 
 def unwritten_parts(
-    tokenizer: Any, conversation: Conversation, *, whole: str, keeps_thought: Callable[[int], bool]
+    tokenizer: Any, conversation: Conversation, *, whole: str, thoughts: Collection[int]
 ) -> list[tuple[int, str]]:
     """The messages and the parts of them that the template does not write.
 
-    `whole` is the conversation as rendered. Thoughts count in the messages that `keeps_thought`: templates leave others
+    `whole` is the conversation as rendered. `thoughts` are the messages whose reasoning counts: templates leave others'
     out on purpose.
     """
     parts = [
         (index, part)
         for index, message in enumerate(conversation.messages)
-        for part in _parts(message, keeps_thought=keeps_thought(index))
+        for part in _parts(message, has_thought=index in thoughts)
     ]
     words = {each: f"{_unused_word(whole)}{at}q" for at, each in enumerate(parts)}
     shown = _rendered(tokenizer, conversation, words) or ""
@@ -83,18 +83,25 @@ def texts_of(message: Message) -> Iterator[str]:
             yield text
 
 
-def _parts(message: Message, *, keeps_thought: bool) -> Iterator[str]:
+def _parts(message: Message, *, has_thought: bool) -> Iterator[str]:
     """The parts of a message that are to be written."""
     content = message.get("content")
     has_text = isinstance(content, str) and content.strip()
     if has_text or (isinstance(content, Sequence) and any(_is_text(part) for part in content)):
         yield _TEXT
-    if keeps_thought and any(isinstance(text := message.get(name), str) and text.strip() for name in REASONING):
+    named = (message.get(name) for name in REASONING)
+    if has_thought and any(isinstance(text, str) and text.strip() for text in (*named, _thought(content))):
         yield _THOUGHT
     if any(arguments not in ({}, "", "{}") for arguments in call_arguments(message)):
         yield _ARGUMENTS
     elif _calls(message):
         yield _CALLS
+
+
+def _thought(content: Any) -> str:
+    """The thought at the beginning of a text; some templates cut it out."""
+    before, end, _ = content.partition(_THOUGHT_END) if isinstance(content, str) else ("", "", "")
+    return before.rpartition(_THOUGHT_BEGIN)[2] if end else ""
 
 
 def _is_text(part: Any) -> bool:
@@ -133,7 +140,11 @@ def _with_word(message: Message, part: str, word: str, *, at_end: bool) -> Messa
             content = [{**each, "text": put(each["text"])} if _is_text(each) else each for each in content]
         return {**message, "content": put(content)}
     if part == _THOUGHT:
-        return {**message, **{name: put(message[name]) for name in REASONING if name in message}}
+        changed = {name: put(message[name]) for name in REASONING if name in message}
+        content = message.get("content")
+        if isinstance(content, str) and (thought := _thought(content)):
+            changed["content"] = content.replace(thought + _THOUGHT_END, put(thought) + _THOUGHT_END, 1)
+        return {**message, **changed}
     if part == _CALLS:
         return _with_functions(message, lambda function: {**function, "name": put(function.get("name"))})
     return _with_functions(message, lambda function: {**function, "arguments": _longer(function, word)})
