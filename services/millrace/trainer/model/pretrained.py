@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from millrace.config.sections.sft import SFTModelConfig
 from millrace.config.sections.trainer import TrainerModelConfig
 from millrace.context_length import contexts_like
-from millrace.errors import InvalidStateError
+from millrace.errors import InvalidStateError, NotFoundError
 from millrace.models.errors import model_not_found
 from millrace.models.loading import empty_model, fill_model
 from millrace.models.quantized import QUANTIZATION
