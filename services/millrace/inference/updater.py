@@ -31,6 +31,7 @@ from millrace.errors import (
 from millrace.inference import meters, model_files
 from millrace.inference.engine import EngineState, HeldDigest, InflightMode, PolicyEngine, PolicyIdentity
 from millrace.inference.model_files import POLICY_NAME, ModelSlot, ServedModel
+from millrace.policies.adapter import require_no_adapter
 from millrace.policies.manifest import AdapterEntry
 from millrace.policies.proof import mismatch
 from millrace.policies.pull import pull_files
@@ -217,7 +218,8 @@ class PolicyUpdater:
         self._notify()
 
     async def serve_fixed(self, model_dir: Path) -> None:
-        """Serve a model directory as version 0 of no run."""
+        """Serve a model directory as version 0 of no run; InvalidStateError (MODEL_IS_ADAPTER) if it has an adapter."""
+        await asyncio.to_thread(require_no_adapter, model_dir)
         tokenizer = await asyncio.to_thread(model_files.load_tokenizer, model_dir)
         identity = PolicyIdentity(run_uid="", lineage=0, version=0)
         await self._engine.load(model_dir, None, identity=identity)

@@ -1,5 +1,6 @@
 """What `millrace eval` takes: environments by id, policies of a directory, aliases of endpoints."""
 
+import json
 import signal
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from millrace.cli.evals.prepare import prepare_eval
 from millrace.cli.evals.results import table
 from millrace.cli.evals.session import begin, claim, finished
 from millrace.cli.evals.sweep import evaluate_policies
+from millrace.cli.main import main
 from millrace.errors import AlreadyExistsError, InvalidSpecError
 from millrace.policies.adapter import ADAPTER_CONFIG, ADAPTER_WEIGHTS, AdapterSpec
 from millrace.policies.tensors import TensorBytes, pack_safetensors, read_places
@@ -71,6 +73,31 @@ def test_base_and_steps_of_a_directory_with_an_adapter_merged(weights: Path, bas
     found = np.frombuffer(data[place.offset : place.offset + place.length_bytes], np.float32).reshape(4, 4)
     assert place.name == "layers.0.q_proj.weight" and (merged / "config.json").is_file()
     np.testing.assert_array_equal(found, WEIGHT + 2.0)  # alpha / rank = 2, times B·A = 1
+
+
+def test_an_adapter_that_is_not_known_is_refused_before_anything_is_played(
+    weights: Path, base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = weights / "step_20" / ADAPTER_CONFIG
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"init_lora_weights": "pissa_niter_16"}))
+    words = ["eval", "--environment-ids", "a", "--model.name", str(base), "--weights-dir", str(weights)]
+    assert main([*words, "--output-dir", str(tmp_path / "out")]) != 0
+    told = f'{path} is an adapter that is not merged here: init_lora_weights is "pissa_niter_16"'
+    assert told in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_adapter_is_merged_by_a_command_and_is_no_start_model(
+    weights: Path, base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    adapter, made = weights / "step_20", tmp_path / "made"
+    assert main(["eval", "--environment-ids", "a", "--model.name", str(adapter)]) == 2
+    assert f"millrace merge {adapter} --base BASE" in capsys.readouterr().err
+    assert main(["merge", str(adapter), "--base", str(base), "--to", str(made)]) == 0
+    assert capsys.readouterr().out.strip() == str(made)
+    assert {path.name for path in made.iterdir()} == {"config.json", "model.safetensors"}
+    assert main(["merge", str(adapter), "--base", str(base), "--to", str(made)]) == 2
+    assert "not an empty directory" in capsys.readouterr().err
 
 
 def test_a_step_that_is_not_there_and_nothing_to_evaluate(weights: Path, base: Path, tmp_path: Path) -> None:

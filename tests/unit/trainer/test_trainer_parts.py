@@ -223,6 +223,13 @@ def test_a_model_path_that_does_not_exist_is_not_looked_up_on_the_hub(tmp_path: 
         assert raised.value.reason == "MODEL_NOT_FOUND" and raised.value.metadata["model"] == name
     with pytest.raises(NotFoundError, match=r"no config\.json"):
         resolve_model_directory(str(tmp_path))
+    for name in ("config.json", "adapter_model.safetensors"):
+        (tmp_path / name).write_bytes(b"")
+    with pytest.raises(
+        InvalidStateError, match=r"holds an adapter \(adapter_model\.safetensors\).*millrace merge"
+    ) as found:
+        resolve_model_directory(str(tmp_path))
+    assert found.value.reason == "MODEL_IS_ADAPTER"
 
 
 def test_published_files_say_the_published_dtype_and_leave_weights_out(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from millrace.cli.errors import CliError
 from millrace.cli.evals.origins import digest_directory
-from millrace.policies.adapter import ADAPTER_CONFIG
+from millrace.policies.adapter import ADAPTER_CONFIG, require_no_adapter
 
 if TYPE_CHECKING:
     from millrace.runlog.names import Names
@@ -128,6 +128,7 @@ def of_directory(weights: Path, *, steps: Sequence[int] | None, has_base: bool, 
 def _base(base: Path | None, *, hint: str) -> list[EvalPolicy]:
     if base is None or not (base / "config.json").is_file():
         raise CliError("the base model is to be evaluated, and it is no directory with a model here", hint=hint)
+    require_no_adapter(base)
     return [EvalPolicy(step=None, fetch=lambda _: base, digest=lambda: digest_directory(base))]
 
 

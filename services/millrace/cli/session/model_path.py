@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from millrace.errors import InvalidSpecError, Violation
+from millrace.policies.adapter import why_no_model
 
 
 def is_path(name: str, *, output_dir: str = "outputs") -> bool:
@@ -46,6 +47,8 @@ def _problem(name: str, output_dir: str) -> str | None:
     if not path.is_dir():
         kind = "is a file, not a directory" if path.exists() else "does not exist"
         return f"{kind}; looked for {path.absolute()}" if path.is_absolute() else f"{kind} in {Path.cwd()}"
+    if (adapter := why_no_model(path)) is not None:
+        return f"{adapter}: `millrace merge {name} --base BASE --to MODEL`"
     if not (path / "config.json").is_file():
         return f"holds no Hugging Face model: there is no config.json in {path.absolute()}"
     return None

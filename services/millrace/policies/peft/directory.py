@@ -9,7 +9,7 @@ from typing import Any
 
 from millrace.decoding import decode_object
 from millrace.errors import InvalidStateError, NotFoundError
-from millrace.policies.adapter import ADAPTER_CONFIG, ADAPTER_WEIGHTS
+from millrace.policies.adapter import ADAPTER_CONFIG, ADAPTER_PICKLE, ADAPTER_WEIGHTS, adapter_files, require_no_adapter
 from millrace.policies.hf_files import write_hf
 from millrace.policies.model_files import INDEX, WEIGHTS, WeightFiles, find_weight_files, read_tensors
 from millrace.policies.peft.config import PeftConfig, parse_peft_config
@@ -17,7 +17,6 @@ from millrace.policies.peft.merging import merge_tensors
 from millrace.policies.peft.plan import BaseModel, MergePlan, describe_base, plan_merge
 from millrace.policies.tensors import TensorBytes
 
-_PICKLE = "adapter_model.bin"
 _TEMPLATES = ("chat_template*", "additional_chat_templates")
 _TOKENIZER = (
     "tokenizer*",
@@ -83,7 +82,7 @@ def is_adapter(directory: Path) -> bool:
 
     A `config.json` beside an adapter is the base's, as some trainers copy it there.
     """
-    own = [name for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS, _PICKLE) if (directory / name).is_file()]
+    own = adapter_files(directory)
     if own and (weights := [name for name in (WEIGHTS, INDEX) if (directory / name).is_file()]):
         raise InvalidStateError(
             f"{directory} holds a model ({', '.join(weights)}) and an adapter ({', '.join(own)}), and one is meant",
@@ -99,6 +98,7 @@ def open_adapter(directory: Path, base: Path) -> AdapterOnBase:
     NotFoundError (ADAPTER_NOT_FOUND, MODEL_NOT_FOUND), CorruptObjectError for files that are none, and the errors of
     `parse_peft_config` and `plan_merge`.
     """
+    require_no_adapter(base)
     path, weights = directory / ADAPTER_CONFIG, directory / ADAPTER_WEIGHTS
     if not path.is_file() or not weights.is_file():
         raise _not_found(directory, has_config=path.is_file())
@@ -168,9 +168,9 @@ def _decode_config(data: bytes, *, source: str) -> dict[str, Any]:
 
 
 def _not_found(directory: Path, *, has_config: bool) -> NotFoundError:
-    if (directory / _PICKLE).is_file():
+    if (directory / ADAPTER_PICKLE).is_file():
         return NotFoundError(
-            f"{directory} has its adapter in {_PICKLE}, a pickle, which is not read",
+            f"{directory} has its adapter in {ADAPTER_PICKLE}, a pickle, which is not read",
             reason="ADAPTER_NOT_FOUND",
             remedy="load it with PEFT and save it again: save_pretrained writes " + ADAPTER_WEIGHTS,
         )

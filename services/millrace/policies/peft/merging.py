@@ -12,7 +12,7 @@ import numpy as np
 from millrace.errors import InvalidStateError
 from millrace.policies.numbers import as_float32, from_float32
 from millrace.policies.peft.config import PeftConfig, shown_names
-from millrace.policies.peft.plan import BaseModel, MergePlan, Part
+from millrace.policies.peft.plan import AdapterPart, BaseModel, MergePlan
 from millrace.policies.tensors import TensorBytes
 
 
@@ -48,7 +48,7 @@ def merge_tensors(
 def _merge_layer(
     config: PeftConfig,
     layer: str,
-    parts: Mapping[Part, np.ndarray],
+    parts: Mapping[AdapterPart, np.ndarray],
     tensors: Mapping[str, TensorBytes],
     *,
     is_transposed: bool,
@@ -57,22 +57,24 @@ def _merge_layer(
     name, scaling = f"{layer}.weight", config.scaling(layer)
     stored = tensors[name]
     weight = as_float32(stored).T if is_transposed else as_float32(stored)
-    if Part.ROWS in parts:
+    if AdapterPart.ROWS in parts:
         weight = weight.copy()
-        weight[list(config.tokens(layer))] = parts[Part.ROWS]
-    if Part.LOW in parts:
+        weight[list(config.tokens(layer))] = parts[AdapterPart.ROWS]
+    if AdapterPart.LOW in parts:
         weight = _start(config, weight, dtype=stored.dtype, rank=config.rank(layer), scaling=scaling)
-        weight = weight + scaling * (parts[Part.HIGH] @ parts[Part.LOW])
-        if Part.MAGNITUDE in parts:
-            weight = weight * (parts[Part.MAGNITUDE] / np.linalg.norm(weight, axis=1))[:, None]
-    if Part.EMBEDDING_LOW in parts:
-        weight = weight + scaling * (parts[Part.EMBEDDING_HIGH] @ parts[Part.EMBEDDING_LOW]).T
-        if Part.MAGNITUDE in parts:
-            weight = weight * (parts[Part.MAGNITUDE] / np.linalg.norm(weight, axis=0))
+        weight = weight + scaling * (parts[AdapterPart.HIGH] @ parts[AdapterPart.LOW])
+        if AdapterPart.MAGNITUDE in parts:
+            weight = weight * (parts[AdapterPart.MAGNITUDE] / np.linalg.norm(weight, axis=1))[:, None]
+    if AdapterPart.EMBEDDING_LOW in parts:
+        weight = weight + scaling * (parts[AdapterPart.EMBEDDING_HIGH] @ parts[AdapterPart.EMBEDDING_LOW]).T
+        if AdapterPart.MAGNITUDE in parts:
+            weight = weight * (parts[AdapterPart.MAGNITUDE] / np.linalg.norm(weight, axis=0))
     found = {name: from_float32(weight.T if is_transposed else weight, dtype=stored.dtype)}
-    if Part.HIGH_BIAS in parts:
+    if AdapterPart.HIGH_BIAS in parts:
         bias = tensors[f"{layer}.bias"]
-        found[f"{layer}.bias"] = from_float32(as_float32(bias) + scaling * parts[Part.HIGH_BIAS], dtype=bias.dtype)
+        found[f"{layer}.bias"] = from_float32(
+            as_float32(bias) + scaling * parts[AdapterPart.HIGH_BIAS], dtype=bias.dtype
+        )
     return found
 
 

@@ -21,7 +21,7 @@ _REMEDY = "use the adapter on the base that it was trained on, or merge it with 
 _EXPERT = re.compile(r"\.experts\.\d+\.")
 
 
-class Part(Enum):
+class AdapterPart(Enum):
     """What a tensor is for its layer; the value is the end of its name."""
 
     LOW = ".lora_A.weight"
@@ -33,8 +33,8 @@ class Part(Enum):
     ROWS = ".token_adapter.trainable_tokens_delta"
 
 
-_LINEAR = frozenset({Part.LOW, Part.HIGH})
-_EMBEDDING = frozenset({Part.EMBEDDING_LOW, Part.EMBEDDING_HIGH})
+_LINEAR = frozenset({AdapterPart.LOW, AdapterPart.HIGH})
+_EMBEDDING = frozenset({AdapterPart.EMBEDDING_LOW, AdapterPart.EMBEDDING_HIGH})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,7 +77,7 @@ class MergePlan:
     is_untied: bool = False
     vocabulary: int | None = None
     """Rows of the new embedding; None if the base's count stays."""
-    layers: Mapping[str, Mapping[Part, str]] = field(default_factory=dict)
+    layers: Mapping[str, Mapping[AdapterPart, str]] = field(default_factory=dict)
 
 
 def plan_merge(config: PeftConfig, adapter: Mapping[str, TensorBytes], base: BaseModel, *, source: str) -> MergePlan:
@@ -86,18 +86,18 @@ def plan_merge(config: PeftConfig, adapter: Mapping[str, TensorBytes], base: Bas
     InvalidStateError: ADAPTER_MODEL_MISMATCH, with the first names and a count, if a tensor has no place, none is there
     for a layer that the config names, or shapes differ; LORA_TARGET_TIED for a layer that shares its weight.
     """
-    layers: defaultdict[str, dict[Part, str]] = defaultdict(dict)
+    layers: defaultdict[str, dict[AdapterPart, str]] = defaultdict(dict)
     whole: dict[str, str] = {}
     for stored in adapter:
         name = model_name(stored, source=source)
-        part = next((part for part in Part if name.endswith(part.value)), None)
+        part = next((part for part in AdapterPart if name.endswith(part.value)), None)
         if part is None:
             whole[re.sub(r"\.base_layer\.(weight|bias)$", r".\1", name)] = stored
         else:
             layers[name.removesuffix(part.value)][part] = stored
     for layer, parts in layers.items():
         shared = base.is_tied and end_of(layer) in HEADS
-        if shared or (base.is_tied and is_vocabulary(layer) and parts.keys() != {Part.ROWS}):
+        if shared or (base.is_tied and is_vocabulary(layer) and parts.keys() != {AdapterPart.ROWS}):
             raise InvalidStateError(
                 f"{source} adapts {layer}, whose weight is another layer's, too, in the base",
                 reason="LORA_TARGET_TIED",
@@ -129,7 +129,7 @@ def plan_merge(config: PeftConfig, adapter: Mapping[str, TensorBytes], base: Bas
 
 def _unfit_layers(
     config: PeftConfig,
-    layers: Mapping[str, Mapping[Part, str]],
+    layers: Mapping[str, Mapping[AdapterPart, str]],
     adapter: Mapping[str, TensorBytes],
     weights: Mapping[str, Shape],
     *,
@@ -142,7 +142,7 @@ def _unfit_layers(
             yield f"{layer} is no layer with a matrix in the model"
         elif weight[0] not in FLOATS:
             yield f"{layer} has {weight[0]} weights, to which nothing can be added"
-        elif parts.keys() - {Part.ROWS} and not config.targets(layer):
+        elif parts.keys() - {AdapterPart.ROWS} and not config.targets(layer):
             yield f"{layer} has an adapter that the config does not name"
         else:
             wanted = dict(_wanted(config, layer, parts, weight[1], bias=weights.get(f"{layer}.bias"), base=base))
@@ -160,27 +160,27 @@ def _unfit_layers(
 def _wanted(
     config: PeftConfig,
     layer: str,
-    parts: Mapping[Part, str],
+    parts: Mapping[AdapterPart, str],
     shape: tuple[int, ...],
     *,
     bias: Shape | None,
     base: BaseModel,
-) -> Iterator[tuple[Part, tuple[int, ...]]]:
+) -> Iterator[tuple[AdapterPart, tuple[int, ...]]]:
     """The parts that a layer of this shape must have, with their shapes."""
     rank = config.rank(layer)
     rows, columns = reversed(shape) if base.is_transposed(layer) else shape
     if parts.keys() & _EMBEDDING:
-        yield Part.EMBEDDING_LOW, (rank, rows)
-        yield Part.EMBEDDING_HIGH, (columns, rank)
-    elif parts.keys() - {Part.ROWS}:
-        yield Part.LOW, (rank, columns)
-        yield Part.HIGH, (rows, rank)
+        yield AdapterPart.EMBEDDING_LOW, (rank, rows)
+        yield AdapterPart.EMBEDDING_HIGH, (columns, rank)
+    elif parts.keys() - {AdapterPart.ROWS}:
+        yield AdapterPart.LOW, (rank, columns)
+        yield AdapterPart.HIGH, (rows, rank)
         if config.lora_bias and bias is not None:
-            yield Part.HIGH_BIAS, (rows,)
-    if config.use_dora and parts.keys() - {Part.ROWS}:
-        yield Part.MAGNITUDE, (columns if parts.keys() & _EMBEDDING else rows,)
-    if tokens := config.tokens(layer) if Part.ROWS in parts else ():
-        yield Part.ROWS, (len(tokens), columns)
+            yield AdapterPart.HIGH_BIAS, (rows,)
+    if config.use_dora and parts.keys() - {AdapterPart.ROWS}:
+        yield AdapterPart.MAGNITUDE, (columns if parts.keys() & _EMBEDDING else rows,)
+    if tokens := config.tokens(layer) if AdapterPart.ROWS in parts else ():
+        yield AdapterPart.ROWS, (len(tokens), columns)
 
 
 def _missing(config: PeftConfig, layers: Mapping[str, object], base: BaseModel) -> Iterable[str]:

@@ -19,6 +19,7 @@ from millrace.models.errors import model_not_found
 from millrace.models.loading import empty_model, fill_model
 from millrace.models.quantized import QUANTIZATION
 from millrace.models.small_files import read_object, small_files
+from millrace.policies.adapter import require_no_adapter
 from millrace.policies.probe import Probe
 from millrace.policies.stops import turn_stops, with_stops
 from millrace.policies.tensors import TensorBytes
@@ -52,9 +53,13 @@ def load_code() -> None:
 
 
 def resolve_model_directory(name: str) -> Path:
-    """The local directory of a model named by path or Hub id; NotFoundError (MODEL_NOT_FOUND) says what to do."""
+    """The local directory of a model named by path or Hub id.
+
+    NotFoundError (MODEL_NOT_FOUND), InvalidStateError (MODEL_IS_ADAPTER) say what to do.
+    """
     path = Path(name).expanduser()
     if path.is_dir():
+        require_no_adapter(path)
         if not (path / "config.json").is_file():
             raise model_not_found(name, f"directory {path.resolve()} holds no config.json")
         return path
@@ -65,12 +70,14 @@ def resolve_model_directory(name: str) -> Path:
 
     try:
         with progress.work(Doing.DOWNLOAD, f"model {name} from the Hugging Face Hub") as work:
-            return Path(snapshot_download(name, allow_patterns=list(_WEIGHT_PATTERNS), tqdm_class=counting_bar(work)))
+            found = Path(snapshot_download(name, allow_patterns=list(_WEIGHT_PATTERNS), tqdm_class=counting_bar(work)))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         first_line = str(error).strip().partition("\n")[0]
         raise model_not_found(
             name, f"{path.resolve()} is not a directory, and the Hub did not give it: {first_line}"
         ) from error
+    require_no_adapter(found)
+    return found
 
 
 def load_model(directory: Path) -> nn.Module:
