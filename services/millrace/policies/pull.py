@@ -4,6 +4,7 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
+from millrace.decoding import decode_object
 from millrace.policies.adapter import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from millrace.policies.fetch import pull_files, read_manifest
 from millrace.policies.hf_files import write_file, write_hf
@@ -48,6 +49,7 @@ def download_merged(store: ObjectStore, manifest: PolicyManifest, directory: str
     files = {name: data for name, data in pull_files(store, base).items() if name != ADAPTER_CONFIG}
     peft, adapter = parse_peft_config(config, source=source), pull_tensors(store, manifest)
     tensors = pull_tensors(store, base)
-    model = describe_base(files["config.json"], tensors, source=f"config.json of {source}")
+    described = decode_object(files["config.json"], what=f"config.json of {source}", reason="MODEL_CORRUPT")
+    model = describe_base(described, tensors)
     plan = plan_merge(peft, adapter, model, source=source)
     return write_hf(files, merge_tensors(peft, plan, adapter, tensors, model=model, source=source), directory)

@@ -7,13 +7,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from millrace.errors import CorruptObjectError, InvalidStateError, MillraceError, NotFoundError
+from millrace.errors import CorruptObjectError, InvalidStateError, NotFoundError
 from millrace.policies.adapter import ADAPTER_CONFIG, ADAPTER_WEIGHTS
-from millrace.policies.model_files import find_weight_files, read_tensors
 from millrace.policies.numbers import as_float32
 from millrace.policies.peft.config import parse_peft_config
 from millrace.policies.peft.directory import is_adapter, open_adapter
 from millrace.policies.tensors import TensorBytes, pack_safetensors
+from millrace.policies.weight_file import read_tensors
 
 Arrays = dict[str, np.ndarray]
 PREFIX = "base_model.model."
@@ -220,6 +220,13 @@ def test_a_head_that_was_trained_apart_is_untied(tmp_path: Path) -> None:
     assert json.loads((merged / "config.json").read_text())["tie_word_embeddings"] is False
 
 
+def test_a_quantized_base_is_refused(tmp_path: Path) -> None:
+    base = write_base(tmp_path / "base", quantization_config={"quant_method": "fp8"})
+    with pytest.raises(InvalidStateError) as raised:
+        open_adapter(write_adapter(tmp_path / "adapter", lora(0, 1)), base)
+    assert raised.value.reason == "MODEL_QUANTIZED" and "dequantize()" in (raised.value.remedy or "")
+
+
 def test_the_tokenizer_and_the_template_of_an_adapter_count(base: Path, tmp_path: Path) -> None:
     adapter = write_adapter(tmp_path / "adapter", lora(0, 1))
     for place, names in ((base, ("tokenizer.json", "merges.txt", "chat_template.jinja", "generation_config.json")),):
@@ -260,21 +267,3 @@ def test_what_is_no_adapter_or_two_things_at_once(base: Path, tmp_path: Path) ->
     with pytest.raises(InvalidStateError) as both:
         is_adapter(base)
     assert both.value.reason == "MODEL_HAS_ADAPTER"
-
-
-def test_the_index_says_which_files_are_read(tmp_path: Path) -> None:
-    weights = {"a": values(2), "b": values(3)}
-    write(tmp_path / "one.safetensors", weights)
-    write(tmp_path / "two.safetensors", {"a": values(4), "c": values(1)})
-    index = tmp_path / "model.safetensors.index.json"
-
-    def read(weight_map: dict[str, str]) -> dict[str, TensorBytes]:
-        index.write_text(json.dumps({"weight_map": weight_map}))
-        return find_weight_files(tmp_path).read()
-
-    found = read({"a": "one.safetensors", "c": "two.safetensors"})
-    assert {name: tensor.shape for name, tensor in found.items()} == {"a": (2,), "c": (1,)}
-    for wrong in ({"z": "one.safetensors"}, {"a": "gone.safetensors"}, {"a": "../one.safetensors"}, {"a": 3}):
-        with pytest.raises(MillraceError) as raised:
-            read(wrong)  # type: ignore[arg-type]
-        assert raised.value.reason == "MODEL_CORRUPT"

@@ -7,7 +7,7 @@ stand there with an empty value, which is what a newer PEFT writes for a kind of
 import json
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
@@ -268,9 +268,3 @@ def _refused(source: str, key: str, value: object) -> InvalidStateError:
         remedy=_REMEDIES.get(key, _MERGE),
         metadata={"field": key},
     )
-
-
-def shown_names(names: Iterable[str], *, most: int = 10) -> str:
-    """The first names and how many there are more, for a message."""
-    listed = sorted(names)
-    return ", ".join(listed[:most]) + (f" and {len(listed) - most} more" if len(listed) > most else "")

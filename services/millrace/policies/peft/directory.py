@@ -5,17 +5,19 @@ import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from millrace.decoding import decode_object
 from millrace.errors import InvalidStateError, NotFoundError
+from millrace.models.errors import model_quantized
+from millrace.models.small_files import read_object, read_small
+from millrace.models.weight_files import INDEX, SINGLE, WeightFiles
 from millrace.policies.adapter import ADAPTER_CONFIG, ADAPTER_PICKLE, ADAPTER_WEIGHTS, adapter_files, require_no_adapter
 from millrace.policies.hf_files import write_hf
-from millrace.policies.model_files import INDEX, WEIGHTS, WeightFiles, find_weight_files, read_tensors
 from millrace.policies.peft.config import PeftConfig, parse_peft_config
 from millrace.policies.peft.merging import merge_tensors
 from millrace.policies.peft.plan import BaseModel, MergePlan, describe_base, plan_merge
 from millrace.policies.tensors import TensorBytes
+from millrace.policies.weight_file import read_tensors
 
 _TEMPLATES = ("chat_template*", "additional_chat_templates")
 _TOKENIZER = (
@@ -59,10 +61,10 @@ class AdapterOnBase:
 
     def _config(self) -> bytes:
         """`config.json` of the merged model."""
-        data = (self.base_directory / "config.json").read_bytes()
+        path = self.base_directory / "config.json"
         if not self.plan.is_untied and self.plan.vocabulary is None:
-            return data
-        raw = _decode_config(data, source=str(self.base_directory / "config.json"))
+            return read_small(path)
+        raw = read_object(path)
         if "text_config" in raw:
             raise InvalidStateError(
                 f"{self.directory} changes the vocabulary or the tie of embedding and head in a model with several "
@@ -83,7 +85,7 @@ def is_adapter(directory: Path) -> bool:
     A `config.json` beside an adapter is the base's, as some trainers copy it there.
     """
     own = adapter_files(directory)
-    if own and (weights := [name for name in (WEIGHTS, INDEX) if (directory / name).is_file()]):
+    if own and (weights := [name for name in (SINGLE, INDEX) if (directory / name).is_file()]):
         raise InvalidStateError(
             f"{directory} holds a model ({', '.join(weights)}) and an adapter ({', '.join(own)}), and one is meant",
             reason="MODEL_HAS_ADAPTER",
@@ -102,11 +104,19 @@ def open_adapter(directory: Path, base: Path) -> AdapterOnBase:
     path, weights = directory / ADAPTER_CONFIG, directory / ADAPTER_WEIGHTS
     if not path.is_file() or not weights.is_file():
         raise _not_found(directory, has_config=path.is_file())
-    raw = path.read_bytes()
+    raw, described = read_small(path), read_object(base / "config.json")
     config = parse_peft_config(raw, source=str(path))
-    files = find_weight_files(base)
-    tensors, adapter = files.read(), read_tensors(weights)
-    model = describe_base((base / "config.json").read_bytes(), tensors, source=str(base / "config.json"))
+    if described.get("quantization_config") is not None:
+        raise model_quantized(base, "nothing can be added to its weights")
+    files = WeightFiles.find(base, described)
+    tensors = {
+        name: tensor
+        for file in files.files
+        for name, tensor in read_tensors(file).items()
+        if name in files.tensors and files.tensors[name].file == file.name
+    }
+    adapter = read_tensors(weights)
+    model = describe_base(described, tensors)
     plan = plan_merge(config, adapter, model, source=str(directory))
     return AdapterOnBase(
         config=config,
@@ -161,10 +171,6 @@ def _copy(path: Path, target: Path) -> None:
         shutil.copytree(path, target / path.name, dirs_exist_ok=True)
     else:
         shutil.copy(path, target / path.name)
-
-
-def _decode_config(data: bytes, *, source: str) -> dict[str, Any]:
-    return decode_object(data, what=source, reason="MODEL_CORRUPT", remedy="copy the model again")
 
 
 def _not_found(directory: Path, *, has_config: bool) -> NotFoundError:

@@ -10,8 +10,9 @@ from collections.abc import Mapping
 import numpy as np
 
 from millrace.errors import InvalidStateError
+from millrace.models.errors import first_names
 from millrace.policies.numbers import as_float32, from_float32
-from millrace.policies.peft.config import PeftConfig, shown_names
+from millrace.policies.peft.config import PeftConfig
 from millrace.policies.peft.plan import AdapterPart, BaseModel, MergePlan
 from millrace.policies.tensors import TensorBytes
 
@@ -95,7 +96,7 @@ def _require_finite(tensors: Mapping[str, TensorBytes], *, source: str) -> None:
     bad = [name for name, tensor in tensors.items() if not np.isfinite(as_float32(tensor)).all()]
     if bad:
         raise InvalidStateError(
-            f"{source} has values that are not finite, in {shown_names(bad)}",
+            f"{source} has values that are not finite, in {first_names(bad)}",
             reason="ADAPTER_NOT_FINITE",
             remedy="use a checkpoint from before it diverged",
         )

@@ -9,11 +9,12 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Any
 
-from millrace.decoding import decode_object
 from millrace.errors import InvalidStateError
+from millrace.models.errors import first_names
 from millrace.policies.adapter import Shape, model_name
-from millrace.policies.peft.config import PeftConfig, shown_names
+from millrace.policies.peft.config import PeftConfig
 from millrace.policies.peft.vocabulary import HEADS, Whole, end_of, is_vocabulary, place_whole
 from millrace.policies.tensors import FLOATS, TensorBytes
 
@@ -53,16 +54,15 @@ class BaseModel:
         return self.model_type in families and not is_vocabulary(layer)
 
 
-def describe_base(config: bytes, tensors: Mapping[str, TensorBytes], *, source: str) -> BaseModel:
-    """What a model's `config.json`, of a file that `source` names, and its tensors say."""
-    raw = decode_object(config, what=source, reason="MODEL_CORRUPT", remedy="copy the model again")
-    text = raw.get("text_config")
+def describe_base(config: Mapping[str, Any], tensors: Mapping[str, TensorBytes]) -> BaseModel:
+    """What a model's `config.json` and its tensors say."""
+    text = config.get("text_config")
     inner = text if isinstance(text, dict) else {}
     has_head = any(name.endswith(".weight") and end_of(name.removesuffix(".weight")) in HEADS for name in tensors)
     return BaseModel(
         tensors={name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()},
-        model_type=str(raw.get("model_type", "")),
-        is_tied=not has_head or True in (raw.get("tie_word_embeddings"), inner.get("tie_word_embeddings")),
+        model_type=str(config.get("model_type", "")),
+        is_tied=not has_head or True in (config.get("tie_word_embeddings"), inner.get("tie_word_embeddings")),
     )
 
 
@@ -114,7 +114,7 @@ def plan_merge(config: PeftConfig, adapter: Mapping[str, TensorBytes], base: Bas
         problems.append("it has no tensor")
     if problems:
         raise InvalidStateError(
-            f"{source} does not fit the base model: {shown_names(problems)}",
+            f"{source} does not fit the base model: {first_names(problems)}",
             reason="ADAPTER_MODEL_MISMATCH",
             remedy=_REMEDY,
         )
