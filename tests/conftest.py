@@ -28,6 +28,7 @@ _SERVER_START_S = 60.0
 _VENV_VLLM = Path(__file__).resolve().parents[1] / ".venv-vllm" / "bin" / "python"
 _REPOSITORY = Path(__file__).resolve().parents[1]
 _PUBLIC_ENVIRONMENTS = _REPOSITORY / ".venv-environments"
+_TEMPLATE_PACKAGES = _REPOSITORY / ".venv-templates"
 _VENV_NEMO_GYM = _REPOSITORY / ".venv-nemo-gym"
 _WAITS_END_S = 5.0  # threads that were told to stop are given that long
 
@@ -140,13 +141,15 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Who asks for vLLM's interpreter is a test of vLLM, and who asks for public task packages is one of those."""
+    """Who asks for vLLM's interpreter is a test of vLLM, who asks for public packages is one of those."""
     for item in items:
         names = getattr(item, "fixturenames", ())
         if "vllm_python" in names:
             item.add_marker(pytest.mark.vllm)
         if not {"public_environments", "pinned_pythons", "nemo_gym_python"}.isdisjoint(names):
             item.add_marker(pytest.mark.environments)
+        if "template_packages" in names:
+            item.add_marker(pytest.mark.templates)
 
 
 @pytest.fixture(scope="session")
@@ -155,6 +158,14 @@ def public_environments() -> Path:
     if not (_PUBLIC_ENVIRONMENTS / ".millrace-setup").exists():
         pytest.skip("no public task packages: run scripts/setup_environments.sh")
     return _PUBLIC_ENVIRONMENTS
+
+
+@pytest.fixture(scope="session")
+def template_packages() -> Path:
+    """The directory of public packages with chat templates."""
+    if not (_TEMPLATE_PACKAGES / ".millrace-setup").exists():
+        pytest.skip("no public chat templates: run scripts/setup_templates.sh")
+    return _TEMPLATE_PACKAGES
 
 
 @pytest.fixture(scope="session")
