@@ -21,7 +21,9 @@ from millrace.rpc.tls import Stamp, client_context
 from millrace.rpc.tokens import WorkersFile
 from millrace.telemetry.settings import Settings
 
-_CONNECT_TIMEOUT_S = 5.0
+# Environments may block the loop that connects for seconds; an engine that is not there refuses at once, or its replica's
+# lease ends.
+_CONNECT_TIMEOUT_S = 30.0
 # Backstop only: a rollout's deadline cancels its request long before.
 _TOTAL_TIMEOUT_S = 6 * 3600.0
 

@@ -324,6 +324,20 @@ async def test_short_block_harms_nobody(server: Any) -> None:
     assert {rollout.status for rollout in rollouts} == {RolloutStatus.OK}
 
 
+async def test_a_deadline_does_not_count_what_other_rollouts_block(server: Any) -> None:
+    """Rollouts of one worker block its loop for a second each, together for longer than the deadline of any."""
+    await server.open("faulty-v0")
+    block, deadline_s = MODES.index("block_short"), patient(2.0)
+    rollouts = await server.play(
+        *(
+            server.request("faulty-v0", block, rollout_timeout_seconds=deadline_s)
+            for _ in range(int(1.5 * deadline_s) + 2)
+        )
+    )
+    assert {rollout.status for rollout in rollouts} == {RolloutStatus.OK}
+    assert max(rollout.seconds for rollout in rollouts) > deadline_s, "it counts their own time"
+
+
 async def test_group_rewards_play_the_group_together(server: Any) -> None:
     args = {"kind": "group"}
     opened = await server.open("faulty-v0", args)

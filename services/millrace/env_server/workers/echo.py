@@ -3,24 +3,26 @@
 Environment code may block the worker's event loop for minutes, which only a rollout's deadline ends. A process that is
 stopped (SIGSTOP, a debugger, a hanging disk) is another matter: it will not come back by itself, and everything that it
 plays waits with it. So a thread of the worker answers every byte on a socket of its own, which needs the interpreter
-for a moment but not the loop.
+for a moment but not the loop. The answer says, too, whether the loop runs the same callback as at the last question.
 """
 
 import contextlib
 import socket
 import threading
 import time
+from collections.abc import Callable
 
 _CHUNK_BYTES = 4096
+_STUCK, _MOVES = b"!", b"."
 
 
-def start_answering(channel: socket.socket) -> None:
-    """The worker's side: echo until the other side closes, in a thread."""
+def start_answering(channel: socket.socket, is_stuck: Callable[[], bool] = lambda: False) -> None:
+    """The worker's side: answer until the other side closes, in a thread."""
 
     def answer() -> None:
         with contextlib.suppress(OSError):
-            while data := channel.recv(_CHUNK_BYTES):
-                channel.sendall(data)
+            while channel.recv(_CHUNK_BYTES):
+                channel.sendall(_STUCK if is_stuck() else _MOVES)
 
     threading.Thread(target=answer, name="echo", daemon=True).start()
 
@@ -33,17 +35,23 @@ class EchoProbe:
         channel.setblocking(False)
         self._channel = channel
         self._stood_still_s = stood_still_s
-        self._heard = self._asked = time.monotonic()
+        self._heard = self._asked = self._moved = time.monotonic()
+
+    @property
+    def stuck_s(self) -> float:
+        """Seconds for which the worker's loop has run one callback, or has not answered; known to a question's pace."""
+        return time.monotonic() - self._moved
 
     def ask(self) -> float:
         """Seconds since the worker's last sign of life; asks for the next one."""
         now = time.monotonic()
         if now - self._asked > self._stood_still_s:
-            self._heard = now
+            self._heard = self._moved = now
         self._asked = now
         with contextlib.suppress(OSError):  # nothing there yet, or the worker ended: others notice that
-            if self._channel.recv(_CHUNK_BYTES):
+            if data := self._channel.recv(_CHUNK_BYTES):
                 self._heard = now
+                self._moved = self._moved if data.endswith(_STUCK) else now
         with contextlib.suppress(OSError):
             self._channel.send(b".")
         return now - self._heard

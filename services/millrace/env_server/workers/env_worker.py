@@ -26,6 +26,7 @@ from millrace.env_server.isolation.confinement import Confinement
 from millrace.env_server.wire import loaded_to_wire
 from millrace.env_server.workers.echo import start_answering
 from millrace.env_server.workers.frames import HEAD_BYTES, decode_frame, encode_frame, frame_length, read_frame
+from millrace.env_server.workers.own_time import OwnTime, OwnTimeLoop
 from millrace.errors import CorruptObjectError, InvalidSpecError
 from millrace.internal.v1 import env_worker_pb2, rollout_pb2
 from millrace.rollouts.request_wire import env_from_wire, play_from_wire
@@ -82,7 +83,8 @@ def run(channel_fd: int, echo_fd: int) -> None:
     for inherited in (channel_fd, echo_fd):
         os.set_inheritable(inherited, False)  # what the environment starts does not get them
     channel = socket.socket(fileno=channel_fd)
-    start_answering(socket.socket(fileno=echo_fd))
+    loop = OwnTimeLoop()
+    start_answering(socket.socket(fileno=echo_fd), loop.is_stuck)
     # What environments print belongs to the log, not to a pipe that nobody reads.
     os.dup2(2, 1)
     setup("env-worker")
@@ -100,7 +102,8 @@ def run(channel_fd: int, echo_fd: int) -> None:
     # Loading a v0 environment installs handlers that start a teardown; here the socket says when to stop.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    asyncio.run(_Worker(adapter, channel).run())
+    with asyncio.Runner(loop_factory=lambda: loop) as runner:
+        runner.run(_Worker(adapter, channel).run())
 
 
 def _report_failure(channel: socket.socket, env_id: str, error: BaseException) -> None:
@@ -178,9 +181,12 @@ class _Worker:
 
     async def _play(self, play: env_worker_pb2.PlayMembers) -> None:
         request = play_from_wire(play.request)
-        began = time.monotonic()
-        with bind(run=request.run_uid):
-            outcomes = await self._outcomes(request, play.tokenizer_dir)
+        began, own = time.monotonic(), OwnTime(play.play_id)
+        try:
+            with bind(run=request.run_uid):
+                outcomes = await self._outcomes(request, play.tokenizer_dir, own)
+        finally:
+            own.close()
         seconds = time.monotonic() - began
         task_id = self._adapter.loaded.task_id(request)
         ended = env_worker_pb2.PlayEnded(play_id=play.play_id)
@@ -188,12 +194,16 @@ class _Worker:
             ended.rollouts.append(answer_of(request, member, task_id, outcome, seconds))
         await self._send(env_worker_pb2.WorkerReport(ended=ended))
 
-    async def _outcomes(self, request: PlayRequest, tokenizer_dir: str) -> list[Outcome]:
-        """One outcome per member, whatever happens, by the deadline plus the grace."""
+    async def _outcomes(self, request: PlayRequest, tokenizer_dir: str, own: OwnTime) -> list[Outcome]:
+        """One outcome per member, whatever happens, by the deadline plus the grace.
+
+        The deadline counts the play's own time: what the code of others takes of the loop is not its fault.
+        """
         playing = asyncio.ensure_future(self._adapter.play(request, tokenizer_dir=tokenizer_dir))
         count = len(request.members)
         try:
-            await asyncio.wait({playing}, timeout=request.rollout_timeout_seconds)
+            while not playing.done() and (left_s := request.rollout_timeout_seconds - own.seconds) > 0:
+                await asyncio.wait({playing}, timeout=left_s)
         except asyncio.CancelledError:
             playing.cancel()
             await asyncio.wait({playing}, timeout=CANCEL_GRACE_S)

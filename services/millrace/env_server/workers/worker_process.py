@@ -194,10 +194,17 @@ class WorkerProcess:
             self._plays.pop(play_id, None)
 
     async def _answer(self, answer: asyncio.Future[list[Rollout]], timeout_s: float) -> list[Rollout]:
+        """Wait for the answer as long as the worker's loop gets ahead; kill the worker once it does not.
+
+        It ends each rollout after the rollout's own time, and what others take of its loop may be much more than that.
+        """
         await asyncio.wait({answer}, timeout=timeout_s)
-        if not answer.done():
-            self.kill(f"blocked: no answer {self.blocked_grace_s:g} s after a rollout's deadline")
-            await self._ended.wait()  # SIGKILL: the kernel ends it
+        while not answer.done():
+            if self.echo.stuck_s >= self.blocked_grace_s:
+                self.kill(f"blocked: no answer {self.blocked_grace_s:g} s after a rollout's deadline")
+                await self._ended.wait()  # SIGKILL: the kernel ends it
+                break
+            await asyncio.wait({answer}, timeout=_PING_S)
         return await answer
 
     def kill(self, reason: str, cause: DeathCause = DeathCause.BLOCKED) -> None:

@@ -5,7 +5,7 @@ import json
 import logging
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import grpc
@@ -287,10 +287,12 @@ class EnvServers:
                     return
                 await asyncio.sleep(min(newest + RETURN_PAUSE_S, ends) - now)
 
-    async def playing(self, log_instance: str) -> dict[str, list[PlayedGroup]]:
-        """What each living env-server plays for the run; silent ones are left out.
+    async def playing(
+        self, log_instance: str, *, workers: Collection[str] | None = None, timeout_s: float = LIST_TIMEOUT_S
+    ) -> dict[str, list[PlayedGroup]]:
+        """What each living env-server, or each of `workers`, plays for the run; silent ones are left out.
 
-        Each one first appends what that copy of the log lacks of its finished rollouts.
+        Each one first appends what that copy of the log lacks of its finished rollouts; "" is the copy that it knows.
         """
         request = env_service_pb2.ListPlayingRequest(
             run_uid=self._run_uid, epoch=self._epoch, log_instance=log_instance
@@ -299,18 +301,18 @@ class EnvServers:
         async def ask(worker_id: str) -> Sequence[PlayedGroup] | None:
             try:
                 method = self._stub(worker_id).ListPlaying
-                answer = await call(method, request, timeout_s=LIST_TIMEOUT_S, waits_on=worker_id)
+                answer = await call(method, request, timeout_s=timeout_s, waits_on=worker_id)
             except _AWAY as error:
                 logger.warning("env-server does not answer", extra={"worker": worker_id, "error": str(error)})
                 return None
             return [group_from_wire(group) for group in answer.groups]
 
-        workers = self.alive()
+        asked = [worker_id for worker_id in self.alive() if workers is None or worker_id in workers]
         with waits.waiting(
-            f"what {len(workers)} env-servers play and the log lacks", waits_on="env-server", deadline_s=LIST_TIMEOUT_S
+            f"what {len(asked)} env-servers play and the log lacks", waits_on="env-server", deadline_s=timeout_s
         ):
-            answers = await asyncio.gather(*(ask(worker_id) for worker_id in workers))
-        return {worker_id: list(found) for worker_id, found in zip(workers, answers, strict=True) if found is not None}
+            answers = await asyncio.gather(*(ask(worker_id) for worker_id in asked))
+        return {worker_id: list(found) for worker_id, found in zip(asked, answers, strict=True) if found is not None}
 
     async def cancel(self, groups: Sequence[PlayedGroup], *, timeout_s: float = RPC_TIMEOUT_S) -> None:
         """Stop groups on every env-server (none named: all of the run); best effort, late rollouts are discarded."""

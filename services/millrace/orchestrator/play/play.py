@@ -30,6 +30,8 @@ MAX_FAILED_ATTEMPTS = 2
 GIVEN_UP = "error"
 """Why a play is resolved that was given up so."""
 
+MAX_PUT_OFF = 20
+"""Times that the deadline of an attempt is put off: an env-server that says for ever that it plays has a defect."""
 FAILED_PAUSE_S = 0.25
 """Pause before a member is played again whose environment failed."""
 
@@ -99,6 +101,8 @@ class Play:
     """Replica of the attempt before, which has the prefix in its cache; empty if it lost the play."""
     deadline: float = 0.0
     """Monotonic time after which the attempt counts as lost."""
+    num_put_off: int = 0
+    """How often the deadline of the current attempt was put off."""
     not_before: float = 0.0
     """Monotonic time before which it is not placed again."""
     members: dict[int, Rollout] = field(default_factory=dict)
@@ -166,7 +170,7 @@ class Play:
         self.state = PlayState.PLACED
         self.env_server, self.replica, self.placed_version = env_server, replica, version
         self.began = time.monotonic() if self.began is None and version is not None else self.began
-        self.deadline = time.monotonic() + timeout_s
+        self.deadline, self.num_put_off = time.monotonic() + timeout_s, 0
 
     def add(self, rollout: Rollout) -> Arrival:
         """Take a rollout of the task; one that fills no place is discarded."""
@@ -178,6 +182,16 @@ class Play:
         elif rollout.attempt >= self.attempt:
             self.failures[rollout.member] = rollout
         return self._settle()
+
+    @property
+    def may_go_on(self) -> bool:
+        """Whether its deadline may be put off once more."""
+        return self.num_put_off < MAX_PUT_OFF
+
+    def go_on(self) -> None:
+        """Put its deadline off by the time that it had at first: its env-server says that it plays it."""
+        self.num_put_off += 1
+        self.deadline = time.monotonic() + self.settings.timeout_s
 
     def lose(self, *, keeps_home: bool = False) -> None:
         """Give the current attempt up: nobody plays the task until it is placed again.

@@ -19,6 +19,8 @@ from millrace.telemetry import faults
 
 logger = logging.getLogger(__name__)
 
+ASK_TIMEOUT_S = 5.0
+"""An env-server that does not say within it what it plays has lost what is late."""
 STOP_TIMEOUT_S = 2.0
 """An env-server that does not stop a play within it may play on: what it sends late is a duplicate."""
 
@@ -50,6 +52,7 @@ class Player:
 
         The stream is read to its end before: what the log holds is never generated twice.
         """
+        await self._keep_on(plays)
         if lost := [(play, play.attempt) for play in self.lost(plays)]:
             alive = self._envs.alive()
             await self.stop([play for play, _ in lost if play.env_server in alive])
@@ -98,6 +101,27 @@ class Player:
                     faults.reach(faults.Point.ORCHESTRATOR_AFTER_DISPATCH, step=play.planned_step)
                 return True
         return False
+
+    async def _keep_on(self, plays: Collection[Play]) -> None:
+        """Give plays behind their deadline more time whose env-server says that it plays them.
+
+        It enforces the deadline itself, by each rollout's own time: what others take of a worker does not count there.
+        """
+        now = time.monotonic()
+        late = [play for play in plays if play.state is PlayState.PLACED and now > play.deadline and play.may_go_on]
+        if not late:
+            return
+        servers = {play.source or play.env_server for play in late}
+        playing = await self._envs.playing("", workers=servers, timeout_s=ASK_TIMEOUT_S)
+        known = {
+            (worker_id, group.purpose, group.eval_id, group.ordinal, group.attempt)
+            for worker_id, groups in playing.items()
+            for group in groups
+        }
+        for play in late:
+            key = (play.settings.purpose, play.settings.eval_id, play.ordinal, play.attempt)
+            if play.state is PlayState.PLACED and (play.source or play.env_server, *key) in known:
+                play.go_on()
 
     def lost(self, plays: Iterable[Play]) -> list[Play]:
         """Placed plays whose env-server or replica is gone, or whose deadline passed."""

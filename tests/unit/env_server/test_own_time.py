@@ -1,0 +1,71 @@
+"""A rollout's deadline counts its own time, not what other rollouts take of the worker's loop."""
+
+import asyncio
+import socket
+import threading
+import time
+
+from millrace.env_server.workers.echo import EchoProbe, start_answering
+from millrace.env_server.workers.own_time import OwnTime, OwnTimeLoop
+from millrace_testing.patience import patient
+from millrace_testing.polling import block_until
+
+
+def test_what_others_take_of_the_loop_is_not_counted() -> None:
+    seen: dict[int, tuple[float, float]] = {}
+
+    async def play(number: int, blocks_s: float) -> None:
+        own, began = OwnTime(number), time.monotonic()
+
+        async def reward() -> None:  # a task of its own belongs to the play that made it
+            time.sleep(blocks_s)
+
+        await asyncio.gather(asyncio.sleep(0.05), asyncio.create_task(reward()))
+        seen[number] = (own.seconds, time.monotonic() - began)
+        own.close()
+
+    async def main() -> None:
+        await asyncio.gather(*(play(number, 0.1) for number in range(4)), play(4, 0.0))
+
+    with asyncio.Runner(loop_factory=OwnTimeLoop) as runner:
+        runner.run(main())
+    assert all(0.1 <= own < 0.3 for own, _ in (seen[number] for number in range(4))), seen
+    own, passed = seen[4]
+    assert own < 0.2 < 0.4 <= passed, "the quick one has waited for the blocking ones"
+
+
+def test_a_loop_that_runs_one_callback_is_told_from_a_busy_one() -> None:
+    ours, theirs = socket.socketpair()
+    loop, go_on, stop = OwnTimeLoop(), threading.Event(), threading.Event()
+    start_answering(theirs, loop.is_stuck)
+    probe = EchoProbe(ours, stood_still_s=60.0)
+
+    async def busy() -> None:
+        while not stop.is_set():
+            time.sleep(0.01)  # always something, never for long
+            await asyncio.sleep(0)
+        go_on.wait(patient(20.0))
+
+    def run() -> None:
+        with asyncio.Runner(loop_factory=lambda: loop) as runner:
+            runner.run(busy())
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    try:
+        for _ in range(8):
+            time.sleep(0.1)
+            probe.ask()
+        assert probe.stuck_s < 0.4, "it gets ahead"
+        stop.set()
+
+        def is_stuck() -> bool:
+            probe.ask()
+            return probe.stuck_s > 0.5
+
+        block_until(is_stuck, timeout_s=patient(10.0))
+    finally:
+        stop.set()
+        go_on.set()
+        thread.join()
+        probe.close()
