@@ -15,14 +15,15 @@ from urllib.parse import urlsplit
 
 import aiohttp
 
+from millrace.env_server.standing import noting_engine
 from millrace.rpc.access import ClientAccess
 from millrace.rpc.keep_alive import kept_alive_socket
 from millrace.rpc.tls import Stamp, client_context
 from millrace.rpc.tokens import WorkersFile
 from millrace.telemetry.settings import Settings
 
-# Environments may block the loop that connects for seconds; an engine that is not there refuses at once, or its replica's
-# lease ends.
+# Environments may block the loop that connects for seconds. An engine that is not there refuses at once, or its lease
+# ends.
 _CONNECT_TIMEOUT_S = 30.0
 # Backstop only: a rollout's deadline cancels its request long before.
 _TOTAL_TIMEOUT_S = 6 * 3600.0
@@ -77,6 +78,7 @@ def make_session() -> aiohttp.ClientSession:
     return aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(limit=0, socket_factory=kept_alive_socket),
         timeout=aiohttp.ClientTimeout(total=_TOTAL_TIMEOUT_S, sock_connect=_CONNECT_TIMEOUT_S),
+        trace_configs=[noting_engine()],
     )
 
 

@@ -415,6 +415,7 @@ async def test_task_that_blocks_its_worker_for_ever_is_killed_and_quarantined(se
         timeout_s=240,
     )
     assert_failed(blocked, RolloutStatus.TIMEOUT, "WorkerBlocked", "blocked")
+    assert "faulty_v0.py:" in blocked.error.message and "in setup_state" in blocked.error.message, blocked.error.message
     assert neighbour.status is RolloutStatus.OK
 
 

@@ -36,8 +36,7 @@ def test_what_others_take_of_the_loop_is_not_counted() -> None:
 
 def test_a_loop_that_runs_one_callback_is_told_from_a_busy_one() -> None:
     ours, theirs = socket.socketpair()
-    loop, go_on, stop = OwnTimeLoop(), threading.Event(), threading.Event()
-    start_answering(theirs, loop.is_stuck)
+    go_on, stop, made = threading.Event(), threading.Event(), threading.Event()
     probe = EchoProbe(ours, stood_still_s=60.0)
 
     async def busy() -> None:
@@ -47,11 +46,15 @@ def test_a_loop_that_runs_one_callback_is_told_from_a_busy_one() -> None:
         go_on.wait(patient(20.0))
 
     def run() -> None:
+        loop = OwnTimeLoop()
+        start_answering(theirs, loop.stuck_at)
+        made.set()
         with asyncio.Runner(loop_factory=lambda: loop) as runner:
             runner.run(busy())
 
     thread = threading.Thread(target=run)
     thread.start()
+    made.wait(patient(20.0))
     try:
         for _ in range(8):
             time.sleep(0.1)

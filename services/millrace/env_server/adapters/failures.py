@@ -4,12 +4,16 @@ An environment's error passes through the library and through us before it is ca
 author looks for the line that is theirs, so frames of other code are shown only where none of the environment's is.
 """
 
+import asyncio
 import os
 import re
+import sys
 import sysconfig
 import traceback
 from collections.abc import Iterator
 from importlib.machinery import ModuleSpec
+from types import CoroutineType, FrameType
+from typing import Any
 
 import millrace
 from millrace.env_server.isolation.limits import MEMORY_VARIABLE
@@ -52,6 +56,32 @@ def frames_of(error: BaseException | str) -> str:
             if shown := [_describe(frame) for frame in part if is_shown(frame["file"])]:
                 return "\n".join(shown[-_MAX_FRAMES:])[-MAX_ERROR_FRAMES_CHARS:]
     return ""
+
+
+def own_frame(frame: FrameType) -> str:
+    """`module.py:12 in reward` if a frame is of the environment's own code; else ""."""
+    file = frame.f_code.co_filename
+    return f"{_shown_path(file)}:{frame.f_lineno} in {frame.f_code.co_name}" if _is_own(file) else ""
+
+
+def own_line_of(thread_id: int) -> str:
+    """The innermost line of the environment's own code that a thread runs; "" if it runs none."""
+    frame = sys._current_frames().get(thread_id)
+    while frame is not None:
+        if found := own_frame(frame):
+            return found
+        frame = frame.f_back
+    return ""
+
+
+def own_line(task: asyncio.Future[Any]) -> str:
+    """The innermost line of the environment's own code that a task awaits; "" if none is known."""
+    found, coroutine = "", task.get_coro() if isinstance(task, asyncio.Task) else None
+    while isinstance(coroutine, CoroutineType):
+        frame: FrameType | None = coroutine.cr_frame
+        found = (own_frame(frame) if frame is not None else "") or found
+        coroutine = coroutine.cr_await
+    return found
 
 
 def trace_text(error: BaseException) -> str:
@@ -125,8 +155,10 @@ def _is_foreign(file: str) -> bool:
 
 def _describe(frame: re.Match[str]) -> str:
     """`pkg/module.py:12 in reward: raise ValueError(x)`."""
-    file = frame["file"]
-    root = next((os.path.dirname(own.rstrip(os.sep)) for own in _own_code if file.startswith(own)), "")
-    shown = os.path.relpath(file, root) if root else os.sep.join(file.split(os.sep)[-2:])
     code = f": {frame['code'].strip()}" if frame["code"] else ""
-    return f"{shown}:{frame['line']} in {frame['name']}{code}"
+    return f"{_shown_path(frame['file'])}:{frame['line']} in {frame['name']}{code}"
+
+
+def _shown_path(file: str) -> str:
+    root = next((os.path.dirname(own.rstrip(os.sep)) for own in _own_code if file.startswith(own)), "")
+    return os.path.relpath(file, root) if root else os.sep.join(file.split(os.sep)[-2:])

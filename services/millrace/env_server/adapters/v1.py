@@ -19,6 +19,7 @@ import verifiers.v1 as vf
 from verifiers.v1.clients.train import TrainClient
 from verifiers.v1.configs.agent import AgentConfig
 
+from millrace.env_server import standing
 from millrace.env_server.adapters import harness_v1
 from millrace.env_server.adapters.env_args import RENDERER, V1_ENV, V1_EVAL_ARGS, V1_NUM_TASKS
 from millrace.env_server.adapters.failures import frames_of, our_spelling, trace_text
@@ -205,7 +206,7 @@ def _mark_scoring() -> None:
     @functools.wraps(stock)
     async def score(self: Any, *args: Any, **kwargs: Any) -> None:
         try:
-            with judges.scoring():
+            with judges.scoring(), standing.at("the task's rewards"):
                 await stock(self, *args, **kwargs)
         except vf.TaskError as error:
             if not (kind := judges.failure_type(error)):

@@ -3,7 +3,8 @@
 Environment code may block the worker's event loop for minutes, which only a rollout's deadline ends. A process that is
 stopped (SIGSTOP, a debugger, a hanging disk) is another matter: it will not come back by itself, and everything that it
 plays waits with it. So a thread of the worker answers every byte on a socket of its own, which needs the interpreter
-for a moment but not the loop. The answer says, too, whether the loop runs the same callback as at the last question.
+for a moment but not the loop. The answer says, too, where the loop stands if it runs the same callback as at the last
+question.
 """
 
 import contextlib
@@ -13,16 +14,22 @@ import time
 from collections.abc import Callable
 
 _CHUNK_BYTES = 4096
-_STUCK, _MOVES = b"!", b"."
+_STUCK, _MOVES, _END = b"!", b".", b"\n"
+_MAX_PLACE_CHARS = 300
 
 
-def start_answering(channel: socket.socket, is_stuck: Callable[[], bool] = lambda: False) -> None:
-    """The worker's side: answer until the other side closes, in a thread."""
+def start_answering(channel: socket.socket, stuck_at: Callable[[], str | None] = lambda: None) -> None:
+    """The worker's side: answer until the other side closes, in a thread.
+
+    `stuck_at` says in which line the loop stands, None while it gets ahead.
+    """
 
     def answer() -> None:
         with contextlib.suppress(OSError):
             while channel.recv(_CHUNK_BYTES):
-                channel.sendall(_STUCK if is_stuck() else _MOVES)
+                place = stuck_at()
+                known = _STUCK + (place or "").replace("\n", " ")[:_MAX_PLACE_CHARS].encode(errors="replace")
+                channel.sendall((_MOVES if place is None else known) + _END)
 
     threading.Thread(target=answer, name="echo", daemon=True).start()
 
@@ -36,6 +43,8 @@ class EchoProbe:
         self._channel = channel
         self._stood_still_s = stood_still_s
         self._heard = self._asked = self._moved = time.monotonic()
+        self.place = ""
+        """Where the loop stands while it is stuck, as far as that is known."""
 
     @property
     def stuck_s(self) -> float:
@@ -51,7 +60,11 @@ class EchoProbe:
         with contextlib.suppress(OSError):  # nothing there yet, or the worker ended: others notice that
             if data := self._channel.recv(_CHUNK_BYTES):
                 self._heard = now
-                self._moved = self._moved if data.endswith(_STUCK) else now
+                last = data.rstrip(_END).rpartition(_END)[2]
+                if last.startswith(_STUCK):
+                    self.place = last.removeprefix(_STUCK).decode(errors="replace")
+                else:
+                    self._moved, self.place = now, ""
         with contextlib.suppress(OSError):
             self._channel.send(b".")
         return now - self._heard

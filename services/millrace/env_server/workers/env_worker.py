@@ -18,8 +18,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from millrace.decoding import decode_object
+from millrace.env_server import standing
 from millrace.env_server.adapters.adapter import EnvAdapter, load_adapter
-from millrace.env_server.adapters.failures import describe_error, frames_of
+from millrace.env_server.adapters.failures import describe_error, frames_of, own_line
 from millrace.env_server.adapters.outcome import Outcome, failed, make_rollout
 from millrace.env_server.interpreters.examine import go_over, require_usable
 from millrace.env_server.isolation.confinement import Confinement
@@ -84,7 +85,7 @@ def run(channel_fd: int, echo_fd: int) -> None:
         os.set_inheritable(inherited, False)  # what the environment starts does not get them
     channel = socket.socket(fileno=channel_fd)
     loop = OwnTimeLoop()
-    start_answering(socket.socket(fileno=echo_fd), loop.is_stuck)
+    start_answering(socket.socket(fileno=echo_fd), loop.stuck_at)
     # What environments print belongs to the log, not to a pipe that nobody reads.
     os.dup2(2, 1)
     setup("env-worker")
@@ -140,6 +141,7 @@ class _Worker:
         self._adapter = adapter
         self._channel = channel
         self._plays: dict[int, asyncio.Task[None]] = {}
+        self._standings: dict[int, standing.Standing] = {}
         self._num_abandoned = 0
 
     async def run(self) -> None:
@@ -158,8 +160,9 @@ class _Worker:
                 case "cancel":
                     if playing := self._plays.get(command.cancel.play_id):
                         playing.cancel()
-                case None:
-                    await self._send(env_worker_pb2.WorkerReport())  # a ping: we are alive, and our loop runs
+                case None:  # a ping: we are alive, and our loop runs
+                    counts = standing.places(self._standings.values())
+                    await self._send(env_worker_pb2.WorkerReport(standing=env_worker_pb2.Standing(places=counts)))
                 case other:
                     logger.error("unknown command", extra={"command": other})
         await self._stop()
@@ -182,11 +185,13 @@ class _Worker:
     async def _play(self, play: env_worker_pb2.PlayMembers) -> None:
         request = play_from_wire(play.request)
         began, own = time.monotonic(), OwnTime(play.play_id)
+        self._standings[play.play_id] = standing.begin()
         try:
             with bind(run=request.run_uid):
-                outcomes = await self._outcomes(request, play.tokenizer_dir, own)
+                outcomes = await self._outcomes(request, play, own)
         finally:
             own.close()
+            del self._standings[play.play_id]
         seconds = time.monotonic() - began
         task_id = self._adapter.loaded.task_id(request)
         ended = env_worker_pb2.PlayEnded(play_id=play.play_id)
@@ -194,12 +199,12 @@ class _Worker:
             ended.rollouts.append(answer_of(request, member, task_id, outcome, seconds))
         await self._send(env_worker_pb2.WorkerReport(ended=ended))
 
-    async def _outcomes(self, request: PlayRequest, tokenizer_dir: str, own: OwnTime) -> list[Outcome]:
+    async def _outcomes(self, request: PlayRequest, play: env_worker_pb2.PlayMembers, own: OwnTime) -> list[Outcome]:
         """One outcome per member, whatever happens, by the deadline plus the grace.
 
         The deadline counts the play's own time: what the code of others takes of the loop is not its fault.
         """
-        playing = asyncio.ensure_future(self._adapter.play(request, tokenizer_dir=tokenizer_dir))
+        playing = asyncio.ensure_future(self._adapter.play(request, tokenizer_dir=play.tokenizer_dir))
         count = len(request.members)
         try:
             while not playing.done() and (left_s := request.rollout_timeout_seconds - own.seconds) > 0:
@@ -209,12 +214,13 @@ class _Worker:
             await asyncio.wait({playing}, timeout=CANCEL_GRACE_S)
             raise
         if not playing.done():
+            where = self._standings[play.play_id].describe(own_line(playing))
             playing.cancel()
             await asyncio.wait({playing}, timeout=CANCEL_GRACE_S)
             if not playing.done():
                 self._num_abandoned += 1
                 logger.warning("a rollout ignores its cancellation", extra={"abandoned": self._num_abandoned})
-            message = f"not finished within {request.rollout_timeout_seconds:g} s"
+            message = f"not finished within {request.rollout_timeout_seconds:g} s of its own time; it stood {where}"
             return [failed(RolloutStatus.TIMEOUT, "RolloutTimeout", message)] * count
         if playing.cancelled():
             message = "the environment cancelled its own rollout"

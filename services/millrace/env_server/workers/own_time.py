@@ -13,11 +13,16 @@ from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
+from millrace.env_server.adapters.failures import own_line_of
+
 _PLAY: contextvars.ContextVar[int | None] = contextvars.ContextVar("play", default=None)
 
 
 class OwnTimeLoop(asyncio.SelectorEventLoop):
-    """An event loop that knows how long the callbacks of each play took, tasks' steps included."""
+    """An event loop that knows how long the callbacks of each play took, tasks' steps included.
+
+    It is made in the thread that runs it.
+    """
 
     def __init__(self) -> None:
         self.busy_s = 0.0
@@ -27,6 +32,7 @@ class OwnTimeLoop(asyncio.SelectorEventLoop):
         self._is_running_one = False
         self._looked_at = -1
         self._lock = threading.Lock()
+        self._thread = threading.get_ident()
         super().__init__()
 
     def call_soon(
@@ -48,11 +54,12 @@ class OwnTimeLoop(asyncio.SelectorEventLoop):
             if (play := _PLAY.get()) is not None:
                 self._own_s[play] += took
 
-    def is_stuck(self) -> bool:
-        """Whether the callback of the last look still runs; may be called by any thread."""
+    def stuck_at(self) -> str | None:
+        """Where it stands if the callback of the last look still runs, else None; may be called by any thread."""
         with self._lock:
             before, self._looked_at = self._looked_at, self._num_begun
-            return self._is_running_one and before == self._looked_at
+            is_stuck = self._is_running_one and before == self._looked_at
+        return own_line_of(self._thread) if is_stuck else None
 
     def own_s(self, play: int) -> float:
         """Seconds that a play's own callbacks took."""

@@ -297,8 +297,8 @@ class EnvPool:
 
     @contextmanager
     def _playing(self, request: PlayRequest) -> Iterator[None]:
-        """All that is played with one engine is one wait, for that engine."""
-        reason = f"{waits.COUNT} rollouts of {request.env.label} with the engine at {request.base_url}"
+        """All that is played with one engine is one wait, for that engine; workers say what stands elsewhere."""
+        reason = f"{waits.COUNT} rollouts of {request.env.label} that are played with the engine at {request.base_url}"
         deadline_s = request.rollout_timeout_seconds + self._limits.blocked_grace_s
         self.num_playing += len(request.members)
         try:

@@ -5,6 +5,7 @@ import contextlib
 import logging
 import socket
 import time
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import Self
 
@@ -13,6 +14,7 @@ from millrace.env_server.isolation import census
 from millrace.env_server.isolation.deaths import Death, DeathCause, EnvLoadError, WorkerDiedError, describe_death
 from millrace.env_server.isolation.door import Door
 from millrace.env_server.isolation.limits import WorkerLimits
+from millrace.env_server.standing import ENGINE
 from millrace.env_server.wire import loaded_from_wire
 from millrace.env_server.workers.echo import EchoProbe
 from millrace.env_server.workers.frames import encode_frame, read_frame
@@ -45,6 +47,7 @@ _SILENT_S = 3.0
 _SILENT_OVERDUE_S = 8.0
 DEFAULT_FROZEN_S = 20.0
 _FROZEN_LOADING_S = 60.0
+_SHOWN_PLACES = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +94,7 @@ class WorkerProcess:
     _next_play_id: int = field(default=1, init=False)
     _is_closing: bool = field(default=False, init=False)
     _killed: tuple[DeathCause, str] | None = field(default=None, init=False)
+    _places: Counter[str] = field(default_factory=Counter[str], init=False)
     _heard: float = field(default=0.0, init=False)
     _listener: asyncio.Task[None] = field(init=False)
     _watch: asyncio.Task[None] = field(init=False)
@@ -201,7 +205,8 @@ class WorkerProcess:
         await asyncio.wait({answer}, timeout=timeout_s)
         while not answer.done():
             if self.echo.stuck_s >= self.blocked_grace_s:
-                self.kill(f"blocked: no answer {self.blocked_grace_s:g} s after a rollout's deadline")
+                where = f"; its event loop stands in {self.echo.place}" if self.echo.place else ""
+                self.kill(f"blocked: no answer {self.blocked_grace_s:g} s after a rollout's deadline{where}")
                 await self._ended.wait()  # SIGKILL: the kernel ends it
                 break
             await asyncio.wait({answer}, timeout=_PING_S)
@@ -272,8 +277,13 @@ class WorkerProcess:
                 reason, waits_on=f"env worker {self.name}", key="frozen", deadline_s=min(_SILENT_OVERDUE_S, limit_s)
             )
         elif silent_s >= _SILENT_S and self._plays:
-            reason = f"{who} {silent_s:.0f} s: blocked by the environment's code; {waiting}"
+            where = f" ({self.echo.place})" if self.echo.place else ""
+            reason = f"{who} {silent_s:.0f} s: blocked by the environment's code{where}; {waiting}"
             wait.on(reason, waits_on=f"env worker {self.name}", key="blocked", deadline_s=_SILENT_OVERDUE_S)
+        elif self._plays and (most := self._places.most_common(1)) and most[0][0] != ENGINE:
+            places = ", ".join(f"{count} at {place}" for place, count in self._places.most_common(_SHOWN_PLACES))
+            reason = f"rollouts that env worker {self.name} plays: {places}"
+            wait.on(reason, waits_on=f"env worker {self.name}", key="standing")
         else:
             wait.over()
 
@@ -305,8 +315,8 @@ class WorkerProcess:
     def _take(self, report: env_worker_pb2.WorkerReport) -> None:
         self._heard = time.monotonic()
         match report.WhichOneof("report"):
-            case None:
-                return  # the answer to a ping
+            case "standing":  # the answer to a ping
+                self._places = Counter(report.standing.places)
             case "loaded":
                 if not self.loaded.done():
                     self.loaded.set_result(loaded_from_wire(report.loaded))

@@ -72,12 +72,27 @@ class PlayEnded(_message.Message):
     rollouts: _containers.RepeatedCompositeFieldContainer[_rollout_pb2.Rollout]
     def __init__(self, play_id: _Optional[int] = ..., rollouts: _Optional[_Iterable[_Union[_rollout_pb2.Rollout, _Mapping]]] = ...) -> None: ...
 
+class Standing(_message.Message):
+    __slots__ = ("places",)
+    class PlacesEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
+    PLACES_FIELD_NUMBER: _ClassVar[int]
+    places: _containers.ScalarMap[str, int]
+    def __init__(self, places: _Optional[_Mapping[str, int]] = ...) -> None: ...
+
 class WorkerReport(_message.Message):
-    __slots__ = ("loaded", "failed", "ended")
+    __slots__ = ("loaded", "failed", "ended", "standing")
     LOADED_FIELD_NUMBER: _ClassVar[int]
     FAILED_FIELD_NUMBER: _ClassVar[int]
     ENDED_FIELD_NUMBER: _ClassVar[int]
+    STANDING_FIELD_NUMBER: _ClassVar[int]
     loaded: EnvLoaded
     failed: EnvFailed
     ended: PlayEnded
-    def __init__(self, loaded: _Optional[_Union[EnvLoaded, _Mapping]] = ..., failed: _Optional[_Union[EnvFailed, _Mapping]] = ..., ended: _Optional[_Union[PlayEnded, _Mapping]] = ...) -> None: ...
+    standing: Standing
+    def __init__(self, loaded: _Optional[_Union[EnvLoaded, _Mapping]] = ..., failed: _Optional[_Union[EnvFailed, _Mapping]] = ..., ended: _Optional[_Union[PlayEnded, _Mapping]] = ..., standing: _Optional[_Union[Standing, _Mapping]] = ...) -> None: ...
