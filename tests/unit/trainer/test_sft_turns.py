@@ -105,6 +105,17 @@ def test_markers_are_narrowed_to_what_is_sampled() -> None:
     assert text.endswith(f"{header}[b]<|end|>\n<|start|>user\nc<|end|>\n{header}[d<|return|>]\n")
 
 
+def test_a_marked_turn_that_no_engine_opens_so_is_not_trained() -> None:
+    template = MARKED.replace("assistant\n{% endif %}", "assistant\n<think>\n{% endif %}").replace(
+        "{{ m.content }}{{ '<|return|>", "{% if loop.last %}<think>\n{% endif %}{{ m.content }}{{ '<|return|>"
+    )
+    text = encoded(tokenizer_of(template, eos="<|return|>"), {"messages": turns("a", "b", "c", "d")})
+    assert text.endswith("\nb<|end|>\n<|start|>user\nc<|end|>\n<|start|>assistant\n<think>\n[d<|return|>]\n")
+    never = template.replace("{% if loop.last %}<think>", "{% if false %}<think>")
+    with pytest.raises(BadRowError, match="opens the turn of message 1"):
+        encoded(tokenizer_of(never, eos="<|return|>"), {"messages": turns("a", "b")})
+
+
 def test_the_policy_begins_where_the_prompts_tokens_end() -> None:
     tokenizer = tokenizer_of(templates.THINKS)
     row = {"messages": turns("a", "b")}
@@ -173,12 +184,12 @@ def test_a_text_with_an_end_in_its_midst_is_refused() -> None:
         (
             templates.GEMMA,
             {"content": "b", "tool_calls": [CALL]},
-            r"the arguments of the tool calls of message 1 \(assistant\)",
+            r"the arguments of tool call 0 of message 1 \(assistant\)",
         ),
         (
             templates.GEMMA,
             {"content": "b", "tool_calls": [{"function": {"name": "f", "arguments": {}}}]},
-            r"the tool calls of message 1",
+            r"tool call 0 of message 1",
         ),
         (
             templates.CHATML.replace("m.content", "m.content.split('</think>')[-1]"),
@@ -198,6 +209,17 @@ def test_what_the_template_does_not_write_is_said(template: str, message: dict[s
     messages = [*turns("a"), {"role": "assistant", **message}]
     with pytest.raises(BadRowError, match=f"does not write {lost}"):
         encoded(tokenizer_of(template, bos="<bos>"), {"messages": messages})
+
+
+def test_every_part_of_a_message_is_looked_for() -> None:
+    one = templates.CHATML.replace("m.tool_calls or []", "(m.tool_calls or [])[:1]")
+    called = {"role": "assistant", "content": "b", "tool_calls": [CALL, CALL]}
+    with pytest.raises(BadRowError, match=r"does not write the arguments of tool call 1 of message 1 \(assistant\)$"):
+        encoded(tokenizer_of(one), {"messages": [*turns("a"), called]})
+    first = templates.CHATML.replace("{{ m.content }}", "{{ m.content[0].text }}")
+    parts = [{"type": "text", "text": text} for text in "xy"]
+    with pytest.raises(BadRowError, match=r"does not write the text of message 0 \(user\), the text of message 1"):
+        encoded(tokenizer_of(first), {"messages": [{"role": role, "content": parts} for role in ("user", "assistant")]})
 
 
 def test_tools_that_the_template_does_not_write_are_warned_of(caplog: pytest.LogCaptureFixture) -> None:

@@ -1,6 +1,7 @@
 """SFT: rows, tokens, order, and a fine-tuning that lowers the loss and can be continued."""
 
 import json
+import shutil
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -151,6 +152,23 @@ def test_fine_tuning_lowers_the_loss_and_writes_a_model_that_loads(example: Path
     assert not torch.equal(tuned.model.embed_tokens.weight, base.model.embed_tokens.weight)
     assert AutoTokenizer.from_pretrained(directory).chat_template == load_tokenizer(example / "base").chat_template
     assert not (tmp_path / "sft" / "checkpoints").exists()
+
+
+def test_the_saved_model_names_the_end_of_turns_that_was_trained(example: Path, tmp_path: Path) -> None:
+    """As of a base checkpoint: its texts end with another token than the turns of its chat template."""
+    base = tmp_path / "base"
+    shutil.copytree(example / "base", base)
+    tokenizer = load_tokenizer(base)
+    end, turn = tokenizer.convert_tokens_to_ids(["<|endoftext|>", "<|im_end|>"])
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
+    tokenizer.eos_token = "<|endoftext|>"
+    tokenizer.save_pretrained(base)
+    for name in ("config.json", "generation_config.json"):
+        document = json.loads((base / name).read_text()) if (base / name).exists() else {}
+        (base / name).write_text(json.dumps({**document, "eos_token_id": end}))
+    config = _config(example, tmp_path, model={"name": str(base)}, max_steps=1)
+    saved = run_sft(config, gang=Gang(), on_step=lambda _: None)
+    assert json.loads((saved / "generation_config.json").read_text())["eos_token_id"] == sorted([end, turn])
 
 
 def test_an_interrupted_fine_tuning_continues_bit_for_bit(example: Path, tmp_path: Path) -> None:

@@ -107,7 +107,7 @@ class ConversationEncoder:
         lost = unwritten_parts(self._tokenizer, conversation, whole=rendering.whole, thoughts=thoughts)
         if lost:
             roles = [message["role"] for message in conversation.messages]
-            parts = ", ".join(f"{part} of message {index} ({roles[index]})" for index, part in lost)
+            parts = ", ".join(f"{part} ({roles[part.message]})" for part in lost)
             raise BadRowError(f"the chat template does not write {parts}")
         return encoded._replace(is_without_tools=not writes_tools(self._tokenizer, conversation, rendering.whole))
 
@@ -228,19 +228,18 @@ class ConversationEncoder:
         """
         if not self._has_markers(conversation):
             raise BadRowError(f"{why}; and the template has no `{{% generation %}}` markers that say what to train on")
-        if any(
-            flag for flag, message in zip(flags, conversation.messages, strict=True) if message["role"] != "assistant"
-        ):
+        if any(flags[at] for at, message in enumerate(conversation.messages) if message["role"] != "assistant"):
             raise BadRowError(f"{why}; and its markers say only what the assistant wrote, see data.loss_mask")
         encoded = render(
             self._tokenizer, conversation, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
         )
         token_ids, marks = list(encoded["input_ids"]), [bool(flag) for flag in encoded["assistant_masks"]]
         trained = [False] * len(token_ids)
-        header = self._header(conversation)
+        headers, start = self._headers(conversation), None
         for first, end in _runs(marks):
-            opened = (at for at in range(first, end + 1) if token_ids[max(at - len(header), 0) : at] == header)
-            start = next(opened, first)
+            start = _opened(token_ids, first, end, headers)
+            if start is None:  # no engine begins a turn so
+                continue
             stop = self._end_of_turn(token_ids, start, end + 1)
             if stop is None and end == len(marks):
                 self._append_stop(conversation.messages[-1], token_ids, trained)
@@ -248,6 +247,8 @@ class ConversationEncoder:
             elif stop is None:
                 stop = self._end_of_text(token_ids, start, end)
             trained[start:stop] = [True] * (stop - start)
+        if start is None:
+            raise BadRowError(why)
         return Encoded(token_ids, trained, is_marked=True)
 
     def _end_of_text(self, token_ids: Sequence[int], start: int, end: int) -> int:
@@ -257,14 +258,17 @@ class ConversationEncoder:
         )
         return last if end > start and token_ids[last] in special_tokens(self._tokenizer) else end
 
-    def _header(self, conversation: Conversation) -> list[int]:
-        """The tokens with which an engine's prompt opens the assistant's turn."""
-        first = next(at for at, message in enumerate(conversation.messages) if message["role"] == "assistant")
-        if first == 0:
-            return []
-        before = replace(conversation, messages=conversation.messages[:first])
-        closed, opened = render(self._tokenizer, before), render(self._tokenizer, before, opens_turn=True)
-        return TextTokens(self._tokenizer, opened[common_prefix(closed, opened) :]).token_ids
+    def _headers(self, conversation: Conversation) -> list[list[int]]:
+        """The tokens with which engines' prompts open the assistant's turns, longest first."""
+        found: set[tuple[int, ...]] = set()
+        for index, message in enumerate(conversation.messages):
+            if index > 0 and message["role"] == "assistant":
+                before = replace(conversation, messages=conversation.messages[:index])
+                with contextlib.suppress(*TEMPLATE_ERRORS):
+                    closed, opened = (render(self._tokenizer, before, opens_turn=opens) for opens in (False, True))
+                    header = opened[common_prefix(closed, opened) :]
+                    found.add(tuple(TextTokens(self._tokenizer, header).token_ids))
+        return [list(header) for header in sorted(found, key=len, reverse=True)]
 
     def _mended(self, conversation: Conversation, flags: Sequence[bool]) -> str:
         """Which argument of the template would make a refused conversation one that can be trained on, if any does."""
@@ -290,6 +294,15 @@ class _Stretch:
     is_trained: bool
     is_prompt: bool = False
     is_whole: bool = True
+
+
+def _opened(token_ids: Sequence[int], first: int, end: int, headers: Sequence[list[int]]) -> int | None:
+    """Behind the header that ends in a run, or right before it; None if none of them does."""
+    for header in headers:
+        for at in range(first, min(first + len(header), end) + 1):
+            if at >= len(header) and token_ids[at - len(header) : at] == header:
+                return at
+    return None
 
 
 def _runs(flags: Sequence[bool]) -> Iterator[tuple[int, int]]:

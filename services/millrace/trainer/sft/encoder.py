@@ -24,8 +24,8 @@ _LOOKED_AT = 256  # rows that are looked at before the first step
 _MOST_BAD = 0.1  # share of the rows seen that may be left out because they cannot be encoded
 _FEWEST_SEEN = 10  # rows, before a share is judged
 _BAD_REMEDY = (
-    "mend the row; where the template rewrites earlier turns, use one with `{% generation %}` markers, "
-    "or make one row of each assistant turn"
+    "mend the row; where the template does not write all of it, take that out or use one that does; where it rewrites "
+    "earlier turns, use one with `{% generation %}` markers, or make one row of each assistant turn"
 )
 
 

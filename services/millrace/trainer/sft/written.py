@@ -5,9 +5,9 @@ turn up in what the template renders.
 """
 
 import json
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 from millrace.decoding import decode_json
 from millrace.errors import CorruptObjectError
@@ -18,7 +18,19 @@ REASONING = ("reasoning_content", "reasoning", "thinking")
 """Keys of a message's thought; templates are given one under the names of the others, too."""
 
 _THOUGHT_BEGIN, _THOUGHT_END = "<think>", "</think>"
-_TEXT, _THOUGHT, _CALLS, _ARGUMENTS = "the text", "the reasoning", "the tool calls", "the arguments of the tool calls"
+
+
+class Part(NamedTuple):
+    """A part of a message that is to be written; `at` counts texts and tool calls of a message."""
+
+    message: int
+    kind: Literal["text", "reasoning", "tool call", "arguments"]
+    at: int = 0
+
+    def __str__(self) -> str:
+        call = f"tool call {self.at} of message {self.message}"
+        named = {"tool call": call, "arguments": f"the arguments of {call}"}
+        return named.get(self.kind, f"the {self.kind} of message {self.message}")
 
 
 def with_calls(conversation: Conversation) -> Iterator[Conversation]:
@@ -45,23 +57,21 @@ def call_arguments(message: Message) -> list[Any]:
     return [arguments for arguments in found if arguments is not None]
 
 
-def unwritten_parts(
-    tokenizer: Any, conversation: Conversation, *, whole: str, thoughts: Collection[int]
-) -> list[tuple[int, str]]:
-    """The messages and the parts of them that the template does not write.
+def unwritten_parts(tokenizer: Any, conversation: Conversation, *, whole: str, thoughts: Collection[int]) -> list[Part]:
+    """The parts of messages that the template does not write.
 
     `whole` is the conversation as rendered. `thoughts` are the messages whose reasoning counts: templates leave others'
     out on purpose.
     """
     parts = [
-        (index, part)
+        part
         for index, message in enumerate(conversation.messages)
-        for part in _parts(message, has_thought=index in thoughts)
+        for part in _parts(index, message, has_thought=index in thoughts)
     ]
-    words = {each: f"{_unused_word(whole)}{at}q" for at, each in enumerate(parts)}
+    words = {part: f"{_unused_word(whole)}{at}q" for at, part in enumerate(parts)}
     shown = _rendered(tokenizer, conversation, words) or ""
-    missing = [each for each in parts if words[each] not in shown]
-    return [each for each in missing if not _changes(tokenizer, conversation, each, words[each], whole)]
+    missing = [part for part in parts if words[part] not in shown]
+    return [part for part in missing if not _changes(tokenizer, conversation, part, words[part], whole)]
 
 
 def writes_tools(tokenizer: Any, conversation: Conversation, whole: str) -> bool:
@@ -83,19 +93,18 @@ def texts_of(message: Message) -> Iterator[str]:
             yield text
 
 
-def _parts(message: Message, *, has_thought: bool) -> Iterator[str]:
+def _parts(index: int, message: Message, *, has_thought: bool) -> Iterator[Part]:
     """The parts of a message that are to be written."""
     content = message.get("content")
-    has_text = isinstance(content, str) and content.strip()
-    if has_text or (isinstance(content, Sequence) and any(_is_text(part) for part in content)):
-        yield _TEXT
+    for at, text in enumerate([content] if isinstance(content, str) else content or []):
+        if _is_text(text):
+            yield Part(index, "text", at)
     named = (message.get(name) for name in REASONING)
     if has_thought and any(isinstance(text, str) and text.strip() for text in (*named, _thought(content))):
-        yield _THOUGHT
-    if any(arguments not in ({}, "", "{}") for arguments in call_arguments(message)):
-        yield _ARGUMENTS
-    elif _calls(message):
-        yield _CALLS
+        yield Part(index, "reasoning")
+    for at, call in enumerate(_calls(message)):
+        has_arguments = _function(call).get("arguments") not in (None, {}, "", "{}")
+        yield Part(index, "arguments" if has_arguments else "tool call", at)
 
 
 def _thought(content: Any) -> str:
@@ -105,10 +114,11 @@ def _thought(content: Any) -> str:
 
 
 def _is_text(part: Any) -> bool:
-    return isinstance(part, Mapping) and isinstance(part.get("text"), str) and bool(part["text"].strip())
+    text = part.get("text") if isinstance(part, Mapping) else part
+    return isinstance(text, str) and bool(text.strip())
 
 
-def _changes(tokenizer: Any, conversation: Conversation, part: tuple[int, str], word: str, whole: str) -> bool:
+def _changes(tokenizer: Any, conversation: Conversation, part: Part, word: str, whole: str) -> bool:
     """Whether the rendering differs with a word in one part, or cannot be had."""
     for at_end in (True, False):
         text = _rendered(tokenizer, conversation, {part: word}, at_end=at_end)
@@ -118,36 +128,41 @@ def _changes(tokenizer: Any, conversation: Conversation, part: tuple[int, str], 
 
 
 def _rendered(
-    tokenizer: Any, conversation: Conversation, words: Mapping[tuple[int, str], str], *, at_end: bool = True
+    tokenizer: Any, conversation: Conversation, words: Mapping[Part, str], *, at_end: bool = True
 ) -> str | None:
     """The rendering of the conversation with words in its parts; None if the template does not take it."""
     messages = list(conversation.messages)
-    for (index, part), word in words.items():
-        messages[index] = _with_word(messages[index], part, word, at_end=at_end)
+    for part, word in words.items():
+        messages[part.message] = _with_word(messages[part.message], part, word, at_end=at_end)
     try:
         return render(tokenizer, replace(conversation, messages=messages))
     except TEMPLATE_ERRORS:
         return None
 
 
-def _with_word(message: Message, part: str, word: str, *, at_end: bool) -> Message:
+def _with_word(message: Message, part: Part, word: str, *, at_end: bool) -> Message:
     def put(text: Any) -> Any:
+        if isinstance(text, Mapping):
+            return {**text, "text": put(text["text"])}
         return (text + word if at_end else word + text) if isinstance(text, str) else text
 
-    if part == _TEXT:
-        content = message["content"]
-        if not isinstance(content, str):
-            content = [{**each, "text": put(each["text"])} if _is_text(each) else each for each in content]
-        return {**message, "content": put(content)}
-    if part == _THOUGHT:
+    content = message.get("content")
+    if part.kind == "text":
+        if isinstance(content, str):
+            return {**message, "content": put(content)}
+        return {**message, "content": [put(text) if at == part.at else text for at, text in enumerate(content or [])]}
+    if part.kind == "reasoning":
         changed = {name: put(message[name]) for name in REASONING if name in message}
-        content = message.get("content")
         if isinstance(content, str) and (thought := _thought(content)):
             changed["content"] = content.replace(thought + _THOUGHT_END, put(thought) + _THOUGHT_END, 1)
         return {**message, **changed}
-    if part == _CALLS:
-        return _with_functions(message, lambda function: {**function, "name": put(function.get("name"))})
-    return _with_functions(message, lambda function: {**function, "arguments": _longer(function, word)})
+
+    def change(function: Mapping[str, Any]) -> Mapping[str, Any]:
+        if part.kind == "tool call":
+            return {**function, "name": put(function.get("name"))}
+        return {**function, "arguments": _longer(function, word)}
+
+    return _with_functions(message, change, only=part.at)
 
 
 def _longer(function: Mapping[str, Any], word: str) -> Any:
@@ -183,11 +198,15 @@ def _with_arguments(conversation: Conversation, *, as_text: bool) -> Conversatio
     return replace(conversation, messages=[_with_functions(message, changed) for message in conversation.messages])
 
 
-def _with_functions(message: Message, change: Callable[[Mapping[str, Any]], Mapping[str, Any]]) -> Message:
-    calls = [
-        {**call, "function": change(_function(call))} if _function(call) is not call else change(call)
-        for call in _calls(message)
-    ]
+def _with_functions(
+    message: Message, change: Callable[[Mapping[str, Any]], Mapping[str, Any]], *, only: int | None = None
+) -> Message:
+    """The message with changed tool calls: all of them, or one."""
+    calls = list(_calls(message))
+    for at, call in enumerate(calls):
+        if only in (None, at):
+            function = _function(call)
+            calls[at] = change(call) if function is call else {**call, "function": change(function)}
     return {**message, "tool_calls": calls} if calls else message
 
 
