@@ -314,6 +314,10 @@ FAILURES: Texts = {
         "a small file of the model (config, tokenizer, template) cannot be read, or is not what its name says",
         "mend the file that the message names, or take it out of the directory",
     ),
+    "MODEL_IS_ADAPTER": (
+        "the start model is an adapter of PEFT, or has one beside it",
+        "`millrace merge ADAPTER --base BASE --to MODEL`, or move the adapter out of the directory",
+    ),
     "MODEL_NOT_FOUND": (
         "`model.name` is neither a directory there nor a model of the Hub",
         "mend it; private models need HF_TOKEN",

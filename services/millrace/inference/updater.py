@@ -31,7 +31,7 @@ from millrace.errors import (
 from millrace.inference import meters, model_files
 from millrace.inference.engine import EngineState, HeldDigest, InflightMode, PolicyEngine, PolicyIdentity
 from millrace.inference.model_files import POLICY_NAME, ModelSlot, ServedModel
-from millrace.policies.adapter import require_no_adapter
+from millrace.models.adapter_files import require_no_adapter
 from millrace.policies.manifest import AdapterEntry
 from millrace.policies.proof import mismatch
 from millrace.policies.pull import pull_files

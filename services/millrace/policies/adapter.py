@@ -5,12 +5,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from millrace.errors import CorruptObjectError, InvalidStateError
+from millrace.errors import CorruptObjectError
 
-ADAPTER_CONFIG = "adapter_config.json"
-ADAPTER_WEIGHTS = "adapter_model.safetensors"
-ADAPTER_PICKLE = "adapter_model.bin"
-"""What PEFT wrote before safetensors; no pickle is read."""
 LOW, HIGH = ".lora_A.weight", ".lora_B.weight"
 """Ends of the names of A [rank, in] and B [out, rank]."""
 _PREFIX = "base_model.model."
@@ -52,32 +48,6 @@ class AdapterSpec:
             "use_rslora": False,
         }
         return json.dumps(config, indent=2, sort_keys=True).encode() + b"\n"
-
-
-def adapter_files(directory: Path) -> tuple[str, ...]:
-    """The names of the files of an adapter that are in a directory; empty if it is none."""
-    names = (ADAPTER_CONFIG, ADAPTER_WEIGHTS, ADAPTER_PICKLE)
-    return tuple(name for name in names if (directory / name).is_file())
-
-
-def why_no_model(directory: Path) -> str | None:
-    """Why a directory is not taken as a model; None if it has no adapter.
-
-    Programs read a model that has an adapter beside it with or without that, by whether PEFT is installed.
-    """
-    found = ", ".join(adapter_files(directory))
-    return f"holds an adapter ({found}), which has to be merged into its base first" if found else None
-
-
-def require_no_adapter(directory: Path) -> None:
-    """InvalidStateError (MODEL_IS_ADAPTER) if a directory that is to be a model holds an adapter."""
-    if (problem := why_no_model(directory)) is not None:
-        raise InvalidStateError(
-            f"model {str(directory)!r} {problem}",
-            reason="MODEL_IS_ADAPTER",
-            remedy=f"millrace merge {directory} --base BASE --to MODEL, and name MODEL",
-            metadata={"model": str(directory)},
-        )
 
 
 def base_model_name(name: str) -> str:

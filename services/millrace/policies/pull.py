@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from millrace.decoding import decode_object
-from millrace.policies.adapter import ADAPTER_CONFIG, ADAPTER_WEIGHTS
+from millrace.models.adapter_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from millrace.policies.fetch import pull_files, read_manifest
 from millrace.policies.hf_files import write_file, write_hf
 from millrace.policies.host_copy import HostCopy

@@ -10,7 +10,8 @@ from millrace.config.sections.rl import RLConfig
 from millrace.custom_code import CustomCode
 from millrace.decoding import MAX_JSON_BYTES
 from millrace.errors import CorruptObjectError, UnavailableError
-from millrace.policies.adapter import ADAPTER_CONFIG, base_model_name
+from millrace.models.adapter_files import ADAPTER_CONFIG
+from millrace.policies.adapter import base_model_name
 from millrace.policies.manifest import FileEntry
 from millrace.policies.publishing.publish import upload_files
 from millrace.runlog import Names

@@ -23,7 +23,7 @@ from transformers import (
 
 from millrace.config.sections.trainer import LoraConfig as OwnConfig
 from millrace.errors import InvalidStateError
-from millrace.policies.adapter import ADAPTER_WEIGHTS
+from millrace.models.adapter_files import ADAPTER_WEIGHTS
 from millrace.policies.peft.directory import open_adapter
 from millrace.trainer.gang.distributed import Gang
 from millrace.trainer.model.lora import add_adapters
@@ -163,7 +163,8 @@ def peft_merge(adapter: Path, base: Path, *, rows: int = VOCABULARY) -> torch.Te
 def merged(adapter: Path, base: Path, target: Path) -> torch.Tensor:
     """The logits of our merge, loaded with nothing missing or left over."""
     open_adapter(adapter, base).merge(target)
-    model, told = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32, output_loading_info=True)
+    read: Any = AutoModelForCausalLM.from_pretrained
+    model, told = read(target, dtype=torch.float32, output_loading_info=True)
     assert not any(told.values()), told
     return logits(model)
 

@@ -16,7 +16,8 @@ from millrace.cli.evals.session import begin, claim, finished
 from millrace.cli.evals.sweep import evaluate_policies
 from millrace.cli.main import main
 from millrace.errors import AlreadyExistsError, InvalidSpecError
-from millrace.policies.adapter import ADAPTER_CONFIG, ADAPTER_WEIGHTS, AdapterSpec
+from millrace.models.adapter_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS
+from millrace.policies.adapter import AdapterSpec
 from millrace.policies.tensors import TensorBytes, pack_safetensors, read_places
 
 WEIGHT = np.eye(4, dtype=np.float32)

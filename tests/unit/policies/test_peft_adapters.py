@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from millrace.errors import CorruptObjectError, InvalidStateError, NotFoundError
-from millrace.policies.adapter import ADAPTER_CONFIG, ADAPTER_WEIGHTS
+from millrace.models.adapter_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from millrace.policies.numbers import as_float32
 from millrace.policies.peft.config import parse_peft_config
 from millrace.policies.peft.directory import is_adapter, open_adapter
@@ -149,6 +149,16 @@ HALF = {name: array for name, array in lora(0, 1).items() if "layers.0" not in n
         (lora(0, 1), {"use_dora": True}, r"lora_magnitude_vector is not there"),
         (lora(0, 1), {"lora_bias": True}, r"lora_B\.bias is not there"),
         (lora(0, 1) | {f"{PREFIX}lm_head.weight": values(9, 4)}, {}, "embeddings have"),
+        (
+            {f"{PREFIX}model.embed_tokens.token_adapter.trainable_tokens_delta": values(1, 4)},
+            {"target_modules": [], "trainable_token_indices": [8]},
+            "has no row for token 8",
+        ),
+        (
+            {f"{PREFIX}{Q.format(0)}.{name}bias": values(6) for name in ("", "base_layer.")},
+            {"target_modules": []},
+            r"q_proj\.bias twice",
+        ),
         ({}, {"target_modules": []}, "it has no tensor"),
     ],
 )
@@ -240,6 +250,10 @@ def test_the_tokenizer_and_the_template_of_an_adapter_count(base: Path, tmp_path
         "chat_template.jinja": "of the adapter",
         "merges.txt": "of the base",
     }
+    (adapter / "added_tokens.json").write_text("of the adapter")  # no tokenizer by itself: the base's stays
+    names = {path.name for path in open_adapter(adapter, base).merge(tmp_path / "part").iterdir()}
+    assert {"tokenizer.json", "merges.txt", "added_tokens.json"} <= names
+    (adapter / "added_tokens.json").unlink()
     (adapter / "tokenizer.json").write_text("of the adapter")
     merged = open_adapter(adapter, base).merge(tmp_path / "two")
     names = {path.name for path in merged.iterdir()}

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from millrace.cli.errors import CliError
 from millrace.cli.evals.origins import digest_directory
-from millrace.policies.adapter import ADAPTER_CONFIG, require_no_adapter
+from millrace.models.adapter_files import ADAPTER_CONFIG, require_no_adapter
 
 if TYPE_CHECKING:
     from millrace.runlog.names import Names

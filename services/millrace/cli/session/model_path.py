@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from millrace.errors import InvalidSpecError, Violation
-from millrace.policies.adapter import why_no_model
+from millrace.models.adapter_files import why_no_model
 
 
 def is_path(name: str, *, output_dir: str = "outputs") -> bool:

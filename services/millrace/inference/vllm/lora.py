@@ -18,15 +18,8 @@ import numpy as np
 
 from millrace.errors import InternalError, InvalidStateError
 from millrace.inference.adapters import require_fitting, spec_of
-from millrace.policies.adapter import (
-    ADAPTER_CONFIG,
-    ADAPTER_WEIGHTS,
-    HIGH,
-    LOW,
-    AdapterSpec,
-    Shape,
-    published_name,
-)
+from millrace.models.adapter_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS
+from millrace.policies.adapter import HIGH, LOW, AdapterSpec, Shape, published_name
 from millrace.policies.peft.plain import parse_adapter_config
 from millrace.policies.staged import StagedPolicy
 from millrace.policies.tensors import TensorBytes, element_bytes, pack_safetensors

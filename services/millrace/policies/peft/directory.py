@@ -8,10 +8,16 @@ from pathlib import Path
 
 from millrace.decoding import decode_object
 from millrace.errors import InvalidStateError, NotFoundError
+from millrace.models.adapter_files import (
+    ADAPTER_CONFIG,
+    ADAPTER_PICKLE,
+    ADAPTER_WEIGHTS,
+    adapter_files,
+    require_no_adapter,
+)
 from millrace.models.errors import model_quantized
 from millrace.models.small_files import read_object, read_small
 from millrace.models.weight_files import INDEX, SINGLE, WeightFiles
-from millrace.policies.adapter import ADAPTER_CONFIG, ADAPTER_PICKLE, ADAPTER_WEIGHTS, adapter_files, require_no_adapter
 from millrace.policies.hf_files import write_hf
 from millrace.policies.peft.config import PeftConfig, parse_peft_config
 from millrace.policies.peft.merging import merge_tensors
@@ -20,16 +26,8 @@ from millrace.policies.tensors import TensorBytes
 from millrace.policies.weight_file import read_tensors
 
 _TEMPLATES = ("chat_template*", "additional_chat_templates")
-_TOKENIZER = (
-    "tokenizer*",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.*",
-    "merges.txt",
-    "*.model",
-    "*.tiktoken",
-    "tekken.json",
-)
+_VOCABULARIES = ("tokenizer.json", "vocab.*", "*.model", "*.tiktoken", "tekken.json")
+_TOKENIZER = (*_VOCABULARIES, "tokenizer*", "special_tokens_map.json", "added_tokens.json", "merges.txt")
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json")
 
 
@@ -145,9 +143,10 @@ def _notes(directory: Path, config: bytes, files: WeightFiles) -> list[str]:
 
 
 def _copy_files(base: Path, adapter: Path, target: Path) -> None:
-    """Copy the small files: those of an adapter's tokenizer, and its templates, replace all of the base's."""
+    """Copy the small files: an adapter's whole tokenizer, and its templates, replace all of the base's."""
     own = {kind: _matching(adapter, kind) for kind in (_TOKENIZER, _TEMPLATES)}
-    replaced = {name for kind, found in own.items() if found for name in _matching(base, kind)}
+    is_whole = {_TOKENIZER: bool(_matching(adapter, _VOCABULARIES)), _TEMPLATES: bool(own[_TEMPLATES])}
+    replaced = {name for kind in own if is_whole[kind] for name in _matching(base, kind)}
     for path in sorted(base.iterdir()):
         is_kept = (
             path.name not in replaced and not path.name.endswith(_WEIGHTS) and not path.name.startswith("adapter_")

@@ -86,15 +86,7 @@ def plan_merge(config: PeftConfig, adapter: Mapping[str, TensorBytes], base: Bas
     InvalidStateError: ADAPTER_MODEL_MISMATCH, with the first names and a count, if a tensor has no place, none is there
     for a layer that the config names, or shapes differ; LORA_TARGET_TIED for a layer that shares its weight.
     """
-    layers: defaultdict[str, dict[AdapterPart, str]] = defaultdict(dict)
-    whole: dict[str, str] = {}
-    for stored in adapter:
-        name = model_name(stored, source=source)
-        part = next((part for part in AdapterPart if name.endswith(part.value)), None)
-        if part is None:
-            whole[re.sub(r"\.base_layer\.(weight|bias)$", r".\1", name)] = stored
-        else:
-            layers[name.removesuffix(part.value)][part] = stored
+    layers, whole = _sorted_by_part(adapter, source=source)
     for layer, parts in layers.items():
         shared = base.is_tied and end_of(layer) in HEADS
         if shared or (base.is_tied and is_vocabulary(layer) and parts.keys() != {AdapterPart.ROWS}):
@@ -127,6 +119,27 @@ def plan_merge(config: PeftConfig, adapter: Mapping[str, TensorBytes], base: Bas
     )
 
 
+def _sorted_by_part(names: Iterable[str], *, source: str) -> tuple[dict[str, dict[AdapterPart, str]], dict[str, str]]:
+    """The stored names of each layer's parts, and those of whole tensors by their names in the model."""
+    layers: defaultdict[str, dict[AdapterPart, str]] = defaultdict(dict)
+    whole: dict[str, str] = {}
+    for stored in names:
+        name = model_name(stored, source=source)
+        part = next((part for part in AdapterPart if name.endswith(part.value)), None)
+        if part is not None:
+            layers[name.removesuffix(part.value)][part] = stored
+            continue
+        name = re.sub(r"\.base_layer\.(weight|bias)$", r".\1", name)
+        if name in whole:
+            raise InvalidStateError(
+                f"{source} has {name} twice, as {whole[name]} and as {stored}",
+                reason="ADAPTER_MODEL_MISMATCH",
+                remedy=_REMEDY,
+            )
+        whole[name] = stored
+    return dict(layers), whole
+
+
 def _unfit_layers(
     config: PeftConfig,
     layers: Mapping[str, Mapping[AdapterPart, str]],
@@ -144,6 +157,8 @@ def _unfit_layers(
             yield f"{layer} has {weight[0]} weights, to which nothing can be added"
         elif parts.keys() - {AdapterPart.ROWS} and not config.targets(layer):
             yield f"{layer} has an adapter that the config does not name"
+        elif AdapterPart.ROWS in parts and (most := max(config.tokens(layer), default=0)) >= weight[1][0]:
+            yield f"{layer} has no row for token {most}"
         else:
             wanted = dict(_wanted(config, layer, parts, weight[1], bias=weights.get(f"{layer}.bias"), base=base))
             for part in sorted(wanted.keys() | parts.keys(), key=lambda part: part.value):

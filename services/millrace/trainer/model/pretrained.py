@@ -15,11 +15,11 @@ from millrace.config.sections.sft import SFTModelConfig
 from millrace.config.sections.trainer import TrainerModelConfig
 from millrace.context_length import contexts_like
 from millrace.errors import InvalidStateError, NotFoundError
+from millrace.models.adapter_files import require_no_adapter
 from millrace.models.errors import model_not_found
 from millrace.models.loading import empty_model, fill_model
 from millrace.models.quantized import QUANTIZATION
 from millrace.models.small_files import read_object, small_files
-from millrace.policies.adapter import require_no_adapter
 from millrace.policies.probe import Probe
 from millrace.policies.stops import turn_stops, with_stops
 from millrace.policies.tensors import TensorBytes

@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from millrace.errors import InvalidStateError
-from millrace.policies.adapter import ADAPTER_CONFIG, ADAPTER_WEIGHTS, AdapterSpec, base_model_name
+from millrace.models.adapter_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS
+from millrace.policies.adapter import AdapterSpec, base_model_name
 from millrace.policies.tensors import TensorBytes, plan_safetensors
 from millrace.trainer.gang.agreement import agreed
 from millrace.trainer.gang.distributed import Gang

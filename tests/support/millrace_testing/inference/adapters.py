@@ -8,7 +8,8 @@ import torch
 
 from millrace.inference.embedded import weights
 from millrace.inference.updater import DesiredPolicy
-from millrace.policies.adapter import ADAPTER_CONFIG, AdapterSpec
+from millrace.models.adapter_files import ADAPTER_CONFIG
+from millrace.policies.adapter import AdapterSpec
 from millrace.policies.manifest import AdapterEntry, PolicyPlace, Probe
 from millrace.policies.publishing.publish import PolicyContents, publish_policy
 from millrace.storage.local import LocalStore
@@ -35,7 +36,7 @@ class Run:
         twin = copy.deepcopy(self.base)
         tensors: dict[str, torch.Tensor] = {}
         for layer in LAYERS:
-            weight = twin.get_submodule(layer).weight
+            weight = twin.get_parameter(f"{layer}.weight")
             low = (torch.randn(self.spec.rank, weight.shape[1], generator=generator) * 0.1).to(weight.dtype)
             high = (torch.randn(weight.shape[0], self.spec.rank, generator=generator) * 0.1).to(weight.dtype)
             tensors |= {f"{layer}.lora_A.weight": low, f"{layer}.lora_B.weight": high}
