@@ -47,6 +47,10 @@ _GZIP, _ZSTD = b"\x1f\x8b", b"\x28\xb5\x2f\xfd"  # what a packed file begins wit
 _PLAIN_PIECE, _PACKED_PIECE = 1 << 20, 8 << 10  # bytes read at a time; packed ones may become many more
 _LENGTH_DELIMITED, _FIXED_BYTES = 2, {1: 8, 5: 4}  # wire types
 
+_MAX_NAME_PARTS = 4
+# What some filesystem takes for more than a part of a name.
+_ODD_IN_NAMES = re.compile(r'[\x00-\x1f\x7f\\:*?"<>|]|[. ]$')
+
 # Possessive (`++`, `*+`): a pattern that may go back keeps a hundred bytes for each character.
 _STRING = re.compile(r'"(?:[^"\\]++|\\.)*+"?', re.DOTALL)
 _BRACKET = re.compile(r"[\[\]{}]")
@@ -398,4 +402,17 @@ def require_text(value: object, *, what: str, most: int = MAX_TEXT) -> str:
     if not isinstance(value, str) or len(value) > most:
         shown = f"{len(value)} characters" if isinstance(value, str) else f"a JSON {type(value).__name__}"
         raise ValueError(f"{what} is {shown} instead of a string of at most {most}")
+    return value
+
+
+def require_file_name(value: str) -> str:
+    """Return the name of a file, `/` between a directory and what is in it, else raise ValueError.
+
+    It leads nowhere but below the directory that it is written to: every part is a plain name that no system hides.
+    """
+    parts = value.split("/")
+    is_plain = all(part and not part.startswith(".") and not _ODD_IN_NAMES.search(part) for part in parts)
+    if not is_plain or len(parts) > _MAX_NAME_PARTS:
+        raise ValueError(f"file name {value[:200]!r} is not a plain name, nor one in plain directories")
+    value.encode()  # raises a ValueError for half a character
     return value

@@ -62,7 +62,6 @@ ALLOWED = {
     "orchestrator/runs/new_run.py:make_record": OWN,
     "runlog/events/writer.py:_append_again": OWN,
     "telemetry/faults.py:_strike": USERS,
-    "trainer/job.py:make_publisher": OWN,
     "trainer/sft/rows.py:_decoded": USERS,
 }
 

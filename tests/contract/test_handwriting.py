@@ -110,6 +110,7 @@ FOREIGN = {
     "_world": "of torch: which process groups there are is said nowhere else",
     "_collector_to_names": "of prometheus_client: metrics that have no values yet have labels there only",
     "_init_workspace_and_model_runner": "of vLLM: the part of its GPU worker's start that needs no CUDA",
+    "_weight_conversions": "of transformers: what it did on loading, which it undoes on saving",
     "_labelnames": "of prometheus_client: as above",
     "_call_individual_reward_func": "of verifiers: what environments have of their own there is watched, too",
 }

@@ -8,7 +8,6 @@ from collections import OrderedDict
 from contextlib import ExitStack
 from pathlib import Path
 
-from millrace.errors import CorruptObjectError
 from millrace.policies.manifest import PolicyManifest
 from millrace.policies.pull import pull_files, read_manifest
 from millrace.storage.base import ObjectStore
@@ -53,7 +52,7 @@ class TokenizerFiles:
             return target
         partial = Path(tempfile.mkdtemp(dir=self._root))
         try:
-            self._fill(partial, manifest, manifest_key)
+            self._fill(partial, manifest)
             partial.rename(target)
         except OSError:
             if not target.is_dir():  # else another thread was faster, whose caller was cancelled and let the lock go
@@ -62,16 +61,14 @@ class TokenizerFiles:
             shutil.rmtree(partial, ignore_errors=True)
         return target
 
-    def _fill(self, directory: Path, manifest: PolicyManifest, manifest_key: str) -> None:
+    def _fill(self, directory: Path, manifest: PolicyManifest) -> None:
         for name, data in pull_files(self._store, manifest).items():
-            if Path(name).name != name:
-                raise CorruptObjectError(
-                    f"policy manifest {manifest_key} has a file named {name!r}, which is not a plain name",
-                    reason="MANIFEST_INVALID",
-                    remedy="publish the policy again",
-                )
-            (directory / name).write_bytes(data)
-            (directory / name).chmod(0o644)
+            path = directory / name  # the manifest's reader has checked the name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(data)
+            path.chmod(0o644)
+            for parent in path.relative_to(directory).parents[:-1]:
+                (directory / parent).chmod(0o755)
         directory.chmod(0o755)  # whether workers of another user come here is said by the directory above
 
     def close(self) -> None:

@@ -45,7 +45,9 @@ def write_files(files: Mapping[str, bytes]) -> tempfile.TemporaryDirectory[str]:
     """Write a policy's files into a fresh directory that lives as long as the returned object."""
     directory = tempfile.TemporaryDirectory(prefix="millrace-model-")
     for name, data in files.items():
-        (Path(directory.name) / name).write_bytes(data)  # names are plain: the manifest checks it
+        path = Path(directory.name) / name  # the manifest's reader has checked the name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(data)
     return directory
 
 

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from typing import Any
 
-from millrace.decoding import Fields, decode_object, require_integer
+from millrace.decoding import Fields, decode_object, require_file_name, require_integer
 from millrace.errors import CorruptObjectError, InvalidSpecError
 from millrace.policies.digest import policy_digest
 from millrace.policies.probe import Probe
@@ -22,7 +22,7 @@ from millrace.policies.tensors import MAX_DIMENSIONS, element_bytes, tensor_byte
 from millrace.storage.base import check_key
 from millrace.storage.commit_points import revision_key
 
-FORMAT = 4
+FORMAT = 5
 MAX_OBJECT_BYTES = 1 << 40
 """Most bytes of a data object."""
 MAX_FILE_BYTES = 1 << 30
@@ -162,7 +162,7 @@ def _piece(row: object, names: Sequence[str], keys: Sequence[str]) -> Piece:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileEntry:
-    """One small file that an engine needs beside the tensors, such as `config.json` or `tokenizer.json`."""
+    """One small file that an engine needs beside the tensors, such as `config.json`; see `require_file_name`."""
 
     name: str
     key: str
@@ -281,9 +281,11 @@ class PolicyManifest:
 
     def _check(self) -> None:
         """Raise ValueError if the parts contradict each other or a file name could leave its directory."""
-        for entry in self.files:
-            if not entry.name or "/" in entry.name or "\\" in entry.name or entry.name.startswith("."):
-                raise ValueError(f"file name {entry.name!r} is not a plain name")
+        names = {require_file_name(entry.name) for entry in self.files}
+        if len(names) != len(self.files):
+            raise ValueError("a file is named twice")
+        if inside := next((name for name in sorted(names) for each in _directories(name) if each in names), None):
+            raise ValueError(f"file name {inside!r} lies in what is a file itself")
         if self.probe is not None and not all(map(math.isfinite, self.probe.logprobs)):
             raise ValueError("the probe has log-probs that are not finite")
         tensors = {entry.name: entry for entry in self.tensors}
@@ -294,6 +296,11 @@ class PolicyManifest:
         for encoding in self.encodings:
             if encoding.codec in (CODEC_FULL, CODEC_DELTA):
                 _check_encoding(encoding, tensors, version=self.version)
+
+
+def _directories(name: str) -> list[str]:
+    parts = name.split("/")
+    return ["/".join(parts[:length]) for length in range(1, len(parts))]
 
 
 def whole_digest(tensors: Iterable[TensorEntry]) -> str:

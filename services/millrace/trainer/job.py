@@ -1,6 +1,5 @@
 """One run's training, put together: log, model or checkpoint, gang, parts, loop."""
 
-import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -35,7 +34,13 @@ from millrace.trainer.log.client import LogClient
 from millrace.trainer.log.stop import StopRequested
 from millrace.trainer.log.token_log import TokenLogWriter
 from millrace.trainer.loop import train
-from millrace.trainer.model.pretrained import policy_files, resolve_model_directory, with_tokenizer, with_turn_stops
+from millrace.trainer.model.pretrained import (
+    policy_files,
+    resolve_model_directory,
+    vocabulary_of,
+    with_tokenizer,
+    with_turn_stops,
+)
 from millrace.trainer.model.shortage import shortage_named
 from millrace.trainer.publish.executor import Executor
 from millrace.trainer.publish.lora import AdapterBase
@@ -269,7 +274,7 @@ def make_publisher(
 ) -> Publisher:
     """The publisher; rank 0 uploads once the files that all versions share."""
     with agreed(context.gang):
-        shared, source = policy_files(directory, dtype=learner.publish_dtype), directory
+        shared, source = policy_files(learner.model, directory, dtype=learner.publish_dtype), directory
         if (tokenizer := learner.config.tokenizer.name) is not None:
             shared = with_tokenizer(shared, source := resolve_model_directory(tokenizer))
         shared = with_turn_stops(shared, directory, tokenizer=source)
@@ -309,7 +314,7 @@ def make_publisher(
         log_client=client if gang.is_leader else None,
         files=files,
         upload_files=upload,
-        vocabulary=int(json.loads(shared["config.json"])["vocab_size"]),
+        vocabulary=vocabulary_of(learner.model),
         plan=plan,
         base=base,
     )

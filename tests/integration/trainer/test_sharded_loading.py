@@ -15,7 +15,8 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from millrace.errors import CorruptObjectError
 from millrace.models.loading import empty_model, fill_model
 from millrace.policies.digest import add_digests, tensor_digest
-from millrace.trainer.model.pretrained import load_model, policy_tensors
+from millrace.trainer.model.pretrained import load_model
+from millrace.trainer.model.published import policy_tensors
 from millrace_testing.trainer.equality import make_model
 from millrace_testing.trainer.families import FAMILIES, make_family
 
@@ -53,7 +54,12 @@ def test_the_shares_of_all_ranks_are_the_model(case: str, tmp_path: Path):
 @pytest.mark.timeout(300)
 def test_no_rank_holds_more_than_its_share(tmp_path: Path):
     """Rank 5 of 32 of a model of 200 MB takes less than a third of it, buffers included; code is imported before."""
-    sizes = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 8, "vocab_size": 32_000}
+    sizes: dict[str, Any] = {
+        "hidden_size": 512,
+        "intermediate_size": 2048,
+        "num_hidden_layers": 8,
+        "vocab_size": 32_000,
+    }
     config = Qwen3Config(**sizes, num_attention_heads=8, num_key_value_heads=8, head_dim=64, tie_word_embeddings=True)
     Qwen3ForCausalLM(config).save_pretrained(tmp_path)
     num_bytes = (tmp_path / "model.safetensors").stat().st_size

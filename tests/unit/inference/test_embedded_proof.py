@@ -29,8 +29,8 @@ def loaded(monkeypatch: pytest.MonkeyPatch) -> list[torch.nn.Module]:
     found: list[torch.nn.Module] = []
     load = loader.load_model
 
-    def noting(*args: Any) -> torch.nn.Module:
-        found.append(load(*args))
+    def noting(*args: Any, **options: Any) -> torch.nn.Module:
+        found.append(load(*args, **options))
         return found[-1]
 
     monkeypatch.setattr(loader, "load_model", noting)
@@ -86,7 +86,7 @@ async def test_nothing_is_scored_between_new_weights_and_their_proof(engine, nex
 
 
 async def test_a_change_that_was_not_written_is_found_before_the_version_serves(engine, next_version, monkeypatch):
-    monkeypatch.setattr("millrace.inference.embedded.weights.write_changes", lambda model, changes: None)
+    monkeypatch.setattr("millrace.inference.embedded.weights.write_changes", lambda *_, **__: None)
     with pytest.raises(InternalError, match="the engine holds digest"):
         await update(engine, next_version)
 

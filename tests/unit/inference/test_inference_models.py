@@ -59,7 +59,7 @@ async def test_bfloat16_policies_keep_their_bits(tmp_path, make_model, make_tens
     tensors = make_tensors(model)
     got, held = await play(tmp_path, make_staged(tensors), [1, 2, 3])
     published = policy_digest({n: (t.dtype, t.shape, digest_hex(tensor_digest(t))) for n, t in tensors.items()})
-    assert held.digest == published
+    assert held is not None and held.digest == published
     # bf16 rounds differently in another batch shape: 5e-2 is what is seen between engines, see PLATFORM figures
     expected = reference(model, [1, 2, 3], got.token_ids.tolist())
     assert np.abs(got.logprobs - expected).mean() < 5e-2
@@ -92,7 +92,11 @@ def test_tied_names_must_agree(make_model, make_tensors):
 
 
 def test_mixed_dtypes_are_refused_with_examples(make_model, make_tensors):
-    tensors = make_tensors(make_model(0))
+    model = make_model(0)
+    tensors = make_tensors(model)
     half = make_tensors(make_model(0).to(torch.bfloat16))
-    with pytest.raises(InvalidStateError, match=r"bfloat16 \(model\.norm\.weight\)"):
-        weights.float_dtype({**tensors, "model.norm.weight": half["model.norm.weight"]})
+    mixed = {**tensors, "model.norm.weight": half["model.norm.weight"]}
+    with pytest.raises(InvalidStateError, match=r"bfloat16 \(model\.norm\.weight\), float32 \("):
+        weights.hold_formats(model, mixed)  # nothing of this model is kept in float32
+    with pytest.raises(InvalidStateError, match=r"bfloat16 \(model\.norm\.weight\), float16 \("):
+        weights.float_dtype(mixed | {"lm_head.weight": make_tensors(make_model(0).half())["model.norm.weight"]})

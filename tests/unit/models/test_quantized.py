@@ -74,7 +74,7 @@ def test_fp8_is_trained_as_the_numbers_it_stands_for(sound: Path, copy: Path, ca
             floor = 0.0 if is_exact else float(original[name].abs().max()) / E4M3_MAX  # below it E4M3 has no bits left
             error = (tensor.float() - original[name]).abs()
             assert bool((error <= limit * original[name].abs() + floor).all()), name
-    config = json.loads(policy_files(copy, dtype=torch.float32)["config.json"])
+    config = json.loads(policy_files(load_model(copy), copy, dtype=torch.float32)["config.json"])
     assert "quantization_config" not in config and config["dtype"] == "float32"
 
 
@@ -89,8 +89,19 @@ def test_fp8_in_blocks_that_divide_is_what_transformers_makes_of_it(copy: Path) 
 
 def test_mxfp4_is_trained_as_the_numbers_it_stands_for(tmp_path: Path) -> None:
     torch.manual_seed(0)
-    sizes = {"vocab_size": 48, "hidden_size": 64, "intermediate_size": 32, "num_hidden_layers": 1, "head_dim": 16}
-    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "num_local_experts": 2, "num_experts_per_tok": 1}
+    sizes: dict[str, Any] = {
+        "vocab_size": 48,
+        "hidden_size": 64,
+        "intermediate_size": 32,
+        "num_hidden_layers": 1,
+        "head_dim": 16,
+    }
+    heads: dict[str, Any] = {
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "num_local_experts": 2,
+        "num_experts_per_tok": 1,
+    }
     GptOssForCausalLM(GptOssConfig(**sizes, **heads, pad_token_id=None, eos_token_id=2)).save_pretrained(tmp_path)
     expected: Tensors = {}
 
@@ -114,7 +125,9 @@ def test_mxfp4_is_trained_as_the_numbers_it_stands_for(tmp_path: Path) -> None:
     check_weights(tmp_path)
     found = load_model(tmp_path).state_dict()
     assert len(expected) == 2 and all(torch.equal(found[name], numbers) for name, numbers in expected.items())
-    assert "quantization_config" not in json.loads(policy_files(tmp_path, dtype=torch.bfloat16)["config.json"])
+    assert "quantization_config" not in json.loads(
+        policy_files(load_model(tmp_path), tmp_path, dtype=torch.bfloat16)["config.json"]
+    )
 
 
 UNKNOWN: dict[str, tuple[Any, str]] = {
@@ -172,4 +185,4 @@ def test_a_config_that_says_it_of_plain_files_is_saved_without_it(sound: Path, c
     _say(copy, {"quant_method": "fp8", "weight_block_size": [128, 128]})
     expected = load_file(sound / "model.safetensors")
     assert all(torch.equal(each, expected[name]) for name, each in load_model(copy).state_dict().items())
-    assert b"quantization_config" not in policy_files(copy, dtype=torch.float32)["config.json"]
+    assert b"quantization_config" not in policy_files(load_model(copy), copy, dtype=torch.float32)["config.json"]

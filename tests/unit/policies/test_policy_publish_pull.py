@@ -1,6 +1,7 @@
 """Publish, pull, republish, damage: the manifest commits a version and every byte is proven."""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
@@ -29,13 +30,20 @@ def _tensors(seed: int = 0) -> list[tuple[str, TensorBytes]]:
     ]
 
 
-def _publish(store: LocalStore, *, seed: int = 0, epoch: int = 1, shard_bytes: int = 1 << 30) -> PublishedPolicy:
+def _publish(
+    store: LocalStore,
+    *,
+    seed: int = 0,
+    epoch: int = 1,
+    shard_bytes: int = 1 << 30,
+    files: Mapping[str, bytes] | None = None,
+) -> PublishedPolicy:
     return publish_policy(
         store,
         PolicyPlace(prefix="p", uid="u", lineage=0, version=3),
         PolicyContents(
             tensors=_tensors(seed),
-            files={"config.json": b"{}"},
+            files=files or {"config.json": b"{}"},
             probe=Probe(token_ids=(1, 2, 3), logprobs=(-0.5, -1.25)),
         ),
         epoch=epoch,
@@ -151,6 +159,21 @@ def test_a_manifest_with_contradictions_is_refused(store: LocalStore) -> None:
     raw["files"][0]["name"] = "../escape"
     with pytest.raises(CorruptObjectError, match="plain name"):
         PolicyManifest.from_bytes(json.dumps(raw).encode(), source="x")
+    raw["files"][0]["name"] = "tokenizer"
+    raw["files"].append({**raw["files"][0], "name": "tokenizer/x.json"})
+    with pytest.raises(CorruptObjectError, match="lies in what is a file itself"):
+        PolicyManifest.from_bytes(json.dumps(raw).encode(), source="x")
+    raw["files"][1]["name"] = "tokenizer"
+    with pytest.raises(CorruptObjectError, match="named twice"):
+        PolicyManifest.from_bytes(json.dumps(raw).encode(), source="x")
+
+
+def test_files_in_directories_are_published_and_pulled(store: LocalStore, tmp_path: Path) -> None:
+    files = {"config.json": b"{}", "additional_chat_templates/tool_use.jinja": b"x"}
+    manifest = _publish(store, files=files).manifest
+    download_hf(store, manifest, tmp_path / "hf")
+    assert (tmp_path / "hf" / "additional_chat_templates" / "tool_use.jinja").read_bytes() == b"x"
+    assert pull_files(store, manifest) == files
 
 
 @pytest.mark.parametrize("data", [b"", b"\xff" * 20, (10).to_bytes(8, "little") + b"{" * 10])

@@ -14,6 +14,7 @@ from millrace.config.sections.trainer import TrainerConfig
 from millrace.custom_code import CustomCode
 from millrace.errors import CorruptObjectError, InvalidSpecError, InvalidStateError, NotFoundError, UnavailableError
 from millrace.internal.v1 import batch_pb2
+from millrace.models.small_files import MODEL_FILES, TOKENIZER_FILES, small_files
 from millrace.trainer import job
 from millrace.trainer.checkpoint.files import load_shards, needed_files, save_shards
 from millrace.trainer.checkpoint.index import ShardPiece, ShardTensor, decode_index
@@ -25,13 +26,8 @@ from millrace.trainer.learning.learner import Learner
 from millrace.trainer.learning.reference import StartModel
 from millrace.trainer.log.background import BackgroundLoop
 from millrace.trainer.log.batches import Batches
-from millrace.trainer.model.pretrained import (
-    policy_files,
-    policy_tensors,
-    resolve_model_directory,
-    with_tokenizer,
-    with_turn_stops,
-)
+from millrace.trainer.model.pretrained import resolve_model_directory, with_tokenizer, with_turn_stops
+from millrace.trainer.model.published import policy_tensors
 from millrace.trainer.reporter import staleness, token_staleness
 from millrace_testing.turn_templates import CHATML, tokenizer_of
 
@@ -232,17 +228,6 @@ def test_a_model_path_that_does_not_exist_is_not_looked_up_on_the_hub(tmp_path: 
     assert found.value.reason == "MODEL_IS_ADAPTER"
 
 
-def test_published_files_say_the_published_dtype_and_leave_weights_out(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text('{"model_type": "qwen3", "torch_dtype": "float32"}')
-    (tmp_path / "tokenizer.json").write_text("{}")
-    (tmp_path / "chat_template.jinja").write_text("x")
-    (tmp_path / "model.safetensors.index.json").write_text("{}")
-    (tmp_path / "model.safetensors").write_bytes(b"")
-    files = policy_files(tmp_path, dtype=torch.bfloat16)
-    assert set(files) == {"config.json", "tokenizer.json", "chat_template.jinja"}
-    assert b'"dtype": "bfloat16"' in files["config.json"] and b"torch_dtype" not in files["config.json"]
-
-
 def test_the_tokenizer_may_come_from_another_model(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "other"}')
     (tmp_path / "tokenizer.json").write_text('{"other": 1}')
@@ -254,12 +239,12 @@ def test_what_is_published_names_the_ends_of_turns(tmp_path: Path, caplog: pytes
     tokenizer = tokenizer_of(CHATML, eos="<|endoftext|>")
     tokenizer.save_pretrained(tmp_path)
     (tmp_path / "config.json").write_text('{"eos_token_id": 300}')
-    files = with_turn_stops(policy_files(tmp_path, dtype=torch.float32), tmp_path, tokenizer=tmp_path)
+    files = with_turn_stops(small_files(tmp_path, (*MODEL_FILES, *TOKENIZER_FILES)), tmp_path, tokenizer=tmp_path)
     named = set(json.loads(files["generation_config.json"])["eos_token_id"])
     assert named == {300, *tokenizer.convert_tokens_to_ids(["<|endoftext|>", "<|im_end|>"])}
     assert with_turn_stops({"config.json": b"{}"}, tmp_path, tokenizer=tmp_path) == {"config.json": b"{}"}
     (tmp_path / "tokenizer.json").write_text("{")  # one whose code is not here does not load, either
-    files = policy_files(tmp_path, dtype=torch.float32)
+    files = small_files(tmp_path, (*MODEL_FILES, *TOKENIZER_FILES))
     assert with_turn_stops(files, tmp_path, tokenizer=tmp_path) == files
     assert "where the model's configs say" in caplog.text
 

@@ -41,7 +41,7 @@ class HeldWeights:
             self._adapters.unload()
             weights.copy_tensors(self._model, staged.tensors)
         else:
-            weights.write_changes(self._model, staged.changes)
+            weights.write_changes(self._model, staged.changes, names=staged.tensors)
 
     def score(self, token_ids: tuple[int, ...]) -> PromptScores:
         """The scores of a prompt; UnavailableError between `apply` and `prove`, when nothing may be answered."""

@@ -10,9 +10,10 @@ from transformers import AutoModelForCausalLM
 
 from millrace.context_length import fix_context_length
 from millrace.errors import InvalidStateError
-from millrace.inference.embedded.weights import check_tensors, copy_tensors, float_dtype
+from millrace.inference.embedded.weights import check_tensors, copy_tensors, float_dtype, hold_formats
 from millrace.inference.model_files import load_config
 from millrace.models import loading
+from millrace.models.saved import recall_conversions
 from millrace.policies.probe import Probe
 from millrace.policies.tensors import TensorBytes
 from millrace.telemetry.startup import without_gc
@@ -41,6 +42,8 @@ def load_model(model_dir: Path, tensors: Mapping[str, TensorBytes] | None, *, co
         loading.fill_model(model, model_dir, device=torch.device("cpu"))
     else:
         model = AutoModelForCausalLM.from_config(config, dtype=float_dtype(tensors))
+        recall_conversions(model, tensors)
+        hold_formats(model, tensors)
         check_tensors(model, tensors)
         copy_tensors(model, tensors)
     fix_context_length(model, context_length)

@@ -154,7 +154,8 @@ def _fetch_model(store: ObjectStore, request: pb.UpdatePolicyRequest) -> PolicyM
         )
     dtypes = {entry.dtype for entry in manifest.tensors}
     known = [name for name in _DTYPES if name in dtypes]
-    if len(dtypes) != 1 or not known:
+    known = [name for name in known if name != "float32" or len(known) == 1]  # beside another one it is what is kept
+    if len(known) != 1:
         raise InvalidStateError(
             f"policy {request.policy.version} has tensors of {', '.join(sorted(dtypes))}; vLLM takes one of "
             f"{', '.join(_DTYPES)}",

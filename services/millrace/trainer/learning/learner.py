@@ -30,9 +30,9 @@ from millrace.trainer.learning.trained import build_model
 from millrace.trainer.losses import LossFunction, LossInputs, loss_function, token_losses
 from millrace.trainer.model.lora import (
     is_adapted,
-    published_tensors,
     set_learning,
     trained_tensors,
+    weight_tensors,
 )
 from millrace.trainer.model.memory import Sharding, defer_sharing
 from millrace.trainer.model.pretrained import resolve_compute_dtype, resolve_publish_dtype
@@ -196,7 +196,7 @@ def state_tensors(model: nn.Module, optimizer: PolicyOptimizer, *, gang: Gang) -
 
     Of a model with adapters only what is trained; the base is the start model, whose digest the manifest has.
     """
-    weights = trained_tensors(model) if is_adapted(model) else published_tensors(model, version=0)
+    weights = trained_tensors(model) if is_adapted(model) else weight_tensors(model)
     state = {f"model.{name}": tensor for name, tensor in weights.items()}
     for name, parts in optimizer.state_tensors().items():
         state |= {f"optim.{name}.{part}": tensor for part, tensor in parts.items()}

@@ -19,11 +19,11 @@ from millrace.trainer.gang.agreement import agreed
 from millrace.trainer.gang.distributed import Gang
 from millrace.trainer.model.compiled import compile_blocks
 from millrace.trainer.model.fit import fit_layout
-from millrace.trainer.model.lora import add_adapters, published_tensors, round_base, round_filled
+from millrace.trainer.model.lora import add_adapters, round_base, round_filled
 from millrace.trainer.model.memory import Sharding, checkpoint_activations, hold_weights
 from millrace.trainer.model.pretrained import load_model, resolve_compute_dtype, resolve_publish_dtype
+from millrace.trainer.model.published import published_share, published_tensors
 from millrace.trainer.model.shortage import shortage_named
-from millrace.trainer.model.snapshot import published_share
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,12 +98,12 @@ def model_digest(model: nn.Module, *, dtype: torch.dtype, gang: Gang) -> str:
     """The digest (hex) of version 0: every rank digests what it holds, where it lies. Collective in a gang."""
     is_first_part = gang.layout.is_first_part(gang.rank)
     rows: list[list[object]] = []
-    for name, tensor in published_tensors(model, version=0).items():
-        share = published_share(tensor, rank=gang.rank, is_first_part=is_first_part)
-        if share is not None:
-            local, start = share
-            local = local.to(dtype) if local.is_floating_point() else local
-            tag = str(local.dtype).removeprefix("torch.")
-            digest = digest_hex(device_digest(local, start=start))
-            rows.append([name, tag, list(tensor.shape), local.numel(), digest])
+    for each in published_tensors(model, version=0, dtype=dtype):
+        share = published_share(each.tensor, rank=gang.rank, is_first_part=is_first_part)
+        if share is None:
+            continue
+        flat, start = share[0].to(each.dtype).reshape(-1), share[1]
+        for saved, begin, end in each.within(start, flat.numel()):
+            digest = digest_hex(device_digest(flat[begin - start : end - start], start=begin - saved.start))
+            rows.append([saved.name, each.tag, list(saved.shape), end - begin, digest])
     return whole_digest(merge_digests(gang.agree(lambda: rows)))

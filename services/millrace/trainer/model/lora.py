@@ -21,7 +21,8 @@ from torch.nn import functional
 
 from millrace.config.sections.trainer import DEFAULT_LORA_TARGETS, LoraConfig
 from millrace.errors import InvalidStateError
-from millrace.policies.adapter import AdapterSpec, published_name
+from millrace.models.saved import kept_in_float32
+from millrace.policies.adapter import AdapterSpec
 from millrace.policies.peft.config import PeftConfig
 
 _EXAMPLES = 8  # names in a message
@@ -105,19 +106,13 @@ def trained_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     return {name: tensor.detach() for name, tensor in state.items() if tensor.requires_grad}
 
 
-def published_tensors(model: nn.Module, *, version: int) -> dict[str, torch.Tensor]:
-    """The live tensors that version `version` is made of, by published name, tied ones once.
-
-    All weights and persistent buffers under their Hugging Face names; of a model with adapters that is version 0, and
-    each one after it is what is trained, under PEFT's names.
-    """
-    has_adapters = is_adapted(model)
-    if has_adapters and version:
-        return {published_name(name): tensor for name, tensor in trained_tensors(model).items()}
-    found: dict[str, torch.Tensor] = {}
-    seen: set[int] = set()
-    for name, tensor in model.state_dict(keep_vars=True).items():
-        if id(tensor) not in seen and not (has_adapters and _is_adapter(name)):
+def weight_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+    """All live weights and persistent buffers under the model's own names, tied ones once; adapters are none."""
+    state, found, seen = model.state_dict(keep_vars=True), dict[str, torch.Tensor](), set[int]()
+    ties: dict[str, str] = getattr(model, "all_tied_weights_keys", None) or {}
+    for name, tensor in state.items():
+        is_copy = name in ties and state.get(ties[name]) is tensor  # of the two transformers saves the other
+        if id(tensor) not in seen and not is_copy and not _is_adapter(name):
             seen.add(id(tensor))
             found[name] = tensor.detach()
     return found
@@ -131,16 +126,19 @@ def round_base(model: nn.Module, config: LoraConfig, *, publish_dtype: torch.dty
     trained whole, which are of the same weights and have float32 masters.
     """
     held = publish_dtype if publish_dtype == compute_dtype and not config.modules_to_save else torch.float32
-    for parameter in model.parameters():
-        if parameter.is_floating_point():
+    kept = kept_in_float32(model, dtype=publish_dtype)
+    for name, parameter in model.named_parameters():
+        if parameter.is_floating_point() and name not in kept:
             parameter.data = parameter.data.to(publish_dtype).to(held)  # the object stays, and so do ties
 
 
 @torch.no_grad()
 def round_filled(model: nn.Module, *, publish_dtype: torch.dtype) -> None:
     """Round what was read since `round_base` and is held in another format than the published one, in place."""
+    kept = kept_in_float32(model, dtype=publish_dtype)
     for name, parameter in model.named_parameters():
-        if not _is_adapter(name) and parameter.is_floating_point() and parameter.dtype != publish_dtype:
+        is_rounded = not _is_adapter(name) and name not in kept and parameter.is_floating_point()
+        if is_rounded and parameter.dtype != publish_dtype:
             local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
             local.copy_(local.to(publish_dtype))
 

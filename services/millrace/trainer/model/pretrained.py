@@ -1,15 +1,12 @@
 """Loading a Hugging Face model for training, and its tensors and files in the form that policies are published in."""
 
-import json
 import logging
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from millrace.config.sections.sft import SFTModelConfig
 from millrace.config.sections.trainer import TrainerModelConfig
@@ -18,32 +15,19 @@ from millrace.errors import InvalidStateError, NotFoundError
 from millrace.models.adapter_files import require_no_adapter
 from millrace.models.errors import model_not_found
 from millrace.models.loading import empty_model, fill_model
-from millrace.models.quantized import QUANTIZATION
-from millrace.models.small_files import read_object, small_files
+from millrace.models.saved import saved_config
+from millrace.models.small_files import DOWNLOADED, MODEL_FILES, TOKENIZER_FILES, small_files
 from millrace.policies.probe import Probe
 from millrace.policies.stops import turn_stops, with_stops
-from millrace.policies.tensors import TensorBytes
 from millrace.telemetry import progress
 from millrace.telemetry.progress import Doing
 from millrace.telemetry.progress_bars import counting_bar
-from millrace.trainer.model.lora import adapted_layers, published_tensors
 from millrace.trainer.model.shortage import shortage_named
 
 logger = logging.getLogger(__name__)
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 _PROBE_TOKENS = 16
-_WEIGHT_PATTERNS = ("*.safetensors", "*.json", "*.jinja", "*.txt", "*.model")
-# What an engine needs beside the tensors; weight indexes are left out because the manifest replaces them.
-_MODEL_FILES = ("config.json", "generation_config.json")
-_TOKENIZER_FILES = (
-    "tokenizer*",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.*",
-    "merges.txt",
-    "chat_template*",
-)
 
 
 def load_code() -> None:
@@ -70,7 +54,7 @@ def resolve_model_directory(name: str) -> Path:
 
     try:
         with progress.work(Doing.DOWNLOAD, f"model {name} from the Hugging Face Hub") as work:
-            found = Path(snapshot_download(name, allow_patterns=list(_WEIGHT_PATTERNS), tqdm_class=counting_bar(work)))
+            found = Path(snapshot_download(name, allow_patterns=list(DOWNLOADED), tqdm_class=counting_bar(work)))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         first_line = str(error).strip().partition("\n")[0]
         raise model_not_found(
@@ -120,68 +104,20 @@ def resolve_publish_dtype(model: TrainerModelConfig | SFTModelConfig, *, device:
     return resolve_dtype(model.publish_dtype, device=device)
 
 
-def policy_tensors(model: nn.Module, *, dtype: torch.dtype, version: int = 0) -> Iterator[tuple[str, TensorBytes]]:
-    """The tensors that version `version` is made of (`lora.published_tensors`), in `dtype`.
-
-    In a gang every rank must consume it, because each sharded tensor is gathered. Float32 tensors on a CPU are views of
-    the live weights: use them before the next step.
-    """
-    for name, tensor in published_tensors(model, version=version).items():
-        yield name, _tensor_bytes(_whole(tensor), dtype)
+def policy_files(model: nn.Module, directory: Path, *, dtype: torch.dtype) -> dict[str, bytes]:
+    """The small files of a loaded model by name: its config, weights in `dtype`, and those of its directory."""
+    return small_files(directory, (*MODEL_FILES, *TOKENIZER_FILES)) | {"config.json": saved_config(model, dtype=dtype)}
 
 
-def merged_tensors(model: nn.Module, *, dtype: torch.dtype) -> Iterator[tuple[str, TensorBytes]]:
-    """The model's tensors in `dtype` with what the adapters add to them, as the model without adapters has them.
-
-    Collective in a gang, like `policy_tensors`.
-    """
-    layers = adapted_layers(model)
-    for name, tensor in published_tensors(model, version=0).items():
-        value = _whole(tensor)
-        if (layer := layers.get(name.removesuffix(".weight"))) is not None and name.endswith(".weight"):
-            low, high = _whole(layer.lora_A.weight.detach()).float(), _whole(layer.lora_B.weight.detach()).float()
-            value = value.float() + layer.scaling * (high @ low)
-        yield name, _tensor_bytes(value, dtype)
-
-
-def described_tensors(
-    model: nn.Module, *, dtype: torch.dtype, version: int = 0
-) -> Iterator[tuple[str, str, tuple[int, ...]]]:
-    """Name, format and shape of the tensors that `policy_tensors` and, of version 0, `merged_tensors` give."""
-    for name, tensor in published_tensors(model, version=version).items():
-        given = dtype if tensor.is_floating_point() else tensor.dtype
-        yield name, str(given).removeprefix("torch."), tuple(tensor.shape)
-
-
-def _whole(tensor: torch.Tensor) -> torch.Tensor:
-    """All of a tensor that may be sharded."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-def _tensor_bytes(value: torch.Tensor, dtype: torch.dtype) -> TensorBytes:
-    if value.is_floating_point():
-        value = value.to(dtype)
-    value = value.cpu().contiguous()
-    if value.dtype == torch.bfloat16:
-        return TensorBytes.from_numpy(value.view(torch.int16).numpy(), dtype="bfloat16")
-    return TensorBytes.from_numpy(value.numpy())
-
-
-def policy_files(directory: Path, *, dtype: torch.dtype) -> dict[str, bytes]:
-    """The small files of the model by name; `config.json` says the dtype that the tensors are published in."""
-    files = small_files(directory, (*_MODEL_FILES, *_TOKENIZER_FILES))
-    config = read_object(directory / "config.json")
-    config.pop("torch_dtype", None)  # the name of `dtype` before transformers 5
-    config.pop(QUANTIZATION, None)  # the tensors are plain numbers
-    config["dtype"] = str(dtype).removeprefix("torch.")
-    files["config.json"] = json.dumps(config, indent=2, sort_keys=True).encode() + b"\n"
-    return files
+def vocabulary_of(model: Any) -> int:
+    """How many token ids the model takes."""
+    return int(model.config.get_text_config().vocab_size)
 
 
 def with_tokenizer(files: dict[str, bytes], directory: Path) -> dict[str, bytes]:
     """The small files of a model with the tokenizer of the one in `directory`."""
-    kept = {name: data for name, data in files.items() if name in _MODEL_FILES}
-    return kept | small_files(directory, _TOKENIZER_FILES)
+    kept = {name: data for name, data in files.items() if name in MODEL_FILES}
+    return kept | small_files(directory, TOKENIZER_FILES)
 
 
 def with_turn_stops(files: dict[str, bytes], directory: Path, *, tokenizer: Path) -> dict[str, bytes]:

@@ -1,7 +1,7 @@
 """This rank's share of the live weights, copied to host memory in the published format, so that training can go on."""
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import numpy as np
@@ -14,8 +14,8 @@ from millrace.policies.publishing.parts import TensorPart
 from millrace.policies.tensors import bits_type
 from millrace.processes.shared_memory import SharedMemory, SharedPlace
 from millrace.trainer.model.layout import held
-from millrace.trainer.model.lora import published_tensors
 from millrace.trainer.model.mesh import RankLayout
+from millrace.trainer.model.published import PublishedTensor, published_share, published_tensors
 
 _SIGNED = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -49,27 +49,36 @@ class Snapshots:
     @torch.no_grad()
     def take(self, version: int) -> list[TensorPart]:
         """The rank's parts of the tensors that version `version` is made of; give them back when nobody reads them."""
-        tensors = published_tensors(self._model, version=version)
-        buffers = self._buffers_for(tensors.keys())
+        tensors = published_tensors(self._model, version=version, dtype=self._dtype)
+        buffers = self._buffers_for([each.name for each in tensors])
         parts: list[TensorPart] = []
-        for name, tensor in tensors.items():
-            share = published_share(tensor, rank=self._rank, is_first_part=self._is_first_part)
-            if share is None:
-                continue
-            local, start = share
-            dtype = self._dtype if local.is_floating_point() else local.dtype
-            buffer, place = buffers.buffer(name, local.shape, dtype)
-            buffer.copy_(local, non_blocking=True)
-            tag = str(dtype).removeprefix("torch.")
-            bits = _bits(buffer, tag)
-            parts.append(
-                TensorPart(name=name, dtype=tag, shape=tuple(tensor.shape), start=start, bits=bits, place=place)
-            )
+        for each in tensors:
+            share = published_share(each.tensor, rank=self._rank, is_first_part=self._is_first_part)
+            if share is not None:
+                parts += self._copied(each, *share, buffers=buffers)
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         if parts:
             self._used[id(parts[0])] = buffers
         return parts
+
+    def _copied(
+        self, each: PublishedTensor, local: torch.Tensor, start: int, *, buffers: "_Buffers"
+    ) -> Iterator[TensorPart]:
+        """The parts of the saved tensors that `local`, which begins at element `start` of its tensor, has some of."""
+        buffer, place = buffers.buffer(each.name, local.shape, each.dtype)
+        buffer.copy_(local, non_blocking=True)
+        bits = _bits(buffer, each.tag)
+        for saved, begin, end in each.within(start, local.numel()):
+            at = begin - start
+            yield TensorPart(
+                name=saved.name,
+                dtype=each.tag,
+                shape=saved.shape,
+                start=begin - saved.start,
+                bits=bits[at : at + end - begin],
+                place=None if place is None else SharedPlace(place.memory, place.offset + at * each.dtype.itemsize),
+            )
 
     def give_back(self, parts: list[TensorPart]) -> None:
         """The buffers of these parts may be overwritten."""
@@ -158,13 +167,13 @@ def _cuda_runtime() -> Any:
 def share_bytes(model: nn.Module, *, dtype: torch.dtype, rank: int, layout: RankLayout) -> int:
     """The size of what this rank publishes of the whole model."""
     is_first_part, found = layout.is_first_part(rank), 0
-    for tensor in published_tensors(model, version=0).values():
-        width = (dtype if tensor.is_floating_point() else tensor.dtype).itemsize
-        if isinstance(tensor, DTensor):
-            share = held(tensor, is_first_part=is_first_part)
+    for each in published_tensors(model, version=0, dtype=dtype):
+        width = each.dtype.itemsize
+        if isinstance(each.tensor, DTensor):
+            share = held(each.tensor, is_first_part=is_first_part)
             found += share.num_elements * width if share.writes else 0
         else:
-            found += tensor.numel() * width if rank == 0 else 0
+            found += each.tensor.numel() * width if rank == 0 else 0
     return found
 
 
@@ -186,15 +195,3 @@ def _no_memory(why: str | None) -> CapacityError:
 def _bits(buffer: torch.Tensor, tag: str) -> np.ndarray:
     flat = buffer.reshape(-1).view(_SIGNED[buffer.element_size()]) if buffer.numel() else buffer.reshape(-1)
     return flat.numpy().view(bits_type(tag)) if buffer.numel() else np.empty(0, bits_type(tag))
-
-
-def published_share(tensor: torch.Tensor, *, rank: int, is_first_part: bool) -> tuple[torch.Tensor, int] | None:
-    """What this rank publishes of a tensor, and the row-major index of its first element; None if nothing.
-
-    What is not cut is rank 0's. Collective where columns are cut.
-    """
-    if not isinstance(tensor, DTensor):
-        return (tensor, 0) if rank == 0 else None
-    share = held(tensor, is_first_part=is_first_part)
-    rows = share.rows()
-    return (rows, share.start) if share.writes else None

@@ -12,7 +12,7 @@ from millrace.policies.verify import damage_of
 from millrace.storage.commit_points import find_newest, next_revision
 from millrace.trainer.gang.agreement import agreed
 from millrace.trainer.learning.learner import Learner, digest_of
-from millrace.trainer.model.pretrained import policy_tensors
+from millrace.trainer.model.published import policy_tensors
 from millrace.trainer.publish.target import PublishTarget
 
 

@@ -45,7 +45,8 @@ from millrace.trainer.loop import forward_backward, learn
 from millrace.trainer.losses import LossFunction
 from millrace.trainer.losses.custom import load_custom_loss
 from millrace.trainer.losses.regularizers import regularized
-from millrace.trainer.model.pretrained import policy_tensors, resolve_model_directory
+from millrace.trainer.model.pretrained import resolve_model_directory
+from millrace.trainer.model.published import policy_tensors
 from millrace.trainer.model.shortage import shortage_named
 from millrace.trainer.replay.report import ReplayReport, TensorDifference
 

@@ -26,6 +26,7 @@ from millrace.decoding import decode_json
 from millrace.errors import CorruptObjectError, InvalidStateError
 from millrace.policies.stops import TurnStops, turn_stops
 from millrace.rollouts.types import TrainSample
+from millrace.trainer.gang.agreement import agreed
 from millrace.trainer.gang.determinism import resolve_determinism, seed_rank, set_determinism
 from millrace.trainer.gang.distributed import Gang
 from millrace.trainer.learning.batch import MicroBatch, build_micro_batch
@@ -41,9 +42,11 @@ from millrace.trainer.model.lora import set_learning
 from millrace.trainer.model.memory import defer_sharing
 from millrace.trainer.model.pretrained import (
     load_tokenizer,
+    policy_files,
     resolve_compute_dtype,
     resolve_model_directory,
     resolve_publish_dtype,
+    with_turn_stops,
 )
 from millrace.trainer.sft.checkpoints import SFTCheckpoints
 from millrace.trainer.sft.encoder import RowEncoder
@@ -108,6 +111,10 @@ def run_sft(config: SFTConfig, *, gang: Gang, on_step: Callable[[SFTStep], None]
     if built.adapter is not None:
         require_mergeable(built.model)
         seed_rank(config.seed, rank=gang.layout.draw(gang.rank))  # the adapters' dropout
+    dtype = resolve_publish_dtype(config.model, device=gang.device)
+    with agreed(gang):  # before the first step, because the model is worth nothing without them
+        files = policy_files(built.model, directory, dtype=dtype)
+        files = with_turn_stops(files, directory, tokenizer=directory)
     optimizer = PolicyOptimizer(
         built.model,
         optim=config.optim,
@@ -129,12 +136,11 @@ def run_sft(config: SFTConfig, *, gang: Gang, on_step: Callable[[SFTStep], None]
     start = checkpoints.resume(max_steps=data.num_steps)
     learner = _Learner(config, gang=gang, model=built.model, optimizer=optimizer)
     _train(config, data, learner, checkpoints, start=start, output=output, gang=gang, on_step=on_step)
-    dtype = resolve_publish_dtype(config.model, device=gang.device)
     if built.adapter is not None:
         save_adapter(
             built.model, built.adapter, base=config.model.name, target=output / "adapter", dtype=dtype, gang=gang
         )
-    return save_model(built.model, source=directory, target=output / "model", dtype=dtype, gang=gang)
+    return save_model(built.model, files=files, target=output / "model", dtype=dtype, gang=gang)
 
 
 def _train(

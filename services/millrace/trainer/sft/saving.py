@@ -14,21 +14,15 @@ from millrace.policies.adapter import AdapterSpec, base_model_name
 from millrace.policies.tensors import TensorBytes, plan_safetensors
 from millrace.trainer.gang.agreement import agreed
 from millrace.trainer.gang.distributed import Gang
-from millrace.trainer.model.lora import adapted_layers, published_tensors
-from millrace.trainer.model.pretrained import (
-    described_tensors,
-    merged_tensors,
-    policy_files,
-    policy_tensors,
-    with_turn_stops,
-)
+from millrace.trainer.model.lora import adapted_layers, weight_tensors
+from millrace.trainer.model.published import described_tensors, merged_tensors, policy_tensors
 
 
-def save_model(model: nn.Module, *, source: Path, target: Path, dtype: torch.dtype, gang: Gang) -> Path:
-    """Write the model, adapters merged into it, with the small files of `source`; whole or not at all. Collective."""
+def save_model(model: nn.Module, *, files: Mapping[str, bytes], target: Path, dtype: torch.dtype, gang: Gang) -> Path:
+    """Write the model, adapters merged into it, with its small files; whole or not at all. Collective."""
     return write_directory(
         target,
-        with_turn_stops(policy_files(source, dtype=dtype), source, tokenizer=source),
+        files,
         weights="model.safetensors",
         described=described_tensors(model, dtype=dtype),
         tensors=merged_tensors(model, dtype=dtype),
@@ -52,7 +46,7 @@ def save_adapter(
 
 def require_mergeable(model: nn.Module) -> None:
     """InvalidStateError if an adapter is on a weight that another layer has, too: merged, it would change both."""
-    names = published_tensors(model, version=0)
+    names = weight_tensors(model)
     parameters = [id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False)]
     for name, layer in adapted_layers(model).items():
         if f"{name}.weight" not in names or parameters.count(id(layer.weight)) > 1:
@@ -84,6 +78,7 @@ def write_directory(
                 shutil.rmtree(fresh, ignore_errors=True)
                 fresh.mkdir(parents=True)
                 for name, content in files.items():
+                    (fresh / name).parent.mkdir(exist_ok=True)
                     (fresh / name).write_bytes(content)
                 file = opened.enter_context((fresh / weights).open("wb"))
                 file.write(plan_safetensors(described)[0])

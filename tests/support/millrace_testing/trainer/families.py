@@ -72,15 +72,75 @@ FAMILIES: dict[str, dict[str, Any]] = {
 """What each family's config has beside the usual sizes."""
 
 
+_ROUTED = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8, "n_shared_experts": 1}
+_GROUPS = {"n_group": 2, "topk_group": 1, "first_k_dense_replace": 1}
+_LINEAR = {f"linear_{name}": 2 for name in ("num_key_heads", "num_value_heads")}
+_LINEAR |= {f"linear_{name}_head_dim": 8 for name in ("key", "value")}
+_ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}}
+_HYBRID = {**_LINEAR, **_ROPE, "head_dim": 8, "layer_types": ["linear_attention", "full_attention"]}
+_SEEN = {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2}
+_SEES: dict[str, Any] = {**_SEEN, "depth": 1, "num_heads": 2, "out_hidden_size": 16, "num_position_embeddings": 16}
+_IMAGES = {f"{name}_token_id": 60 + index for index, name in enumerate(("image", "video", "vision_start"))}
+OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "deepseek_v3, experts": ("deepseek_v3", {**FAMILIES["deepseek_v3"], **_ROUTED, **_GROUPS}),
+    "ernie4_5_moe": ("ernie4_5_moe", {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 8}),
+    "gemma3": (
+        "gemma3",
+        {
+            "text_config": {**_SIZES, **_WINDOWS, "num_hidden_layers": 2},
+            "vision_config": {**_SEEN, "num_hidden_layers": 1, "image_size": 28, "patch_size": 14},
+            "mm_tokens_per_image": 4,
+        },
+    ),
+    "glm4_moe": ("glm4_moe", {**_ROUTED, **_GROUPS, "n_group": 1, "head_dim": 8}),
+    "gpt_oss": ("gpt_oss", {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 8, "sliding_window": 4}),
+    "qwen3_5, text part": (
+        "qwen3_5",
+        {"text_config": {**_SIZES, **_HYBRID}, "vision_config": _SEES, **_IMAGES, "vision_end_token_id": 63},
+    ),
+    "qwen3_5_moe, text part": (
+        "qwen3_5_moe",
+        {
+            "text_config": {**_SIZES, **_HYBRID, **_EXPERTS, "shared_expert_intermediate_size": 12},
+            "vision_config": _SEES,
+            **_IMAGES,
+            "vision_end_token_id": 63,
+        },
+    ),
+    "qwen3, tied": ("qwen3", {"head_dim": 8, "tie_word_embeddings": True}),
+}
+"""Models that hold something apart: type and config. Fused experts, what stays float32, a text part, a tie."""
+
+
 def make_family(family: str, directory: Path) -> Path:
     """Write a tiny model; norms and biases are drawn, too, because a zero has no relative error."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **{**_SIZES, **FAMILIES[family]}))
+    return _write(model, directory / family)
+
+
+def make_other(name: str, directory: Path) -> Path:
+    """Write one of `OTHERS`, in bfloat16 but for what transformers keeps in float32, as such models come."""
+    import transformers
+    from transformers import AutoConfig
+
+    kind, changes = OTHERS[name]
+    sizes = {} if "text_config" in changes else _SIZES
+    config = AutoConfig.for_model(kind, **{**sizes, **changes})
+    mappings = (transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, transformers.MODEL_FOR_CAUSAL_LM_MAPPING)
+    loader: Any = next(each[type(config)] for each in mappings if type(config) in each)
+    torch.manual_seed(0)
+    exact = _write(loader(config), directory / f"{name} exact")
+    loader.from_pretrained(exact, dtype=torch.bfloat16).save_pretrained(directory / name)
+    return directory / name
+
+
+def _write(model: Any, directory: Path) -> Path:
     with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim == 1:
-                parameter.add_(torch.randn_like(parameter), alpha=0.2)
-    model.save_pretrained(directory / family)
-    return directory / family
+        for tensor in model.state_dict(keep_vars=True).values():
+            if tensor.ndim == 1 and tensor.is_floating_point():
+                tensor.add_(torch.randn_like(tensor), alpha=0.2)
+    model.save_pretrained(directory)
+    return directory

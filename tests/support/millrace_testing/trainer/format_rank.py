@@ -21,7 +21,8 @@ from millrace.trainer.gang.distributed import Gang
 from millrace.trainer.learning.batch import BatchLayout
 from millrace.trainer.learning.learner import Learner, digest_of, state_tensors
 from millrace.trainer.loop import learn
-from millrace.trainer.model.pretrained import policy_tensors, probe
+from millrace.trainer.model.pretrained import probe
+from millrace.trainer.model.published import policy_tensors
 
 STEPS, SAVED = 5, 3
 VOCABULARY = 32

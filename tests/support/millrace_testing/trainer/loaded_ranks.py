@@ -16,10 +16,9 @@ from millrace.device_digest import device_digest
 from millrace.models.loading import empty_model, fill_model
 from millrace.trainer.bench.memory import PeakMemory
 from millrace.trainer.gang.distributed import Gang
-from millrace.trainer.model.lora import published_tensors
 from millrace.trainer.model.memory import Sharding
 from millrace.trainer.model.mesh import RankLayout
-from millrace.trainer.model.snapshot import published_share
+from millrace.trainer.model.published import published_share, published_tensors
 
 _CPU = torch.device("cpu")
 
@@ -34,10 +33,13 @@ def loaded(directory: Path, layout: RankLayout, rank: int) -> dict[str, Any]:
     model = gang.shard(empty_model(directory), Sharding(compute_dtype=torch.float32))
     fill_model(model, directory, device=_CPU)
     digests = {}
-    for name, tensor in published_tensors(model, version=0).items():
-        if (share := published_share(tensor, rank=rank, is_first_part=True)) is not None:
-            digests[name] = f"{device_digest(share[0], start=share[1]):x}"
-    held = sum(each.to_local().nbytes for each in model.parameters())  # pyright: ignore[reportCallIssue] - all are cut
+    for each in published_tensors(model, version=0, dtype=torch.float32):
+        if (share := published_share(each.tensor, rank=rank, is_first_part=True)) is not None:
+            flat, start = share[0].reshape(-1), share[1]
+            for saved, begin, end in each.within(start, flat.numel()):
+                digests[saved.name] = f"{device_digest(flat[begin - start : end - start], start=begin - saved.start):x}"
+    shards: Any = model.parameters()  # all are cut
+    held = sum(each.to_local().nbytes for each in shards)
     return {"digests": digests, "held": held, "taken": memory.peak - before}
 
 
