@@ -136,6 +136,22 @@ async def test_generate_satisfies_the_renderers_client(served, client, reference
     assert result["finish_reason"] in ("stop", "length") and result["request_id"]
 
 
+async def test_a_special_token_as_stop_string_ends_the_reply(http, served):
+    """The text that strings are looked for in leaves special tokens out."""
+    special = served.slot.current.tokenizer.convert_tokens_to_ids("<|im_start|>")
+    body = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 400, "ignore_eos": True, "temperature": 5}
+    for seed in range(30):
+        asked = body | {"return_token_ids": True, "seed": seed, "stop": ["<|im_start|>", "never seen"]}
+        async with http.post("/v1/chat/completions", json=asked) as reply:
+            [choice] = (await reply.json())["choices"]
+        if choice["finish_reason"] == "stop":
+            break
+    assert (choice["stop_reason"], choice["token_ids"][-1], choice["token_ids"].count(special)) == (special, special, 1)
+    async with http.post("/v1/chat/completions", json=body | {"stop": "so <|im_start|>"}) as reply:
+        answer = await reply.json()
+    assert reply.status == 400 and "would never match" in answer["error"]["message"]
+
+
 async def test_generate_carries_spans_and_stop_reason(http):
     body = {"model": "policy", "token_ids": [1, 2, 3], "sampling_params": {"max_tokens": 30, "seed": 1}}
     async with http.post("/inference/v1/generate", json=body) as response:

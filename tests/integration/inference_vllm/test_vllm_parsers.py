@@ -11,7 +11,7 @@ import pytest
 
 from millrace.config.sections.inference import InferenceConfig
 from millrace.inference.launch_env import vllm_flags
-from millrace_testing.inference import parser_cases, published, tiny, vllm_server
+from millrace_testing.inference import parser_cases, parser_replies, published, tiny, vllm_server
 from millrace_testing.patience import patient
 
 pytestmark = pytest.mark.timeout(600)
@@ -27,13 +27,15 @@ def write_tokenizer(directory: Path) -> None:
     tokenizer.save_pretrained(directory)
 
 
-def test_vllm_makes_the_same_of_well_formed_texts(vllm_python: str, tmp_path: Path) -> None:
+def said_by_vllm(vllm_python: str, script: str, tmp_path: Path) -> Any:
+    """What vLLM's parsers make of a table."""
     write_tokenizer(tmp_path)
     environ = {
         name: value for name, value in os.environ.items() if not name.startswith(("MILLRACE_", "VLLM_", "PYTHON"))
     }
+    environ["PYTHONPATH"] = str(Path(script).parents[2])
     done = subprocess.run(
-        [vllm_python, parser_cases.__file__, str(tmp_path), str(tmp_path / "said.json")],
+        [vllm_python, script, str(tmp_path), str(tmp_path / "said.json")],
         env=environ,
         capture_output=True,
         text=True,
@@ -41,17 +43,29 @@ def test_vllm_makes_the_same_of_well_formed_texts(vllm_python: str, tmp_path: Pa
         check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    said = json.loads((tmp_path / "said.json").read_text())
+    return json.loads((tmp_path / "said.json").read_text())
+
+
+def test_vllm_makes_the_same_of_well_formed_texts(vllm_python: str, tmp_path: Path) -> None:
+    said = said_by_vllm(vllm_python, parser_cases.__file__, tmp_path)
     expected = json.loads(json.dumps([case.said for case in parser_cases.CASES]))
     for case, theirs, ours in zip(parser_cases.CASES, said, expected, strict=True):
         assert theirs == ours, case
+
+
+def test_vllm_says_of_every_reply_what_the_table_has(vllm_python: str, tmp_path: Path) -> None:
+    """Where ours say something else, the table has that, too, and why."""
+    table = parser_replies.replies()
+    said = said_by_vllm(vllm_python, parser_replies.__file__, tmp_path)
+    for reply, theirs in zip(table, said, strict=True):
+        assert json.dumps(theirs) == json.dumps(reply.vllm), reply  # NaN, too
 
 
 @pytest.fixture(scope="module")
 def server(vllm_python: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     """A replica whose flags are what our config makes of the keys."""
     directory = tmp_path_factory.mktemp("parsers")
-    model = published.model(99)
+    model: Any = published.model(99)
     published.files(model, directory / "model")
     model.save_pretrained(directory / "model")
     write_tokenizer(directory / "model")

@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 
 from millrace.env_server.adapters.client_v0 import request_body
-from millrace.env_server.adapters.own_sampling import AskedSampling, OwnSamplingError, Way, sent_of
 from millrace.env_server.adapters.samples import OwnRanges
 from millrace.env_server.adapters.v0 import sampling_args
+from millrace.env_server.own_sampling import AskedSampling, OwnSamplingError, Way, sent_of
 from millrace.rollouts.requests import EnvSpec, PlayRequest, Sampling
 from millrace.rollouts.types import FULL, OwnSampling, Purpose, Truncation
 

@@ -2,6 +2,7 @@
 
 import json
 import time
+from collections import Counter
 
 import orjson
 import pytest
@@ -9,6 +10,7 @@ import pytest
 from millrace.config.sections.inference import EMBEDDED_PARSERS
 from millrace.errors import InvalidSpecError
 from millrace.inference.http.parsers import REASONING_PARSERS, TOOL_CALL_PARSERS, ChatParsers
+from millrace_testing.inference import parser_replies
 from millrace_testing.inference.parser_cases import CASES, NOW, NOW_XML, TOOLS
 from millrace_testing.patience import patient
 
@@ -39,6 +41,62 @@ def test_what_is_well_formed_becomes_what_vllm_makes_of_it(case):
     """That vLLM makes this of it: tests/integration/inference_vllm/test_vllm_parsers.py."""
     reasoning, content, calls = take_apart(case.text, case.tool_calls, case.reasoning, **case.template_kwargs)
     assert (reasoning, (content or "").strip() or None, calls) == case.said
+
+
+def test_every_reply_of_the_table_is_taken_apart_as_it_says():
+    """What vLLM makes of them, and why ours differ: `parser_replies`."""
+    table = parser_replies.replies()
+    for reply in table:
+        found = take_apart(reply.text, reply.tool_calls, reply.reasoning, **reply.template_kwargs)
+        reasoning, content, calls = json.loads(json.dumps(found))
+        assert [reasoning, (content or "").strip() or None, calls] == reply.expected, (reply.why, reply.text)
+    assert {reply.why for reply in table if reply.why} == parser_replies.REASONS.keys()
+    assert all(reply.ours != reply.vllm for reply in table if reply.why)
+    counts = Counter((reply.reasoning or reply.tool_calls) for reply in table)
+    assert min(counts.values()) >= 60 and counts.keys() >= {"hermes", "llama3_json", "qwen3_coder", *REASONING_PARSERS}
+
+
+def test_a_call_that_is_only_thought_of_is_not_made():
+    call = f"<tool_call>{NOW}</tool_call>"
+    for reasoning in (None, *REASONING_PARSERS):
+        for text in (f"<think>say {call}, or not</think>it is 4", f"say {call}, or not</think>it is 4"):
+            said = take_apart(text, reasoning=reasoning)
+            assert said[2] == [] and said[1].endswith("it is 4")
+            assert (said[0] or said[1]).count(call) == 1, "and is not lost either"
+    made = take_apart(f"<think>say {call}?</think>{call}", reasoning="qwen3")
+    assert made == (f"say {call}?", None, [("now", {})])
+    assert take_apart(f"<think>so {call}", reasoning="qwen3") == ("so ", None, [("now", {})]), "it forgot to end it"
+    assert take_apart(f"<think>so {call}, or", reasoning="qwen3") == (f"so {call}, or", None, []), "it thinks on"
+
+
+def test_an_argument_may_hold_the_end_of_a_thought():
+    for parser, call in (
+        ("hermes", '<tool_call>{"name": "find", "arguments": {"text": "</think>"}}</tool_call>'),
+        ("llama3_json", '{"name": "find", "parameters": {"text": "</think>"}}'),
+        ("qwen3_xml", "<function=find><parameter=text></think></parameter></function>"),
+    ):
+        assert take_apart(call, parser) == (None, None, [("find", {"text": "</think>"})])
+
+
+@pytest.mark.parametrize("parser", ["qwen3_xml", "qwen3_coder"])
+@pytest.mark.parametrize(
+    "value",
+    [
+        *("</parameter>", "a</parameter>b</parameter>c", "</function>", "</tool_call>", "</function></tool_call>"),
+        *(
+            "</parameter></function>",
+            "</parameter>\n</function>\n</tool_call>",
+            "x</parameter></function></tool_call>y",
+        ),
+        *("<tool_call>", "<function=now></function>", "<parameter=other>1</parameter>", "<think>a</think>", "a < b"),
+    ],
+)
+def test_values_may_hold_their_own_closing_tags(parser, value):
+    first = f"<function=find>\n<parameter=text>\n{value}\n</parameter>\n<parameter=count>\n7\n</parameter>\n</function>"
+    last = f"<function=find>\n<parameter=count>\n7\n</parameter>\n<parameter=text>\n{value}\n</parameter>\n</function>"
+    wanted = ("find", {"text": value, "count": 7})
+    text = f"so\n<tool_call>\n{first}\n</tool_call>\n<tool_call>\n{last}\n</tool_call>"
+    assert take_apart(text, parser) == (None, "so", [wanted, wanted])
 
 
 def test_content_before_calls_loses_the_whitespace_that_templates_add_again():

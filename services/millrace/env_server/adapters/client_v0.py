@@ -16,7 +16,6 @@ import aiohttp
 import orjson
 import verifiers as vf
 
-from millrace.env_server.adapters.own_sampling import completed, merged, sent_of
 from millrace.env_server.adapters.samples import engine_spans
 from millrace.env_server.adapters.scoring import judges
 from millrace.env_server.adapters.span_log import MAX_ROLLOUTS, SPANS
@@ -43,6 +42,7 @@ from millrace.env_server.library.v0 import (
     ToolCall,
     Usage,
 )
+from millrace.env_server.own_sampling import completed, merged, sent_of
 from millrace.rollouts import choices_wire
 
 logger = logging.getLogger(__name__)

@@ -27,7 +27,6 @@ import renderers.client
 from openai import APIStatusError, BadRequestError, OpenAIError
 
 from millrace.decoding import decode_json
-from millrace.env_server.adapters.own_sampling import completed, sent_of
 from millrace.env_server.adapters.samples import engine_spans
 from millrace.env_server.adapters.scoring import judges
 from millrace.env_server.adapters.span_log import SPANS
@@ -41,6 +40,7 @@ from millrace.env_server.engine_loss import (
     retry_pause_s,
 )
 from millrace.env_server.library import releases
+from millrace.env_server.own_sampling import completed, sent_of
 from millrace.errors import CorruptObjectError
 
 SESSION_HEADER = "X-Session-ID"

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from millrace.env_server.adapters.own_sampling import Way
+from millrace.env_server.own_sampling import Way
 from millrace.rollouts.types import OwnSampling, PolicySpan, Sample, TurnReward
 
 # Engines write minus infinity as this value, because JSON has no infinity: nobody samples such a token.

@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from millrace.env_server.adapters.own_sampling import AskedSampling
 from millrace.env_server.adapters.samples import MissingTokensError, OwnRanges, Turn, check_turn
 from millrace.env_server.adapters.span_log import Call, Spans
+from millrace.env_server.own_sampling import AskedSampling
 from millrace.rollouts.types import PolicySpan, Sample
 
 

@@ -34,7 +34,6 @@ from millrace.env_server.adapters.env_groups_v0 import completes_text, member_of
 from millrace.env_server.adapters.failures import frames_of, is_engine_fault
 from millrace.env_server.adapters.outcome import NotANumberError, Outcome, checked, failed, failed_like, number_of
 from millrace.env_server.adapters.overhead_v0 import EnvExecutor
-from millrace.env_server.adapters.own_sampling import AskedSampling, OwnSamplingError
 from millrace.env_server.adapters.samples import MissingTokensError, Turn, merge_turns
 from millrace.env_server.adapters.scoring import judges
 from millrace.env_server.adapters.scoring.rubrics_v0 import SCORED, Scored, watch_rubrics
@@ -46,6 +45,7 @@ from millrace.env_server.engine_loss import ENGINE_LOST_MARK
 from millrace.env_server.library import releases
 from millrace.env_server.library.lookups import remember_lookups
 from millrace.env_server.library.v0 import HAS_RENDERERS, Client, ClientConfig, ErrorChain, resolve_client
+from millrace.env_server.own_sampling import AskedSampling, OwnSamplingError
 from millrace.errors import InvalidSpecError, Violation
 from millrace.rollouts.requests import EnvSpec, LoadedEnv, PlayRequest, Sampling
 from millrace.rollouts.types import RolloutStatus

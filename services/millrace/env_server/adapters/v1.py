@@ -24,7 +24,6 @@ from millrace.env_server.adapters import harness_v1
 from millrace.env_server.adapters.env_args import RENDERER, V1_ENV, V1_EVAL_ARGS, V1_NUM_TASKS
 from millrace.env_server.adapters.failures import frames_of, our_spelling, trace_text
 from millrace.env_server.adapters.outcome import Outcome, checked, failed, failed_like
-from millrace.env_server.adapters.own_sampling import AskedSampling, OwnSamplingError
 from millrace.env_server.adapters.renderer import (
     DEFAULT,
     MISSING_TOKENS_MARK,
@@ -47,6 +46,7 @@ from millrace.env_server.engine_loss import ENGINE_LOST_MARK
 from millrace.env_server.library import interception, rendering
 from millrace.env_server.library.lookups import remember_lookups
 from millrace.env_server.library.v1 import is_too_long
+from millrace.env_server.own_sampling import AskedSampling, OwnSamplingError
 from millrace.rollouts.requests import EnvSpec, LoadedEnv, PlayRequest
 from millrace.rollouts.types import RolloutStatus, Trace
 

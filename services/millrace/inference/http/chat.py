@@ -1,5 +1,6 @@
 """Chats as tokens: messages through the model's chat template. The way back is `parsers`."""
 
+import contextlib
 import inspect
 from collections.abc import Mapping
 from typing import Any
@@ -26,8 +27,9 @@ def encode_chat(
     """The prompt's token ids; InvalidSpecError if the messages are not what the template can take."""
     _check_kwargs(tokenizer, template_kwargs or {})
     prepared = [_prepare(message, index) for index, message in enumerate(messages)]
-    try:
-        tokens = tokenizer.apply_chat_template(
+
+    def apply() -> Any:
+        return tokenizer.apply_chat_template(
             prepared,
             tools=tools or None,  # pyright: ignore[reportArgumentType] - JSON schemas, as the template wants them
             tokenize=True,
@@ -36,18 +38,37 @@ def encode_chat(
             continue_final_message=continue_final_message,
             **(template_kwargs or {}),
         )
-    # The template is the model's own code, run on what a stranger sent: whatever it raises is the messages' fault.
-    except (
-        TemplateError,
-        ValueError,
-        TypeError,
-        LookupError,
-        AttributeError,
-        ArithmeticError,
-        RecursionError,
-    ) as error:
+
+    try:
+        return list(apply())
+    except _TEMPLATE_ERRORS as error:
+        if not (odd := _odd_calls(prepared)):
+            raise _invalid("messages", f"the chat template cannot take them: {str(error)[:500]}") from error
+    # The policy's own mistake of an earlier turn: the conversation goes on without these arguments, as vLLM has it.
+    for function in odd:
+        function["arguments"] = {}
+    try:
+        return list(apply())
+    except _TEMPLATE_ERRORS as error:
         raise _invalid("messages", f"the chat template cannot take them: {str(error)[:500]}") from error
-    return list(tokens)  # pyright: ignore[reportArgumentType, reportReturnType] - a list of ints for these arguments
+
+
+# The template is the model's own code, run on what a stranger sent: whatever it raises is the messages' fault.
+_TEMPLATE_ERRORS = (
+    TemplateError,
+    ValueError,
+    TypeError,
+    LookupError,
+    AttributeError,
+    ArithmeticError,
+    RecursionError,
+)
+
+
+def _odd_calls(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The functions of calls whose arguments are no object, of messages that are prepared."""
+    functions = [call["function"] for message in messages for call in message.get("tool_calls") or ()]
+    return [function for function in functions if not isinstance(function.get("arguments"), Mapping)]
 
 
 def _check_kwargs(tokenizer: PreTrainedTokenizerBase, kwargs: Mapping[str, Any]) -> None:
@@ -88,13 +109,16 @@ def _text(content: Any, index: int) -> str:
 
 
 def _prepare_call(call: Any, index: int) -> dict[str, Any]:
+    """A call with its arguments as the value that they are; what is no JSON stays as the policy wrote it."""
     try:
         function = dict(call["function"])
-        if isinstance(arguments := function.get("arguments"), str):
-            function["arguments"] = decode_json(arguments or "{}", what="arguments", reason="REQUEST_INVALID")
-    except (CorruptObjectError, KeyError, TypeError, ValueError) as error:
-        raise _invalid(f"messages[{index}].tool_calls", f"not a function call with JSON arguments: {error}") from error
-    return {**call, "function": function}
+    except (KeyError, TypeError, ValueError) as error:
+        raise _invalid(f"messages[{index}].tool_calls", f"not a function call: {error}") from error
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        with contextlib.suppress(CorruptObjectError):
+            arguments = decode_json(arguments or "{}", what="arguments", reason="REQUEST_INVALID")
+    return {**call, "function": {**function, "arguments": {} if arguments is None else arguments}}
 
 
 def _invalid(field: str, message: str) -> InvalidSpecError:

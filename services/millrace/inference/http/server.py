@@ -59,6 +59,7 @@ from millrace.inference.http.schema import (
     SamplingBody,
     TokenizeBody,
 )
+from millrace.inference.http.stops import with_stop_tokens
 from millrace.inference.model_files import ModelSlot, ServedModel
 from millrace.race import first_of
 from millrace.rollouts import choices_wire
@@ -271,6 +272,7 @@ class HttpApi:
 
     def _requests(
         self,
+        model: ServedModel,
         prompts: list[list[int]],
         sampling: SamplingBody,
         *,
@@ -283,6 +285,7 @@ class HttpApi:
         room = status.max_model_len
         limits.check_completions(len(prompts), n)
         limits.check_tokens(prompts, room)
+        sampling = with_stop_tokens(sampling, model.tokenizer)
         batch = self._ids.next("req")
         return [
             GenerateRequest(
@@ -318,7 +321,7 @@ class HttpApi:
         status: EngineStatus,
     ) -> list[responses.Completed]:
         """`n` completions of each prompt, in order. When one fails the others are aborted."""
-        requests = self._requests(prompts, sampling, n=n, max_tokens=max_tokens, status=status)
+        requests = self._requests(model, prompts, sampling, n=n, max_tokens=max_tokens, status=status)
         with self._is_open():
             if len(requests) == 1:
                 return [await self._generate_one(model, requests[0])]
@@ -340,8 +343,8 @@ class HttpApi:
         status: EngineStatus,
     ) -> ChoiceLines:
         """The same, each as a line of its own as soon as it has ended."""
-        wanted = self._requests(prompts, body, n=body.n, max_tokens=max_tokens, status=status, are_one_call=False)
-        return ChoiceLines(wanted, partial(self._generate_one, model), lambda one: whole([one]), is_open=self._is_open)
+        alone = self._requests(model, prompts, body, n=body.n, max_tokens=max_tokens, status=status, are_one_call=False)
+        return ChoiceLines(alone, partial(self._generate_one, model), lambda one: whole([one]), is_open=self._is_open)
 
     async def _encode_chat(
         self,

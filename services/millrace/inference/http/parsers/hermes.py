@@ -1,26 +1,33 @@
 """`hermes`: `<tool_call>{"name": …, "arguments": …}</tool_call>`, which Qwen models up to Qwen3 are trained on."""
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from millrace.inference.http.parsers.calls import ToolCall, call_of_json
+from millrace.inference.http.parsers.calls import ToolCall, call_of_json, object_end
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
+_CALL = re.compile(re.escape(OPEN) + r"\s*+(?=\{)")
+_END = re.compile(r"\s*+(?:" + re.escape(CLOSE) + r"|\Z)")
 
 
 def parse_hermes(text: str, _: Sequence[Mapping[str, Any]]) -> tuple[str | None, list[ToolCall]] | None:
     """What stands before the first call, and all calls; None unless every one of them can be read.
 
-    The last one needs no closing tag: models are often stopped by it. Text between and behind calls is dropped.
+    A tag that no object follows is mentioned, as long as no call was made. The last call needs no closing tag: models
+    are often stopped by it. Text between and behind calls is dropped.
     """
-    first = at = text.find(OPEN)
+    begins = _CALL.search(text)
+    if begins is None:
+        return None
+    first, at = begins.start(), begins.start()
     calls: list[ToolCall] = []
     while at >= 0:
-        begin = at + len(OPEN)
-        end = text.find(CLOSE, begin)
-        call = call_of_json(text[begin:end] if end >= 0 else text[begin:], arguments=("arguments",))
-        if call is None:
+        begins = _CALL.match(text, at)
+        end = object_end(text, begins.end()) if begins is not None else -1
+        call = call_of_json(text[begins.end() : end], arguments=("arguments",)) if begins and end >= 0 else None
+        if call is None or _END.match(text, end) is None:
             return None
         calls.append(call)
-        at = text.find(OPEN, end) if end >= 0 else -1
-    return (text[:first], calls) if calls else None
+        at = text.find(OPEN, end)
+    return text[:first], calls

@@ -8,69 +8,149 @@
     </function>
     </tool_call>
 
-Values are plain text: their type is what the tool's schema says of the parameter.
+Values are plain text: their type is what the tool's schema says of the parameter. They may hold any text, also tags: a
+value ends at the last `</parameter>` before the next tag that opens something, if the function ends there, too.
 """
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from millrace.inference.http.parsers.calls import ToolCall, as_json
 from millrace.inference.http.parsers.schemas import typed
 
-_TAG = re.compile(r"<tool_call>|<function=([^<>]*+)>|</function>")
-_PARAMETER = re.compile(r"<parameter=([^<>]*+)>|</parameter>")
+OPEN, CLOSE = "<tool_call>", "</tool_call>"
+_FUNCTION_END, _PARAMETER_END = "</function>", "</parameter>"
+_TAG = re.compile(r"</?tool_call>|<function=([^<>]*+)>|</function>|<parameter=([^<>]*+)>|</parameter>")
+Tag = re.Match[str]
 
 
 def parse_qwen3_xml(text: str, tools: Sequence[Mapping[str, Any]]) -> tuple[str | None, list[ToolCall]] | None:
     """What stands before the first call, and all calls; None unless every one of them can be read.
 
-    `<tool_call>` and its end may be missing: the function is what makes a call. Text between and behind calls is
-    dropped.
+    `<tool_call>` and its end may be missing: the function is what makes a call. A tag that no function follows is
+    mentioned, as long as no call was made. Text between and behind calls is dropped.
     """
-    first, name, begin = -1, None, 0
-    is_awaited = False  # the function of a <tool_call>
-    calls: list[ToolCall] = []
+    reader = _Reader(text, tools)
     for tag in _TAG.finditer(text):
-        if name is not None:  # within a function, whose values may hold any text but its end
-            if tag[0] != "</function>":
-                continue
-            if (arguments := _arguments(text[begin : tag.start()], _properties(tools, name))) is None:
-                return None
-            calls.append(ToolCall(name, as_json(arguments)))
-            name = None
-        elif tag[1] is not None:
-            name, begin, is_awaited = tag[1].strip(), tag.end(), False
-            if not name:
-                return None
-        elif tag[0] == "<tool_call>":
-            if is_awaited:
-                return None
-            is_awaited = True
-        if first < 0 and tag[0] != "</function>":
-            first = tag.start()
-    return (text[:first], calls) if calls and name is None and not is_awaited else None
-
-
-def _arguments(body: str, properties: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The parameters between `<function=…>` and its end; None if one of them has no end."""
-    found: dict[str, Any] = {}
-    for key, value in _parameters(body):
-        if value is None:
+        if not reader.take(tag):
             return None
-        found[key] = typed(value.removeprefix("\n").removesuffix("\n"), properties.get(key))
-    return found
+    return reader.end()
 
 
-def _parameters(body: str) -> Iterator[tuple[str, str | None]]:
-    """Names with their text, which ends at `</parameter>` or where the next one begins; None where nothing ends it."""
-    key, begin = None, 0
-    for tag in _PARAMETER.finditer(body):
-        if key is not None:
-            yield key, body[begin : tag.start()]
-        key, begin = tag[1], tag.end()
-    if key is not None:
-        yield key, None
+class _Reader:
+    """Takes the tags of a text in their order."""
+
+    def __init__(self, text: str, tools: Sequence[Mapping[str, Any]]) -> None:
+        self._text, self._tools = text, tools
+        self._calls: list[ToolCall] = []
+        self._first = -1
+        self._opened: Tag | None = None  # the <tool_call> that awaits its function
+        self._function: _Function | None = None
+
+    def take(self, tag: Tag) -> bool:
+        """Take the next tag; False if it makes a call that cannot be read."""
+        if self._function is not None:
+            if not self._function.ends_before(tag):
+                return True
+            self._finish(self._function)
+            if tag[0] == _FUNCTION_END:
+                return True
+        return self._outside(tag)
+
+    def end(self) -> tuple[str | None, list[ToolCall]] | None:
+        """What the whole text is."""
+        if self._function is not None:
+            if not self._function.has_ended:
+                return None
+            self._finish(self._function)
+        if not self._calls or self._opened is not None:
+            return None
+        return self._text[: self._first], self._calls
+
+    def _finish(self, function: "_Function") -> None:
+        self._calls.append(ToolCall(function.name, as_json(function.arguments())))
+        self._function = None
+
+    def _outside(self, tag: Tag) -> bool:
+        if tag[1] is not None:
+            if not (name := tag[1].strip()):
+                return False
+            if self._first < 0:
+                self._first = (self._opened or tag).start()
+            self._opened, self._function = None, _Function(self._text, tag, name, _properties(self._tools, name))
+        elif tag[0] == OPEN:
+            if self._opened is not None and self._calls:
+                return False
+            self._opened = tag
+        elif tag[0] == CLOSE and self._opened is not None:
+            between = self._text[self._opened.end() : tag.start()].strip()
+            if between.startswith("{") or self._calls:  # a call of another format, or of none
+                return False
+            self._opened = None
+        return True
+
+
+class _Function:
+    """A function whose end has not been seen for sure."""
+
+    def __init__(self, text: str, tag: Tag, name: str, properties: Mapping[str, Any]) -> None:
+        self.name = name
+        self._text, self._properties = text, properties
+        self._found: dict[str, str] = {}
+        self._key: str | None = None
+        self._begin = 0
+        self._close: Tag | None = None  # where the open value ends, as far as is known
+        self._later: Tag | None = None  # where it would end if the function ended once more behind it
+        self.has_ended = False
+
+    def ends_before(self, tag: Tag) -> bool:
+        """Take a tag; whether the function ended with it, or before it."""
+        if self.has_ended and not (tag[2] is not None and self._later is not None):
+            return self._ended(tag)
+        if self.has_ended:  # a value was closed behind it, and a parameter follows: it was in the value
+            self._close, self._later, self.has_ended = self._later, None, False
+        if tag[0] == _FUNCTION_END:
+            if self._key is None:
+                self.has_ended = True
+                return True
+            self.has_ended = self._close is not None
+        elif tag[0] == _PARAMETER_END:
+            self._close = tag if self._key is not None else None
+        elif tag[2] is not None:
+            self._open(tag)
+        return False
+
+    def _ended(self, tag: Tag) -> bool:
+        """Whether a tag leaves the end where it was seen: what opens does; another end moves it."""
+        if tag[0] == _PARAMETER_END:
+            self._later = tag
+        elif tag[0] == _FUNCTION_END and self._later is not None:
+            self._close, self._later = self._later, None
+        return tag[0] == OPEN or tag[1] is not None or tag[2] is not None
+
+    def _open(self, tag: Tag) -> None:
+        """A parameter begins; in a value that nothing has closed only one that the tool has."""
+        key = tag[2]
+        if self._key is not None:
+            if self._close is None and self._properties and key not in self._properties:
+                return
+            self._keep(tag)
+        self._key, self._begin, self._close = key, tag.end(), None
+
+    def _keep(self, next_tag: Tag | None = None) -> None:
+        """Keep the open value, which ends where it was closed, or at the next tag."""
+        end = self._close or next_tag
+        if self._key is not None and end is not None:
+            self._found[self._key] = self._text[self._begin : end.start()]
+
+    def arguments(self) -> dict[str, Any]:
+        """Its parameters with their types."""
+        self._keep()
+        return {
+            key: typed(value.removeprefix("\n").removesuffix("\n"), self._properties.get(key))
+            for key, value in self._found.items()
+        }
 
 
 def _properties(tools: Sequence[Mapping[str, Any]], name: str) -> Mapping[str, Any]:

@@ -1,30 +1,51 @@
-"""Reasoning parsers: what stands before `</think>` is reasoning, what follows is for the tool parser and the reader."""
+"""Reasoning parsers: where a text's thought ends, and what of it is markup.
+
+A thought ends at the first `</think>`. What is written within it is thought, also `<think>` and `<tool_call>`; what
+follows it is the answer, also another `</think>`. Only the tag that opens the thought and the one that closes it are
+taken out.
+"""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 OPEN, CLOSE = "<think>", "</think>"
-TOOL_CALL = "<tool_call>"
 
 
-def split_deepseek_r1(text: str, _: Mapping[str, Any]) -> tuple[str | None, str | None]:
-    """The thought behind the first `<think>`, which the template may have opened already, and what follows it.
+class Thought(NamedTuple):
+    """A text in two: what is thought, and what follows. Each is None where there is nothing."""
 
-    Without an end all is thought: the model was cut off, and has not begun to answer.
+    reasoning: str | None
+    rest: str | None
+    is_open: bool = False
+    """Nothing ended it: the model was cut off, or forgot the tag and went on with a call."""
+
+
+def split_deepseek_r1(text: str, _: Mapping[str, Any]) -> Thought:
+    """The thought with which a text begins, whose `<think>` the template may have written already.
+
+    Without an end all of it is thought, whatever it ends in.
     """
-    before, is_opened, behind = text.partition(OPEN)
-    thought, _end, rest = (behind if is_opened else before).partition(CLOSE)
-    return thought or None, rest or None
+    return _split(text)._replace(is_open=False)
 
 
-def split_qwen3(text: str, template_kwargs: Mapping[str, Any]) -> tuple[str | None, str | None]:
-    """The thought with which a text begins, and what follows it, both without the tags, however many there are.
+def split_qwen3(text: str, template_kwargs: Mapping[str, Any]) -> Thought:
+    """The same; with `enable_thinking = false` the template has closed the thought already."""
+    return Thought(None, text or None) if template_kwargs.get("enable_thinking") is False else _split(text)
 
-    A tool call ends a thought, too. With `enable_thinking = false` the template has closed the thought already.
-    """
-    if template_kwargs.get("enable_thinking") is False:
-        return None, text or None
-    ends = [at for mark in (CLOSE, TOOL_CALL) if (at := text.find(mark)) >= 0]
-    end = min(ends, default=len(text))
-    before, call, behind = text[end:].partition(TOOL_CALL)
-    return text[:end].replace(OPEN, "") or None, before.replace(CLOSE, "") + call + behind or None
+
+def thought_end(text: str) -> int:
+    """Where the answer begins in a text whose thought nobody takes out; 0 if it holds none that has ended."""
+    end = text.find(CLOSE)
+    return end + len(CLOSE) if end >= 0 else 0
+
+
+def begins_with_thought(text: str) -> bool:
+    """Whether a text itself opens a thought."""
+    return text.lstrip().startswith(OPEN)
+
+
+def _split(text: str) -> Thought:
+    thought, end, rest = text.partition(CLOSE)
+    if begins_with_thought(thought):
+        thought = thought.lstrip().removeprefix(OPEN)
+    return Thought(thought or None, rest or None, is_open=not end)

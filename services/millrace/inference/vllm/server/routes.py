@@ -19,6 +19,7 @@ from typing import Any
 from millrace.errors import CapacityError, InvalidSpecError, InvalidStateError, MillraceError, UnavailableError
 from millrace.inference.engine import STALL_S, EngineState
 from millrace.inference.http import limits
+from millrace.inference.http.stops import separated, special_texts
 from millrace.inference.model_files import ModelSlot
 from millrace.inference.updater import PolicyUpdater
 from millrace.inference.vllm.engine import VllmEngine
@@ -26,6 +27,7 @@ from millrace.inference.vllm.gate import CALLS, Calls, GenerationGate
 from millrace.inference.vllm.server.spans import add_last_spans, add_spans, name_tokens, rewritten
 
 # vllm and what comes with it are in their own environment, which the type checker does not see.
+import msgspec  # isort: skip # pyright: ignore[reportMissingImports]
 from fastapi import APIRouter, Request  # isort: skip # pyright: ignore[reportMissingImports]
 from fastapi.responses import JSONResponse, Response, StreamingResponse  # isort: skip # pyright: ignore[reportMissingImports]
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest  # isort: skip # pyright: ignore[reportMissingImports]
@@ -101,6 +103,7 @@ async def chat(request: ChatCompletionRequest, raw_request: Request) -> Response
     limits.check_completions(1, request.n or 1)
     limits.check_stops(request.stop)
     limits.check_chat(request.messages, request.tools, _room(raw_request))
+    request.stop, request.stop_token_ids = _stops(request, raw_request)
     serving = raw_request.app.state.openai_serving_chat
     return await _serve(raw_request, lambda: serving.create_chat_completion(request, raw_request), _Spans.of(request))
 
@@ -113,6 +116,7 @@ async def completions(request: CompletionRequest, raw_request: Request) -> Respo
     room = _room(raw_request)
     limits.check_stops(request.stop)
     limits.check_prompt(request.prompt, request.n or 1, room)
+    request.stop, request.stop_token_ids = _stops(request, raw_request)
     if request.max_tokens is not None:
         request.max_tokens = min(request.max_tokens, room)
     serving = raw_request.app.state.openai_serving_completion
@@ -128,6 +132,9 @@ async def generate(request: GenerateRequest, raw_request: Request) -> Response:
     limits.check_completions(1, sampling.n)
     limits.check_stops(sampling.stop, field="sampling_params.stop")
     limits.check_tokens([request.token_ids], _room(raw_request), field="token_ids")
+    stop, ids = _stops(sampling, raw_request)
+    if ids != sampling.stop_token_ids:  # made anew: it counts its stop tokens once
+        sampling = request.sampling_params = msgspec.structs.replace(sampling, stop=stop, stop_token_ids=ids)
     if sampling.logprobs is None:
         sampling.logprobs = 0
     if sampling.prompt_logprobs is not None or sampling.prompt_logprob_token_ids is not None:
@@ -180,6 +187,15 @@ def _room(request: Request) -> int:
     replica = _replica(request)
     replica.require()
     return replica.engine.status().max_model_len
+
+
+def _stops(asked: Any, request: Request) -> tuple[Any, Any]:
+    """Its stop strings and stop tokens, with special tokens by their ids where the text leaves them out."""
+    model = _replica(request).slot.current
+    if not asked.stop or not asked.skip_special_tokens or model is None or model.tokenizer is None:
+        return asked.stop, asked.stop_token_ids
+    texts, ids = separated(asked.stop, special_texts(model.tokenizer))
+    return (texts, [*(asked.stop_token_ids or ()), *ids]) if ids else (asked.stop, asked.stop_token_ids)
 
 
 def _replica(request: Request) -> VllmReplica:
