@@ -269,6 +269,13 @@ def test_a_message_without_content_is_given_as_engines_give_it() -> None:
     assert "[b<|im_end|>]" in encoded(tokenizer_of(template), {"messages": no_calls})
 
 
+def test_what_is_wrong_is_said_of_the_form_that_the_template_takes() -> None:
+    template = templates.CHATML.replace("{{ c.function.arguments | tojson }}", "{{ 'args ' + c.function.arguments }}")
+    messages = [*turns("a"), {"role": "assistant", "content": "", "tool_calls": [CALL], "reasoning": "x"}]
+    with pytest.raises(BadRowError, match="does not write the reasoning of message 1"):
+        encoded(tokenizer_of(template), {"messages": messages})
+
+
 TOOLS_TEMPLATE = "{% if tools %}{{ tools | tojson }}{% endif %}" + templates.CHATML
 
 

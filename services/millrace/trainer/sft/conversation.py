@@ -93,7 +93,8 @@ class ConversationEncoder:
                 poor.append(encoded)
         if poor:
             return poor[0]
-        raise refused[0]
+        # A form that the template cannot take says less than what is wrong with the one that it takes.
+        raise next((error for error in refused if error.__cause__ is None), refused[0])
 
     def _encode_rendered(self, conversation: Conversation, rendering: Rendering, flags: Sequence[bool]) -> Encoded:
         stretches = self._stretches(conversation, rendering, flags)

@@ -20,7 +20,7 @@ REASONING = ("reasoning_content", "reasoning", "thinking")
 _THOUGHT_BEGIN, _THOUGHT_END = "<think>", "</think>"
 
 
-class Part(NamedTuple):
+class MessagePart(NamedTuple):
     """A part of a message that is to be written; `at` counts texts and tool calls of a message."""
 
     message: int
@@ -57,7 +57,9 @@ def call_arguments(message: Message) -> list[Any]:
     return [arguments for arguments in found if arguments is not None]
 
 
-def unwritten_parts(tokenizer: Any, conversation: Conversation, *, whole: str, thoughts: Collection[int]) -> list[Part]:
+def unwritten_parts(
+    tokenizer: Any, conversation: Conversation, *, whole: str, thoughts: Collection[int]
+) -> list[MessagePart]:
     """The parts of messages that the template does not write.
 
     `whole` is the conversation as rendered. `thoughts` are the messages whose reasoning counts: templates leave others'
@@ -93,18 +95,18 @@ def texts_of(message: Message) -> Iterator[str]:
             yield text
 
 
-def _parts(index: int, message: Message, *, has_thought: bool) -> Iterator[Part]:
+def _parts(index: int, message: Message, *, has_thought: bool) -> Iterator[MessagePart]:
     """The parts of a message that are to be written."""
     content = message.get("content")
     for at, text in enumerate([content] if isinstance(content, str) else content or []):
         if _is_text(text):
-            yield Part(index, "text", at)
+            yield MessagePart(index, "text", at)
     named = (message.get(name) for name in REASONING)
     if has_thought and any(isinstance(text, str) and text.strip() for text in (*named, _thought(content))):
-        yield Part(index, "reasoning")
+        yield MessagePart(index, "reasoning")
     for at, call in enumerate(_calls(message)):
         has_arguments = _function(call).get("arguments") not in (None, {}, "", "{}")
-        yield Part(index, "arguments" if has_arguments else "tool call", at)
+        yield MessagePart(index, "arguments" if has_arguments else "tool call", at)
 
 
 def _thought(content: Any) -> str:
@@ -118,7 +120,7 @@ def _is_text(part: Any) -> bool:
     return isinstance(text, str) and bool(text.strip())
 
 
-def _changes(tokenizer: Any, conversation: Conversation, part: Part, word: str, whole: str) -> bool:
+def _changes(tokenizer: Any, conversation: Conversation, part: MessagePart, word: str, whole: str) -> bool:
     """Whether the rendering differs with a word in one part, or cannot be had."""
     for at_end in (True, False):
         text = _rendered(tokenizer, conversation, {part: word}, at_end=at_end)
@@ -128,7 +130,7 @@ def _changes(tokenizer: Any, conversation: Conversation, part: Part, word: str, 
 
 
 def _rendered(
-    tokenizer: Any, conversation: Conversation, words: Mapping[Part, str], *, at_end: bool = True
+    tokenizer: Any, conversation: Conversation, words: Mapping[MessagePart, str], *, at_end: bool = True
 ) -> str | None:
     """The rendering of the conversation with words in its parts; None if the template does not take it."""
     messages = list(conversation.messages)
@@ -140,7 +142,7 @@ def _rendered(
         return None
 
 
-def _with_word(message: Message, part: Part, word: str, *, at_end: bool) -> Message:
+def _with_word(message: Message, part: MessagePart, word: str, *, at_end: bool) -> Message:
     def put(text: Any) -> Any:
         if isinstance(text, Mapping):
             return {**text, "text": put(text["text"])}
