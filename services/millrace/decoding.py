@@ -44,7 +44,7 @@ _REQUEST_COUNTED_FROM_BYTES = 64 << 10  # and this not more than 10 MB
 _MESSAGE_BYTES, _FIELD_BYTES = 48, 8  # what a parsed message takes: measured with upb
 _MAX_EMPTY_FRAME = 32
 _GZIP, _ZSTD = b"\x1f\x8b", b"\x28\xb5\x2f\xfd"  # what a packed file begins with
-_PLAIN_PIECE, _PACKED_PIECE = 1 << 20, 8 << 10  # bytes read at a time; packed ones may become many more
+_PIECE, _PACKED_PIECE = 1 << 20, 8 << 10  # bytes read at a time; packed ones may become many more
 _LENGTH_DELIMITED, _FIXED_BYTES = 2, {1: 8, 5: 4}  # wire types
 
 _MAX_NAME_PARTS = 4
@@ -172,12 +172,11 @@ def unpacked(file: BinaryIO, *, what: str, reason: str, remedy: str | None = Non
         if begin.startswith(_GZIP):
             yield from _decompressed(file, lambda: zlib.decompressobj(wbits=31))
         elif begin == _ZSTD:
-            import zstandard  # not installed with the command line alone
+            from zstandard import ZstdDecompressor  # not installed with the command line alone
 
-            yield from _decompressed(file, zstandard.ZstdDecompressor().decompressobj)
+            yield from _decompressed(file, ZstdDecompressor().decompressobj)
         else:
-            while piece := file.read(_PLAIN_PIECE):
-                yield piece
+            yield from iter(lambda: file.read(_PIECE), b"")
     except (ValueError, MemoryError, ImportError) as error:
         raise _corrupt(what, _cause(error), reason, remedy) from error
 

@@ -247,6 +247,7 @@ def test_splits_are_shards_and_directories_too(tmp_path: Path, caplog: pytest.Lo
     [
         (lambda path: path.mkdir(), "holds no rows, which end in .*; it is empty"),
         (lambda path: (path / "_delta_log").mkdir(parents=True), "Delta Lake"),
+        (lambda path: (path.mkdir(), (path / "a.parquet").symlink_to("gone")), "a.parquet is a link to nothing"),
         (lambda path: path.write_text("\n \n"), "holds no rows"),
         (lambda path: path.write_text("[]"), "holds no rows"),
         (lambda path: path.symlink_to("/dev/null"), "neither a file nor a directory"),

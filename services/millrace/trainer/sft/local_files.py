@@ -124,6 +124,8 @@ def _below(directory: Path, *, is_deep: bool = True) -> Iterator[Path]:
     for entry in sorted(directory.iterdir(), key=lambda entry: entry.name):
         if entry.name.startswith((".", "_")):
             continue
+        if not entry.exists() and _stem(entry) is not None:
+            raise NoFilesError(f"{entry.absolute()} is a link to nothing")
         if entry.is_file():
             yield entry
         elif is_deep and entry.is_dir() and not _is_above(entry):

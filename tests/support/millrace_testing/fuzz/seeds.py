@@ -3,7 +3,6 @@
 python -m millrace_testing.fuzz.seeds
 """
 
-import gzip
 import hashlib
 import json
 from collections.abc import Iterator
@@ -11,9 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
-import zstandard
-from pyarrow import parquet
 
 from millrace.internal.v1 import batch_pb2, env_worker_pb2
 from millrace.rollouts.types import (
@@ -29,6 +25,7 @@ from millrace.rollouts.types import (
     Truncation,
     TurnReward,
 )
+from millrace_testing.fuzz.data_files import data_files
 from millrace_testing.fuzz.pages import requests
 from millrace_testing.fuzz.targets import CORPUS
 from millrace_testing.inference import parser_cases
@@ -325,18 +322,6 @@ def corpus() -> Iterator[tuple[str, bytes]]:
     yield from (("chat_parsers", case.text.encode()) for case in parser_cases.LLAMA[2:4] + parser_cases.THOUGHTS[5:6])
     yield "stack_json", json.dumps({"pid": 1, "address": "127.0.0.1:1", "processes": []}).encode()
     yield from data_files()
-
-
-def data_files() -> Iterator[tuple[str, bytes]]:
-    """Files of rows of `millrace sft`."""
-    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
-    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
-    rows = [{"prompt": "a", "completion": "b"}, {"messages": messages, "tools": [{"type": "function"}]}]
-    lines, sink = "\n".join(map(json.dumps, rows)).encode(), pa.BufferOutputStream()
-    parquet.write_table(pa.Table.from_pylist([rows[1]]), sink)
-    yield from (("data_lines", json.dumps(document).encode()) for document in (*rows, rows))
-    yield from (("data_file", data) for data in (lines, gzip.compress(lines, mtime=0), zstandard.compress(lines)))
-    yield "data_file", sink.getvalue().to_pybytes()
 
 
 def surface() -> Iterator[tuple[str, bytes]]:
