@@ -239,6 +239,10 @@ WARNINGS: Texts = {
 }
 
 FAILURES: Texts = {
+    "CHAT_TEMPLATE_MISSING": (
+        "the tokenizer has no chat template, and the run's environments play conversations",
+        "put `chat_template.jinja` beside the tokenizer, or name its file in `inference.model.chat_template` (vLLM)",
+    ),
     "CHECKPOINTS_DAMAGED": (
         "no whole checkpoint reaches to where the log begins",
         "restore one from a replica of the bucket (`millrace run repair RUN --from URL --apply`), then resume",
@@ -401,9 +405,17 @@ FAILURES: Texts = {
         "a checkpoint has a number format that this release does not know",
         "use the release that wrote it",
     ),
+    "TOKENIZER_MISSING": (
+        "the directory of the tokenizer has no files of one, or none that load",
+        "copy the model's tokenizer there, or name its directory in `trainer.tokenizer.name`",
+    ),
     "TOO_MANY_SKIPPED_STEPS": (
         "`trainer.max_skipped_steps` steps in a row had no finite loss, entropy or gradient",
         "fork before the first of them with a lower `trainer.optim.lr`",
+    ),
+    "VOCABULARY_TOO_SMALL": (
+        "a token of the tokenizer, or an id of the model's configs, has no row in the model's embedding",
+        "use the tokenizer that belongs to the model, or resize the model's embedding for it",
     ),
 }
 

@@ -29,6 +29,7 @@ from millrace.trainer.log.stop import StopRequested
 from millrace.trainer.publish.executor import Executor
 from millrace.v1 import event_pb2
 from millrace_testing.forked_services import ForkedService, ServiceHost
+from millrace_testing.model_files import write_tokenizer
 from millrace_testing.polling import until
 
 PREFIX = "t"
@@ -68,8 +69,7 @@ def make_tiny_model(directory: Path, *, attention_dropout: float = 0.0) -> Path:
         max_position_embeddings=64,
     )
     Qwen3ForCausalLM(config).save_pretrained(directory)
-    (directory / "tokenizer_config.json").write_text("{}")
-    return directory
+    return write_tokenizer(directory, num_tokens=VOCABULARY)
 
 
 def make_samples(step: int, *, count: int = 12, version: int | None = None) -> list[TrainSample]:

@@ -15,6 +15,7 @@ from millrace.policies.verify import prove_policies
 from millrace.runlog.audit import Depth, audit_run
 from millrace.telemetry import faults
 from millrace.telemetry.faults import Fault, Point
+from millrace_testing.model_files import write_tokenizer
 from millrace_testing.trainer.equality import LAYOUTS, make_model
 
 Recorder = Any  # conftest.Recorder; tests are not importable from one another
@@ -63,7 +64,7 @@ def test_each_rank_is_killed_once_and_the_policies_are_the_same(
     """Ranks die in the backward of a step each; the gang restarts as a whole, and the bits are those of no kill."""
     world_size, keys = LAYOUTS[layout]
     model = make_model("moe" if "EP" in layout else "dense", tmp_path)
-    (model / "tokenizer_config.json").write_text("{}")
+    write_tokenizer(model, num_tokens=16)
     unbroken, killed = new_recorder(), new_recorder()
     for recorder in (unbroken, killed):
         recorder.record(_config(make_config, model, keys), steps=STEPS)
@@ -88,7 +89,7 @@ def test_two_machines_that_share_no_files_train_one_model(
     recorder.store = s3_store
     machines = [tmp_path / "first", tmp_path / "second"]
     for machine in machines:
-        (make_model("dense", machine) / "tokenizer_config.json").write_text("{}")
+        write_tokenizer(make_model("dense", machine), num_tokens=16)
     config = _config(make_config, Path("dense"), {"cp": 2, "tp": 2})
     recorder.record(config, steps=STEPS)
     store_url = f"{recorder.store_url}?endpoint={s3_endpoint}&region=us-east-1"

@@ -17,6 +17,7 @@ from millrace.policies.manifest import PolicyManifest
 from millrace.policies.pull import download_hf, pull_tensors, read_manifest
 from millrace.runlog import Names
 from millrace.trainer.replay.steps import replay
+from millrace_testing.model_files import write_tokenizer
 from millrace_testing.trainer.torchrun import train_gang
 
 Recorder = Any  # conftest.Recorder; tests are not importable from one another
@@ -86,7 +87,7 @@ def test_a_checkpoint_of_adapters_refuses_another_base(
     model = AutoModelForCausalLM.from_pretrained(tiny_model)
     own = tmp_path / "own"
     model.save_pretrained(own)
-    (own / "tokenizer_config.json").write_text("{}")
+    write_tokenizer(own, num_tokens=16)
     changed = {**config.model_dump(), "model": {"name": str(own)}}
     for section in ("trainer", "orchestrator", "inference"):
         changed[section]["model"]["name"] = str(own)

@@ -12,6 +12,7 @@ from millrace.config.sections.rl import RLConfig
 from millrace.trainer.learning import trained
 from millrace.trainer.learning.flops import FlopCount
 from millrace.trainer.model.compiled import compile_blocks
+from millrace_testing.model_files import write_tokenizer
 from millrace_testing.trainer.equality import make_model
 from millrace_testing.trainer.torchrun import train_gang
 
@@ -58,7 +59,7 @@ def make_uneven_model(directory: Path) -> Path:
             if name.endswith("mlp.gate.weight"):
                 parameter.zero_()
     model.save_pretrained(path)
-    (path / "tokenizer_config.json").write_text("{}")
+    write_tokenizer(path, num_tokens=16)
     return path
 
 

@@ -2,12 +2,17 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer, pre_tokenizers
+from tokenizers.models import WordLevel
+from transformers import PreTrainedTokenizerFast
 
 Tensors = dict[str, torch.Tensor]
 Change = Callable[[Tensors], Tensors]
+TEMPLATE = "{% for message in messages %}{{ message.content + ' ' + eos_token + ' ' }}{% endfor %}"
 
 
 def make_qwen3(directory: Path, *, is_tied: bool, seed: int = 0, shard: str | None = None) -> Path:
@@ -36,4 +41,15 @@ def rewrite(directory: Path, change: Change) -> Path:
     path = directory / "model.safetensors"
     tensors = change(load_file(path))
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path, metadata={"format": "pt"})
+    return directory
+
+
+def write_tokenizer(directory: Path, *, num_tokens: int, template: str | None = TEMPLATE, **changes: Any) -> Path:
+    """Write a tokenizer of `num_tokens` words `t0`, `t1`, …; the last word ends a turn."""
+    words = WordLevel({f"t{index}": index for index in range(num_tokens)}, unk_token="t0")
+    core = Tokenizer(words)
+    core.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, eos_token=f"t{num_tokens - 1}", **changes)
+    tokenizer.chat_template = template
+    tokenizer.save_pretrained(directory)
     return directory

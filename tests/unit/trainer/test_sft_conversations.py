@@ -8,7 +8,7 @@ import pytest
 
 from millrace.config.sections.sft import LossMaskConfig
 from millrace.errors import InvalidSpecError
-from millrace.trainer.model.pretrained import load_tokenizer
+from millrace.models.vocabulary import load_tokenizer
 from millrace.trainer.sft.conversation import BadRowError, ConversationEncoder
 from millrace.trainer.sft.encoder import RowEncoder
 from millrace.trainer.sft.rows import conversation_of

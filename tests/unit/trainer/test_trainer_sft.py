@@ -14,9 +14,9 @@ import torch
 
 from millrace.config.sections.sft import SFTConfig, SFTDataConfig
 from millrace.errors import InvalidSpecError, NotFoundError
+from millrace.models.vocabulary import load_tokenizer
 from millrace.policies.tensors import TensorBytes
 from millrace.trainer.gang.distributed import Gang
-from millrace.trainer.model.pretrained import load_tokenizer
 from millrace.trainer.sft.encoder import RowEncoder
 from millrace.trainer.sft.fine_tune import SFTStep, run_sft
 from millrace.trainer.sft.main import load_config

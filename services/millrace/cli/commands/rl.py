@@ -23,7 +23,7 @@ def rl(arguments: tuple[str, ...]) -> int:
     Starts the local stack for the run and tears it down afterwards; with --server or MILLRACE_SERVER it submits the
     run there and follows it (Ctrl-C detaches, and the run continues).
     """
-    from millrace.cli.session.dry_run import print_config
+    from millrace.cli.session.dry_run import look_at_models, print_config
     from millrace.cli.session.prepare import prepare
 
     prepared = prepare(arguments)
@@ -35,6 +35,7 @@ def rl(arguments: tuple[str, ...]) -> int:
 
         interrupts.run(lambda signals: check_environments(prepared, server=prepared.server))
     if prepared.is_dry_run:
+        look_at_models(prepared.config)
         print_config(prepared.config)
         return 0
     from millrace.cli import interrupts

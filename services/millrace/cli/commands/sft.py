@@ -32,7 +32,7 @@ def sft(arguments: tuple[str, ...]) -> int:
     """Fine-tune a model on prompts and completions, on this machine; Ctrl-C stops it."""
     from millrace.cli.session.bench import flags, is_bench, run_bench, trainer_bench
     from millrace.cli.session.config_file import explained, refuse_check, require_file_or_model
-    from millrace.cli.session.dry_run import look_at_data, print_config
+    from millrace.cli.session.dry_run import look_at_data, look_at_model, print_config
     from millrace.cli.session.model_path import check_models
     from millrace.cli.session.new_name import check_new_name
     from millrace.cli.session.notes import refuse_blocked, say_notes
@@ -51,7 +51,14 @@ def sft(arguments: tuple[str, ...]) -> int:
     say_notes(loaded.notes)
     benches = is_bench(loaded.flags)
     if loaded.flags.get("dry-run"):
-        look_at_data(config)
+        has_conversations = look_at_data(config)
+        look_at_model(
+            "model.name",
+            config.model.name,
+            tokenizer=None,
+            needs_template=has_conversations,
+            output_dir=config.output_dir,
+        )
         print_config(config)
         return 0
     refuse_blocked(loaded.notes)

@@ -3,7 +3,6 @@
 import logging
 import re
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
@@ -17,6 +16,7 @@ from millrace.models.errors import model_not_found
 from millrace.models.loading import empty_model, fill_model
 from millrace.models.saved import saved_config
 from millrace.models.small_files import DOWNLOADED, MODEL_FILES, TOKENIZER_FILES, small_files
+from millrace.models.vocabulary import load_tokenizer
 from millrace.policies.probe import Probe
 from millrace.policies.stops import turn_stops, with_stops
 from millrace.telemetry import progress
@@ -73,16 +73,6 @@ def load_model(directory: Path) -> nn.Module:
         model = empty_model(directory)
         fill_model(model, directory, device=torch.device("cpu"))
     return model
-
-
-def load_tokenizer(directory: Path) -> Any:
-    """The tokenizer in `directory`."""
-    from transformers import AutoTokenizer
-
-    try:
-        return AutoTokenizer.from_pretrained(directory, local_files_only=True)
-    except (OSError, ValueError, KeyError) as error:
-        raise model_not_found(str(directory), f"the tokenizer there does not load: {error}") from error
 
 
 def resolve_dtype(name: str, *, device: torch.device) -> torch.dtype:

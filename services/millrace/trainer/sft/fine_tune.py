@@ -24,6 +24,7 @@ from millrace.config.sections.loss import LossConfig
 from millrace.config.sections.sft import SFTConfig
 from millrace.decoding import decode_json
 from millrace.errors import CorruptObjectError, InvalidStateError
+from millrace.models.vocabulary import require_tokenizer
 from millrace.policies.stops import TurnStops, turn_stops
 from millrace.rollouts.types import TrainSample
 from millrace.trainer.gang.agreement import agreed
@@ -41,7 +42,6 @@ from millrace.trainer.model.compiled import take_failures
 from millrace.trainer.model.lora import set_learning
 from millrace.trainer.model.memory import defer_sharing
 from millrace.trainer.model.pretrained import (
-    load_tokenizer,
     policy_files,
     resolve_compute_dtype,
     resolve_model_directory,
@@ -103,7 +103,7 @@ def run_sft(config: SFTConfig, *, gang: Gang, on_step: Callable[[SFTStep], None]
     determinism = resolve_determinism("auto", is_compiled=config.model.compile is not None)
     set_determinism(determinism, seed=config.seed, device=gang.device)
     directory = resolve_model_directory(config.model.name)
-    tokenizer = load_tokenizer(directory)
+    tokenizer = require_tokenizer(directory, model=directory, needs_template=False)  # rows of text do without one
     data = _Data(config, tokenizer, stops=turn_stops(tokenizer, directory))
     built = build_model(
         config.model, directory, gang=gang, seed=config.seed, prefix="model", context_length=config.data.seq_len

@@ -67,6 +67,11 @@ def digest_rows(rows: Sequence[Row]) -> str:
     return digest.hexdigest()
 
 
+def is_conversation(row: Row) -> bool:
+    """Whether a row has messages rather than texts; what is neither is refused when it is encoded."""
+    return row.get("messages") is not None or any(isinstance(row.get(key), list) for key in ("prompt", "completion"))
+
+
 def conversation_of(row: Row) -> Conversation:
     """The conversation of a row, whose texts are a user's and an assistant's message.
 
