@@ -5,16 +5,16 @@ from pathlib import Path
 from millrace.models.errors import first_names
 from millrace.models.loading import check_weights
 from millrace.models.small_files import read_object
-from millrace.models.vocabulary import require_tokenizer
+from millrace.models.vocabulary import check_tokenizer
 from millrace.models.weight_files import WeightFiles
 
 
 def look_at(directory: Path, *, tokenizer: Path, needs_template: bool) -> list[str]:
-    """Raise what a run would end with, as `check_weights` and `require_tokenizer` do; what is worth a note.
+    """Raise what a run would end with, as `check_weights` and `check_tokenizer` do; what is worth a note.
 
     `tokenizer` is the directory that the tokenizer is in.
     """
     check_weights(directory)
-    require_tokenizer(tokenizer, model=directory, needs_template=needs_template)
+    check_tokenizer(tokenizer, model=directory, needs_template=needs_template)
     beside = WeightFiles.find(directory, read_object(directory / "config.json")).beside
     return [f"{first_names(beside)} beside the model's own weight files: not read"] if beside else []

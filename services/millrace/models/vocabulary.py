@@ -1,6 +1,7 @@
 """The tokenizer of a model against the model: every token that it can give has a row, and it is one at all."""
 
 import json
+import logging
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -9,10 +10,12 @@ from millrace.config.sections.rl import RLConfig
 from millrace.errors import InvalidStateError, NotFoundError
 from millrace.models.small_files import read_object
 
+logger = logging.getLogger(__name__)
+
 _CONFIGS = ("config.json", "generation_config.json")
 _IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 _GENERAL = frozenset({"bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token"})
-_CONFIG = "tokenizer_config.json"
+_CONFIG, _CODE = "tokenizer_config.json", "auto_map"
 _MOST_SHOWN = 3
 
 
@@ -32,6 +35,16 @@ def load_tokenizer(directory: Path) -> Any:
     if not tokenizer.get_vocab().keys() - tokenizer.get_added_vocab().keys():
         raise _missing(directory, "has no tokens but special ones: its files are not there")
     return tokenizer
+
+
+def check_tokenizer(directory: Path, *, model: Path, needs_template: bool) -> None:
+    """As `require_tokenizer`, for a tokenizer that engines load; one with code of its own is left to them."""
+    try:
+        require_tokenizer(directory, model=model, needs_template=needs_template)
+    except NotFoundError as error:
+        if not (directory / _CONFIG).is_file() or _CODE not in read_object(directory / _CONFIG):
+            raise
+        logger.warning("the tokenizer has code of its own and is not looked at", extra={"error": error.message})
 
 
 def require_tokenizer(directory: Path, *, model: Path, needs_template: bool) -> Any:

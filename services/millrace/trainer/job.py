@@ -10,7 +10,7 @@ from millrace.custom_code import CustomCode
 from millrace.decoding import MAX_JSON_BYTES
 from millrace.errors import CorruptObjectError, UnavailableError
 from millrace.models.adapter_files import ADAPTER_CONFIG
-from millrace.models.vocabulary import plays_conversations, require_tokenizer
+from millrace.models.vocabulary import check_tokenizer, plays_conversations
 from millrace.policies.adapter import base_model_name
 from millrace.policies.manifest import FileEntry
 from millrace.policies.publishing.publish import upload_files
@@ -138,7 +138,7 @@ def prepare(context: JobContext, names: Names, client: LogClient, record: bytes)
         if gang.is_leader:
             tokenizer = config.trainer.tokenizer.name
             source = directory if tokenizer is None else resolve_model_directory(tokenizer)
-            require_tokenizer(source, model=directory, needs_template=plays_conversations(config))
+            check_tokenizer(source, model=directory, needs_template=plays_conversations(config))
     learner = Learner.of_start_model(
         config, gang=gang, directory=directory, start_directory=directory, code=context.custom_code
     )

@@ -10,7 +10,7 @@ import pytest
 
 from millrace.config import RLConfig
 from millrace.errors import MillraceError
-from millrace.models.vocabulary import plays_conversations, require_tokenizer
+from millrace.models.vocabulary import check_tokenizer, plays_conversations, require_tokenizer
 from millrace_testing.model_files import write_tokenizer
 
 CONFIG = "tokenizer_config.json"
@@ -131,3 +131,12 @@ def test_no_file_of_the_tokenizer_is_taken_from_a_directory_of_that_name(copy: P
     write_tokenizer(copy, num_tokens=ROWS)
     shutil.copytree(copy, copy / "tokenizer_old")
     _require(copy)
+
+
+def test_a_tokenizer_whose_code_only_engines_run_is_left_to_them(copy: Path) -> None:
+    with pytest.raises(MillraceError, match="tokenizer"):
+        check_tokenizer(copy, model=copy, needs_template=True)
+    _edit(CONFIG, auto_map={"AutoTokenizer": ["code.Tokenizer", None]}, tokenizer_class="OwnTokenizer")(copy)
+    check_tokenizer(copy, model=copy, needs_template=True)
+    with pytest.raises(MillraceError, match="tokenizer"):
+        require_tokenizer(copy, model=copy, needs_template=True)
