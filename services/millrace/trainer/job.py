@@ -135,9 +135,10 @@ def prepare(context: JobContext, names: Names, client: LogClient, record: bytes)
     gang, config = context.gang, parse_config(record, uid=names.uid)
     with agreed(gang):  # one machine may lack it: rank 0 tells why, and nobody waits for the rank there
         directory = resolve_model_directory(config.trainer.model.name)
+    with agreed(gang):
         if gang.is_leader:
-            tokenizer = config.trainer.tokenizer.name
-            source = directory if tokenizer is None else resolve_model_directory(tokenizer)
+            name = config.trainer.tokenizer.name
+            source = directory if name is None else resolve_model_directory(name)
             check_tokenizer(source, model=directory, needs_template=plays_conversations(config))
     learner = Learner.of_start_model(
         config, gang=gang, directory=directory, start_directory=directory, code=context.custom_code
