@@ -32,7 +32,7 @@ def make_qwen3(directory: Path, *, is_tied: bool, seed: int = 0, shard: str | No
         max_position_embeddings=64,
     )
     model = Qwen3ForCausalLM(config)
-    model.save_pretrained(directory, **({} if shard is None else {"max_shard_size": shard}))
+    model.save_pretrained(directory, max_shard_size=shard or "50GB")
     return directory
 
 
