@@ -2,9 +2,11 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import huggingface_hub
 import pytest
+from transformers import Qwen3_5TextConfig, Qwen3Config
 
 from millrace.inference.vllm import model_config
 from millrace.inference.vllm.model_config import config_problem
@@ -35,3 +37,27 @@ def test_the_config_of_a_hub_id_is_that_which_vllm_downloaded(tmp_path: Path, mo
     (cache / "snapshots" / "def").mkdir()
     (cache / "snapshots" / "def" / "config.json").write_text(json.dumps({"hidden_size": 16, "dtype": "x"}))
     assert config_problem(policy, Path("team/model"), revision="v2", download_dir=str(tmp_path / "hub")) == ""
+
+
+@pytest.mark.parametrize("is_part", [False, True])
+def test_who_wrote_a_config_makes_no_difference(is_part: bool, tmp_path: Path) -> None:
+    """As older releases left out what is a default, and the text part of a model has a config of its own."""
+    sizes: dict[str, Any] = {"hidden_size": 16, "num_hidden_layers": 1, "vocab_size": 64}
+    policy, started = tmp_path / "policy", tmp_path / "started"
+    text = Qwen3_5TextConfig(**sizes, layer_types=["full_attention"])
+    config = text if is_part else Qwen3Config(**sizes)
+    config.architectures = [f"{type(config).__name__}ForCausalLM"]
+    config.save_pretrained(policy)
+    started.mkdir()
+    whole = {"model_type": "qwen3_5", "text_config": {**sizes, "model_type": "qwen3_5_text"}}
+    whole["text_config"]["layer_types"] = ["full_attention"]
+    said = whole if is_part else {**sizes, "model_type": "qwen3", "torch_dtype": "bfloat16"}
+    (started / "config.json").write_text(json.dumps(said))
+    assert config_problem(policy, started) == ""
+    (whole["text_config"] if is_part else said)["hidden_size"] = 32
+    (started / "config.json").write_text(json.dumps(said))
+    assert "differing: hidden_size" in config_problem(policy, started)
+    (whole["text_config"] if is_part else said)["hidden_size"] = 16
+    (whole["text_config"] if is_part else said)["quantization_config"] = {"quant_method": "fp8"}
+    (started / "config.json").write_text(json.dumps(said))
+    assert "differing: quantization_config" in config_problem(policy, started)

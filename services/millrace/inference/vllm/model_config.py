@@ -3,6 +3,7 @@
 import json
 import logging
 import re
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,8 @@ from millrace.policies.probe import Probe
 logger = logging.getLogger(__name__)
 
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
-_NOISE = ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache")
+_NOISE = ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache", "architectures")
+_QUANTIZATION = "quantization_config"
 
 
 def config_problem(
@@ -25,14 +27,23 @@ def config_problem(
     Also empty if vLLM's is not found: names and shapes of the tensors are compared in any case. `revision` and
     `download_dir` are those with which vLLM got a model of the Hub.
     """
-    held = _config(_config_file(held_dir, revision, download_dir))
+    held_path, wanted_path = _config_file(held_dir, revision, download_dir), wanted_dir / "config.json"
+    held = _config(held_path)
     if held is None:
         logger.warning(
             "the config.json of vLLM's model is not found: it is not compared", extra={"model": str(held_dir)}
         )
         return ""
-    wanted = _config(wanted_dir / "config.json") or {}
-    differing = sorted(key for key in wanted.keys() | held.keys() if wanted.get(key) != held.get(key))
+    wanted = _config(wanted_path) or {}
+    keys = wanted.keys() | held.keys()
+    meant, has = _understood(wanted_path), _understood(held_path)
+    if meant is not None and has is not None:
+        wanted, held = meant, has
+        if wanted["model_type"] != held["model_type"]:  # a policy may be the text part of what vLLM holds
+            held = next((part for part in _parts(held) if part["model_type"] == wanted["model_type"]), held)
+        # What one of both has alone is nothing that this transformers knows, but for the format of quantised weights.
+        keys = wanted.keys() & held.keys() | {_QUANTIZATION}
+    differing = sorted(key for key in keys if wanted.get(key) != held.get(key))
     if not differing:
         return ""
     return f"the policy's config.json is not that of vLLM's model (differing: {', '.join(differing[:8])})"
@@ -74,5 +85,28 @@ def _config(path: Path) -> dict[str, Any] | None:
     """What the file says, but for what does not matter; None if there is none."""
     if not path.is_file():
         return None
-    config: dict[str, Any] = json.loads(path.read_bytes())
-    return {key: value for key, value in config.items() if key not in _NOISE}
+    return _plain(json.loads(path.read_bytes()))
+
+
+def _understood(path: Path) -> dict[str, Any] | None:
+    """The same as transformers understands it, whoever wrote it, with every default; None if it does not."""
+    from transformers import AutoConfig
+
+    try:
+        return _plain(AutoConfig.from_pretrained(path.parent, local_files_only=True).to_dict())
+    except (OSError, ValueError, KeyError):
+        return None
+
+
+def _parts(config: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """The configs within a config."""
+    for value in config.values():
+        if isinstance(value, dict) and "model_type" in value:
+            yield value
+
+
+def _plain(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A config without what does not matter, at every level."""
+    return {
+        key: _plain(value) if isinstance(value, dict) else value for key, value in config.items() if key not in _NOISE
+    }

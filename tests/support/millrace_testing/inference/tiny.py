@@ -12,6 +12,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Config
 
 from millrace.inference.embedded import weights
+from millrace.models.saved import saved_tensors
 from millrace.policies.digest import digest_hex, policy_digest, tensor_digest
 from millrace.policies.staged import StagedPolicy
 from millrace.policies.tensors import TensorBytes
@@ -70,12 +71,15 @@ def tiny_model(seed: int, **changes: object) -> torch.nn.Module:
 
 
 def tensors_of(model: torch.nn.Module) -> dict[str, TensorBytes]:
-    """What a trainer publishes: each weight once, so a tied lm_head is absent."""
+    """What a trainer publishes: each weight once, so a tied lm_head is absent, under the names of the saved model."""
     seen: dict[int, str] = {}
+    state = model.state_dict()
+    own = {name: tensor for name, tensor in state.items() if seen.setdefault(tensor.data_ptr(), name) == name}
+    saved = saved_tensors(model, {name: tensor.shape for name, tensor in own.items()})
     return {
-        name: weights.as_tensor_bytes(tensor)
-        for name, tensor in model.state_dict().items()
-        if seen.setdefault(tensor.data_ptr(), name) == name
+        part.name: weights.as_tensor_bytes(tensor.reshape(-1)[part.start : part.end].reshape(part.shape))
+        for name, tensor in own.items()
+        for part in saved[name]
     }
 
 
