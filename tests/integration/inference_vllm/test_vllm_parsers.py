@@ -107,3 +107,26 @@ async def test_a_request_with_tools_is_served_and_its_thought_is_reasoning(clien
     [choice] = answer["choices"]
     assert choice["message"]["content"] is None and choice["message"]["reasoning"], "no thought ends within 8 tokens"
     assert len(choice["token_ids"]) == len(choice["logprobs"]["content"]) == 8
+
+
+async def test_a_special_token_as_stop_string_ends_the_reply_or_is_refused(client: Any) -> None:
+    """The text that vLLM looks for strings in leaves special tokens out, so that alone it would never end there."""
+    sampling = {"max_tokens": 200, "ignore_eos": True, "temperature": 2.0}
+    asked = {"model": "policy", "return_token_ids": True, **sampling}
+    chat: dict[str, Any] = {"messages": [{"role": "user", "content": "x"}]}
+    choice: dict[str, Any] = {}
+    for seed in range(40):
+        body = asked | chat | {"seed": seed, "stop": ["<|im_start|>", "zzz"]}
+        code, answer, _ = await client.post("/v1/chat/completions", body)
+        assert code == 200, answer
+        [choice] = answer["choices"]
+        if choice["finish_reason"] == "stop":
+            break
+    [special] = {choice["token_ids"][-1], choice["stop_reason"]}
+    assert choice["token_ids"].count(special) == 1
+    raw = {"model": "policy", "token_ids": [1, 2], "sampling_params": {**sampling, "seed": 1, "stop": ["<|im_start|>"]}}
+    code, answer, _ = await client.post("/inference/v1/generate", raw)
+    assert code == 200 and special not in answer["choices"][0]["token_ids"][:-1], answer
+    for route, prompt in (("completions", {"prompt": "x"}), ("chat/completions", chat)):
+        code, answer, _ = await client.post(f"/v1/{route}", asked | prompt | {"stop": "so <|im_start|>"})
+        assert code == 400 and "would never match" in answer["error"]["message"]

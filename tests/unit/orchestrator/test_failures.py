@@ -254,4 +254,5 @@ def test_an_environment_that_sets_what_nobody_computes_ends_the_run_at_once_and_
     counted.note(rollout(0, 0, type=OWN_SAMPLING, message=said))
     error = counted.error()
     assert error is not None and error.reason == "ENV_SAMPLING_REFUSED" and str(error).startswith(said)
+    assert not list(counted.report()) and not list(counted.report(is_final=True)), "the end of the run says it"
     assert made().error() is None

@@ -207,7 +207,7 @@ class Failures:
 
         `is_final`: also those of which the last report is out of date.
         """
-        if not self._has_failed:
+        if not self._has_failed or self._own_sampling:  # which the end of the run tells
             return
         failing = {group.env for group in self._recent() if group.num_failed}
         for count in self.environments():
