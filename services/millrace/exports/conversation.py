@@ -1,5 +1,6 @@
 """The conversation of a rollout, as far as the log keeps it."""
 
+import json
 from typing import TYPE_CHECKING, Any
 
 from millrace.decoding import decode_json
@@ -18,6 +19,21 @@ def messages_of(rollout: "Rollout") -> list[dict[str, Any]]:
     if isinstance(messages, list) and all(isinstance(message, dict) for message in messages):
         return messages
     return [{"role": "note", "content": "the conversation is not kept in a form that can be shown"}]
+
+
+def given_of(rollout: "Rollout") -> dict[str, Any]:
+    """Return what the task is scored with, by name, `answer` first; empty where nothing is kept that can be read."""
+    try:
+        given = decode_json(rollout.task_json or "{}", what="what a task is scored with", reason="TASK_CORRUPT")
+    except CorruptObjectError:
+        return {}
+    return given if isinstance(given, dict) else {}
+
+
+def answer_of(rollout: "Rollout") -> str:
+    """Return the task's answer as text; "" if there is none."""
+    answer = given_of(rollout).get("answer", "")
+    return answer if isinstance(answer, str) else json.dumps(answer, ensure_ascii=False)
 
 
 def content_of(message: dict[str, Any]) -> str:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from millrace.errors import CorruptObjectError, NotFoundError
-from millrace.exports.conversation import content_of, messages_of
+from millrace.exports.conversation import answer_of, content_of, messages_of
 from millrace.internal.v1 import batch_pb2
 from millrace.rollouts.batch_wire import MAX_HEADER_BYTES, decode_header, unpack_batch
 from millrace.rollouts.types import Rollout
@@ -75,6 +75,7 @@ class ExportedSample:
             "truncated": rollout.is_truncated,
             "seconds": rollout.seconds,
             "metrics": dict(rollout.metrics),
+            "answer": answer_of(rollout),
         }
 
 

@@ -22,8 +22,8 @@ from millrace.telemetry.redact import masked, secrets_of
 logger = logging.getLogger(__name__)
 
 _COLUMNS = (
-    "step", "prompt", "completion", "reward", "advantage", "version", "environment", "task_id", "ordinal", "member",
-    "status",
+    "step", "prompt", "completion", "answer", "reward", "advantage", "version", "environment", "task_id", "ordinal",
+    "member", "status",
 )  # fmt: skip
 _DISTRIBUTIONS = ("environment", "reward", "advantage", "tokens", "version")
 MAX_TABLE_ROWS = 256

@@ -19,6 +19,7 @@ Float32Array: TypeAlias = NDArray[np.float32]
 MAX_ERROR_MESSAGE_CHARS = 2000  # bound of `RolloutError.message`, stated in rollout.proto
 MAX_ERROR_FRAMES_CHARS = 1000  # bound of `RolloutError.frames`, stated in rollout.proto
 MAX_MESSAGES_JSON_BYTES = 64 * 1024  # bound of `Rollout.messages_json`, stated in rollout.proto
+MAX_TASK_JSON_BYTES = 8 * 1024  # bound of `Rollout.task_json`, stated in rollout.proto
 MAX_SAMPLING_JSON_CHARS = 64 << 10
 MAX_AGENT_CHARS = 256
 OWN_SAMPLING = "OwnSampling"
@@ -227,6 +228,8 @@ class Rollout:
     planned_step: int = 0
     eval_id: str = ""
     messages_json: str = ""
+    task_json: str = ""
+    """What the task is scored with, as a JSON object: its `answer` and small `info`."""
     truncation: Truncation = FULL
     sampling_json: str = ""
     """Every sampling parameter that the run asks for, and what the environment sent in place of them."""

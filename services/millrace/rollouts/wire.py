@@ -25,6 +25,7 @@ from millrace.rollouts.types import (
     MAX_ERROR_MESSAGE_CHARS,
     MAX_MESSAGES_JSON_BYTES,
     MAX_SAMPLING_JSON_CHARS,
+    MAX_TASK_JSON_BYTES,
     OwnSampling,
     PolicySpan,
     Purpose,
@@ -246,6 +247,8 @@ def _validate_fields(rollout: Rollout) -> None:
         raise _corrupt("sampling_json", len(rollout.sampling_json), f"has more than {MAX_SAMPLING_JSON_CHARS} chars")
     if len(rollout.messages_json.encode()) > MAX_MESSAGES_JSON_BYTES:
         raise _corrupt("messages_json", len(rollout.messages_json), f"is above {MAX_MESSAGES_JSON_BYTES} bytes")
+    if len(rollout.task_json.encode()) > MAX_TASK_JSON_BYTES:
+        raise _corrupt("task_json", len(rollout.task_json), f"is above {MAX_TASK_JSON_BYTES} bytes")
     _validate_traces(rollout)
 
 

@@ -61,7 +61,7 @@ async def test_reverse_text_plays_a_group_with_exact_tokens(server: Any) -> None
         assert rollout.status is RolloutStatus.OK and rollout.reward == 1.0 and rollout.num_turns == 1
         assert rollout.env_server == "env-server-test" and rollout.planned_step == 7 and rollout.group_size == 4
         [prompt, reply] = json.loads(rollout.messages_json)
-        assert reply["content"] == prompt["content"][::-1]
+        assert reply["content"] == prompt["content"][::-1] == json.loads(rollout.task_json)["answer"]
         [sample] = rollout.samples
         prompt_ids = server.encode_chat([prompt])
         completion_ids = [*reply["content"].encode(), 257]

@@ -1,5 +1,6 @@
 """v1 environments, and one test per row of the failure table; v0 with a renderer."""
 
+import json
 from typing import Any
 
 import pytest
@@ -58,6 +59,7 @@ async def test_v1_taskset_plays_with_exact_tokens_and_spans(server: Any, tokeniz
         assert sample.loss_mask.tolist() == [0] * start + [1] * len(completion_ids)
         assert sample.inference_logprobs[start:].tolist() == [-0.25] * len(completion_ids)
         prompt = tokenizer.decode(sample.token_ids[:start].tolist())
+        assert json.loads(rollout.task_json)["answer"][::-1] in prompt
         assert prompt.startswith("<|im_start|>user\n") and prompt.endswith("<|im_start|>assistant\n")
         assert sample.policy_spans == (
             PolicySpan(lineage=0, version=3, start=start, end=start + 1),

@@ -125,6 +125,7 @@ class RunWriter:
             "run_uid": self.names.uid, "purpose": Purpose.TRAIN, "ordinal": step, "member": member, "attempt": 0,
             "group_size": self.members, "env": self.env, "task_index": step, "task_id": f"id-{step}",
             "messages_json": json.dumps(messages), "num_turns": 1, "env_server": "env-server-1",
+            "task_json": '{"answer": "the answer"}',
             "seconds": self.model_seconds + self.env_seconds, "model_seconds": self.model_seconds,
             "entry_id": f"{round(finished * 1000)}-{member}", "stop_condition": "done",
         }  # fmt: skip

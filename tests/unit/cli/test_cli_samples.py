@@ -34,6 +34,7 @@ def rollout(ordinal: int, member: int, reward: float, reply: str, **changes: Any
         "status": RolloutStatus.OK,
         "reward": reward,
         "messages_json": json.dumps(messages),
+        "task_json": json.dumps({"answer": f"answer {ordinal}"}),
         "metrics": {"share": reward},
     }
     return Rollout(**{**fields, **changes})
@@ -159,6 +160,7 @@ def test_samples_are_chosen(
 def test_a_record_has_what_a_program_wants(run_directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (record,) = records(capsys, "--status", "env_error")
     assert record["error"] == {"type": "KeyError", "message": "'x'", "frames": "letters.py:9 f"}
+    assert record["given"] == {"answer": f"answer {record['task']}"}
     assert (record["id"], record["step"]) == ("1-0", 1) and record["messages"][0] == {
         "role": "user",
         "content": "task 1",

@@ -64,6 +64,7 @@ def test_samples_have_what_was_asked_answered_and_learned(stored_run, lost: bool
     assert [each.advantage for each in samples] == ([None, None] if lost else [-0.5, 0.5])
     columns = samples[1].to_json()
     assert (columns["prompt"], columns["environment"], columns["version_min"]) == ("user: task 1", "letters", 1)
+    assert columns["answer"] == "task 1, reversed"
     assert columns["completion"].startswith("<b>1</b>") and columns["reward"] == 1.0
     assert len(list(read_samples(stored_run.store, NAMES))) == 6
 

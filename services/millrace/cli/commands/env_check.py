@@ -128,6 +128,7 @@ def _describe_rollout(rollout: "Rollout") -> dict[str, Any]:
         "task": rollout.task_index,
         "task_id": rollout.task_id,
         "status": rollout.status.value,
+        "given": json.loads(rollout.task_json or "{}"),
         "messages": json.loads(rollout.messages_json or "[]"),
         "reward": rollout.reward,
         "metrics": dict(rollout.metrics),

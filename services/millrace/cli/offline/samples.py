@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from millrace.exports.conversation import content_of, messages_of
+from millrace.exports.conversation import content_of, given_of, messages_of
 
 if TYPE_CHECKING:
     from millrace.rollouts.types import Rollout
@@ -53,6 +53,7 @@ class SampleRecord:
             "sampled_tokens": rollout.num_loss_tokens,
             "versions": [rollout.min_version, rollout.max_version],
             "seconds": rollout.seconds,
+            "given": given_of(rollout),
             "messages": messages_of(rollout),
         }
 

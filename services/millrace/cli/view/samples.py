@@ -3,12 +3,13 @@
 What a model wrote may hold anything: control characters are shown as signs, so no sample can steer a terminal.
 """
 
+import json
 from collections.abc import Iterator, Sequence
 
 from millrace.cli.offline.samples import SampleRecord
 from millrace.cli.view.paint import Paint
 from millrace.cli.view.text import printable, table
-from millrace.exports.conversation import content_of, messages_of
+from millrace.exports.conversation import content_of, given_of, messages_of
 
 PLAIN = Paint()
 _MAX_CELL = 60
@@ -54,6 +55,8 @@ def sample_lines(found: SampleRecord) -> Iterator[str]:
     if rollout.error is not None:
         yield printable(f"   {rollout.error.type}: {rollout.error.message}")
         yield from (printable(f"   {line}") for line in rollout.error.frames.splitlines())
+    for name, value in given_of(rollout).items():
+        yield printable(f"   {name}: {value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)}")
     for message in messages_of(rollout):
         yield f"{printable(str(message.get('role', '?')))}:"
         yield from (f"  {line}" for line in printable(content_of(message)).split("\n"))

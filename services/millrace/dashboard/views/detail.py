@@ -13,7 +13,7 @@ from millrace.dashboard.views.facts import RunFacts
 from millrace.dashboard.views.trainer_logprobs import Asked, TrainerLogprobs, not_trained
 from millrace.dashboard.views.vocabulary import Vocabulary, of_secrets
 from millrace.errors import CorruptObjectError, MillraceError, NotFoundError
-from millrace.exports.conversation import messages_of
+from millrace.exports.conversation import given_of, messages_of
 from millrace.internal.v1 import batch_pb2
 from millrace.rollouts.batch_wire import MAX_HEADER_BYTES, chunks_for, decode_header, unpack_batch
 from millrace.rollouts.types import Rollout, Sample, TrainSample
@@ -276,6 +276,7 @@ def _facts(rollout: Rollout) -> dict[str, Any]:
         "planned_step": rollout.planned_step,
         "eval_id": rollout.eval_id,
         "sampling": rollout.sampling_json,
+        "given": given_of(rollout),
     }
 
 

@@ -59,7 +59,7 @@ def frames_of(error: BaseException | str) -> str:
 
 
 def own_frame(frame: FrameType) -> str:
-    """`module.py:12 in reward` if a frame is of the environment's own code; else ""."""
+    """`path:12 in reward` if a frame is of the environment's own code; else ""."""
     file = frame.f_code.co_filename
     return f"{_shown_path(file)}:{frame.f_lineno} in {frame.f_code.co_name}" if _is_own(file) else ""
 

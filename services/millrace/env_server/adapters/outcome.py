@@ -13,6 +13,7 @@ from millrace.rollouts.types import (
     MAX_ERROR_MESSAGE_CHARS,
     MAX_MESSAGES_JSON_BYTES,
     MAX_SAMPLING_JSON_CHARS,
+    MAX_TASK_JSON_BYTES,
     Rollout,
     RolloutError,
     RolloutStatus,
@@ -40,6 +41,8 @@ class Outcome:
     num_turns: int = 0
     model_s: float = 0.0
     messages: Sequence[Mapping[str, Any]] = ()
+    task: Mapping[str, Any] = field(default_factory=dict)
+    """What the task's author gave to score it with."""
     traces: Sequence[Trace] = ()
     """What each of several trained agents did; empty where one agent did everything."""
     sent_instead: Sequence[Mapping[str, Any]] = ()
@@ -144,6 +147,22 @@ def bounded_json(messages: Sequence[Mapping[str, Any]], *, limit_bytes: int = MA
     return _storable(text)
 
 
+def bounded_object(given: Mapping[str, Any], *, limit_bytes: int = MAX_TASK_JSON_BYTES) -> str:
+    """A mapping as a JSON object of at most `limit_bytes`, `answer` first; "" for an empty one.
+
+    Values whose JSON is long are cut, and kept as text; what does not fit then is left out.
+    """
+    kept: dict[str, Any] = {}
+    text = ""
+    for name in sorted(given, key=lambda each: (each != "answer", str(each))):
+        value = json.dumps(given[name], ensure_ascii=False, default=str)
+        item = _cut(value, limit_bytes // 8) if len(value) > limit_bytes // 8 else json.loads(value)
+        longer = json.dumps({**kept, str(name)[:200]: item}, ensure_ascii=False)
+        if len(longer.encode("utf-8", "replace")) <= limit_bytes:
+            kept[str(name)[:200]], text = item, longer
+    return _storable(text)
+
+
 def _storable(text: str) -> str:
     """The text without lone surrogates (a model's broken text), which cannot be stored as UTF-8."""
     return text.encode("utf-8", "replace").decode("utf-8")
@@ -215,6 +234,7 @@ def make_rollout(
         planned_step=request.planned_step,
         eval_id=request.eval_id,
         messages_json=bounded_json(outcome.messages),
+        task_json=bounded_object(outcome.task),
         dispatched_after=request.dispatched_after,
         traces=tuple(outcome.traces) if is_ok else (),
     )

@@ -302,6 +302,7 @@ def _judged(output: Mapping[str, Any], of_play: Scored) -> Outcome:
         num_turns=len(steps),
         model_s=_model_seconds(output.get("timing") or {}),
         messages=[*_messages(output.get("prompt")), *_messages(output.get("completion"))],
+        task=_given(output),
     )
     if error := output.get("error"):
         return _error_outcome(error, played)
@@ -319,6 +320,13 @@ def _judged(output: Mapping[str, Any], of_play: Scored) -> Outcome:
     except NotANumberError as error:
         message = f"the rollout's reward is {error}; let the environment's rubric set `state['reward']`"
         return failed(RolloutStatus.ENV_ERROR, "RewardError", message, of=played)
+
+
+def _given(output: Mapping[str, Any]) -> dict[str, Any]:
+    """The task's answer, and the fields of its info."""
+    answer, info = output.get("answer"), output.get("info")
+    found = dict(info) if isinstance(info, Mapping) else {}
+    return found if answer in (None, "") else {**found, "answer": answer}
 
 
 def _error_outcome(error: BaseException, played: Outcome) -> Outcome:

@@ -299,7 +299,17 @@ def _played(trace: Any) -> Outcome:
         num_turns=int(trace.num_turns),
         model_s=float(sum(call.time.duration for call in trace.calls)),
         messages=[message.model_dump(mode="json", exclude_none=True) for message in shown],
+        task=_given(trace.task.data),
     )
+
+
+def _given(data: Any) -> dict[str, Any]:
+    """What a task's data has beyond what every task's has: its answer, and what else its class adds."""
+    return {
+        name: value
+        for name, value in data.model_dump(mode="json").items()
+        if name not in vf.TaskData.model_fields and value is not None
+    }
 
 
 def _failure(episode: Any, trace: Any, played: Outcome) -> Outcome | None:

@@ -14,7 +14,7 @@ MOST = 0.9
 """Share of rollouts from which nearly all of them are meant."""
 
 
-class Share:
+class RecentShare:
     """How many rollouts of the last batches have something in common, and in how many batches nearly all had."""
 
     def __init__(self) -> None:
@@ -51,7 +51,7 @@ class BatchWarnings:
     def __init__(self, settings: OrchestratorConfig, events: RunEvents) -> None:
         self._settings, self._events = settings, events
         self._by_turn = {env.name for env in settings.env if (env.algo or settings.algo).credit == "turn"}
-        self._truncated, self._without_turns, self._num_rewritten = Share(), dict[str, Share](), 0
+        self._truncated, self._without_turns, self._num_rewritten = RecentShare(), dict[str, RecentShare](), 0
         self._num_cut = 0
 
     async def look(self, groups: Sequence[Play], *, step: int) -> None:
@@ -106,7 +106,7 @@ class BatchWarnings:
         """Where credit is by turn, warn of an environment none of whose turns has a reward."""
         for env in sorted({rollout.env for rollout in rollouts} & self._by_turn):
             mine = [rollout for rollout in rollouts if rollout.env == env]
-            share = self._without_turns.setdefault(env, Share())
+            share = self._without_turns.setdefault(env, RecentShare())
             if not share.note(sum(not rollout.has_turn_rewards for rollout in mine), len(mine)):
                 continue
             await self._events.warning(

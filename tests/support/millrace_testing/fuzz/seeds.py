@@ -87,6 +87,7 @@ def rollout(*, is_ok: bool = True, ordinal: int = 0) -> Rollout:
         env_server="env-server-1",
         planned_step=2,
         messages_json='[{"role":"user","content":"x"}]',
+        task_json='{"answer":"y"}',
         traces=(Trace(agent="white", reward=0.5, num_samples=1, num_turns=2),) if is_ok else (),
     )
 
