@@ -58,6 +58,7 @@ ROUTED: dict[str, Any] = {
     "topk_group": 1,
     "n_shared_experts": 1,
 }
+ROUTED |= {"topk_method": "noaux_tc"}  # by which vLLM knows that the router has a bias
 ROUTED |= {"moe_intermediate_size": 64}
 FAMILIES: dict[str, tuple[PreTrainedConfig, tuple[str, ...]]] = {
     "tied": (Qwen3Config(**SIZES, **TWO_KV_HEADS, tie_word_embeddings=True), ()),

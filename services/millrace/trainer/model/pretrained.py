@@ -1,5 +1,6 @@
 """Loading a Hugging Face model for training, and its tensors and files in the form that policies are published in."""
 
+import json
 import logging
 import re
 from pathlib import Path
@@ -16,7 +17,7 @@ from millrace.models.adapter_files import require_no_adapter
 from millrace.models.errors import model_not_found
 from millrace.models.loading import empty_model, fill_model
 from millrace.models.saved import saved_config
-from millrace.models.small_files import DOWNLOADED, MODEL_FILES, TOKENIZER_FILES, small_files
+from millrace.models.small_files import DOWNLOADED, MODEL_FILES, TOKENIZER_FILES, read_object, small_files
 from millrace.models.vocabulary import load_tokenizer
 from millrace.policies.probe import Probe
 from millrace.policies.stops import turn_stops, with_stops
@@ -29,6 +30,7 @@ logger = logging.getLogger(__name__)
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 _PROBE_TOKENS = 16
+_TOKENIZER_CONFIG = "tokenizer_config.json"
 
 
 def load_code() -> None:
@@ -95,9 +97,16 @@ def resolve_publish_dtype(model: TrainerModelConfig | SFTModelConfig, *, device:
     return resolve_dtype(model.publish_dtype, device=device)
 
 
-def policy_files(model: nn.Module, directory: Path, *, dtype: torch.dtype) -> dict[str, bytes]:
+def policy_files(model: Any, directory: Path, *, dtype: torch.dtype) -> dict[str, bytes]:
     """The small files of a loaded model by name: its config, weights in `dtype`, and those of its directory."""
-    return small_files(directory, (*MODEL_FILES, *TOKENIZER_FILES)) | {"config.json": saved_config(model, dtype=dtype)}
+    files = small_files(directory, (*MODEL_FILES, *TOKENIZER_FILES)) | {"config.json": saved_config(model, dtype=dtype)}
+    source = read_object(directory / "config.json").get("model_type")
+    if source == model.config.model_type or _TOKENIZER_CONFIG not in files:
+        return files
+    # Of a text part. The whole model's type may ask for a class of tokenizers that the part's type does not.
+    said = read_object(directory / _TOKENIZER_CONFIG)
+    said["tokenizer_class"] = type(load_tokenizer(directory)).__name__
+    return files | {_TOKENIZER_CONFIG: json.dumps(said, indent=2, ensure_ascii=False).encode() + b"\n"}
 
 
 def vocabulary_of(model: Any) -> int:
