@@ -151,6 +151,10 @@ WARNINGS: Texts = {
         '`credit` is `"turn"`, but no turn of an environment has a reward of its own',
         'let the environment reward its steps (`state.add_step_reward`), or set `orchestrator.algo.credit = "rollout"`',
     ),
+    "TURN_REWARDS_UNEQUAL": (
+        '`credit` is `"turn"`, and the rewards of the turns of some rollouts do not add up to the rollout\'s reward',
+        "let the rubric sum the steps (`state.total_step_reward()`), with a weight of 1 and nothing beside it",
+    ),
     "HISTORY_REWRITTEN": (
         "`trajectory_strategy` is `interleaved`, but a chat template that rewrites earlier turns split rollouts",
         'use a template that keeps earlier turns as they were, or `orchestrator.trajectory_strategy = "branching"`',
@@ -374,6 +378,10 @@ FAILURES: Texts = {
         "leave it out of the environment; temperature, `top_p`, `top_k` and `min_p` it may set, and "
         "`orchestrator.sampling.allow_biased_sampling` admits penalties and `min_tokens`",
     ),
+    "REWARD_OUT_OF_RANGE": (
+        "a reward is outside of `reward_range` of its environment, which `online_difficulty_filtering` and max_rl need",
+        "set `reward_range` of the `[[orchestrator.env]]` to the lowest and the highest reward there is",
+    ),
     "ROLLOUTS_FAILED": (
         "more than `orchestrator.max_failed_share` of the rollouts of the last `failure_window` groups failed",
         "mend the first error, which the message has, then submit again or `millrace run resume RUN`",
@@ -421,8 +429,8 @@ FAILURES: Texts = {
 
 DROPPED: Texts = {
     "zero_advantage": ("all rewards of the group are equal", "see ZERO_ADVANTAGE if they are most"),
-    "easy": ("the mean reward of the group is exactly 1 (`orchestrator.buffer.online_difficulty_filtering`)", NOTHING),
-    "hard": ("the mean reward of the group is exactly 0 (`orchestrator.buffer.online_difficulty_filtering`)", NOTHING),
+    "easy": ("all rewards of the group are the highest (`orchestrator.buffer.online_difficulty_filtering`)", NOTHING),
+    "hard": ("all rewards of the group are the lowest (`orchestrator.buffer.online_difficulty_filtering`)", NOTHING),
     "stale": ("older than `orchestrator.max_off_policy_steps` versions", "see GROUPS_STALE"),
     "surplus": ("more groups were whole than the batch takes (`oversampling_factor`)", NOTHING),
     "error": ("its rollouts failed in two attempts", "see `rollouts_failed`"),

@@ -12,6 +12,7 @@ from millrace.algorithms.max_rl import MaxRl
 from millrace.algorithms.opd import Opd
 from millrace.algorithms.opo import Opo
 from millrace.algorithms.rae import Baselines, Rae
+from millrace.algorithms.ranges import RewardRanges
 from millrace.algorithms.reinforce_pp import ReinforcePlusPlus
 from millrace.algorithms.rloo import Rloo
 from millrace.config.sections.algo import AdvantageConfig
@@ -38,9 +39,15 @@ def make_algorithms(settings: OrchestratorConfig, code: CustomCode) -> dict[str,
     Loads the user's functions: InvalidSpecError says what is wrong with one. It may take as long as their imports do.
     """
 
+    ranges = RewardRanges.of(settings.env)
+
     def made(config: AdvantageConfig, classes: Mapping[str, Any]) -> Algorithm:
-        is_custom = config.type == "custom"
-        algorithm = Custom.load(config, code) if is_custom else classes[config.type].from_config(config)
+        if config.type == "custom":
+            algorithm: Algorithm = Custom.load(config, code)
+        elif config.type == "max_rl":
+            algorithm = MaxRl(ranges=ranges)
+        else:
+            algorithm = classes[config.type].from_config(config)
         return Filtered(algorithm, settings.filters) if settings.filters else algorithm
 
     shared = made(settings.algo, ALGORITHMS)
@@ -65,6 +72,7 @@ __all__ = [
     "Opo",
     "Rae",
     "ReinforcePlusPlus",
+    "RewardRanges",
     "Rloo",
     "ScalarAdvantage",
     "count_found",

@@ -8,13 +8,17 @@ trainer, a replay and a fork never compute them again.
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol, Self
+from typing import Protocol, Self, TypeAlias
 
 import numpy as np
 
 from millrace.algorithms.overlong import OverlongPenalty
 from millrace.config.sections.algo import AdvantageConfig
-from millrace.rollouts.types import Rollout, Sample, Trace
+from millrace.rollouts.rewards import are_equal
+from millrace.rollouts.types import Rollout, Sample, Trace, TurnReward
+
+_Turns: TypeAlias = tuple[tuple[TurnReward, ...], ...]
+"""Of each sample of a rollout its turns."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,44 +107,45 @@ class ScalarAdvantage(ABC):
     compares = True
     """Whether rewards are compared with each other, so that equal ones give advantage 0."""
     is_shift_invariant = True
-    """Whether only differences of rewards count: they are then computed against the first, so equal ones give exactly 0
-    (the mean of equal values may round to another value)."""
+    """Whether only differences of rewards count: they are then computed against the first."""
 
     def credit(self, group: Sequence[Rollout]) -> list[list[Credit]]:
         """Return one `Credit` per sample; where rewards are compared, one alone or equal ones get advantage 0."""
         rewards = self.shaped_rewards(group)
         lengths = np.asarray([rollout.num_loss_tokens for rollout in group], dtype=np.int64)
-        if self._by_turn and any(rollout.has_turn_rewards for rollout in group):
-            return self._credit_turns(group, rewards, lengths)
+        if self._by_turn and (turns := _turns_of(group)) is not None:
+            return self._credit_turns(group, turns, rewards, lengths)
         return [
             [Credit(advantages=broadcast(float(advantage), sample)) for sample in rollout.samples]
             for rollout, advantage in zip(group, self._compared(rewards, lengths), strict=True)
         ]
 
     def _compared(self, rewards: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-        if not len(rewards) or (self.compares and not (rewards != rewards[0]).any()):
-            return np.zeros(len(rewards))
+        if are_equal(rewards):
+            if self.compares or not len(rewards):
+                return np.zeros(len(rewards))
+            rewards = np.full(len(rewards), rewards[0])
         return self.advantages(rewards - rewards[0] if self.is_shift_invariant else rewards, lengths)
 
-    def _credit_turns(self, group: Sequence[Rollout], rewards: np.ndarray, lengths: np.ndarray) -> list[list[Credit]]:
-        """Give every turn the advantage of the reward to go: the rollout's, less what earlier turns have earned.
+    def _credit_turns(
+        self, group: Sequence[Rollout], turns: Sequence[_Turns], rewards: np.ndarray, lengths: np.ndarray
+    ) -> list[list[Credit]]:
+        """Give every turn the advantage of the reward to go: what it and later turns earn.
 
         What was earned before a turn cannot be its doing (the policy gradient theorem, Sutton et al. 1999). It is
         compared with that of the rollouts of the group which came to the same turn: a baseline of the time step
         (Greensmith et al. 2004). One alone there gets 0.
         """
-        turns = [[turn for sample in rollout.samples for turn in sample.turns] for rollout in group]
         to_go = [
-            total - np.concatenate([[0.0], np.cumsum([turn.reward for turn in own])])
-            for total, own in zip(rewards, turns, strict=True)
+            _to_go(own) + (reward - rollout.reward) for rollout, own, reward in zip(group, turns, rewards, strict=True)
         ]
-        advantages = [np.zeros(max(1, len(own))) for own in turns]
+        advantages = [np.zeros(len(own)) for own in to_go]
         for number in range(max(len(each) for each in advantages)):
             there = [at for at, each in enumerate(advantages) if number < len(each)]
             compared = self._compared(np.asarray([to_go[at][number] for at in there]), lengths[there])
             for at, advantage in zip(there, compared, strict=True):
                 advantages[at][number] = advantage
-        return [_by_turn(rollout, each) for rollout, each in zip(group, advantages, strict=True)]
+        return [_by_turn(*each) for each in zip(group, turns, advantages, strict=True)]
 
     def shaped_rewards(self, rollouts: Sequence[Rollout]) -> np.ndarray:
         """Return the rewards that are compared, float64 [N]: with the punishment of long responses if there is one."""
@@ -154,16 +159,28 @@ class ScalarAdvantage(ABC):
         return [item.credit for item in batch]
 
 
-def _by_turn(rollout: Rollout, advantages: np.ndarray) -> list[Credit]:
-    """Spread one scalar per turn, float64 [turns], over the sampled tokens of each; without turns there is one."""
+def _turns_of(group: Sequence[Rollout]) -> list[_Turns] | None:
+    """The turns of each rollout; None if nobody gave turns a reward, or they do not add up to a rollout's.
+
+    What a group is credited by is the same for all of it: rewards to go are compared with each other only.
+    """
+    turns = [own for rollout in group if (own := rollout.earned_turns) is not None]
+    return turns if len(turns) == len(group) and any(rollout.has_turn_rewards for rollout in group) else None
+
+
+def _to_go(turns: _Turns) -> np.ndarray:
+    """Of each turn the sum of what it and those behind it earned, float64 [turns]: 0 where nothing is left."""
+    earned = [turn.reward for own in turns for turn in own]
+    return np.cumsum(np.asarray(earned[::-1], dtype=np.float64))[::-1]
+
+
+def _by_turn(rollout: Rollout, turns: _Turns, advantages: np.ndarray) -> list[Credit]:
+    """Spread one scalar per turn, float64 [turns], over the sampled tokens of each."""
     credits, at = [], 0
-    for sample in rollout.samples:
-        if not sample.turns:
-            credits.append(Credit(advantages=broadcast(float(advantages[0]), sample)))
-            continue
-        sizes = np.diff([turn.end for turn in sample.turns], prepend=0)
+    for sample, own in zip(rollout.samples, turns, strict=True):
+        sizes = np.diff([turn.end for turn in own], prepend=0)
         spread = np.zeros(sample.num_tokens)
-        spread[: sample.turns[-1].end] = np.repeat(advantages[at : at + len(sizes)], sizes)
+        spread[: own[-1].end if own else 0] = np.repeat(advantages[at : at + len(sizes)], sizes)
         credits.append(Credit(advantages=np.where(sample.loss_mask == 1, spread, 0.0).astype(np.float32)))
         at += len(sizes)
     return credits

@@ -9,6 +9,7 @@ from millrace.algorithms.base import ScalarAdvantage
 from millrace.algorithms.overlong import OverlongPenalty
 from millrace.config.sections.algo import AdvantageConfig
 from millrace.custom_code import CustomCode, bad_code
+from millrace.rollouts.rewards import MAX_REWARD
 
 FIELD = "orchestrator.algo.import_path"
 
@@ -58,9 +59,9 @@ class Custom(ScalarAdvantage):
         if result.shape != rewards.shape:
             problem = f"it returned the shape {result.shape}, not one advantage for each of {len(rewards)} rollouts"
             raise bad_code(FIELD, self._import_path, problem)
-        if not np.isfinite(result).all():
+        if not (np.abs(result) <= MAX_REWARD).all():
+            kind = f"beyond ±{MAX_REWARD:g}" if np.isfinite(result).all() else "that is not finite"
             rewards_text = ", ".join(f"{reward:g}" for reward in rewards[:8])
-            raise bad_code(
-                FIELD, self._import_path, f"it returned an advantage that is not finite, of rewards {rewards_text}"
-            )
+            problem = f"it returned an advantage {kind}, of rewards {rewards_text}"
+            raise bad_code(FIELD, self._import_path, problem)
         return result

@@ -8,6 +8,7 @@ import numpy as np
 
 from millrace.algorithms.base import Credit, Credited, broadcast
 from millrace.config.sections.algo import AdvantageConfig
+from millrace.rollouts.rewards import are_equal
 from millrace.rollouts.types import Rollout
 
 
@@ -37,7 +38,7 @@ class HierarchicalGrpo:
         advantages: dict[tuple[int, int], float] = {}
         for traces in peers.values():
             rewards = np.asarray([reward for _, _, reward in traces], dtype=np.float64)
-            differences = rewards - rewards[0]  # so equal ones give exactly 0
+            differences = np.zeros(len(rewards)) if are_equal(rewards) else rewards - rewards[0]
             for (at, place, _), advantage in zip(traces, differences - differences.mean(), strict=True):
                 advantages[at, place] = float(advantage)
         return [

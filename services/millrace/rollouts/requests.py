@@ -48,7 +48,7 @@ class EnvSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
-    """How to sample; fields as in env_service.proto."""
+    """How to sample; fields as in env_service.proto, where a `top_p` or `repetition_penalty` of 0 says nothing."""
 
     temperature: float = 0.0
     max_tokens: int = 0
@@ -65,7 +65,7 @@ class Sampling:
     @property
     def truncation(self) -> Truncation:
         """Which tokens may be sampled."""
-        return Truncation(top_p=self.top_p or 1.0, top_k=self.top_k, min_p=self.min_p)
+        return Truncation(top_p=_or_neutral(self.top_p), top_k=self.top_k, min_p=self.min_p)
 
     def parameters(self, *, is_external: bool) -> dict[str, Any]:
         """All parameters of a request to an engine.
@@ -75,16 +75,20 @@ class Sampling:
         """
         neutral = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
         asked = {
-            "top_p": self.top_p or 1.0,
+            "top_p": _or_neutral(self.top_p),
             "top_k": self.top_k,
             "min_p": self.min_p,
-            "repetition_penalty": self.repetition_penalty or 1.0,
+            "repetition_penalty": _or_neutral(self.repetition_penalty),
         }
         if is_external:
             asked = {name: value for name, value in asked.items() if value != neutral[name]}
         own = {"temperature": self.temperature} | ({"max_tokens": self.max_tokens} if self.max_tokens else {}) | asked
         penalties = {} if is_external else {"presence_penalty": 0.0, "frequency_penalty": 0.0}
         return penalties | json.loads(self.extra_body_json or "{}") | own
+
+
+def _or_neutral(value: float) -> float:
+    return 1.0 if value == 0 else value
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

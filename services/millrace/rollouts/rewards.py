@@ -26,3 +26,9 @@ def are_equal(rewards: Sequence[float] | np.ndarray) -> bool:
 def reaches(reward: float, threshold: float) -> bool:
     """Return whether a reward is a threshold or more, but for rounding."""
     return reward >= threshold - _TOLERANCE * max(1.0, abs(threshold))
+
+
+def add_up(parts: Sequence[float], total: float) -> bool:
+    """Whether parts are those of a whole but for rounding, that of float32 too, relative to the largest of them all."""
+    scale = max([abs(total), *(abs(part) for part in parts)])
+    return abs(sum(parts) - total) <= _TOLERANCE * scale

@@ -12,6 +12,8 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from millrace.rollouts.rewards import add_up
+
 Int32Array: TypeAlias = NDArray[np.int32]
 Uint8Array: TypeAlias = NDArray[np.uint8]
 Float32Array: TypeAlias = NDArray[np.float32]
@@ -166,6 +168,12 @@ class Sample(_TokenColumns):
     """float32 [T] of the teacher of a distillation, 0 where the mask is 0; kept beside the log (`scores.py`)."""
 
     @property
+    def unrewarded_turns(self) -> tuple[TurnReward, ...]:
+        """Its runs of sampled tokens, each as a turn that earned nothing."""
+        ends = np.flatnonzero(np.diff(self.loss_mask.astype(np.int8), append=0) == -1) + 1
+        return tuple(TurnReward(end=int(end), reward=0.0) for end in ends)
+
+    @property
     def min_version(self) -> int | None:
         """Oldest policy version among the sampled tokens; None when no span is known."""
         return min((span.version for span in self.policy_spans), default=None)
@@ -248,9 +256,15 @@ class Rollout:
         return self.traces or (Trace(agent="", reward=self.reward, num_samples=len(self.samples)),)
 
     def penalised(self, penalty: float) -> "Rollout":
-        """The rollout with a lower reward of every trace."""
+        """The rollout with a lower reward of every trace; of turns with rewards the last one bears it."""
         traces = tuple(replace(trace, reward=trace.reward - penalty) for trace in self.traces)
-        return replace(self, reward=self.reward - penalty, traces=traces)
+        samples = list(self.samples)
+        at = max((index for index, sample in enumerate(samples) if sample.turns), default=None)
+        if at is not None:
+            last = samples[at].turns[-1]
+            lower = replace(last, reward=last.reward - penalty)
+            samples[at] = replace(samples[at], turns=(*samples[at].turns[:-1], lower))
+        return replace(self, reward=self.reward - penalty, traces=traces, samples=tuple(samples))
 
     @property
     def trace_of_sample(self) -> list[int]:
@@ -261,6 +275,15 @@ class Rollout:
     def has_turn_rewards(self) -> bool:
         """Whether the environment gave any of its turns a reward of its own."""
         return any(sample.turns for sample in self.samples)
+
+    @property
+    def earned_turns(self) -> tuple[tuple[TurnReward, ...], ...] | None:
+        """Of each sample its turns with what they earned; None if that is not the rollout's reward.
+
+        A turn that nobody gave a reward has earned 0.
+        """
+        turns = tuple(sample.turns or sample.unrewarded_turns for sample in self.samples)
+        return turns if add_up([turn.reward for own in turns for turn in own], self.reward) else None
 
     @property
     def rewritten_turn(self) -> int | None:

@@ -135,11 +135,12 @@ class FakeEngine:
                 choice |= {"token_ids": [IM_END], "message": {"role": "assistant", "content": ""}}
                 choice["logprobs"] = {"content": [_logprob(IM_END, -0.1)]}
                 choice["policy_spans"] = _spans(1)
-            case "tools" if body["messages"][-1]["role"] != "tool":
+            case "tools" | "objects" if body["messages"][-1]["role"] != "tool":
                 # It asks the only tool, about the last word that was said.
                 [tool] = body["tools"]
                 name = str(body["messages"][-1]["content"]).split()[-1]
-                function = {"name": tool["function"]["name"], "arguments": json.dumps({"name": name})}
+                arguments = {"name": name} if mode == "objects" else json.dumps({"name": name})
+                function = {"name": tool["function"]["name"], "arguments": arguments}
                 call = {"id": "call_0", "type": "function", "function": function}
                 choice["message"] = {"role": "assistant", "content": "", "tool_calls": [call]}
                 choice["finish_reason"] = "tool_calls"
@@ -185,7 +186,7 @@ class FakeEngine:
     @staticmethod
     def _reply(mode: str, messages: list[dict[str, Any]]) -> str:
         content = str(messages[-1].get("content") or "")
-        if mode == "tools":
+        if mode in ("tools", "objects"):
             return content
         if mode == "lookup":
             return content[-1] if len(messages) == 1 else content

@@ -27,6 +27,10 @@ MODES = [
     "reward_nan",
     "reward_inf",
     "metric_nan",
+    "image",
+    "parts",
+    "reward_text",
+    "reward_none",
 ]
 
 
@@ -119,6 +123,8 @@ async def test_ok_is_ok(server: Any) -> None:
         ("setup_raises", "TaskError", "plain bug in setup"),
         ("stop_raises", "TaskError", "bug in stop"),
         ("reward_raises", "TaskError", "reward bug"),
+        ("reward_text", "TaskError", "reward 'one' is '0.5', which is no number"),
+        ("reward_none", "TaskError", "reward 'one' is None, which is no number"),
     ],
 )
 async def test_task_code_that_raises(server: Any, mode: str, error_type: str, text: str) -> None:
@@ -266,3 +272,13 @@ async def test_v0_with_a_renderer_has_exact_turns(server: Any) -> None:
     [sample] = rollout.samples
     assert int(sample.loss_mask.sum()) == 2 * len(server.engine.generated_ids)
     assert [span.version for span in sample.policy_spans] == [3, 4, 3, 4]
+
+
+async def test_a_taskset_with_a_harness_of_its_own_is_trained_with_it(server: Any) -> None:
+    answer = await server.open("harnessed-v1", {})
+    assert answer.state == env_service_pb2.ENV_STATE_READY, answer
+    rollout = await server.play_one("harnessed-v1", 1)
+    assert rollout.status is RolloutStatus.OK, rollout.error
+    assert "task, please" in rollout.messages_json
+    [sample] = rollout.samples
+    assert sample.token_ids[-sample.num_loss_tokens :].tolist() == server.engine.generated_ids

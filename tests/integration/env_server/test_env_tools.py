@@ -29,11 +29,12 @@ def roles(rollout: Any) -> list[str]:
 async def test_a_server_over_pipes_answers_the_policy(server: Any) -> None:
     opened = await server.open("tooled-v0")
     assert opened.state == env_service_pb2.ENV_STATE_READY, opened.error_message
-    rollout = await server.play_one("tooled-v0", 2, mode="tools")
-    assert rollout.status is RolloutStatus.OK and rollout.reward == 1.0, rollout.error
-    assert roles(rollout) == TURNS and rollout.num_turns == 2
-    assert json.loads(rollout.messages_json)[2]["content"] == "code-2"
-    assert sum(int(sample.loss_mask.sum()) for sample in rollout.samples) > 0
+    for mode in ("tools", "objects"):  # the arguments as a text of JSON, and as the object itself
+        rollout = await server.play_one("tooled-v0", 2, mode=mode)
+        assert rollout.status is RolloutStatus.OK and rollout.reward == 1.0, rollout.error
+        assert roles(rollout) == TURNS and rollout.num_turns == 2
+        assert json.loads(rollout.messages_json)[2]["content"] == "code-2"
+        assert sum(int(sample.loss_mask.sum()) for sample in rollout.samples) > 0
 
 
 async def test_a_server_that_cannot_be_started_is_said_at_load(server: Any) -> None:
@@ -47,9 +48,10 @@ async def test_a_v1_tool_server_answers_the_policy(server: Any) -> None:
     opened = await server.open("tooled-v1")
     assert opened.state == env_service_pb2.ENV_STATE_READY, opened.error_message
     changes = {"purpose": rollout_pb2.PURPOSE_EVAL, "eval_id": "tools", "is_external": True, "use_train_tasks": True}
-    rollout = await server.play_one("tooled-v1", 2, mode="tools", **changes)
-    assert rollout.status is RolloutStatus.OK and rollout.reward == 1.0, rollout.error
-    assert roles(rollout) == TURNS and rollout.num_turns == 2
+    for mode in ("tools", "objects"):
+        rollout = await server.play_one("tooled-v1", 2, mode=mode, **changes)
+        assert rollout.status is RolloutStatus.OK and rollout.reward == 1.0, rollout.error
+        assert roles(rollout) == TURNS and rollout.num_turns == 2
     assert server.engine.requests[-1]["tools"][0]["function"]["name"] == "code_of"
 
 

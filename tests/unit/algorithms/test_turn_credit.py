@@ -1,12 +1,14 @@
 """Credit by turn: the reward to go, compared with the rollouts of the task that came to the same turn."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from millrace.algorithms import Grpo, ReinforcePlusPlus, Rloo, ScalarAdvantage
 from millrace.algorithms.base import Credited
+from millrace.algorithms.overlong import OverlongPenalty
 from millrace.rollouts.types import PolicySpan, Purpose, Rollout, RolloutStatus, Sample, TurnReward
 
 
@@ -56,16 +58,53 @@ def of_turns(algorithm: ScalarAdvantage, *group: Rollout) -> list[list[float]]:
 
 def test_a_turn_gets_what_was_earned_from_it_on_against_those_who_came_so_far() -> None:
     # Rewards to go: (3, 2, 1), (1, 1), (2, 0). Means: 2, 1, and nobody else came to the third turn.
-    group = [rollout(3.0, [1.0, 1.0, 0.5]), rollout(1.0, [0.0, 1.0]), rollout(2.0, [2.0, 0.0])]
+    group = [rollout(3.0, [1.0, 1.0, 1.0]), rollout(1.0, [0.0, 1.0]), rollout(2.0, [2.0, 0.0])]
     expected = [[1.0, 1.0, 0.0], [-1.0, 0.0], [0.0, -1.0]]
     assert of_turns(Grpo(by_turn=True), *group) == [pytest.approx(each) for each in expected]
 
 
 def test_leave_one_out_compares_with_the_others_at_the_turn() -> None:
-    group = [rollout(3.0, [1.0, 1.0, 0.5]), rollout(1.0, [0.0, 1.0]), rollout(2.0, [2.0, 0.0])]
+    group = [rollout(3.0, [1.0, 1.0, 1.0]), rollout(1.0, [0.0, 1.0]), rollout(2.0, [2.0, 0.0])]
     expected = [[1.5, 1.5, 0.0], [-1.5, 0.0], [0.0, -1.5]]
     assert of_turns(Rloo(by_turn=True), *group) == [pytest.approx(each) for each in expected]
     assert of_turns(Grpo(leave_one_out=True, by_turn=True), *group) == [pytest.approx(each) for each in expected]
+
+
+def silent(num_turns: int, total: float = 0.0) -> Rollout:
+    """A rollout none of whose turns was given a reward."""
+    played = rollout(total, [1.0] * num_turns)
+    return replace(played, samples=(replace(played.samples[0], turns=()),))
+
+
+def test_a_rollout_whose_turns_earned_nothing_is_compared_at_every_turn() -> None:
+    group = [rollout(2.0, [2.0, 0.0]), rollout(1.0, [0.0, 1.0]), rollout(0.0, [0.0, 0.0])]
+    expected = [[1.0, -1 / 3], [0.0, 2 / 3], [-1.0, -1 / 3]]
+    assert of_turns(Grpo(by_turn=True), *group) == [pytest.approx(each) for each in expected]
+    assert of_turns(Grpo(by_turn=True), *group[:2], silent(2)) == [pytest.approx(each) for each in expected]
+
+
+@pytest.mark.parametrize("last", [rollout(3.0, [1.0, 1.0, 0.5]), rollout(1.5, [1.5, 1.5]), silent(2, total=1.0)])
+def test_turns_that_do_not_add_up_leave_the_credit_to_the_rollout(last: Rollout) -> None:
+    """What `verifiers` writes into the turns of a group is a multiple of the reward."""
+    group = [rollout(1.0, [0.0, 1.0]), rollout(2.0, [2.0, 0.0]), last]
+    assert last.earned_turns is None
+    assert of_turns(Rloo(by_turn=True), *group) == of_turns(Rloo(), *group)
+
+
+@pytest.mark.parametrize(
+    "rewards", [[0.1, 0.2, 0.3], [0.1 + 0.2, -0.3], [1e9, 1e-9], list(np.asarray([0.1, 0.7], np.float32).astype(float))]
+)
+def test_rounding_does_not_keep_turns_from_adding_up(rewards: list[float]) -> None:
+    total = float(np.float32(sum(rewards[::-1])))
+    assert rollout(total, rewards).earned_turns is not None
+
+
+def test_what_is_taken_off_a_reward_is_taken_off_its_last_turn() -> None:
+    group = [rollout(2.0, [2.0, 0.0]), rollout(1.0, [0.0, 1.0]).penalised(0.5)]
+    assert [turn.reward for turn in group[1].samples[0].turns] == [0.0, 0.5] and group[1].reward == 0.5
+    assert of_turns(Grpo(by_turn=True), *group) == [[0.75, -0.25], [-0.75, 0.25]]
+    overlong = Grpo(by_turn=True, overlong=OverlongPenalty(max_tokens=4, buffer_tokens=2))
+    assert of_turns(overlong, rollout(2.0, [2.0, 0.0]), rollout(1.0, [1.0])) == [[0.0, 0.0], [0.0]]
 
 
 def test_turns_are_counted_over_all_samples_of_a_rollout() -> None:

@@ -53,8 +53,9 @@ class AdvantageConfig(ConfigSection):
         "grpo",
         "With r a reward and m the mean reward of the rollouts of the same task: grpo: r - m. rloo: r minus the mean "
         "of the others. opo: r minus the mean weighted by length. reinforce_pp: r - m, whitened over the tokens of the "
-        "batch. max_rl: (r - m) / m. custom: what `import_path` returns. rae: r minus a moving average of the agent's "
-        "rewards. hierarchical_grpo: r minus the mean over the traces of the same agent.",
+        "batch. max_rl: (r - m) / m, of rewards as shares of `reward_range`. custom: what `import_path` returns. "
+        "rae: r minus a moving average of the agent's rewards. hierarchical_grpo: r minus the mean over the traces of "
+        "the same agent.",
     )
     std_norm: Literal["none", "group", "batch"] = option(
         "none", "grpo only: divide by the deviation of the rewards of the group, or of the batch.", facts=_GRPO_ONLY
@@ -136,7 +137,8 @@ class AlgoConfig(AdvantageConfig):
         "grpo",
         "With r a reward and m the mean reward of the rollouts of the same task: grpo: r - m. rloo: r minus the mean "
         "of the others. opo: r minus the mean weighted by length. reinforce_pp: r - m, whitened over the tokens of the "
-        "batch. max_rl: (r - m) / m. custom: what `import_path` returns. opd: on-policy distillation, per token the "
+        "batch. max_rl: (r - m) / m, of rewards as shares of `reward_range`. custom: what `import_path` returns. "
+        "opd: on-policy distillation, per token the "
         "teacher's log-probability minus the policy's; rewards only show. rae: r minus a moving average of the rewards "
         "of the same agent (role) in the same environment, for self-play. hierarchical_grpo: r minus the mean over the "
         "traces of the same agent. Only these two take environments with several trained agents. The others are not "

@@ -49,8 +49,8 @@ class BufferConfig(ConfigSection):
     )
     online_difficulty_filtering: bool = option(
         False,
-        "Replace a group whose mean reward is exactly 0 or 1 by another task's before the batch is cut, so that "
-        "batches stay full.",
+        "Replace a group whose rewards are all the lowest, or all the highest, of the environment's `reward_range` by "
+        "another task's before the batch is cut, so that batches stay full.",
     )
     schedule: list[RatioConfig] = table(
         list,

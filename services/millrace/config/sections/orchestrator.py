@@ -94,6 +94,13 @@ class EnvConfig(NamedEnv):
         "How the rewards of this environment become advantages; nothing of `orchestrator.algo` counts then.",
         facts=Facts(default_text="as in `orchestrator.algo`"),
     )
+    reward_range: list[float] = option(
+        [0.0, 1.0],
+        "Lowest and highest reward of a rollout. `buffer.online_difficulty_filtering` and max_rl need it, and end the "
+        "run with the first reward outside of it; nothing else does.",
+        min_length=2,
+        max_length=2,
+    )
 
 
 class EvalEnvConfig(NamedEnv):
@@ -318,6 +325,9 @@ class OrchestratorConfig(ConfigSection):
                 message = "lowers rewards that are compared, and rae compares none; use mask or drop"
                 yield BrokenRule(paths=(path, ("orchestrator", "algo", "type")), message=message)
         for index, env in enumerate(self.env):
+            if not env.reward_range[0] < env.reward_range[1]:
+                paths: tuple[Path, ...] = (("orchestrator", "env", index, "reward_range"),)
+                yield BrokenRule(paths=paths, message="must be the lowest reward, and a higher one")
             if env.algo is None:
                 continue
             yield from env.algo.broken_rules(f"orchestrator.env[{index}].algo")

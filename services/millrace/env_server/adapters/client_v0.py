@@ -32,6 +32,7 @@ from millrace.env_server.engine_loss import (
     external_pause_s,
     retry_pause_s,
 )
+from millrace.env_server.library.tool_calls import arguments_text
 from millrace.env_server.library.v0 import (
     ClientConfig,
     OpenAIChatCompletionsClient,
@@ -250,7 +251,7 @@ class LeanClient(OpenAIChatCompletionsClient):
         finish_reason = choice.get("finish_reason")
         return Response(
             id=str(response.get("id") or ""),
-            created=int(response.get("created") or 0),
+            created=0 if (created := response.get("created")) is None else int(created),
             model=str(response.get("model") or ""),
             usage=_usage(response.get("usage"), tokens),
             message=ResponseMessage(
@@ -385,7 +386,7 @@ def _tool_calls(raw: Any) -> list[ToolCall] | None:
             ToolCall(
                 id=str(item.get("id") or f"call_{index}"),
                 name=str(function.get("name") or ""),
-                arguments=str(function.get("arguments") or "{}"),
+                arguments=arguments_text(function.get("arguments")),
             )
         )
     return calls or None

@@ -1,5 +1,6 @@
 """The arguments of an environment, and those among them that are the env-server's own."""
 
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from millrace.decoding import decode_object
@@ -14,6 +15,7 @@ V1_EVAL_ARGS = "eval_args"  # v1: taskset args of the held-out set, merged over 
 MAX_ARGS_BYTES = 1 << 20
 """Largest JSON document in a request."""
 V1_NUM_TASKS = "num_tasks"  # v1: how many tasks of an endless taskset
+OURS = "millrace"  # a table of the same keys, for environments that have an option of such a name themselves
 
 
 def parse_args(env: EnvSpec) -> dict[str, Any]:
@@ -25,3 +27,31 @@ def parse_args(env: EnvSpec) -> dict[str, Any]:
         message = f"the args of environment {env.id!r} must be a JSON object ({error})"
         wrong = Violation(field="env.args_json", value=env.args_json[:200], message=message, source="request")
         raise InvalidSpecError([wrong]) from error
+
+
+def split_args(
+    args: Mapping[str, Any], *, keys: Collection[str], options: Collection[str]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What the environment is given, and which of `keys` are the env-server's own.
+
+    A key that is among the environment's `options` is the environment's; ours stands in the table `millrace` then, as
+    it always may. Raises InvalidSpecError.
+    """
+    own = dict(args)
+    ours = table_of(own.pop(OURS, None), where=f"args.{OURS}") if OURS not in options else {}
+    if unknown := sorted(ours.keys() - set(keys)):
+        message = f"has no key {unknown[0]!r}; it has {', '.join(keys)}"
+        raise InvalidSpecError([Violation(field=f"args.{OURS}", value=unknown[0], message=message)])
+    for key in keys:
+        if key not in options and key in own:
+            ours.setdefault(key, own.pop(key))
+    return own, ours
+
+
+def table_of(value: Any, *, where: str) -> dict[str, Any]:
+    """A table among the arguments; an empty one if there is none. Raises InvalidSpecError."""
+    if value is None:
+        return {}
+    if not isinstance(value, Mapping):
+        raise InvalidSpecError([Violation(field=where, value=f"{value!r:.100}", message="must be a table")])
+    return dict(value)

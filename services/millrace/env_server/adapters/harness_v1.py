@@ -23,6 +23,7 @@ from millrace.decoding import decode_object
 from millrace.env_server import standing
 from millrace.env_server.adapters.text_only import other_part, with_plain_text
 from millrace.env_server.library import interception
+from millrace.env_server.library.tool_calls import arguments_text
 from millrace.env_server.library.v1 import mcp_field
 from millrace.errors import CorruptObjectError
 
@@ -60,7 +61,7 @@ class Tools:
         return {
             "role": "tool",
             "tool_call_id": call["id"],
-            "content": await self._result(str(function.get("name")), function.get("arguments") or "{}"),
+            "content": await self._result(str(function.get("name")), arguments_text(function.get("arguments"))),
         }
 
     async def _result(self, name: str, arguments: str) -> str | list[dict[str, Any]]:

@@ -1,36 +1,129 @@
-"""Where the roles and tool servers of a v1 environment run: on this machine, or in containers of its engine.
+"""Who plays the roles of a v1 environment, and where they and its tool servers run: on this machine, or in containers.
 
-The library would find out in the first rollout, and so would every other one; here it is said at load.
+The library's own defaults are a shell that runs in a remote sandbox. Ours are a chat loop in this process, on this
+machine. They stand only where neither the environment nor the user has said anything, and where they fit what is
+loaded; what does not fit is said at load, where the library would find out in every rollout.
 """
 
+import dis
+import inspect
 import shutil
 import socket
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+import verifiers.v1 as vf
 from verifiers.v1.configs.agent import AgentConfig
+from verifiers.v1.utils.loaders import default_harness_id
 
-from millrace.env_server.adapters.env_args import V1_ENV
+from millrace.env_server.adapters.env_args import table_of
 from millrace.errors import InvalidSpecError, Violation
 
 LOCAL, CONTAINERS = "subprocess", "docker"
 ENGINE_SOCKET = "/var/run/docker.sock"
 _TOOLS = "args (the runtime of tool server {!r})"
 _ANSWER_S = 5.0
+_NO_HARNESS = "bash"  # what the library takes for a taskset that brings none
+_CHAT_LOOP = "null"  # the library's chat loop, which is a program; ours does the same in this process
+_NOT_PLAYED = ("validate",)
+"""Of the hooks of a task with a runtime, those that no rollout calls."""
 
 
-def check_runtimes(env: Any) -> None:
+def with_roles(base: Mapping[str, Any], *, harness: str, where: str) -> dict[str, Any]:
+    """An environment's config (as data) with our harness and runtime in every role that nobody has said one of."""
+    config = dict(base)
+    taskset_id = str(config["taskset"]["id"])
+    named = {key: config[key] for key in ("id", "taskset") if key in config}
+    for name, author in _roles(vf.resolve_env_config(named)):
+        said = table_of(config.get(name), where=f"{where}.{name}")
+        pinned = None if author.harness is None else author.harness.id
+        own = default_harness_id(taskset_id) if pinned is None else pinned
+        chosen = {"id": harness if own in (_NO_HARNESS, _CHAT_LOOP) and pinned != _NO_HARNESS else own}
+        role: dict[str, Any] = dict(said)
+        if chosen["id"] != pinned or "harness" in said:
+            role["harness"] = {**chosen, **table_of(said.get("harness"), where=f"{where}.{name}.harness")}
+        if not _says_runtime(said, author):
+            role["runtime"] = {"type": LOCAL}
+        config[name] = role
+    return config
+
+
+def _roles(config: Any) -> Iterator[tuple[str, AgentConfig]]:
+    """Every role, as the environment's author has declared it."""
+    for name, field in type(config).model_fields.items():
+        if isinstance(field.default, AgentConfig):
+            yield name, field.default
+
+
+def _says_runtime(said: Mapping[str, Any], author: AgentConfig) -> bool:
+    return said.get("runtime") is not None or "runtime" in author.model_fields_set
+
+
+def check_runtimes(env: Any, *, where: str) -> None:
     """Refuse an environment whose roles or tool servers cannot run here. Raises InvalidSpecError."""
     task_class = env.taskset.task_type()
-    roles = [(f"args.{V1_ENV}.{name}.runtime.type", role) for name, role in env.config if isinstance(role, AgentConfig)]
-    kinds = [(key, str(role.runtime.type)) for key, role in roles]
+    roles = [(name, role) for name, role in env.config if isinstance(role, AgentConfig)]
+    kinds = [(f"{where}.{name}.runtime.type", str(role.runtime.type)) for name, role in roles]
     started = [tools for tools in tool_servers(env) if not tools.config.url]  # the others are there already
     asked = [*kinds, *((_TOOLS.format(tools.server_name), str(tools.config.runtime.type)) for tools in started)]
     wrong = [Violation(field=key, value=kind, message=why) for key, kind in asked if (why := problem_of(kind))]
     if not wrong and getattr(task_class, "NEEDS_CONTAINER", False):
         message = f"must be {CONTAINERS!r}: tasks of {task_class.__name__} need a container"
         wrong = [Violation(field=key, value=kind, message=message) for key, kind in kinds if kind == LOCAL]
-    if wrong:
+    if wrong := wrong or [*_unfit_harnesses(env, dict(roles), where=where)]:
         raise InvalidSpecError(wrong)
+
+
+def _unfit_harnesses(env: Any, roles: Mapping[str, AgentConfig], *, where: str) -> Iterator[Violation]:
+    for name, config in env.config.agent_harnesses().items():
+        harness, kind = vf.load_harness(config), str(roles[name].runtime.type)
+        if harness.NEEDS_CONTAINER and kind == LOCAL:
+            message = f"must be {CONTAINERS!r}: the harness {config.id!r} needs a container"
+            yield Violation(field=f"{where}.{name}.runtime.type", value=kind, message=message)
+        if not harness.SUPPORTS_MCP and tool_servers(env):
+            message = "must be a harness that takes tool servers, which the taskset has; leave it out for ours"
+            yield Violation(field=f"{where}.{name}.harness.id", value=str(config.id), message=message)
+
+
+def check_default_runtime(env: Any, task: Any, said: Mapping[str, Any], *, where: str) -> None:
+    """Refuse a task that works on the machine of its rollouts where nobody has said which that is.
+
+    By default it is this one, which its rollouts share: paths that are fixed would be those of all of them. Raises
+    InvalidSpecError.
+    """
+    hook = _hook_on_machine(task)
+    roles = [name for name, author in _roles(env.config) if not _says_runtime(dict(said.get(name) or {}), author)]
+    if not hook or not roles:
+        return
+    message = (
+        f"must be said: `{hook}` of {type(task).__name__} works on the machine of its rollout; {CONTAINERS!r} gives "
+        f"each rollout one of its own, and {LOCAL!r} is this machine, where rollouts at the same time share every path "
+        "that is not relative"
+    )
+    wrong = [Violation(field=f"{where}.{name}.runtime.type", value="", message=message) for name in roles]
+    raise InvalidSpecError(wrong)
+
+
+def _hook_on_machine(task: Any) -> str:
+    """Name of a function of the task that makes something of its runtime; "" if there is none."""
+    kind = type(task)
+    own = (getattr(kind, name) for name in dir(kind) if getattr(kind, name) is not getattr(vf.Task, name, None))
+    plugged = (hook for attr in ("stop", "metric", "reward") for hook in task.hooks(attr))
+    for function in (*own, *plugged):
+        if callable(function) and _uses_runtime(function):
+            return str(function.__name__)
+    return ""
+
+
+def _uses_runtime(function: Callable[..., Any]) -> bool:
+    """Whether a function has a parameter `runtime` and reads it: the library's own signatures have one, too."""
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    if code is None or function.__name__ in _NOT_PLAYED:
+        return False
+    if "runtime" not in code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]:
+        return False
+    read = (each.argval for each in dis.get_instructions(code) if each.opname.startswith("LOAD"))
+    return any("runtime" in (names if isinstance(names, tuple) else (names,)) for names in read)
 
 
 def tool_servers(env: Any) -> list[Any]:

@@ -13,7 +13,6 @@ from typing import Any
 
 from verifiers.v1.configs.agent import AgentConfig
 
-from millrace.env_server.adapters.env_args import V1_ENV
 from millrace.errors import InvalidSpecError, Violation
 
 _SETUP_S = 10.0
@@ -47,25 +46,25 @@ class _Roles:
         return len(self._roles)
 
 
-def check_trainable(env: Any, *, takes_several: bool) -> bool:
+def check_trainable(env: Any, *, takes_several: bool, where: str) -> bool:
     """Refuse an environment whose config already says that an episode has too many trainable traces, or none.
 
     Returns whether it has several. What only its code decides is found out by the rollouts. Must run outside of an
-    event loop. Raises InvalidSpecError.
+    event loop. `where` says where the config stands in the args. Raises InvalidSpecError.
     """
-    attempts = list(_several_attempts(env.config))
+    attempts = list(_several_attempts(env.config, where=where))
     configs = {name: value for name, value in env.config if isinstance(value, AgentConfig)}
     trained = _trained_roles(env, configs)
     is_wrong = trained is not None and (not trained or (len(trained) > 1 and not takes_several))
     wrong = [] if takes_several else attempts
     if is_wrong:
-        wrong = [*wrong, _not_one_role(env, trained or [])]
+        wrong = [*wrong, _not_one_role(env, trained or [], where=where)]
     if wrong:
         raise InvalidSpecError(wrong)
     return bool(attempts) or len(trained or ()) > 1
 
 
-def _several_attempts(config: Any) -> Iterator[Violation]:
+def _several_attempts(config: Any, *, where: str) -> Iterator[Violation]:
     keys = ["attempts", *(["n"] if any(base.__name__ == _BEST_OF_N for base in type(config).__mro__) else [])]
     for key in keys:
         count = getattr(config, key, 1)
@@ -75,10 +74,10 @@ def _several_attempts(config: Any) -> Iterator[Violation]:
                 "attempts at a task that are compared with each other use `orchestrator.rollouts_per_example`, or "
                 f"{SEVERAL_TRACES}"
             )
-            yield Violation(field=f"args.{V1_ENV}.{key}", value=str(count), message=message)
+            yield Violation(field=f"{where}.{key}", value=str(count), message=message)
 
 
-def _not_one_role(env: Any, trained: Sequence[str]) -> Violation:
+def _not_one_role(env: Any, trained: Sequence[str], *, where: str) -> Violation:
     names = ", ".join(trained) or "none"
     kind = type(env).__name__
     if trained:
@@ -86,7 +85,7 @@ def _not_one_role(env: Any, trained: Sequence[str]) -> Violation:
     else:
         remedy = f"let `{kind}.setup` leave a role trainable"
     message = f"{kind} trains {len(trained)} of its roles ({names}), and {ONE_TRACE}; {remedy}"
-    return Violation(field=f"args.{V1_ENV}", message=message)
+    return Violation(field=where, message=message)
 
 
 def _trained_roles(env: Any, configs: Mapping[str, AgentConfig]) -> list[str] | None:

@@ -17,6 +17,7 @@ Endpoints that are not ours are asked to chat, whatever the environment says: ma
 
 import asyncio
 import functools
+import inspect
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -29,7 +30,7 @@ import verifiers as vf
 from pydantic import BaseModel
 
 from millrace.env_server.adapters.client_v0 import LeanClient, LeanCompletionsClient
-from millrace.env_server.adapters.env_args import NO_RENDERER, RENDERER
+from millrace.env_server.adapters.env_args import NO_RENDERER, RENDERER, split_args
 from millrace.env_server.adapters.env_groups_v0 import completes_text, member_of, members_of, of_every_child
 from millrace.env_server.adapters.failures import frames_of, is_engine_fault
 from millrace.env_server.adapters.outcome import NotANumberError, Outcome, checked, failed, failed_like, number_of
@@ -86,8 +87,9 @@ class V0Adapter:
     def load(cls, spec: EnvSpec, module: ModuleType, args: Mapping[str, Any]) -> Self:
         """Call the module's `load_environment` with the args that are not ours. Its exceptions pass through."""
         judges.JudgeGate(max_concurrent=spec.judge_max_concurrent, timeout_s=spec.judge_timeout_s).install()
-        own = dict(args)
-        renderer = str(own.pop(RENDERER, "") or "")
+        options = inspect.signature(module.load_environment).parameters
+        own, ours = split_args(args, keys=(RENDERER,), options=options)
+        renderer = str(ours.get(RENDERER) or "")
         if renderer not in ("", NO_RENDERER) and not HAS_RENDERERS:
             raise _no_renderers(renderer)
         # Called directly rather than through vf.load_environment, which hides the exception's class.

@@ -1,8 +1,8 @@
 """Adapter of `verifiers` v1 environments: packages that export a Taskset.
 
-Runs every role in this process (`harness_v1`) on the local machine, with the train client, which tokenizes with the
-policy's own tokenizer and asks the engine for exact tokens. Args of the environment go to its taskset, except
-`renderer`, `env`, `eval_args` and `num_tasks` (see `adapter`).
+Runs a role that has no harness of its own in this process (`harness_v1`), with the train client, which tokenizes with
+the policy's own tokenizer and asks the engine for exact tokens. Args of the environment go to its taskset, except
+`renderer`, `env`, `eval_args` and `num_tasks` where the taskset has no such option (see `env_args`).
 """
 
 import contextlib
@@ -17,13 +17,21 @@ from typing import Any, Self
 
 import verifiers.v1 as vf
 from verifiers.v1.clients.train import TrainClient
-from verifiers.v1.configs.agent import AgentConfig
+from verifiers.v1.utils.loaders import taskset_config_type
 
 from millrace.env_server import standing
 from millrace.env_server.adapters import harness_v1
-from millrace.env_server.adapters.env_args import RENDERER, V1_ENV, V1_EVAL_ARGS, V1_NUM_TASKS
+from millrace.env_server.adapters.env_args import (
+    OURS,
+    RENDERER,
+    V1_ENV,
+    V1_EVAL_ARGS,
+    V1_NUM_TASKS,
+    split_args,
+    table_of,
+)
 from millrace.env_server.adapters.failures import frames_of, our_spelling, trace_text
-from millrace.env_server.adapters.outcome import Outcome, checked, failed, failed_like
+from millrace.env_server.adapters.outcome import NotANumberError, Outcome, checked, failed, failed_like, number_of
 from millrace.env_server.adapters.renderer import (
     DEFAULT,
     MISSING_TOKENS_MARK,
@@ -32,7 +40,7 @@ from millrace.env_server.adapters.renderer import (
     install_span_capture,
     renderer_config,
 )
-from millrace.env_server.adapters.runtimes_v1 import check_runtimes, tool_servers
+from millrace.env_server.adapters.runtimes_v1 import check_default_runtime, check_runtimes, tool_servers, with_roles
 from millrace.env_server.adapters.samples import MissingTokensError
 from millrace.env_server.adapters.samples_v1 import branch_samples
 from millrace.env_server.adapters.scoring import judges
@@ -51,6 +59,7 @@ from millrace.rollouts.requests import EnvSpec, LoadedEnv, PlayRequest
 from millrace.rollouts.types import RolloutStatus, Trace
 
 _API_KEY_VARIABLE = "MILLRACE_ENGINE_API_KEY"
+_OUR_ARGS = (RENDERER, V1_ENV, V1_EVAL_ARGS, V1_NUM_TASKS)
 # Of an endless taskset; a run needs a number.
 _DEFAULT_NUM_TASKS = 10_000
 # Rollouts that share one tokenizer copy of about 80 MB; more than a worker plays at once.
@@ -92,19 +101,23 @@ class V1Adapter:
         takes_several = spec.takes_several_traces
         judges.JudgeGate(max_concurrent=spec.judge_max_concurrent, timeout_s=spec.judge_timeout_s).install()
         _mark_scoring()
-        own = dict(args)
-        renderer = str(own.pop(RENDERER, "") or "")
-        extra = dict(own.pop(V1_ENV, None) or {})
-        eval_args = own.pop(V1_EVAL_ARGS, None)
-        num_tasks = int(own.pop(V1_NUM_TASKS, _DEFAULT_NUM_TASKS))
-        env = vf.load_environment(_config(spec.id, own, extra))
-        check_runtimes(env)
-        has_several = check_trainable(env, takes_several=takes_several)
+        options = taskset_config_type(spec.id).model_fields
+        own, ours = split_args(args, keys=_OUR_ARGS, options=options)
+        where = f"args.{OURS}.{V1_ENV}" if V1_ENV in options else f"args.{V1_ENV}"
+        renderer = str(ours.get(RENDERER) or "")
+        extra = table_of(ours.get(V1_ENV), where=where)
+        eval_args = ours.get(V1_EVAL_ARGS)
+        num_tasks = int(ours.get(V1_NUM_TASKS, _DEFAULT_NUM_TASKS))
+        env = vf.load_environment(_config(spec.id, own, extra, where=where))
+        check_runtimes(env, where=where)
+        has_several = check_trainable(env, takes_several=takes_several, where=where)
         traces = ExpectedTraces(takes_several=takes_several, has_several=has_several)
         eval_taskset = None
         if eval_args is not None:
-            eval_taskset = vf.load_taskset(_config(spec.id, {**own, **eval_args}, extra).taskset)
+            eval_taskset = vf.load_taskset(_config(spec.id, {**own, **eval_args}, extra, where=where).taskset)
         loaded = cls(env, eval_taskset=eval_taskset, renderer=renderer, num_tasks=num_tasks, traces=traces)
+        if len(loaded.train):
+            check_default_runtime(env, loaded.train.row(0), extra, where=where)
         if spec.is_text_only:
             for tasks, table in (("training", loaded.train), ("held-out", loaded.eval)):
                 refuse_other_parts((table.row(index).data.prompt for index in range(len(table))), tasks=tasks)
@@ -115,6 +128,7 @@ class V1Adapter:
         os.environ.setdefault(_API_KEY_VARIABLE, "EMPTY")
         install_span_capture()
         _keep_whole_traces()
+        _take_numbers()
         _refuse_other_parts()
         remember_lookups()
         interception.install()
@@ -169,15 +183,10 @@ class V1Adapter:
         )
 
 
-def _config(env_id: str, taskset_args: Mapping[str, Any], extra: Mapping[str, Any]) -> Any:
-    """The environment's config, with every role in this process: the library's default is a remote sandbox."""
-    base: dict[str, Any] = {**extra, "taskset": {"id": env_id, **taskset_args}}
-    harness = harness_v1.register()
-    for name, value in vf.resolve_env_config(dict(base)):
-        if isinstance(value, AgentConfig):
-            ours = {"harness": {"id": harness}, "runtime": {"type": "subprocess"}}
-            base[name] = {**ours, **dict(extra.get(name) or {})}
-    return vf.resolve_env_config(base)
+def _config(env_id: str, taskset_args: Mapping[str, Any], extra: Mapping[str, Any], *, where: str) -> Any:
+    """The environment's config; `where` says where `extra` stands in the args."""
+    base = {**extra, "taskset": {"id": env_id, **taskset_args}}
+    return vf.resolve_env_config(with_roles(base, harness=harness_v1.register(), where=where))
 
 
 def _keep_whole_traces() -> None:
@@ -197,6 +206,20 @@ def _keep_whole_traces() -> None:
             self.errors[-1].traceback = trace_text(error)
 
     vf.TaskError.__init__, vf.Trace.record_error = init, record_error
+
+
+def _take_numbers() -> None:
+    """Have traces take numbers for rewards: the library makes one of a text that looks like one."""
+    stock = vf.Trace.record_reward
+
+    def record_reward(self: Any, name: str, value: Any, weight: float = 1.0) -> None:
+        try:
+            number = number_of(value)
+        except NotANumberError as error:
+            raise TypeError(f"reward {name!r} is {error}") from error
+        stock(self, name, number, weight)
+
+    vf.Trace.record_reward = record_reward
 
 
 def _mark_scoring() -> None:
@@ -333,7 +356,7 @@ def _failure(episode: Any, trace: Any, played: Outcome) -> Outcome | None:
         return failed(RolloutStatus.ENGINE_LOST, "EngineLostError", lost.message, of=played)
     if error is not None:
         frames = frames_of(error.traceback or "")
-        is_fault = error.type == "ProviderError" and (error.status_code or 0) >= 500
+        is_fault = error.type == "ProviderError" and error.status_code is not None and error.status_code >= 500
         is_fault = is_fault and not any(mark in error.message for mark in (MISSING_TOKENS_MARK, UNREADABLE_MARK))
         return failed(
             _error_status(error),

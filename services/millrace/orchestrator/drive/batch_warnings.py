@@ -52,7 +52,7 @@ class BatchWarnings:
         self._settings, self._events = settings, events
         self._by_turn = {env.name for env in settings.env if (env.algo or settings.algo).credit == "turn"}
         self._truncated, self._without_turns, self._num_rewritten = RecentShare(), dict[str, RecentShare](), 0
-        self._num_cut = 0
+        self._num_cut = self._num_unequal = 0
 
     async def look(self, groups: Sequence[Play], *, step: int) -> None:
         """Warn of what batch `step` shows."""
@@ -61,6 +61,7 @@ class BatchWarnings:
         await self._note_cut(rollouts, step=step)
         await self._note_rewritten(rollouts, step=step)
         await self._note_unrewarded_turns(rollouts, step=step)
+        await self._note_unequal_turns(rollouts, step=step)
 
     async def _note_truncated(self, rollouts: Sequence[Rollout], *, step: int) -> None:
         if self._truncated.note(sum(rollout.is_truncated for rollout in rollouts), len(rollouts)):
@@ -114,4 +115,20 @@ class BatchWarnings:
                 f'`credit = "turn"` has no effect on {env!r}: no turn has a reward of its own in {share.words} up to '
                 f"batch {step}, so every turn gets the rollout's; let the environment give its steps rewards "
                 '(`state.add_step_reward` in `verifiers`), or set orchestrator.algo.credit = "rollout"',
+            )
+
+    async def _note_unequal_turns(self, rollouts: Sequence[Rollout], *, step: int) -> None:
+        """Where credit is by turn, warn of rollouts whose turns do not add up to their reward."""
+        mine = [rollout for rollout in rollouts if rollout.env in self._by_turn and rollout.has_turn_rewards]
+        unequal = [rollout for rollout in mine if rollout.earned_turns is None]
+        self._num_unequal += bool(unequal)
+        if unequal and is_told(self._num_unequal):
+            first = unequal[0]
+            earned = sum(turn.reward for sample in first.samples for turn in sample.turns)
+            await self._events.warning(
+                "TURN_REWARDS_UNEQUAL",
+                f"the rewards of the turns do not add up to the rollout's in {len(unequal)} of {len(mine)} rollouts of "
+                f"batch {step}, such as ordinal {first.ordinal} of environment {first.env!r} ({earned:g} of its reward "
+                f"{first.reward:g}), so all turns of their groups get the rollout's; let the rubric sum the steps "
+                "(`state.total_step_reward()` in `verifiers`), with a weight of 1 and nothing beside it",
             )

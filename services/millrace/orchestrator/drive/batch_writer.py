@@ -295,7 +295,8 @@ def _nothing_to_learn(filtered: Mapping[str, int], num_rollouts: int, replaced: 
     if easy or hard:
         return (
             "`orchestrator.buffer.online_difficulty_filtering` lets nothing pass: of the last "
-            f"{sum(replaced.values())} groups {hard} had the mean reward 0 and {easy} the mean reward 1",
+            f"{sum(replaced.values())} groups {hard} had only the lowest reward of `reward_range` and {easy} only "
+            "the highest",
             "check the reward function, take tasks that are easier or harder for this model, or raise "
             "orchestrator.rollouts_per_example",
         )

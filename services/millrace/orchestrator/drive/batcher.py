@@ -11,7 +11,7 @@ from millrace.algorithms import Algorithm, Baselines, Credit, Credited, count_fo
 from millrace.config import ZeroAdvantageFilter
 from millrace.config.sections.filters import FilterConfig
 from millrace.decoding import Fields, decode_object
-from millrace.errors import CorruptObjectError
+from millrace.errors import CorruptObjectError, InvalidSpecError, Violation
 from millrace.internal.v1 import batch_pb2
 from millrace.orchestrator.play.book import Resolved
 from millrace.orchestrator.play.failures import Tally, decode_tally, encode_tally
@@ -39,12 +39,25 @@ class CutBatch:
 def credit_group(group: Play, algorithm: Algorithm, *, seq_len: int) -> list[Credited]:
     """Give a whole group its credit; return its samples, cut at `seq_len` tokens, that have a sampled token left."""
     rollouts = group.rollouts()
+    credits = algorithm.credit(rollouts)
+    for rollout, own in zip(rollouts, credits, strict=True):
+        if not all(np.isfinite(credit.advantages).all() for credit in own):
+            raise _absurd(rollout)
     return [
         Credited(rollout=rollout, sample=sample, credit=credit, num_tokens=min(sample.num_tokens, seq_len), place=place)
-        for rollout, credits in zip(rollouts, algorithm.credit(rollouts), strict=True)
-        for sample, credit, place in zip(rollout.samples, credits, rollout.trace_of_sample, strict=True)
+        for rollout, own in zip(rollouts, credits, strict=True)
+        for sample, credit, place in zip(rollout.samples, own, rollout.trace_of_sample, strict=True)
         if sample.loss_mask[:seq_len].any()
     ]
+
+
+def _absurd(rollout: Rollout) -> InvalidSpecError:
+    """What is said where the config makes of a rollout's reward what float32 cannot hold."""
+    message = (
+        f"make of the reward {rollout.reward:g} of ordinal {rollout.ordinal}, member {rollout.member}, environment "
+        f"{rollout.env!r} an advantage that is no finite number; lower what is taken off (`filters`, `overlong`)"
+    )
+    return InvalidSpecError([Violation(field="orchestrator.algo", value="", message=message, source="a rollout")])
 
 
 def train_sample(item: Credited, credit: Credit, *, seq_len: int) -> TrainSample:

@@ -29,7 +29,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from millrace.algorithms import Algorithm, count_found
+from millrace.algorithms import Algorithm, RewardRanges, count_found
 from millrace.config import OrchestratorConfig
 from millrace.errors import InvalidStateError
 from millrace.orchestrator.drive.batch_metrics import batch_metrics
@@ -91,9 +91,11 @@ class RolloutLoop:
     filtered_in_a_row: Counter[str] = field(default_factory=Counter)
     """Why groups were replaced since one was kept."""
     warnings: BatchWarnings = field(init=False)
+    ranges: RewardRanges = field(init=False)
 
     def __post_init__(self) -> None:
         self.warnings = BatchWarnings(self.settings, self.events)
+        self.ranges = RewardRanges.of(self.settings.env)
         self.durations = Durations(window=max(WINDOW_STEPS * self.rule.groups_per_step, MIN_WINDOW))
 
     async def run(self) -> None:
@@ -198,10 +200,8 @@ class RolloutLoop:
 
     def verdict(self, group: Play) -> str:
         """Why a whole group is replaced by another task's; empty if it is kept."""
-        if self.settings.buffer.online_difficulty_filtering:
-            rewards = [rollout.reward for rollout in group.rollouts()]
-            if (mean := sum(rewards) / len(rewards)) in (0.0, 1.0):
-                return "easy" if mean else "hard"
+        if self.settings.buffer.online_difficulty_filtering and (found := self.ranges.extreme(group.rollouts())):
+            return found
         if self.settings.filter_zero_advantages != "refill":
             return ""
         is_taught = teaches(group, self.algorithms[group.task.env], seq_len=self.settings.seq_len)
