@@ -33,7 +33,7 @@ def is_optional(annotation: ast.expr) -> bool:
     return "None" in words and any(word in NUMBERS for word in words)
 
 
-def tested(tree: ast.AST) -> Iterator[ast.expr]:
+def truths(tree: ast.AST) -> Iterator[ast.expr]:
     """Every expression of which only the truth counts, or that another one stands in for where it is false."""
     for node in ast.walk(tree):
         if isinstance(node, ast.If | ast.While | ast.IfExp | ast.Assert):
@@ -53,7 +53,7 @@ def mistaken(source: str, names: set[str]) -> list[str]:
     tree = ast.parse(source)
     found = [
         f"{each.lineno}: {ast.unparse(each)}"
-        for each in tested(tree)
+        for each in truths(tree)
         if (isinstance(each, ast.Attribute) and each.attr in names) or (isinstance(each, ast.Name) and each.id in names)
     ]
     for node in ast.walk(tree):

@@ -41,6 +41,7 @@ async def faulty(server: Any, task: str, /, **changes: Any) -> Rollout:
 
 
 def assert_failed(rollout: Rollout, status: RolloutStatus, error_type: str, text: str = "") -> None:
+    assert rollout.error is not None
     assert (rollout.status, rollout.error.type) == (status, error_type), rollout.error
     assert text in rollout.error.message
     assert rollout.samples == ()
@@ -162,7 +163,8 @@ async def test_request_without_a_tokenizer(server: Any) -> None:
 
 async def test_manifest_that_does_not_exist(server: Any) -> None:
     rollout = await faulty(server, "ok", tokenizer_manifest_key="test/nowhere/manifest.json")
-    assert rollout.status is RolloutStatus.ENV_ERROR and "nowhere" in rollout.error.message
+    assert rollout.status is RolloutStatus.ENV_ERROR and rollout.error is not None
+    assert "nowhere" in rollout.error.message
 
 
 async def test_task_that_kills_its_worker_is_quarantined(server: Any) -> None:
