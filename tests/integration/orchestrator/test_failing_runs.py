@@ -275,11 +275,12 @@ async def test_batches_without_one_rollout_that_came_to_its_own_end_are_told(sta
     assert events[-1].state_changed.new_state == run_pb2.RUN_STATE_SUCCEEDED
 
 
-@pytest.mark.parametrize("has_rewards", [False, True])
-async def test_credit_by_turn_without_rewards_of_turns_is_told(stack, has_rewards) -> None:
+@pytest.mark.parametrize("earned", ["nothing", "all", "more"])
+async def test_credit_by_turn_without_rewards_of_turns_that_add_up_is_told(stack, earned) -> None:
     def rewarded(rollout: Rollout) -> Rollout:
         ends = [int(np.flatnonzero(sample.loss_mask)[-1]) + 1 for sample in rollout.samples]
-        turns = [(TurnReward(end=end, reward=0.5),) for end in ends] if has_rewards else [()] * len(ends)
+        each = rollout.reward / len(ends) + (0.5 if earned == "more" else 0.0)
+        turns = [()] * len(ends) if earned == "nothing" else [(TurnReward(end=end, reward=each),) for end in ends]
         samples = [replace(sample, turns=own) for sample, own in zip(rollout.samples, turns, strict=True)]
         return replace(rollout, samples=tuple(samples))
 
@@ -287,8 +288,10 @@ async def test_credit_by_turn_without_rewards_of_turns_is_told(stack, has_reward
     run = await create(stack, algo={"type": "grpo", "credit": "turn"})
     events = await watch(stack, run)
     assert events[-1].state_changed.new_state == run_pb2.RUN_STATE_SUCCEEDED
-    warned = [body.message for body in bodies(events, "warning") if body.reason == "NO_TURN_REWARDS"]
-    assert len(warned) == (0 if has_rewards else 2) and all("add_step_reward" in text for text in warned)
+    warned = {body.reason: body.message for body in bodies(events, "warning") if body.reason.startswith(("NO_T", "TU"))}
+    reason = {"nothing": "NO_TURN_REWARDS", "all": None, "more": "TURN_REWARDS_UNEQUAL"}[earned]
+    assert list(warned) == ([reason] if reason else [])
+    assert all("verifiers" in text for text in warned.values())
 
 
 @pytest.mark.parametrize("strategy", ["interleaved", "branching"])
