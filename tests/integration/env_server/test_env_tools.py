@@ -48,10 +48,9 @@ async def test_a_v1_tool_server_answers_the_policy(server: Any) -> None:
     opened = await server.open("tooled-v1")
     assert opened.state == env_service_pb2.ENV_STATE_READY, opened.error_message
     changes = {"purpose": rollout_pb2.PURPOSE_EVAL, "eval_id": "tools", "is_external": True, "use_train_tasks": True}
-    for mode in ("tools", "objects"):
-        rollout = await server.play_one("tooled-v1", 2, mode=mode, **changes)
-        assert rollout.status is RolloutStatus.OK and rollout.reward == 1.0, rollout.error
-        assert roles(rollout) == TURNS and rollout.num_turns == 2
+    rollout = await server.play_one("tooled-v1", 2, mode="tools", **changes)
+    assert rollout.status is RolloutStatus.OK and rollout.reward == 1.0, rollout.error
+    assert roles(rollout) == TURNS and rollout.num_turns == 2
     assert server.engine.requests[-1]["tools"][0]["function"]["name"] == "code_of"
 
 
