@@ -27,6 +27,11 @@ ARRAY = json.dumps(ROWS, indent=2).encode()
 BOM = b"\xef\xbb\xbf"
 
 
+def gz(data: bytes) -> bytes:
+    """Packed with gzip, in every process alike: parameters of tests are part of their names."""
+    return gzip.compress(data, mtime=0)
+
+
 def table(rows: Any) -> pa.Table:
     return pa.Table.from_pylist(rows) if isinstance(rows, list) else pa.table(rows)
 
@@ -59,13 +64,13 @@ def read(path: Path, **keys: Any) -> list[Mapping[str, Any]]:
         ("rows.jsonl", ARRAY, ", row 3"),
         ("rows.json", LINES, ":4"),
         ("rows.json", BOM + ARRAY, ", row 3"),
-        ("rows.jsonl.gz", gzip.compress(LINES), ":4"),
-        ("rows.jsonl.gz", gzip.compress(LINES[:77]) + gzip.compress(LINES[77:]), ":4"),
-        ("rows.jsonl.gz", gzip.compress(LINES) + b"\0" * 512, ":4"),
-        ("rows.json.gz", gzip.compress(ARRAY), ", row 3"),
+        ("rows.jsonl.gz", gz(LINES), ":4"),
+        ("rows.jsonl.gz", gz(LINES[:77]) + gz(LINES[77:]), ":4"),
+        ("rows.jsonl.gz", gz(LINES) + b"\0" * 512, ":4"),
+        ("rows.json.gz", gz(ARRAY), ", row 3"),
         ("rows.json.zst", zstandard.compress(ARRAY), ", row 3"),
         ("rows.zst", zstandard.compress(LINES[:77]) + zstandard.compress(LINES[77:]), ":4"),
-        ("said_to_be_plain.jsonl", gzip.compress(BOM + LINES), ":4"),
+        ("said_to_be_plain.jsonl", gz(BOM + LINES), ":4"),
         ("rows.parquet", parquet(ROWS), ", row 3"),
         ("rows.data", parquet(ROWS), ", row 3"),
         ("rows.arrow", arrow(ROWS, is_stream=True), ", row 3"),
@@ -79,7 +84,7 @@ def test_a_file_is_read_as_what_it_is(tmp_path: Path, name: str, data: bytes, la
     assert source.rows == ROWS and source.place(3) == f"{path}{last}"
 
 
-GZ = gzip.compress(LINES * 100)
+GZ = gz(LINES * 100)
 SOME = parquet(ROWS)
 BAD_TEXT = {"prompt": pa.array([b"ok", b"\xff"]).view(pa.string()), "completion": ["a", "b"]}
 
@@ -96,7 +101,7 @@ BAD_TEXT = {"prompt": pa.array([b"ok", b"\xff"]).view(pa.string()), "completion"
         ("none.parquet", b"", ", row 0", "0 bytes", "once more"),
         ("text.parquet", parquet(BAD_TEXT), ", row 1", "utf-8", "once more"),
         ("lfs.parquet", b"version https://git-lfs.github.com/spec/v1\n", "", "pointer of Git LFS", "git lfs pull"),
-        ("packed.parquet.gz", gzip.compress(SOME), "", "packed once more", "unpack it"),
+        ("packed.parquet.gz", gz(SOME), "", "packed once more", "unpack it"),
         ("a.zip", b"PK\x03\x04....", "", "zip archive", "unpack it"),
         ("a.jsonl.xz", b"\xfd7zXZ\0", "", "packed with xz", "xzcat a.jsonl.xz"),
         ("a.csv", b"prompt,completion\n", "", "does not say what its columns hold", "to_json"),
@@ -104,7 +109,7 @@ BAD_TEXT = {"prompt": pa.array([b"ok", b"\xff"]).view(pa.string()), "completion"
         ("a.json", ARRAY[:-2] + b', "\xe9"]', ", row 4", "no UTF-8", "iconv -f LATIN1"),
         ("a.jsonl", LINES.decode().encode("utf-16"), "", "UTF-16", "iconv -f UTF-16 "),
         ("a.jsonl", LINES.decode().encode("utf-16-be"), "", "UTF-16", "iconv -f UTF-16BE "),
-        ("a.json.gz", gzip.compress(LINES.decode().encode("utf-16")), "", "UTF-16", "iconv -f UTF-16 "),
+        ("a.json.gz", gz(LINES.decode().encode("utf-16")), "", "UTF-16", "iconv -f UTF-16 "),
         ("a.json", ARRAY[:-9], ", row 3", "is no JSON", "one JSON array"),
         ("a.json", ARRAY[:-1] + b",]", ", row 4", "is no JSON", "one JSON array"),
         ("a.json", b'{\n "prompt": "a"}', ":1", "is no JSON", "jq -c"),
@@ -211,7 +216,7 @@ def test_a_directory_is_read_in_the_order_of_its_names(tmp_path: Path, caplog: p
     for name in ("b/part.jsonl", "a.jsonl", "c.json", ".hidden.jsonl", "_tmp/x.jsonl", ".git/x.json"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(json.dumps({"prompt": name, "completion": "x"}) + "\n")
-    (tmp_path / "b" / "part.jsonl.gz").write_bytes(gzip.compress(b'{"prompt": "packed", "completion": "x"}'))
+    (tmp_path / "b" / "part.jsonl.gz").write_bytes(gz(b'{"prompt": "packed", "completion": "x"}'))
     (tmp_path / "b" / "part.parquet").write_bytes(parquet([{"prompt": "table", "completion": "x"}]))
     for name in ("README.md", "_SUCCESS", "LICENSE", "dataset_info.json", "more.csv"):
         (tmp_path / name).write_text("not a row")
