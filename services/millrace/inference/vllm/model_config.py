@@ -89,7 +89,7 @@ def _config(path: Path) -> dict[str, Any] | None:
 
 
 def _understood(path: Path) -> dict[str, Any] | None:
-    """The same as transformers understands it, whoever wrote it, with every default; None if it does not."""
+    """The same as transformers reads it, with every default; None if it does not know it."""
     from transformers import AutoConfig
 
     try:
