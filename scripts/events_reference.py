@@ -244,7 +244,7 @@ WARNINGS: Texts = {
 
 FAILURES: Texts = {
     "CHAT_TEMPLATE_MISSING": (
-        "the tokenizer has no chat template, and the run's environments play conversations",
+        "the tokenizer has no chat template that takes conversations, and the run's environments play them",
         "put `chat_template.jinja` beside the tokenizer, or name its file in `inference.model.chat_template` (vLLM)",
     ),
     "CHECKPOINTS_DAMAGED": (

@@ -20,10 +20,10 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from millrace.models.errors import first_names, model_corrupt, model_not_found, model_quantized
-from millrace.models.quantized import QUANTIZATION, dequantized, require_known
+from millrace.models.quantized import dequantized, require_known
 from millrace.models.shortage import is_shortage
 from millrace.models.small_files import read_object
-from millrace.models.weight_files import WeightFiles
+from millrace.models.weight_files import QUANTIZATION, WeightFiles
 from millrace.telemetry import progress
 from millrace.telemetry.progress import Doing
 from millrace.telemetry.progress_bars import loading_counts

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from millrace.models.adapter_files import require_no_adapter
 from millrace.models.errors import first_names
 from millrace.models.loading import check_weights
 from millrace.models.small_files import read_object
@@ -10,10 +11,11 @@ from millrace.models.weight_files import WeightFiles
 
 
 def look_at(directory: Path, *, tokenizer: Path, needs_template: bool) -> list[str]:
-    """Raise what a run would end with, as `check_weights` and `check_tokenizer` do; what is worth a note.
+    """Raise what a run would end with, as `require_no_adapter`, `check_weights` and `check_tokenizer` do; the notes.
 
     `tokenizer` is the directory that the tokenizer is in.
     """
+    require_no_adapter(directory)
     check_weights(directory)
     check_tokenizer(tokenizer, model=directory, needs_template=needs_template)
     beside = WeightFiles.find(directory, read_object(directory / "config.json")).beside

@@ -12,9 +12,8 @@ from typing import Any
 import torch
 
 from millrace.models.errors import first_names, model_quantized
-from millrace.models.weight_files import StoredTensor
+from millrace.models.weight_files import StoredTensor, quantization_of
 
-QUANTIZATION = "quantization_config"
 _FP8_SCALE, _FP8_ACTIVATIONS = "_scale_inv", "activation_scale"
 _MXFP4_BLOCKS, _MXFP4_SCALES = "_blocks", "_scales"
 _FP8 = {"F8_E4M3"}
@@ -72,13 +71,6 @@ class Mxfp4Weight:
         from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
         return convert_moe_packed_tensors(self.blocks[...], self.scales[...], dtype=torch.float32)[index]
-
-
-def quantization_of(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """What config.json says of how its weights are stored; None where it says nothing."""
-    text = config.get("text_config")
-    found = config.get(QUANTIZATION) or (text.get(QUANTIZATION) if isinstance(text, dict) else None)
-    return found or config.get("compression_config") or None
 
 
 def require_known(directory: Path, config: Mapping[str, Any]) -> None:

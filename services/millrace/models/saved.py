@@ -17,7 +17,11 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
-_QUANTIZATION = ("quantization_config", "compression_config")
+_OF_THE_FILES = ("quantization_config", "compression_config", "transformers_weights", "auto_map")
+"""Keys of configs that say how files are stored, how they are called, and which code beside them makes the model.
+
+What is held is not quantised, is stored under the usual names, and is of a class of transformers.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,7 +94,7 @@ def saved_config(model: Any, *, dtype: torch.dtype) -> bytes:
     config.architectures = [own_class(model).__name__]
     for level in _levels(config):
         level.dtype = dtype
-        for name in _QUANTIZATION:  # what is held is not quantised, however the files were
+        for name in _OF_THE_FILES:
             if hasattr(level, name):
                 delattr(level, name)
     return config.to_json_string().encode()

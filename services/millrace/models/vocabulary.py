@@ -8,7 +8,9 @@ from typing import Any
 
 from millrace.config.sections.rl import RLConfig
 from millrace.errors import InvalidStateError, NotFoundError
+from millrace.models.errors import model_file_unusable
 from millrace.models.small_files import read_object
+from millrace.models.templates import why_no_template
 
 logger = logging.getLogger(__name__)
 
@@ -99,10 +101,10 @@ def check_tokens(tokenizer: Any, directory: Path, *, num_rows: int) -> None:
 
 def require_template(tokenizer: Any, directory: Path) -> None:
     """InvalidStateError (CHAT_TEMPLATE_MISSING) if the tokenizer in `directory` cannot write a conversation."""
-    if getattr(tokenizer, "chat_template", None):
+    if (problem := why_no_template(tokenizer)) is None:
         return
     raise InvalidStateError(
-        f"the tokenizer in {str(directory)!r} has no chat template, and environments play conversations",
+        f"the tokenizer in {str(directory)!r} has {problem}, and environments play conversations",
         reason="CHAT_TEMPLATE_MISSING",
         remedy="put chat_template.jinja beside the tokenizer (that of the model's instruction-tuned sibling), or name "
         "its file in inference.model.chat_template (vLLM); an environment that has texts completed says "
@@ -125,7 +127,10 @@ def _named_specials(tokenizer: Any) -> dict[str, str]:
 
 
 def _configured(directory: Path) -> Iterator[tuple[str, str, int]]:
-    """File, key and id of the special tokens that the model's configs name."""
+    """File, key and id of the special tokens that the model's configs name; none is -1 in old ones.
+
+    CorruptObjectError (MODEL_FILE_UNUSABLE) for what is no id: engines and trainers read it in different ways.
+    """
     for name in _CONFIGS:
         if not (directory / name).is_file():
             continue
@@ -135,7 +140,9 @@ def _configured(directory: Path) -> Iterator[tuple[str, str, int]]:
             for key in _IDS:
                 found = place.get(key)
                 for index in found if isinstance(found, list) else [found]:
-                    if isinstance(index, int) and not isinstance(index, bool):
+                    if index is not None and type(index) is not int:
+                        raise model_file_unusable(directory / name, f"{key} is {index!r}, and not the id of a token")
+                    if index is not None:
                         yield name, key, index
 
 

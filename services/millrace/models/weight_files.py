@@ -18,8 +18,9 @@ logger = logging.getLogger(__name__)
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+QUANTIZATION = "quantization_config"
 _OTHER_WEIGHTS = ("*.safetensors", "pytorch_model*.bin", "adapter_model.bin", "consolidated*.pth", "*.gguf")
-_CONFIGURED = "transformers_weights"
+CONFIGURED = "transformers_weights"
 """A key of config.json by which transformers reads another file, or another index."""
 
 
@@ -47,7 +48,7 @@ class WeightFiles:
         NotFoundError (MODEL_NOT_FOUND) without weights in safetensors; CorruptObjectError (MODEL_CORRUPT) for files
         that are damaged, that contradict their index, or of which it is not clear which ones are meant.
         """
-        name = _chosen(directory, config.get(_CONFIGURED))
+        name = _chosen(directory, config.get(CONFIGURED))
         promised = _read_index(directory, name) if name.endswith(".json") else None
         files = sorted({name} if promised is None else set(promised.values()))
         headers = {file: _read_header(directory, file) for file in files}
@@ -87,13 +88,20 @@ class WeightFiles:
             yield {name: files[tensor.file].get_slice(name) for name, tensor in self.tensors.items()}
 
 
+def quantization_of(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """What config.json says of how its weights are stored; None where it says nothing."""
+    text = config.get("text_config")
+    found = config.get(QUANTIZATION) or (text.get(QUANTIZATION) if isinstance(text, dict) else None)
+    return found or config.get("compression_config") or None
+
+
 def _chosen(directory: Path, configured: object) -> str:
     """The name of the one file, or of the index."""
     if configured is not None:
         if not isinstance(configured, str) or not configured.endswith((".safetensors", ".safetensors.index.json")):
-            raise model_corrupt(directory, f"its config.json names {configured!r} as {_CONFIGURED}")
+            raise model_corrupt(directory, f"its config.json names {configured!r} as {CONFIGURED}")
         if Path(configured).name != configured or not (directory / configured).is_file():
-            raise model_corrupt(directory, f"its config.json names {configured} as {_CONFIGURED}, which is not there")
+            raise model_corrupt(directory, f"its config.json names {configured} as {CONFIGURED}, which is not there")
         return configured
     has_single, has_index = (directory / SINGLE).is_file(), (directory / INDEX).is_file()
     if has_single and has_index and set(_read_index(directory, INDEX).values()) != {SINGLE}:

@@ -11,25 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from jinja2 import TemplateError
-
 from millrace.decoding import decode_object
+from millrace.models.templates import TEMPLATE_ERRORS
 
 GENERATION_CONFIG = "generation_config.json"
-TEMPLATE_ERRORS = (
-    TemplateError,
-    TypeError,
-    ValueError,
-    LookupError,
-    AttributeError,
-    ArithmeticError,
-    RecursionError,
-)
-"""What a chat template, which is foreign code, raises for a conversation that it does not know.
-
-Its own errors, and those of the operations in it: text joined with a list of parts, a tool that is no schema.
-"""
-
 _CONFIGS = ("config.json", GENERATION_CONFIG)
 # Words that no template writes by itself, and that `trim`, JSON and XML leave as they are.
 _ASKED, _SAID, _ASKED_MORE, _ARGUMENT, _RESULT = "qzaskq", "qzsaidq", "qzmoreq", "qzargq", "qzresultq"
@@ -89,7 +74,8 @@ def with_stops(files: Mapping[str, bytes], stops: Iterable[int]) -> dict[str, by
 
 def _named(config: Mapping[str, Any]) -> list[int]:
     value = config.get("eos_token_id")
-    return [each for each in (value if isinstance(value, list) else [value]) if type(each) is int]
+    # -1 is what some old configs have for none.
+    return [each for each in (value if isinstance(value, list) else [value]) if type(each) is int and each >= 0]
 
 
 def _template_stops(tokenizer: Any) -> tuple[int | None, int | None]:

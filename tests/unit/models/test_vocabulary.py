@@ -10,8 +10,10 @@ import pytest
 
 from millrace.config import RLConfig
 from millrace.errors import MillraceError
+from millrace.models.look import look_at
 from millrace.models.vocabulary import check_tokenizer, plays_conversations, require_tokenizer
-from millrace_testing.model_files import write_tokenizer
+from millrace.policies.stops import turn_stops
+from millrace_testing.model_files import TEMPLATE, write_tokenizer
 
 CONFIG = "tokenizer_config.json"
 ROWS = 48
@@ -63,6 +65,21 @@ def test_an_id_without_a_row_is_refused(copy: Path, case: str) -> None:
     assert "model.name" in str(raised.value) and "\n" not in str(raised.value)
 
 
+@pytest.mark.parametrize("value", ["t1", 1.0, True, [1, "t1"]])
+def test_what_is_no_id_of_a_token_is_refused(copy: Path, value: Any) -> None:
+    write_tokenizer(copy, num_tokens=ROWS)
+    _edit("generation_config.json", eos_token_id=value)(copy)
+    with pytest.raises(MillraceError, match=r"generation_config\.json.*eos_token_id is .*not the id") as raised:
+        _require(copy)
+    assert raised.value.reason == "MODEL_FILE_UNUSABLE"
+
+
+def test_ids_of_nothing_are_no_ids(copy: Path) -> None:
+    write_tokenizer(copy, num_tokens=ROWS)
+    _edit("config.json", pad_token_id=-1, bos_token_id=None, eos_token_id=-1)(copy)
+    assert -1 not in turn_stops(_require(copy), copy).token_ids
+
+
 def test_a_token_of_images_needs_no_row_of_a_model_of_text(copy: Path) -> None:
     write_tokenizer(copy, num_tokens=ROWS, extra_special_tokens={"image_token": "<image_soft_token>"})
     tokenizer = _require(copy)
@@ -107,6 +124,28 @@ def test_a_template_is_asked_for_where_conversations_are_played(copy: Path) -> N
     assert raised.value.reason == "CHAT_TEMPLATE_MISSING"
 
 
+USELESS: dict[str, tuple[Any, str]] = {
+    "of no Jinja": ("{% for message in messages %}{{ message.content ", "cannot be read"),
+    "of an unknown filter": ("{{ messages | nonsense }}", "cannot be read.*nonsense"),
+    "for tools alone": ({"tool_use": TEMPLATE}, r"without tools \(it has tool_use\)"),
+}
+
+
+@pytest.mark.parametrize("case", USELESS)
+def test_a_template_that_takes_no_conversation_is_none(copy: Path, case: str) -> None:
+    template, said = USELESS[case]
+    write_tokenizer(copy, num_tokens=ROWS, template=template)
+    _require(copy, needs_template=False)
+    with pytest.raises(MillraceError, match=said) as raised:
+        _require(copy)
+    assert raised.value.reason == "CHAT_TEMPLATE_MISSING"
+
+
+def test_a_template_that_is_particular_about_messages_is_one(copy: Path) -> None:
+    write_tokenizer(copy, num_tokens=ROWS, template="{{ raise_exception('begin with a system message') }}")
+    _require(copy)
+
+
 CONVERSATIONS: dict[str, tuple[Mapping[str, Any], bool]] = {
     "by default": ({}, True),
     "with vLLM's key": ({"inference": {"model": {"chat_template": "t.jinja"}}}, False),
@@ -125,6 +164,15 @@ def test_the_config_says_whether_conversations_are_played(case: str) -> None:
     orchestrator = {"rollouts_per_example": 2, "batch_size": 4, "env": [{"id": "a"}], **changes.get("orchestrator", {})}
     config = RLConfig.model_validate({**changes, "orchestrator": orchestrator})
     assert plays_conversations(config) is expected
+
+
+def test_an_adapter_is_no_model_to_look_at(copy: Path) -> None:
+    write_tokenizer(copy, num_tokens=ROWS)
+    assert look_at(copy, tokenizer=copy, needs_template=True) == []
+    (copy / "adapter_config.json").write_text("{}")
+    with pytest.raises(MillraceError, match="millrace merge") as raised:
+        look_at(copy, tokenizer=copy, needs_template=True)
+    assert raised.value.reason == "MODEL_IS_ADAPTER"
 
 
 def test_no_file_of_the_tokenizer_is_taken_from_a_directory_of_that_name(copy: Path) -> None:

@@ -1,5 +1,6 @@
 """Adapters of PEFT on a base: what is merged, what is refused and in which words. PEFT's own merge: the long lane."""
 
+import errno
 import json
 from pathlib import Path
 from typing import Any
@@ -7,8 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from millrace.errors import CorruptObjectError, InvalidStateError, NotFoundError
+from millrace.errors import CapacityError, CorruptObjectError, InvalidStateError, NotFoundError
 from millrace.models.adapter_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS
+from millrace.models.weight_files import WeightFiles
 from millrace.policies.numbers import as_float32
 from millrace.policies.peft.config import parse_peft_config
 from millrace.policies.peft.directory import is_adapter, open_adapter
@@ -230,11 +232,50 @@ def test_a_head_that_was_trained_apart_is_untied(tmp_path: Path) -> None:
     assert json.loads((merged / "config.json").read_text())["tie_word_embeddings"] is False
 
 
-def test_a_quantized_base_is_refused(tmp_path: Path) -> None:
-    base = write_base(tmp_path / "base", quantization_config={"quant_method": "fp8"})
+@pytest.mark.parametrize("place", ["quantization_config", "compression_config", "text_config"])
+def test_a_quantized_base_is_refused(tmp_path: Path, place: str) -> None:
+    said = {"quant_method": "fp8"}
+    base = write_base(tmp_path / "base", **{place: {"quantization_config": said} if place == "text_config" else said})
     with pytest.raises(InvalidStateError) as raised:
         open_adapter(write_adapter(tmp_path / "adapter", lora(0, 1)), base)
     assert raised.value.reason == "MODEL_QUANTIZED" and "dequantize()" in (raised.value.remedy or "")
+
+
+@pytest.mark.parametrize("is_there", [True, False])
+def test_a_model_that_cannot_be_written_leaves_nothing(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_there: bool
+) -> None:
+    target = tmp_path / "merged"
+    if is_there:
+        target.mkdir()
+    adapter = write_adapter(tmp_path / "adapter", lora(0, 1))
+    whole, seen = Path.write_bytes, list[list[str]]()
+
+    def write_bytes(path: Path, data: bytes) -> int:
+        seen.append(sorted(each.name for each in target.iterdir() if not each.name.startswith(".")))
+        if path.suffix == ".safetensors":
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return whole(path, data)
+
+    monkeypatch.setattr(Path, "write_bytes", write_bytes)
+    with pytest.raises(CapacityError, match="No space left"):
+        open_adapter(adapter, base).merge(target)
+    assert target.exists() is is_there and not any(tmp_path.glob("merged/*"))
+    assert seen and not any(seen)  # until all is written, a killed command leaves no model
+    monkeypatch.undo()
+    assert sorted(path.name for path in open_adapter(adapter, base).merge(target).iterdir()) == [
+        "config.json",
+        "model.safetensors",
+    ]
+
+
+def test_the_merged_model_has_weights_of_the_usual_name(tmp_path: Path) -> None:
+    base = write_base(tmp_path / "base", transformers_weights="own.safetensors")
+    (base / "model.safetensors").rename(base / "own.safetensors")
+    merged = open_adapter(write_adapter(tmp_path / "adapter", lora(0, 1)), base).merge(tmp_path / "merged")
+    config = json.loads((merged / "config.json").read_text())
+    assert config == {"model_type": "llama", "vocab_size": 8}
+    assert WeightFiles.find(merged, config).beside == ()
 
 
 def test_the_tokenizer_and_the_template_of_an_adapter_count(base: Path, tmp_path: Path) -> None:

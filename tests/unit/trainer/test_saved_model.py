@@ -1,6 +1,7 @@
 """What is published and saved is a model as transformers saves it: names, number formats, config and small files."""
 
 import json
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -67,6 +68,17 @@ def test_the_config_says_the_format_at_every_level_and_nothing_of_quantisation(t
     levels = (config, config["text_config"], config["vision_config"])
     assert [level["dtype"] for level in levels] == ["float32"] * 3
     assert "quantization_config" not in config and config["architectures"] == ["Gemma3ForConditionalGeneration"]
+
+
+def test_the_config_names_no_code_and_no_files_of_the_start_model(models: Mapping[str, Path], tmp_path: Path) -> None:
+    """Programs that run a model's own code look for it beside the saved one, and fail."""
+    start = shutil.copytree(models[TEXT], tmp_path / "start")
+    (start / "model.safetensors").rename(start / "own.safetensors")
+    said = json.loads((start / "config.json").read_text())
+    said |= {"transformers_weights": "own.safetensors", "auto_map": {"AutoModelForCausalLM": "modeling_own.Own"}}
+    (start / "config.json").write_text(json.dumps(said))
+    config = json.loads(policy_files(load_model(start), start, dtype=torch.bfloat16)["config.json"])
+    assert not config.keys() & {"transformers_weights", "auto_map"}
 
 
 def test_the_routers_bias_is_float32_in_policies_snapshots_and_digests(routed: Any) -> None:

@@ -1,8 +1,10 @@
 """An adapter's directory on a base's directory, and the directory of the model that they make."""
 
+import contextlib
 import json
 import shutil
-from collections.abc import Mapping
+import tempfile
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,14 +19,17 @@ from millrace.models.adapter_files import (
 )
 from millrace.models.errors import model_quantized
 from millrace.models.small_files import read_object, read_small
-from millrace.models.weight_files import INDEX, SINGLE, WeightFiles
+from millrace.models.weight_files import CONFIGURED, INDEX, SINGLE, WeightFiles, quantization_of
 from millrace.policies.hf_files import write_hf
 from millrace.policies.peft.config import PeftConfig, parse_peft_config
 from millrace.policies.peft.merging import merge_tensors
 from millrace.policies.peft.plan import BaseModel, MergePlan, describe_base, plan_merge
 from millrace.policies.tensors import TensorBytes
 from millrace.policies.weight_file import read_tensors
+from millrace.storage.disk import io_errors
 
+_CONFIG = "config.json"
+_PARTIAL = ".partial-"
 _TEMPLATES = ("chat_template*", "additional_chat_templates")
 _VOCABULARIES = ("tokenizer.json", "vocab.*", "*.model", "*.tiktoken", "tekken.json")
 _TOKENIZER = (*_VOCABULARIES, "tokenizer*", "special_tokens_map.json", "added_tokens.json", "merges.txt")
@@ -46,35 +51,38 @@ class AdapterOnBase:
     """What is worth knowing and no error, in sentences."""
 
     def merge(self, target: Path) -> Path:
-        """Write the merged model with its small files and return the directory.
+        """Write the merged model with its small files and return the directory, which is new or empty.
 
-        The base's files, except for the tokenizer and templates that the adapter brings.
+        The base's files, except for the tokenizer and templates that the adapter brings. It is whole once it has a
+        config.json, which comes last. CapacityError (DISK_FULL), after which nothing is left of it.
         """
         tensors = merge_tensors(
             self.config, self.plan, self.adapter, self.base, model=self.model, source=str(self.directory)
         )
-        target.mkdir(parents=True, exist_ok=True)
-        _copy_files(self.base_directory, self.directory, target)
-        return write_hf({"config.json": self._config()}, tensors, target)
+        with _whole(target) as fresh:
+            _copy_files(self.base_directory, self.directory, fresh)
+            write_hf({_CONFIG: self._config()}, tensors, fresh)
+        return target
 
     def _config(self) -> bytes:
         """`config.json` of the merged model."""
-        path = self.base_directory / "config.json"
-        if not self.plan.is_untied and self.plan.vocabulary is None:
-            return read_small(path)
-        raw = read_object(path)
-        if "text_config" in raw:
+        path = self.base_directory / _CONFIG
+        raw, changes = read_object(path), dict[str, object]()
+        if self.plan.is_untied:
+            changes["tie_word_embeddings"] = False
+        if self.plan.vocabulary is not None:
+            changes["vocab_size"] = self.plan.vocabulary
+        if changes and "text_config" in raw:
             raise InvalidStateError(
                 f"{self.directory} changes the vocabulary or the tie of embedding and head in a model with several "
                 "configs",
                 reason="ADAPTER_NOT_SUPPORTED",
                 remedy="merge it with PEFT, save the result and use that",
             )
-        if self.plan.is_untied:
-            raw["tie_word_embeddings"] = False
-        if self.plan.vocabulary is not None:
-            raw["vocab_size"] = self.plan.vocabulary
-        return json.dumps(raw, indent=2, sort_keys=True).encode() + b"\n"
+        if not changes and CONFIGURED not in raw:
+            return read_small(path)
+        raw.pop(CONFIGURED, None)  # the merged weights have the usual name
+        return json.dumps(raw | changes, indent=2, sort_keys=True).encode() + b"\n"
 
 
 def is_adapter(directory: Path) -> bool:
@@ -102,9 +110,9 @@ def open_adapter(directory: Path, base: Path) -> AdapterOnBase:
     path, weights = directory / ADAPTER_CONFIG, directory / ADAPTER_WEIGHTS
     if not path.is_file() or not weights.is_file():
         raise _not_found(directory, has_config=path.is_file())
-    raw, described = read_small(path), read_object(base / "config.json")
+    raw, described = read_small(path), read_object(base / _CONFIG)
     config = parse_peft_config(raw, source=str(path))
-    if described.get("quantization_config") is not None:
+    if quantization_of(described) is not None:
         raise model_quantized(base, "nothing can be added to its weights")
     files = WeightFiles.find(base, described)
     tensors = {
@@ -126,6 +134,32 @@ def open_adapter(directory: Path, base: Path) -> AdapterOnBase:
         base_directory=base,
         notes=tuple(_notes(directory, raw, files)),
     )
+
+
+@contextlib.contextmanager
+def _whole(target: Path) -> Iterator[Path]:
+    """A directory whose files are in `target` once the block ends without an error; with one, nothing of them is.
+
+    It lies in `target`, which may be a filesystem of its own.
+    """
+    is_new = not target.exists()
+    with contextlib.ExitStack() as undoing, io_errors(target, "write"):
+        target.mkdir(parents=True, exist_ok=True)
+        undoing.callback(_clear, target, is_new=is_new)
+        fresh = Path(tempfile.mkdtemp(prefix=_PARTIAL, dir=target))
+        yield fresh
+        for path in sorted(fresh.iterdir(), key=lambda path: path.name == _CONFIG):
+            path.rename(target / path.name)
+        fresh.rmdir()
+        undoing.pop_all()
+
+
+def _clear(directory: Path, *, is_new: bool) -> None:
+    """Take away what is in a directory, and the directory if it `is_new`."""
+    for path in directory.iterdir():
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    if is_new:
+        directory.rmdir()
 
 
 def _notes(directory: Path, config: bytes, files: WeightFiles) -> list[str]:

@@ -15,7 +15,8 @@ from itertools import groupby
 from typing import Any, NamedTuple
 
 from millrace.config.sections.sft import LossMaskConfig
-from millrace.policies.stops import TEMPLATE_ERRORS, TurnStops, common_prefix, special_tokens, turn_stops
+from millrace.models.templates import TEMPLATE_ERRORS
+from millrace.policies.stops import TurnStops, common_prefix, special_tokens, turn_stops
 from millrace.trainer.sft.rendering import BadRowError, Conversation, Message, Rendering, render
 from millrace.trainer.sft.tokens import TextTokens
 from millrace.trainer.sft.written import (
@@ -273,7 +274,10 @@ class ConversationEncoder:
 
     def _mended(self, conversation: Conversation, flags: Sequence[bool]) -> str:
         """Which argument of the template would make a refused conversation one that can be trained on, if any does."""
-        template = self._tokenizer.get_chat_template(tools=conversation.tools)
+        try:
+            template = self._tokenizer.get_chat_template(tools=conversation.tools)
+        except TEMPLATE_ERRORS:  # of several named ones none is for it, which is what the row is refused for
+            return ""
         for name in sorted(set(_THINKING.findall(template)) - conversation.template_arguments.keys()):
             for value in (False, True):
                 arguments = {**conversation.template_arguments, name: value}

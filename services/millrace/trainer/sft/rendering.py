@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from millrace.policies.stops import TEMPLATE_ERRORS, common_prefix
+from millrace.models.templates import TEMPLATE_ERRORS
+from millrace.policies.stops import common_prefix
 
 Message = Mapping[str, Any]
 

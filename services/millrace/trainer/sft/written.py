@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple
 
 from millrace.decoding import decode_json
 from millrace.errors import CorruptObjectError
-from millrace.policies.stops import TEMPLATE_ERRORS
+from millrace.models.templates import TEMPLATE_ERRORS
 from millrace.trainer.sft.rendering import Conversation, Message, render
 
 REASONING = ("reasoning_content", "reasoning", "thinking")

@@ -11,7 +11,8 @@ from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Any
 
-from millrace.policies.stops import TEMPLATE_ERRORS, common_prefix
+from millrace.models.templates import TEMPLATE_ERRORS
+from millrace.policies.stops import common_prefix
 from millrace.trainer.sft.rendering import Conversation, render
 from millrace.trainer.sft.written import with_calls
 
