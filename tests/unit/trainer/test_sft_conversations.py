@@ -202,9 +202,13 @@ def test_what_a_row_has_wrong_is_said(base: Path, messages: list[dict[str, Any]]
 
 
 def test_a_template_that_fails_in_python_refuses_the_row_only(base: Path) -> None:
-    parts = [{"role": "user", "content": [{"type": "text", "text": "x"}]}, *turns("b", first="assistant")]
     with pytest.raises(BadRowError, match="refuses it"):
-        trained_text(base, {"messages": parts}, "{% for message in messages %}{{ message.content + '!' }}{% endfor %}")
+        trained_text(
+            base, {"messages": turns("a", "b")}, "{% for message in messages %}{{ message.content + 1 }}{% endfor %}"
+        )
+    parts = [{"role": "user", "content": [{"type": "text", "text": "x"}]}, *turns("b", first="assistant")]
+    template = "{% for message in messages %}{{ message.content + '!' }}{% endfor %}"
+    assert trained_text(base, {"messages": parts}, template)[1] == ["b!<|im_end|>"]
 
 
 def test_few_bad_rows_are_left_out_and_many_are_refused(base: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -3,6 +3,7 @@
 import datetime
 import gzip
 import json
+import os
 import re
 import shutil
 from collections.abc import Mapping
@@ -109,6 +110,8 @@ BAD_TEXT = {"prompt": pa.array([b"ok", b"\xff"]).view(pa.string()), "completion"
         ("a.json", ARRAY[:-2] + b', "\xe9"]', ", row 4", "no UTF-8", "iconv -f LATIN1"),
         ("a.jsonl", LINES.decode().encode("utf-16"), "", "UTF-16", "iconv -f UTF-16 "),
         ("a.jsonl", LINES.decode().encode("utf-16-be"), "", "UTF-16", "iconv -f UTF-16BE "),
+        ("a.jsonl", LINES.decode().encode("utf-32"), "", "UTF-32", "iconv -f UTF-32 "),
+        ("a.jsonl", LINES.decode().encode("utf-32-be"), "", "UTF-32", "iconv -f UTF-32BE "),
         ("a.json.gz", gz(LINES.decode().encode("utf-16")), "", "UTF-16", "iconv -f UTF-16 "),
         ("a.json", ARRAY[:-9], ", row 3", "is no JSON", "one JSON array"),
         ("a.json", ARRAY[:-1] + b",]", ", row 4", "is no JSON", "one JSON array"),
@@ -173,6 +176,18 @@ def test_a_row_says_which_columns_there_are_and_how_to_rename_them(tmp_path: Pat
     assert read(path, columns=columns) == [{"prompt": "a", "completion": "b"}]
     with pytest.raises(InvalidSpecError, match=r"val\.data\.columns\.messages"):
         load_sources(DataSourceConfig(name=str(path)), key="val.data")
+
+
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.parquet"])
+def test_a_column_that_no_row_has_is_refused(tmp_path: Path, name: str) -> None:
+    row = {"prompt": "a", "completion": "b"}
+    data = parquet([row]) if name.endswith("parquet") else (json.dumps(row) + "\n").encode()
+    (tmp_path / name).write_bytes(data)
+    for columns in ({"messages": "chat"}, {"tools": "functions"}, {"prompt": "question"}):
+        (column, given), *_ = columns.items()
+        with pytest.raises(InvalidSpecError, match=rf'not what data\.columns\.{column} = "{given}" names') as raised:
+            read(tmp_path / name, columns=columns)
+        assert "leave these keys out" in str(raised.value.remedy)
 
 
 def test_the_forms_in_which_tables_hold_conversations(tmp_path: Path) -> None:
@@ -256,6 +271,7 @@ def test_splits_are_shards_and_directories_too(tmp_path: Path, caplog: pytest.Lo
         (lambda path: path.write_text("\n \n"), "holds no rows"),
         (lambda path: path.write_text("[]"), "holds no rows"),
         (lambda path: path.symlink_to("/dev/null"), "neither a file nor a directory"),
+        (lambda path: path.mkdir() or os.mkfifo(path / "a.jsonl"), "a.jsonl is neither a file nor a directory"),
     ],
 )
 def test_what_holds_no_rows_is_named(tmp_path: Path, make: Any, message: str) -> None:

@@ -6,7 +6,7 @@ from itertools import groupby
 from typing import Any
 
 import pytest
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from millrace.config.sections.sft import LossMaskConfig
@@ -173,6 +173,22 @@ def test_text_rows_are_tokenised_joined_and_end_once(monkeypatch: pytest.MonkeyP
     assert text_row(adds, "a\n", "\nb") == "a\n[\nb</s>]"
 
 
+def test_text_rows_begin_as_the_tokenizers_texts_do_once() -> None:
+    spaced = spaced_tokenizer()
+    begins = {"single": "<s> $A", "special_tokens": [("<s>", 9)]}
+    spaced._tokenizer.post_processor = processors.TemplateProcessing(**begins)
+    assert text_row(spaced, "", "ab") == "<s>[ab</s>]"
+    assert text_row(spaced, "ab", "cd") == "<s> ab[cd</s>]"
+    assert text_row(spaced, "<s>ab", "cd") == "<s>ab[cd</s>]"
+
+
+def test_a_completion_without_a_token_of_its_own_is_refused() -> None:
+    spaced = spaced_tokenizer()
+    spaced._tokenizer.model.fuse_unk = True
+    encoder = RowEncoder(spaced, seq_len=64)
+    assert encoder.encode({"prompt": "ü", "completion": "é"}) is None and encoder.num_bad == 1
+
+
 def test_a_text_with_an_end_in_its_midst_is_refused() -> None:
     encoder = RowEncoder(tokenizer_of(None, eos="</s>"), seq_len=64)
     assert encoder.encode({"prompt": "a", "completion": "b</s>c"}) is None and encoder.num_bad == 1
@@ -228,6 +244,84 @@ def test_tools_that_the_template_does_not_write_are_warned_of(caplog: pytest.Log
     assert encoder.encode(row) is not None
     encoder.warn_of_losses()
     assert ["does not write which tools" in record.getMessage() for record in caplog.records] == [True]
+
+
+@pytest.mark.parametrize(
+    ("template", "messages", "trained", "lost"),
+    [
+        (
+            templates.CHATML.replace("{{ m.content }}", "{{ m.content if m.role != 'system' }}"),
+            [{"role": "system", "content": "s"}, *turns("a", "b")],
+            "[b<|im_end|>]\n",
+            "the text of message 0 (system)",
+        ),
+        (
+            templates.CHATML,
+            [
+                {**message, "reasoning_content": "x"} if at == 1 else message
+                for at, message in enumerate(turns(*"abcd"))
+            ],
+            "[d<|im_end|>]\n",
+            "the reasoning of message 1 (assistant)",
+        ),
+    ],
+    ids=["system", "earlier thought"],
+)
+def test_context_that_the_template_leaves_out_is_warned_of(
+    template: str, messages: Any, trained: str, lost: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    encoder = RowEncoder(tokenizer_of(template), seq_len=64)
+    for at in range(2):
+        sample = encoder.encode({"messages": messages}, place=f"rows.jsonl:{at}")
+        assert sample is not None and encoder.num_bad == 0
+    whole = shown(tokenizer_of(template), sample.token_ids, sample.ce_weights)
+    assert whole.endswith(trained.strip()) and "b" in whole
+    encoder.warn_of_losses()
+    first, count = caplog.records
+    assert vars(first)["lost"] == lost and vars(first)["row"] == "rows.jsonl:0" and vars(count)["poorer"] == 2
+
+
+def test_a_conversation_is_given_as_engines_give_it_where_that_writes_more() -> None:
+    tokenizer = tokenizer_of(templates.CHATML.replace("{{ m.content }}", "{{ m.reasoning_content + m.content }}"))
+    parts = [{"type": "text", "text": text} for text in "xy"]
+    flat = {"name": "add", "arguments": {"x": 1}}
+    messages = [
+        {"role": "user", "content": parts, "reasoning_content": ""},
+        {"role": "assistant", "content": parts, "thinking": "t", "tool_calls": [flat]},
+    ]
+    assert "user\nx\ny<|im_end|>" in (text := encoded(tokenizer, {"messages": messages}))
+    assert '[tx\ny<call>add {"x": 1}</call><|im_end|>]' in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "trained"),
+    [(None, "{}"), ("", "{}"), ([1], "[1]"), ("3", "3"), ("{bad", "no JSON: '{bad'"), ('{"a":1,"a":2}', "no JSON")],
+)
+def test_odd_arguments_are_written_as_they_are_or_refused(arguments: Any, trained: str) -> None:
+    call = {"type": "function", "function": {"name": "f", "arguments": arguments}}
+    row = {"messages": [*turns("a"), {"role": "assistant", "content": "", "tool_calls": [call]}]}
+    try:
+        assert f"[<call>f {trained}</call><|im_end|>]" in encoded(tokenizer_of(templates.CHATML), JsonRow(row))
+    except BadRowError as error:
+        assert trained in str(error)
+
+
+def test_a_stop_within_arguments_is_refused() -> None:
+    call = {"function": {"name": "f", "arguments": {"x": "a<|im_end|>b"}}}
+    with pytest.raises(BadRowError, match="ends a turn, within its text"):
+        encoded(
+            tokenizer_of(templates.CHATML),
+            {"messages": [*turns("a"), {"role": "assistant", "content": "", "tool_calls": [call]}]},
+        )
+
+
+def test_a_tokenizer_with_several_templates_and_no_default_refuses_the_row() -> None:
+    tokenizer = tokenizer_of(templates.CHATML)
+    tokenizer.chat_template = {"rag": templates.CHATML, "chat": templates.CHATML}
+    with pytest.raises(BadRowError, match="multiple chat templates"):
+        encoded(tokenizer, {"messages": turns("a", "b")})
+    row = {"messages": turns("a", "b"), "chat_template_kwargs": {"chat_template": "chat"}}
+    assert encoded(tokenizer, row).endswith("[b<|im_end|>]\n")
 
 
 def test_parts_that_are_no_text_are_refused() -> None:

@@ -20,9 +20,12 @@ from millrace.policies.stops import TurnStops, common_prefix, special_tokens, tu
 from millrace.trainer.sft.rendering import BadRowError, Conversation, Message, Rendering, render
 from millrace.trainer.sft.tokens import TextTokens
 from millrace.trainer.sft.written import (
+    MessagePart,
+    call_arguments,
+    decoded_arguments,
+    forms_of,
     texts_of,
     unwritten_parts,
-    with_calls,
     writes_calls_badly,
     writes_tools,
 )
@@ -35,12 +38,13 @@ _THINKING = re.compile(r"\b(?:enable_thinking|thinking)\b")  # what templates ca
 class Encoded(NamedTuple):
     """Token ids, which of them are trained on, and what else a fine-tuning is told of.
 
-    `is_marked`: the template rewrites earlier turns, and its markers say what is trained on. `is_without_tools`: it
-    does not write which tools there are.
+    `lost` names what the template does not write of the context, or of earlier thoughts. `is_marked`: it rewrites
+    earlier turns, and its markers say what is trained on. `is_without_tools`: it does not write which tools there are.
     """
 
     token_ids: list[int]
     trained: list[bool]
+    lost: str = ""
     is_marked: bool = False
     is_without_tools: bool = False
 
@@ -49,17 +53,20 @@ class ConversationEncoder:
     """Renders conversations with a tokenizer's chat template, and marks the tokens of trained messages.
 
     `num_marked` counts conversations that broke the prefix property and were marked by the template itself,
-    `num_without_tools` those whose tools the template does not write.
+    `num_without_tools` those whose tools the template does not write, `num_poor` those of which it leaves context out;
+    `lost` says what it left out of the last one.
     """
 
     def __init__(self, tokenizer: Any, loss_mask: LossMaskConfig, *, stops: TurnStops | None = None) -> None:
         self._tokenizer = tokenizer
         self._trained = loss_mask.model_dump()
         self._stops = stops or turn_stops(tokenizer)
-        self.num_marked = self.num_without_tools = 0
+        self.num_marked = self.num_without_tools = self.num_poor = 0
+        self.lost = ""
 
     def encode(self, conversation: Conversation) -> tuple[list[int], list[bool]]:
         """Token ids, and which of them are trained on; BadRowError if that cannot be told."""
+        self.lost = ""
         flags = [self._is_trained(index, message) for index, message in enumerate(conversation.messages)]
         if not any(flags):
             return [], []
@@ -73,13 +80,15 @@ class ConversationEncoder:
             raise BadRowError(f"{error}{self._mended(conversation, flags)}") from error
         self.num_marked += encoded.is_marked
         self.num_without_tools += encoded.is_without_tools
+        self.lost = encoded.lost
+        self.num_poor += bool(encoded.lost)
         return encoded.token_ids, encoded.trained
 
     def _encode(self, conversation: Conversation, flags: Sequence[bool]) -> Encoded:
-        """Take the arguments of tool calls in the form in which the template writes them."""
+        """Take the conversation in the form of which the template writes most, and arguments as they should stand."""
         refused: list[BadRowError] = []
         poor: list[Encoded] = []
-        for given in with_calls(conversation):
+        for given in forms_of(conversation):
             try:
                 rendering = Rendering(self._tokenizer, given)
                 encoded = self._encode_rendered(given, rendering, flags)
@@ -89,11 +98,15 @@ class ConversationEncoder:
                 refused.append(BadRowError(f"the chat template refuses it: {error}"))
                 refused[-1].__cause__ = error
             else:
-                if not writes_calls_badly(given, rendering.whole):
+                is_bad = writes_calls_badly(given, rendering.whole)
+                if not (encoded.lost or is_bad):
                     return encoded
-                poor.append(encoded)
+                if is_bad and (broken := _no_json(conversation, flags)):
+                    refused.append(BadRowError(broken))
+                else:
+                    poor.append(encoded)
         if poor:
-            return poor[0]
+            return min(poor, key=lambda each: len(each.lost))
         # A form that the template cannot take says less than what is wrong with the one that it takes.
         raise next((error for error in refused if error.__cause__ is None), refused[0])
 
@@ -107,11 +120,26 @@ class ConversationEncoder:
         # A template with markers that rewrites earlier turns leaves their thoughts out, which is said by `is_marked`.
         thoughts = turns[-1:] if encoded.is_marked else turns
         lost = unwritten_parts(self._tokenizer, conversation, whole=rendering.whole, thoughts=thoughts)
-        if lost:
-            roles = [message["role"] for message in conversation.messages]
-            parts = ", ".join(f"{part} ({roles[part.message]})" for part in lost)
-            raise BadRowError(f"the chat template does not write {parts}")
-        return encoded._replace(is_without_tools=not writes_tools(self._tokenizer, conversation, rendering.whole))
+        roles = [message["role"] for message in conversation.messages]
+        named = ", ".join(f"{part} ({roles[part.message]})" for part in lost)
+        if any(self._is_needed(part, conversation, flags, last=turns[-1:]) for part in lost):
+            raise BadRowError(f"the chat template does not write {named}")
+        return encoded._replace(
+            lost=named,
+            is_without_tools=not writes_tools(self._tokenizer, conversation, rendering.whole),
+        )
+
+    def _is_needed(
+        self, part: MessagePart, conversation: Conversation, flags: Sequence[bool], *, last: Sequence[int]
+    ) -> bool:
+        """Whether a lost part is of what the policy is to sample, and not of what engines are not given either.
+
+        Templates leave out earlier turns' thoughts; of a turn that is nothing but a thought nothing would be left.
+        """
+        if not flags[part.message] or part.kind != "reasoning":
+            return flags[part.message]
+        message = conversation.messages[part.message]
+        return part.message in last or not (message.get("content") or message.get("tool_calls"))
 
     def _stretches(
         self, conversation: Conversation, rendering: Rendering, flags: Sequence[bool]
@@ -221,7 +249,15 @@ class ConversationEncoder:
                         )
 
     def _has_markers(self, conversation: Conversation) -> bool:
-        return bool(_MARKER.search(self._tokenizer.get_chat_template(tools=conversation.tools)))
+        return bool(_MARKER.search(self._template(conversation)))
+
+    def _template(self, conversation: Conversation) -> str:
+        """The template that a conversation is rendered with; empty if there are several, and none is the default."""
+        with contextlib.suppress(*TEMPLATE_ERRORS):
+            return self._tokenizer.get_chat_template(
+                conversation.template_arguments.get("chat_template"), tools=conversation.tools
+            )
+        return ""
 
     def _marked(self, conversation: Conversation, flags: Sequence[bool], *, why: str) -> Encoded:
         """Token ids with the mask of the template's generation markers; BadRowError (`why`) if it has none.
@@ -274,10 +310,7 @@ class ConversationEncoder:
 
     def _mended(self, conversation: Conversation, flags: Sequence[bool]) -> str:
         """Which argument of the template would make a refused conversation one that can be trained on, if any does."""
-        try:
-            template = self._tokenizer.get_chat_template(tools=conversation.tools)
-        except TEMPLATE_ERRORS:  # of several named ones none is for it, which is what the row is refused for
-            return ""
+        template = self._template(conversation)
         for name in sorted(set(_THINKING.findall(template)) - conversation.template_arguments.keys()):
             for value in (False, True):
                 arguments = {**conversation.template_arguments, name: value}
@@ -299,6 +332,16 @@ class _Stretch:
     is_trained: bool
     is_prompt: bool = False
     is_whole: bool = True
+
+
+def _no_json(conversation: Conversation, flags: Sequence[bool]) -> str:
+    """Which trained message has arguments of a call that are text and no JSON, in words; empty if none has."""
+    for index, message in enumerate(conversation.messages):
+        for arguments in call_arguments(message):
+            if flags[index] and isinstance(arguments, str) and isinstance(decoded_arguments(arguments), str):
+                name = f"message {index} ({message['role']})"
+                return f"{name} has arguments of a tool call that are no JSON: {arguments[:60]!r}"
+    return ""
 
 
 def _opened(token_ids: Sequence[int], first: int, end: int, headers: Sequence[list[int]]) -> int | None:

@@ -59,6 +59,9 @@ class RowEncoder:
         except BadRowError as error:
             self._note_bad(Violation(field="data.name", message=str(error), source=place or None))
             return None
+        if self._conversations.lost and self._conversations.num_poor == 1:
+            what = {"row": place, "lost": self._conversations.lost}
+            logger.warning("the chat template leaves out context of a row", extra=what)
         end = max((at + 1 for at, flag in enumerate(trained) if flag), default=0)
         self.longest = max(self.longest, end)
         length = min(end, self._seq_len)
@@ -128,6 +131,11 @@ class RowEncoder:
             )
         if self.num_bad:
             logger.warning("rows cannot be used", extra={"rows": self.num_rows, "left_out": self.num_bad})
+        if self._conversations.num_poor:
+            logger.warning(
+                "the chat template leaves out context of rows",
+                extra={"rows": self.num_rows, "poorer": self._conversations.num_poor},
+            )
         if self._conversations.num_without_tools:
             logger.warning(
                 "the chat template does not write which tools there are",
@@ -154,6 +162,10 @@ class RowEncoder:
         """Tokens of the joined text, with what the tokenizer puts before a text, and one stop behind it."""
         tokens = TextTokens(self._tokenizer, prompt + completion)
         bound = tokens.behind_prompt(len(prompt))
+        if completion.strip() and bound == len(tokens.token_ids):
+            raise BadRowError(
+                f"the tokenizer knows nothing of the completion {completion[:40]!r}: it has no token of its own"
+            )
         token_ids, mask = tokens.token_ids, self._loss_mask
         stops = self._stops.token_ids
         stop = next((at for at in range(bound, len(token_ids)) if token_ids[at] in stops), None)
@@ -166,16 +178,16 @@ class RowEncoder:
                 f"the completion has {word!r}, which ends it, within its text: no engine would go on behind it"
             )
         token_ids = token_ids[: len(token_ids) if stop is None else stop + 1]
-        lead = self._lead(prompt)
+        lead = self._lead(prompt + completion)
         trained = [mask.user] * (len(lead) + bound) + [mask.assistant] * (len(token_ids) - bound)
         return lead + token_ids, trained
 
-    def _lead(self, prompt: str) -> list[int]:
-        """What the tokenizer puts before a prompt: often a token that begins every text."""
-        token_ids = list(self._tokenizer(prompt)["input_ids"])
-        plain = list(self._tokenizer(prompt, add_special_tokens=False)["input_ids"])
+    def _lead(self, text: str) -> list[int]:
+        """What the tokenizer puts before a text that does not begin so itself: often a token that begins every text."""
+        token_ids = list(self._tokenizer(text)["input_ids"])
+        plain = list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
         count = next((at for at in range(len(token_ids) + 1) if token_ids[at : at + len(plain)] == plain), 0)
-        return token_ids[:count]
+        return [] if plain[:count] == token_ids[:count] else token_ids[:count]
 
     def _note_bad(self, problem: Violation) -> None:
         """Count a row that cannot be used, and refuse the data if they are many."""
@@ -197,4 +209,4 @@ class RowEncoder:
 
     def _count_from_zero(self) -> None:
         self.num_rows = self.num_cut = self.num_dropped = self.num_bad = self.longest = 0
-        self._conversations.num_marked = self._conversations.num_without_tools = 0
+        self._conversations.num_marked = self._conversations.num_without_tools = self._conversations.num_poor = 0

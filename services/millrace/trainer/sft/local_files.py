@@ -128,6 +128,8 @@ def _below(directory: Path, *, is_deep: bool = True) -> Iterator[Path]:
             raise NoFilesError(f"{entry.absolute()} is a link to nothing")
         if entry.is_file():
             yield entry
+        elif not entry.is_dir() and _stem(entry) is not None:
+            raise NoFilesError(f"{entry.absolute()} {_NOT_ONE[False, True]}")
         elif is_deep and entry.is_dir() and not _is_above(entry):
             yield from _below(entry)
 

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, NoReturn
 
 from millrace.decoding import MAX_JSON_BYTES, decode_json, unpacked
 from millrace.errors import CorruptObjectError, InvalidSpecError, InvalidStateError, NotFoundError, Violation
-from millrace.trainer.sft.columns import COLUMNS, Row, WrongColumnsError, plain, require_columns, take_row
+from millrace.trainer.sft.columns import COLUMNS, Row, WrongColumnsError, named, plain, require_columns, take_row
 
 _REASON = "DATA_INVALID"
 _MOST_ARRAY_BYTES = 1 << 30
@@ -29,7 +29,7 @@ _ROW = 'write lines like {"prompt": …, "completion": …} or {"messages": […
 _ONE_A_LINE = "write each row in one line (jq -c . FILE > rows.jsonl), or all rows in one JSON array"
 _PLAIN_JSON = "write what every reader of JSON takes: null for NaN, each key once, numbers of at most 4,000 digits"
 _AGAIN = "fetch or write the file once more; no row of it is taken"
-_UTF_16 = "write it as UTF-8: iconv -f UTF-16{} -t UTF-8 FILE > rows.jsonl"
+_UTF = "write it as UTF-8: iconv -f UTF-{} -t UTF-8 FILE > rows.jsonl"
 _TABLE = "write its rows as JSON Lines or as Parquet"
 _FOREIGN: Mapping[bytes, tuple[str, str]] = {
     b"PK\x03\x04": ("is a zip archive", "unpack it, and name the file with the rows"),
@@ -37,13 +37,16 @@ _FOREIGN: Mapping[bytes, tuple[str, str]] = {
     b"\xfd7zXZ": ("is packed with xz", "pack it with gzip: xzcat FILE | gzip > rows.jsonl.gz"),
     b"\x04\x22\x4d\x18": ("is packed with lz4", "pack it with gzip: lz4cat FILE | gzip > rows.jsonl.gz"),
     b"version https://git-lfs": ("is a pointer of Git LFS instead of the data", "fetch the data: git lfs pull"),
-    **dict.fromkeys((b"\xff\xfe", b"\xfe\xff"), ("is UTF-16 text", _UTF_16.format(""))),
-    **dict.fromkeys((b"{\0", b"[\0"), ("is UTF-16 text", _UTF_16.format("LE"))),
-    **dict.fromkeys((b"\0{", b"\0["), ("is UTF-16 text", _UTF_16.format("BE"))),
+    **dict.fromkeys((b"\xff\xfe\0\0", b"\0\0\xfe\xff"), ("is UTF-32 text", _UTF.format("32"))),
+    **dict.fromkeys((b"{\0\0\0", b"[\0\0\0"), ("is UTF-32 text", _UTF.format("32LE"))),
+    **dict.fromkeys((b"\0\0\0{", b"\0\0\0["), ("is UTF-32 text", _UTF.format("32BE"))),
+    **dict.fromkeys((b"\xff\xfe", b"\xfe\xff"), ("is UTF-16 text", _UTF.format("16"))),
+    **dict.fromkeys((b"{\0", b"[\0"), ("is UTF-16 text", _UTF.format("16LE"))),
+    **dict.fromkeys((b"\0{", b"\0["), ("is UTF-16 text", _UTF.format("16BE"))),
     b"SQLite format 3": ("is an SQLite database", _TABLE),
     b"\x80\x04": ("is a pickle", _TABLE),
 }
-"""What files begin with that are not read: what they are, and the remedy."""
+"""What files begin with that are not read: what they are, and the remedy. The first that fits counts."""
 _TOKEN = re.compile(rb'"(?:[^"\\]++|\\.)*+"|[][{},]', re.DOTALL)
 _LONGEST_SIGN = max(map(len, _FOREIGN))
 
@@ -64,6 +67,7 @@ class RowReader:
     def __init__(self, columns: Mapping[str, str], *, key: str = "data") -> None:
         self._columns = {name: columns.get(name, name) for name in COLUMNS}
         self._names = set(self._columns.values())
+        self._unseen = {name: column for name, column in self._columns.items() if name != column}
         self._key = key
 
     def read(self, path: Path) -> Iterator[tuple[Place, Row]]:
@@ -84,6 +88,8 @@ class RowReader:
 
     def take(self, found: Any, place: Place, *, is_json: bool = False) -> Row:
         """The columns of a row that are read, checked; what is no JSON may hold what JSON has not."""
+        if self._unseen and isinstance(found, Mapping):
+            self._unseen = {name: column for name, column in self._unseen.items() if column not in found}
         try:
             if not is_json:
                 found = {name: plain(each, name=name) if name in self._names else each for name, each in found.items()}
@@ -92,6 +98,11 @@ class RowReader:
             self._refuse_columns(error, list(found), source=str(place), value=found)
         except ValueError as error:
             self.refuse(str(error), source=str(place), value=found)
+
+    def require_seen(self, source: str) -> None:
+        """InvalidSpecError if the config gives a column a name that no row has had."""
+        if self._unseen:
+            self._refuse_names(self._unseen, "has rows", source=source)
 
     def missing(self, name: str, problem: str) -> NotFoundError:
         """The error of data that is not there."""
@@ -112,12 +123,20 @@ class RowReader:
     def _refuse_columns(
         self, error: WrongColumnsError, names: Sequence[str], *, source: str, value: Any = None
     ) -> NoReturn:
+        mapped = {name: column for name, column in self._columns.items() if name != column and column not in names}
+        if mapped:
+            self._refuse_names(mapped, f"it has {named(names)}", source=source, value=value)
         others = [name for name in names if name not in COLUMNS]
         name = next((name for name in ("messages", "prompt", "completion") if name not in names), None)
         remedy = _ROW
         if name and others:
             remedy += f", or say what a column is called there: {self._key}.columns.{name} = {json.dumps(others[0])}"
         self.refuse(str(error), source=source, value=value, remedy=remedy)
+
+    def _refuse_names(self, columns: Mapping[str, str], there: str, *, source: str, value: Any = None) -> NoReturn:
+        told = ", ".join(f"{self._key}.columns.{name} = {json.dumps(column)}" for name, column in columns.items())
+        remedy = "name columns that the data has, or leave these keys out"
+        self.refuse(f"{there}, and not what {told} names", source=source, value=value, remedy=remedy)
 
     def _refuse_foreign(self, path: Path, begin: bytes) -> None:
         for sign, (message, remedy) in _FOREIGN.items():

@@ -44,10 +44,13 @@ def load_sources(config: DataSourceConfig, *, key: str = "data", most: int | Non
     subsets: Sequence[str | None] = config.subsets or [None] * count
     splits: Sequence[str | None] = config.splits or [None] * count
     reader = RowReader(config.columns.model_dump(), key=key)
-    return [
+    sources = [
         _load_source(config, subset, split, reader=reader, most=most)
         for subset, split in zip(subsets, splits, strict=True)
     ]
+    if most is None or sum(len(source.rows) for source in sources) < most:  # all rows were read
+        reader.require_seen(config.name)
+    return sources
 
 
 def load_rows(config: DataSourceConfig, *, key: str = "data") -> Source:

@@ -33,11 +33,33 @@ class MessagePart(NamedTuple):
         return named.get(self.kind, f"the {self.kind} of message {self.message}")
 
 
-def with_calls(conversation: Conversation) -> Iterator[Conversation]:
-    """The conversation with the arguments of its tool calls as objects, and then as JSON text, which some want."""
-    yield _with_arguments(conversation, as_text=False)
-    if any(call_arguments(message) for message in conversation.messages):
-        yield _with_arguments(conversation, as_text=True)
+def forms_of(conversation: Conversation) -> Iterator[Conversation]:
+    """The conversation as it is given, and then as engines give it to templates.
+
+    Of each one with the arguments of its tool calls as objects, and then as JSON text, which some templates want.
+    """
+    plain = replace(conversation, messages=[_as_engines_give(message) for message in conversation.messages])
+    for form in (conversation, plain) if plain.messages != list(conversation.messages) else (conversation,):
+        yield _with_arguments(form, as_text=False)
+        if any(_calls(message) for message in form.messages):
+            yield _with_arguments(form, as_text=True)
+
+
+def _as_engines_give(message: Message) -> Message:
+    """A message with parts of text as one text, its thought under every name, and what it calls as functions."""
+    given = dict(message)
+    content = given.get("content")
+    if isinstance(content, list) and content:
+        texts = [part.get("text") if isinstance(part, Mapping) else None for part in content]
+        given["content"] = "\n".join(text or "" for text in texts)
+    if thought := next((given[name] for name in REASONING if given.get(name)), None):
+        given |= dict.fromkeys(REASONING, thought)
+    if calls := _calls(message):
+        given["tool_calls"] = [
+            call if "function" in call or "name" not in call else {"type": "function", "function": call}
+            for call in calls
+        ]
+    return given
 
 
 def writes_calls_badly(conversation: Conversation, text: str) -> bool:
@@ -62,8 +84,7 @@ def unwritten_parts(
 ) -> list[MessagePart]:
     """The parts of messages that the template does not write.
 
-    `whole` is the conversation as rendered. `thoughts` are the messages whose reasoning counts: templates leave others'
-    out on purpose.
+    `whole` is the conversation as rendered. `thoughts` are the messages whose reasoning is looked for.
     """
     parts = [
         part
@@ -85,7 +106,7 @@ def writes_tools(tokenizer: Any, conversation: Conversation, whole: str) -> bool
 
 
 def texts_of(message: Message) -> Iterator[str]:
-    """The texts of a message that the template may write."""
+    """The texts of a message that the template may write, arguments of tool calls among them."""
     content = message.get("content")
     for part in [content] if isinstance(content, str) else content or []:
         if isinstance(text := part.get("text") if isinstance(part, Mapping) else part, str):
@@ -93,6 +114,8 @@ def texts_of(message: Message) -> Iterator[str]:
     for name in REASONING:
         if isinstance(text := message.get(name), str):
             yield text
+    for arguments in call_arguments(message):
+        yield json.dumps(arguments, ensure_ascii=False)
 
 
 def _parts(index: int, message: Message, *, has_thought: bool) -> Iterator[MessagePart]:
@@ -171,9 +194,12 @@ def _longer(function: Mapping[str, Any], word: str) -> Any:
     """A function's arguments with another one."""
     arguments = function.get("arguments")
     decoded = decoded_arguments(arguments)
-    if not isinstance(decoded, Mapping):
-        return arguments + word if isinstance(arguments, str) else arguments
-    longer = {**decoded, word: word}
+    if isinstance(decoded, Mapping):
+        longer: Any = {**decoded, word: word}
+    elif isinstance(decoded, list):
+        longer = [*decoded, word]
+    else:
+        return arguments + word if isinstance(arguments, str) else word
     return json.dumps(longer, ensure_ascii=False) if isinstance(arguments, str) else longer
 
 
@@ -190,8 +216,7 @@ def decoded_arguments(arguments: Any) -> Any:
 def _with_arguments(conversation: Conversation, *, as_text: bool) -> Conversation:
     def changed(function: Mapping[str, Any]) -> Mapping[str, Any]:
         arguments = function.get("arguments")
-        if arguments is None:
-            return function
+        arguments = {} if arguments is None else arguments
         if not as_text:
             return {**function, "arguments": decoded_arguments(arguments)}
         text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
