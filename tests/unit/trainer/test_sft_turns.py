@@ -176,7 +176,7 @@ def test_text_rows_are_tokenised_joined_and_end_once(monkeypatch: pytest.MonkeyP
 def test_text_rows_begin_as_the_tokenizers_texts_do_once() -> None:
     spaced = spaced_tokenizer()
     begins = {"single": "<s> $A", "special_tokens": [("<s>", 9)]}
-    spaced._tokenizer.post_processor = processors.TemplateProcessing(**begins)
+    spaced.backend_tokenizer.post_processor = processors.TemplateProcessing(**begins)
     assert text_row(spaced, "", "ab") == "<s>[ab</s>]"
     assert text_row(spaced, "ab", "cd") == "<s> ab[cd</s>]"
     assert text_row(spaced, "<s>ab", "cd") == "<s>ab[cd</s>]"
@@ -184,7 +184,7 @@ def test_text_rows_begin_as_the_tokenizers_texts_do_once() -> None:
 
 def test_a_completion_without_a_token_of_its_own_is_refused() -> None:
     spaced = spaced_tokenizer()
-    spaced._tokenizer.model.fuse_unk = True
+    spaced.backend_tokenizer.model.fuse_unk = True
     encoder = RowEncoder(spaced, seq_len=64)
     assert encoder.encode({"prompt": "ü", "completion": "é"}) is None and encoder.num_bad == 1
 
