@@ -23,9 +23,9 @@ from millrace.trainer.sft.written import (
     MessagePart,
     call_arguments,
     decoded_arguments,
-    forms_of,
     texts_of,
     unwritten_parts,
+    with_calls,
     writes_calls_badly,
     writes_tools,
 )
@@ -88,7 +88,7 @@ class ConversationEncoder:
         """Take the conversation in the form of which the template writes most, and arguments as they should stand."""
         refused: list[BadRowError] = []
         poor: list[Encoded] = []
-        for given in forms_of(conversation):
+        for given in with_calls(conversation):
             try:
                 rendering = Rendering(self._tokenizer, given)
                 encoded = self._encode_rendered(given, rendering, flags)

@@ -33,7 +33,7 @@ class MessagePart(NamedTuple):
         return named.get(self.kind, f"the {self.kind} of message {self.message}")
 
 
-def forms_of(conversation: Conversation) -> Iterator[Conversation]:
+def with_calls(conversation: Conversation) -> Iterator[Conversation]:
     """The conversation as it is given, and then as engines give it to templates.
 
     Of each one with the arguments of its tool calls as objects, and then as JSON text, which some templates want.
