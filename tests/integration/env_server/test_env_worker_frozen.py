@@ -119,7 +119,7 @@ async def test_rollouts_that_an_engine_keeps_waiting_are_one_wait_for_it(server,
     groups = [server.request("reverse-text", n, mode="hang", args=args, size=2) for n in range(2)]
     for group in groups:
         await call(server.stub.PlayGroup, group, timeout_s=patient(PLAY_TIMEOUT_S))
-    wait = await until_there("4 rollouts of reverse-text with the engine at")
+    wait = await until_there("4 rollouts of reverse-text that are played with the engine at")
     assert (wait.waits_on, wait.run) == (engine.base_url("hang"), server.log.uid)
     assert wait.deadline_s > groups[0].rollout_timeout_seconds
     everything = env_service_pb2.CancelGroupsRequest(run_uid=server.log.uid, epoch=1)

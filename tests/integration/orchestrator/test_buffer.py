@@ -105,7 +105,7 @@ async def test_a_filter_that_never_passes_is_named(stack) -> None:
     run = await new_run(stack, "starved", buffer={"online_difficulty_filtering": True})
     events = await watch(stack, run)
     error = events[-1].state_changed.error
-    says = "online_difficulty_filtering` lets nothing pass: of the last 20 groups 0 had the mean reward 0 and 20 the"
+    says = "lets nothing pass: of the last 20 groups 0 had only the lowest reward of `reward_range` and 20 only the"
     assert error.reason == "NO_ADVANTAGE" and says in error.message
     assert "lets nothing pass: of the last 2 groups" in bodies(events, "warning")[0].message
 

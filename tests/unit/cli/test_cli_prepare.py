@@ -154,7 +154,7 @@ def test_missing_file(run):
 
 def test_dry_run_prints_the_resolved_config(rl, run):
     done = run("rl", "@", "rl.toml", "--dry-run", "--model.name", "outputs/nobody")
-    assert done.returncode == 0 and done.stderr == ""
+    assert done.returncode == 0 and "no outputs/nobody on this machine, so the model was not looked at" in done.stderr
     config = json.loads(done.stdout)
     assert config["orchestrator"]["batch_size"] == 8 and config["trainer"]["model"]["name"] == "outputs/nobody"
 

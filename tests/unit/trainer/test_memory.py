@@ -203,7 +203,7 @@ def test_one_process_shares_on_the_device_that_it_computes_on(monkeypatch: pytes
 @pytest.mark.parametrize("reshards", [None, False, True])
 def test_an_optimizer_is_given_what_gets_the_gradients_behind_a_look_at_packing(reshards: bool | None) -> None:
     trained = sharded(torch.bfloat16, reshard_after_forward=reshards)
-    assert packing_of(trained, PackConfig(), compute_dtype=torch.bfloat16, gang=Gang()) is not None
+    assert packing_of(trained, PackConfig(), longest=8, compute_dtype=torch.bfloat16, gang=Gang()) is not None
     given = list(trained.parameters())
     assert all(isinstance(each, DTensor) and each.dtype == torch.float32 for each in given)
     trained(input_ids=torch.arange(8)[None], use_cache=False).logits.float().square().mean().backward()

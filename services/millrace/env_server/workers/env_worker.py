@@ -16,6 +16,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import cast
 
 from millrace.decoding import decode_object
 from millrace.env_server import standing
@@ -84,8 +85,8 @@ def run(channel_fd: int, echo_fd: int) -> None:
     for inherited in (channel_fd, echo_fd):
         os.set_inheritable(inherited, False)  # what the environment starts does not get them
     channel = socket.socket(fileno=channel_fd)
-    loop = OwnTimeLoop()
-    start_answering(socket.socket(fileno=echo_fd), loop.stuck_at)
+    running: list[OwnTimeLoop] = []  # made behind the environment's loading, which must not see its sockets
+    start_answering(socket.socket(fileno=echo_fd), lambda: running[0].stuck_at() if running else None)
     # What environments print belongs to the log, not to a pipe that nobody reads.
     os.dup2(2, 1)
     setup("env-worker")
@@ -103,7 +104,8 @@ def run(channel_fd: int, echo_fd: int) -> None:
     # Loading a v0 environment installs handlers that start a teardown; here the socket says when to stop.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    with asyncio.Runner(loop_factory=lambda: loop) as runner:
+    with asyncio.Runner(loop_factory=OwnTimeLoop) as runner:
+        running.append(cast("OwnTimeLoop", runner.get_loop()))
         runner.run(_Worker(adapter, channel).run())
 
 
