@@ -21,7 +21,7 @@ trap 'rm -rf "$work"' EXIT
 python3 -m venv "$work/venv"
 "$work/venv/bin/pip" install -q torch==2.13.0 transformers==5.23.0
 cd "$work"
-HF_HUB_OFFLINE=1 TRANSFORMERS_VERBOSITY=error "$work/venv/bin/python" -W ignore - <<'EOF'
+HF_HUB_OFFLINE=1 TMPDIR="$work" TRANSFORMERS_VERBOSITY=error "$work/venv/bin/python" -W ignore - <<'EOF'
 import sys
 from importlib.metadata import version
 
