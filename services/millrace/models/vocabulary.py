@@ -28,8 +28,9 @@ def load_tokenizer(directory: Path) -> Any:
     """
     from transformers import AutoTokenizer
 
-    if (directory / _CONFIG).exists():
-        read_object(directory / _CONFIG)
+    for name in ("config.json", _CONFIG):  # AutoTokenizer reads both
+        if (directory / name).exists():
+            read_object(directory / name)
     try:
         tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # foreign code on foreign files: tokenizers raises classes of its own

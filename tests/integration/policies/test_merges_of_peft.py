@@ -27,6 +27,7 @@ from millrace.models.adapter_files import ADAPTER_WEIGHTS
 from millrace.policies.peft.directory import open_adapter
 from millrace.trainer.gang.distributed import Gang
 from millrace.trainer.model.lora import add_adapters
+from millrace.trainer.model.pretrained import policy_files
 from millrace.trainer.sft.saving import save_adapter, save_model
 
 peft: Any = pytest.importorskip("peft")
@@ -228,7 +229,8 @@ def test_our_adapters_are_those_of_peft(
             parameter.data += 0.1 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(5))
     kept: dict[str, Any] = {"dtype": torch.float32, "gang": gang}
     adapter = save_adapter(model, spec, base=base.name, target=tmp_path / "adapter", **kept)
-    whole = save_model(model, source=base, target=tmp_path / "model", **kept)
+    files = policy_files(model, base, dtype=torch.float32)
+    whole = save_model(model, files=files, target=tmp_path / "model", **kept)
     named = json.loads((adapter / "adapter_config.json").read_text())["base_model_name_or_path"]
     unmerged = peft.PeftModel.from_pretrained(load(Path(named)), adapter)
     told = unmerged.load_adapter(adapter, "again")
