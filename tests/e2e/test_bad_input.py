@@ -134,20 +134,26 @@ def test_load_environment_raises_on_a_stack_of_its_own(warm) -> None:
 
 
 @pytest.mark.parametrize(
-    ("config", "text"),
-    [("{damaged", "config.json"), ('{"model_type": "nonsense"}', "nonsense")],
+    ("config", "problem", "remedy", "reason"),
+    [
+        ("{damaged", "config.json cannot be used", "copy, download or make the model again", "MODEL_FILE_UNUSABLE"),
+        (
+            '{"model_type": "nonsense"}',
+            "cannot be loaded: its config.json does not load",
+            "set model.name to a directory with config.json, tokenizer and *.safetensors",
+            "MODEL_NOT_FOUND",
+        ),
+    ],
 )
-def test_damaged_model(warm, server, config: str, text: str) -> None:
+def test_damaged_model(warm, server, config: str, problem: str, remedy: str, reason: str) -> None:
     damaged = warm.path / "outputs" / "damaged"
     shutil.rmtree(damaged, ignore_errors=True)
     shutil.copytree(warm.path / "outputs" / "reverse-text" / "sft" / "model", damaged)
     (damaged / "config.json").write_text(config)
     code, output = rl(warm, "--model.name", "outputs/damaged", env=server)
     assert code == 1
-    assert str(damaged) in output and text in output and "TOKENIZER" not in output
-    assert "cannot be loaded" in output or "MODEL_FILE_UNUSABLE" in output
-    assert "set model.name to a directory with config.json, tokenizer and *.safetensors" in output
-    assert "[MODEL_NOT_FOUND] (trainer)" in output
+    assert str(damaged) in output and problem in output and remedy in output
+    assert f"[{reason}] (trainer)" in output
 
 
 def test_second_create_with_the_same_request_id(warm, server, capsys) -> None:
