@@ -8,46 +8,17 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, GptOssConfig, GptOssForCausalLM
-from transformers.integrations.mxfp4 import FP4_VALUES
+from transformers import AutoModelForCausalLM
 
 from millrace.errors import InvalidStateError
 from millrace.inference.embedded import loader as engine
 from millrace.models.loading import check_weights
 from millrace.trainer.model.pretrained import load_model, policy_files
-from millrace_testing.model_files import Change, Tensors, rewrite
+from millrace_testing.model_files import Change, rewrite
+from millrace_testing.quantized_files import E4M3_MAX, in_fp8, say_quantized, write_mxfp4
 
-E4M3_MAX = 448.0
 HALF_STEP = 2.0**-4
 """Largest rounding of E4M3, which has three bits behind the first one, relative to the number."""
-
-
-def _say(directory: Path, said: object) -> Path:
-    path = directory / "config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), "quantization_config": said}))
-    return directory
-
-
-def _fp8(block: tuple[int, int] | None, *, scale_dtype: torch.dtype = torch.float32) -> Change:
-    """Every projection in FP8, with a factor for each block of rows and columns, or one for all."""
-
-    def change(tensors: Tensors) -> Tensors:
-        found: Tensors = {}
-        for name, tensor in tensors.items():
-            if not name.endswith("proj.weight"):
-                found[name] = tensor
-                continue
-            high, wide = block or tuple(tensor.shape)
-            parts = [[each.abs().max() / E4M3_MAX for each in row.split(wide, 1)] for row in tensor.split(high, 0)]
-            scale = torch.tensor(parts).exp2().log2() if scale_dtype == torch.float32 else torch.tensor(parts)
-            if scale_dtype != torch.float32:
-                scale = torch.exp2(torch.ceil(torch.log2(scale)))
-            spread = scale.repeat_interleave(high, 0)[: tensor.shape[0]].repeat_interleave(wide, 1)
-            found[name] = (tensor / spread[:, : tensor.shape[1]]).to(torch.float8_e4m3fn)
-            found[f"{name}_scale_inv"] = (scale if block else scale[0, 0]).to(scale_dtype)
-        return found
-
-    return change
 
 
 BLOCKS: dict[str, tuple[tuple[int, int] | None, torch.dtype]] = {
@@ -62,9 +33,9 @@ BLOCKS: dict[str, tuple[tuple[int, int] | None, torch.dtype]] = {
 @pytest.mark.parametrize("case", BLOCKS)
 def test_fp8_is_trained_as_the_numbers_it_stands_for(sound: Path, copy: Path, case: str) -> None:
     block, scale_dtype = BLOCKS[case]
-    rewrite(copy, _fp8(block, scale_dtype=scale_dtype))
+    rewrite(copy, in_fp8(block, scale_dtype=scale_dtype))
     said = {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3"}
-    _say(copy, {**said, **({} if block is None else {"weight_block_size": list(block)})})
+    say_quantized(copy, {**said, **({} if block is None else {"weight_block_size": list(block)})})
     check_weights(copy)
     original = load_file(sound / "model.safetensors")
     for model in (load_model(copy), engine.load_model(copy, None, context_length=64)):
@@ -80,48 +51,15 @@ def test_fp8_is_trained_as_the_numbers_it_stands_for(sound: Path, copy: Path, ca
 
 @pytest.mark.long
 def test_fp8_in_blocks_that_divide_is_what_transformers_makes_of_it(copy: Path) -> None:
-    rewrite(copy, _fp8((8, 8)))
-    _say(copy, {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [8, 8]})
+    rewrite(copy, in_fp8((8, 8)))
+    say_quantized(copy, {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [8, 8]})
     expected = AutoModelForCausalLM.from_pretrained(copy, dtype=torch.float32).state_dict()
     found = load_model(copy).state_dict()
     assert all(torch.equal(tensor, expected[name]) for name, tensor in found.items())
 
 
 def test_mxfp4_is_trained_as_the_numbers_it_stands_for(tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    sizes: dict[str, Any] = {
-        "vocab_size": 48,
-        "hidden_size": 64,
-        "intermediate_size": 32,
-        "num_hidden_layers": 1,
-        "head_dim": 16,
-    }
-    heads: dict[str, Any] = {
-        "num_attention_heads": 2,
-        "num_key_value_heads": 2,
-        "num_local_experts": 2,
-        "num_experts_per_tok": 1,
-    }
-    GptOssForCausalLM(GptOssConfig(**sizes, **heads, pad_token_id=None, eos_token_id=2)).save_pretrained(tmp_path)
-    expected: Tensors = {}
-
-    def pack(tensors: Tensors) -> Tensors:
-        found: Tensors = {}
-        for name, tensor in tensors.items():
-            if not name.endswith(("gate_up_proj", "down_proj")):
-                found[name] = tensor
-                continue
-            experts, fan_in, fan_out = tensor.shape
-            blocks = torch.randint(0, 256, (experts, fan_out, fan_in // 32, 16), dtype=torch.uint8)
-            scales = torch.randint(118, 126, blocks.shape[:-1], dtype=torch.uint8)
-            nibbles = torch.stack([blocks & 15, blocks >> 4], -1).reshape(experts, fan_out, fan_in // 32, 32)
-            numbers = torch.tensor(FP4_VALUES)[nibbles.long()] * torch.exp2(scales.float() - 127)[..., None]
-            expected[name] = numbers.reshape(experts, fan_out, fan_in).transpose(1, 2)
-            found |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
-        return found
-
-    rewrite(tmp_path, pack)
-    _say(tmp_path, {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]})
+    expected = write_mxfp4(tmp_path)
     check_weights(tmp_path)
     found = load_model(tmp_path).state_dict()
     assert len(expected) == 2 and all(torch.equal(found[name], numbers) for name, numbers in expected.items())
@@ -150,21 +88,21 @@ UNKNOWN: dict[str, tuple[Any, str]] = {
 @pytest.mark.parametrize("load", [load_model, check_weights, lambda d: engine.load_model(d, None, context_length=64)])
 def test_what_is_not_known_is_refused_with_the_remedy(copy: Path, case: str, load: Callable[[Path], object]) -> None:
     said, message = UNKNOWN[case]
-    _say(copy, said)
+    say_quantized(copy, said)
     with pytest.raises(InvalidStateError, match=message) as raised:
         load(copy)
     assert raised.value.reason == "MODEL_QUANTIZED" and "dequantize()" in str(raised.value)
 
 
 ODD: dict[str, tuple[Change, object]] = {
-    "FP8 that no config explains": (_fp8((8, 8)), None),
+    "FP8 that no config explains": (in_fp8((8, 8)), None),
     "integers that no config explains": (
         lambda tensors: {**tensors, "lm_head.weight": tensors["lm_head.weight"].to(torch.int8)},
         None,
     ),
-    "factors of other blocks": (_fp8((8, 8)), {"quant_method": "fp8", "weight_block_size": [16, 16]}),
+    "factors of other blocks": (in_fp8((8, 8)), {"quant_method": "fp8", "weight_block_size": [16, 16]}),
     "weights without factors": (
-        lambda tensors: {name: each for name, each in _fp8((8, 8))(tensors).items() if "_inv" not in name},
+        lambda tensors: {name: each for name, each in in_fp8((8, 8))(tensors).items() if "_inv" not in name},
         {"quant_method": "fp8", "weight_block_size": [8, 8]},
     ),
 }
@@ -173,7 +111,7 @@ ODD: dict[str, tuple[Change, object]] = {
 @pytest.mark.parametrize("case", ODD)
 def test_tensors_that_their_config_does_not_explain_are_refused(copy: Path, case: str) -> None:
     change, said = ODD[case]
-    _say(rewrite(copy, change), said)
+    say_quantized(rewrite(copy, change), said)
     for load in (load_model, check_weights):
         with pytest.raises(InvalidStateError, match="weight") as raised:
             load(copy)
@@ -182,7 +120,7 @@ def test_tensors_that_their_config_does_not_explain_are_refused(copy: Path, case
 
 def test_a_config_that_says_it_of_plain_files_is_saved_without_it(sound: Path, copy: Path) -> None:
     """As whoever dequantized the files by hand leaves it."""
-    _say(copy, {"quant_method": "fp8", "weight_block_size": [128, 128]})
+    say_quantized(copy, {"quant_method": "fp8", "weight_block_size": [128, 128]})
     expected = load_file(sound / "model.safetensors")
     assert all(torch.equal(each, expected[name]) for name, each in load_model(copy).state_dict().items())
     assert b"quantization_config" not in policy_files(load_model(copy), copy, dtype=torch.float32)["config.json"]
