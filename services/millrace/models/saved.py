@@ -7,6 +7,7 @@ engines write into the memory of the model.
 """
 
 import copy
+import json
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,6 +17,9 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
+
+from millrace.decoding import decode_object
+from millrace.models.older_names import with_older_names
 
 _OF_THE_FILES = ("quantization_config", "compression_config", "transformers_weights", "auto_map")
 """Keys of configs that say how files are stored, how they are called, and which code beside them makes the model.
@@ -89,7 +93,10 @@ def kept_in_float32(model: nn.Module, *, dtype: torch.dtype) -> frozenset[str]:
 
 
 def saved_config(model: Any, *, dtype: torch.dtype) -> bytes:
-    """`config.json` of the model that is held, weights in `dtype`; of the text part alone where only that is held."""
+    """`config.json` of the model that is held, weights in `dtype`; of the text part alone where only that is held.
+
+    It says what transformers 4 and 5 call otherwise in the words of both.
+    """
     config = copy.deepcopy(model.config)
     config.architectures = [own_class(model).__name__]
     for level in _levels(config):
@@ -97,7 +104,8 @@ def saved_config(model: Any, *, dtype: torch.dtype) -> bytes:
         for name in _OF_THE_FILES:
             if hasattr(level, name):
                 delattr(level, name)
-    return config.to_json_string().encode()
+    said = decode_object(config.to_json_string().encode(), what="a model's config", reason="MODEL_CORRUPT")
+    return json.dumps(with_older_names(config, said), indent=2, sort_keys=True).encode() + b"\n"
 
 
 def own_class(model: nn.Module) -> type[Any]:

@@ -24,7 +24,7 @@ from millrace.trainer.model.pretrained import load_model, policy_files
 from millrace.trainer.model.published import described_tensors, policy_tensors
 from millrace.trainer.model.snapshot import Snapshots, share_bytes
 from millrace_testing.trainer.families import FAMILIES, make_family, make_other
-from millrace_testing.trainer.saved import loading_problems, logits_of, names_in, saved_again
+from millrace_testing.trainer.saved import exported_again, loading_problems, logits_of, names_in, saved_again
 
 BIAS = "model.layers.1.mlp.gate.e_score_correction_bias"
 TEXT = "qwen3_5, text part"
@@ -68,6 +68,17 @@ def test_the_config_says_the_format_at_every_level_and_nothing_of_quantisation(t
     levels = (config, config["text_config"], config["vision_config"])
     assert [level["dtype"] for level in levels] == ["float32"] * 3
     assert "quantization_config" not in config and config["architectures"] == ["Gemma3ForConditionalGeneration"]
+
+
+def test_the_config_of_what_is_saved_and_published_is_one_that_transformers_4_reads(
+    models: Mapping[str, Path], tmp_path: Path
+) -> None:
+    model, saved = saved_again(models["gpt_neox"], tmp_path / "saved", dtype=torch.bfloat16)
+    exported = exported_again(model, models["gpt_neox"], tmp_path / "exported", dtype=torch.bfloat16)
+    for directory in (saved, exported):
+        said = json.loads((directory / "config.json").read_text())
+        older = {"rotary_emb_base": 10000.0, "rotary_pct": 0.25, "rope_scaling": None, "torch_dtype": "bfloat16"}
+        assert said | older == said
 
 
 def test_the_config_names_no_code_and_no_files_of_the_start_model(models: Mapping[str, Path], tmp_path: Path) -> None:

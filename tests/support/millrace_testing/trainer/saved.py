@@ -61,7 +61,7 @@ def round_trip(name: str, directory: Path) -> RoundTrip:
     for dtype in _FORMATS:
         made = {
             "saved": saved_again(source, directory / f"saved-{dtype}", dtype=dtype)[1],
-            "a policy": _exported(model, source, directory / f"policy-{dtype}", dtype=dtype),
+            "a policy": exported_again(model, source, directory / f"policy-{dtype}", dtype=dtype),
         }
         theirs = model if dtype == torch.float32 else AutoModelForCausalLM.from_pretrained(source, dtype=dtype)
         wanted = {"logits": logits_of(theirs), "dtype": dtype, "gap": 0.0}
@@ -88,7 +88,7 @@ def saved_again(source: Path, target: Path, *, dtype: torch.dtype = torch.float3
     return model, save_model(model, files=files, target=target, dtype=dtype, gang=Gang())
 
 
-def _exported(model: Any, source: Path, target: Path, *, dtype: torch.dtype) -> Path:
+def exported_again(model: Any, source: Path, target: Path, *, dtype: torch.dtype) -> Path:
     """A published version of it, as `millrace run export-policy` writes it."""
     store = LocalStore(target.with_name(f"{target.name}-store"))
     contents = PolicyContents(
