@@ -38,7 +38,10 @@ def _whole(tensor: Any) -> torch.Tensor:
 
 def _learned(directory: Path, device: torch.device) -> dict[str, torch.Tensor]:
     """The weights from which a trainer on that device begins."""
-    keys = {"trainer": {"model": {"name": str(directory), "seq_len": 32, "dtype": "float32"}}, "data": {"batch_size": 4, "seq_len": 32}}
+    keys = {
+        "trainer": {"model": {"name": str(directory), "seq_len": 32, "dtype": "float32"}},
+        "data": {"batch_size": 4, "seq_len": 32},
+    }
     gang = Gang(device=device)
     try:
         bench = TrainerBench.model_validate(keys | {"steps": 1})
