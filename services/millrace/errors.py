@@ -22,9 +22,24 @@ to do.
 This module imports neither grpc nor protobuf: it is on the start-up path of the command line.
 """
 
+import errno
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
+
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+_REFUSED = (
+    errno.EACCES,
+    errno.EISDIR,
+    errno.ELOOP,
+    errno.ENAMETOOLONG,
+    errno.ENOENT,
+    errno.ENOTDIR,
+    errno.ENOTEMPTY,
+    errno.EPERM,
+    errno.EROFS,
+)
+"""What the operating system answers about a path that a user named."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -238,3 +253,24 @@ def error_classes() -> Iterator[type[MillraceError]]:
         pending.extend(children)
         if cls is not MillraceError and cls.__module__ == __name__:
             yield cls
+
+
+def of_system(error: BaseException, *, path: object = None) -> MillraceError | None:
+    """What the operating system refused to do with a path, as our error; None for anything else.
+
+    `path` is what was worked on, for errors that name none, as those of a write do.
+    A directory that cannot be written into, say, is the user's to mend, and no defect.
+    """
+    if not isinstance(error, OSError) or error.errno not in (*_FULL, *_REFUSED):
+        return None
+    path = error.filename2 or error.filename or path
+    message = f"{path}: {error.strerror}" if path is not None else str(error.strerror)
+    if error.errno in _FULL:
+        return CapacityError(message, reason="DISK_FULL", remedy="free disk space, or name a directory on another disk")
+    if path is None:
+        return None
+    return InvalidStateError(
+        message,
+        reason="PATH_REFUSED",
+        remedy="name another path, or see that it is there and may be read and written",
+    )

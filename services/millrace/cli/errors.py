@@ -8,7 +8,7 @@ import sys
 import traceback
 from typing import TextIO
 
-from millrace.errors import InvalidSpecError, MillraceError, Violation
+from millrace.errors import InvalidSpecError, MillraceError, Violation, of_system
 
 EXIT_FAILED = 1
 EXIT_USAGE = 2
@@ -39,24 +39,24 @@ def report(error: BaseException, *, is_debug: bool, stream: TextIO | None = None
     out = stream or sys.stderr
     if is_debug:
         traceback.print_exception(error, file=out)
-    match error:
+    match of_system(error) or error:
         case Interrupted() | KeyboardInterrupt():
             return getattr(error, "exit_code", 130)
-        case InvalidSpecError():
-            _print_violations(error, out)
-        case MillraceError():
-            print(f"Error: {error.message}", file=out)
-            _print_remedy(error.remedy, out)
-        case CliError():
-            print(f"Error: {error.message}", file=out)
-            _print_remedy(error.hint, out)
+        case InvalidSpecError() as known:
+            _print_violations(known, out)
+        case MillraceError() as known:
+            print(f"Error: {known.message}", file=out)
+            _print_remedy(known.remedy, out)
+        case CliError() as known:
+            print(f"Error: {known.message}", file=out)
+            _print_remedy(known.hint, out)
         case _:
             print(f"Error: {type(error).__name__}: {error}", file=out)
             _print_remedy("this is a defect of Millrace; --debug shows where it happened", out)
             return EXIT_FAILED
-    if is_debug and isinstance(error, MillraceError):
-        print(f"  reason: {error.reason}   request: {error.request_id or '-'}", file=out)
-    return error.exit_code
+    if is_debug and isinstance(known, MillraceError):
+        print(f"  reason: {known.reason}   request: {known.request_id or '-'}", file=out)
+    return known.exit_code
 
 
 def _print_violations(error: InvalidSpecError, out: TextIO) -> None:

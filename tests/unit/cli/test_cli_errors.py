@@ -1,6 +1,8 @@
 """Every error as a message with its remedy, and an exit code."""
 
+import errno
 import io
+import os
 import signal
 
 import pytest
@@ -71,3 +73,18 @@ def test_debug_adds_traceback_reason_and_request():
     error.request_id = "r-1"
     code, text = reported(error, is_debug=True)
     assert code == 5 and "UnavailableError: gone" in text and "reason: DRAINING   request: r-1" in text
+
+
+@pytest.mark.parametrize(
+    ("number", "code", "remedy"),
+    [
+        (errno.ENOTDIR, 2, "name another path"),
+        (errno.EACCES, 2, "name another path"),
+        (errno.EROFS, 2, "name another path"),
+        (errno.ENOSPC, 5, "free disk space"),
+        (errno.ECHILD, 1, "defect"),
+    ],
+)
+def test_what_the_system_refuses_of_a_path_is_no_defect(number, code, remedy):
+    found, text = reported(OSError(number, os.strerror(number), "/data/run"))
+    assert found == code and "/data/run" in text.splitlines()[0] and remedy in text.splitlines()[1]

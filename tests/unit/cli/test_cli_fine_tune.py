@@ -1,6 +1,7 @@
 """`millrace sft` as a child process: its exit code, its output, and Ctrl-C."""
 
 import asyncio
+import json
 import os
 import signal
 import subprocess
@@ -14,6 +15,7 @@ import pytest
 from millrace.cli.main import main
 from millrace.cli.session import fine_tune
 from millrace.processes import table
+from millrace_testing.model_files import make_qwen3, write_tokenizer
 
 # Stands in for the trainer: prints what it was given and does what the config's number of steps says.
 TRAINER = """
@@ -74,6 +76,41 @@ def test_a_dry_run_looks_at_the_first_rows_of_local_files(tmp_path, capsys):
     said = capsys.readouterr()
     assert not said.out and "val.data.name: needs `messages`" in said.err and f"at: {other}/a.jsonl:1" in said.err
     assert main(["sft", "--model.name", "gpt2", "--dry-run", "--data.name", "owner/data-2.5"]) == 0
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    """A model whose template writes messages as words, and their ends."""
+    directory = make_qwen3(tmp_path_factory.mktemp("model"), is_tied=True)
+    return write_tokenizer(directory, num_tokens=48)
+
+
+def messages(answer: str) -> str:
+    said = [{"role": "user", "content": "t1"}, {"role": "assistant", "content": answer}]
+    return json.dumps({"messages": said}) + "\n"
+
+
+def test_a_dry_run_encodes_the_first_rows_for_a_local_model(tmp_path, capsys, model):
+    """What a run would refuse of all its rows is refused; of more rows than are looked at it is a note."""
+    data = tmp_path / "rows.jsonl"
+    flags = ["sft", "--model.name", str(model), "--dry-run", "--data.name", str(data), "--data.seq-len", "8"]
+    data.write_text(messages("t2 t3") * 3)
+    assert main(flags) == 0 and "note" not in capsys.readouterr().err
+    data.write_text(messages("t2 t3") * 19 + messages("t2 " * 20))
+    assert main(flags) == 0
+    assert "of the first 20 rows 1 are cut at data.seq_len = 8; the longest has 23 tokens" in capsys.readouterr().err
+    refused = messages("t2 t47 t3")
+    data.write_text(messages("t2") + refused)
+    assert main(flags) == 2
+    said = capsys.readouterr()
+    assert not said.out and "(1 of 2 rows cannot be used)" in said.err and f"{data}:2" in said.err
+    data.write_text(refused * 300)
+    assert main(flags) == 0
+    assert "note: data: of the first 256 rows: data.name: " in capsys.readouterr().err
+    data.write_text(messages("t2"))
+    other = tmp_path / "val.jsonl"
+    other.write_text(refused)
+    assert main([*flags, "--val.data.name", str(other)]) == 2 and f"{other}:1" in capsys.readouterr().err
 
 
 def test_output_and_exit_code_are_the_trainers(tmp_path):

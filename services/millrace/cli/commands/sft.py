@@ -12,7 +12,7 @@ Options:
   --bench         Take steps on fake samples instead, in isolation, and print tokens/s, MFU, peak memory, time by phase;
                   --bench.steps N of them. --data.fake.type fixed|variable says how long they are.
   --name NAME     Name of the run, as `run.name`; made up if left out.
-  --dry-run       Look at the first rows of local data files, print the resolved config, and do nothing.
+  --dry-run       Look at a local model and at the first rows of local data, print the resolved config, and do nothing.
   --debug         Show tracebacks."""
 
 _NUM_RANKS = "nproc-per-node"
@@ -32,7 +32,7 @@ def sft(arguments: tuple[str, ...]) -> int:
     """Fine-tune a model on prompts and completions, on this machine; Ctrl-C stops it."""
     from millrace.cli.session.bench import flags, is_bench, run_bench, trainer_bench
     from millrace.cli.session.config_file import explained, refuse_check, require_file_or_model
-    from millrace.cli.session.dry_run import look_at_data, look_at_model, print_config
+    from millrace.cli.session.dry_run import look_at_fine_tuning, print_config
     from millrace.cli.session.model_path import check_models
     from millrace.cli.session.new_name import check_new_name
     from millrace.cli.session.notes import refuse_blocked, say_notes
@@ -51,14 +51,7 @@ def sft(arguments: tuple[str, ...]) -> int:
     say_notes(loaded.notes)
     benches = is_bench(loaded.flags)
     if loaded.flags.get("dry-run"):
-        has_conversations = look_at_data(config)
-        look_at_model(
-            "model.name",
-            config.model.name,
-            tokenizer=None,
-            needs_template=has_conversations,
-            output_dir=config.output_dir,
-        )
+        look_at_fine_tuning(config)
         print_config(config)
         return 0
     refuse_blocked(loaded.notes)

@@ -10,56 +10,55 @@ from millrace.cli.session.model_path import is_path
 from millrace.config import RLConfig, SFTConfig
 from millrace.config.section import Document
 
-_ROWS_LOOKED_AT = 256
-
 
 def print_config(config: Document) -> None:
     """Print every key with its value as JSON (TOML cannot say null) on standard output."""
     click.echo(json.dumps(json.loads(config.resolved_json()), indent=2))
 
 
-def look_at_data(config: SFTConfig) -> bool:
-    """Read the first rows of every local data file; whether one of them is a conversation. Raises as `load_sources`.
+def look_at_fine_tuning(config: SFTConfig) -> None:
+    """Look at the first rows of local data files, at a local model, and at what it would be trained on of these rows.
 
-    Rows of the Hub are not looked at. A path that is not there gets a note: the config may be for another machine.
+    The errors are those of a run that starts. What is not on this machine gets a note: the config may be for another.
     """
     try:
-        from millrace.trainer.sft.local_files import is_local, is_there
-        from millrace.trainer.sft.rows import is_conversation, load_sources
-    except ImportError:  # the command line alone is installed, without what trains
-        return False
-    has_conversations = False
-    sources = {"data": config.data} | ({} if config.val is None else {"val.data": config.val.data})
-    for key, source in sources.items():
-        if not is_local(source.name):
-            continue
-        if is_there(source.name):
-            found = load_sources(source, key=key, most=_ROWS_LOOKED_AT)
-            has_conversations |= any(is_conversation(row) for each in found for row in each.rows)
-        else:
-            click.echo(
-                f"note: {key}.name: there is no {source.name} on this machine, so no row was looked at", err=True
-            )
-    return has_conversations
+        look = importlib.import_module("millrace.trainer.sft.look")  # by name: the command line works without torch
+    except ModuleNotFoundError:
+        return
+    tables = look.tables(config)
+    found = [each for key, table in tables.items() if (each := look.first_rows(key, table)) is not None]
+    for key in tables.keys() - {each.key for each in found}:
+        if look.is_local(tables[key].name):
+            name = tables[key].name
+            click.echo(f"note: {key}.name: there is no {name} on this machine, so no row was looked at", err=True)
+    name, needs_template = config.model.name, any(each.have_conversations for each in found)
+    if not look_at_model(
+        "model.name", name, tokenizer=None, needs_template=needs_template, output_dir=config.output_dir
+    ):
+        return
+    for each in found:
+        for note in look.look_at_rows(config, each, directory=Path(name).expanduser()):
+            click.echo(f"note: {each.key}: {note}", err=True)
 
 
-def look_at_model(key: str, name: str, *, tokenizer: str | None, needs_template: bool, output_dir: str) -> None:
-    """Look at a model that is a directory on this machine; the errors are those of a run that starts.
+def look_at_model(key: str, name: str, *, tokenizer: str | None, needs_template: bool, output_dir: str) -> bool:
+    """Look at a model that is a directory on this machine, if it is one; the errors are those of a run that starts.
 
     A model of the Hub is not looked at. A path that is not there gets a note: the config may be for another machine.
     """
     directory, other = Path(name).expanduser(), Path(tokenizer or name).expanduser()
     if not is_path(name, output_dir=output_dir):
-        return
+        return False
     if not directory.is_dir() or not other.is_dir():
         click.echo(f"note: {key}: there is no {name} on this machine, so the model was not looked at", err=True)
-        return
+        return False
     try:
         looker = importlib.import_module("millrace.models.look")  # by name: the command line works without torch
     except ModuleNotFoundError:
-        return
+        return False
     for note in looker.look_at(directory, tokenizer=other, needs_template=needs_template):
         click.echo(f"note: {key}: {note}", err=True)
+    return True
 
 
 def look_at_models(config: RLConfig) -> None:

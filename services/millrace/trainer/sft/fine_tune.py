@@ -48,11 +48,19 @@ from millrace.trainer.model.pretrained import (
     resolve_publish_dtype,
     with_turn_stops,
 )
+from millrace.trainer.model.published import described_tensors
 from millrace.trainer.sft.checkpoints import SFTCheckpoints
 from millrace.trainer.sft.encoder import RowEncoder
 from millrace.trainer.sft.order import Order, mix, take_full, take_rows
 from millrace.trainer.sft.rows import Source, digest_rows, load_rows, load_sources
-from millrace.trainer.sft.saving import require_mergeable, save_adapter, save_model
+from millrace.trainer.sft.saving import (
+    num_bytes_of,
+    require_mergeable,
+    save_adapter,
+    save_model,
+    system_errors,
+    try_to_save,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -112,9 +120,15 @@ def run_sft(config: SFTConfig, *, gang: Gang, on_step: Callable[[SFTStep], None]
         require_mergeable(built.model)
         seed_rank(config.seed, rank=gang.layout.draw(gang.rank))  # the adapters' dropout
     dtype = resolve_publish_dtype(config.model, device=gang.device)
-    with agreed(gang):  # before the first step, because the model is worth nothing without them
+    output = Path(config.output_dir) / (config.run.name or "sft")
+    # Before the first step, because what is trained is worth nothing if it cannot be saved.
+    with agreed(gang), system_errors(output):
+        output.mkdir(parents=True, exist_ok=True)
         files = policy_files(built.model, directory, dtype=dtype)
         files = with_turn_stops(files, directory, tokenizer=directory)
+        if gang.is_leader:
+            num_bytes = num_bytes_of(described_tensors(built.model, dtype=dtype))
+            try_to_save(files, target=output / "model", num_bytes=num_bytes)
     optimizer = PolicyOptimizer(
         built.model,
         optim=config.optim,
@@ -122,8 +136,6 @@ def run_sft(config: SFTConfig, *, gang: Gang, on_step: Callable[[SFTStep], None]
         max_steps=data.num_steps,
         offloads_state=config.model.optim_cpu_offload,
     )
-    output = Path(config.output_dir) / (config.run.name or "sft")
-    output.mkdir(parents=True, exist_ok=True)
     checkpoints = SFTCheckpoints(
         config,
         output / "checkpoints",

@@ -1,14 +1,15 @@
 """Writes what was trained as Hugging Face directories."""
 
 import contextlib
+import math
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 import torch
 from torch import nn
 
-from millrace.errors import InvalidStateError
+from millrace.errors import CapacityError, InvalidStateError, of_system
 from millrace.models.adapter_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from millrace.policies.adapter import AdapterSpec, base_model_name
 from millrace.policies.tensors import TensorBytes, plan_safetensors
@@ -57,6 +58,32 @@ def require_mergeable(model: nn.Module) -> None:
             )
 
 
+def try_to_save(files: Mapping[str, bytes], *, target: Path, num_bytes: int) -> None:
+    """Write the small files of a model beside where it will lie, and take them away: what saves it must not fail.
+
+    InvalidStateError (PATH_REFUSED) if they cannot be written; CapacityError (DISK_FULL) if the disk has no room for
+    the weights, which take `num_bytes`.
+    """
+    fresh = target.with_name(f".{target.name}.new")
+    with system_errors(target):
+        try:
+            _write_small(fresh, files)
+            free_bytes = shutil.disk_usage(fresh).free
+        finally:
+            shutil.rmtree(fresh, ignore_errors=True)
+    if free_bytes < num_bytes:
+        raise CapacityError(
+            f"{target.parent} has {free_bytes} bytes free, and the model takes {num_bytes}",
+            reason="DISK_FULL",
+            remedy="free disk space, or name a directory on another disk with output_dir",
+        )
+
+
+def num_bytes_of(described: Iterable[tuple[str, str, tuple[int, ...]]]) -> int:
+    """Return how many bytes tensors take that are described by name, number format and shape."""
+    return sum(math.prod(shape) * getattr(torch, tag).itemsize for _, tag, shape in described)
+
+
 def write_directory(
     target: Path,
     files: Mapping[str, bytes],
@@ -73,13 +100,9 @@ def write_directory(
     fresh = target.with_name(f".{target.name}.new")
     with contextlib.ExitStack() as opened:
         file, failure = None, None
-        with agreed(gang):
+        with agreed(gang), system_errors(target):
             if gang.is_leader:
-                shutil.rmtree(fresh, ignore_errors=True)
-                fresh.mkdir(parents=True)
-                for name, content in files.items():
-                    (fresh / name).parent.mkdir(exist_ok=True)
-                    (fresh / name).write_bytes(content)
+                _write_small(fresh, files)
                 file = opened.enter_context((fresh / weights).open("wb"))
                 file.write(plan_safetensors(described)[0])
         for _, tensor in tensors:
@@ -89,7 +112,7 @@ def write_directory(
                 except OSError as error:  # the others wait for this rank at the next tensor, and hear of it at the end
                     failure = error
             del tensor
-        with agreed(gang):
+        with agreed(gang), system_errors(target):
             if failure is not None:
                 raise failure
             if file is not None:
@@ -111,3 +134,21 @@ def replace_directory(fresh: Path, target: Path) -> None:
             aside.rename(target)
         raise
     shutil.rmtree(aside, ignore_errors=True)
+
+
+def _write_small(directory: Path, files: Mapping[str, bytes]) -> None:
+    """Write files into a new directory, which takes the place of one that an earlier attempt left."""
+    shutil.rmtree(directory, ignore_errors=True)
+    directory.mkdir(parents=True)
+    for name, content in files.items():
+        (directory / name).parent.mkdir(exist_ok=True)
+        (directory / name).write_bytes(content)
+
+
+@contextlib.contextmanager
+def system_errors(path: Path) -> Iterator[None]:
+    """Raise as our errors what the operating system refuses while `path` is written."""
+    try:
+        yield
+    except OSError as error:
+        raise of_system(error, path=path) or error from error

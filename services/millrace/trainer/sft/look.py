@@ -1,0 +1,78 @@
+"""A look at a fine-tuning's first rows before anything starts, and at what its model would be trained on of them."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from millrace.config.sections.sft import DataSourceConfig, SFTConfig
+from millrace.errors import InvalidSpecError
+from millrace.models.vocabulary import require_tokenizer
+from millrace.policies.stops import turn_stops
+from millrace.trainer.sft.encoder import RowEncoder
+from millrace.trainer.sft.local_files import is_local, is_there
+from millrace.trainer.sft.rows import Source, is_conversation, load_sources
+
+_MOST = 256
+"""Rows of each file that are looked at."""
+
+
+@dataclass(frozen=True, slots=True)
+class FirstRows:
+    """The first rows of the data under a key of the config, and whether there are no others."""
+
+    key: str
+    source: Source
+    are_all: bool
+
+    @property
+    def have_conversations(self) -> bool:
+        """Whether one of them is a conversation."""
+        return any(map(is_conversation, self.source.rows))
+
+
+def tables(config: SFTConfig) -> dict[str, DataSourceConfig]:
+    """The tables of a config that name data, by their keys."""
+    return {"data": config.data} | ({} if config.val is None else {"val.data": config.val.data})
+
+
+def first_rows(key: str, table: DataSourceConfig) -> FirstRows | None:
+    """The first rows of local files, as `load_sources` gives them; None of the Hub, or of what is not here."""
+    if not is_local(table.name) or not is_there(table.name):
+        return None
+    sources = load_sources(table, key=key, most=_MOST)
+    rows = [row for source in sources for row in source.rows]
+    places = [place for source in sources for place in source.places]
+    return FirstRows(key, Source(rows, places), are_all=len(rows) < _MOST)
+
+
+def look_at_rows(config: SFTConfig, found: FirstRows, *, directory: Path) -> Iterator[str]:
+    """Encode rows for the model in `directory`; notes on what is cut or left out.
+
+    InvalidSpecError as a run that starts, if these are all rows: of others a run may find enough that are good.
+    """
+    tokenizer = require_tokenizer(directory, model=directory, needs_template=found.have_conversations)
+    encoder = RowEncoder(
+        tokenizer,
+        seq_len=config.data.seq_len,
+        loss_mask=config.data.loss_mask,
+        stops=turn_stops(tokenizer, directory),
+    )
+    places = [found.source.place(index) for index in range(len(found.source.rows))]
+    rows = list(zip(found.source.rows, places, strict=True))
+    try:
+        encoder.require_completion(rows)
+        for row, place in rows:
+            encoder.encode(row, place=place)
+    except InvalidSpecError as error:
+        if found.are_all:
+            raise
+        yield f"of the first {len(rows)} rows: {error}"
+        return
+    counts = {
+        f"cut at data.seq_len = {config.data.seq_len}": encoder.num_cut,
+        "dropped, because no token that is trained on is left": encoder.num_dropped,
+        "left out, because they cannot be encoded": encoder.num_bad,
+    }
+    for what, count in counts.items():
+        if count:
+            yield f"of the first {len(rows)} rows {count} are {what}; the longest has {encoder.longest} tokens"
