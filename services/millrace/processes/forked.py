@@ -204,7 +204,7 @@ class ForkServerClient:
             self._answers.pop(number, None)
         if "pid" not in said:
             raise ForkServerError(f"the fork server refuses {module}: {said.get('refused', '')}")
-        return self._children[said["pid"]]
+        return said["child"]
 
     def stop(self) -> None:
         """End the server; its children's ends are noticed without it. Idempotent."""
@@ -240,6 +240,7 @@ class ForkServerClient:
             answer = self._answers.get(said["id"])
             if "pid" in said:
                 child = self._children[said["pid"]] = ForkedProcess(said["pid"])
+                said = {**said, "child": child}  # whoever waits may look only when its end has been heard of, too
                 if answer is None or answer.done():
                     with contextlib.suppress(ProcessLookupError):  # nobody waits for it any more
                         os.kill(child.pid, signal.SIGKILL)

@@ -5,6 +5,7 @@ import json
 import os
 import signal
 import sys
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -91,6 +92,16 @@ async def test_how_it_ends_is_known(supervisor: Supervisor, tmp_path: Path, what
     assert is_forked(child) and await exit_code(child) == code
     assert await supervisor.next_death() is child
     assert ("as asked" in "\n".join(describe_death(child).last_lines)) == (what == "raise")
+
+
+async def test_one_that_has_ended_before_its_start_is_heard_of_is_known(supervisor: Supervisor, tmp_path: Path) -> None:
+    await exit_code(await supervisor.start(spec_of(tmp_path, "exit 0", name="first")))  # everything is loaded
+    starting = asyncio.create_task(supervisor.start(spec_of(tmp_path, "exit 7")))
+    for _ in range(20):
+        await asyncio.sleep(0)  # it is asked for
+    time.sleep(0.5)
+    child = await starting
+    assert is_forked(child) and await exit_code(child) == 7
 
 
 async def test_a_killed_one_is_known_by_its_signal(supervisor: Supervisor, tmp_path: Path) -> None:
