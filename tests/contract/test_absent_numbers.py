@@ -1,7 +1,8 @@
 """Where rollouts, rewards and advantages are read and written, 0 is not taken for a number that is absent."""
 
 import ast
-from collections.abc import Iterator
+import functools
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 import pytest
@@ -9,22 +10,37 @@ import pytest
 import millrace
 
 ROOT = Path(millrace.__file__).parent
-ROOMS = ("algorithms", "env_server/adapters", "rollouts")
+ROOMS = ("algorithms", "env_server", "rollouts", "orchestrator/drive", "orchestrator/play", "trainer/losses")
+ROOMS += ("trainer/learning", "dashboard", "exports", "runlog/events")
 FILES = sorted(path for room in ROOMS for path in (ROOT / room).rglob("*.py"))
 NUMBERS = ("float", "int")
 
 
-def optional_numbers() -> set[str]:
-    """Names of fields and arguments that are a number or None, anywhere in these rooms."""
-    found: set[str] = set()
-    for path in FILES:
-        for node in ast.walk(ast.parse(path.read_text())):
+@functools.cache
+def optional_numbers(room: str) -> frozenset[str]:
+    """Names of fields and of what is called that are a number or None, in a room and in what all of them read."""
+    files = [path for path in FILES if path.relative_to(ROOT).parts[0] in (room, "rollouts")]
+    return frozenset(name for path in files for name in declared(ast.parse(path.read_text())))
+
+
+def declared(tree: ast.Module) -> Iterator[str]:
+    for kind in (node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)):
+        for node in kind.body:
             if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and is_optional(node.annotation):
-                found.add(node.target.id)
-            if isinstance(node, ast.arg) and node.annotation is not None and is_optional(node.annotation):
-                found.add(node.arg)
-            if isinstance(node, ast.FunctionDef) and node.returns is not None and is_optional(node.returns):
-                found.add(node.name)
+                yield node.target.id
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.returns and is_optional(node.returns):
+            yield node.name
+
+
+def own_names(tree: ast.AST) -> set[str]:
+    """Names of variables and arguments of one module that are a number or None."""
+    found: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and is_optional(node.annotation):
+            found.add(node.target.id)
+        if isinstance(node, ast.arg) and node.annotation is not None and is_optional(node.annotation):
+            found.add(node.arg)
     return found
 
 
@@ -48,13 +64,22 @@ def truths(tree: ast.AST) -> Iterator[ast.expr]:
             yield from (each.elt if isinstance(each, ast.GeneratorExp | ast.ListComp) else each for each in node.args)
 
 
-def mistaken(source: str, names: set[str]) -> list[str]:
+def name_of(node: ast.expr) -> str:
+    """What an expression reads: a field, or what a function or a method returns."""
+    if isinstance(node, ast.Call):
+        node = node.func
+        return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
+    return node.attr if isinstance(node, ast.Attribute) else ""
+
+
+def mistaken(source: str, names: Collection[str]) -> list[str]:
     """What of a module takes 0 for absent: an optional number's truth, and a number that stands in for one."""
     tree = ast.parse(source)
+    own = own_names(tree)
     found = [
         f"{each.lineno}: {ast.unparse(each)}"
         for each in truths(tree)
-        if (isinstance(each, ast.Attribute) and each.attr in names) or (isinstance(each, ast.Name) and each.id in names)
+        if name_of(each) in names or (isinstance(each, ast.Name) and each.id in own)
     ]
     for node in ast.walk(tree):
         if isinstance(node, ast.BoolOp) and isinstance(node.op, ast.Or):
@@ -70,7 +95,8 @@ def mistaken(source: str, names: set[str]) -> list[str]:
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_0_is_not_absent(path: Path) -> None:
-    assert not mistaken(path.read_text(), optional_numbers()), "say `is None`, and what absent means"
+    names = optional_numbers(path.relative_to(ROOT).parts[0])
+    assert not mistaken(path.read_text(), names), "say `is None`, and what absent means"
 
 
 @pytest.mark.parametrize(
@@ -79,10 +105,11 @@ def test_0_is_not_absent(path: Path) -> None:
         "x = turn.reward or 0.0",
         "x = value or 1",
         "any(turn.reward for turn in turns)",
-        "if reward: pass",
+        "def f(reward: float | None) -> None:\n    if reward: pass",
+        "if turn.reward(): pass",
         "y = [turn for turn in turns if turn.reward]",
         "z = 1 if not turn.reward else 2",
-        "bool(reward)",
+        "bool(turn.reward)",
     ],
 )
 def test_what_takes_0_for_absent_is_seen(line: str) -> None:

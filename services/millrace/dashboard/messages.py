@@ -65,12 +65,18 @@ def lineage(said: Said, *, run: str) -> rs.GetLineageResponse:
     return rs.GetLineageResponse(version=of_version)
 
 
+def _count(said: Said, name: str) -> int:
+    """A count that may be null, or not be there: 0."""
+    value = said.get(name)
+    return 0 if value is None else value
+
+
 def _version(said: Said) -> lineage_pb2.TracedVersion:
     batch, saved = said["batch"], said["checkpoint"]
     found = lineage_pb2.TracedVersion(
         version=said["version"],
         is_known=said["is_known"],
-        num_tokens=said.get("tokens") or 0,
+        num_tokens=_count(said, "tokens"),
         digest=said.get("digest", ""),
         uri=said.get("uri", ""),
         codec=said.get("codec", ""),
@@ -90,7 +96,7 @@ def _batch(said: Said) -> lineage_pb2.TracedBatch:
         is_done=said["is_done"],
         key=said["key"],
         num_rollouts=said["rollouts"],
-        num_trained=said.get("trained") or 0,
+        num_trained=_count(said, "trained"),
         reward_mean=said.get("reward"),
         dropped=said.get("dropped_groups", {}),
         problem=said.get("problem", ""),

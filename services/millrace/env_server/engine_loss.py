@@ -32,7 +32,7 @@ _EXTERNAL_BACKOFF = Backoff(1.0, MAX_RETRY_AFTER_S, spread=(1.0, 1.25))
 def external_pause_s(attempt: int, retry_after: str | None) -> float:
     """Seconds before the try that follows the `attempt`-th, from 1: what the endpoint asks for, else 1, 2, 4, ..."""
     try:
-        asked_s = float(retry_after or 0.0)
+        asked_s = 0.0 if retry_after is None else float(retry_after)
     except ValueError:  # a date: rare, and our own pauses do
         asked_s = 0.0
     is_asked = 0 < asked_s < float("inf")

@@ -31,6 +31,7 @@ def target_of(config: Mapping[str, Any], *, uid: str, run: str, directory: Path)
     """The target of a run by its resolved config; its defaults where that has no `[wandb]`."""
     wandb = config.get("wandb") or {}
     extras = wandb.get("log_extras") or {}
+    interval = extras.get("interval")
     return WandbTarget(
         project=wandb.get("project") or DEFAULT_PROJECT,
         id=wandb.get("id") or uid,
@@ -42,6 +43,6 @@ def target_of(config: Mapping[str, Any], *, uid: str, run: str, directory: Path)
         directory=directory,
         samples=bool(extras.get("samples")),
         distributions=bool(extras.get("distributions")),
-        interval=extras.get("interval") or 10,
+        interval=10 if interval is None else interval,
         config=config,
     )

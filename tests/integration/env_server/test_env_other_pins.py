@@ -92,11 +92,12 @@ async def test_v1_of_0_4_says_that_a_prompt_does_not_fit(server: Any, pins: dict
     assert (rollout.status, rollout.error.type) == (RolloutStatus.PROMPT_TOO_LONG, "PromptTooLong"), rollout.error
 
 
-async def test_v1_of_0_4_calls_the_tools_of_mcp_servers(server: Any, pins: dict[str, str]) -> None:
+@pytest.mark.parametrize("mode", ["tools", "objects"])
+async def test_v1_of_0_4_calls_the_tools_of_mcp_servers(server: Any, pins: dict[str, str], mode: str) -> None:
     answer, args = await opened(server, "tooled-v1", pins["0.4"])
     assert answer.state == env_service_pb2.ENV_STATE_READY, answer
     changes = {"purpose": rollout_pb2.PURPOSE_EVAL, "eval_id": "tools", "is_external": True, "use_train_tasks": True}
-    rollout = await server.play_one("tooled-v1", 2, args=args, mode="tools", **changes)
+    rollout = await server.play_one("tooled-v1", 2, args=args, mode=mode, **changes)
     assert rollout.status is RolloutStatus.OK and rollout.reward == 1.0 and rollout.num_turns == 2, rollout.error
 
 

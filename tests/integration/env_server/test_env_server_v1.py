@@ -149,6 +149,17 @@ async def test_timeouts_of_the_environment(server: Any, mode: str, stage: str) -
     args = {"env": {"agent": {"timeout": {"setup": 1.0, "scoring": 1.0}}}}
     rollout = await faulty(server, mode, args=args)
     assert_failed(rollout, RolloutStatus.TIMEOUT, "EnvironmentTimeout", stage)
+    assert f"raise args.env.agent.timeout.{stage} " in rollout.error.message
+
+
+async def test_a_timeout_names_the_key_of_an_environment_that_has_an_option_of_that_name(server: Any) -> None:
+    agent = {"runtime": {"type": "subprocess"}, "timeout": {"scoring": 0.5}}
+    args = {"env": "slow", "millrace": {"env": {"agent": agent}}}
+    opened = await server.open("placed-v1", args)
+    assert opened.state == env_service_pb2.ENV_STATE_READY, opened.error_message
+    rollout = await server.play_one("placed-v1", 0, args=args)
+    assert_failed(rollout, RolloutStatus.TIMEOUT, "EnvironmentTimeout", "args.millrace.env.agent.timeout.scoring ")
+    assert "args.env" not in rollout.error.message
 
 
 async def test_rollout_deadline(server: Any) -> None:

@@ -43,12 +43,13 @@ async def test_a_server_that_cannot_be_started_is_said_at_load(server: Any) -> N
     assert "/no/such/program" in opened.error_message and "orchestrator.env.args" in opened.error_message
 
 
-async def test_a_v1_tool_server_answers_the_policy(server: Any) -> None:
+@pytest.mark.parametrize("mode", ["tools", "objects"])
+async def test_a_v1_tool_server_answers_the_policy(server: Any, mode: str) -> None:
     """At an endpoint that parses tool calls; with our engines the renderer of the model's family parses them."""
     opened = await server.open("tooled-v1")
     assert opened.state == env_service_pb2.ENV_STATE_READY, opened.error_message
     changes = {"purpose": rollout_pb2.PURPOSE_EVAL, "eval_id": "tools", "is_external": True, "use_train_tasks": True}
-    rollout = await server.play_one("tooled-v1", 2, mode="tools", **changes)
+    rollout = await server.play_one("tooled-v1", 2, mode=mode, **changes)
     assert rollout.status is RolloutStatus.OK and rollout.reward == 1.0, rollout.error
     assert roles(rollout) == TURNS and rollout.num_turns == 2
     assert server.engine.requests[-1]["tools"][0]["function"]["name"] == "code_of"

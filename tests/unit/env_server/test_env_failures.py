@@ -14,6 +14,8 @@ from millrace.env_server.adapters.failures import (
     is_engine_fault,
     our_spelling,
     remember_code,
+    remember_roles,
+    role_key,
 )
 
 CODE = """
@@ -116,3 +118,11 @@ def test_an_engines_fault_is_found_behind_what_wraps_it() -> None:
 )
 def test_flags_of_the_library_are_keys_of_ours(text: str, ours: str) -> None:
     assert ours in our_spelling(text)
+
+
+def test_keys_of_roles_stand_where_the_environment_leaves_room_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("millrace.env_server.adapters.failures._roles_at", [])
+    remember_roles("args.millrace.env")  # the environment has an option `env` itself
+    assert our_spelling("pass --env.agent.timeout.setup") == "pass args.millrace.env.agent.timeout.setup"
+    assert our_spelling("pass --env.taskset.n") == "pass args.n"
+    assert role_key("agent.timeout.rollout") == "args.millrace.env.agent.timeout.rollout"

@@ -77,7 +77,7 @@ class SampleQuery:
         return cls(
             names=names, lowest=lowest, highest=highest, version=version, outcome=outcome,
             sort=order.removeprefix("-"), is_descending=order.startswith("-"),
-            offset=offset or 0, size=PAGE_DEFAULT if size is None else max(1, size), rows=rows,
+            offset=0 if offset is None else offset, size=PAGE_DEFAULT if size is None else max(1, size), rows=rows,
         )  # fmt: skip
 
 
@@ -96,7 +96,7 @@ def parse_id(text: str) -> tuple[int, int, int]:
         raise InvalidSpecError(
             [_wrong("sample", text, "must be the id of a sample, such as 12-3")], reason="SAMPLE_ID_INVALID"
         )
-    return int(match["step"]), int(match["revision"] or 0), int(match["place"])
+    return int(match["step"]), int(match["revision"] or "0"), int(match["place"])
 
 
 def sample_id(row: Any) -> str:

@@ -37,6 +37,20 @@ _own_code: list[str] = []
 """Files and directories of the environment's own code; a worker hosts one environment."""
 
 
+_roles_at: list[str] = []
+"""Where the args of this worker's environment have its roles."""
+
+
+def remember_roles(where: str) -> None:
+    """Have messages name the keys of roles as they stand in the args of this worker's environment."""
+    _roles_at[:] = [where]
+
+
+def role_key(path: str) -> str:
+    """The key of a setting of a role, such as `agent.timeout.setup`, as the user writes it below `orchestrator.env`."""
+    return f"{_roles_at[0] if _roles_at else 'args.env'}.{path}"
+
+
 def remember_code(spec: ModuleSpec) -> None:
     """The module of this worker's environment: what lies in its file, or in its package, is the environment's own."""
     directories = spec.submodule_search_locations
@@ -100,7 +114,7 @@ def our_spelling(text: str) -> str:
 
 def _key(path: str) -> str:
     path = path.removeprefix("env.")
-    return f"args.{path.removeprefix('taskset.')}" if path.startswith("taskset.") else f"args.env.{path}"
+    return f"args.{path.removeprefix('taskset.')}" if path.startswith("taskset.") else role_key(path)
 
 
 def describe_error(error: BaseException) -> tuple[str, str]:

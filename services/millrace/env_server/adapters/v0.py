@@ -309,7 +309,8 @@ def _judged(output: Mapping[str, Any], of_play: Scored) -> Outcome:
     if error := output.get("error"):
         return _error_outcome(error, played)
     if output.get("timed_out") or played.stop_condition == "timeout_reached":
-        return failed(RolloutStatus.TIMEOUT, "EnvironmentTimeout", "the environment's own deadline passed", of=played)
+        message = "the environment's own deadline passed; raise its `timeout_seconds`, or what sets it in its args"
+        return failed(RolloutStatus.TIMEOUT, "EnvironmentTimeout", message, of=played)
     if failures := [*scored.failures, *of_play.failures]:
         message = "; ".join(dict.fromkeys(failure.message for failure in failures))
         first = failures[0]

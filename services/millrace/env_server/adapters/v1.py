@@ -30,7 +30,7 @@ from millrace.env_server.adapters.env_args import (
     split_args,
     table_of,
 )
-from millrace.env_server.adapters.failures import frames_of, our_spelling, trace_text
+from millrace.env_server.adapters.failures import frames_of, our_spelling, remember_roles, role_key, trace_text
 from millrace.env_server.adapters.outcome import NotANumberError, Outcome, checked, failed, failed_like, number_of
 from millrace.env_server.adapters.renderer import (
     DEFAULT,
@@ -51,7 +51,7 @@ from millrace.env_server.adapters.traces_v1 import merged
 from millrace.env_server.adapters.trainable_v1 import ONE_TRACE, SEVERAL_TRACES, check_trainable
 from millrace.env_server.engine_access import engine_access
 from millrace.env_server.engine_loss import ENGINE_LOST_MARK
-from millrace.env_server.library import interception, rendering
+from millrace.env_server.library import interception, relaying, rendering
 from millrace.env_server.library.lookups import remember_lookups
 from millrace.env_server.library.v1 import is_too_long
 from millrace.env_server.own_sampling import AskedSampling, OwnSamplingError
@@ -104,6 +104,7 @@ class V1Adapter:
         options = taskset_config_type(spec.id).model_fields
         own, ours = split_args(args, keys=_OUR_ARGS, options=options)
         where = f"args.{OURS}.{V1_ENV}" if V1_ENV in options else f"args.{V1_ENV}"
+        remember_roles(where)
         renderer = str(ours.get(RENDERER) or "")
         extra = table_of(ours.get(V1_ENV), where=where)
         eval_args = ours.get(V1_EVAL_ARGS)
@@ -133,6 +134,7 @@ class V1Adapter:
         remember_lookups()
         interception.install()
         rendering.install()
+        relaying.install()
         self._stack.push_async_callback(engine_access().close)
         await self._stack.enter_async_context(self._env.serving())
 
@@ -379,9 +381,8 @@ def _timeout_remedy(message: str, trace: Any) -> str:
     """Which of the environment's args sets the deadline."""
     role = str(getattr(getattr(trace, "agent", None), "name", None) or "agent")
     stages = [stage for stage in ("setup", "finalize", "scoring") if stage in message]
-    return (
-        f"raise args.env.{role}.timeout.{stages[0] if stages else 'rollout'} (in seconds), or find what takes so long"
-    )
+    key = role_key(f"{role}.timeout.{stages[0] if stages else 'rollout'}")
+    return f"raise {key} (in seconds), or find what takes so long"
 
 
 def _error_status(error: Any) -> RolloutStatus:

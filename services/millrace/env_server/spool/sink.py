@@ -212,7 +212,7 @@ class RolloutSink:
             now = time.monotonic()
             for run_uid in {*self.spool.run_uids, *self._appenders}:
                 kept = self.spool.of_run(run_uid)
-                old = [k for k in kept if k.is_eval and k.appended_at and now - k.appended_at > EVAL_KEPT_S]
+                old = [k for k in kept if k.is_eval and k.appended_at is not None and now - k.appended_at > EVAL_KEPT_S]
                 await self.spool.drop(old)
                 if now - self._run(run_uid).heard_at > self._look_for_end_s:
                     await self._end_if_over(run_uid)

@@ -107,7 +107,8 @@ class TeacherClient:
         reason = f"{self.describe()} to score {waits.COUNT} samples"
         with waits.shared(reason, waits_on=self._urls[0], quiet_s=_QUIET_S):
             async with self._lane:
-                reply = await self._try(orjson.dumps(body), first_url, attempts or EXTERNAL_MAX_ATTEMPTS)
+                tries = EXTERNAL_MAX_ATTEMPTS if attempts is None else attempts
+                reply = await self._try(orjson.dumps(body), first_url, tries)
         return _parse(reply, token_ids, of=self.describe())
 
     async def _try(self, body: bytes, first_url: int, attempts: int) -> Mapping[str, Any]:

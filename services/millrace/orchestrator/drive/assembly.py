@@ -65,7 +65,8 @@ class RunParts:
     @property
     def max_steps(self) -> float:
         """Steps of the run; infinite if it has no end."""
-        return (self.training and self.training.max_steps) or math.inf
+        given = None if self.training is None else self.training.max_steps
+        return math.inf if given is None else given
 
 
 def assemble(context: RunContext, config: RLConfig | EvalRunConfig, *, reported_evals: Container[str] = ()) -> RunParts:

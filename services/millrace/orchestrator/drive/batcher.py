@@ -60,6 +60,11 @@ def _absurd(rollout: Rollout) -> InvalidSpecError:
     return InvalidSpecError([Violation(field="orchestrator.algo", value="", message=message, source="a rollout")])
 
 
+def _number(value: int | None) -> int:
+    """A version's number as a batch has it: 0 where no span is known."""
+    return 0 if value is None else value
+
+
 def train_sample(item: Credited, credit: Credit, *, seq_len: int) -> TrainSample:
     """One row of a batch: the first `seq_len` tokens of a sample, their credit, and the facts of the rollout."""
     rollout, sample = item.rollout, item.sample
@@ -79,9 +84,9 @@ def train_sample(item: Credited, credit: Credit, *, seq_len: int) -> TrainSample
             replace(own, end=min(own.end, seq_len)) for own in sample.own_sampling if own.start < seq_len
         ),
         reference_kl=credit.reference_kl,
-        min_version=sample.min_version or 0,
-        max_version=sample.max_version or 0,
-        lineage=sample.lineage or 0,
+        min_version=_number(sample.min_version),
+        max_version=_number(sample.max_version),
+        lineage=_number(sample.lineage),
         mean_version=sample.mean_version(seq_len),
         rl_weights=None if credit.rl_weights is None else credit.rl_weights[:seq_len],
         ce_weights=None if credit.ce_weights is None else credit.ce_weights[:seq_len],

@@ -113,7 +113,8 @@ class TrainRunDriver(RunDriver):
             last |= dict.fromkeys(evals.due(step, last=last), step)
             # A version that was published meanwhile can be held still; without holding, the next one is waited for.
             behind = self._parts.book.step // interval * interval + interval
-            step = max(step + interval, (policies.newest_due or 0) if is_pinned else behind)
+            newest = behind if not is_pinned else policies.newest_due
+            step = step + interval if newest is None else max(step + interval, newest)
 
     async def _wait_due(self, step: int, *, is_pinned: bool) -> int:
         """Wait until the version of `step`, or a later one that is due by then, can be evaluated; return its step.
@@ -128,7 +129,7 @@ class TrainRunDriver(RunDriver):
         published = math.inf
         with waits.waiting(f"policy {step} to be evaluated", waits_on="trainer", deadline_s=0.0) as wait:
             while (held := policies.held_version) is None:
-                if (policies.newest_due or 0) >= step:
+                if policies.newest_due is not None and policies.newest_due >= step:
                     published = min(published, time.monotonic())
                     wait.update(waits_on="inference")
                 if time.monotonic() - published > MAX_UNHELD_S:

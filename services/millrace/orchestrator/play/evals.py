@@ -234,17 +234,19 @@ class Evaluator:
     def _report(self, current: Evaluation, *, seconds: float) -> event_pb2.EvalCompleted:
         good = current.good()
         if not good:
+            is_run = self.settings.is_whole_run
+            remedies = (remedy_of(rollout, of_evaluation=is_run) for rollout in current.failed())
             raise InvalidStateError(
                 f"evaluation of {current.env} at step {current.step}: none of {current.num_wanted} rollouts finished; "
                 f"first failure: {_first_failure(current)}",
                 reason="EVAL_FAILED",
-                remedy=next((remedy_of(rollout) for rollout in current.failed()), "look at the env-server's log"),
+                remedy=next(remedies, "look at the env-server's log"),
             )
         plays = list(current.plays.values())
         return event_pb2.EvalCompleted(
             env=current.env,
-            policy_version=min(rollout.min_version or 0 for rollout in good),
-            policy_version_max=max(rollout.max_version or 0 for rollout in good),
+            policy_version=min((v for rollout in good if (v := rollout.min_version) is not None), default=0),
+            policy_version_max=max((v for rollout in good if (v := rollout.max_version) is not None), default=0),
             step=current.step,
             reward_mean=sum(rollout.reward for rollout in good) / current.num_wanted,
             num_rollouts=len(good),

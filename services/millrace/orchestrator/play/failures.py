@@ -29,13 +29,21 @@ REMEDIES = {
     RolloutStatus.ENV_ERROR: "mend the environment or its reward function; `millrace env check` plays one task of it",
     RolloutStatus.MODEL_ERROR: "the engine refuses the requests: see orchestrator.sampling, orchestrator.seq_len "
     "and the model's chat template",
-    RolloutStatus.TIMEOUT: "raise orchestrator.rollout_timeout_s, or lower orchestrator.sampling.max_tokens",
+    RolloutStatus.TIMEOUT: "raise orchestrator.rollout_timeout_s (or the environment's own limit, where the error "
+    "names it), or lower orchestrator.sampling.max_tokens",
     RolloutStatus.PROMPT_TOO_LONG: "raise orchestrator.seq_len and the engine's context, or shorten the prompts",
     RolloutStatus.MISSING_TOKENS: "use an engine that returns token ids and log-probs",
     RolloutStatus.WORKER_DIED: "the environment ended its own worker process (memory, a crash, an exit): see the "
     "env-server's log",
     RolloutStatus.QUARANTINED: "its tasks ended their worker process twice: see the env-server's log",
 }
+_REMEDIES_OF_EVALUATIONS = {
+    RolloutStatus.MODEL_ERROR: "the endpoint refuses the requests: see sampling and model.name",
+    RolloutStatus.TIMEOUT: "raise rollout_timeout_s (or the environment's own limit, where the error names it), or "
+    "lower sampling.max_tokens",
+    RolloutStatus.PROMPT_TOO_LONG: "raise the context of the engine that serves the model, or shorten the prompts",
+}
+"""Where a run is nothing but an evaluation, whose config has other keys."""
 
 
 class RolloutsFailedError(InternalError):
@@ -295,8 +303,10 @@ def describe_error(rollout: Rollout) -> str:
     return f"{error.type}: {error.message}{_at(error.frames)}" if error else str(rollout.status)
 
 
-def remedy_of(rollout: Rollout) -> str:
-    """What to do about a failed rollout."""
+def remedy_of(rollout: Rollout, *, of_evaluation: bool) -> str:
+    """What to do about a failed rollout of a training run, or of a run that is an evaluation."""
+    if of_evaluation and rollout.status in _REMEDIES_OF_EVALUATIONS:
+        return _REMEDIES_OF_EVALUATIONS[rollout.status]
     return REMEDIES.get(rollout.status, "look at the env-server's log")
 
 

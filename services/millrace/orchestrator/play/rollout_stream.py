@@ -146,5 +146,7 @@ class RolloutStream:
 
 def entry_key(entry_id: str) -> tuple[int, int]:
     """Order of stream ids, which are two numbers; an empty id is before all."""
+    if not entry_id:
+        return 0, 0
     milliseconds, _, sequence = entry_id.partition("-")
-    return int(milliseconds or 0), int(sequence or 0)
+    return int(milliseconds), int(sequence or "0")

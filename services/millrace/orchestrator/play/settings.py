@@ -105,7 +105,8 @@ def _temperature_at(config: OrchestratorConfig) -> Callable[[int], float] | None
     schedule = config.sampling.temp_scheduler
     if schedule is None:
         return None
-    last = max((schedule.total_steps or config.max_steps or 1) - 1, 1)
+    steps = config.max_steps if schedule.total_steps is None else schedule.total_steps
+    last = 1 if steps is None else max(steps - 1, 1)
 
     def at(step: int) -> float:
         done = min(step / last, 1.0)
@@ -186,7 +187,7 @@ def _sampling(config: SamplingConfig | EvalSamplingConfig | FixedSamplingConfig)
     top_k, min_p = _taken(extra, "top_k"), _taken(extra, "min_p")  # where other servers' users write them
     return Sampling(
         temperature=config.temperature,
-        max_tokens=config.max_tokens or 0,
+        max_tokens=0 if config.max_tokens is None else config.max_tokens,  # which says nothing
         top_p=config.top_p,
         top_k=max(config.top_k, int(top_k), 0),
         min_p=config.min_p or min_p,

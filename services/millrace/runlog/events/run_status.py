@@ -126,7 +126,7 @@ class RunStatus:
         progress.num_easy_tasks, progress.num_normal_tasks, progress.num_hard_tasks = easy, normal, hard
         dropped = _counted(sum(self.dropped.values()))
         progress.num_groups_dropped, progress.num_groups = dropped, _counted(dropped + self.num_trained_groups)
-        progress.min_inference_version = self.inference_version or 0
+        progress.min_inference_version = 0 if self.inference_version is None else self.inference_version
         del progress.environments[:]
         progress.environments.extend(self.environments[name] for name in sorted(self.environments))
 

@@ -67,7 +67,9 @@ class Utilization:
         world_size: int,
     ) -> Self | None:
         """That of a model on `world_size` devices of `tflops`; None where that is not said, and not known either."""
-        known = tflops or (_known_tflops(device) if compute_dtype == torch.bfloat16 else None)
+        known = tflops
+        if known is None and compute_dtype == torch.bfloat16:
+            known = _known_tflops(device)
         return None if known is None else cls(flops=FlopCount.of(model), peak=known * 1e12 * world_size)
 
     def mfu(self, lengths: Iterable[int], *, seconds: float) -> float:

@@ -64,7 +64,8 @@ def _put(value: torch.Tensor, place: torch.Tensor, *, salt: int) -> None:
     local = value
     if isinstance(value, DTensor):
         share = held(value)
-        local, salt = value.to_local(), salt * 1_000_003 + share.start + (share.first_column or 0)
+        column = 0 if share.first_column is None else share.first_column
+        local, salt = value.to_local(), salt * 1_000_003 + share.start + column
     target = place.to_local() if isinstance(place, DTensor) else place
     if target.dtype == torch.bfloat16 and local.dtype == torch.float32:
         local = round_by_chance(local, salt=salt)

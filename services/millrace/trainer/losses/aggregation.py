@@ -14,7 +14,8 @@ def token_weights(rl_members: torch.Tensor, config: LossConfig, *, dtype: torch.
     if config.aggregation == "token":
         return None
     if config.aggregation == "constant":
-        return torch.full_like(rl_members, 1.0 / (config.constant_tokens or 1), dtype=dtype)
+        tokens = 1 if config.constant_tokens is None else config.constant_tokens
+        return torch.full_like(rl_members, 1.0 / tokens, dtype=dtype)
     return rl_members.sum(-1, keepdim=True).clamp_min(1).to(dtype).reciprocal().expand_as(rl_members)
 
 

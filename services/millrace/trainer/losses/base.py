@@ -107,6 +107,13 @@ def sample_means(values: torch.Tensor, members: torch.Tensor) -> torch.Tensor:
     return (values * members).sum(-1, keepdim=True) / members.sum(-1, keepdim=True).clamp_min(1)
 
 
+def clip_range(config: LossConfig) -> tuple[float, float]:
+    """The lowest and the highest ratio that are not clipped; a side without a bound of its own is clipped at 1."""
+    low = 0.0 if config.clip_low is None else config.clip_low
+    high = 0.0 if config.clip_high is None else config.clip_high
+    return 1 - low, 1 + high
+
+
 def between(low: float, values: torch.Tensor, high: float) -> tuple[torch.Tensor, torch.Tensor]:
     """Which values are below `low`, and which are above `high`."""
     return values < low, values > high

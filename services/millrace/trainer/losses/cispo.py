@@ -3,13 +3,13 @@
 import torch
 
 from millrace.config.sections.loss import LossConfig
-from millrace.trainer.losses.base import LossInputs, Multiplier, between
+from millrace.trainer.losses.base import LossInputs, Multiplier, between, clip_range
 
 
 def cispo(inputs: LossInputs, config: LossConfig) -> Multiplier:
     """f = r, clipped to 1 - clip_low … 1 + clip_high."""
     members, ratio = inputs.rl_members, inputs.log_ratio.exp()
-    lowest, highest = 1 - (config.clip_low or 0.0), 1 + (config.clip_high or 0.0)
+    lowest, highest = clip_range(config)
     low, high = between(lowest, ratio, highest)
     factor = torch.where(members, ratio.clamp(lowest, highest), 0.0)
     return Multiplier(factor=factor, low=members & low, high=members & high)

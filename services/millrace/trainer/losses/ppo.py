@@ -7,14 +7,15 @@ takes the place of the one that sampled, and nothing is clipped in the first opt
 import torch
 
 from millrace.config.sections.loss import LossConfig
-from millrace.trainer.losses.base import LossInputs, Multiplier, between
+from millrace.trainer.losses.base import LossInputs, Multiplier, between, clip_range
 from millrace.trainer.losses.corrections import ratio_of
 
 
 def ppo(inputs: LossInputs, config: LossConfig) -> Multiplier:
     """f = r, but 0 where A > 0 and r > 1 + clip_high, where A < 0 and r < 1 - clip_low, or A < 0 and r > dual_clip."""
     ratio, members = ratio_of(inputs, config), inputs.rl_members
-    below, above = between(1 - (config.clip_low or 0.0), ratio, 1 + (config.clip_high or 0.0))
+    lowest, highest = clip_range(config)
+    below, above = between(lowest, ratio, highest)
     low = members & (inputs.advantages < 0) & below
     high = members & (inputs.advantages > 0) & above
     if config.dual_clip is not None:
