@@ -2,6 +2,7 @@
 
 import importlib
 import sys
+from collections.abc import Iterator
 from importlib.util import spec_from_file_location
 from pathlib import Path
 from types import ModuleType
@@ -120,9 +121,16 @@ def test_flags_of_the_library_are_keys_of_ours(text: str, ours: str) -> None:
     assert ours in our_spelling(text)
 
 
-def test_keys_of_roles_stand_where_the_environment_leaves_room_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("millrace.env_server.adapters.failures._roles_at", [])
-    remember_roles("args.millrace.env")  # the environment has an option `env` itself
+@pytest.fixture
+def asks_for_an_env() -> Iterator[None]:
+    """The environment of this worker has an option `env` itself."""
+    remember_roles("args.millrace.env")
+    yield
+    remember_roles("args.env")
+
+
+@pytest.mark.usefixtures("asks_for_an_env")
+def test_keys_of_roles_stand_where_the_environment_leaves_room_for_them() -> None:
     assert our_spelling("pass --env.agent.timeout.setup") == "pass args.millrace.env.agent.timeout.setup"
     assert our_spelling("pass --env.taskset.n") == "pass args.n"
     assert role_key("agent.timeout.rollout") == "args.millrace.env.agent.timeout.rollout"
