@@ -119,29 +119,27 @@ async def test_an_environment_that_has_a_text_completed_gets_exact_tokens(server
 
 
 async def test_a_stream_says_at_its_end_which_policy_made_which_token(served: Any, run: Run) -> None:
-    chat = {"model": "policy", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 200, "seed": 1}
-    asked = {**chat, "logprobs": True, "return_token_ids": True, "ignore_eos": True}
-    version, events, tokens, spans = 0, list[dict[str, Any]](), [], []
-    while len(spans) < 2 and version < 5:  # on a busy machine all may be sampled before the pause arrives
-        version, events = version + 1, []
-        entry = run.delta(version, base=version - 1)
-        async for event in served.stream("/v1/chat/completions", asked):
-            events.append(event)
-            if len(events) == 3:
-                await served.pause()  # or a fast engine would be at its end before the update begins
-                await served.serve(entry)
-                await served.resume()
+    asked = {"model": "policy", "max_tokens": 200, "logprobs": True, "return_token_ids": True, "ignore_eos": True}
+
+    async def read(prompt: list[int]) -> list[dict[str, Any]]:
+        body = {**asked, "messages": [{"role": "user", "content": "hi" * prompt[0]}], "seed": prompt[0]}
+        return [event async for event in served.stream("/v1/chat/completions", body)]
+
+    async with in_flight(served, [[1 + index] for index in range(2 * SEQS)], read) as tasks:
+        await served.serve(run.delta(1, base=0))
+    streams = await asyncio.gather(*tasks)
+    for index, events in enumerate(streams):
         tokens, spans = joined(events, 0)
-    assert [(span["version"], span["end"]) for span in spans] == [(version - 1, spans[1]["start"]), (version, 200)]
-    cut = spans[0]["end"]
-    assert len(tokens) == 200 and 0 < cut < 200
-    content = [c["logprobs"]["content"] for event in events for c in event["choices"] if c.get("logprobs")]
-    said = [entry["logprob"] for entries in content for entry in entries]
-    prompt = next(event["prompt_token_ids"] for event in events if event.get("prompt_token_ids"))
-    before, after = run.models[version - 1], run.models[version]
-    old = published.logprobs(before, prompt, tokens)[:cut]
-    new = published.kept_logprobs(before, after, prompt, tokens, cut)
-    np.testing.assert_allclose(said, [*old, *new], atol=GAP)
+        cut = spans[0]["end"] if index < SEQS else 0
+        both = [{"lineage": 0, "version": 0, "start": 0, "end": cut}] if cut else []
+        assert spans == [*both, {"lineage": 0, "version": 1, "start": cut, "end": 200}] and len(tokens) == 200
+        content = [c["logprobs"]["content"] for event in events for c in event["choices"] if c.get("logprobs")]
+        said = [entry["logprob"] for entries in content for entry in entries]
+        prompt = next(event["prompt_token_ids"] for event in events if event.get("prompt_token_ids"))
+        old = published.logprobs(run.models[0], prompt, tokens)[:cut]
+        begun = [run.models[0], run.models[1], prompt, tokens, cut]
+        new = published.kept_logprobs(*begun) if cut else published.logprobs(run.models[1], prompt, tokens)
+        np.testing.assert_allclose(said, [*old, *new], atol=GAP)
 
 
 def raw_body(prompt: list[int], **sampling: Any) -> dict[str, Any]:
