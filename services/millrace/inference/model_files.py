@@ -65,9 +65,14 @@ def load_config(model_dir: Path) -> Any:
     return AutoConfig.from_pretrained(model_dir, local_files_only=True)
 
 
+def has_tokenizer(model_dir: Path) -> bool:
+    """Whether there are files of a tokenizer in a directory."""
+    return any((model_dir / name).is_file() for name in _TOKENIZER_FILES)
+
+
 def load_tokenizer(model_dir: Path) -> "PreTrainedTokenizerBase | None":
     """The tokenizer, or None if the directory has none (tokens in, tokens out still works)."""
-    if not any((model_dir / name).is_file() for name in _TOKENIZER_FILES):
+    if not has_tokenizer(model_dir):
         return None
     from transformers import AutoTokenizer
 

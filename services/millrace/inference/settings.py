@@ -34,6 +34,8 @@ class InferenceSettings:
     """`MILLRACE_REASONING_PARSER`: the same of reasoning."""
     enable_auto_tool_choice: bool | None = None
     """`MILLRACE_ENABLE_AUTO_TOOL_CHOICE`: 1 or 0, whether the model may choose to call the tools of a request."""
+    needs_chat_template: bool = False
+    """`MILLRACE_NEEDS_CHAT_TEMPLATE`: 1 or 0, whether MILLRACE_MODEL is refused without a chat template."""
     engine: str = "embedded"
     """`MILLRACE_ENGINE`: embedded or vllm."""
     vllm_flags: Mapping[str, Any] = field(default_factory=dict)
@@ -64,7 +66,7 @@ class InferenceSettings:
         engine = environ.get("MILLRACE_ENGINE") or "embedded"
         if engine not in ("embedded", "vllm"):
             violations.append(_wrong("MILLRACE_ENGINE", engine, "must be embedded or vllm"))
-        values |= _parsers(environ, violations, engine=engine)
+        values |= _parsers(environ, violations, engine=engine) | _switches(environ, violations)
         model = environ.get("MILLRACE_MODEL", "")
         is_path = engine != "vllm" or model.startswith((".", "/", "~")) or Path(model).is_dir()  # else a Hub id
         if model and is_path and not (Path(model) / "config.json").is_file():
@@ -97,11 +99,18 @@ def _parsers(environ: Mapping[str, str], violations: list[Violation], *, engine:
         if engine == "embedded" and text not in known:
             violations.append(_wrong(variable, text, f"the embedded engine has {', '.join(known)}"))
         found[name] = text
-    variable = "MILLRACE_ENABLE_AUTO_TOOL_CHOICE"
-    if text := environ.get(variable, ""):
-        if text not in _SWITCH:
-            violations.append(_wrong(variable, text, "must be 1 or 0"))
-        found["enable_auto_tool_choice"] = _SWITCH.get(text)
+    return found
+
+
+def _switches(environ: Mapping[str, str], violations: list[Violation]) -> dict[str, Any]:
+    """What is on or off; what is neither goes to `violations`."""
+    found: dict[str, Any] = {}
+    for name in ("enable_auto_tool_choice", "needs_chat_template"):
+        variable = f"MILLRACE_{name.upper()}"
+        if text := environ.get(variable, ""):
+            if text not in _SWITCH:
+                violations.append(_wrong(variable, text, "must be 1 or 0"))
+            found[name] = _SWITCH.get(text)
     return found
 
 

@@ -19,11 +19,12 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from millrace.errors import InvalidStateError, NotFoundError
 from millrace.models.errors import first_names, model_corrupt, model_not_found, model_quantized
 from millrace.models.quantized import dequantized, require_known
 from millrace.models.shortage import is_shortage
 from millrace.models.small_files import read_object
-from millrace.models.weight_files import QUANTIZATION, WeightFiles
+from millrace.models.weight_files import QUANTIZATION, WeightFiles, quantization_of
 from millrace.telemetry import progress
 from millrace.telemetry.progress import Doing
 from millrace.telemetry.progress_bars import loading_counts
@@ -88,11 +89,14 @@ def empty_model(directory: Path, *, dtype: torch.dtype = torch.float32) -> Any:
     return _empty(directory, load_config(directory), dtype)
 
 
-def _empty(directory: Path, config: Any, dtype: torch.dtype) -> Any:
+def _empty(directory: Path, config: Any, dtype: torch.dtype, *, own: Any = None) -> Any:
+    """As `empty_model`; of the class `own`, if that is given."""
     from transformers import AutoModelForCausalLM
 
     try:
         with _parameters_on_meta():
+            if own is not None:
+                return own._from_config(config, dtype=dtype).eval()
             return AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False).eval()
     except (RuntimeError, MemoryError):
         raise
@@ -108,6 +112,30 @@ def check_weights(directory: Path) -> None:
     """
     model = _empty(directory, load_config(directory), torch.float32)
     fill_model(model, directory, device=torch.device("meta"))
+
+
+def check_stored(directory: Path) -> str:
+    """As `check_weights`, with the class that config.json names, for files that another program reads as they are.
+
+    Why they were not compared, where that class or the format of the files is not known here; else empty. Raises as
+    `fill_model`.
+    """
+    import transformers
+
+    raw = read_object(directory / "config.json")
+    try:
+        config = load_config(directory)
+        named, own = config.architectures, None
+        if named:
+            own = getattr(transformers, str(named[0]), None)
+            if not (isinstance(own, type) and issubclass(own, transformers.PreTrainedModel)):
+                return f"the names of its tensors were not compared: transformers has no {named[0]}"
+        fill_model(_empty(directory, config, torch.float32, own=own), directory, device=torch.device("meta"))
+    except (NotFoundError, InvalidStateError) as error:
+        if isinstance(error, InvalidStateError) and quantization_of(raw) is None:
+            raise  # numbers of a format that nothing says
+        return f"the names of its tensors were not compared: {error.message}"
+    return ""
 
 
 @torch.no_grad()

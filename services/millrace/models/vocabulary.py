@@ -2,10 +2,11 @@
 
 import json
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from millrace.config.sections.orchestrator import NamedEnv
 from millrace.config.sections.rl import RLConfig
 from millrace.errors import InvalidStateError, NotFoundError
 from millrace.models.errors import model_file_unusable
@@ -72,7 +73,12 @@ def plays_conversations(config: RLConfig) -> bool:
     vllm = {name.replace("-", "_") for name in config.inference.vllm}
     if config.inference.model.chat_template or "chat_template" in vllm:
         return False
-    return any(env.args.get("message_type") != "completion" for env in config.orchestrator.env)
+    return have_conversations(config.orchestrator.env)
+
+
+def have_conversations(envs: Iterable[NamedEnv]) -> bool:
+    """Whether one of the environments is not told to have texts completed."""
+    return any(env.args.get("message_type") != "completion" for env in envs)
 
 
 def check_tokens(tokenizer: Any, directory: Path, *, num_rows: int) -> None:

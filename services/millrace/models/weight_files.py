@@ -35,11 +35,17 @@ class StoredTensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightFiles:
-    """The weights of a directory: what each tensor's file says of it, and weight files that do not count."""
+    """The weights of a directory: what each tensor's file says of it, and weight files that do not count.
+
+    `name` is that of the one file or of the index. `unlisted` are tensors in the files that count which the index
+    gives to no file, or to another one.
+    """
 
     directory: Path
+    name: str
     tensors: Mapping[str, StoredTensor]
     beside: tuple[str, ...]
+    unlisted: tuple[str, ...] = ()
 
     @classmethod
     def find(cls, directory: Path, config: Mapping[str, Any]) -> "WeightFiles":
@@ -52,17 +58,23 @@ class WeightFiles:
         promised = _read_index(directory, name) if name.endswith(".json") else None
         files = sorted({name} if promised is None else set(promised.values()))
         headers = {file: _read_header(directory, file) for file in files}
-        if promised is None:
-            tensors = headers[name]
-        else:
+        tensors, unlisted = headers[files[0]], list[str]()
+        if promised is not None:
             absent = [tensor for tensor, file in promised.items() if tensor not in headers[file]]
             if absent:
                 raise model_corrupt(directory, f"{name} promises what is not in the files: {first_names(absent)}")
             tensors = {tensor: headers[file][tensor] for tensor, file in promised.items()}
+            unlisted = [each for file, found in headers.items() for each in found if promised.get(each) != file]
         if not tensors:
             raise model_corrupt(directory, f"{', '.join(files)} holds no tensor")
         present = {path.name for pattern in _OTHER_WEIGHTS for path in directory.glob(pattern)}
-        return cls(directory=directory, tensors=tensors, beside=tuple(sorted(present - set(files))))
+        return cls(
+            directory=directory,
+            name=name,
+            tensors=tensors,
+            beside=tuple(sorted(present - set(files))),
+            unlisted=tuple(sorted(unlisted)),
+        )
 
     @property
     def files(self) -> tuple[Path, ...]:

@@ -6,6 +6,7 @@ message, reason, remedy and violations. All of it travels in one header, so its 
 in an ellipsis.
 """
 
+import base64
 import contextlib
 from typing import Protocol, runtime_checkable
 
@@ -115,6 +116,16 @@ def from_status(status: status_pb2.Status) -> MillraceError:
             error.retry_after_s = retry.retry_delay.ToNanoseconds() / 1e9
     error.request_id = request_info.request_id or None
     return error
+
+
+def to_text(error: MillraceError) -> str:
+    """The error as text, for a message between processes."""
+    return base64.b64encode(to_status(error).SerializeToString()).decode()
+
+
+def from_text(text: str, *, what: str, reason: str) -> MillraceError:
+    """The error that `to_text` has written; CorruptObjectError with `reason` if it is none."""
+    return from_status(decode_message(status_pb2.Status, base64.b64decode(text), what=what, reason=reason))
 
 
 def _ours(

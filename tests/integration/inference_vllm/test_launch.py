@@ -13,6 +13,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from millrace.errors import UnavailableError
@@ -117,6 +118,22 @@ async def test_flags_are_checked_by_vllm_before_anything_is_loaded(replicas, vll
     assert "worker_extension_cls: is set by Millrace" in said
     assert "kv_cache_dtype: vLLM refuses it: invalid choice: 'fp7'" in said
     assert "enable_chunked_prefill" not in said
+    await replica.gone()
+
+
+async def test_a_fixed_model_is_looked_at_before_it_is_loaded(replicas, vllm_python, tmp_path):
+    model = published.model(0)
+    published.files(model, tmp_path / "model")
+    with torch.no_grad():
+        model.model.norm.weight[3] = float("nan")
+    model.save_pretrained(tmp_path / "model")
+    replica = Replica(vllm_python, tmp_path, FLAGS, MILLRACE_MODEL=str(tmp_path / "model"))
+    replicas.append(replica)
+    await replica.start()
+    assert await replica.exit_code() == 1
+    said = replica.log.read_text()
+    assert "do not fit its config.json: 1 tensor not finite: model.norm.weight" in said and "Traceback" not in said
+    assert "Starting to load model" not in said
     await replica.gone()
 
 

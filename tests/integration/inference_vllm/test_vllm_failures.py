@@ -4,11 +4,13 @@ import asyncio
 import contextlib
 import copy
 from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
 from typing import Any
 
 import aiohttp
 import numpy as np
 import pytest
+from safetensors.torch import load_file, save_file
 
 from millrace.internal.v1 import policy_service_pb2 as pb
 from millrace.storage.local import LocalStore
@@ -25,6 +27,12 @@ def untied(seed: int, **changes: Any) -> Any:
     return published.model(seed, tie_word_embeddings=False, **changes)
 
 
+def leave_beside(model: Path) -> None:
+    """Files of other weights, all of which vLLM would read, or instead of the model's, where it is given them."""
+    for name in ("consolidated.safetensors", "model-00002-of-00002.safetensors"):
+        save_file({key: tensor + 1 for key, tensor in load_file(model / "model.safetensors").items()}, model / name)
+
+
 def gap(model: Any, found: Any) -> float:
     return float(np.abs(published.logprobs(model, PROMPT, found.token_ids) - found.logprobs).max())
 
@@ -35,6 +43,7 @@ def server(vllm_python: str, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     model = untied(99)
     published.files(model, directory / "model")
     model.save_pretrained(directory / "model")
+    leave_beside(directory / "model")
     yield from vllm_server.serving(vllm_python, directory / "model", directory, **FLAGS)
 
 
@@ -83,6 +92,7 @@ async def test_a_fixed_model_and_weights_over_http(server: Any, client: Any, pub
     assert gap(untied(99), await client.generate(PROMPT)) <= GAP
     other = server.directory / "other"
     untied(5).save_pretrained(other)
+    leave_beside(other)
     for path, body, model in (
         ("/update_weights", {"weight_dir": str(other)}, untied(5)),
         ("/reload_weights", {}, untied(99)),
@@ -99,6 +109,14 @@ async def test_a_fixed_model_and_weights_over_http(server: Any, client: Any, pub
     for body in ({"weight_dir": str(server.directory / "nowhere")}, {"weight_dir": 3}, {}):
         code, answer, _ = await client.post("/update_weights", body)
         assert code == 400 and "director" in answer["error"]["message"]
+    bad = server.directory / "bad"
+    bad.mkdir()
+    sound = load_file(other / "model.safetensors")
+    norm = sound.pop("model.norm.weight")
+    for damage in ({}, {"model.norm.weight": norm * float("nan")}, {"base.model.norm.weight": norm}):
+        save_file(sound | damage, bad / "model.safetensors")
+        code, answer, _ = await client.post("/update_weights", {"weight_dir": str(bad)})
+        assert code == 400 and "model.norm.weight" in answer["error"]["message"], answer
     assert gap(untied(5), await client.generate(PROMPT)) <= GAP
 
     client.uid = publisher.uid

@@ -37,3 +37,4 @@ def test_the_stack_of_an_evaluation_demands_no_token_from_its_own_rollouts(tmp_p
     assert "inference" in modules and config.client is not None
     assert config.client.base_url == ["http://127.0.0.1:4711/v1"]
     assert options.http_host == "127.0.0.1" and options.listen is None
+    assert options.engine_environ["MILLRACE_NEEDS_CHAT_TEMPLATE"] == "1", "its environment plays conversations"

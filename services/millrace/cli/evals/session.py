@@ -25,6 +25,7 @@ from millrace.decoding import decode_object
 from millrace.errors import AlreadyExistsError, MillraceError, NotFoundError
 from millrace.local.ports import free_ports
 from millrace.local.stack import SERVICES, LocalStack, StackOptions
+from millrace.models.vocabulary import have_conversations
 from millrace.v1 import event_pb2, run_pb2
 
 RESULTS_NAME = "eval.json"
@@ -200,6 +201,7 @@ def eval_stack(
             "MILLRACE_MODEL": str(Path(config.model.name).expanduser().resolve()),
             "MILLRACE_MODEL_NAME": config.model.name,
             "MILLRACE_MAX_NUM_SEQS": str(config.max_concurrent),
+            "MILLRACE_NEEDS_CHAT_TEMPLATE": str(int(have_conversations(config.env))),
         }
         config = config.model_copy(update={"client": ClientConfig(base_url=[f"http://127.0.0.1:{http_port}/v1"])})
     options = StackOptions(

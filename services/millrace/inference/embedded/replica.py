@@ -3,15 +3,17 @@
 import asyncio
 import logging
 import sys
+from pathlib import Path
 
 from millrace.inference.embedded import loader
 from millrace.inference.embedded.engine import EmbeddedEngine
 from millrace.inference.http.parsers import DEFAULT_TOOL_CALL_PARSER, ChatParsers
 from millrace.inference.http.server import HttpApi, start_http
-from millrace.inference.model_files import ModelSlot
+from millrace.inference.model_files import ModelSlot, has_tokenizer
 from millrace.inference.registration import http_address
 from millrace.inference.replica_parts import ReplicaParts
 from millrace.inference.settings import InferenceSettings
+from millrace.models.vocabulary import check_tokenizer
 from millrace.telemetry.settings import Settings, parse_address
 
 logger = logging.getLogger(__name__)
@@ -45,12 +47,19 @@ class EmbeddedReplica:
         server = await start_http(self._api, host.strip("[]"), port)
         logger.info("listening for HTTP", extra={"address": f"{host}:{server.port}"})
         try:
-            if self._own.model_dir is not None:
-                await self.parts.updater.serve_fixed(self._own.model_dir)
+            if (model := self._own.model_dir) is not None:
+                await asyncio.to_thread(_check_tokenizer, model, needs_template=self._own.needs_chat_template)
+                await self.parts.updater.serve_fixed(model)
             await self.parts.run(http_address(host, server.port), drain=self._api.drain, warm_up=loader.warm_up)
         finally:
             await server.stop()
             await self._engine.close()
+
+
+def _check_tokenizer(model: Path, *, needs_template: bool) -> None:
+    """Raise as `check_tokenizer`. A model without a tokenizer is served tokens, where no conversation is needed."""
+    if needs_template or has_tokenizer(model):
+        check_tokenizer(model, model=model, needs_template=needs_template)
 
 
 def _parsers(own: InferenceSettings) -> ChatParsers:

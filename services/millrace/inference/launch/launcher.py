@@ -5,9 +5,9 @@
                                                         ▲                                        │
                                                         └──── a policy of another model ─────────┘
 
-The model is that of MILLRACE_MODEL, or that of the first policy which the orchestrator asks for: then vLLM starts on
-the policy's files with dummy weights, registers as the same worker, is asked again, and takes and proves the weights
-as in any update. The launcher imports no vLLM itself.
+The model is that of MILLRACE_MODEL, whose directory is looked at first (`looking.py`), or that of the first policy
+which the orchestrator asks for: then vLLM starts on the policy's files with dummy weights, registers as the same
+worker, is asked again, and takes and proves the weights as in any update. The launcher imports no vLLM and no torch.
 """
 
 import asyncio
@@ -19,6 +19,7 @@ import tempfile
 import time
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from millrace.errors import InternalError, InvalidSpecError, MillraceError, Unav
 from millrace.inference import launch_env
 from millrace.inference.http.access import vllm_flags
 from millrace.inference.launch.front import Front, PolicyModel, describe, fetch_model
+from millrace.inference.launch.looking import ModelLook
 from millrace.inference.launch.node import Node
 from millrace.inference.launch.process import VllmProcess
 from millrace.inference.model_files import POLICY_NAME
@@ -97,7 +99,8 @@ class Launcher:
         with owned_directory("policy" if is_head else "node") as directory, sockets as place:
             ours = {"VLLM_RPC_BASE_PATH": str(place)} if len(str(place)) <= _MAX_SOCKET_PLACE else {}
             own = {OWNED_DIRECTORY_VARIABLE if is_head else DIRECTORY_VARIABLE: str(directory)}
-            await self._run_vllm({**ours, **self._environ(), **own}, self._work if is_head else self._follow)
+            job = self._work if is_head else self._follow
+            await self._run_vllm({**ours, **self._environ(), **own}, partial(job, scratch=directory))
 
     async def _run_vllm(self, environ: Mapping[str, str], job: _Job) -> None:
         """Start vLLM and work with it until that ends or raises, or until all shall stop."""
@@ -115,21 +118,41 @@ class Launcher:
             await vllm.end()
             await asyncio.gather(work, return_exceptions=True)
 
-    async def _follow(self, vllm: VllmProcess) -> None:
+    async def _follow(self, vllm: VllmProcess, *, scratch: Path) -> None:
         """On a node that does not serve: workers for the head, for as long as it lives."""
-        await vllm.check(self._own.vllm_flags)
-        vllm.send({"argv": [f"--model={self._own.vllm_model}", *self._own_argv()], "is_headless": True})
+        model = await self._check(vllm, scratch)
+        vllm.send({"argv": [f"--model={model}", *self._own_argv()], "is_headless": True})
         head, _ = await first_of(self._node.until_head_ends(), vllm.exited)
         if head is not None:
             head.result()
         raise await vllm.death()
 
-    async def _work(self, vllm: VllmProcess) -> None:
+    async def _check(self, vllm: VllmProcess, scratch: Path) -> str | None:
+        """Have vLLM check the flags, and look at the fixed model if it is a directory: what vLLM shall load."""
+        model, flags = self._own.vllm_model, self._own.vllm_flags
+        if model is None or not self._is_directory:
+            await vllm.check(flags)
+            return model
+        looking = await ModelLook.start(os.environ)
+        try:
+            await vllm.check(flags)
+            found = await looking.look(
+                Path(model),
+                scratch=scratch,
+                flags=flags,
+                needs_template=self._own.needs_chat_template,
+                deadline_s=self._own.vllm_start_s,
+            )
+        finally:
+            await looking.close()
+        return str(found)
+
+    async def _work(self, vllm: VllmProcess, *, scratch: Path) -> None:
         front = Front()
         http_url = http_address(*parse_address(self._settings.require("http_listen")))
         serving = asyncio.create_task(front.run(self._settings, self._worker_id, http_url), name="front of vLLM")
         try:
-            started, _ = await first_of(self._start_engine(vllm, front), serving)
+            started, _ = await first_of(self._start_engine(vllm, front, scratch), serving)
             if started is None:
                 serving.result()  # the address is taken, or the orchestrator refuses the replica
                 raise UnavailableError("the replica's gRPC server ended by itself", reason="SERVER_ENDED")
@@ -141,11 +164,11 @@ class Launcher:
         vllm.send({"event": "yours"})
         await self._watch(vllm)
 
-    async def _start_engine(self, vllm: VllmProcess, front: Front) -> None:
+    async def _start_engine(self, vllm: VllmProcess, front: Front, scratch: Path) -> None:
         """From the flags to a server that wants the replica's address."""
-        await vllm.check(self._own.vllm_flags)
+        fixed = await self._check(vllm, scratch)
         front.say(pb.POLICY_STATE_EMPTY)
-        model_argv = await self._model_argv(vllm, front)
+        model_argv = await self._policy_argv(vllm, front) if fixed is None else [f"--model={fixed}"]
         vllm.send({"argv": [*model_argv, *self._own_argv()]})
         began = time.monotonic()
         front.say(pb.POLICY_STATE_APPLYING)
@@ -186,10 +209,8 @@ class Launcher:
             await asyncio.sleep(_PORT_POLL_S)  # its plugin spoke before, and was perhaps not heard yet
             return
 
-    async def _model_argv(self, vllm: VllmProcess, front: Front) -> list[str]:
-        """Which model to load: the fixed one, or that of the policy that is asked for."""
-        if self._own.vllm_model is not None:
-            return [f"--model={self._own.vllm_model}"]
+    async def _policy_argv(self, vllm: VllmProcess, front: Front) -> list[str]:
+        """Which model to load: that of the policy that is asked for."""
         self._forget_model()
         store = self._store
         if store is None:
@@ -257,7 +278,7 @@ class Launcher:
     def _environ(self) -> Mapping[str, str]:
         """The server's environment: ours, with the ports that were taken."""
         environ = dict(os.environ)
-        is_offline = self._own.vllm_model is None or os.path.isdir(self._own.vllm_model)
+        is_offline = self._own.vllm_model is None or self._is_directory
         offline = {"HF_HUB_OFFLINE": "1"} if is_offline else {}
         return offline | {
             **environ,
@@ -265,6 +286,11 @@ class Launcher:
             **self._settings.to_environ(),
             WORKER_ID_VARIABLE: self._worker_id,
         }
+
+    @property
+    def _is_directory(self) -> bool:
+        """Whether the fixed model is a directory of this machine, and no id of the Hub."""
+        return self._own.vllm_model is not None and Path(self._own.vllm_model).is_dir()
 
     def _forget_model(self) -> None:
         if self._model is not None:

@@ -31,7 +31,7 @@ from millrace.inference.vllm import gate as gates
 from millrace.inference.vllm.gate import GenerationGate
 from millrace.inference.vllm.handover import ask_restart
 from millrace.inference.vllm.lora import AdapterSlot
-from millrace.inference.vllm.model_config import config_problem, has_weights, require_same_positions
+from millrace.inference.vllm.model_config import config_problem, other_weights, require_same_positions
 from millrace.inference.vllm.ping import Ping
 from millrace.inference.vllm.prober import Prober, settled
 from millrace.inference.vllm.ranks import Ranks, misfits
@@ -136,17 +136,14 @@ class VllmEngine:
         num_loads = self._num_loads
         self._require_awake()
         self._ranks.require_readable(directory)
-        if directory is not None and not await asyncio.to_thread(has_weights, Path(directory)):
-            raise InvalidStateError(
-                f"{directory} is no directory with safetensors files", reason="WEIGHTS_NOT_FOUND", remedy="name one"
-            )
-        async with self._loading:
+        looked_at = other_weights(directory, model=Path(self._client.model_config.model), scratch=self._directory)
+        async with self._loading, looked_at as place:
             self._require_no_run(num_loads)
             identity = PolicyIdentity(run_uid="", lineage=0, version=self._num_applied + 1)
             began = time.monotonic()
             await self.pause("directory")
             try:
-                await self._rpc("millrace_reload_directory", directory, deadline_s=_RELOAD_DEADLINE_S)
+                await self._rpc("millrace_reload_directory", place, deadline_s=_RELOAD_DEADLINE_S)
                 await self._set_version(identity)
                 await self._requeue_unbegun()
             except BaseException as error:  # marks the engine as failed, then raises

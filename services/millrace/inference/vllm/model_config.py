@@ -1,9 +1,12 @@
 """What a policy's files say about its model, beside the one that vLLM was started with."""
 
+import asyncio
 import json
 import logging
 import re
-from collections.abc import Iterator, Mapping
+import tempfile
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -67,9 +70,27 @@ def require_same_positions(model: Any, probe: Probe | None) -> None:
         )
 
 
-def has_weights(directory: Path) -> bool:
-    """Whether there are safetensors files in it."""
-    return any(directory.glob("*.safetensors"))
+@asynccontextmanager
+async def other_weights(directory: str | None, *, model: Path, scratch: Path) -> AsyncIterator[str | None]:
+    """The directory that vLLM shall load in place of `model`, which is looked at; there while the block runs.
+
+    None is the model itself. InvalidStateError (WEIGHTS_NOT_FOUND); raises as `look_at_other_weights`.
+    """
+    if directory is None:
+        yield None
+        return
+    with tempfile.TemporaryDirectory(prefix="weights-", dir=scratch) as place:
+        yield str(await asyncio.to_thread(_look_at, Path(directory), model, Path(place) / "model"))
+
+
+def _look_at(directory: Path, model: Path, place: Path) -> Path:
+    from millrace.models.served import look_at_other_weights
+
+    if not any(directory.glob("*.safetensors")):
+        raise InvalidStateError(
+            f"{directory} is no directory with safetensors files", reason="WEIGHTS_NOT_FOUND", remedy="name one"
+        )
+    return look_at_other_weights(directory, model=model, place=place)
 
 
 def _config_file(model: Path, revision: str | None, download_dir: str | None) -> Path:

@@ -4,7 +4,6 @@ It answers questions about the parts of its trainer's snapshots, which it maps, 
 that of MILLRACE_STORE_URL, with the credentials of the environment.
 """
 
-import base64
 import logging
 import os
 from typing import Any, NoReturn
@@ -19,7 +18,7 @@ from millrace.processes import helper
 from millrace.processes.channel import Message
 from millrace.processes.service import run_service
 from millrace.processes.shared_memory import map_read_only
-from millrace.rpc.status import to_status
+from millrace.rpc.status import to_text
 from millrace.storage import open_store
 from millrace.telemetry import waits
 from millrace.telemetry.logging import FILE_VARIABLE, setup
@@ -52,7 +51,7 @@ class ShareServer:
         except Exception as error:  # the process edge: the trainer raises it
             logger.exception("publishing failed with an unexpected error")
             failure = InternalError(f"publishing failed: {type(error).__name__}: {error}")
-        return {"error": base64.b64encode(to_status(failure).SerializeToString()).decode()}
+        return {"error": to_text(failure)}
 
     def _do(self, question: Message) -> Message:
         version = question["version"]

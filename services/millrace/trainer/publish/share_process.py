@@ -14,7 +14,6 @@ the next multiple, readers go by the deltas from version to version. Nothing is 
 read: one that is given up has ended before anybody is told.
 """
 
-import base64
 import logging
 import os
 import threading
@@ -23,16 +22,13 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from google.rpc import status_pb2
-
-from millrace.decoding import decode_message
 from millrace.errors import InternalError, InvalidStateError, MillraceError, UnavailableError
 from millrace.policies.publishing.history import Digests
 from millrace.policies.publishing.parts import TensorPart
 from millrace.policies.publishing.share import EncodedDelta, EncodedShare
 from millrace.processes.helper import HelperDiedError, HelperProcess
 from millrace.processes.shared_memory import SharedMemory
-from millrace.rpc.status import from_status
+from millrace.rpc.status import from_text
 from millrace.telemetry import waits
 
 logger = logging.getLogger(__name__)
@@ -196,12 +192,7 @@ class ShareWriterProcess:
                 "MILLRACE_TRAINER_PUBLISH=thread",
             ) from error
         if "error" in answer:
-            data = base64.b64decode(answer["error"])
-            raise from_status(
-                decode_message(
-                    status_pb2.Status, data, what=f"an error of {self._name}", reason="PUBLISHER_MESSAGE_INVALID"
-                )
-            )
+            raise from_text(answer["error"], what=f"an error of {self._name}", reason="PUBLISHER_MESSAGE_INVALID")
         return answer
 
 

@@ -16,7 +16,15 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from millrace.errors import CapacityError, InvalidSpecError, InvalidStateError, MillraceError, UnavailableError
+from millrace.errors import (
+    CapacityError,
+    CorruptObjectError,
+    InvalidSpecError,
+    InvalidStateError,
+    MillraceError,
+    NotFoundError,
+    UnavailableError,
+)
 from millrace.inference.engine import STALL_S, EngineState
 from millrace.inference.http import limits
 from millrace.inference.http.stops import separated, special_texts
@@ -250,7 +258,8 @@ async def _serve(request: Request, call: Callable[[], Awaitable[Any]], spans: _S
     return Response(json.dumps(body, separators=(",", ":"), ensure_ascii=False), media_type="application/json")
 
 
-_STATUS = ((CapacityError, 429), (UnavailableError, 503), (InvalidSpecError, 400), (InvalidStateError, 400))
+_REFUSED = (InvalidSpecError, InvalidStateError, NotFoundError, CorruptObjectError)
+_STATUS = ((CapacityError, 429), (UnavailableError, 503), (_REFUSED, 400))
 
 
 def _error(error: Exception) -> Response:

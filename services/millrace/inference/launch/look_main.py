@@ -1,0 +1,71 @@
+"""The process that looks at a fixed model before vLLM loads it: `looking.py` starts it, and it has torch.
+
+It answers questions for directories that are served, until its launcher is gone.
+"""
+
+import logging
+import os
+from pathlib import Path
+from typing import NoReturn
+
+import torch
+
+from millrace.errors import InternalError, MillraceError
+from millrace.models.served import look_at_served
+from millrace.processes import helper
+from millrace.processes.channel import Message
+from millrace.processes.service import run_service
+from millrace.rpc.status import to_text
+from millrace.telemetry.logging import setup
+from millrace.telemetry.settings import Settings
+
+logger = logging.getLogger(__name__)
+
+
+class Looker:
+    """Answers one question after the other; `beat` says how far it is with the one of now."""
+
+    def __init__(self) -> None:
+        self._how_far = ""
+
+    def answer(self, question: Message, files: list[int]) -> Message:
+        """The directory to serve and what is to be told, or the error that the model is refused with."""
+        try:
+            found = look_at_served(
+                Path(question["directory"]),
+                place=Path(question["place"]),
+                needs_tokenizer=question["needs_tokenizer"],
+                needs_template=question["needs_template"],
+                tell=self._tell,
+            )
+        except MillraceError as error:
+            return {"error": to_text(error)}
+        except Exception as error:  # the process edge: the launcher raises it
+            logger.exception("looking at the model failed with an unexpected error")
+            failure = InternalError(f"looking at the model failed: {type(error).__name__}: {error}")
+            return {"error": to_text(failure)}
+        return {"directory": str(found.directory), "notes": list(found.notes)}
+
+    def beat(self) -> Message:
+        """How far it is, in words."""
+        return {"how_far": self._how_far}
+
+    def _tell(self, how_far: str) -> None:
+        self._how_far = how_far
+
+
+def _serve() -> NoReturn:
+    settings = Settings.from_env(os.environ)
+    setup("inference", level=settings.log_level, json_lines=settings.log_json)
+    torch.set_num_threads(1)  # each tensor is looked at by one of several threads
+    looker = Looker()
+    helper.serve(looker.answer, beat=looker.beat)
+
+
+def main() -> NoReturn:
+    """Answer until the launcher is gone."""
+    run_service(_serve)
+
+
+if __name__ == "__main__":
+    main()
