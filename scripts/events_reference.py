@@ -128,7 +128,8 @@ WARNINGS: Texts = {
         "raise `orchestrator.seq_len` to the length that it names, or let rollouts end sooner",
     ),
     "EVAL_SKIPPED": (
-        "evaluations last longer than `orchestrator.eval.interval` steps: the named versions are not evaluated",
+        "an evaluation lasted longer than `orchestrator.eval.interval` steps, or the run was taken over: the named "
+        "versions are not evaluated",
         "raise `orchestrator.eval.interval`, lower its `num_examples` or `rollouts_per_example`, or add replicas",
     ),
     "EVAL_ON_TRAINING_TASKS": (

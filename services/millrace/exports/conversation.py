@@ -36,6 +36,12 @@ def answer_of(rollout: "Rollout") -> str:
     return answer if isinstance(answer, str) else json.dumps(answer, ensure_ascii=False)
 
 
+def info_of(rollout: "Rollout") -> str:
+    """Return what else the task is scored with, as JSON; "" if there is nothing."""
+    given = {name: value for name, value in given_of(rollout).items() if name != "answer"}
+    return json.dumps(given, ensure_ascii=False) if given else ""
+
+
 def content_of(message: dict[str, Any]) -> str:
     """The text of a message: its content, parts of it one a line, then its tool calls."""
     content = message.get("content")

@@ -98,10 +98,11 @@ def _write_table(path: Path, schema: Any, lines: Iterable[Mapping[str, Any]]) ->
 
 
 _SAMPLE_COLUMNS = {
-    "step": "int", "environment": "str", "purpose": "str", "task_id": "str", "ordinal": "int", "member": "int",
-    "attempt": "int", "status": "str", "error": "str", "prompt": "str", "completion": "str", "reward": "float",
-    "advantage": "float", "version_min": "int", "version_max": "int", "tokens": "int", "sampled_tokens": "int",
-    "turns": "int", "stop": "str", "truncated": "bool", "seconds": "float", "metrics": "str",
+    "step": "int", "environment": "str", "purpose": "str", "evaluation": "str", "task_id": "str", "ordinal": "int",
+    "member": "int", "attempt": "int", "status": "str", "error": "str", "prompt": "str", "completion": "str",
+    "reward": "float", "advantage": "float", "version_min": "int", "version_max": "int", "tokens": "int",
+    "sampled_tokens": "int", "turns": "int", "stop": "str", "truncated": "bool", "seconds": "float", "metrics": "str",
+    "answer": "str", "info": "str",
 }  # fmt: skip
 """Of `samples.parquet`; `metrics` is JSON."""
 

@@ -102,6 +102,7 @@ def _eval(event: event_pb2.Event) -> _Found:
         f"{prefix}/num_failed": float(body.num_failed),
         f"{prefix}/policy_version": float(body.policy_version),
         f"{prefix}/policy_version_max": float(body.policy_version_max),
+        f"{prefix}/num_skipped": float(len(body.skipped)),
         f"{prefix}/seconds": body.seconds,
         **{f"{prefix}/metrics/{name}": value for name, value in sorted(body.metrics.items())},
     }

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from millrace.errors import CorruptObjectError, NotFoundError
-from millrace.exports.conversation import answer_of, content_of, messages_of
+from millrace.exports.conversation import answer_of, content_of, info_of, messages_of
 from millrace.internal.v1 import batch_pb2
 from millrace.rollouts.batch_wire import MAX_HEADER_BYTES, decode_header, unpack_batch
 from millrace.rollouts.types import Rollout
@@ -56,6 +56,7 @@ class ExportedSample:
             "step": self.step,
             "environment": rollout.env,
             "purpose": rollout.purpose.value,
+            "evaluation": rollout.eval_id,
             "task_id": rollout.task_id,
             "ordinal": rollout.ordinal,
             "member": rollout.member,
@@ -76,6 +77,7 @@ class ExportedSample:
             "seconds": rollout.seconds,
             "metrics": dict(rollout.metrics),
             "answer": answer_of(rollout),
+            "info": info_of(rollout),
         }
 
 

@@ -90,7 +90,7 @@ class StepCompleted(_message.Message):
     def __init__(self, step: _Optional[int] = ..., reward_mean: _Optional[float] = ..., staleness_mean: _Optional[float] = ..., staleness_max: _Optional[int] = ..., num_tokens: _Optional[int] = ..., num_rollouts: _Optional[int] = ..., step_seconds: _Optional[float] = ..., wait_seconds: _Optional[float] = ..., metrics: _Optional[_Mapping[str, float]] = ..., chain_hash: _Optional[str] = ...) -> None: ...
 
 class EvalCompleted(_message.Message):
-    __slots__ = ("env", "policy_version", "step", "reward_mean", "num_rollouts", "num_failed", "metrics", "seconds", "policy_version_max", "eval_id", "failed_tasks")
+    __slots__ = ("env", "policy_version", "step", "reward_mean", "num_rollouts", "num_failed", "metrics", "seconds", "policy_version_max", "eval_id", "failed_tasks", "skipped")
     class MetricsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -109,6 +109,7 @@ class EvalCompleted(_message.Message):
     POLICY_VERSION_MAX_FIELD_NUMBER: _ClassVar[int]
     EVAL_ID_FIELD_NUMBER: _ClassVar[int]
     FAILED_TASKS_FIELD_NUMBER: _ClassVar[int]
+    SKIPPED_FIELD_NUMBER: _ClassVar[int]
     env: str
     policy_version: int
     step: int
@@ -120,7 +121,8 @@ class EvalCompleted(_message.Message):
     policy_version_max: int
     eval_id: str
     failed_tasks: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, env: _Optional[str] = ..., policy_version: _Optional[int] = ..., step: _Optional[int] = ..., reward_mean: _Optional[float] = ..., num_rollouts: _Optional[int] = ..., num_failed: _Optional[int] = ..., metrics: _Optional[_Mapping[str, float]] = ..., seconds: _Optional[float] = ..., policy_version_max: _Optional[int] = ..., eval_id: _Optional[str] = ..., failed_tasks: _Optional[_Iterable[str]] = ...) -> None: ...
+    skipped: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, env: _Optional[str] = ..., policy_version: _Optional[int] = ..., step: _Optional[int] = ..., reward_mean: _Optional[float] = ..., num_rollouts: _Optional[int] = ..., num_failed: _Optional[int] = ..., metrics: _Optional[_Mapping[str, float]] = ..., seconds: _Optional[float] = ..., policy_version_max: _Optional[int] = ..., eval_id: _Optional[str] = ..., failed_tasks: _Optional[_Iterable[str]] = ..., skipped: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class PolicyPublished(_message.Message):
     __slots__ = ("lineage", "version", "size_bytes", "seconds", "uri", "full_bytes", "codec", "changed_fraction", "digest", "manifest_sha256")

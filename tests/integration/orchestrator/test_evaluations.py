@@ -66,6 +66,7 @@ async def test_one_of_several_replicas_keeps_the_version_while_the_others_train_
     assert {step for step, *_ in found} >= {0, 2, 9} and states(events)[-1] == "SUCCEEDED"
     skipped = [w.message for w in bodies(events, "warning") if w.reason == "EVAL_SKIPPED"]
     missing = {2, 4, 6, 8} - {step for step, *_ in found}
+    assert missing == {step for e in bodies(events, "eval_completed") for step in e.skipped}, "the records name them"
     assert missing and all(any(f"v{step}" in message for message in skipped) for step in missing), "none in silence"
 
 
@@ -75,8 +76,14 @@ async def test_an_evaluation_may_span_versions_and_says_which(stack) -> None:
     run = await create(stack, max_steps=5, eval={**EVERY_TWO, "pin": "span"})
     await until(lambda: replica.status.version >= 4, what="no replica waits")
     env.evals_go_on.set()
-    found = spans(await watch(stack, run))
+    events = await watch(stack, run)
+    found = spans(events)
     assert found[1][0] == 2 <= found[1][1] < found[1][2] and found[1][2] >= 4
+    # Nothing is due behind it but the last version: what was skipped is told all the same.
+    assert [step for step, *_ in found] == [0, 2, 5]
+    assert list(bodies(events, "eval_completed")[-1].skipped) == [4]
+    (skipped,) = [w.message for w in bodies(events, "warning") if w.reason == "EVAL_SKIPPED"]
+    assert "an evaluation before them lasted until the last step was done: reverse-text: v4." in skipped
 
 
 async def test_a_successor_evaluates_the_version_that_was_due(stack) -> None:

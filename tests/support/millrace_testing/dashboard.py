@@ -7,7 +7,7 @@ import http.client
 import json
 import threading
 from collections.abc import AsyncIterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -77,8 +77,8 @@ class RunWriter:
         self.commit(step, completions)
         self.events(step)
 
-    def commit(self, step: int, completions: Sequence[str] = ()) -> None:
-        """The header, the data and the archive of a step: the last member has failed."""
+    def commit(self, step: int, completions: Sequence[str] = (), more: Sequence[Rollout] = ()) -> None:
+        """The header, the data and the archive of a step, where `more` stand, too: the last member has failed."""
         count = self.members
         rollouts = [self.rollout(step, member, completions) for member in range(count)]
         samples = [sample for member in range(count - 1) for sample in self.train_samples(step, member)]
@@ -93,7 +93,7 @@ class RunWriter:
             ordinal=step, env=self.env, task_id=f"id-{step}", outcome=batch_pb2.ORDINAL_OUTCOME_TRAINED, attempts=1
         )
         header.rollouts_key = f"{self.names.rollout_data(step, 1, 'n')}rollouts.pb.zst"
-        self.store.put(header.rollouts_key, encode_archive(rollouts))
+        self.store.put(header.rollouts_key, encode_archive([*rollouts, *more]))
         self.store.create(self.names.batch_header(step), header.SerializeToString())
 
     def token_log(self, step: int, *, members: Sequence[int], difference: float = 0.25, chain: bytes = b"") -> None:
@@ -140,6 +140,11 @@ class RunWriter:
             policy_spans=(PolicySpan(lineage=0, version=max(0, step - 1), start=2, end=len(column)),),
         )
         return Rollout(**common, status=RolloutStatus.OK, samples=(sample,), reward=member / 2, metrics={"share": 0.5})
+
+    def evaluated(self, version: int, member: int = 0, *, task: int = 0) -> Rollout:
+        """One play of an evaluation of a version."""
+        played = replace(self.rollout(version, member, ()), purpose=Purpose.EVAL, eval_id=f"{self.env}@{version}-e1")
+        return replace(played, ordinal=task, task_index=task, group_size=self.members - 1)
 
     def train_samples(self, step: int, member: int) -> list[TrainSample]:
         """What is trained on of a play: of each of its sequences that has something sampled."""

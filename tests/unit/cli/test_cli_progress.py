@@ -64,6 +64,8 @@ def test_rewards_are_means_over_environments_and_absent_without_two_versions():
     assert progress.reward_before == 0.5 and progress.reward_after is None
     progress = progress_of([*events, evaluation(5, 9, 0.9, "a"), evaluation(5, 9, 0.7, "b")])
     assert progress.reward_after == pytest.approx(0.8)
+    spanned = progress_of([*events, evaluation(5, 9, 0.9, "a"), evaluation(6, 9, 0.7, "b", step=5, newest=7)])
+    assert spanned.reward_after == pytest.approx(0.8), "both are of the same step"
     assert progress_of([]).reward_before is None
 
 

@@ -21,7 +21,7 @@ from millrace.policies.manifest import PolicyPlace, Probe
 from millrace.policies.publishing.publish import PolicyContents, publish_policy
 from millrace.policies.tensors import TensorBytes
 from millrace.storage import open_store
-from millrace_testing.runlog.recorded_run import progress_of, recorded
+from millrace_testing.runlog.recorded_run import evaluation, progress_of, recorded
 
 PNG = b"\x89PNG\r\n\x1a\n"
 
@@ -104,6 +104,22 @@ def test_summary_keys_values_and_text(tmp_path):
     assert json.loads((tmp_path / "deep" / "summary.json").read_text()) == data
     text = "\n".join(summary_lines(data))
     assert "held-out reward  0.450 → 0.750  (+0.300)" in text and "policy           /p" in text
+
+
+def test_the_summary_names_spans_of_versions_and_what_was_not_evaluated():
+    late = evaluation(8, 9, 0.8, skipped=(4, 6), newest=9)
+    data = summary(
+        progress_of([*recorded(), late]),
+        Artifacts(policy_path=None, checkpoint_path=None, plot_path=None),
+        seconds=1,
+        phases={},
+    )
+    assert [(e["step"], e["policy_version"], e["policy_version_max"], e["skipped"]) for e in data["evals"]] == [
+        (0, 0, 0, []),
+        (3, 3, 3, []),
+        (8, 8, 9, [4, 6]),
+    ]
+    assert "not evaluated    reverse-text: v4, v6" in summary_lines(data)
 
 
 def test_summary_of_a_run_without_evaluation_has_nulls(tmp_path):

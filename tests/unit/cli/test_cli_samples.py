@@ -4,13 +4,14 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from millrace.cli.main import main
 from millrace.cli.offline.samples import SampleRecord
 from millrace.cli.offline.training_rows import TrainingRows
 from millrace.internal.v1 import batch_pb2
-from millrace.rollouts.types import Purpose, Rollout, RolloutError, RolloutStatus
+from millrace.rollouts.types import PolicySpan, Purpose, Rollout, RolloutError, RolloutStatus, Sample
 from millrace.rollouts.wire import encode_archive
 from millrace.runlog.names import Deployment, Names
 from millrace.storage.local import LocalStore
@@ -165,6 +166,24 @@ def test_a_record_has_what_a_program_wants(run_directory: Path, capsys: pytest.C
         "role": "user",
         "content": "task 1",
     }
+
+
+def test_what_evaluated_a_policy_says_of_which_version(run_directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sampled = Sample(
+        token_ids=np.arange(3, dtype=np.int32),
+        loss_mask=np.array([0, 1, 1], np.uint8),
+        inference_logprobs=np.zeros(3, np.float32),
+        policy_spans=(
+            PolicySpan(lineage=0, version=4, start=1, end=2),
+            PolicySpan(lineage=0, version=5, start=2, end=3),
+        ),
+    )
+    played = rollout(0, 0, 0.5, "aha", purpose=Purpose.EVAL, eval_id="letters@4-e1", samples=(sampled,))
+    commit(LocalStore(run_directory / "store"), 2, [played])
+    (record,) = records(capsys, "--purpose", "eval")
+    assert (record["purpose"], record["eval_id"], record["versions"]) == ("eval", "letters@4-e1", [4, 5])
+    for more in ([], ["--full"]):
+        assert "letters (eval of v4–v5)" in shown(capsys, "run", "samples", "letters-1", "--purpose", "eval", *more)
 
 
 def test_what_a_model_wrote_cannot_steer_the_terminal(run_directory: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -82,6 +82,21 @@ def test_new_batches_come_while_somebody_looks(written, tmp_path):
     reader.close()
 
 
+def test_members_of_two_evaluations_of_a_task_are_no_group(written, tmp_path):
+    """The closing batch of a run may archive several evaluations, each with every task."""
+    more = [written.evaluated(version, member) for version in (2, 3) for member in (0, 1)]
+    written.commit(3, more=more)
+    reader = Reader(written.store, "millrace", tmp_path / "i")
+    settled(reader, 4)
+    shown = reader.ask("samples", UID, {"purpose": "eval"})
+    assert shown["total"] == 4
+    found = [reader.ask("sample", UID, {"id": each["id"]}) for each in shown["samples"]]
+    for each in found:
+        same = {other["id"] for other in found if other["eval_id"] == each["eval_id"]}
+        assert len(same) == 2 and {member["id"] for member in each["group"]} == same
+    reader.close()
+
+
 def test_an_index_is_kept_and_nothing_is_read_twice(written, tmp_path):
     reader = Reader(written.store, "millrace", tmp_path / "i")
     before = settled(reader, 3)

@@ -82,7 +82,7 @@ class StoredRun:
             run_uid=UID, purpose=Purpose.TRAIN, ordinal=step, member=member, attempt=0, group_size=2, env="letters",
             task_index=step, task_id=f"id-{step}", status=RolloutStatus.OK, samples=(sample,), reward=float(member),
             messages_json=json.dumps(said), metrics={"share": 0.5}, num_turns=1,
-            task_json=json.dumps({"answer": f"task {step}, reversed"}),
+            task_json=json.dumps({"answer": f"task {step}, reversed", "info": {"level": step, "key": KEY}}),
         )  # fmt: skip
 
     def _train_sample(self, step: int, member: int) -> TrainSample:

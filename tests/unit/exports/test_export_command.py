@@ -33,6 +33,7 @@ def test_json_lines(stored_run, capsys: pytest.CaptureFixture[str]) -> None:
     samples = [json.loads(line) for line in text.splitlines()]
     assert [each["advantage"] for each in samples] == [-0.5, 0.5] * 3 and samples[3]["completion"] == "<b>1</b> ***"
     assert SECRET not in text
+    assert samples[2]["answer"] == "task 1, reversed" and json.loads(samples[2]["info"])["info"]["level"] == 1
 
 
 def test_parquet(stored_run) -> None:
@@ -42,7 +43,10 @@ def test_parquet(stored_run) -> None:
     check_values({(line["metric"], line["step"]): line["value"] for line in table})
     samples = parquet.read_table(out / "samples.parquet").to_pylist()
     assert len(samples) == 6 and samples[1]["advantage"] == 0.5 and samples[1]["version_max"] == 0
-    assert all(SECRET not in each["completion"] for each in samples)
+    assert all(SECRET not in each["completion"] + each["info"] for each in samples)
+    lines = (export("jsonl", "--samples") / "samples.jsonl").read_text().splitlines()
+    flat = [{**each, "metrics": json.dumps(each["metrics"])} for each in map(json.loads, lines)]
+    assert samples == flat, "no column is left out"
 
 
 def test_tensorboard(stored_run) -> None:

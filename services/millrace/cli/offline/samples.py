@@ -38,6 +38,7 @@ class SampleRecord:
             "step": self.step,
             "env": rollout.env,
             "purpose": rollout.purpose.name.lower(),
+            "eval_id": rollout.eval_id,
             "task": rollout.ordinal,
             "task_id": rollout.task_id,
             "member": rollout.member,

@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from urllib.parse import unquote, urlsplit
 from millrace.cli.view.plot import write_plot
 from millrace.cli.view.progress import Moved, Progress
 from millrace.cli.view.text import duration, size
-from millrace.runlog.events.run_status import state_name
+from millrace.runlog.events.run_status import state_name, version_names
 from millrace.v1 import run_pb2
 
 
@@ -112,7 +113,16 @@ def summary(progress: Progress, artifacts: Artifacts, *, seconds: float, phases:
             env: dict(sorted(each.failed.items())) for env, each in sorted(progress.environments.items())
         },
         "evals": [
-            {"env": p.env, "policy_version": p.version, "reward": p.reward, "num_rollouts": p.num_rollouts}
+            {
+                "env": p.env,
+                "step": p.step,
+                "policy_version": p.version,
+                "policy_version_max": p.version_max,
+                "reward": p.reward,
+                "num_rollouts": p.num_rollouts,
+                "num_failed": p.num_failed,
+                "skipped": list(p.skipped),
+            }
             for p in progress.evals
         ],
         "eval_num_failed": sum(point.num_failed for point in last.values()),
@@ -169,6 +179,15 @@ def _moved_line(weights: dict[str, Any]) -> str:
     return ", ".join(parts)
 
 
+def _skipped_line(evals: Sequence[dict[str, Any]]) -> str:
+    """`reverse-text: v20, v40; letters: v20`: versions that were due, and not evaluated."""
+    found: dict[str, list[int]] = {}
+    for each in evals:
+        if each["skipped"]:
+            found.setdefault(each["env"], []).extend(each["skipped"])
+    return "; ".join(f"{env}: {version_names(versions)}" for env, versions in found.items())
+
+
 def summary_lines(data: dict[str, Any], *, with_plot: bool = True) -> list[str]:
     """The summary for people; what was not measured or written has no line. A run that is watched has no plot."""
 
@@ -183,6 +202,7 @@ def summary_lines(data: dict[str, Any], *, with_plot: bool = True) -> list[str]:
         ("held-out reward", " → ".join(reward or "–" for reward in rewards) + gain),
         ("steps", f"{data['steps']} in {duration(data['seconds'])}"),
         ("trainer waited", number(data["trainer_wait_ratio"], ".0%")),
+        ("not evaluated", _skipped_line(data["evals"])),
         ("mismatch kl", number(data["mismatch_kl"], ".1e")),
         ("weights moved", _moved_line(data["weights"])),
         ("policy", data["policy_path"] or ""),

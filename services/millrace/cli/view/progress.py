@@ -44,10 +44,16 @@ class EvalPoint:
     """One evaluation of one environment."""
 
     env: str
+    step: int
     version: int
+    """Oldest policy version that answered."""
+    version_max: int
+    """Newest one."""
     reward: float
     num_rollouts: int
     num_failed: int
+    skipped: tuple[int, ...]
+    """Versions that were due before it and were not evaluated."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -154,14 +160,14 @@ class Progress(RunStatus):
 
     @property
     def reward_before(self) -> float | None:
-        """Held-out reward of the first evaluated version, the mean over environments; None without evaluation."""
-        return self._eval_mean(min(point.version for point in self.evals)) if self.evals else None
+        """Held-out reward of the first evaluated step, the mean over environments; None without evaluation."""
+        return self._eval_mean(min(point.step for point in self.evals)) if self.evals else None
 
     @property
     def reward_after(self) -> float | None:
-        """Held-out reward of the last evaluated version; None unless two versions were evaluated."""
-        versions = {point.version for point in self.evals}
-        return self._eval_mean(max(versions)) if len(versions) > 1 else None
+        """Held-out reward of the last evaluated step; None unless two steps were evaluated."""
+        steps = {point.step for point in self.evals}
+        return self._eval_mean(max(steps)) if len(steps) > 1 else None
 
     def _add_point(self, done: event_pb2.StepCompleted) -> None:
         point = StepPoint(
@@ -185,12 +191,15 @@ class Progress(RunStatus):
         self.evals.append(
             EvalPoint(
                 env=done.env,
+                step=done.step,
                 version=done.policy_version,
+                version_max=max(done.policy_version_max, done.policy_version),
                 reward=done.reward_mean,
                 num_rollouts=done.num_rollouts,
                 num_failed=done.num_failed,
+                skipped=tuple(done.skipped),
             )
         )
 
-    def _eval_mean(self, version: int) -> float:
-        return statistics.fmean({p.env: p.reward for p in self.evals if p.version == version}.values())
+    def _eval_mean(self, step: int) -> float:
+        return statistics.fmean({p.env: p.reward for p in self.evals if p.step == step}.values())

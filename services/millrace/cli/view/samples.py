@@ -5,11 +5,15 @@ What a model wrote may hold anything: control characters are shown as signs, so 
 
 import json
 from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
 from millrace.cli.offline.samples import SampleRecord
 from millrace.cli.view.paint import Paint
 from millrace.cli.view.text import printable, table
 from millrace.exports.conversation import content_of, given_of, messages_of
+
+if TYPE_CHECKING:
+    from millrace.rollouts.types import Rollout
 
 PLAIN = Paint()
 _MAX_CELL = 60
@@ -25,7 +29,7 @@ def sample_table(samples: Sequence[SampleRecord], *, paint: Paint = PLAIN) -> st
         rows.append(
             [
                 found.id,
-                rollout.env,
+                f"{rollout.env}{_evaluated(rollout)}",
                 f"{rollout.ordinal}.{rollout.member}",
                 str(rollout.status),
                 f"{rollout.reward:.3f}",
@@ -45,7 +49,8 @@ def sample_lines(found: SampleRecord) -> Iterator[str]:
     """A sample in full."""
     rollout = found.rollout
     yield (
-        f"── {found.id}  step {found.step}  {rollout.env}  task {rollout.ordinal}.{rollout.member}  {rollout.status}  "
+        f"── {found.id}  step {found.step}  {rollout.env}{_evaluated(rollout)}  "
+        f"task {rollout.ordinal}.{rollout.member}  {rollout.status}  "
         f"reward {rollout.reward:.3f}  {rollout.num_tokens} tokens  {rollout.num_turns} turns  "
         f"policy {rollout.min_version}–{rollout.max_version}  {rollout.seconds:.1f} s"
     )
@@ -61,6 +66,14 @@ def sample_lines(found: SampleRecord) -> Iterator[str]:
         yield f"{printable(str(message.get('role', '?')))}:"
         yield from (f"  {line}" for line in printable(content_of(message)).split("\n"))
     yield ""
+
+
+def _evaluated(rollout: "Rollout") -> str:
+    """Behind the environment of a rollout with which a run's policy was evaluated: its version."""
+    if rollout.purpose.value != "eval" or rollout.min_version is None:
+        return ""
+    newest = "" if rollout.min_version == rollout.max_version else f"–v{rollout.max_version}"
+    return f" (eval of v{rollout.min_version}{newest})"
 
 
 def _cell(text: str) -> str:

@@ -120,6 +120,8 @@ class Details:
         is_same = np.ones(len(own_batch), bool)
         for name in ("ordinal", "purpose", "env"):
             is_same &= own_batch[name] == rows[name][at]
+        for index in np.flatnonzero(is_same):  # a batch may archive two evaluations, both with this task
+            is_same[index] = archive.rollouts[int(own_batch["place"][index])].eval_id == rollout.eval_id
         same = segment.first + np.flatnonzero(is_same)[:MAX_MEMBERS]
         members = [
             row_json(self._columns, rows[row], texts)

@@ -9,6 +9,7 @@ import asyncio
 import math
 import time
 from collections.abc import Collection, Mapping, Sequence
+from types import MappingProxyType
 
 from millrace.algorithms import make_algorithms
 from millrace.errors import InvalidStateError
@@ -19,11 +20,11 @@ from millrace.orchestrator.play.evals import MAX_UNHELD_S
 from millrace.orchestrator.play.sampler import Sampler
 from millrace.orchestrator.run_context import RunContext
 from millrace.rollouts.types import Rollout
+from millrace.runlog.events.run_status import version_names
 from millrace.telemetry import waits
 from millrace.v1 import run_pb2
 
 SERVED_POLL_S = 0.05
-_SHOWN_VERSIONS = 10
 POLICY_OVERDUE_S = 600.0
 """Age from which the wait for a policy is overdue: the trainer may be loading a large model."""
 
@@ -39,6 +40,8 @@ class TrainRunDriver(RunDriver):
         super().__init__(assemble(context, config, reported_evals=frozenset(done_evals.values())))
         self._config = config
         self._done_evals = done_evals
+        self._skipped: Mapping[str, Sequence[int]] = {}
+        """Versions due before the last one that are not evaluated, by environment."""
 
     async def _play(self, tasks: asyncio.TaskGroup, background: list[asyncio.Task[None]]) -> list[Rollout]:
         """Everything between STARTING and STOPPING; returns the rollouts of the final evaluation."""
@@ -60,7 +63,7 @@ class TrainRunDriver(RunDriver):
         await self._unless_stopped(self._wait_served(self._parts.book.step))
         with waits.waiting("the evaluations of earlier versions", waits_on="env-server", deadline_s=0.0):
             await self._unless_stopped(asyncio.wait((periodic,)))
-        return await self._unless_stopped(self._evaluate(self._parts.book.step))
+        return await self._unless_stopped(self._evaluate(self._parts.book.step, skipped=self._skipped))
 
     async def _start(self) -> RolloutLoop:
         """Wait for environments and for the start policy to be served; build the loop."""
@@ -88,7 +91,10 @@ class TrainRunDriver(RunDriver):
         )
 
     async def _evaluate_periodically(self) -> None:
-        """Evaluate during training, whenever a version that is a multiple of the interval is served."""
+        """Evaluate during training, whenever a version that is a multiple of the interval is served.
+
+        The version of the last step is left to the end of the run.
+        """
         evals, policies, settings = self._parts.evals, self._parts.policies, self._config.orchestrator.eval
         if settings is None:
             return
@@ -97,6 +103,7 @@ class TrainRunDriver(RunDriver):
         for env, done in self._done_evals:
             last[env] = max(done, last.get(env, 0))
         step = min(last.values()) // interval * interval + interval
+        cause = "the run was taken over"  # what kept the first versions; later ones an evaluation
         while step < self._parts.max_steps:
             if not evals.due(step, last=last):
                 step += interval
@@ -104,8 +111,9 @@ class TrainRunDriver(RunDriver):
             try:
                 step = await self._wait_due(step, is_pinned=is_pinned)
                 due = evals.due(step, last=last)
-                await self._tell_skipped(due, step=step)
-                await self._evaluate(step, list(due), done=self._done_evals, is_pinned=is_pinned)
+                await self._tell_skipped(due, cause=f"{cause} until policy {step} was due")
+                cause = "an evaluation before them lasted"
+                await self._evaluate(step, list(due), done=self._done_evals, is_pinned=is_pinned, skipped=due)
             except InvalidStateError as error:
                 await self._events.warning(error.reason, str(error))
             finally:
@@ -115,6 +123,8 @@ class TrainRunDriver(RunDriver):
             behind = self._parts.book.step // interval * interval + interval
             newest = behind if not is_pinned else policies.newest_due
             step = step + interval if newest is None else max(step + interval, newest)
+        self._skipped = evals.due(int(self._parts.max_steps), last=last)  # finite: the loop has ended
+        await self._tell_skipped(self._skipped, cause=f"{cause} until the last step was done")
 
     async def _wait_due(self, step: int, *, is_pinned: bool) -> int:
         """Wait until the version of `step`, or a later one that is due by then, can be evaluated; return its step.
@@ -141,15 +151,14 @@ class TrainRunDriver(RunDriver):
                 await asyncio.sleep(SERVED_POLL_S)
         return held
 
-    async def _tell_skipped(self, due: Mapping[str, Sequence[int]], *, step: int) -> None:
-        """Warn of versions that are not evaluated, because the evaluation before them took too long."""
+    async def _tell_skipped(self, due: Mapping[str, Sequence[int]], *, cause: str) -> None:
+        """Warn of versions that are not evaluated, because later ones were due by the time that they could be."""
         if skipped := {env: steps for env, steps in due.items() if steps}:
-            named = "; ".join(f"{env}: {_versions(steps)}" for env, steps in skipped.items())
+            named = "; ".join(f"{env}: {version_names(steps)}" for env, steps in skipped.items())
             await self._events.warning(
                 "EVAL_SKIPPED",
-                f"these versions are not evaluated, because an evaluation before them lasted until policy {step} was "
-                f"due: {named}. Evaluate fewer tasks (orchestrator.eval.num_examples), less often "
-                "(orchestrator.eval.interval), or add replicas",
+                f"these versions are not evaluated, because {cause}: {named}. Where it happens often, evaluate fewer "
+                "tasks (orchestrator.eval.num_examples), less often (orchestrator.eval.interval), or add replicas",
             )
 
     async def _evaluate(
@@ -159,16 +168,20 @@ class TrainRunDriver(RunDriver):
         *,
         done: Collection[tuple[str, int]] = (),
         is_pinned: bool = False,
+        skipped: Mapping[str, Sequence[int]] = MappingProxyType({}),
     ) -> list[Rollout]:
         """Evaluate with the policy of `step` what is not `done` on `envs`, or on all; returns the OK rollouts.
 
-        While versions come, a pinned evaluation is played by the replica that is held at its own.
+        While versions come, a pinned evaluation is played by the replica that is held at its own. `skipped` are the
+        versions due before it that are not evaluated, by environment: its record names them.
         """
         rollouts: list[Rollout] = []
         chosen = self._parts.evals.names if envs is None else envs
         with self._parts.evals.series():
             for env in (name for name in chosen if (name, step) not in done):
-                report, good = await self._parts.evals.evaluate(env, step=step, min_version=step, is_pinned=is_pinned)
+                report, good = await self._parts.evals.evaluate(
+                    env, step=step, min_version=step, is_pinned=is_pinned, skipped=skipped.get(env, ())
+                )
                 await self._events.eval_completed(report)
                 rollouts += good
         return rollouts
@@ -179,9 +192,3 @@ class TrainRunDriver(RunDriver):
             while (served := policies.served_version()) is None or served < version:
                 wait.update(waits_on=policies.up_to(version))
                 await asyncio.sleep(SERVED_POLL_S)
-
-
-def _versions(steps: Sequence[int]) -> str:
-    """The first few versions, and how many there are."""
-    shown = ", ".join(f"v{step}" for step in steps[:_SHOWN_VERSIONS])
-    return f"{shown}, … ({len(steps)} in all)" if len(steps) > _SHOWN_VERSIONS else shown

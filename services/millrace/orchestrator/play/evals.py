@@ -9,7 +9,7 @@ import logging
 import math
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
@@ -22,6 +22,7 @@ from millrace.orchestrator.play.player import Player
 from millrace.orchestrator.play.settings import EvalSettings
 from millrace.orchestrator.play.tasks import TaskRef
 from millrace.rollouts.types import Rollout
+from millrace.runlog.events.run_status import version_names
 from millrace.telemetry import waits
 from millrace.v1 import event_pb2
 
@@ -48,6 +49,8 @@ class Evaluation:
     is_pinned: bool
     plays: dict[int, Play]
     """By ordinal, which is the task's index."""
+    skipped: Sequence[int] = ()
+    """Versions that were due before it and are not evaluated."""
     changed: asyncio.Event = field(default_factory=asyncio.Event)
     began: float = field(default_factory=time.monotonic)
     last_answer: float = field(default_factory=time.monotonic)
@@ -151,11 +154,13 @@ class Evaluator:
         """Rollouts of evaluations that are being played, by replica."""
         return load_of(play for current in self._open.values() for play in current.plays.values())
 
-    def begin(self, env: str, *, step: int, min_version: int, is_pinned: bool = False) -> Evaluation:
+    def begin(
+        self, env: str, *, step: int, min_version: int, is_pinned: bool = False, skipped: Sequence[int] = ()
+    ) -> Evaluation:
         """Open an evaluation of `env`: from now on it takes rollouts.
 
         Its training tasks are played where the settings say so, or where it has no others. A pinned one is played by a
-        replica that is held at its version.
+        replica that is held at its version. `skipped` are the versions due before it that are not evaluated.
         """
         settings, opened = self.settings, self._envs.envs[env]
         use_train_tasks = settings.use_train_tasks or opened.num_eval == 0
@@ -171,6 +176,7 @@ class Evaluator:
             step=step,
             min_version=min_version,
             is_pinned=is_pinned,
+            skipped=skipped,
             plays={
                 index: Play(
                     task=TaskRef(ordinal=index, env=env, task_index=index),
@@ -186,13 +192,13 @@ class Evaluator:
         return current
 
     async def evaluate(
-        self, env: str, *, step: int, min_version: int, is_pinned: bool = False
+        self, env: str, *, step: int, min_version: int, is_pinned: bool = False, skipped: Sequence[int] = ()
     ) -> tuple[event_pb2.EvalCompleted, list[Rollout]]:
         """Play `env` on replicas at `min_version` or newer, or on a held one; returns the report and the OK rollouts.
 
         It lasts as long as answers come; raises InvalidStateError if not one rollout came back OK.
         """
-        current = self.begin(env, step=step, min_version=min_version, is_pinned=is_pinned)
+        current = self.begin(env, step=step, min_version=min_version, is_pinned=is_pinned, skipped=skipped)
         try:
             return await self.finish(current), current.good()
         finally:
@@ -208,13 +214,16 @@ class Evaluator:
         plays = current.plays.values()
         stall_s = self.settings.plays.rollout_timeout_s + STALL_SLACK_S
         unplaced_since = time.monotonic()
-        with waits.waiting(
-            f"evaluation of {current.env} with policy {current.min_version}", waits_on="env-server", deadline_s=stall_s
-        ) as wait:
+        what = f"evaluation of {current.env}"
+        if not self.settings.is_whole_run:
+            what += f" with policy {current.min_version}"
+        if current.skipped:
+            what += f" ({version_names(current.skipped)} before it: not evaluated)"
+        with waits.waiting(what, waits_on="env-server", deadline_s=stall_s) as wait:
             while current.num_missing:
                 current.changed.clear()
                 await self._player.place_open(plays)
-                wait.update(reason=f"{current.num_missing} rollouts of the evaluation of {current.env}")
+                wait.update(reason=f"{current.num_missing} rollouts of the {what}")
                 try:
                     async with asyncio.timeout(TICK_S):
                         await current.changed.wait()
@@ -255,6 +264,7 @@ class Evaluator:
             seconds=seconds,
             eval_id=current.eval_id,
             failed_tasks=[_task_id(play) for play in plays if play.missing][:_SHOWN_TASKS],
+            skipped=current.skipped,
         )
 
 

@@ -3,6 +3,7 @@
 Nothing here is stored: every process computes the same status from the same events.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Self
 
@@ -16,11 +17,18 @@ GONE_BEHIND = 8
 MAX_ENVIRONMENTS = 1000
 """Environments that are kept of one run, whatever its events name."""
 TERMINAL = frozenset({run_pb2.RUN_STATE_SUCCEEDED, run_pb2.RUN_STATE_FAILED, run_pb2.RUN_STATE_CANCELLED})
+_SHOWN_VERSIONS = 10
 
 
 def is_terminal(state: run_pb2.RunState) -> bool:
     """Whether a run in this state has ended for good."""
     return state in TERMINAL
+
+
+def version_names(steps: Sequence[int]) -> str:
+    """The first few versions, and how many there are."""
+    shown = ", ".join(f"v{step}" for step in steps[:_SHOWN_VERSIONS])
+    return f"{shown}, … ({len(steps)} in all)" if len(steps) > _SHOWN_VERSIONS else shown
 
 
 def state_name(state: run_pb2.RunState) -> str:

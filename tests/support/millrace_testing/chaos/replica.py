@@ -1,5 +1,6 @@
 """One more inference replica beside a `ChaosStack`'s own: joins by registration, has a store and faults of its own."""
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -8,12 +9,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from millrace.errors import MillraceError
+from millrace.errors import MillraceError, UnavailableError
 from millrace.internal.v1 import policy_service_pb2 as pb
 from millrace.internal.v1 import policy_service_pb2_grpc
 from millrace.local.ports import free_ports
 from millrace.local.redis import die_with_parent
 from millrace.rpc.channel import call, open_channel
+from millrace.rpc.probe import probe
 from millrace.telemetry import faults
 from millrace.telemetry.faults import Action, Fault, Point
 from millrace_testing.chaos import loop as chaos_loop
@@ -31,12 +33,15 @@ class ExtraReplica:
     def __init__(self, chaos: ChaosStack, directory: Path) -> None:
         self._faults = directory / "faults"
         self._link = directory / "store" / PREFIX
-        self._real = Path(chaos.where["store"].removeprefix("file://")) / PREFIX
         self._link.parent.mkdir(parents=True)
         self._faults.mkdir()
+        store: str = chaos.where["store"]
+        if store.startswith("file://"):
+            self._real = Path(store.removeprefix("file://")) / PREFIX
+            self.set_store(is_there=True)
+            store = self._link.parent.as_uri()
         port, http_port = free_ports(2)
         self.address = f"127.0.0.1:{port}"
-        self.set_store(is_there=True)
         self.log = directory / "inference.log"
         with self.log.open("a") as output:
             self.process: subprocess.Popen[str] = chaos.workplace.popen(
@@ -45,7 +50,7 @@ class ExtraReplica:
                 preexec_fn=die_with_parent,
                 env={
                     "MILLRACE_ORCHESTRATOR": chaos.where["addresses"]["orchestrator"],
-                    "MILLRACE_STORE_URL": self._link.parent.as_uri(),
+                    "MILLRACE_STORE_URL": store,
                     "MILLRACE_LISTEN": self.address,
                     "MILLRACE_HTTP_LISTEN": f"127.0.0.1:{http_port}",
                     "MILLRACE_MAX_NUM_SEQS": "64",
@@ -56,7 +61,7 @@ class ExtraReplica:
             )
 
     def set_store(self, *, is_there: bool) -> None:
-        """Take the object store away from this replica alone, or give it back."""
+        """Take the object store away from this replica alone, or give it back; only one that is a directory."""
         if is_there:
             self._link.symlink_to(self._real)
         else:
@@ -73,6 +78,19 @@ class ExtraReplica:
     def said(self, words: str, *, timeout_s: float = WAITS_S) -> str:
         """Wait for a line of its log with these words."""
         return wait_line(self.log, words, since=0.0, timeout_s=timeout_s, alive=lambda: self.process.poll() is None)
+
+    def wait_ready(self, *, timeout_s: float = WAITS_S) -> None:
+        """Return when it serves its API; the orchestrator knows it by then or soon."""
+        ends = time.monotonic() + timeout_s
+        while not self._answers():
+            assert self.process.poll() is None, f"it ended with {self.process.returncode}"
+            assert time.monotonic() < ends, f"it does not serve after {timeout_s:g} s"
+            time.sleep(_POLL_S)
+
+    def _answers(self) -> bool:
+        with contextlib.suppress(UnavailableError):
+            return probe(self.address, timeout_s=2.0)
+        return False
 
     def status(self) -> pb.PolicyStatus:
         """What it says that it serves; an empty status while it does not answer."""

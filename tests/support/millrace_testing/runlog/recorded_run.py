@@ -1,5 +1,7 @@
 """The events of a small run, as a server would send them."""
 
+from collections.abc import Sequence
+
 from google.protobuf.timestamp_pb2 import Timestamp
 
 from millrace.cli.view.progress import Progress
@@ -40,16 +42,25 @@ def step(number: int, seconds: float, *, reward: float, step_s: float = 1.0, wai
 
 
 def evaluation(
-    version: int, seconds: float, reward: float, env: str = "reverse-text", failed: int = 0
+    version: int,
+    seconds: float,
+    reward: float,
+    env: str = "reverse-text",
+    *,
+    step: int | None = None,
+    newest: int = 0,
+    skipped: Sequence[int] = (),
 ) -> event_pb2.Event:
+    """`step` is the version if left out, and so is the `newest` version that answered."""
     done = event_pb2.EvalCompleted(
         env=env,
         policy_version=version,
-        step=version,
+        policy_version_max=max(newest, version),
+        step=version if step is None else step,
         reward_mean=reward,
         num_rollouts=64,
-        num_failed=failed,
         seconds=2.0,
+        skipped=skipped,
     )
     return at(seconds, eval_completed=done)
 
