@@ -22,7 +22,7 @@ from millrace.config.sections.sampling import (
     SAME_TOKENS,
     UNCUT_AS_TEACHER,
 )
-from millrace.rollouts.requests import PlayRequest
+from millrace.rollouts.requests import EnvSpec, PlayRequest, Sampling
 from millrace.rollouts.types import OWN_SAMPLING, Truncation
 
 Way = tuple[float, Truncation]
@@ -74,6 +74,12 @@ def merged(args: Mapping[str, Any], extra_body: Mapping[str, Any]) -> dict[str, 
     return {**neutral, **args, **{name: value for name, value in extra_body.items() if name not in neutral}}
 
 
+def flat(args: Mapping[str, Any]) -> dict[str, Any]:
+    """Sampling args without an `extra_body`, whose fields count where both say something; null says nothing."""
+    said = {**args, **(args.get("extra_body") or {})}
+    return {name: value for name, value in said.items() if name != "extra_body" and value is not None}
+
+
 def sent_of(body: Mapping[str, Any]) -> dict[str, Any]:
     """What a request's body says apart from its prompt, of chats and of `/inference/v1/generate` alike."""
     said = {name: value for name, value in body.items() if name not in _PROMPT and name != "sampling_params"}
@@ -95,13 +101,17 @@ class AskedSampling:
     @classmethod
     def of(cls, request: PlayRequest) -> Self:
         """That of a request for rollouts of engines of ours."""
-        sampling = request.sampling
+        return cls.by(request.env, request.sampling, model=request.model, is_training=request.is_training)
+
+    @classmethod
+    def by(cls, env: EnvSpec, sampling: Sampling, *, model: str = "", is_training: bool = True) -> Self:
+        """That of a run which samples an environment's rollouts so."""
         return cls(
-            env=request.env.label,
-            model=request.model,
+            env=env.label,
+            model=model,
             parameters=sampling.parameters(is_external=False),
             way=(sampling.temperature, sampling.truncation),
-            is_training=request.is_training,
+            is_training=is_training,
             allows_bias=sampling.allows_bias,
             is_plain=sampling.is_plain,
         )
@@ -116,13 +126,18 @@ class AskedSampling:
         if self.is_training:
             for name, value in sent.items():
                 if problem := self._problem(name, value):
-                    shown = json.dumps(value, default=str)[:_SHOWN_CHARS]
-                    raise OwnSamplingError(
-                        f"environment {self.env!r} sends `{name}` = {shown} of its own with a model call, which "
-                        f"{problem}"
-                    )
+                    said = f"sends `{name}` = {_shown(value)} of its own with a model call"
+                    raise OwnSamplingError(f"environment {self.env!r} {said}, which {problem}")
         way = _way(sent)
         return None if way == self.way else way
+
+    def require_declared(self, declared: Mapping[str, Mapping[str, Any]]) -> None:
+        """Raise OwnSamplingError if what an environment declares, by place, could not be trained on."""
+        for where, said in declared.items():
+            for name, value in said.items():
+                if problem := self._problem(name, value):
+                    what = f"declares `{name}` = {_shown(value)} for its model calls ({where})"
+                    raise OwnSamplingError(f"environment {self.env!r} {what}, which {problem}")
 
     def require(self, refused: Iterable[Mapping[str, Any] | None]) -> None:
         """Raise OwnSamplingError if one of these requests, which the engine refused, could not be trained on anyway."""
@@ -170,6 +185,10 @@ class AskedSampling:
         if self.is_plain and value != NEUTRAL[name] and not (name == "top_k" and value < 0):
             return AS_TEACHER if name == "temperature" else UNCUT_AS_TEACHER
         return ""
+
+
+def _shown(value: Any) -> str:
+    return json.dumps(value, default=str)[:_SHOWN_CHARS]
 
 
 def _way(sent: Mapping[str, Any]) -> Way:

@@ -16,6 +16,7 @@ from millrace.env_server.groups import Groups, PlayingGroup, group_key
 from millrace.env_server.image import require_image
 from millrace.env_server.interpreters.allowed import require_allowed
 from millrace.env_server.isolation.inherited import api_key_problem, teacher_key_problem
+from millrace.env_server.own_sampling import AskedSampling, OwnSamplingError
 from millrace.env_server.spool.sink import RolloutSink
 from millrace.env_server.teacher.scorer import Teachers
 from millrace.env_server.tokenizer_files import TokenizerFiles
@@ -24,7 +25,7 @@ from millrace.env_server.workers.pool import EnvPool, PlayAbandonedError, PoolLi
 from millrace.env_server.workers.starter import WorkerStarter
 from millrace.errors import CapacityError, InvalidStateError, MillraceError, UnavailableError
 from millrace.internal.v1 import env_service_pb2, env_service_pb2_grpc
-from millrace.rollouts.request_wire import env_from_wire, group_to_wire, play_from_wire
+from millrace.rollouts.request_wire import env_from_wire, group_to_wire, play_from_wire, sampling_from_wire
 from millrace.rollouts.requests import EnvSpec, PlayRequest
 from millrace.rollouts.types import Rollout, RolloutStatus
 from millrace.rollouts.wire import purpose_to_wire
@@ -142,7 +143,14 @@ class EnvService(env_service_pb2_grpc.EnvServiceServicer):
         ]
         if wrong := [each for each in wrong if each[2]]:
             raise invalid_request(wrong, source="OpenEnvRequest")
-        return _describe(self._pool(env_from_wire(request.env)))
+        env = env_from_wire(request.env)
+        pool = self._pool(env)
+        if request.HasField("sampling") and pool.info is not None:
+            try:
+                AskedSampling.by(env, sampling_from_wire(request.sampling)).require_declared(pool.info.declared)
+            except OwnSamplingError as error:
+                return _failed(error.error_type, str(error))
+        return _describe(pool)
 
     async def PlayGroup(
         self, request: env_service_pb2.PlayGroupRequest, context: grpc.aio.ServicerContext
@@ -298,13 +306,15 @@ class EnvService(env_service_pb2_grpc.EnvServiceServicer):
             ]
 
 
+def _failed(kind: str, message: str) -> env_service_pb2.OpenEnvResponse:
+    return env_service_pb2.OpenEnvResponse(
+        state=env_service_pb2.ENV_STATE_FAILED, error_type=kind, error_message=message
+    )
+
+
 def _describe(pool: EnvPool) -> env_service_pb2.OpenEnvResponse:
     if pool.failure is not None:
-        return env_service_pb2.OpenEnvResponse(
-            state=env_service_pb2.ENV_STATE_FAILED,
-            error_type=pool.failure.error_type,
-            error_message=str(pool.failure),
-        )
+        return _failed(pool.failure.error_type, str(pool.failure))
     if pool.info is None:
         return env_service_pb2.OpenEnvResponse(state=env_service_pb2.ENV_STATE_LOADING)
     return env_service_pb2.OpenEnvResponse(

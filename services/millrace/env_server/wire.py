@@ -1,5 +1,6 @@
 """Loaded environments on the wire of the env-server and of its workers, and the limits of what is asked."""
 
+import json
 from collections.abc import Sequence
 
 from millrace.decoding import decode_object
@@ -13,16 +14,21 @@ from millrace.runlog.names import Names
 MAX_GROUP_SIZE = 65_536
 # Longest deadline of a rollout.
 _MAX_ROLLOUT_S = 30 * 86_400.0
+_DECLARED = "what an environment declares of its sampling"
 _MAX_PENALTY = 100  # vLLM takes any; larger ones are mistakes
 
 
 def loaded_from_wire(message: env_worker_pb2.EnvLoaded) -> LoadedEnv:
-    """What a worker has loaded."""
+    """What a worker has loaded. Raises CorruptObjectError."""
+    declared = decode_object(message.declared_json or "{}", what=_DECLARED, reason="WORKER_REPORT_INVALID")
+    if not all(isinstance(said, dict) for said in declared.values()):
+        raise CorruptObjectError(f"{_DECLARED} must be an object of objects", reason="WORKER_REPORT_INVALID")
     return LoadedEnv(
         api=message.api,
         requires_group=message.requires_group,
         train=TaskSet(ids=tuple(message.train_task_ids), digest=message.train.digest),
         eval=TaskSet(ids=tuple(message.eval_task_ids), digest=message.eval.digest),
+        declared=declared,
     )
 
 
@@ -35,6 +41,7 @@ def loaded_to_wire(loaded: LoadedEnv) -> env_worker_pb2.EnvLoaded:
         eval=tasks_to_wire(loaded.eval),
         train_task_ids=loaded.train.ids,
         eval_task_ids=loaded.eval.ids,
+        declared_json=json.dumps(loaded.declared, default=str),
     )
 
 

@@ -19,13 +19,23 @@ def env_to_wire(env: EnvSpec) -> env_service_pb2.EnvSpec:
     return env_service_pb2.EnvSpec(**_values(env, EnvSpec))
 
 
+def sampling_from_wire(message: env_service_pb2.Sampling) -> Sampling:
+    """How to sample."""
+    return Sampling(**_values(message, Sampling))
+
+
+def sampling_to_wire(sampling: Sampling) -> env_service_pb2.Sampling:
+    """The message that says it."""
+    return env_service_pb2.Sampling(**_values(sampling, Sampling))
+
+
 def play_from_wire(message: env_service_pb2.PlayGroupRequest) -> PlayRequest:
     """The request of a message; its limits are those that the env-server checks."""
     values = _values(message, PlayRequest)
     values["purpose"] = purpose_from_wire(message.purpose)
     values["members"] = tuple(message.members)
     values["env"] = env_from_wire(message.env)
-    values["sampling"] = Sampling(**_values(message.sampling, Sampling))
+    values["sampling"] = sampling_from_wire(message.sampling)
     return PlayRequest(**values)
 
 
@@ -34,7 +44,7 @@ def play_to_wire(request: PlayRequest) -> env_service_pb2.PlayGroupRequest:
     values = _values(request, PlayRequest)
     values["purpose"] = purpose_to_wire(request.purpose)
     values["env"] = env_to_wire(request.env)
-    values["sampling"] = env_service_pb2.Sampling(**_values(request.sampling, Sampling))
+    values["sampling"] = sampling_to_wire(request.sampling)
     return env_service_pb2.PlayGroupRequest(**values)
 
 

@@ -4,7 +4,7 @@ The orchestrator and the env-server share these terms; `request_wire.py` writes 
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -61,6 +61,8 @@ class Sampling:
     """An environment may set what `orchestrator.sampling` may with `allow_biased_sampling`."""
     is_plain: bool = False
     """Nothing but temperature 1 and the full distribution may be set."""
+    holds_temperature: bool = False
+    """The temperature is that of a schedule: what an environment was made with does not take its place."""
 
     @property
     def truncation(self) -> Truncation:
@@ -162,6 +164,8 @@ class LoadedEnv:
     requires_group: bool
     train: TaskSet
     eval: TaskSet
+    declared: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """How it has its model calls sampled where its code or args say so, by where that is said."""
 
     def tasks(self, request: PlayRequest) -> TaskSet:
         """The set of the request's task."""

@@ -257,14 +257,24 @@ class Server:
     _cursor: str = "0"
     tokenizer_manifest_key: str = ""
 
-    async def open(self, env_id: str, args: dict[str, Any] | None = None, *, wait: bool = True) -> Any:
+    async def open(
+        self,
+        env_id: str,
+        args: dict[str, Any] | None = None,
+        *,
+        wait: bool = True,
+        sampling: env_service_pb2.Sampling | None = None,
+    ) -> Any:
         """OpenEnv until it is not LOADING any more."""
-        return await self.open_spec(self.spec(env_id, args), wait=wait)
+        return await self.open_spec(self.spec(env_id, args), wait=wait, sampling=sampling)
 
-    async def open_spec(self, spec: env_service_pb2.EnvSpec, *, wait: bool = True) -> Any:
+    async def open_spec(
+        self, spec: env_service_pb2.EnvSpec, *, wait: bool = True, sampling: env_service_pb2.Sampling | None = None
+    ) -> Any:
+        request = env_service_pb2.OpenEnvRequest(env=spec, sampling=sampling)
         async with asyncio.timeout(LOAD_S):
             while True:
-                reply = await call(self.stub.OpenEnv, env_service_pb2.OpenEnvRequest(env=spec), timeout_s=60)
+                reply = await call(self.stub.OpenEnv, request, timeout_s=60)
                 if not wait or reply.state != env_service_pb2.ENV_STATE_LOADING:
                     return reply
                 await asyncio.sleep(0.1)

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from millrace.internal.v1 import env_service_pb2, rollout_pb2
-from millrace.rollouts.types import PolicySpan, Rollout, RolloutStatus
+from millrace.rollouts.types import OWN_SAMPLING, PolicySpan, Rollout, RolloutStatus
 
 pytestmark = [
     pytest.mark.asyncio(loop_scope="session"),
@@ -160,6 +160,17 @@ async def test_a_timeout_names_the_key_of_an_environment_that_has_an_option_of_t
     rollout = await server.play_one("placed-v1", 0, args=args)
     assert_failed(rollout, RolloutStatus.TIMEOUT, "EnvironmentTimeout", "args.millrace.env.agent.timeout.scoring ")
     assert "args.env" not in rollout.error.message
+
+
+async def test_what_a_role_declares_and_cannot_be_trained_is_refused_when_it_is_opened(server: Any) -> None:
+    asked = env_service_pb2.Sampling(temperature=1.0)
+    for sampling, problem in (({"temperature": 0.5, "top_k": 3}, ""), ({"seed": 7}, "`seed` = 7"), ({"n": 2}, "`n`")):
+        args = {"num_examples": 4, "env": {"agent": {"sampling": sampling}}}
+        opened = await server.open("rev-text-v1", args, sampling=asked)
+        wanted = env_service_pb2.ENV_STATE_FAILED if problem else env_service_pb2.ENV_STATE_READY
+        assert opened.state == wanted and problem in opened.error_message, opened.error_message
+        if problem:
+            assert opened.error_type == OWN_SAMPLING and "(`args.env.agent.sampling`)" in opened.error_message
 
 
 async def test_rollout_deadline(server: Any) -> None:

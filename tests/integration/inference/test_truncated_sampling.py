@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from millrace.env_server.adapters.client_v0 import request_body
-from millrace.env_server.adapters.v0 import sampling_args
+from millrace.env_server.adapters.sampling_v0 import sampling_args
 from millrace.rollouts.requests import Sampling
 from millrace.rollouts.types import TrainSample
 from millrace.trainer.gang.distributed import Gang

@@ -6,8 +6,8 @@ import pytest
 
 from millrace.env_server.adapters.client_v0 import request_body
 from millrace.env_server.adapters.samples import OwnRanges
-from millrace.env_server.adapters.v0 import sampling_args
-from millrace.env_server.own_sampling import AskedSampling, OwnSamplingError, Way, sent_of
+from millrace.env_server.adapters.sampling_v0 import declared_by, sampling_args
+from millrace.env_server.own_sampling import AskedSampling, OwnSamplingError, Way, flat, sent_of
 from millrace.rollouts.requests import EnvSpec, PlayRequest, Sampling
 from millrace.rollouts.types import FULL, OwnSampling, Purpose, Truncation
 
@@ -104,6 +104,62 @@ def test_a_teacher_is_compared_with_the_plain_distribution(says: dict[str, Any],
     with pytest.raises(OwnSamplingError, match=why):
         own_way(says, temperature=1.0, is_plain=True)
     assert own_way({"top_k": -1}, temperature=1.0, is_plain=True) is None
+
+
+class Made:
+    """As much of an environment as has to do with how it was made."""
+
+    def __init__(self, **sampling_args: Any) -> None:
+        self.sampling_args = {"n": 1, "extra_body": {}, **sampling_args}  # as the library keeps them
+
+
+MADE = Made(temperature=0.3, max_tokens=9, stop=["zz"], extra_body={"top_k": 4, "min_p": None})
+
+
+def test_what_an_environment_was_made_with_counts_where_the_run_says_nothing() -> None:
+    declared = declared_by(MADE)
+    assert declared == {"temperature": 0.3, "max_tokens": 9, "stop": ["zz"], "top_k": 4}
+    asked = sampling_args(Sampling(temperature=1.0), declared=declared)
+    assert (asked["temperature"], asked["max_tokens"], asked["top_p"]) == (0.3, 9, 1.0)
+    assert asked["extra_body"]["top_k"] == 4 and asked["extra_body"]["stop"] == ["zz"]
+    sent = sent_of(request_body([], "policy", asked, None))
+    asked_by_run = AskedSampling.by(EnvSpec(id="talk"), Sampling(temperature=1.0), model="policy")
+    assert asked_by_run.own_way(sent) == (0.3, Truncation(top_k=4)), "which is what the trainer computes"
+
+
+def test_what_the_run_says_counts_more() -> None:
+    said = Sampling(temperature=0.7, max_tokens=24, top_p=0.5, top_k=2, extra_body_json='{"stop": ["a"]}')
+    asked = sampling_args(said, declared=declared_by(MADE))
+    assert asked == sampling_args(said)
+    external = sampling_args(Sampling(temperature=1.0), is_external=True, declared=declared_by(MADE))
+    assert external == {"temperature": 0.3, "max_tokens": 9, "extra_body": {"top_k": 4, "stop": ["zz"]}}
+
+
+def test_a_schedule_of_the_temperature_is_said_at_every_step() -> None:
+    asked = sampling_args(Sampling(temperature=1.0, holds_temperature=True), declared=declared_by(MADE))
+    assert asked["temperature"] == 1.0 and asked["max_tokens"] == 9
+
+
+def test_an_environment_made_with_nothing_changes_nothing() -> None:
+    assert declared_by(Made()) == {} == declared_by(object())
+
+
+@pytest.mark.parametrize("name", sorted(REFUSED.keys() - {"model", "model that nobody serves", "temperature"}))
+def test_what_an_environment_declares_is_refused_as_what_it_sends(name: str) -> None:
+    says, why = REFUSED[name]
+    asked = AskedSampling.by(EnvSpec(name="talk", id="talk"), Sampling(temperature=0.7))
+    with pytest.raises(OwnSamplingError) as caught:
+        asked.require_declared({"`args.env.agent.sampling`": flat(says)})
+    assert str(caught.value).startswith(f"environment 'talk' declares `{name}` = ")
+    assert "(`args.env.agent.sampling`)" in str(caught.value) and why in str(caught.value)
+
+
+def test_what_the_trainer_computes_may_be_declared() -> None:
+    for says, _ in COMPUTED.values():
+        AskedSampling.by(EnvSpec(id="talk"), Sampling(temperature=0.7)).require_declared({"here": flat(says)})
+    plain = AskedSampling.by(EnvSpec(id="talk"), Sampling(temperature=1.0, is_plain=True))
+    with pytest.raises(OwnSamplingError, match="for opd: the teacher"):
+        plain.require_declared({"here": {"temperature": 0.3}})
 
 
 def test_neighbouring_turns_of_one_way_are_one_range() -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator
+from dataclasses import replace
 
 import pytest
 
@@ -15,8 +16,8 @@ from millrace.orchestrator.play import env_servers
 from millrace.orchestrator.play.env_servers import EnvServers, env_spec
 from millrace.orchestrator.workers import WorkerRegistry
 from millrace.rollouts.request_wire import group_to_wire
-from millrace.rollouts.requests import PlayedGroup, PlayRequest
-from millrace.rollouts.types import Purpose
+from millrace.rollouts.requests import PlayedGroup, PlayRequest, Sampling
+from millrace.rollouts.types import OWN_SAMPLING, Purpose
 from millrace.telemetry import waits
 
 SPEC = env_spec(NamedEnv(id="reverse-text"), is_text_only=True)
@@ -80,6 +81,33 @@ async def test_env_servers_that_have_other_tokens_are_asked_again(pool: EnvServe
     assert pool.servers_with(SPEC.name) == ["a"] and await pool.play("a", request), "the others go on meanwhile"
     tokens.stale = set()
     assert await pool.play("b", request)
+
+
+async def test_how_an_environment_is_trained_is_told_when_it_is_opened_and_what_it_declares_refused(
+    registry: WorkerRegistry, monkeypatch
+) -> None:
+    asked: dict[str, env_service_pb2.OpenEnvRequest] = {}
+
+    async def answer(method: object, request: object, *, timeout_s: float, waits_on: str = "") -> object:
+        assert isinstance(request, env_service_pb2.OpenEnvRequest)
+        asked[request.env.name] = request
+        if request.HasField("sampling"):
+            return env_service_pb2.OpenEnvResponse(
+                state=env_service_pb2.ENV_STATE_FAILED, error_type=OWN_SAMPLING, error_message="it declares `seed` = 7"
+            )
+        return await Tokens().call(method, request, timeout_s=timeout_s, waits_on=waits_on)
+
+    monkeypatch.setattr(env_servers, "call", answer)
+    trained = {SPEC.name: Sampling(temperature=0.5, top_k=3)}
+    pool = EnvServers(run_uid="r1", epoch=1, registry=registry, trained=trained)
+    evaluated = replace(SPEC, name="evaluated")
+    await pool.open_all([evaluated])
+    assert not asked["evaluated"].HasField("sampling"), "nothing of it is trained on"
+    with pytest.raises(InvalidStateError, match="it declares `seed` = 7") as caught:
+        await pool.open_all([SPEC])
+    assert caught.value.reason == "ENV_SAMPLING_REFUSED" and "top_k" in str(caught.value.remedy)
+    assert (asked[SPEC.name].sampling.temperature, asked[SPEC.name].sampling.top_k) == (0.5, 3)
+    await pool.close()
 
 
 async def test_a_run_that_no_env_server_lets_in_says_so_at_its_deadline(pool: EnvServers, monkeypatch) -> None:

@@ -8,11 +8,13 @@ by one.
 import asyncio
 import logging
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
 from verifiers.v1.configs.agent import AgentConfig
 
+from millrace.env_server.own_sampling import flat
 from millrace.errors import InvalidSpecError, Violation
 
 _SETUP_S = 10.0
@@ -46,10 +48,20 @@ class _Roles:
         return len(self._roles)
 
 
-def check_trainable(env: Any, *, takes_several: bool, where: str) -> bool:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trained:
+    """What of an environment is trained, as far as its config says."""
+
+    has_several: bool
+    """An episode has several trainable traces."""
+    roles: Sequence[str]
+    """Those that are known to be trained."""
+
+
+def check_trainable(env: Any, *, takes_several: bool, where: str) -> Trained:
     """Refuse an environment whose config already says that an episode has too many trainable traces, or none.
 
-    Returns whether it has several. What only its code decides is found out by the rollouts. Must run outside of an
+    What only its code decides is found out by the rollouts. Must run outside of an
     event loop. `where` says where the config stands in the args. Raises InvalidSpecError.
     """
     attempts = list(_several_attempts(env.config, where=where))
@@ -61,7 +73,14 @@ def check_trainable(env: Any, *, takes_several: bool, where: str) -> bool:
         wrong = [*wrong, _not_one_role(env, trained or [], where=where)]
     if wrong:
         raise InvalidSpecError(wrong)
-    return bool(attempts) or len(trained or ()) > 1
+    return Trained(has_several=bool(attempts) or len(trained or ()) > 1, roles=trained or ())
+
+
+def declared_sampling(env: Any, trained: Trained, *, where: str) -> dict[str, dict[str, Any]]:
+    """How trained roles have their model calls sampled where config or code say so, by where it stands in the args."""
+    roles = {name: getattr(env.config, name) for name in trained.roles}
+    said = {name: flat(role.sampling.model_dump(exclude_unset=True)) for name, role in roles.items() if role.sampling}
+    return {f"`{where}.{name}.sampling`": fields for name, fields in said.items() if fields}
 
 
 def _several_attempts(config: Any, *, where: str) -> Iterator[Violation]:

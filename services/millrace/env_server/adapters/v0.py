@@ -36,6 +36,7 @@ from millrace.env_server.adapters.failures import frames_of, is_engine_fault
 from millrace.env_server.adapters.outcome import NotANumberError, Outcome, checked, failed, failed_like, number_of
 from millrace.env_server.adapters.overhead_v0 import EnvExecutor
 from millrace.env_server.adapters.samples import MissingTokensError, Turn, merge_turns
+from millrace.env_server.adapters.sampling_v0 import declared_by, sampling_args
 from millrace.env_server.adapters.scoring import judges
 from millrace.env_server.adapters.scoring.rubrics_v0 import SCORED, Scored, watch_rubrics
 from millrace.env_server.adapters.span_log import SPANS, Spans
@@ -48,7 +49,7 @@ from millrace.env_server.library.lookups import remember_lookups
 from millrace.env_server.library.v0 import HAS_RENDERERS, Client, ClientConfig, ErrorChain, resolve_client
 from millrace.env_server.own_sampling import AskedSampling, OwnSamplingError
 from millrace.errors import InvalidSpecError, Violation
-from millrace.rollouts.requests import EnvSpec, LoadedEnv, PlayRequest, Sampling
+from millrace.rollouts.requests import EnvSpec, LoadedEnv, PlayRequest
 from millrace.rollouts.types import RolloutStatus
 
 _MODEL_ERRORS = frozenset({"ModelError", "InvalidModelResponseError", "EmptyModelResponseError", "EngineAuthError"})
@@ -81,7 +82,11 @@ class V0Adapter:
         self.eval = _table(env, is_eval=True)
         # A group of environments does not say so itself.
         self.requires_group = any(member.requires_group_rollouts for member in members_of(env))
-        self.loaded = LoadedEnv(api="v0", requires_group=self.requires_group, train=self.train, eval=self.eval)
+        self._declared = declared_by(env)
+        declared = {"`sampling_args` of its constructor": self._declared} if self._declared else {}
+        self.loaded = LoadedEnv(
+            api="v0", requires_group=self.requires_group, train=self.train, eval=self.eval, declared=declared
+        )
 
     @classmethod
     def load(cls, spec: EnvSpec, module: ModuleType, args: Mapping[str, Any]) -> Self:
@@ -116,7 +121,7 @@ class V0Adapter:
         """Play the request's members: together if rewards compare them, else there is one."""
         row: Any = (self.train if request.has_train_task else self.eval).row(request.task_index)
         client = self._client(request, tokenizer_dir)
-        args = sampling_args(request.sampling, is_external=request.is_external)
+        args = sampling_args(request.sampling, is_external=request.is_external, declared=self._declared)
         compares = bool(member_of(self._env, row).requires_group_rollouts)
         with SCORED.playing() as of_play:
             if compares:
@@ -169,13 +174,6 @@ class V0Adapter:
 
         chosen = choose_renderer(Path(tokenizer_dir))
         return "" if chosen == DEFAULT else chosen
-
-
-def sampling_args(sampling: Sampling, *, is_external: bool = False) -> dict[str, Any]:
-    """The request's sampling as v0 sampling args: what OpenAI's API does not know goes into `extra_body`."""
-    parameters = sampling.parameters(is_external=is_external)
-    args = {name: parameters.pop(name) for name in ("temperature", "max_tokens", "top_p") if name in parameters}
-    return args | ({"extra_body": parameters} if parameters else {})
 
 
 def fail_together(outcomes: Sequence[Outcome]) -> list[Outcome]:

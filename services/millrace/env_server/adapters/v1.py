@@ -48,7 +48,7 @@ from millrace.env_server.adapters.span_log import SPANS
 from millrace.env_server.adapters.tasks import TaskTable, build_task_table, no_tasks
 from millrace.env_server.adapters.text_only import not_text_error, other_part, refusal, refuse_other_parts
 from millrace.env_server.adapters.traces_v1 import merged
-from millrace.env_server.adapters.trainable_v1 import ONE_TRACE, SEVERAL_TRACES, check_trainable
+from millrace.env_server.adapters.trainable_v1 import ONE_TRACE, SEVERAL_TRACES, check_trainable, declared_sampling
 from millrace.env_server.engine_access import engine_access
 from millrace.env_server.engine_loss import ENGINE_LOST_MARK
 from millrace.env_server.library import interception, relaying, rendering
@@ -111,12 +111,13 @@ class V1Adapter:
         num_tasks = int(ours.get(V1_NUM_TASKS, _DEFAULT_NUM_TASKS))
         env = vf.load_environment(_config(spec.id, own, extra, where=where))
         check_runtimes(env, where=where)
-        has_several = check_trainable(env, takes_several=takes_several, where=where)
-        traces = ExpectedTraces(takes_several=takes_several, has_several=has_several)
+        trained = check_trainable(env, takes_several=takes_several, where=where)
+        traces = ExpectedTraces(takes_several=takes_several, has_several=trained.has_several)
         eval_taskset = None
         if eval_args is not None:
             eval_taskset = vf.load_taskset(_config(spec.id, {**own, **eval_args}, extra, where=where).taskset)
         loaded = cls(env, eval_taskset=eval_taskset, renderer=renderer, num_tasks=num_tasks, traces=traces)
+        loaded.loaded = replace(loaded.loaded, declared=declared_sampling(env, trained, where=where))
         if len(loaded.train):
             check_default_runtime(env, loaded.train.row(0), extra, where=where)
         if spec.is_text_only:

@@ -52,14 +52,16 @@ class TaskSet(_message.Message):
     def __init__(self, num_tasks: _Optional[int] = ..., digest: _Optional[str] = ...) -> None: ...
 
 class OpenEnvRequest(_message.Message):
-    __slots__ = ("env", "api_key_var", "teacher_key_var")
+    __slots__ = ("env", "api_key_var", "teacher_key_var", "sampling")
     ENV_FIELD_NUMBER: _ClassVar[int]
     API_KEY_VAR_FIELD_NUMBER: _ClassVar[int]
     TEACHER_KEY_VAR_FIELD_NUMBER: _ClassVar[int]
+    SAMPLING_FIELD_NUMBER: _ClassVar[int]
     env: EnvSpec
     api_key_var: str
     teacher_key_var: str
-    def __init__(self, env: _Optional[_Union[EnvSpec, _Mapping]] = ..., api_key_var: _Optional[str] = ..., teacher_key_var: _Optional[str] = ...) -> None: ...
+    sampling: Sampling
+    def __init__(self, env: _Optional[_Union[EnvSpec, _Mapping]] = ..., api_key_var: _Optional[str] = ..., teacher_key_var: _Optional[str] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ...) -> None: ...
 
 class OpenEnvResponse(_message.Message):
     __slots__ = ("state", "train", "eval", "api", "requires_group", "error_type", "error_message")
@@ -80,7 +82,7 @@ class OpenEnvResponse(_message.Message):
     def __init__(self, state: _Optional[_Union[EnvState, str]] = ..., train: _Optional[_Union[TaskSet, _Mapping]] = ..., eval: _Optional[_Union[TaskSet, _Mapping]] = ..., api: _Optional[str] = ..., requires_group: bool = ..., error_type: _Optional[str] = ..., error_message: _Optional[str] = ...) -> None: ...
 
 class Sampling(_message.Message):
-    __slots__ = ("temperature", "max_tokens", "top_p", "extra_body_json", "top_k", "min_p", "repetition_penalty", "allows_bias", "is_plain")
+    __slots__ = ("temperature", "max_tokens", "top_p", "extra_body_json", "top_k", "min_p", "repetition_penalty", "allows_bias", "is_plain", "holds_temperature")
     TEMPERATURE_FIELD_NUMBER: _ClassVar[int]
     MAX_TOKENS_FIELD_NUMBER: _ClassVar[int]
     TOP_P_FIELD_NUMBER: _ClassVar[int]
@@ -90,6 +92,7 @@ class Sampling(_message.Message):
     REPETITION_PENALTY_FIELD_NUMBER: _ClassVar[int]
     ALLOWS_BIAS_FIELD_NUMBER: _ClassVar[int]
     IS_PLAIN_FIELD_NUMBER: _ClassVar[int]
+    HOLDS_TEMPERATURE_FIELD_NUMBER: _ClassVar[int]
     temperature: float
     max_tokens: int
     top_p: float
@@ -99,7 +102,8 @@ class Sampling(_message.Message):
     repetition_penalty: float
     allows_bias: bool
     is_plain: bool
-    def __init__(self, temperature: _Optional[float] = ..., max_tokens: _Optional[int] = ..., top_p: _Optional[float] = ..., extra_body_json: _Optional[str] = ..., top_k: _Optional[int] = ..., min_p: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., allows_bias: bool = ..., is_plain: bool = ...) -> None: ...
+    holds_temperature: bool
+    def __init__(self, temperature: _Optional[float] = ..., max_tokens: _Optional[int] = ..., top_p: _Optional[float] = ..., extra_body_json: _Optional[str] = ..., top_k: _Optional[int] = ..., min_p: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., allows_bias: bool = ..., is_plain: bool = ..., holds_temperature: bool = ...) -> None: ...
 
 class PlayGroupRequest(_message.Message):
     __slots__ = ("run_uid", "purpose", "eval_id", "ordinal", "attempt", "members", "group_size", "env", "use_train_tasks", "task_index", "base_url", "model", "sampling", "rollout_timeout_seconds", "epoch", "generation", "planned_step", "tokenizer_manifest_key", "dispatched_after", "is_external", "api_key_var")

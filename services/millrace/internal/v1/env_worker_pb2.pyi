@@ -41,20 +41,22 @@ class WorkerCommand(_message.Message):
     def __init__(self, load: _Optional[_Union[LoadEnv, _Mapping]] = ..., play: _Optional[_Union[PlayMembers, _Mapping]] = ..., cancel: _Optional[_Union[CancelPlay, _Mapping]] = ...) -> None: ...
 
 class EnvLoaded(_message.Message):
-    __slots__ = ("api", "train", "eval", "requires_group", "train_task_ids", "eval_task_ids")
+    __slots__ = ("api", "train", "eval", "requires_group", "train_task_ids", "eval_task_ids", "declared_json")
     API_FIELD_NUMBER: _ClassVar[int]
     TRAIN_FIELD_NUMBER: _ClassVar[int]
     EVAL_FIELD_NUMBER: _ClassVar[int]
     REQUIRES_GROUP_FIELD_NUMBER: _ClassVar[int]
     TRAIN_TASK_IDS_FIELD_NUMBER: _ClassVar[int]
     EVAL_TASK_IDS_FIELD_NUMBER: _ClassVar[int]
+    DECLARED_JSON_FIELD_NUMBER: _ClassVar[int]
     api: str
     train: _env_service_pb2.TaskSet
     eval: _env_service_pb2.TaskSet
     requires_group: bool
     train_task_ids: _containers.RepeatedScalarFieldContainer[str]
     eval_task_ids: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, api: _Optional[str] = ..., train: _Optional[_Union[_env_service_pb2.TaskSet, _Mapping]] = ..., eval: _Optional[_Union[_env_service_pb2.TaskSet, _Mapping]] = ..., requires_group: bool = ..., train_task_ids: _Optional[_Iterable[str]] = ..., eval_task_ids: _Optional[_Iterable[str]] = ...) -> None: ...
+    declared_json: str
+    def __init__(self, api: _Optional[str] = ..., train: _Optional[_Union[_env_service_pb2.TaskSet, _Mapping]] = ..., eval: _Optional[_Union[_env_service_pb2.TaskSet, _Mapping]] = ..., requires_group: bool = ..., train_task_ids: _Optional[_Iterable[str]] = ..., eval_task_ids: _Optional[_Iterable[str]] = ..., declared_json: _Optional[str] = ...) -> None: ...
 
 class EnvFailed(_message.Message):
     __slots__ = ("error_type", "error_message")

@@ -2,7 +2,7 @@
 
 from millrace.config import EvalRunConfig, RLConfig
 from millrace.errors import UnavailableError
-from millrace.orchestrator.drive.assembly import env_specs, require_tasks
+from millrace.orchestrator.drive.assembly import env_specs, require_tasks, trained_envs
 from millrace.orchestrator.play.env_servers import EnvServers, KeyVariables
 from millrace.orchestrator.workers import WorkerRegistry
 
@@ -13,7 +13,7 @@ async def check_environments(config: RLConfig | EvalRunConfig, registry: WorkerR
     InvalidStateError names the environment that cannot be loaded and its error, or that has no training tasks,
     InvalidSpecError the key that is not set, UnavailableError says that there is no env-server.
     """
-    servers = EnvServers(run_uid="", epoch=0, registry=registry)
+    servers = EnvServers(run_uid="", epoch=0, registry=registry, trained=trained_envs(config))
     try:
         if not servers.alive():
             raise UnavailableError(

@@ -30,7 +30,7 @@ from millrace.orchestrator.play.sampler import Sampler
 from millrace.orchestrator.play.settings import of_run, of_training, plays_of_training
 from millrace.orchestrator.play.tasks import TaskSource
 from millrace.orchestrator.run_context import RunContext
-from millrace.rollouts.requests import EnvSpec
+from millrace.rollouts.requests import EnvSpec, Sampling
 from millrace.rollouts.types import Rollout
 
 _MIN_FAILURE_WINDOW = 64
@@ -82,7 +82,7 @@ def assemble(context: RunContext, config: RLConfig | EvalRunConfig, *, reported_
         failures.note(rollout)
 
     book = Book(count=count, on_resolved=failures.resolve)
-    envs = EnvServers(run_uid=uid, epoch=epoch, registry=context.registry)
+    envs = EnvServers(run_uid=uid, epoch=epoch, registry=context.registry, trained=trained_envs(config))
     policies: Policies
     trainer: Trainer
     if isinstance(config, EvalRunConfig):
@@ -137,6 +137,14 @@ def assemble(context: RunContext, config: RLConfig | EvalRunConfig, *, reported_
         turns=turns,
         specs=env_specs(config),
     )
+
+
+def trained_envs(config: RLConfig | EvalRunConfig) -> dict[str, Sampling]:
+    """How the environments that are trained on are sampled, by name."""
+    if isinstance(config, EvalRunConfig):
+        return {}
+    sampling = plays_of_training(config.orchestrator).sampling
+    return {env.name: sampling for env in config.orchestrator.env}
 
 
 def task_sources(parts: RunParts, config: RLConfig) -> list[TaskSource]:

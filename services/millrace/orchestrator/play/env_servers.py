@@ -5,7 +5,7 @@ import json
 import logging
 import time
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import grpc
@@ -22,9 +22,11 @@ from millrace.errors import (
     UnavailableError,
 )
 from millrace.internal.v1 import env_service_pb2, env_service_pb2_grpc
+from millrace.orchestrator.play.failures import OWN_SAMPLING_REMEDY
 from millrace.orchestrator.workers import WorkerKind, WorkerRecord, WorkerRegistry
-from millrace.rollouts.request_wire import env_to_wire, group_from_wire, group_to_wire, play_to_wire
-from millrace.rollouts.requests import EnvSpec, PlayedGroup, PlayRequest
+from millrace.rollouts.request_wire import env_to_wire, group_from_wire, group_to_wire, play_to_wire, sampling_to_wire
+from millrace.rollouts.requests import EnvSpec, PlayedGroup, PlayRequest, Sampling
+from millrace.rollouts.types import OWN_SAMPLING
 from millrace.rpc.channel import call, open_channel
 from millrace.telemetry import waits
 
@@ -79,7 +81,11 @@ class KeyVariables:
 class EnvServers:
     """Connections to every env-server; knows which of them has which environment ready."""
 
-    def __init__(self, *, run_uid: str, epoch: int, registry: WorkerRegistry) -> None:
+    def __init__(
+        self, *, run_uid: str, epoch: int, registry: WorkerRegistry, trained: Mapping[str, Sampling] | None = None
+    ) -> None:
+        """`trained` says how the environments that are trained on are sampled, by name."""
+        self._trained = trained or {}
         self._run_uid = run_uid
         self._epoch = epoch
         self._registry = registry
@@ -198,6 +204,8 @@ class EnvServers:
                 request = env_service_pb2.OpenEnvRequest(
                     env=env_to_wire(spec), api_key_var=keys.endpoint, teacher_key_var=keys.teacher
                 )
+                if sampling := self._trained.get(spec.name):
+                    request.sampling.CopyFrom(sampling_to_wire(sampling))
                 answer = await call(stub.OpenEnv, request, timeout_s=RPC_TIMEOUT_S, waits_on=worker_id)
             except _AWAY as error:
                 logger.warning("env-server does not answer", extra={"worker": worker_id, "error": str(error)})
@@ -214,16 +222,7 @@ class EnvServers:
                 continue
             self._problems.pop(worker_id, None)
             if answer.state == env_service_pb2.ENV_STATE_FAILED:
-                is_killing = answer.error_type == KILLS_WORKERS
-                named = "" if spec.name == spec.id else f" (id {spec.id!r})"
-                what = "is given up" if is_killing else "could not be loaded"
-                failure = InvalidStateError(
-                    f"environment {spec.name!r}{named} {what} on {worker_id}: "
-                    f"{answer.error_type}: {answer.error_message}",
-                    reason=KILLS_WORKERS if is_killing else "ENV_LOAD_FAILED",
-                    remedy="submit again once that is mended",
-                    metadata={"env": spec.name, "error_type": answer.error_type},
-                )
+                failure = _failure(spec, worker_id, answer)
             others_may |= answer.state == env_service_pb2.ENV_STATE_LOADING
             if answer.state == env_service_pb2.ENV_STATE_READY:
                 self._admit(spec, worker_id, answer)
@@ -374,4 +373,22 @@ def env_spec(env: NamedEnv, *, takes_several_traces: bool = False, is_text_only:
         judge_key_var=env.judge.api_key_var or "",
         python=env.python or "",
         image=env.image or "",
+    )
+
+
+def _failure(spec: EnvSpec, worker_id: str, answer: env_service_pb2.OpenEnvResponse) -> InvalidStateError:
+    """What an env-server that could not load an environment has answered."""
+    metadata = {"env": spec.name, "error_type": answer.error_type}
+    if answer.error_type == OWN_SAMPLING:
+        return InvalidStateError(
+            answer.error_message, reason="ENV_SAMPLING_REFUSED", remedy=OWN_SAMPLING_REMEDY, metadata=metadata
+        )
+    is_killing = answer.error_type == KILLS_WORKERS
+    named = "" if spec.name == spec.id else f" (id {spec.id!r})"
+    what = "is given up" if is_killing else "could not be loaded"
+    return InvalidStateError(
+        f"environment {spec.name!r}{named} {what} on {worker_id}: {answer.error_type}: {answer.error_message}",
+        reason=KILLS_WORKERS if is_killing else "ENV_LOAD_FAILED",
+        remedy="submit again once that is mended",
+        metadata=metadata,
     )

@@ -24,6 +24,7 @@ BACKOFF = Backoff(0.05, 0.5)
 """First and longest pause before new groups start behind groups that came to nothing; it doubles in between. A run
 whose rollouts all fail shall end soon, and meanwhile neither flood the log nor keep the workers busy."""
 MAX_ERROR_CHARS, MAX_FRAMES_CHARS = 500, 1000
+OWN_SAMPLING_REMEDY = "an environment may set temperature, top_p, top_k and min_p of its own, and when a reply ends"
 _MAX_ENVIRONMENTS, _MAX_GROUPS = 10_000, 100_000
 REMEDIES = {
     RolloutStatus.ENV_ERROR: "mend the environment or its reward function; `millrace env check` plays one task of it",
@@ -248,7 +249,7 @@ class Failures:
             return RolloutsFailedError(
                 self._own_sampling,
                 reason="ENV_SAMPLING_REFUSED",
-                remedy="an environment may set temperature, top_p, top_k and min_p of its own, and when a reply ends",
+                remedy=OWN_SAMPLING_REMEDY,
             )
         recent = self._recent() if self._has_failed else []
         if len(recent) < self._num_groups:

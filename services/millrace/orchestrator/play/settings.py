@@ -91,6 +91,7 @@ def plays_of_training(config: OrchestratorConfig) -> PlaySettings:
             _sampling(config.sampling),
             allows_bias=config.sampling.allow_biased_sampling,
             is_plain=config.algo.type == "opd",
+            holds_temperature=config.sampling.temp_scheduler is not None,
         ),
         timeout_s=config.rollout_timeout_s + PLAY_SLACK_S,
         rest_timeout_s=PLAY_SLACK_S,
