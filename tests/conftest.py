@@ -29,6 +29,7 @@ _VENV_VLLM = Path(__file__).resolve().parents[1] / ".venv-vllm" / "bin" / "pytho
 _REPOSITORY = Path(__file__).resolve().parents[1]
 _PUBLIC_ENVIRONMENTS = _REPOSITORY / ".venv-environments"
 _TEMPLATE_PACKAGES = _REPOSITORY / ".venv-templates"
+_TRANSFORMERS_4 = _REPOSITORY / ".venv-transformers-4"
 _VENV_NEMO_GYM = _REPOSITORY / ".venv-nemo-gym"
 _WAITS_END_S = 5.0  # threads that were told to stop are given that long
 
@@ -150,6 +151,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.environments)
         if "template_packages" in names:
             item.add_marker(pytest.mark.templates)
+        if "transformers_4" in names:
+            item.add_marker(pytest.mark.models)
 
 
 @pytest.fixture(scope="session")
@@ -166,6 +169,14 @@ def template_packages() -> Path:
     if not (_TEMPLATE_PACKAGES / ".millrace-setup").exists():
         pytest.skip("no public chat templates: run scripts/setup_templates.sh")
     return _TEMPLATE_PACKAGES
+
+
+@pytest.fixture(scope="session")
+def transformers_4() -> Path:
+    """The directory of the last release of transformers 4."""
+    if not (_TRANSFORMERS_4 / ".millrace-setup").exists():
+        pytest.skip("no transformers 4: run scripts/setup_transformers_4.sh")
+    return _TRANSFORMERS_4
 
 
 @pytest.fixture(scope="session")

@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from millrace.errors import InvalidStateError, NotFoundError
 from millrace.models.errors import first_names, model_corrupt, model_not_found, model_quantized
+from millrace.models.older_names import mend_older_rope
 from millrace.models.quantized import dequantized, require_known
 from millrace.models.shortage import is_shortage
 from millrace.models.small_files import read_object
@@ -70,11 +71,13 @@ def load_config(directory: Path) -> Any:
 
     if not (directory / "config.json").exists():
         raise model_not_found(str(directory), "it has no config.json")
-    require_known(directory, read_object(directory / "config.json"))
+    raw = read_object(directory / "config.json")
+    require_known(directory, raw)
     try:
         config = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # foreign code on a foreign file: each class of configs checks it with errors of its own
         raise model_not_found(str(directory), f"its config.json does not load: {error}") from error
+    mend_older_rope(config, raw)
     for each in (config, config.get_text_config(decoder=True)):
         if hasattr(each, QUANTIZATION):
             delattr(each, QUANTIZATION)

@@ -23,8 +23,16 @@ from millrace.trainer.model.mesh import RankLayout
 from millrace.trainer.model.pretrained import load_model, policy_files
 from millrace.trainer.model.published import described_tensors, policy_tensors
 from millrace.trainer.model.snapshot import Snapshots, share_bytes
+from millrace_testing.inference.tiny import tiny_tokenizer
 from millrace_testing.trainer.families import FAMILIES, make_family, make_other
-from millrace_testing.trainer.saved import exported_again, loading_problems, logits_of, names_in, saved_again
+from millrace_testing.trainer.saved import (
+    exported_again,
+    loading_problems,
+    logits_of,
+    names_in,
+    saved_again,
+    tokenizer_problems,
+)
 
 BIAS = "model.layers.1.mlp.gate.e_score_correction_bias"
 TEXT = "qwen3_5, text part"
@@ -137,6 +145,18 @@ def test_tensors_that_are_no_range_keep_their_names(models: Mapping[str, Path]) 
     model._weight_conversions = [WeightConverter("mlp.turned", "mlp.up_proj.weight", operations=[Transpose(0, 1)])]
     name = "model.layers.0.mlp.up_proj.weight"
     assert saved_tensors(model, {name: (6, 4)})[name] == (SavedTensor(name=name, source=name, start=0, shape=(6, 4)),)
+
+
+def test_a_tokenizer_of_transformers_5_is_saved_as_one_that_4_reads(models: Mapping[str, Path], tmp_path: Path) -> None:
+    start = shutil.copytree(models["qwen3, tied"], tmp_path / "start")
+    tokenizer = tiny_tokenizer()
+    tokenizer.save_pretrained(start)
+    assert json.loads((start / "tokenizer_config.json").read_text())["tokenizer_class"] == "TokenizersBackend"
+    _, saved = saved_again(start, tmp_path / "saved")
+    said = json.loads((saved / "tokenizer_config.json").read_text())
+    assert said["tokenizer_class"] == "PreTrainedTokenizerFast" and "extra_special_tokens" not in said
+    assert said["additional_special_tokens"] == ["<|im_start|>"]
+    assert tokenizer_problems(saved, tokenizer) == []
 
 
 def test_all_small_files_are_kept(models: Mapping[str, Path], tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 import json
 import logging
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from millrace.errors import InvalidStateError, NotFoundError
 from millrace.models.adapter_files import require_no_adapter
 from millrace.models.errors import model_not_found
 from millrace.models.loading import empty_model, fill_model
+from millrace.models.older_names import with_older_tokenizer_names
 from millrace.models.saved import saved_config
 from millrace.models.small_files import DOWNLOADED, MODEL_FILES, TOKENIZER_FILES, read_object, small_files
 from millrace.models.vocabulary import load_tokenizer
@@ -102,11 +104,18 @@ def policy_files(model: Any, directory: Path, *, dtype: torch.dtype) -> dict[str
     files = small_files(directory, (*MODEL_FILES, *TOKENIZER_FILES)) | {"config.json": saved_config(model, dtype=dtype)}
     source = read_object(directory / "config.json").get("model_type")
     if source == model.config.model_type or _TOKENIZER_CONFIG not in files:
-        return files
+        return files | _older_tokenizer_config(files, directory)
     # Of a text part. The whole model's type may ask for a class of tokenizers that the part's type does not.
-    said = read_object(directory / _TOKENIZER_CONFIG)
-    said["tokenizer_class"] = type(load_tokenizer(directory)).__name__
-    return files | {_TOKENIZER_CONFIG: json.dumps(said, indent=2, ensure_ascii=False).encode() + b"\n"}
+    return files | _older_tokenizer_config(files, directory, tokenizer_class=type(load_tokenizer(directory)).__name__)
+
+
+def _older_tokenizer_config(files: Mapping[str, bytes], directory: Path, **changes: str) -> dict[str, bytes]:
+    """The tokenizer's config among the small files, those of `directory`; nothing if it says the same as there."""
+    if _TOKENIZER_CONFIG not in files:
+        return {}
+    there = read_object(directory / _TOKENIZER_CONFIG)
+    said = with_older_tokenizer_names(there | changes)
+    return {_TOKENIZER_CONFIG: json.dumps(said, indent=2, ensure_ascii=False).encode() + b"\n"} if said != there else {}
 
 
 def vocabulary_of(model: Any) -> int:
@@ -117,7 +126,8 @@ def vocabulary_of(model: Any) -> int:
 def with_tokenizer(files: dict[str, bytes], directory: Path) -> dict[str, bytes]:
     """The small files of a model with the tokenizer of the one in `directory`."""
     kept = {name: data for name, data in files.items() if name in MODEL_FILES}
-    return kept | small_files(directory, TOKENIZER_FILES)
+    found = kept | small_files(directory, TOKENIZER_FILES)
+    return found | _older_tokenizer_config(found, directory)
 
 
 def with_turn_stops(files: dict[str, bytes], directory: Path, *, tokenizer: Path) -> dict[str, bytes]:

@@ -1,5 +1,6 @@
 """Tiny models of the families whose layers and rows ranks may share, as their config.json names them."""
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -112,23 +113,33 @@ OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
 """Models that hold something apart: type and config. Fused experts, what stays float32, a text part, a tie."""
 
 
-def make_family(family: str, directory: Path) -> Path:
+def make_named(name: str, directory: Path, **changes: Any) -> Path:
+    """Write a tiny model of `FAMILIES` or `OTHERS`; `changes` are of its config, or that of its text part."""
+    return (make_family if name in FAMILIES else make_other)(name, directory, **changes)
+
+
+def make_family(family: str, directory: Path, **changes: Any) -> Path:
     """Write a tiny model; norms and biases are drawn, too, because a zero has no relative error."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **{**_SIZES, **FAMILIES[family]}))
+    said = copy.deepcopy({**_SIZES, **FAMILIES[family], **changes})  # transformers writes into it
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **said))
     return _write(model, directory / family)
 
 
-def make_other(name: str, directory: Path) -> Path:
+def make_other(name: str, directory: Path, **changes: Any) -> Path:
     """Write one of `OTHERS`, in bfloat16 but for what transformers keeps in float32, as such models come."""
     import transformers
     from transformers import AutoConfig
 
-    kind, changes = OTHERS[name]
-    sizes = {} if "text_config" in changes else _SIZES
-    config = AutoConfig.for_model(kind, **{**sizes, **changes})
+    kind, said = copy.deepcopy(OTHERS[name])
+    changes = copy.deepcopy(changes)
+    if "text_config" in said:
+        said["text_config"] |= changes
+    else:
+        said = {**_SIZES, **said, **changes}
+    config = AutoConfig.for_model(kind, **said)
     mappings = (transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, transformers.MODEL_FOR_CAUSAL_LM_MAPPING)
     loader: Any = next(each[type(config)] for each in mappings if type(config) in each)
     torch.manual_seed(0)
