@@ -124,8 +124,10 @@ WARNINGS: Texts = {
         "as for `rollouts_failed`; `millrace env check ID --eval` plays a held-out task",
     ),
     "SAMPLES_CUT": (
-        "samples are longer than `orchestrator.seq_len`: what lies behind it is not trained on",
-        "raise `orchestrator.seq_len` to the length that it names, or let rollouts end sooner",
+        "samples are longer than `orchestrator.seq_len`, or than `max_seq_len` of their environment, which the message "
+        "names then: what lies behind it is not trained on",
+        "raise `orchestrator.seq_len` to the length that it names, or that environment's `max_seq_len`, or let "
+        "rollouts end sooner",
     ),
     "EVAL_SKIPPED": (
         "an evaluation lasted longer than `orchestrator.eval.interval` steps, or the run was taken over: the named "

@@ -26,6 +26,8 @@ MAX_SAMPLING_JSON_CHARS = 64 << 10
 MAX_AGENT_CHARS = 256
 OWN_SAMPLING = "OwnSampling"
 """Type of the error of a rollout whose environment set what the trainer cannot compute: all of its others will, too."""
+CUT_METRIC = "max_seq_len_cut_tokens"
+"""Metric of a rollout: sampled tokens that its environment had cut off, by a `max_seq_len` of its own."""
 
 
 class Purpose(StrEnum):

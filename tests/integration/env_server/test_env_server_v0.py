@@ -185,6 +185,22 @@ async def test_what_an_environment_was_made_with_and_cannot_be_trained_is_refuse
         assert (await server.open("faulty-v0", penalised, sampling=sampling)).state == state
 
 
+async def test_what_an_environment_cuts_off_is_counted_and_not_blamed_on_the_engine(server: Any) -> None:
+    played: dict[int, Rollout] = {}
+    for limit in (10_000, 60, 4):
+        args = {"modes": ["ok"], "max_turns": 2, "max_seq_len": limit}
+        await server.open("faulty-v0", args)
+        played[limit] = await server.play_one("faulty-v0", 0, args=args)
+    whole, cut, nothing = (played[limit] for limit in (10_000, 60, 4))
+    assert whole.status is cut.status is RolloutStatus.OK and "max_seq_len_cut_tokens" not in whole.metrics
+    lost = sum(int(sample.loss_mask.sum()) for sample in whole.samples)
+    lost -= sum(int(sample.loss_mask.sum()) for sample in cut.samples)
+    assert cut.metrics["max_seq_len_cut_tokens"] == lost > 0
+    assert max(sample.num_tokens for sample in cut.samples) <= 60
+    assert (nothing.status, nothing.error.type) == (RolloutStatus.PROMPT_TOO_LONG, "PromptTooLong"), nothing.error
+    assert "`max_seq_len` is 4" in nothing.error.message and "engine" not in nothing.error.message
+
+
 # The engine's failures.
 
 

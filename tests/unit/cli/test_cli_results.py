@@ -21,6 +21,7 @@ from millrace.policies.manifest import PolicyPlace, Probe
 from millrace.policies.publishing.publish import PolicyContents, publish_policy
 from millrace.policies.tensors import TensorBytes
 from millrace.storage import open_store
+from millrace.v1 import event_pb2
 from millrace_testing.runlog.recorded_run import evaluation, progress_of, recorded
 
 PNG = b"\x89PNG\r\n\x1a\n"
@@ -120,6 +121,21 @@ def test_the_summary_names_spans_of_versions_and_what_was_not_evaluated():
         (8, 8, 9, [4, 6]),
     ]
     assert "not evaluated    reverse-text: v4, v6" in summary_lines(data)
+
+
+def test_the_summary_says_how_old_rollouts_were_and_how_many_came_too_late_by_environment():
+    late = {"batch/dropped/stale/slow": 4.0, "stale_share/slow/mean": 0.31, "stale_share/slow/slowest_quarter": 0.8}
+    ages = dict.fromkeys(("staleness/quick/mean", "staleness/quick/max", "staleness/slow/mean"), 1.0)
+    events = [
+        event_pb2.Event(batch_committed=event_pb2.BatchCommitted(step=0, metrics=late)),
+        event_pb2.Event(step_completed=event_pb2.StepCompleted(step=0, metrics=ages)),
+    ]
+    artifacts = Artifacts(policy_path=None, checkpoint_path=None, plot_path=None)
+    data = summary(progress_of(events), artifacts, seconds=1, phases={})
+    assert data["staleness"]["slow"]["num_stale"] == 4 and data["staleness"]["slow"]["slow_share"] == 0.8
+    lines = summary_lines(data)
+    assert "staleness        quick: 1.0 steps, at most 1" in lines
+    assert any("slow: 1.0 steps; 4 groups dropped as stale (31%" in line for line in lines)
 
 
 def test_summary_of_a_run_without_evaluation_has_nulls(tmp_path):

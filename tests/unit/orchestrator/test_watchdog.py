@@ -293,6 +293,16 @@ async def test_explain_says_what_is_special_of_the_state(world):
     assert named.startswith("queued: a trainer is free"), "a run never waits for itself"
 
 
+async def test_explain_names_environments_that_lose_many_groups_as_stale(world):
+    seen = view(run_pb2.RUN_STATE_RUNNING)
+    late = {"batch/dropped/stale/slow": 4.0, "stale_share/slow/mean": 0.31, "stale_share/slow/slowest_quarter": 0.8}
+    few = {"batch/dropped/stale/quick": 1.0, "stale_share/quick/mean": 0.1}
+    seen.status.apply(event_pb2.Event(batch_committed=event_pb2.BatchCommitted(step=0, metrics=late | few)))
+    said = explain(seen, world.registry, owner=OWNER).summary
+    lost = "4 groups dropped as stale (31% of its last ones, 80% of the slowest quarter)"
+    assert f"environment 'slow' is behind: {lost}" in said and "'quick'" not in said
+
+
 async def test_explain_shows_waits_of_the_run_and_of_no_run_only(world):
     world.add("env-server-a", ws.WORKER_KIND_ENV_SERVER, waits_for=None)
     world.add("trainer-0", ws.WORKER_KIND_TRAINER, waits_for=trainer_waits())

@@ -3,7 +3,7 @@
 import json
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
@@ -12,6 +12,7 @@ from millrace.cli.view.plot import write_plot
 from millrace.cli.view.progress import Moved, Progress
 from millrace.cli.view.text import duration, size
 from millrace.runlog.events.run_status import state_name, version_names
+from millrace.runlog.events.staleness import Staleness
 from millrace.v1 import run_pb2
 
 
@@ -108,6 +109,7 @@ def summary(progress: Progress, artifacts: Artifacts, *, seconds: float, phases:
         "num_rollouts": sum(point.num_rollouts for point in progress.steps),
         "num_tokens": sum(point.num_tokens for point in progress.steps),
         "staleness_max": max((point.staleness_max for point in progress.steps), default=None),
+        "staleness": {env: _staleness(each) for env, each in sorted(progress.staleness.items())},
         "dropped": dict(sorted(progress.dropped.items())),
         "failed_rollouts": {
             env: dict(sorted(each.failed.items())) for env, each in sorted(progress.environments.items())
@@ -128,6 +130,10 @@ def summary(progress: Progress, artifacts: Artifacts, *, seconds: float, phases:
         "eval_num_failed": sum(point.num_failed for point in last.values()),
         "phases": {name: round(value, 3) for name, value in phases.items()},
     }
+
+
+def _staleness(found: Staleness) -> dict[str, Any]:
+    return {**asdict(found), "words": found.words}
 
 
 def _moved(moved: Moved) -> dict[str, Any]:
@@ -197,10 +203,12 @@ def summary_lines(data: dict[str, Any], *, with_plot: bool = True) -> list[str]:
     before, after = data["reward_before"], data["reward_after"]
     rewards = [number(before, ".3f"), number(after, ".3f")] if before is not None or after is not None else []
     gain = f"  ({after - before:+.3f})" if before is not None and after is not None else ""
+    stale = {env: each for env, each in data["staleness"].items() if each["words"]}
     rows = [
         ("run", f"{data['name'].removeprefix('runs/')}  {data['state']}"),
         ("held-out reward", " → ".join(reward or "–" for reward in rewards) + gain),
         ("steps", f"{data['steps']} in {duration(data['seconds'])}"),
+        *(("staleness" if n == 0 else "", f"{env}: {each['words']}") for n, (env, each) in enumerate(stale.items())),
         ("trainer waited", number(data["trainer_wait_ratio"], ".0%")),
         ("not evaluated", _skipped_line(data["evals"])),
         ("mismatch kl", number(data["mismatch_kl"], ".1e")),

@@ -78,11 +78,14 @@ class Spans:
         if index is None:
             return NO_CALL
         call = self._notes.pop(index)
-        return replace(call, spans=tuple(_clip(span, len(wanted)) for span in call.spans if span.start < len(wanted)))
+        return replace(call, spans=clipped(call.spans, len(wanted)))
 
 
-def _clip(span: PolicySpan, end: int) -> PolicySpan:
-    return PolicySpan(lineage=span.lineage, version=span.version, start=span.start, end=min(span.end, end))
+def clipped(spans: Sequence[PolicySpan], end: int) -> tuple[PolicySpan, ...]:
+    """The spans of the first `end` tokens."""
+    if not spans or spans[-1].end <= end:
+        return tuple(spans)
+    return tuple(replace(span, end=min(span.end, end)) for span in spans if span.start < end)
 
 
 # One per process: a worker hosts one environment.

@@ -34,23 +34,24 @@ from millrace.env_server.adapters.env_args import NO_RENDERER, RENDERER, split_a
 from millrace.env_server.adapters.env_groups_v0 import completes_text, member_of, members_of, of_every_child
 from millrace.env_server.adapters.failures import frames_of, is_engine_fault
 from millrace.env_server.adapters.outcome import NotANumberError, Outcome, checked, failed, failed_like, number_of
-from millrace.env_server.adapters.overhead_v0 import EnvExecutor
-from millrace.env_server.adapters.samples import MissingTokensError, Turn, merge_turns
+from millrace.env_server.adapters.samples import MissingTokensError, merge_turns
+from millrace.env_server.adapters.samples_v0 import turns_of
 from millrace.env_server.adapters.sampling_v0 import declared_by, sampling_args
 from millrace.env_server.adapters.scoring import judges
 from millrace.env_server.adapters.scoring.rubrics_v0 import SCORED, Scored, watch_rubrics
-from millrace.env_server.adapters.span_log import SPANS, Spans
+from millrace.env_server.adapters.span_log import SPANS
 from millrace.env_server.adapters.tasks import TaskTable, build_task_table, no_tasks
 from millrace.env_server.adapters.text_only import not_text_error, other_part, refusal, refuse_other_parts
 from millrace.env_server.engine_access import engine_access
 from millrace.env_server.engine_loss import ENGINE_LOST_MARK
 from millrace.env_server.library import releases
 from millrace.env_server.library.lookups import remember_lookups
+from millrace.env_server.library.overhead_v0 import EnvExecutor
 from millrace.env_server.library.v0 import HAS_RENDERERS, Client, ClientConfig, ErrorChain, resolve_client
 from millrace.env_server.own_sampling import AskedSampling, OwnSamplingError
 from millrace.errors import InvalidSpecError, Violation
 from millrace.rollouts.requests import EnvSpec, LoadedEnv, PlayRequest
-from millrace.rollouts.types import RolloutStatus
+from millrace.rollouts.types import CUT_METRIC, RolloutStatus
 
 _MODEL_ERRORS = frozenset({"ModelError", "InvalidModelResponseError", "EmptyModelResponseError", "EngineAuthError"})
 # Engines inside the deployment take no key; the SDK of the renderer client insists on one.
@@ -267,8 +268,12 @@ def _outcome(output: Mapping[str, Any], of_play: Scored, asked: AskedSampling) -
         if played.status is not RolloutStatus.OK:
             asked.require(spans.refused)
             return played
-        turns = _turns(output.get("trajectory") or [], spans, asked)
-        samples = merge_turns(turns, requires_spans=asked.is_training)
+        turns = turns_of(output.get("trajectory") or [], spans, asked)
+        if turns.num_cut:
+            played = replace(played, metrics={**played.metrics, CUT_METRIC: float(turns.num_cut)})
+        if turns.are_all_cut:
+            return failed(RolloutStatus.PROMPT_TOO_LONG, "PromptTooLong", turns.why_cut, of=played)
+        samples = merge_turns(turns.kept, requires_spans=asked.is_training)
     except OwnSamplingError as error:
         return failed(RolloutStatus.ENV_ERROR, error.error_type, str(error), of=played)
     except MissingTokensError as error:
@@ -345,40 +350,6 @@ def _error_outcome(error: BaseException, played: Outcome) -> Outcome:
     else:
         status = RolloutStatus.ENV_ERROR
     return failed(status, kind, message, of=played, frames=frames_of(error), is_infrastructure=is_engine_fault(error))
-
-
-def _turns(steps: Sequence[Mapping[str, Any]], spans: Spans, asked: AskedSampling) -> list[Turn]:
-    turns: list[Turn] = []
-    for index, step in enumerate(steps):
-        tokens = step.get("tokens")
-        if not tokens:
-            raise MissingTokensError(
-                f"model call {index}: the engine returned no token ids or log-probs "
-                "(it must support `logprobs` and `return_token_ids`)"
-            )
-        completion_ids = tokens["completion_ids"]
-        call = spans.find(completion_ids)
-        turns.append(
-            Turn(
-                prompt_ids=tokens["prompt_ids"],
-                completion_ids=completion_ids,
-                logprobs=tokens["completion_logprobs"],
-                spans=call.spans,
-                own_way=asked.own_way(call.sent),
-                reward=_step_reward(step.get("reward"), number=index + 1),
-            )
-        )
-    return turns
-
-
-def _step_reward(value: Any, *, number: int) -> float | None:
-    """The reward of a step, if it has one. Raises NotANumberError."""
-    if value is None:
-        return None
-    try:
-        return number_of(value)
-    except NotANumberError as error:
-        raise NotANumberError(f"the reward of turn {number} is {error}; fix what the environment adds") from error
 
 
 def _messages(value: Any) -> list[Mapping[str, Any]]:

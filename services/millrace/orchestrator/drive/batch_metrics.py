@@ -11,7 +11,7 @@ import numpy as np
 from millrace.orchestrator.play.durations import StaleShare
 from millrace.orchestrator.play.play import Play
 from millrace.rollouts.rewards import reaches
-from millrace.rollouts.types import Rollout
+from millrace.rollouts.types import CUT_METRIC, Rollout
 
 MAX_NAMES = 64
 """Functions of one environment, and reasons to stop, that become metrics; the rest are left out, by name."""
@@ -32,6 +32,8 @@ def batch_metrics(
     lengths = [sample.num_tokens for group in groups for each in group.rollouts() for sample in each.samples]
     values["seq_len/cut_samples"] = float(sum(length > seq_len for length in lengths))
     values["seq_len/cut_tokens"] = float(sum(max(length - seq_len, 0) for length in lengths))
+    cut_by_envs = (each.metrics.get(CUT_METRIC, 0.0) for group in groups for each in group.rollouts())
+    values["seq_len/env_cut_tokens"] = sum(cut_by_envs)
     for env, members in sorted(by_env.items()):
         values |= _of_environment(env, members)
     for env, count in sorted(stale.items()):

@@ -1,12 +1,12 @@
 """What the rollouts of the last batches say that needs a person, told after 1, 2, 4, 8, … such batches."""
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 
 from millrace.config.sections.orchestrator import OrchestratorConfig
 from millrace.orchestrator.events import RunEvents, is_told
 from millrace.orchestrator.play.play import Play
-from millrace.rollouts.types import Rollout
+from millrace.rollouts.types import CUT_METRIC, Rollout
 
 WINDOW = 8
 """Batches over which shares are computed: one good rollout does not hide that hundreds are not."""
@@ -53,12 +53,14 @@ class BatchWarnings:
         self._by_turn = {env.name for env in settings.env if (env.algo or settings.algo).credit == "turn"}
         self._truncated, self._without_turns, self._num_rewritten = RecentShare(), dict[str, RecentShare](), 0
         self._num_cut = self._num_unequal = 0
+        self._num_env_cut = Counter[str]()
 
     async def look(self, groups: Sequence[Play], *, step: int) -> None:
         """Warn of what batch `step` shows."""
         rollouts = [rollout for group in groups for rollout in group.rollouts()]
         await self._note_truncated(rollouts, step=step)
         await self._note_cut(rollouts, step=step)
+        await self._note_env_cut(rollouts, step=step)
         await self._note_rewritten(rollouts, step=step)
         await self._note_unrewarded_turns(rollouts, step=step)
         await self._note_unequal_turns(rollouts, step=step)
@@ -84,6 +86,24 @@ class BatchWarnings:
                 f"{len(longer)} of {len(lengths)} samples of batch {step} are longer than orchestrator.seq_len = "
                 f"{self._settings.seq_len}, the longest has {max(longer)} tokens: {lost} tokens at their ends are not "
                 f"trained on; raise orchestrator.seq_len to {max(longer)}, or let rollouts end sooner",
+            )
+
+    async def _note_env_cut(self, rollouts: Sequence[Rollout], *, step: int) -> None:
+        """Warn of environments that have their samples cut by a limit of their own."""
+        lost = Counter[str]()
+        for rollout in rollouts:
+            lost[rollout.env] += round(rollout.metrics.get(CUT_METRIC, 0.0))
+        for env in sorted(env for env, number in lost.items() if number > 0):
+            self._num_env_cut[env] += 1
+            if not is_told(self._num_env_cut[env]):
+                continue
+            mine = [rollout for rollout in rollouts if rollout.env == env]
+            num_cut = sum(rollout.metrics.get(CUT_METRIC, 0.0) > 0 for rollout in mine)
+            await self._events.warning(
+                "SAMPLES_CUT",
+                f"environment {env!r} cuts what is sampled at its own `max_seq_len`: {lost[env]} tokens of {num_cut} "
+                f"of {len(mine)} rollouts of batch {step} are not trained on, although rewards are for the whole; "
+                "raise it, or leave it out (orchestrator.seq_len bounds samples, too)",
             )
 
     async def _note_rewritten(self, rollouts: Sequence[Rollout], *, step: int) -> None:

@@ -45,6 +45,7 @@ from millrace.orchestrator.play.intake import MakePlay
 from millrace.orchestrator.play.play import Play, PlayState
 from millrace.orchestrator.play.player import Player
 from millrace.orchestrator.play.routing import Policies
+from millrace.runlog.events.staleness import MUCH
 from millrace.telemetry.waits import LastingWait
 
 TICK_S = 1.0
@@ -55,8 +56,6 @@ DRAIN_S = 30.0
 """How long a pause lets open groups finish; the rest is cancelled and played again after the pause."""
 WINDOW_STEPS, MIN_WINDOW = 8, 32
 """The last groups of which shares are told: so many steps' worth, and at least so many."""
-STALE_SHARE = 0.25
-"""Share of an environment's last groups dropped as stale from which an event says so."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -180,7 +179,7 @@ class RolloutLoop:
         """Tell of environments many of whose groups are dropped as stale: the first time, and at each doubling."""
         for env, found in self.durations.stale_shares().items():
             number, told = self.durations.num_stale[env], self.num_stale_told.get(env, 0)
-            is_much = found.share >= STALE_SHARE and found.num_stale >= self.rule.groups_per_step
+            is_much = found.share >= MUCH and found.num_stale >= self.rule.groups_per_step
             if not is_much or number < max(2 * told, 1):
                 continue
             self.num_stale_told[env] = number

@@ -163,6 +163,8 @@ def _summary(
         case _:
             pass
     parts = [_failing(count) for count in view.status.environments.values() if _is_failing(count)]
+    stale = {env: found for env, found in sorted(view.status.staleness.items()) if found.is_much}
+    parts += [f"environment {env!r} is behind: {found.lost}" for env, found in stale.items()]
     if said := stood_still(owner):
         parts.append(said)
     if not any(component.kind == "trainer" for component in found):

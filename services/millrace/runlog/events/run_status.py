@@ -10,6 +10,7 @@ from typing import Self
 from google.protobuf.timestamp_pb2 import Timestamp
 
 from millrace.decoding import MAX_INTEGER
+from millrace.runlog.events.staleness import Staleness, note_batch, note_step
 from millrace.v1 import event_pb2, run_pb2
 
 GONE_BEHIND = 8
@@ -96,6 +97,8 @@ class RunStatus:
     """By environment and step of every evaluation that is finished, what its rollouts are marked with."""
     environments: dict[str, run_pb2.EnvRollouts] = field(default_factory=dict)
     """Environments of which rollouts failed, by name."""
+    staleness: dict[str, Staleness] = field(default_factory=dict)
+    """By environment."""
     batches: BatchAge = field(default_factory=BatchAge)
     """On the clocks of the events' writers."""
     last_time: float = 0.0
@@ -159,6 +162,7 @@ class RunStatus:
                 for reason, number in batch.dropped.items():
                     self.dropped[reason] = self.dropped.get(reason, 0) + number
                 self.num_trained_groups += batch.num_trained
+                note_batch(self.staleness, batch.metrics)
                 self.tasks = (batch.num_easy_tasks, batch.num_normal_tasks, batch.num_hard_tasks)
                 self.batches.committed(self.last_time, is_last=0 < self.max_steps <= batch.step + 1)
             case "step_completed":
@@ -184,6 +188,7 @@ class RunStatus:
             self.num_rollouts = _counted(self.num_rollouts + step.num_rollouts)
             self.num_tokens = _counted(self.num_tokens + step.num_tokens)
             self.reward = step.reward_mean
+            note_step(self.staleness, step.metrics)
 
     def _change_state(self, event: event_pb2.Event) -> None:
         change = event.state_changed

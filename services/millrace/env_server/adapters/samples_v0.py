@@ -1,0 +1,98 @@
+"""The steps of a v0 rollout → turns, with what the library has cut off them.
+
+With `max_seq_len` an environment has the library cut what a model call brought: the ends of completions, or all of them
+where the prompt alone is longer. What is left is trained on; a turn of which nothing is left is not, and what it earned
+counts as earned by the turn before it. None of it is the engine's doing.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from millrace.env_server.adapters.outcome import NotANumberError, number_of
+from millrace.env_server.adapters.samples import MissingTokensError, Turn
+from millrace.env_server.adapters.span_log import Spans, clipped
+from millrace.env_server.own_sampling import AskedSampling
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Turns:
+    """Those of a rollout."""
+
+    kept: Sequence[Turn]
+    num_cut: int
+    """Sampled tokens that were cut off."""
+    why_cut: str
+    """What that says of the last turn of which nothing is left; empty if there is none."""
+
+    @property
+    def are_all_cut(self) -> bool:
+        """Whether nothing is left that could be trained on."""
+        return not self.kept and bool(self.why_cut)
+
+
+def turns_of(steps: Sequence[Mapping[str, Any]], spans: Spans, asked: AskedSampling) -> Turns:
+    """The turns of a rollout's steps. Raises MissingTokensError, NotANumberError and OwnSamplingError."""
+    kept: list[Turn] = []
+    num_cut, why, carried = 0, "", 0.0
+    for index, step in enumerate(steps):
+        tokens = step.get("tokens")
+        if not tokens:
+            raise MissingTokensError(
+                f"model call {index}: the engine returned no token ids or log-probs "
+                "(it must support `logprobs` and `return_token_ids`)"
+            )
+        prompt, whole = _answered(step, tokens)
+        completion_ids = tokens["completion_ids"]
+        call = spans.find(whole)
+        own_way, reward = asked.own_way(call.sent), _step_reward(step.get("reward"), number=index + 1)
+        num_cut += len(whole) - len(completion_ids)
+        if whole and not completion_ids:
+            why = _nothing_left(index, num_prompt=len(prompt), limit=len(tokens["prompt_ids"]))
+            if kept and reward is not None:
+                before = 0.0 if kept[-1].reward is None else kept[-1].reward
+                kept[-1] = replace(kept[-1], reward=before + reward)
+            elif reward is not None:
+                carried += reward
+            continue
+        if carried:
+            reward, carried = carried + (0.0 if reward is None else reward), 0.0
+        kept.append(
+            Turn(
+                prompt_ids=tokens["prompt_ids"],
+                completion_ids=completion_ids,
+                logprobs=tokens["completion_logprobs"],
+                spans=clipped(call.spans, len(completion_ids)),
+                own_way=own_way,
+                reward=reward,
+            )
+        )
+    return Turns(kept=kept, num_cut=num_cut, why_cut=why)
+
+
+def _answered(step: Mapping[str, Any], tokens: Mapping[str, Any]) -> tuple[Sequence[int], Sequence[int]]:
+    """The prompt's and the sampled ids of a model call before the library cut them, as far as it still has them."""
+    message = getattr(step.get("response"), "message", None)
+    whole = getattr(message, "tokens", None)
+    prompt, sampled = getattr(whole, "prompt_ids", None), getattr(whole, "completion_ids", None)
+    left = tokens["completion_ids"]
+    if prompt is None or sampled is None or list(sampled[: len(left)]) != list(left):
+        return tokens["prompt_ids"], left  # an environment's own tokens
+    return prompt, sampled
+
+
+def _nothing_left(index: int, *, num_prompt: int, limit: int) -> str:
+    return (
+        f"the prompt of model call {index} has {num_prompt} tokens and the environment's `max_seq_len` is {limit}, so "
+        "nothing that was sampled there is left; raise it, or leave it out: `orchestrator.seq_len` bounds samples, too"
+    )
+
+
+def _step_reward(value: Any, *, number: int) -> float | None:
+    """The reward of a step, if it has one. Raises NotANumberError."""
+    if value is None:
+        return None
+    try:
+        return number_of(value)
+    except NotANumberError as error:
+        raise NotANumberError(f"the reward of turn {number} is {error}; fix what the environment adds") from error
