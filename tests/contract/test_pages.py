@@ -1,5 +1,6 @@
 """Pages that scripts make are as the scripts make them now; a script refuses what it has no words for."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -20,6 +21,19 @@ def test_a_page_is_up_to_date(page: str) -> None:
     done = made_by(PAGES[page])
     assert done.returncode == 0, done.stderr
     assert (ROOT / page).read_text() == done.stdout, f"run: python {PAGES[page]} > {page}"
+
+
+def reasons() -> set[str]:
+    """Warnings, and reasons of failed runs, of the page of events, which has all that the code reports."""
+    text = (ROOT / "docs/events.md").read_text()
+    return set(re.findall(r"^\| `([A-Z][A-Z0-9_]+)` \|", text, re.M))
+
+
+def test_whatever_a_run_reports_is_found_by_its_symptom() -> None:
+    known, text = reasons(), (ROOT / "docs/troubleshooting.md").read_text()
+    named = set(re.findall(r"`([A-Z][A-Z0-9]*(?:_[A-Z0-9]+)+)`", text))
+    assert len(known) > 90 and {"REWARD_OUT_OF_RANGE", "TURN_REWARDS_UNEQUAL"} <= known
+    assert not known - named, "say in docs/troubleshooting.md what it looks like"
 
 
 @pytest.mark.parametrize("gone", ['"checkpoint_saved": (', '"GROUPS_STALE": (', '"NO_ADVANTAGE": (', '"surplus": ('])
