@@ -58,19 +58,27 @@ _HEX = re.compile(r"[0-9a-f]*")
 
 
 def decode_json(
-    data: bytes | str, *, what: str, reason: str, remedy: str | None = None, max_bytes: int = MAX_JSON_BYTES
+    data: bytes | str,
+    *,
+    what: str,
+    reason: str,
+    remedy: str | None = None,
+    max_bytes: int = MAX_JSON_BYTES,
+    allows_infinity: bool = False,
 ) -> Any:
     """The value of a JSON document in UTF-8; `what` names it in the error ("event 1-7", "s3://…/manifest.json").
 
     `CorruptObjectError` with `reason` if it is none, too large, nested too deeply, or holds what no JSON may hold: NaN,
     infinities, a key twice in one object, half of a surrogate pair (which could not be encoded again).
+    `allows_infinity` is for documents of Python programs, which write `Infinity` and `NaN`.
     """
     if len(data) > max_bytes:
         raise _corrupt(what, f"it has {len(data)} bytes, and at most {max_bytes} are read", reason, remedy)
     try:
         text = data if isinstance(data, str) else data.decode()
         _check_depth(text)
-        value = json.loads(text, parse_constant=_refuse, parse_float=_float, object_pairs_hook=_object)
+        numbers = (float, float) if allows_infinity else (_refuse, _float)
+        value = json.loads(text, parse_constant=numbers[0], parse_float=numbers[1], object_pairs_hook=_object)
         if "\\u" in text:  # only an escape can make half of a pair
             json.dumps(value, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:  # UnicodeError and JSONDecodeError are ValueErrors
@@ -79,10 +87,18 @@ def decode_json(
 
 
 def decode_object(
-    data: bytes | str, *, what: str, reason: str, remedy: str | None = None, max_bytes: int = MAX_JSON_BYTES
+    data: bytes | str,
+    *,
+    what: str,
+    reason: str,
+    remedy: str | None = None,
+    max_bytes: int = MAX_JSON_BYTES,
+    allows_infinity: bool = False,
 ) -> dict[str, Any]:
     """As `decode_json`, for a document that must be an object."""
-    value = decode_json(data, what=what, reason=reason, remedy=remedy, max_bytes=max_bytes)
+    value = decode_json(
+        data, what=what, reason=reason, remedy=remedy, max_bytes=max_bytes, allows_infinity=allows_infinity
+    )
     if not isinstance(value, dict):
         raise _corrupt(what, f"it is a JSON {type(value).__name__} instead of an object", reason, remedy)
     return value

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from millrace.errors import InvalidStateError
+from millrace.models.configs import read_config, read_tokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -60,9 +61,7 @@ def load_config(model_dir: Path) -> Any:
             reason="MODEL_CONFIG_MISSING",
             remedy="publish the policy with its config.json and tokenizer files",
         )
-    from transformers import AutoConfig
-
-    return AutoConfig.from_pretrained(model_dir, local_files_only=True)
+    return read_config(model_dir)
 
 
 def has_tokenizer(model_dir: Path) -> bool:
@@ -74,6 +73,4 @@ def load_tokenizer(model_dir: Path) -> "PreTrainedTokenizerBase | None":
     """The tokenizer, or None if the directory has none (tokens in, tokens out still works)."""
     if not has_tokenizer(model_dir):
         return None
-    from transformers import AutoTokenizer
-
-    return AutoTokenizer.from_pretrained(model_dir, local_files_only=True)
+    return read_tokenizer(model_dir)

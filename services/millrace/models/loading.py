@@ -20,6 +20,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from millrace.errors import InvalidStateError, NotFoundError
+from millrace.models.configs import read_config
 from millrace.models.errors import first_names, model_corrupt, model_not_found, model_quantized
 from millrace.models.older_names import mend_older_rope
 from millrace.models.quantized import dequantized, require_known
@@ -67,14 +68,12 @@ def load_config(directory: Path) -> Any:
     NotFoundError (MODEL_NOT_FOUND) if there is none or transformers does not know it; CorruptObjectError
     (MODEL_FILE_UNUSABLE) if it is no JSON object; InvalidStateError (MODEL_QUANTIZED).
     """
-    from transformers import AutoConfig
-
     if not (directory / "config.json").exists():
         raise model_not_found(str(directory), "it has no config.json")
     raw = read_object(directory / "config.json")
     require_known(directory, raw)
     try:
-        config = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+        config = read_config(directory)
     except Exception as error:  # foreign code on a foreign file: each class of configs checks it with errors of its own
         raise model_not_found(str(directory), f"its config.json does not load: {error}") from error
     mend_older_rope(config, raw)

@@ -54,7 +54,7 @@ def with_older_names(config: Any, said: Mapping[str, Any]) -> dict[str, Any]:
 
     Which words these are for a class is what the class itself reads. What they cannot say is left out.
     """
-    found = dict(said)
+    found = {key: _plain_number(value) for key, value in said.items()}
     # Names that only the class reads still, such as Qwen3-MoE's num_experts, which is written as num_local_experts.
     found |= {old: said[new] for old, new in config.attribute_map.items() if new in said and old not in said}
     if found.get("dtype") is not None:
@@ -86,6 +86,13 @@ def mend_older_rope(config: Any, raw: Mapping[str, Any]) -> None:
     if config.model_type == "olmo3" and "rope_parameters" not in raw and "rope_theta" in raw:
         for each in config.rope_parameters.values():
             each["rope_theta"] = raw["rope_theta"]
+
+
+def _plain_number(value: Any) -> Any:
+    """An infinity as Python's JSON has it, and not as transformers 5 wraps it."""
+    if isinstance(value, list):
+        return [_plain_number(each) for each in value]
+    return float(value["__float__"]) if isinstance(value, dict) and value.keys() == {"__float__"} else value
 
 
 def _older_rope(config: Any, said: Mapping[str, Any], rope: Mapping[str, Any]) -> dict[str, Any]:

@@ -63,9 +63,11 @@ def read_small(path: Path, *, max_bytes: int = MAX_SMALL_BYTES) -> bytes:
 
 
 def read_object(path: Path, *, max_bytes: int = MAX_JSON_BYTES) -> dict[str, Any]:
-    """The JSON object in a file; CorruptObjectError (MODEL_FILE_UNUSABLE) if it holds none."""
+    """The JSON object in a file, infinities included; CorruptObjectError (MODEL_FILE_UNUSABLE) if it holds none."""
     data = read_small(path, max_bytes=max_bytes)
     try:
-        return decode_object(data, what=path.name, reason="MODEL_FILE_UNUSABLE", max_bytes=max_bytes)
+        return decode_object(
+            data, what=path.name, reason="MODEL_FILE_UNUSABLE", max_bytes=max_bytes, allows_infinity=True
+        )
     except CorruptObjectError as error:
         raise model_file_unusable(path, error.message) from error

@@ -9,6 +9,7 @@ from typing import Any
 from millrace.config.sections.orchestrator import NamedEnv
 from millrace.config.sections.rl import RLConfig
 from millrace.errors import InvalidStateError, NotFoundError
+from millrace.models.configs import read_tokenizer
 from millrace.models.errors import model_file_unusable
 from millrace.models.small_files import read_object
 from millrace.models.templates import why_no_template
@@ -27,13 +28,11 @@ def load_tokenizer(directory: Path) -> Any:
 
     transformers makes one of a few special tokens where a directory has no files of it.
     """
-    from transformers import AutoTokenizer
-
     for name in ("config.json", _CONFIG):  # AutoTokenizer reads both
         if (directory / name).exists():
             read_object(directory / name)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+        tokenizer = read_tokenizer(directory)
     except Exception as error:  # foreign code on foreign files: tokenizers raises classes of its own
         raise _missing(directory, f"does not load: {' '.join(str(error).split())[:500]}") from error
     if not tokenizer.get_vocab().keys() - tokenizer.get_added_vocab().keys():

@@ -49,7 +49,9 @@ def download_merged(store: ObjectStore, manifest: PolicyManifest, directory: str
     files = {name: data for name, data in pull_files(store, base).items() if name != ADAPTER_CONFIG}
     peft, adapter = parse_peft_config(config, source=source), pull_tensors(store, manifest)
     tensors = pull_tensors(store, base)
-    described = decode_object(files["config.json"], what=f"config.json of {source}", reason="MODEL_CORRUPT")
+    described = decode_object(
+        files["config.json"], what=f"config.json of {source}", reason="MODEL_CORRUPT", allows_infinity=True
+    )
     model = describe_base(described, tensors)
     plan = plan_merge(peft, adapter, model, source=source)
     return write_hf(files, merge_tensors(peft, plan, adapter, tensors, model=model, source=source), directory)

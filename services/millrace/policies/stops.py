@@ -53,7 +53,11 @@ def configured_stops(directory: Path) -> tuple[int, ...]:
     for name in _CONFIGS:
         if (path := directory / name).is_file():
             document = decode_object(
-                path.read_bytes(), what=str(path), reason="MODEL_CORRUPT", remedy="copy or download the model again"
+                path.read_bytes(),
+                what=str(path),
+                reason="MODEL_CORRUPT",
+                remedy="copy or download the model again",
+                allows_infinity=True,
             )
             inner = document.get("text_config")
             found += _named(document) + (_named(inner) if isinstance(inner, dict) else [])
@@ -64,12 +68,16 @@ def with_stops(files: Mapping[str, bytes], stops: Iterable[int]) -> dict[str, by
     """A model's small files with a generation config that names all stops, so that every engine ends turns there."""
     wanted = sorted(set(stops))
     source = next((name for name in (GENERATION_CONFIG, "config.json") if name in files), None)
-    config = {} if source is None else decode_object(files[source], what=source, reason="MODEL_CORRUPT")
+    config = {} if source is None else _decoded(files[source], source)
     if not wanted or set(_named(config)) == set(wanted):
         return dict(files)
     config = config if source == GENERATION_CONFIG else {}
     config["eos_token_id"] = wanted if len(wanted) > 1 else wanted[0]
     return {**files, GENERATION_CONFIG: json.dumps(config, indent=2, sort_keys=True).encode() + b"\n"}
+
+
+def _decoded(data: bytes, what: str) -> dict[str, Any]:
+    return decode_object(data, what=what, reason="MODEL_CORRUPT", allows_infinity=True)
 
 
 def _named(config: Mapping[str, Any]) -> list[int]:

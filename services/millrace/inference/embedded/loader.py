@@ -78,7 +78,8 @@ def cache_token_bytes(config: Any, dtype: torch.dtype) -> int:
 def _require_full_attention(config: Any, *, context_length: int) -> None:
     """Raise InvalidStateError for layers whose masks or states the row cache does not know."""
     layer_types = set(getattr(config, "layer_types", None) or ())
-    window = None if layer_types else getattr(config, "sliding_window", None)
+    has_windows = not layer_types and hasattr(type(config), "sliding_window")  # else left over from another model
+    window = config.sliding_window if has_windows else None
     if layer_types - {"full_attention"} or (window and window < context_length):
         raise InvalidStateError(
             f"model type {config.model_type} has layers that are not full attention "

@@ -6,6 +6,7 @@ from typing import Any
 
 from millrace.config.sections.trainer import TrainerConfig
 from millrace.errors import NotFoundError
+from millrace.models.configs import read_config
 from millrace.trainer.estimate.advice import trials
 from millrace.trainer.estimate.report import Estimate
 from millrace.trainer.estimate.step import Simulated, simulate
@@ -70,7 +71,7 @@ def load_config(name: str) -> Any:
 
     path = Path(name).expanduser()
     try:
-        found = AutoConfig.from_pretrained(path if path.is_dir() else name)
+        found = read_config(path) if path.is_dir() else AutoConfig.from_pretrained(name)
     except (OSError, ValueError, KeyError) as error:
         raise NotFoundError(
             f"the config of model {name!r} cannot be read: {str(error).strip().partition(chr(10))[0]}",

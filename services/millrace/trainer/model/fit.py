@@ -25,7 +25,13 @@ def fit_layout(config: ModelLayoutConfig, directory: Path, *, world_size: int, p
     model: dict[str, Any] = {}
     if config.tp > 1 or config.cp > 1 or config.ep > 1:
         path = directory / "config.json"
-        model = decode_object(path.read_bytes(), what=str(path), reason="MODEL_CONFIG_INVALID", remedy=_CONFIG_REMEDY)
+        model = decode_object(
+            path.read_bytes(),
+            what=str(path),
+            reason="MODEL_CONFIG_INVALID",
+            remedy=_CONFIG_REMEDY,
+            allows_infinity=True,
+        )
     require_layout(config, model, world_size=world_size, prefix=prefix)
     return RankLayout.of(config, world_size=world_size)
 
