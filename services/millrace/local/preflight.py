@@ -8,12 +8,15 @@ import redis.exceptions
 from millrace.errors import UnavailableError
 from millrace.runlog.redis.connection import open_redis
 from millrace.storage import open_store
+from millrace.storage.self_test import require_tested
 from millrace.telemetry import waits
 from millrace.telemetry.redact import redact
 
 REDIS_TIMEOUT_S = 5.0
 STORE_TIMEOUT_S = 30.0
 CONNECT_TIMEOUT_S = 5.0
+_SAID = ("BUCKET_MISSING", "CLOCK_SKEWED")
+"""Reasons of a store that answers, and says itself what to do."""
 
 
 async def check_redis(url: str) -> None:
@@ -35,12 +38,12 @@ async def check_redis(url: str) -> None:
 
 
 async def check_store(url: str, *, prefix: str) -> None:
-    """UnavailableError naming the store if it cannot be read."""
+    """UnavailableError naming the store if it does not answer; InvalidStateError if it cannot carry runs."""
     with waits.waiting("the object store to answer", waits_on="store", deadline_s=STORE_TIMEOUT_S):
         try:
             await _connect(url)
             async with asyncio.timeout(STORE_TIMEOUT_S):
-                await asyncio.to_thread(_touch, url, prefix)
+                await asyncio.to_thread(_test, url, prefix)
         except TimeoutError:
             raise UnavailableError(
                 f"the object store {redact(url)} (MILLRACE_STORE_URL) does not answer within {STORE_TIMEOUT_S:g} s",
@@ -48,6 +51,8 @@ async def check_store(url: str, *, prefix: str) -> None:
                 remedy="start it, or correct MILLRACE_STORE_URL, or unset it for the filesystem store",
             ) from None
         except UnavailableError as error:
+            if error.reason in _SAID:
+                raise
             raise UnavailableError(
                 f"the object store {redact(url)} (MILLRACE_STORE_URL) does not answer: {error.message}",
                 reason="STORE_UNREACHABLE",
@@ -69,6 +74,5 @@ async def _connect(url: str) -> None:
     writer.close()
 
 
-def _touch(url: str, prefix: str) -> None:
-    """One cheap read; that nothing lies there is a fine answer."""
-    open_store(url).head(f"{prefix}/preflight")
+def _test(url: str, prefix: str) -> None:
+    require_tested(open_store(url), prefix=prefix)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from millrace.errors import CorruptObjectError, InvalidSpecError, Violation
+from millrace.errors import CorruptObjectError, InvalidSpecError, InvalidStateError, Violation
 
 MAX_KEY_BYTES = 900  # S3 allows 1024; the rest is for the bucket prefix
 MAX_GET_BYTES = (1 << 30) + (1 << 20)
@@ -140,6 +140,16 @@ def require_range(data: bytes, start: int, length: int, *, key: str, uri: str) -
 def is_text(key: str) -> bool:
     """Whether a key can be encoded: the name of a file of others may be any bytes."""
     return not any("\ud800" <= char <= "\udfff" for char in key)
+
+
+def cannot_carry_runs(where: str, problem: str) -> InvalidStateError:
+    """The error for a store that breaks what runs rest on; `where` is `ObjectStore.describe`."""
+    return InvalidStateError(
+        f"the object store {where} cannot carry runs: {problem}",
+        reason="STORE_SEMANTICS",
+        remedy="use a server that has conditional writes and range reads: Amazon S3, Ceph, Cloudflare R2, SeaweedFS "
+        "from 4.18 on",
+    )
 
 
 def check_prefix(prefix: str) -> str:

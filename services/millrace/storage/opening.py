@@ -10,8 +10,8 @@ from millrace.storage.base import ObjectStore
 def open_store(url: str) -> ObjectStore:
     """Open the store that a URL names; touches nothing yet but creates a local directory.
 
-    `file:///absolute/directory` or `s3://bucket[/prefix]?endpoint=http://host:port&region=us-east-1`. Credentials come
-    from the `AWS_*` environment only, never from the URL.
+    `file:///absolute/directory` or `s3://bucket[/prefix]?endpoint=http://host:port&region=us-east-1&addressing=virtual`.
+    Credentials come from the `AWS_*` environment only, never from the URL.
     """
     parts = urllib.parse.urlsplit(url)
     query = urllib.parse.parse_qs(parts.query, keep_blank_values=True)
@@ -23,9 +23,12 @@ def open_store(url: str) -> ObjectStore:
 
             return LocalStore(Path(urllib.parse.unquote(parts.path)))
         case "s3":
-            unknown, endpoint = set(query) - {"endpoint", "region"}, query.get("endpoint", [""])[0]
+            unknown, endpoint = set(query) - {"endpoint", "region", "addressing"}, query.get("endpoint", [""])[0]
+            addressing = query.get("addressing", [None])[0]
+            unknown |= {addressing} - {None, "path", "virtual"}
             if not parts.hostname or parts.username or unknown or "@" in urllib.parse.urlsplit(endpoint).netloc:
-                raise _bad_url(url, "must be s3://bucket[/prefix][?endpoint=http://host:port&region=name]")
+                options = "endpoint=http://host:port&region=name&addressing=path|virtual"
+                raise _bad_url(url, f"must be s3://bucket[/prefix][?{options}]")
             from millrace.storage.s3 import S3Store
 
             return S3Store(
@@ -33,6 +36,7 @@ def open_store(url: str) -> ObjectStore:
                 prefix=urllib.parse.unquote(parts.path).strip("/"),
                 endpoint=endpoint or None,
                 region=query.get("region", [""])[0] or None,
+                addressing=addressing,  # type: ignore[arg-type] - one of the two, as seen above
             )
         case _:
             raise _bad_url(url, "must begin with file:// or s3://")

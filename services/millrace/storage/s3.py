@@ -1,6 +1,7 @@
 """The object store on any S3-compatible server, by boto3.
 
-Path-style addresses and checksums only where the protocol asks for them: third-party servers lack the newer ones.
+Path-style addresses, unless a server wants the bucket as a host name, and checksums only where the protocol asks for
+them: third-party servers lack the newer ones.
 botocore's own retries are off because nobody can see them, and because a create-only PUT needs to know that an earlier
 attempt may have succeeded (`create`). Integrity is the hashes that manifests and headers hold, not ETags.
 """
@@ -13,7 +14,7 @@ import secrets
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, NoReturn, TypeVar
 
 import boto3
 import botocore.session
@@ -23,10 +24,26 @@ from botocore.exceptions import ClientError
 from botocore.loaders import Loader
 from s3transfer.subscribers import BaseSubscriber
 
-from millrace.storage.base import MAX_GET_BYTES, ObjectInfo, check_key, check_prefix, require_range, require_size
+from millrace.storage.base import (
+    MAX_GET_BYTES,
+    ObjectInfo,
+    cannot_carry_runs,
+    check_key,
+    check_prefix,
+    require_range,
+    require_size,
+)
 from millrace.storage.disk import io_errors, make_parent
 from millrace.storage.retry import ATTEMPT_S, RetryPolicy, TransientError
-from millrace.storage.s3_errors import ABSENT, CLIENT_ERRORS, error_code, http_status, translate
+from millrace.storage.s3_errors import (
+    ABSENT,
+    CLIENT_ERRORS,
+    VIRTUAL_ONLY,
+    error_code,
+    http_status,
+    is_unconditional,
+    translate,
+)
 from millrace.telemetry import progress
 
 T = TypeVar("T")
@@ -69,15 +86,23 @@ class S3Store:
         prefix: str = "",
         endpoint: str | None = None,
         region: str | None = None,
+        addressing: Literal["path", "virtual"] | None = None,
         retry: RetryPolicy | None = None,
     ) -> None:
+        """`addressing` says where requests name the bucket; if left out it is the path, unless the server objects."""
         self._bucket = bucket
         self._prefix = f"{prefix.strip('/')}/" if prefix.strip("/") else ""
         self._endpoint = endpoint
         self._retry = retry or RetryPolicy()
         self._is_bucket_known = False
+        named = region or os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION")
+        self._region = named or "us-east-1"
+        self._may_change_addressing = addressing is None
+        self._connect(addressing or "path")
+
+    def _connect(self, addressing: str) -> None:
         config = Config(
-            s3={"addressing_style": "path"},
+            s3={"addressing_style": addressing},
             signature_version="s3v4",
             request_checksum_calculation="when_required",
             response_checksum_validation="when_required",
@@ -86,12 +111,10 @@ class S3Store:
             max_pool_connections=_MAX_CONNECTIONS,
             retries={"total_max_attempts": 1},
         )
-        named = region or os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION")
-        self._region = named or "us-east-1"
         session = botocore.session.Session()  # of its own: the environment may hold other credentials by now
         session.register_component("data_loader", _descriptions())
         self.client = boto3.Session(botocore_session=session).client(
-            "s3", endpoint_url=endpoint, region_name=self._region, config=config
+            "s3", endpoint_url=self._endpoint, region_name=self._region, config=config
         )
 
     def ensure_bucket(self) -> None:
@@ -105,7 +128,7 @@ class S3Store:
                 self.client.head_bucket(Bucket=self._bucket)
             except ClientError as error:
                 if error_code(error) not in (*ABSENT, "NoSuchBucket"):
-                    raise
+                    self._say_why(error)
                 try:
                     self.client.create_bucket(Bucket=self._bucket, **where)
                 except ClientError as lost:
@@ -132,8 +155,11 @@ class S3Store:
                     # The answer to an earlier attempt may have been lost after it had written.
                     return number > 0 and self._is_stored(name, data)
                 # Another create or a delete of the same name is under way: ask again.
-                if error_code(error) in ("ConditionalRequestConflict", *ABSENT):
+                if http_status(error) == 409 or error_code(error) in ABSENT:
                     raise TransientError(str(error)) from error
+                if is_unconditional(error):
+                    problem = f"it refuses a create-only PUT (If-None-Match: *): {error_code(error)}"
+                    raise cannot_carry_runs(self.describe(), problem) from error
                 raise
             return True
 
@@ -160,7 +186,13 @@ class S3Store:
 
         def attempt(_: int) -> bytes:
             try:
-                return self._read(name, Range=f"bytes={start}-{start + length - 1}")
+                wanted = f"bytes={start}-{start + length - 1}"
+                found = self.client.get_object(Bucket=self._bucket, Key=name, Range=wanted)
+                if "ContentRange" not in found and found["ContentLength"] > length:
+                    found["Body"].close()  # unread: nobody else may use the connection
+                    problem = f"asked for {wanted}, it answers with all {found['ContentLength']} bytes of the object"
+                    raise cannot_carry_runs(self.describe(), problem)
+                return b"".join(self._receive(found))
             except ClientError as error:
                 if http_status(error) == 416:
                     return b""
@@ -180,7 +212,7 @@ class S3Store:
                 if error_code(error) in ABSENT:
                     self._check_bucket()  # HEAD answers a bare 404 for a missing bucket, too
                     return None
-                raise
+                self._say_why(error)
             return ObjectInfo(key=key, size_bytes=found["ContentLength"], modified=found["LastModified"].timestamp())
 
         return self._run("HEAD", key, attempt)
@@ -192,6 +224,8 @@ class S3Store:
         for page in self._pages("LIST", prefix, Prefix=self._prefix + prefix, **after):
             for item in page.get("Contents", ()):
                 key = item["Key"].removeprefix(self._prefix)
+                if key.endswith("/"):
+                    continue  # a marker by which consoles and other tools show a folder: no object of ours
                 if key > start_after or not start_after:  # some servers begin *at* StartAfter
                     yield ObjectInfo(key=key, size_bytes=item["Size"], modified=item["LastModified"].timestamp())
 
@@ -262,8 +296,8 @@ class S3Store:
     def _name(self, key: str) -> str:
         return self._prefix + check_key(key)
 
-    def _read(self, name: str, **options: Any) -> bytes:
-        found = self.client.get_object(Bucket=self._bucket, Key=name, **options)
+    def _read(self, name: str) -> bytes:
+        found = self.client.get_object(Bucket=self._bucket, Key=name)
         data = io.BytesIO()
         for part in self._receive(found):
             data.write(part)
@@ -301,6 +335,22 @@ class S3Store:
                 return
             token = {"ContinuationToken": page["NextContinuationToken"]}
 
+    def _takes_host_names(self, error: BaseException) -> bool:
+        """Whether a server wants the bucket as a host name, which is done from now on."""
+        if not self._may_change_addressing or not isinstance(error, ClientError):
+            return False
+        if error_code(error) not in VIRTUAL_ONLY:
+            return False
+        self._may_change_addressing = False
+        self._connect("virtual")
+        return True
+
+    def _say_why(self, error: ClientError) -> NoReturn:
+        """Raise what a HEAD failed with; its answer is a bare status, and that of another request says more."""
+        if error_code(error).isdecimal():
+            self.client.list_objects_v2(Bucket=self._bucket, MaxKeys=1)
+        raise error
+
     def _check_bucket(self) -> None:
         if not self._is_bucket_known:
             self.client.head_bucket(Bucket=self._bucket)
@@ -315,6 +365,8 @@ class S3Store:
             try:
                 return attempt(number)
             except CLIENT_ERRORS as error:
+                if self._takes_host_names(error):
+                    raise TransientError("the server takes the bucket as a host name only") from error
                 raise translate(error, what, where=where, bucket=self._bucket, uri=uri if is_read else "") from error
 
         return self._retry.run(what, where, translated)

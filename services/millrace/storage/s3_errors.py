@@ -1,4 +1,11 @@
-"""What an S3 client and its server say of a failure, as our errors or as something to try again."""
+"""What an S3 client and its server say of a failure, as our errors or as something to try again.
+
+An answer is read by its code, and by its status only where it has no code that is known: a 501 is no outage, and not
+every 403 is a matter of rights.
+"""
+
+import re
+from datetime import UTC, datetime
 
 from botocore.exceptions import (
     BotoCoreError,
@@ -16,6 +23,7 @@ from urllib3.exceptions import HTTPError
 from millrace.errors import (
     CapacityError,
     InternalError,
+    InvalidStateError,
     MillraceError,
     NotFoundError,
     PermissionDeniedError,
@@ -39,6 +47,7 @@ _TRY_AGAIN = frozenset(
         "SlowDown",
         "RequestTimeout",
         "RequestLimitExceeded",
+        "ServiceUnavailable",
         "Throttling",
         "ThrottlingException",
         "OperationAborted",
@@ -58,6 +67,27 @@ _FULL = frozenset(
     }
 )
 _DENIED = frozenset({"AccessDenied", "InvalidAccessKeyId", "SignatureDoesNotMatch", "ExpiredToken", "Forbidden", "403"})
+_SKEWED = frozenset({"RequestTimeTooSkewed", "RequestExpired"})
+_ELSEWHERE = frozenset(
+    {
+        "AuthorizationHeaderMalformed",
+        "IllegalLocationConstraintException",
+        "PermanentRedirect",
+        "AuthorizationQueryParametersError",
+        "301",
+    }
+)
+VIRTUAL_ONLY = frozenset({"SecondLevelDomainForbidden", "PathStyleDomainForbidden", "InvalidPathAccess"})
+"""Codes of servers that take buckets as host names only: Alibaba's OSS, Tencent's COS, Volcengine's TOS."""
+_EXPECTED_REGION = re.compile(r"(?:expecting|expected|region should be)\W+([\w-]+)", re.IGNORECASE)
+
+
+def is_unconditional(error: ClientError) -> bool:
+    """Whether a server says of a conditional write that it knows none, rather than that this one failed."""
+    code, status = error_code(error), http_status(error)
+    if status == 501 or code in ("NotImplemented", "501"):
+        return True
+    return status in (400, 405) and "none-match" in str(error).lower()
 
 
 def translate(
@@ -111,6 +141,22 @@ def _answered(error: ClientError, what: str, *, where: str, bucket: str, uri: st
         )
     if code in ABSENT:
         return NotFoundError(f"no object {uri}", reason="OBJECT_NOT_FOUND", metadata={"uri": uri})
+    if code in _SKEWED:
+        return _skewed(error, what, where=where, metadata=metadata)
+    if (code in _ELSEWHERE or status == 301) and (region := _expected_region(error)):
+        return InvalidStateError(
+            f"{where} denied {what}: it is in region {region!r}, and the request was signed for another ({answer})",
+            reason="STORE_REGION",
+            remedy=f"set AWS_REGION={region}, or add region={region} to MILLRACE_STORE_URL",
+            metadata=metadata | {"region": region},
+        )
+    if code in VIRTUAL_ONLY:
+        return InvalidStateError(
+            f"{where} denied {what}: it takes the bucket as a host name only ({answer})",
+            reason="STORE_ADDRESSING",
+            remedy="add addressing=virtual to MILLRACE_STORE_URL, and see that the host BUCKET.ENDPOINT resolves",
+            metadata=metadata,
+        )
     if status == 507 or code in _FULL:  # before the denials: some servers answer 403 for a quota
         full = CapacityError(
             f"{where} has no room for {what}: {answer}",
@@ -121,12 +167,19 @@ def _answered(error: ClientError, what: str, *, where: str, bucket: str, uri: st
         return TransientError(answer, final=full)
     if code in _DENIED or status in (401, 403):
         return _denied(f"{where} denied {what}: {answer}", metadata)
+    if status == 501:
+        return InternalError(
+            f"{where} does not know how to do {what}: {answer}",
+            reason="STORE_REFUSED",
+            remedy="use a server that implements this request of S3",
+            metadata=metadata,
+        )
     if status >= 500 or status in (408, 429) or code in _TRY_AGAIN:
         return TransientError(answer)
     return InternalError(
         f"{where} refused {what}: {answer}: {error}",
         reason="STORE_REFUSED",
-        remedy="see the store's log",
+        remedy="use a bucket without Object Lock" if "object lock" in str(error).lower() else "see the store's log",
         metadata=metadata,
     )
 
@@ -138,3 +191,24 @@ def _denied(message: str, metadata: dict[str, str]) -> PermissionDeniedError:
         remedy="set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY of a user who may read and write the bucket",
         metadata=metadata,
     )
+
+
+def _skewed(error: ClientError, what: str, *, where: str, metadata: dict[str, str]) -> UnavailableError:
+    """The clocks of this machine and of the store differ by more than a signature may be old."""
+    own = datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S")
+    headers = error.response.get("ResponseMetadata", {}).get("HTTPHeaders", {})
+    other = error.response.get("Error", {}).get("ServerTime") or headers.get("date") or "not given"
+    return UnavailableError(
+        f"{where} denied {what}: the clocks differ too much: here it is {own} UTC, there {other}",
+        reason="CLOCK_SKEWED",
+        remedy="set the clock that is wrong, for example by NTP",
+        metadata=metadata,
+    )
+
+
+def _expected_region(error: ClientError) -> str:
+    """The region that the server names; empty if it names none."""
+    headers = error.response.get("ResponseMetadata", {}).get("HTTPHeaders", {})
+    said = error.response.get("Error", {})
+    found = _EXPECTED_REGION.search(str(said.get("Message", "")))
+    return headers.get("x-amz-bucket-region") or said.get("Region") or (found[1] if found else "")

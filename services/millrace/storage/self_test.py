@@ -4,14 +4,36 @@ Several S3-compatible servers accept `If-None-Match: *` and ignore it, or honour
 such a server two trainers could both publish a version, so it is found out before a run rather than in one.
 """
 
+import hashlib
+import json
+import logging
 import secrets
 from concurrent.futures import ThreadPoolExecutor
+from datetime import UTC, datetime
 
-from millrace.errors import InvalidStateError
-from millrace.storage.base import ObjectStore
+from millrace.errors import InvalidStateError, MillraceError
+from millrace.storage.base import ObjectStore, cannot_carry_runs
 
+logger = logging.getLogger(__name__)
+
+FORMAT = 1
+"""Of what is tried: a store that has passed an older test is tested again."""
 _WRITERS = 16
 _ROUNDS = 4
+
+
+def require_tested(store: ObjectStore, *, prefix: str) -> None:
+    """Raise as `self_test`, unless this store has passed it under this address: that it has is kept under `prefix`.
+
+    Two that come at once both test it, which does no harm.
+    """
+    address = hashlib.sha256(store.describe().encode()).hexdigest()[:16]
+    key = f"{prefix}/self-test/passed-{FORMAT}-{address}.json"
+    if store.head(key) is not None:
+        return
+    self_test(store, prefix=prefix)
+    passed = {"format": FORMAT, "store": store.describe(), "at": datetime.now(UTC).isoformat(timespec="seconds")}
+    store.put(key, json.dumps(passed).encode())
 
 
 def self_test(store: ObjectStore, *, prefix: str) -> None:
@@ -29,8 +51,7 @@ def self_test(store: ObjectStore, *, prefix: str) -> None:
                 _race(store, pool, key)
         _read_back(store, base, written)
     finally:
-        for key in written:
-            store.delete(key)
+        _clean_up(store, written)
 
 
 def _race(store: ObjectStore, pool: ThreadPoolExecutor, key: str) -> None:
@@ -39,9 +60,14 @@ def _race(store: ObjectStore, pool: ThreadPoolExecutor, key: str) -> None:
     outcomes = pool.map(lambda body: store.create(key, body), bodies)
     won = [body for body, is_winner in zip(bodies, outcomes, strict=True) if is_winner]
     if len(won) != 1 or store.get(key) != won[0]:
-        raise _bad(store, f"{len(won)} of {_WRITERS} create-only PUTs (If-None-Match: *) of one new object succeeded")
+        raise cannot_carry_runs(
+            store.describe(),
+            f"{len(won)} of {_WRITERS} create-only PUTs (If-None-Match: *) of one new object succeeded",
+        )
     if store.create(key, b"late"):
-        raise _bad(store, "a create-only PUT (If-None-Match: *) replaced an object that was there")
+        raise cannot_carry_runs(
+            store.describe(), "a create-only PUT (If-None-Match: *) replaced an object that was there"
+        )
 
 
 def _read_back(store: ObjectStore, base: str, written: list[str]) -> None:
@@ -50,12 +76,20 @@ def _read_back(store: ObjectStore, base: str, written: list[str]) -> None:
         raise _bad(store, "a range read gave other bytes than the object has there")
     listed = [item.key for item in store.list(base)]
     if listed != sorted(written):
-        raise _bad(store, f"a listing shows {len(listed)} of {len(written)} objects that were just written")
+        raise cannot_carry_runs(
+            store.describe(), f"a listing shows {len(listed)} of {len(written)} objects that were just written"
+        )
+
+
+def _clean_up(store: ObjectStore, written: list[str]) -> None:
+    """Delete what was written; that it cannot be is no reason to refuse a store, and must not hide one."""
+    for key in written:
+        try:
+            store.delete(key)
+        except MillraceError as error:
+            logger.warning("objects of the self-test stay", extra={"object": store.uri(key), "why": str(error)})
+            return
 
 
 def _bad(store: ObjectStore, problem: str) -> InvalidStateError:
-    return InvalidStateError(
-        f"the object store {store.describe()} cannot carry runs: {problem}",
-        reason="STORE_SEMANTICS",
-        remedy="use a server that supports conditional writes (Amazon S3, Ceph, Cloudflare R2, SeaweedFS from 4.18 on)",
-    )
+    return cannot_carry_runs(store.describe(), problem)

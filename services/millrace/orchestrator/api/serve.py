@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import itertools
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,10 +10,11 @@ from dataclasses import dataclass
 import grpc.aio
 from redis.asyncio import Redis
 
+from millrace.backoff import Backoff
 from millrace.custom_code import CustomCode
 from millrace.dashboard.reading import ReaderClient
 from millrace.dashboard.web.serve import dashboard_server
-from millrace.errors import first_error
+from millrace.errors import InvalidStateError, MillraceError, first_error
 from millrace.internal.v1 import worker_service_pb2, worker_service_pb2_grpc
 from millrace.orchestrator.api.dashboard_source import OrchestratorSource
 from millrace.orchestrator.api.log_lists import LogLists
@@ -29,6 +31,7 @@ from millrace.rpc.slot import worker_slot
 from millrace.rpc.worker import new_worker_id
 from millrace.runlog import open_redis
 from millrace.storage import ObjectStore, open_store
+from millrace.storage.self_test import require_tested
 from millrace.telemetry.settings import Settings
 from millrace.v1 import run_service_pb2, run_service_pb2_grpc
 
@@ -38,6 +41,9 @@ STALL_S = 60.0
 """Silence of the manager's scan after which the process counts as hung."""
 GIVE_BACK_S = 15.0
 """How long a stop waits for leases to be released and the last events to be written; Redis may be away."""
+TEST_STORE_S = 10.0
+"""How long runs wait for the first try of the store; one that does not answer is tried while they wait for it."""
+_TEST_AGAIN = Backoff(1.0, 30.0)
 _RUN_SERVICE = run_service_pb2.DESCRIPTOR.services_by_name["RunService"].full_name
 _WORKER_SERVICE = worker_service_pb2.DESCRIPTOR.services_by_name["WorkerService"].full_name
 
@@ -133,7 +139,7 @@ async def serve_orchestrator(
     """Serve RunService and WorkerService until a signal; raises what ends the manager. `on_started` gets the port."""
     listen = settings.require("listen")  # before anything is open that would have to be closed
     process = _assemble(settings)
-    started_once, stopping = asyncio.Event(), asyncio.Event()
+    started_once, tested_once, stopping = asyncio.Event(), asyncio.Event(), asyncio.Event()
 
     def started(port: int) -> None:
         process.start(port)
@@ -148,7 +154,10 @@ async def serve_orchestrator(
             _dashboard(process),
             asyncio.TaskGroup() as tasks,
         ):
-            managing = tasks.create_task(_manage(process.manager, started_once, stopping), name="run manager")
+            testing = tasks.create_task(_test_store(process, tested_once), name="test of the store")
+            managing = tasks.create_task(
+                _manage(process.manager, started_once, tested_once, stopping), name="run manager"
+            )
             await serve(
                 listen,
                 process.register,
@@ -159,6 +168,8 @@ async def serve_orchestrator(
                 handle_signals=handle_signals,
             )
             started_once.set()
+            tested_once.set()
+            testing.cancel()
             await managing
     except BaseExceptionGroup as group:
         raise first_error(group) from group
@@ -167,12 +178,30 @@ async def serve_orchestrator(
         await process.redis.aclose()
 
 
-async def _manage(manager: RunManager, started: asyncio.Event, stopping: asyncio.Event) -> None:
+async def _test_store(process: _Process, tested: asyncio.Event) -> None:
+    """Try out what runs rest on; InvalidStateError if the store cannot carry them. `tested` is set behind one try."""
+    for failures in itertools.count(1):
+        try:
+            await asyncio.to_thread(require_tested, process.store, prefix=process.settings.prefix)
+            return
+        except InvalidStateError:  # raised on
+            raise
+        except MillraceError as error:
+            logger.warning("cannot test the object store, trying again", extra={"error": str(error)})
+        finally:
+            tested.set()
+        await asyncio.sleep(_TEST_AGAIN.after(failures))
+
+
+async def _manage(manager: RunManager, started: asyncio.Event, tested: asyncio.Event, stopping: asyncio.Event) -> None:
     """Run the manager from when the server listens until it is asked to stop: then a successor may claim at once.
 
     Raises what ends the manager by itself.
     """
     await started.wait()
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(TEST_STORE_S):
+            await tested.wait()
     running = asyncio.create_task(manager.run())
     try:
         ended, _ = await first_of(running, stopping.wait())

@@ -1,0 +1,139 @@
+"""Answers of S3 servers are read by their code: what is no outage ends at once, with cause and remedy."""
+
+import socket
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from millrace.errors import InvalidStateError, MillraceError, PermissionDeniedError
+from millrace.storage.retry import RetryPolicy
+from millrace.storage.s3 import S3Store
+from millrace.storage.self_test import FORMAT, require_tested, self_test
+from millrace_testing.s3_answers import Server, s3_answers
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[type[Server], int]]:
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "test")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "testsecret")
+    for name in ("AWS_REGION", "AWS_DEFAULT_REGION"):
+        monkeypatch.delenv(name, raising=False)
+    with s3_answers() as running:
+        yield running
+
+
+def store_at(port: int, host: str = "127.0.0.1", **options: Any) -> S3Store:
+    retry = RetryPolicy(deadline_s=20, max_attempts=4)
+    return S3Store(bucket="b", endpoint=f"http://{host}:{port}", retry=retry, **options)
+
+
+NOT_IMPLEMENTED = (501, "NotImplemented", "A header you provided implies functionality that is not implemented", "")
+NO_HEADER = (400, "InvalidArgument", "If-None-Match header is not supported", "")
+SKEWED = (403, "RequestTimeTooSkewed", "The difference is too large.", "<ServerTime>2026-11-27T09:00:00Z</ServerTime>")
+REGION = (400, "AuthorizationHeaderMalformed", "the region 'us-east-1' is wrong; expecting 'garage'", "")
+REDIRECT = (301, "PermanentRedirect", "use the endpoint", "<Region>eu-west-3</Region>")
+LOCKED = (400, "InvalidRequest", "Content-MD5 is required for Put Object requests with Object Lock parameters", "")
+ANSWERS: dict[str, tuple[tuple[int, str, str, str], str, str]] = {
+    "conditions are not implemented": (NOT_IMPLEMENTED, "STORE_SEMANTICS", "If-None-Match.*Amazon S3"),
+    "conditions are no argument": (NO_HEADER, "STORE_SEMANTICS", "If-None-Match.*InvalidArgument"),
+    "the clock is wrong": (SKEWED, "CLOCK_SKEWED", r"here it is 2\d{3}-.* UTC, there 2026-11-27T09:00:00Z.*clock"),
+    "another region": (REGION, "STORE_REGION", "'garage'.*AWS_REGION=garage"),
+    "a redirection": (REDIRECT, "STORE_REGION", "AWS_REGION=eu-west-3"),
+    "object lock": (LOCKED, "STORE_REFUSED", "without Object Lock"),
+    "denied": ((403, "AccessDenied", "no", ""), "STORE_DENIED", "AWS_ACCESS_KEY_ID"),
+}
+
+
+@pytest.mark.parametrize("case", ANSWERS)
+def test_an_answer_that_no_try_mends_is_told_at_once(server: tuple[type[Server], int], case: str) -> None:
+    handler, port = server
+    answer, reason, message = ANSWERS[case]
+    handler.refuses["create"] = answer
+    with pytest.raises(MillraceError, match=message) as raised:
+        store_at(port).create("k", b"x")
+    assert raised.value.reason == reason and len(handler.seen) == 1
+
+
+@pytest.mark.parametrize("code", ["ConditionalRequestConflict", "OperationAborted", "Conflict"])
+def test_a_conflict_of_creates_is_tried_again(server: tuple[type[Server], int], code: str) -> None:
+    handler, port = server
+    handler.refuses["create"] = (409, code, "", "")
+    threading.Timer(0.05, handler.refuses.clear).start()
+    assert store_at(port).create("k", b"x")
+    assert len(handler.seen) > 1
+
+
+@pytest.mark.parametrize(("answer", "reason"), [(SKEWED, "CLOCK_SKEWED"), (REGION, "STORE_REGION")])
+def test_a_head_without_a_body_is_asked_for_its_reason(
+    server: tuple[type[Server], int], answer: tuple[int, str, str, str], reason: str
+) -> None:
+    handler, port = server
+    handler.refuses |= {"HEAD": answer, "GET": answer}
+    with pytest.raises(MillraceError) as raised:
+        store_at(port).head("k")
+    assert raised.value.reason == reason
+
+
+def test_a_server_that_ignores_ranges_is_named(server: tuple[type[Server], int]) -> None:
+    handler, port = server
+    handler.has_ranges = False
+    store = store_at(port)
+    store.put("k", b"0123456789")
+    with pytest.raises(InvalidStateError, match="asked for bytes=2-4, it answers with all 10 bytes") as raised:
+        store.get_range("k", 2, 3)
+    assert raised.value.reason == "STORE_SEMANTICS"
+
+
+def test_the_bucket_becomes_a_host_name_where_the_server_wants_that(
+    server: tuple[type[Server], int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    handler, port = server
+    real = socket.getaddrinfo
+
+    def here(host: Any, *args: Any, **kwargs: Any) -> Any:
+        return real("127.0.0.1" if str(host).endswith("store.test") else host, *args, **kwargs)
+
+    monkeypatch.setattr(socket, "getaddrinfo", here)
+    store = store_at(port, "store.test")
+    handler.refuses["PUT"] = (403, "SecondLevelDomainForbidden", "Please use virtual hosted style to access.", "")
+    threading.Timer(0.05, handler.refuses.clear).start()
+    store.put("k", b"x")
+    assert handler.hosts[0] == "store.test" and handler.hosts[-1] == "b.store.test"
+    assert list(handler.stored) == ["/k"] and store.get("k") == b"x"
+    handler.seen.clear()
+    handler.refuses["PUT"] = (403, "SecondLevelDomainForbidden", "", "")
+    with pytest.raises(InvalidStateError, match="addressing=virtual") as raised:
+        store_at(port, "store.test", addressing="path").put("k", b"x")
+    assert raised.value.reason == "STORE_ADDRESSING" and len(handler.seen) == 1
+
+
+def test_markers_of_folders_are_no_objects(server: tuple[type[Server], int]) -> None:
+    handler, port = server
+    handler.stored |= {"/b/p/": b"", "/b/p/a": b"1", "/b/p/sub/": b"", "/b/p/sub/c": b"1"}
+    assert [each.key for each in store_at(port).list("p/")] == ["p/a", "p/sub/c"]
+
+
+def test_the_first_error_is_told_and_not_that_of_the_clean_up(server: tuple[type[Server], int]) -> None:
+    handler, port = server
+    denied = (403, "AccessDenied", "", "")
+    handler.refuses |= {"DELETE": denied, "create": NOT_IMPLEMENTED}
+    with pytest.raises(InvalidStateError, match="If-None-Match"):
+        self_test(store_at(port), prefix="p")
+    handler.refuses = {"create": denied}
+    with pytest.raises(PermissionDeniedError):
+        self_test(store_at(port), prefix="p")
+
+
+def test_a_store_is_tested_once_under_each_address(server: tuple[type[Server], int]) -> None:
+    handler, port = server
+    handler.refuses["DELETE"] = (403, "AccessDenied", "", "")  # what cannot be deleted is no reason to refuse it
+    require_tested(store_at(port), prefix="p")
+    assert [kind for kind, _ in handler.seen].count("create") > 16
+    [passed] = [name for name in handler.stored if f"/b/p/self-test/passed-{FORMAT}-" in name]
+    handler.seen.clear()
+    require_tested(store_at(port), prefix="p")
+    assert handler.seen == [("HEAD", passed)], "remembered"
+    require_tested(store_at(port, "localhost"), prefix="p")
+    assert len(handler.seen) > 16

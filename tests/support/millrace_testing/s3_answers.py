@@ -1,0 +1,90 @@
+"""An S3 server that keeps what it is given in memory, and answers otherwise where a test says so."""
+
+import contextlib
+import http.server
+import threading
+from collections.abc import Iterator
+
+XML = '<?xml version="1.0" encoding="UTF-8"?><Error><Code>{}</Code><Message>{}</Message>{}</Error>'
+
+
+class Server(http.server.BaseHTTPRequestHandler):
+    """Keeps what it is given; `refuses` says by what an answer differs: status, code, message, rest of the XML."""
+
+    protocol_version = "HTTP/1.1"
+    refuses: dict[str, tuple[int, str, str, str]]
+    """By method; `create` is a PUT with a condition."""
+    stored: dict[str, bytes]
+    seen: list[tuple[str, str]]
+    hosts: list[str]
+    has_ranges = True
+    has_conditions = True
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+    def handle_one(self) -> None:
+        body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        kind = "create" if self.headers.get("If-None-Match") and self.has_conditions else self.command
+        path, _, query = self.path.partition("?")
+        self.seen.append((kind, self.path))
+        self.hosts.append(self.headers["Host"].partition(":")[0])
+        if kind in self.refuses:
+            status, code, message, rest = self.refuses[kind]
+            return self.answer(status, XML.format(code, message, rest).encode())
+        if kind == "create" and path in self.stored:
+            return self.answer(412, XML.format("PreconditionFailed", "", "").encode())
+        if self.command == "PUT":
+            self.stored[path] = body
+            return self.answer(200)
+        if self.command == "DELETE":
+            self.stored.pop(path, None)
+            return self.answer(204)
+        if "list-type=2" in query:
+            return self.answer(200, self.listing(path))
+        if path == "/b":  # the bucket itself
+            return self.answer(200)
+        if path not in self.stored:
+            return self.answer(404, XML.format("NoSuchKey", "", "").encode())
+        whole, wanted = self.stored[path], self.headers.get("Range")
+        if wanted is None or not self.has_ranges:
+            return self.answer(200, whole)
+        first, last = map(int, wanted.removeprefix("bytes=").split("-"))
+        part = whole[first : last + 1]
+        return self.answer(206, part, {"Content-Range": f"bytes {first}-{first + len(part) - 1}/{len(whole)}"})
+
+    do_GET = do_PUT = do_HEAD = do_DELETE = handle_one
+
+    def listing(self, path: str) -> bytes:
+        items = "".join(
+            f"<Contents><Key>{name.removeprefix(path + '/')}</Key><Size>{len(data)}</Size>"
+            "<LastModified>2026-11-27T10:00:00.000Z</LastModified></Contents>"
+            for name, data in sorted(self.stored.items())
+            if "self-test/passed" not in name
+        )
+        return f"<ListBucketResult><IsTruncated>false</IsTruncated>{items}</ListBucketResult>".encode()
+
+    def answer(self, status: int, body: bytes = b"", headers: dict[str, str] | None = None) -> None:
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(body)))
+        self.send_header("Last-Modified", "Fri, 27 Nov 2026 10:00:00 GMT")
+        for name, value in (headers or {}).items():
+            self.send_header(name, value)
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(body)
+
+
+@contextlib.contextmanager
+def s3_answers() -> Iterator[tuple[type[Server], int]]:
+    """A server that runs while the block lasts: its class, which holds its state, and its port."""
+    handler = type("Handler", (Server,), {"refuses": {}, "stored": {}, "seen": [], "hosts": []})
+    listening = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    thread = threading.Thread(target=listening.serve_forever, args=(0.02,))
+    thread.start()
+    try:
+        yield handler, listening.server_port
+    finally:
+        listening.shutdown()
+        thread.join()
+        listening.server_close()
