@@ -240,7 +240,7 @@ class ForkServerClient:
             answer = self._answers.get(said["id"])
             if "pid" in said:
                 child = self._children[said["pid"]] = ForkedProcess(said["pid"])
-                said = {**said, "child": child}  # whoever waits may look only when its end has been heard of, too
+                said = {**said, "child": child}  # the caller may look only when its end has been heard of, too
                 if answer is None or answer.done():
                     with contextlib.suppress(ProcessLookupError):  # nobody waits for it any more
                         os.kill(child.pid, signal.SIGKILL)

@@ -32,6 +32,7 @@ from millrace.rpc.worker import new_worker_id
 from millrace.runlog import open_redis
 from millrace.storage import ObjectStore, open_store
 from millrace.storage.self_test import require_tested
+from millrace.telemetry import waits
 from millrace.telemetry.settings import Settings
 from millrace.v1 import run_service_pb2, run_service_pb2_grpc
 
@@ -188,9 +189,11 @@ async def _test_store(process: _Process, tested: asyncio.Event) -> None:
             raise
         except MillraceError as error:
             logger.warning("cannot test the object store, trying again", extra={"error": str(error)})
+            reason = f"the object store to be tested, which failed: {error.message}"
         finally:
             tested.set()
-        await asyncio.sleep(_TEST_AGAIN.after(failures))
+        with waits.waiting(reason, waits_on="object store"):
+            await asyncio.sleep(_TEST_AGAIN.after(failures))
 
 
 async def _manage(manager: RunManager, started: asyncio.Event, tested: asyncio.Event, stopping: asyncio.Event) -> None:
