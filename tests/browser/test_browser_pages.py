@@ -1,5 +1,7 @@
 """Every page in a real browser: it shows what it should, obeys nothing that a model wrote, and outlives the server."""
 
+import json
+from dataclasses import replace
 from urllib.parse import urlsplit
 
 import pytest
@@ -8,7 +10,7 @@ from millrace.rpc.access import ServerAccess
 from millrace.rpc.tokens import new_token, token_line
 from millrace.telemetry.settings import Settings
 from millrace.v1 import event_pb2
-from millrace_testing.dashboard import HOSTILE, RUN, ServedInThread
+from millrace_testing.dashboard import HOSTILE, RUN, SECRET, ServedInThread
 
 pytestmark = [pytest.mark.browser, pytest.mark.timeout(300)]
 WAIT_MS = 60_000
@@ -262,6 +264,67 @@ def test_evaluations_are_called_by_the_whole_name_of_their_environment(page, run
         run_writer.archive((run_writer.clock, event_pb2.Event(eval_completed=done)))
     opened(page, f"/runs/{RUN}", "text=org/a")
     assert page.locator("text=org/b").count() > 0
+
+
+def archive_batches(run_writer, *metrics):
+    """What batches behind those of the run say of their rollouts, one after the other."""
+    for step, values in enumerate(metrics, start=STEPS):
+        done = event_pb2.BatchCommitted(step=step, num_trained=1, metrics=values)
+        run_writer.archive((run_writer.clock, event_pb2.Event(batch_committed=done)))
+
+
+def chart_of(page, title):
+    """The chart with that title, as texts: its legend, what else stands above it, and beside its axes."""
+    figure = page.locator("figure.chart", has=page.locator(f"strong:text-is('{title}')"))
+    figure.locator("text.tick").first.wait_for()
+    ticks = figure.locator("text.tick").all_text_contents()
+    return figure.locator("figcaption .key").all_inner_texts(), figure.locator(".hint").all_inner_texts(), ticks
+
+
+def test_each_environment_has_charts_that_say_why_its_reward_is_what_it_is(page, run_writer):
+    batch = {}
+    for env, share in (("org/a", 0.25), ("org/b", 0.0)):
+        batch |= {f"solve_all/{env}": share, f"solve_none/{env}": 0.5, f"is_truncated/{env}/mean": share}
+        batch |= {f"reward/{env}/group_std": 0.1, f"num_turns/{env}/mean": 3.0, f"metrics/{env}/num_turns": 3.0}
+        batch |= {f"metrics/{env}/exact": share, f"stop_condition/{env}/max_turns": 1.0}
+    batch |= {f"metrics/org/b/part-{at:02}": at / 20 for at in range(20)} | {"solve_all/all": 0.125}
+    archive_batches(run_writer, batch, batch)
+    opened(page, f"/runs/{RUN}", "text=Reward functions of org/b")
+    legend, hints, ticks = chart_of(page, "Solved by every rollout of a group")
+    assert legend == ["org/a 0.250", "org/b 0"] and hints == ["share of groups"], "and none of all environments"
+    assert ticks[0] == "0" and "1.0" in ticks and "step" in ticks, "a share has a whole axis, which has a name"
+    assert chart_of(page, "Reward functions of org/a")[0] == ["exact 0.250"], "turns have a chart of their own"
+    legend, hints, _ = chart_of(page, "Reward functions of org/b")
+    assert len(legend) == 8 and hints[1].startswith("13 more are not drawn"), "no two lines have one colour"
+    assert chart_of(page, "Why rollouts end of org/b")[0] == ["max_turns 1"]
+    for title in ("Spread within groups", "Solved by none", "Cut at a token limit", "Turns"):
+        assert len(chart_of(page, title)[0]) == 2, title
+    assert page.complaints == []
+
+
+def test_evaluations_name_what_was_not_evaluated(page, run_writer):
+    for step, skipped in ((2, []), (8, [4, 6])):
+        done = event_pb2.EvalCompleted(env="letters", step=step, policy_version=step, reward_mean=0.5, skipped=skipped)
+        run_writer.archive((run_writer.clock, event_pb2.Event(eval_completed=done)))
+    opened(page, f"/runs/{RUN}", "text=not evaluated: letters: v4, v6")
+    assert "version" in chart_of(page, "Evaluations")[2]
+    opened(page, f"/runs/{RUN}?show=events", "text=not evaluated before it: v4, v6")
+    assert page.complaints == []
+
+
+def test_a_sample_shows_what_it_was_scored_with(page, run_writer):
+    given = {"answer": HOSTILE[1], "level": 3, "tags": ["a", {"b": None}], "long": "x" * 6000, "key": SECRET}
+    scored = replace(run_writer.rollout(STEPS, 0, ()), ordinal=99, task_json=json.dumps(given))
+    run_writer.commit(STEPS, more=[scored])
+    opened(page, f"/runs/{RUN}/samples?ordinal=99", "table.samples tbody tr >> nth=0")
+    page.click("table.samples tbody tr a >> nth=0")
+    page.wait_for_selector("text=Scored with")
+    table = page.locator("table", has=page.locator("text=Scored with"))
+    rows = dict(row.split("\t", 1) for row in table.locator("tbody tr").all_inner_texts())
+    assert rows["answer"].strip() == HOSTILE[1] and rows["tags"].strip() == '["a",{"b":null}]'
+    assert rows["level"].strip() == "3" and SECRET not in page.inner_text("main")
+    assert page.evaluate("document.documentElement.scrollWidth") <= 1280, "a long one is broken into lines"
+    assert page.evaluate("window.hacked") is None and page.complaints == []
 
 
 def test_runs_are_found_by_their_configs(page):

@@ -104,9 +104,14 @@ def _eval(event: event_pb2.Event) -> _Found:
         f"{prefix}/policy_version_max": float(body.policy_version_max),
         f"{prefix}/num_skipped": float(len(body.skipped)),
         f"{prefix}/seconds": body.seconds,
-        **{f"{prefix}/metrics/{name}": value for name, value in sorted(body.metrics.items())},
+        **{f"{prefix}/{_place(name)}{name}": value for name, value in sorted(body.metrics.items())},
     }
     return f"{prefix}/{body.step}", body.step, values
+
+
+def _place(name: str) -> str:
+    """Where an evaluation's figure stands: pass@k and pass^k as in prime-rl, the others below `metrics/`."""
+    return "" if name.startswith(("pass@", "pass^")) else "metrics/"
 
 
 def _published(event: event_pb2.Event) -> _Found:

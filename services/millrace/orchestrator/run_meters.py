@@ -45,6 +45,31 @@ STALENESS = Histogram(
     buckets=(0, 1, 2, 3, 4, 6, 8, 12, 16, 32),
     registry=None,
 )
+REWARD = Gauge(
+    "millrace_orchestrator_reward",
+    "Rewards of an environment's rollouts in the newest batch that has some: mean, std, and group_std, the mean over "
+    "groups of the spread within one.",
+    ["run", "env", "stat"],
+    registry=None,
+)
+SOLVED = Gauge(
+    "millrace_orchestrator_solved_groups_ratio",
+    "Of an environment's groups in that batch, those that are solved by all of their rollouts, or by none (0 to 1).",
+    ["run", "env", "by"],
+    registry=None,
+)
+TRUNCATED = Gauge(
+    "millrace_orchestrator_truncated_rollouts_ratio",
+    "Of an environment's rollouts in that batch, those that were cut at a token limit (0 to 1).",
+    ["run", "env"],
+    registry=None,
+)
+STOPS = Counter(
+    "millrace_orchestrator_rollout_stops_total",
+    "Rollouts of the groups that batches were made of, by why they ended; at most 16 reasons, then other.",
+    ["run", "env", "reason"],
+    registry=None,
+)
 LEASES = Counter(
     "millrace_orchestrator_leases_acquired_total",
     "Claims of the run by this orchestrator; more than one without a restart is an outage or a rival.",
@@ -76,7 +101,8 @@ TASKS = Gauge(
     ["run", "pool"],
     registry=None,
 )
-_OF_RUN = (ROLLOUTS, GROUPS, FILTERED, BATCHES, TOKENS, STALENESS, LEASES, GIVEN_UP, DAMAGED, TASKS)
+_OF_BATCH = (REWARD, SOLVED, TRUNCATED, STOPS)
+_OF_RUN = (ROLLOUTS, GROUPS, FILTERED, BATCHES, TOKENS, STALENESS, *_OF_BATCH, LEASES, GIVEN_UP, DAMAGED, TASKS)
 COUNTED = (*_OF_RUN, RUNS_FAILED)
 
 _COMPONENTS = ("orchestrator", "env-server", "trainer")
@@ -84,6 +110,7 @@ for _component in _COMPONENTS:
     RUNS_FAILED.labels(_component)  # 0 from the beginning: `increase` sees the first one
 
 _env_label = BoundedLabel()
+_reason_label = BoundedLabel(16)
 _runs: set[str] = set()
 
 
@@ -134,13 +161,23 @@ class RunMeters:
         for pool, count in (("easy", pools.easy), ("normal", pools.normal), ("hard", pools.hard)):
             TASKS.labels(self.run, pool).set(count)
 
-    def trained(self, plays: Iterable[Play], *, step: int) -> None:
-        """These groups are in the batch of that step."""
-        ages = STALENESS.labels(self.run)
+    def trained(self, plays: Iterable[Play], *, step: int, metrics: Mapping[str, float]) -> None:
+        """These groups are in the batch of that step, whose `metrics` say what they are."""
+        ages, envs = STALENESS.labels(self.run), set[str]()
         for play in plays:
+            envs.add(play.task.env)
             for rollout in play.rollouts():
+                reason = _reason_label(rollout.stop_condition or "unknown")
+                STOPS.labels(self.run, _env_label(rollout.env), reason).inc()
                 if rollout.min_version is not None:
                     ages.observe(step - rollout.min_version)
+        for env in envs:
+            label = _env_label(env)
+            for stat in ("mean", "std", "group_std"):
+                REWARD.labels(self.run, label, stat).set(metrics[f"reward/{env}/{stat}"])
+            for by in ("all", "none"):
+                SOLVED.labels(self.run, label, by).set(metrics[f"solve_{by}/{env}"])
+            TRUNCATED.labels(self.run, label).set(metrics[f"is_truncated/{env}/mean"])
 
 
 def seconds_since(moment: float) -> float:

@@ -82,18 +82,19 @@ def test_new_batches_come_while_somebody_looks(written, tmp_path):
     reader.close()
 
 
-def test_members_of_two_evaluations_of_a_task_are_no_group(written, tmp_path):
-    """The closing batch of a run may archive several evaluations, each with every task."""
-    more = [written.evaluated(version, member) for version in (2, 3) for member in (0, 1)]
-    written.commit(3, more=more)
+def test_the_group_of_an_evaluation_is_its_own_in_all_batches(written, tmp_path):
+    """A batch may archive several evaluations, each with every task, and an evaluation may lie in several batches."""
+    for step, member in ((3, 0), (4, 1)):
+        written.commit(step, more=[written.evaluated(version, member) for version in (2, 3)])
     reader = Reader(written.store, "millrace", tmp_path / "i")
-    settled(reader, 4)
+    settled(reader, 5)
     shown = reader.ask("samples", UID, {"purpose": "eval"})
     assert shown["total"] == 4
     found = [reader.ask("sample", UID, {"id": each["id"]}) for each in shown["samples"]]
     for each in found:
         same = {other["id"] for other in found if other["eval_id"] == each["eval_id"]}
         assert len(same) == 2 and {member["id"] for member in each["group"]} == same
+        assert [member["member"] for member in each["group"]] == [0, 1]
     reader.close()
 
 

@@ -13,7 +13,10 @@ NAMES = Names("millrace", UID)
 
 
 def evaluation(step: int, reward: float) -> event_pb2.Event:
-    body = event_pb2.EvalCompleted(env="letters", step=step, reward_mean=reward, num_rollouts=4, metrics={"share": 1.0})
+    figures = {"share": 1.0, "pass@4": 0.5}
+    body = event_pb2.EvalCompleted(
+        env="letters", step=step, reward_mean=reward, num_rollouts=4, metrics=figures, skipped=[1]
+    )
     return event_pb2.Event(eval_completed=body)
 
 
@@ -32,6 +35,7 @@ def test_a_step_that_is_computed_again_keeps_its_first_value(stored_run) -> None
     found = list(points(read_metrics(stored_run.store, NAMES)))
     assert ("loss/mean", 2, 0.5 / 3) in found and len({each[:2] for each in found}) == len(found)
     assert ("eval/letters/reward/mean", 2, 0.75) in found and ("eval/letters/metrics/share", 2, 1.0) in found
+    assert ("eval/letters/pass@4", 2, 0.5) in found and ("eval/letters/num_skipped", 2, 1.0) in found
 
 
 def test_a_follower_reads_what_is_new_and_the_order_never_changes(stored_run) -> None:

@@ -8,6 +8,7 @@ from millrace.cli.main import main
 from millrace.exports.metrics import points
 from millrace.exports.reader import read_metrics
 from millrace.runlog.names import Names
+from millrace.v1 import event_pb2
 from millrace_testing import wandb_files
 
 pytest.importorskip("wandb", reason="needs millrace[wandb]")
@@ -68,6 +69,18 @@ def test_exported_again_it_has_the_same_values_under_the_same_numbers(stored_run
         kept = {(name, value) for name, value in row.items() if name[0] != "_" and not isinstance(value, dict)}
         assert values.setdefault(row["_step"], kept) == kept
     assert len(before) == 6 and len(rows) == 14 and set(values) == set(range(8))
+
+
+def test_why_a_reward_is_what_it_is_has_names_of_prime_rl(stored_run) -> None:
+    found = {"metrics/letters/share": 0.5, "solve_all/all": 0.25, "stop_condition/letters/max_turns": 1.0}
+    committed = event_pb2.BatchCommitted(step=3, num_trained=1, metrics=found)
+    evaluated = event_pb2.EvalCompleted(env="letters", step=3, reward_mean=0.5, metrics={"pass@1": 0.5})
+    stored_run.commit(3)
+    stored_run.archive(event_pb2.Event(batch_committed=committed), event_pb2.Event(eval_completed=evaluated))
+    export()
+    rows = wandb_files.history(Path("out"))
+    assert any(found.items() <= row.items() and row["step"] == 3 for row in rows)
+    assert any(row.get("eval/letters/pass@1") == 0.5 for row in rows)
 
 
 def test_a_damaged_archive_keeps_back_its_own_table_only(stored_run) -> None:

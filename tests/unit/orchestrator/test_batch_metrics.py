@@ -27,12 +27,13 @@ def test_functions_spread_and_ends_by_environment() -> None:
     env = groups[0].task.env
     found = batch_metrics(groups, seq_len=10_000, stale={env: 2}, shares={})
     assert found[f"metrics/{env}/exact"] == 0.5 and found[f"metrics/{env}/length"] == 3.0
-    assert found[f"solve_all/{env}"] == found["batch/solve_all"] == pytest.approx(1 / 3)
+    assert found[f"solve_all/{env}"] == found["solve_all/all"] == pytest.approx(1 / 3)
     assert found[f"solve_none/{env}"] == pytest.approx(1 / 3)
     assert found[f"stop_condition/{env}/max_turns"] == found[f"is_truncated/{env}/mean"] == pytest.approx(1 / 3)
+    assert found[f"reward/{env}/mean"] == pytest.approx(0.5)
     assert (found[f"reward/{env}/min"], found[f"reward/{env}/max"]) == (0.0, 1.0)
     assert found[f"reward/{env}/group_std"] == pytest.approx(0.5 / 3)
-    assert found["num_turns/max"] == 2.0 and found[f"batch/dropped/stale/{env}"] == 2.0
+    assert found["num_turns/all/max"] == 2.0 and found[f"batch/dropped/stale/{env}"] == 2.0
     assert found["seq_len/cut_tokens"] == 0.0
     length = max(sample.num_tokens for each in groups for rollout in each.rollouts() for sample in rollout.samples)
     assert batch_metrics(groups, seq_len=length - 1, stale={}, shares={})["seq_len/cut_tokens"] == 6.0

@@ -1,6 +1,7 @@
 """What Prometheus hears of a run: counts that begin at 0, and how long nothing is committed, with any orchestrator."""
 
 import time
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -9,12 +10,14 @@ from prometheus_client import CollectorRegistry
 from millrace.errors import CorruptObjectError
 from millrace.orchestrator import manager as manager_module
 from millrace.orchestrator import meters, run_meters
+from millrace.orchestrator.drive.batch_metrics import batch_metrics
 from millrace.orchestrator.manager import resumed_events
 from millrace.orchestrator.run_meters import RunMeters
 from millrace.orchestrator.runs.run_view import RunView
 from millrace.orchestrator.workers import WorkerRegistry
 from millrace.runlog.records.run_record import RunRecord
 from millrace.v1 import event_pb2, run_pb2
+from millrace_testing.orchestrator.builders import make_play, make_rollout
 
 STARTING, RUNNING, PAUSED = run_pb2.RUN_STATE_STARTING, run_pb2.RUN_STATE_RUNNING, run_pb2.RUN_STATE_PAUSED
 SINCE = "millrace_orchestrator_seconds_since_batch"
@@ -145,6 +148,29 @@ def test_counts_of_a_run_begin_at_0_in_the_first_look_at_it() -> None:
     run_meters.forget("from-0")
     _state(view, time.time(), run_pb2.RUN_STATE_FAILED)
     assert exported.get_sample_value("millrace_orchestrator_drives_failed_total", {"run": "from-0"}) is None
+
+
+def test_a_batch_says_by_environment_what_its_rewards_are_and_why_rollouts_ended() -> None:
+    plays = [make_play(0, group_size=2), make_play(1, group_size=2)]
+    for play, rewards in zip(plays, ([1.0, 1.0], [0.0, 1.0]), strict=True):
+        for member, reward in enumerate(rewards):
+            made = make_rollout(play.task.ordinal, member, reward=reward, group_size=2)
+            play.add(replace(made, is_truncated=reward == 0.0, stop_condition=f"reason-{member}"))
+    env, exported, counted = plays[0].task.env, _exported(_view("rewarded")), RunMeters("rewarded")
+    metrics = batch_metrics(plays, seq_len=1000, stale={}, shares={})
+    for _ in range(9):  # gauges are of the newest batch, stops are counted
+        counted.trained(plays, step=1, metrics=metrics)
+
+    def value(name: str, **labels: str) -> float | None:
+        return exported.get_sample_value(f"millrace_orchestrator_{name}", {"run": "rewarded", "env": env, **labels})
+
+    assert value("reward", stat="mean") == 0.75 and value("reward", stat="group_std") == 0.25
+    assert value("reward", stat="std") == pytest.approx(0.433, abs=1e-3)
+    assert (value("solved_groups_ratio", by="all"), value("solved_groups_ratio", by="none")) == (0.5, 0.0)
+    assert value("truncated_rollouts_ratio") == 0.25
+    assert value("rollout_stops_total", reason="reason-0") == 18.0
+    run_meters.forget("rewarded")
+    assert value("reward", stat="mean") is None and value("rollout_stops_total", reason="reason-0") is None
 
 
 @pytest.mark.parametrize("kind", ["env-server", "inference", "trainer"])

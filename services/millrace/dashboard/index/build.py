@@ -138,7 +138,7 @@ class SampleIndex:
             step, place, rollout.ordinal, rollout.member, rollout.attempt,
             number("env", rollout.env), number("purpose", rollout.purpose.value),
             number("status", rollout.status.value), number("stop", rollout.stop_condition),
-            number("reason", reason), number("server", rollout.env_server),
+            number("reason", reason), number("server", rollout.env_server), number("evaluation", rollout.eval_id),
             rollout.reward, advantage, rollout.num_tokens, rollout.num_loss_tokens, rollout.num_turns,
             -1 if lowest is None else lowest, -1 if highest is None else highest,
             rollout.is_truncated, is_trained, revision,

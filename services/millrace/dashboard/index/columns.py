@@ -16,11 +16,12 @@ from millrace.decoding import decode_object
 from millrace.errors import CorruptObjectError
 from millrace.storage.scratch import scratch_errors
 
-FORMAT = 1
+FORMAT = 2
 ROW = np.dtype(
     [
         ("step", "<i4"), ("place", "<i4"), ("ordinal", "<i8"), ("member", "<i4"), ("attempt", "<i4"),
         ("env", "<i2"), ("purpose", "<i2"), ("status", "<i2"), ("stop", "<i2"), ("reason", "<i2"), ("server", "<i2"),
+        ("evaluation", "<i2"),
         ("reward", "<f4"), ("advantage", "<f4"), ("tokens", "<i4"), ("sampled", "<i4"), ("turns", "<i4"),
         ("version_min", "<i4"), ("version_max", "<i4"), ("truncated", "u1"), ("trained", "u1"), ("revision", "<u2"),
         ("seconds", "<f4"), ("model_seconds", "<f4"), ("finished", "<f8"),

@@ -21,12 +21,14 @@ export function chart(title, series, options = {}) {
   const drawn = series.filter((each) => each.points.length);
   const figure = h("figure", { class: "chart" });
   const last = drawn.map((each) => each.points[each.points.length - 1]);
-  const legend = h("figcaption", {}, h("strong", { title: options.hint || title }, title));
+  const legend = h("figcaption", {}, h("strong", {}, title));
   drawn.forEach((each, at) => {
-    const label = drawn.length > 1 ? `${each.name} ` : "";
+    const label = drawn.length > 1 || options.named ? `${each.name} ` : "";
     legend.append(h("span", { class: `key c${at % COLOURS}` }, label, h("b", {}, number(last[at][1]))));
   });
   figure.append(legend);
+  if (options.hint) figure.append(h("p", { class: "hint" }, options.hint));
+  if (options.note) figure.append(h("p", { class: "hint warned" }, options.note));
   if (!drawn.length) {
     figure.append(h("p", { class: "none" }, options.none || "no values yet"));
     return figure;
@@ -91,7 +93,8 @@ function extent(drawn, options) {
     }
   }
   if (!Number.isFinite(low)) [low, high] = [0, 1];
-  if (options.zero) low = Math.min(0, low);
+  if (options.zero || options.share) low = Math.min(0, low);
+  if (options.share || (options.zero && low === high)) high = Math.max(low + 1, high);
   const rounding = 1e-9 * Math.max(Math.abs(low), Math.abs(high)); // 0.3 and 0.1 + 0.2 are no curve, and have no ticks between them
   if (high - low <= rounding) [low, high] = [low - Math.abs(low || 1) * 0.1, high + Math.abs(high || 1) * 0.1];
   if (first === final) [first, final] = [first - 0.5, final + 0.5];
@@ -124,6 +127,7 @@ function frame(box, drawn, width, height, options) {
     if (!Number.isInteger(value)) continue;
     box.append(svg("text", { class: "tick", x: x(value), y: height - 6, "text-anchor": "middle" }, String(value)));
   }
+  box.append(svg("text", { class: "tick", x: PAD.left - 8, y: height - 6, "text-anchor": "end" }, options.x || "step"));
   drawn.forEach((each, at) => {
     const points = each.points.filter((point) => point[1] !== null);
     if (points.some((point) => point.length > 3)) {

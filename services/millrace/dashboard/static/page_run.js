@@ -1,7 +1,7 @@
 // One run: curves, why it waits, config, events, checkpoints.
 import { get, newest, of, trouble } from "./api.js";
 import { audit } from "./audit.js";
-import { chart } from "./charts.js";
+import { COLOURS, chart } from "./charts.js";
 import { bytes, fill, h, heads, link, moment, number, seconds, state, table } from "./dom.js";
 import { words } from "./event_words.js";
 import { actions, bar } from "./page_runs.js";
@@ -77,16 +77,78 @@ const CHARTS = [
   ["Gradient norm", ["optim/grad_norm"]], ["Importance ratio", ["ratio/mean", "ratio/min", "ratio/max"]],
   ["Tokens/s", ["perf/throughput"]], ["Seconds of a step", ["time/step", "time/wait_for_batch", "time/forward_backward"]],
   ["Update of engines", ["time/update_weights", "policy/pause_seconds"], "seconds"], ["Learning rate", ["optim/lr"]],
+  ["Tokens behind seq_len", ["seq_len/cut_tokens"], "of a batch; they are not trained on"],
 ];
 
-// Metrics whose names end in those of environments, functions or reasons, a line each.
+// Metrics of environments, a line each: `PREFIX/ENVIRONMENT SUFFIX`.
 const FAMILIES = [
-  ["Reward functions", "metrics/", "mean over the batch's rollouts, by environment and function"],
-  ["Solved by every rollout of a group", "solve_all/", "share of groups"], ["Solved by none", "solve_none/", "share of groups"],
-  ["Why rollouts end", "stop_condition/", "share of rollouts, by environment"],
-  ["Groups dropped as stale", "stale_share/", "share of the last groups, and of the slowest quarter of them"],
+  ["Spread within groups", "reward/", "/group_std", "mean over groups of the standard deviation of their rewards", { zero: true }],
+  ["Solved by every rollout of a group", "solve_all/", "", "share of groups", { share: true }],
+  ["Solved by none", "solve_none/", "", "share of groups", { share: true }],
+  ["Cut at a token limit", "is_truncated/", "/mean", "share of rollouts", { share: true }],
+  ["Turns", "num_turns/", "/mean", "model calls of a rollout", { zero: true }],
+  ["Seconds of a rollout", "time/rollout/", "/mean", "", { zero: true }],
+  ["Dropped as stale", "stale_share/", "/mean", "share of the last groups", { share: true }],
+  ["Slow ones dropped as stale", "stale_share/", "/slowest_quarter", "share of the slowest quarter of the last groups", { share: true }],
 ];
-const MOST_LINES = 12;
+
+// Metrics of an environment with names of its own, a chart for each environment: `PREFIX/ENVIRONMENT/NAME`.
+const NAMED = [
+  ["Reward functions", "metrics/", "mean over the rollouts of its groups", { named: true }],
+  ["Why rollouts end", "stop_condition/", "share of rollouts", { share: true, named: true }],
+];
+const MOST_LINES = COLOURS;
+const MOST_ENVIRONMENTS = 8;
+
+function ofEnvironments(names) {
+  const envs = names.filter((each) => each.startsWith("solve_all/")).map((each) => each.slice("solve_all/".length)).filter((each) => each !== "all");
+  const shown = envs.slice(0, MOST_ENVIRONMENTS);
+  const families = FAMILIES.map(([title, prefix, suffix, hint, options]) => {
+    const there = envs.filter((env) => names.includes(`${prefix}${env}${suffix}`));
+    return { title, hint, options, count: there.length, lines: there.slice(0, MOST_LINES).map((env) => [`${prefix}${env}${suffix}`, env]) };
+  });
+  const named = shown.flatMap((env) => NAMED.map(([title, prefix, hint, options]) => {
+    const start = `${prefix}${env}/`;
+    // Turns have a chart of their own, and would make one of shares flat.
+    const there = names.filter((each) => each.startsWith(start) && each !== `${start}num_turns`);
+    return { title: `${title} of ${env}`, hint, options, count: there.length, lines: there.slice(0, MOST_LINES).map((key) => [key, key.slice(start.length)]) };
+  }));
+  return [...families, ...named];
+}
+
+function familyChart(family, curves) {
+  const left = family.count - family.lines.length;
+  const note = left > 0 ? `${left} more are not drawn: millrace run export has them` : "";
+  return chart(family.title, family.lines.map(([key, name]) => ({ name, points: curves[key] || [] })), { hint: family.hint, note, ...family.options });
+}
+
+const MOST_ASKED = 3000; // characters of names in one address
+
+async function inParts(name, wanted, signal) {
+  const parts = [];
+  let room = 0;
+  for (const each of wanted) {
+    room -= encodeURIComponent(each).length + 3;
+    if (room < 0) {
+      parts.push([]);
+      room = MOST_ASKED;
+    }
+    parts[parts.length - 1].push(each);
+  }
+  const found = await Promise.all(parts.map((each) => get(`${of(name)}/metrics`, { names: each.join(","), points: 400 }, signal)));
+  return Object.assign({}, ...found.map((each) => each.curves));
+}
+
+// Versions that were due and not evaluated, in words.
+async function skipped(name, evals, curves, signal) {
+  const some = evals.some((each) => (curves[each.replace(/reward\/mean$/, "num_skipped")] || []).some((point) => point[1] > 0));
+  if (!some) return "";
+  const { events } = await get(`${of(name)}/events`, { kinds: "eval_completed", size: 500 }, signal);
+  const byEnv = {};
+  for (const { body } of events.reverse()) if ((body.skipped || []).length) (byEnv[body.env] ||= []).push(...body.skipped);
+  const said = Object.entries(byEnv).map(([env, versions]) => `${env}: ${versions.slice(0, 10).map((each) => `v${each}`).join(", ")}${versions.length > 10 ? `, … (${versions.length} in all)` : ""}`);
+  return said.length ? `not evaluated: ${said.join("; ")}` : "";
+}
 
 async function curves(page, name, place, memory) {
   const { run } = memory;
@@ -98,21 +160,22 @@ async function curves(page, name, place, memory) {
   ]);
   memory.names = all ? all.names : memory.names;
   const evals = found.names.filter((each) => /^eval\/.+\/reward\/mean$/.test(each));
-  const families = FAMILIES.map(([title, prefix, hint]) => [title, found.names.filter((each) => each.startsWith(prefix)).slice(0, MOST_LINES), prefix, hint]);
-  const wanted = [...evals, ...families.flatMap(([, each]) => each)];
-  const more = wanted.length ? await get(`${of(name)}/metrics`, { names: wanted.join(","), points: 400 }, page.signal) : { curves: {} };
+  const families = ofEnvironments(found.names);
+  const wanted = [...evals.flatMap((each) => [each, each.replace(/reward\/mean$/, "num_skipped")]), ...families.flatMap((family) => family.lines.map(([key]) => key))];
+  const more = await inParts(name, wanted, page.signal);
+  const missed = await skipped(name, evals, more, page.signal);
   trouble("store", found.stale || "");
   memory.step = run.step;
   memory.isGrowing = found.index.is_growing;
   const spread = found.spread || {};
-  const rewards = Object.keys(spread).filter((each) => each.startsWith("reward/"));
+  const rewards = Object.keys(spread).filter((each) => each.startsWith("reward/")).sort(); // as the evaluations: one colour an environment
   const drawn = [
     chart("Reward by environment", rewards.length ? rewards.map((each) => ({ name: each.slice(7), points: spread[each] })) : [{ name: "all", points: found.curves["reward/mean"] || [] }], { hint: "mean, with the tenth and the ninetieth percentile", height: 210 }),
-    chart("Evaluations", evals.map((each) => ({ name: each.slice("eval/".length, -"/reward/mean".length), points: more.curves[each] })), { dots: true, x: "version", none: "no evaluation yet", height: 210 }),
+    chart("Evaluations", evals.map((each) => ({ name: each.slice("eval/".length, -"/reward/mean".length), points: more[each] || [] })), { dots: true, x: "version", note: missed, none: "no evaluation yet", height: 210 }),
     chart("Staleness", [{ name: "steps", points: spread.staleness || [] }], { hint: "step minus the oldest version of a rollout's tokens", zero: true }),
     chart("Sampled tokens", [{ name: "tokens", points: spread["length/sampled"] || [] }], { zero: true }),
     chart("Share of rollouts", [["trained on", "rollouts/trained_share"], ["failed", "rollouts/failed_share"], ["cut off", "rollouts/truncated_share"]].map(([label, key]) => ({ name: label, points: spread[key] || [] })), { zero: true }),
-    ...families.map(([title, each, prefix, hint]) => chart(title, each.map((key) => ({ name: key.slice(prefix.length), points: more.curves[key] || [] })), { hint })),
+    ...families.map((family) => familyChart(family, more)),
     idle(found.curves),
     ...CHARTS.map(([title, each, hint]) => chart(title, each.filter((key) => found.curves[key]).map((key) => ({ name: label(key, each), points: found.curves[key] })), { hint })),
   ];

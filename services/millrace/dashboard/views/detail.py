@@ -115,14 +115,7 @@ class Details:
         at, archive = self._read(sample)
         rows = self._columns.rows()
         rollout = archive.rollouts[int(rows["place"][at])]
-        segment = self._segment(rows[at])
-        own_batch = rows[segment.first : segment.first + segment.count]
-        is_same = np.ones(len(own_batch), bool)
-        for name in ("ordinal", "purpose", "env"):
-            is_same &= own_batch[name] == rows[name][at]
-        for index in np.flatnonzero(is_same):  # a batch may archive two evaluations, both with this task
-            is_same[index] = archive.rollouts[int(own_batch["place"][index])].eval_id == rollout.eval_id
-        same = segment.first + np.flatnonzero(is_same)[:MAX_MEMBERS]
+        same = self._group(at)
         members = [
             row_json(self._columns, rows[row], texts)
             for row, texts in zip(same, self._columns.texts([int(row) for row in same]), strict=True)
@@ -139,6 +132,18 @@ class Details:
                 for trace in rollout.traces
             ],
         }
+
+    def _group(self, at: int) -> np.ndarray:
+        """Rows of a sample's group, by member: of its batch, or of its evaluation, in whichever batches that lies."""
+        rows = self._columns.rows()
+        segment, first, last = self._segment(rows[at]), 0, len(rows)
+        if rows["evaluation"][at] < 0:
+            first, last = segment.first, segment.first + segment.count
+        is_same = np.ones(last - first, bool)
+        for name in ("evaluation", "ordinal", "purpose", "env"):
+            is_same &= self._columns.column(name)[first:last] == rows[name][at]
+        found = first + np.flatnonzero(is_same)
+        return found[np.argsort(rows["member"][found], kind="stable")][:MAX_MEMBERS]
 
     def tokens(self, sample: str, *, part: int, offset: int, size: int) -> dict[str, Any]:
         """Columns over the tokens `[offset, offset + size)` of one of its token sequences."""

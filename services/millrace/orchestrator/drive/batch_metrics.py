@@ -46,12 +46,12 @@ def batch_metrics(
 
 def _whole(groups: Sequence[Play]) -> dict[str, float]:
     rollouts = [rollout for group in groups for rollout in group.rollouts()]
-    values = {f"batch/{name}": value for name, value in _solved(groups).items()}
-    values["is_truncated/mean"] = _mean(rollout.is_truncated for rollout in rollouts)
+    values = {f"{name}/all": value for name, value in _solved(groups).items()}
+    values["is_truncated/all/mean"] = _mean(rollout.is_truncated for rollout in rollouts)
     turns = [float(rollout.num_turns) for rollout in rollouts]
     sampled = [float(rollout.num_loss_tokens) for rollout in rollouts]
     for name, found in (("num_turns", turns), ("decode_len", sampled)):
-        values |= {f"{name}/mean": _mean(found), f"{name}/max": max(found), f"{name}/min": min(found)}
+        values |= {f"{name}/all/mean": _mean(found), f"{name}/all/max": max(found), f"{name}/all/min": min(found)}
     return values
 
 
@@ -59,6 +59,7 @@ def _of_environment(env: str, groups: Sequence[Play]) -> dict[str, float]:
     rollouts = [rollout for group in groups for rollout in group.rollouts()]
     rewards = np.asarray([rollout.reward for rollout in rollouts], np.float64)
     values = {
+        f"reward/{env}/mean": float(rewards.mean()),
         f"reward/{env}/std": float(rewards.std()),
         f"reward/{env}/min": float(rewards.min()),
         f"reward/{env}/max": float(rewards.max()),

@@ -293,13 +293,16 @@ class RolloutLoop:
         for group in groups:
             self.durations.note(group.task.env, group.seconds, is_stale=False)
 
+        found: dict[str, float] = {}
+
         def metrics(stale: Mapping[str, int]) -> Mapping[str, float]:
             shares = self.durations.stale_shares()
-            return batch_metrics(groups, seq_len=self.settings.seq_len, stale=stale, shares=shares)
+            found.update(batch_metrics(groups, seq_len=self.settings.seq_len, stale=stale, shares=shares))
+            return found
 
         await self.writer.commit(batch, metrics=metrics)
         if self.book.step > batch.step:  # else no group had an advantage, and nothing is trained
-            self.events.meters.trained(groups, step=batch.step)
+            self.events.meters.trained(groups, step=batch.step, metrics=found)
             await self.warnings.look(groups, step=batch.step)
 
     async def wait_for_change(self) -> None:
