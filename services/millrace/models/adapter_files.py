@@ -1,5 +1,6 @@
 """The files of an adapter of PEFT, which are none of a model. No torch."""
 
+from collections.abc import Mapping
 from pathlib import Path
 
 from millrace.errors import InvalidStateError
@@ -14,6 +15,11 @@ def adapter_files(directory: Path) -> tuple[str, ...]:
     """The names of the files of an adapter that are in a directory; empty if it is none."""
     names = (ADAPTER_CONFIG, ADAPTER_WEIGHTS, ADAPTER_PICKLE)
     return tuple(name for name in names if (directory / name).is_file())
+
+
+def adapter_small_files(files: Mapping[str, bytes]) -> dict[str, bytes]:
+    """Of the small files of a whole model those that stand beside an adapter: all but what makes it a model."""
+    return {name: data for name, data in files.items() if name not in ("config.json", ADAPTER_CONFIG)}
 
 
 def why_no_model(directory: Path) -> str | None:

@@ -36,6 +36,6 @@ def write_hf(
 
 def write_file(path: Path, data: bytes) -> None:
     """Write one local file; CapacityError if the disk is full."""
-    make_parent(path)
-    with io_errors(path, "write", needed_bytes=len(data)):
+    make_parent(path, setting=None)
+    with io_errors(path, "write", needed_bytes=len(data), setting=None):
         path.write_bytes(data)

@@ -32,6 +32,7 @@ from millrace.policies.staged import StagedPolicy
 from millrace.policies.tensors import TensorBytes, TensorPlace, bits_type, plan_safetensors
 from millrace.storage.base import ObjectStore
 from millrace.storage.disk import io_errors, make_parent
+from millrace.storage.scratch import SCRATCH_VARIABLE
 from millrace.telemetry import faults
 from millrace.telemetry.faults import Point
 
@@ -367,8 +368,8 @@ def _digest_mismatch(entry: TensorEntry, found: str, *, source: str) -> CorruptO
 
 def _map_file(path: Path, size: int) -> NDArray[np.uint8]:
     """A new file of `size` bytes, mapped; CapacityError if the disk has no room (found now, not by a later fault)."""
-    make_parent(path)
-    with io_errors(path, "write", needed_bytes=size):
+    make_parent(path, setting=SCRATCH_VARIABLE)
+    with io_errors(path, "write", needed_bytes=size, setting=SCRATCH_VARIABLE):
         path.unlink(missing_ok=True)  # processes that still map an older one keep it
         with path.open("x+b") as file:
             os.posix_fallocate(file.fileno(), 0, size)

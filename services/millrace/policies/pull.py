@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from millrace.decoding import decode_object
-from millrace.models.adapter_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS
+from millrace.models.adapter_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, adapter_small_files
 from millrace.policies.fetch import pull_files, read_manifest
 from millrace.policies.hf_files import write_file, write_hf
 from millrace.policies.host_copy import HostCopy
@@ -27,13 +27,15 @@ def pull_tensors(store: ObjectStore, manifest: PolicyManifest) -> Mapping[str, T
 def download_hf(store: ObjectStore, manifest: PolicyManifest, directory: str | os.PathLike[str]) -> Path:
     """Write the version as a directory that `AutoModelForCausalLM.from_pretrained` loads; return the directory.
 
-    An adapter becomes one that PEFT and vLLM load on top of its base.
+    An adapter becomes one that PEFT and vLLM load on top of its base, with tokenizer and generation config.
     """
     files, tensors = dict(pull_files(store, manifest)), pull_tensors(store, manifest)
     config = files.pop(ADAPTER_CONFIG, None)  # the base of a run that trains adapters has it, too
     if manifest.adapter is None or config is None:
         return write_hf(files, tensors, directory)
     target = Path(directory)
+    for name, data in adapter_small_files(files).items():
+        write_file(target / name, data)
     write_file(target / ADAPTER_CONFIG, config)
     write_file(target / ADAPTER_WEIGHTS, pack_safetensors(tensors.items())[0])
     return target

@@ -8,15 +8,19 @@ from pathlib import Path
 
 from millrace.errors import CapacityError, ConflictError, UnavailableError
 
+STORE = "MILLRACE_STORE_URL"
+"""What says where the object store lies."""
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 @contextlib.contextmanager
-def io_errors(path: Path, action: str, *, needed_bytes: int | None = None) -> Iterator[None]:
+def io_errors(
+    path: Path, action: str, *, needed_bytes: int | None = None, setting: str | None = STORE
+) -> Iterator[None]:
     """Turn what the operating system refuses while `action` is done to `path` into our errors.
 
     A full disk or quota is CapacityError with the free space and, where it is known, the space that was needed.
-    FileExistsError passes: it is how a lost race shows.
+    FileExistsError passes: it is how a lost race shows. `setting` says where `path` lies; None if its user named it.
     """
     try:
         yield
@@ -26,18 +30,19 @@ def io_errors(path: Path, action: str, *, needed_bytes: int | None = None) -> It
         raise key_is_directory(path) from None
     except OSError as error:
         if error.errno in _FULL:
-            raise _full(path, action, error, needed_bytes) from error
+            raise _full(path, action, error, needed_bytes, setting) from error
+        directory = "the directory" if setting is None else f"the directory of {setting}"
         raise UnavailableError(
             f"cannot {action} {path}: {error.strerror or error}",
-            reason="STORE_UNREACHABLE",
-            remedy="check that the directory of MILLRACE_STORE_URL exists and is writable",
+            reason="STORE_UNREACHABLE" if setting == STORE else "DIRECTORY_UNUSABLE",
+            remedy=f"check that {directory} exists and is writable, or name another one",
             metadata={"path": str(path)},
         ) from error
 
 
-def make_parent(path: Path) -> None:
-    """Make the directory that a local file goes to."""
-    with io_errors(path, "write"):
+def make_parent(path: Path, *, setting: str | None = STORE) -> None:
+    """Make the directory that a local file goes to; `setting` as in `io_errors`."""
+    with io_errors(path, "write", setting=setting):
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
         except FileExistsError:
@@ -54,16 +59,17 @@ def key_is_directory(path: Path) -> ConflictError:
     )
 
 
-def _full(path: Path, action: str, error: OSError, needed_bytes: int | None) -> CapacityError:
+def _full(path: Path, action: str, error: OSError, needed_bytes: int | None, setting: str | None) -> CapacityError:
     free_bytes, free_files = _free(path)
     needed = "" if needed_bytes is None else f"{needed_bytes} bytes are needed, "
     files = ", and no file more fits" if free_files == 0 else ""
     quota = ", and a quota may allow less" if error.errno == errno.EDQUOT else ""
     metadata = {"path": str(path), "free_bytes": str(free_bytes)}
+    elsewhere = "name a directory elsewhere" if setting is None else f"move what lies there ({setting})"
     return CapacityError(
         f"cannot {action} {path}: {error.strerror} ({needed}{free_bytes} bytes are free{files}{quota})",
         reason="DISK_FULL",
-        remedy="free disk space, or move what lies there (object store: MILLRACE_STORE_URL, else MILLRACE_SCRATCH_DIR)",
+        remedy=f"free disk space, or {elsewhere}",
         metadata=metadata if needed_bytes is None else {**metadata, "needed_bytes": str(needed_bytes)},
     )
 

@@ -27,6 +27,7 @@ from millrace.storage.base import (
 )
 from millrace.storage.disk import io_errors, key_is_directory, make_parent
 from millrace.storage.retry import RetryPolicy, TransientError
+from millrace.storage.scratch import SCRATCH_VARIABLE
 from millrace.telemetry import progress
 
 _TMP = ".tmp"
@@ -143,8 +144,9 @@ class LocalStore:
         part = path.with_name(f".{path.name}.{secrets.token_hex(6)}.part")
         with self._reading(key) as source_path:
             source = source_path.open("rb")
-        make_parent(path)
-        with source, io_errors(path, "write", needed_bytes=os.fstat(source.fileno()).st_size):
+        make_parent(path, setting=SCRATCH_VARIABLE)
+        size_bytes = os.fstat(source.fileno()).st_size
+        with source, io_errors(path, "write", needed_bytes=size_bytes, setting=SCRATCH_VARIABLE):
             try:
                 with part.open("xb") as file:
                     _copy(source, file)

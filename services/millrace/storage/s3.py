@@ -44,6 +44,7 @@ from millrace.storage.s3_errors import (
     is_unconditional,
     translate,
 )
+from millrace.storage.scratch import SCRATCH_VARIABLE
 from millrace.telemetry import progress
 
 T = TypeVar("T")
@@ -267,20 +268,20 @@ class S3Store:
 
         def attempt(_: int) -> None:
             found = self.client.get_object(Bucket=self._bucket, Key=name)
-            with io_errors(part, "write", needed_bytes=found["ContentLength"]):
+            with io_errors(part, "write", needed_bytes=found["ContentLength"], setting=SCRATCH_VARIABLE):
                 file = part.open("wb")
             with file, progress.tried() as count:
                 for data in self._receive(found):
-                    with io_errors(part, "write", needed_bytes=found["ContentLength"]):
+                    with io_errors(part, "write", needed_bytes=found["ContentLength"], setting=SCRATCH_VARIABLE):
                         file.write(data)
                     count(len(data))
-                with io_errors(part, "write", needed_bytes=found["ContentLength"]):
+                with io_errors(part, "write", needed_bytes=found["ContentLength"], setting=SCRATCH_VARIABLE):
                     file.flush()
 
-        make_parent(path)
+        make_parent(path, setting=SCRATCH_VARIABLE)
         try:
             self._run("GET", key, attempt, is_read=True)
-            with io_errors(path, "write"):
+            with io_errors(path, "write", setting=SCRATCH_VARIABLE):
                 os.replace(part, path)
         finally:
             part.unlink(missing_ok=True)

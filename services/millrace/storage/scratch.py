@@ -32,7 +32,7 @@ _FRESH_S = 60.0  # a directory is locked and has its name microseconds after it 
 def scratch_errors(path: Path) -> Iterator[None]:
     """Turn what the operating system refuses in a scratch directory into our errors: CapacityError if it is full."""
     try:
-        with io_errors(path, "write"):
+        with io_errors(path, "write", setting=SCRATCH_VARIABLE):
             yield
     except (UnavailableError, FileExistsError) as error:
         raise UnavailableError(

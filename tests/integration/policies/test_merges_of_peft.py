@@ -228,8 +228,8 @@ def test_our_adapters_are_those_of_peft(
         if parameter.requires_grad:
             parameter.data += 0.1 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(5))
     kept: dict[str, Any] = {"dtype": torch.float32, "gang": gang}
-    adapter = save_adapter(model, spec, base=base.name, target=tmp_path / "adapter", **kept)
     files = policy_files(model, base, dtype=torch.float32)
+    adapter = save_adapter(model, spec, base=base.name, files=files, target=tmp_path / "adapter", **kept)
     whole = save_model(model, files=files, target=tmp_path / "model", **kept)
     named = json.loads((adapter / "adapter_config.json").read_text())["base_model_name_or_path"]
     unmerged = peft.PeftModel.from_pretrained(load(Path(named)), adapter)

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from millrace.errors import CapacityError, CorruptObjectError, InvalidStateError, NotFoundError
+from millrace.errors import CapacityError, CorruptObjectError, InvalidStateError, NotFoundError, UnavailableError
 from millrace.models.adapter_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from millrace.models.weight_files import WeightFiles
 from millrace.policies.numbers import as_float32
@@ -258,8 +258,9 @@ def test_a_model_that_cannot_be_written_leaves_nothing(
         return whole(path, data)
 
     monkeypatch.setattr(Path, "write_bytes", write_bytes)
-    with pytest.raises(CapacityError, match="No space left"):
+    with pytest.raises(CapacityError, match="No space left") as raised:
         open_adapter(adapter, base).merge(target)
+    assert raised.value.remedy == "free disk space, or name a directory elsewhere"
     assert target.exists() is is_there and not any(tmp_path.glob("merged/*"))
     assert seen and not any(seen)  # until all is written, a killed command leaves no model
     monkeypatch.undo()
@@ -267,6 +268,15 @@ def test_a_model_that_cannot_be_written_leaves_nothing(
         "config.json",
         "model.safetensors",
     ]
+
+
+def test_a_place_that_cannot_be_written_is_told_as_that_and_not_as_the_object_store(base: Path, tmp_path: Path) -> None:
+    adapter = write_adapter(tmp_path / "adapter", lora(0, 1))
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UnavailableError, match="Not a directory") as raised:
+        open_adapter(adapter, base).merge(tmp_path / "file" / "merged")
+    assert raised.value.reason == "DIRECTORY_UNUSABLE"
+    assert raised.value.remedy == "check that the directory exists and is writable, or name another one"
 
 
 def test_the_merged_model_has_weights_of_the_usual_name(tmp_path: Path) -> None:
@@ -306,6 +316,10 @@ def test_the_tokenizer_and_the_template_of_an_adapter_count(base: Path, tmp_path
         "tokenizer.json",
     }
     assert (merged / "tokenizer.json").read_text() == "of the adapter"
+    assert (merged / "generation_config.json").read_text() == "of the base"
+    (adapter / "generation_config.json").write_text("of the adapter")
+    merged = open_adapter(adapter, base).merge(tmp_path / "three")
+    assert (merged / "generation_config.json").read_text() == "of the adapter"
 
 
 def test_what_is_no_adapter_or_two_things_at_once(base: Path, tmp_path: Path) -> None:

@@ -201,7 +201,7 @@ def test_packing_without_a_number_of_steps_ends_with_the_data(example: Path, tmp
 
 def test_adapters_alone_are_trained_and_are_merged_into_the_model(example: Path, tmp_path: Path) -> None:
     from safetensors.torch import load_file
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
     model = {"name": str(example / "base"), "lora": {"rank": 4, "alpha": 8.0, "target_modules": ["q_proj", "v_proj"]}}
     keys = {"model": model, "optim": {"lr": 1e-2}}
@@ -218,6 +218,12 @@ def test_adapters_alone_are_trained_and_are_merged_into_the_model(example: Path,
     config = json.loads((tmp_path / "sft" / "adapter" / "adapter_config.json").read_text())
     assert config["r"] == 4 and config["target_modules"] == ["q_proj", "v_proj"]
     assert config["base_model_name_or_path"] == str((example / "base").resolve())
+    whole = {path.name for path in (tmp_path / "sft" / "model").iterdir()} - {"config.json", "model.safetensors"}
+    beside = {path.name for path in (tmp_path / "sft" / "adapter").iterdir()}
+    assert beside == whole | {"adapter_config.json", "adapter_model.safetensors"}
+    stops = [GenerationConfig.from_pretrained(tmp_path / "sft" / each).eos_token_id for each in ("adapter", "model")]
+    assert stops[0] == stops[1] is not None
+    assert AutoTokenizer.from_pretrained(tmp_path / "sft" / "adapter").chat_template is not None
     assert base.keys() == tuned.keys()
     for name in base:
         layer = f"base_model.model.{name.removesuffix('.weight')}"

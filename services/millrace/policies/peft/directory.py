@@ -31,6 +31,7 @@ from millrace.storage.disk import io_errors
 _CONFIG = "config.json"
 _PARTIAL = ".partial-"
 _TEMPLATES = ("chat_template*", "additional_chat_templates")
+_GENERATION = ("generation_config.json",)
 _VOCABULARIES = ("tokenizer.json", "vocab.*", "*.model", "*.tiktoken", "tekken.json")
 _TOKENIZER = (*_VOCABULARIES, "tokenizer*", "special_tokens_map.json", "added_tokens.json", "merges.txt")
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json")
@@ -143,7 +144,7 @@ def _whole(target: Path) -> Iterator[Path]:
     It lies in `target`, which may be a filesystem of its own.
     """
     is_new = not target.exists()
-    with contextlib.ExitStack() as undoing, io_errors(target, "write"):
+    with contextlib.ExitStack() as undoing, io_errors(target, "write", setting=None):
         target.mkdir(parents=True, exist_ok=True)
         undoing.callback(_clear, target, is_new=is_new)
         fresh = Path(tempfile.mkdtemp(prefix=_PARTIAL, dir=target))
@@ -177,9 +178,10 @@ def _notes(directory: Path, config: bytes, files: WeightFiles) -> list[str]:
 
 
 def _copy_files(base: Path, adapter: Path, target: Path) -> None:
-    """Copy the small files: an adapter's whole tokenizer, and its templates, replace all of the base's."""
-    own = {kind: _matching(adapter, kind) for kind in (_TOKENIZER, _TEMPLATES)}
-    is_whole = {_TOKENIZER: bool(_matching(adapter, _VOCABULARIES)), _TEMPLATES: bool(own[_TEMPLATES])}
+    """Copy the small files: an adapter's whole tokenizer, its templates and generation config replace the base's."""
+    own = {kind: _matching(adapter, kind) for kind in (_TOKENIZER, _TEMPLATES, _GENERATION)}
+    is_whole = {kind: bool(found) for kind, found in own.items()}
+    is_whole[_TOKENIZER] = bool(_matching(adapter, _VOCABULARIES))
     replaced = {name for kind in own if is_whole[kind] for name in _matching(base, kind)}
     for path in sorted(base.iterdir()):
         is_kept = (

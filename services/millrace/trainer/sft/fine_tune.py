@@ -150,7 +150,13 @@ def run_sft(config: SFTConfig, *, gang: Gang, on_step: Callable[[SFTStep], None]
     _train(config, data, learner, checkpoints, start=start, output=output, gang=gang, on_step=on_step)
     if built.adapter is not None:
         save_adapter(
-            built.model, built.adapter, base=config.model.name, target=output / "adapter", dtype=dtype, gang=gang
+            built.model,
+            built.adapter,
+            base=config.model.name,
+            files=files,
+            target=output / "adapter",
+            dtype=dtype,
+            gang=gang,
         )
     return save_model(built.model, files=files, target=output / "model", dtype=dtype, gang=gang)
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from millrace.errors import CapacityError, InvalidStateError, of_system
-from millrace.models.adapter_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS
+from millrace.models.adapter_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, adapter_small_files
 from millrace.policies.adapter import AdapterSpec, base_model_name
 from millrace.policies.tensors import TensorBytes, plan_safetensors
 from millrace.trainer.gang.agreement import agreed
@@ -32,12 +32,23 @@ def save_model(model: nn.Module, *, files: Mapping[str, bytes], target: Path, dt
 
 
 def save_adapter(
-    model: nn.Module, adapter: AdapterSpec, *, base: str, target: Path, dtype: torch.dtype, gang: Gang
+    model: nn.Module,
+    adapter: AdapterSpec,
+    *,
+    base: str,
+    files: Mapping[str, bytes],
+    target: Path,
+    dtype: torch.dtype,
+    gang: Gang,
 ) -> Path:
-    """Write the adapters alone, as PEFT reads them; whole or not at all. Collective."""
+    """Write the adapters alone, as PEFT reads them; whole or not at all. Collective.
+
+    `files` are the small files of the whole model. What says how to use it stays, such as what ends a turn.
+    """
+    config = adapter.to_config(base_model=base_model_name(base))
     return write_directory(
         target,
-        {ADAPTER_CONFIG: adapter.to_config(base_model=base_model_name(base))},
+        {**adapter_small_files(files), ADAPTER_CONFIG: config},
         weights=ADAPTER_WEIGHTS,
         described=described_tensors(model, dtype=dtype, version=1),
         tensors=policy_tensors(model, dtype=dtype, version=1),
