@@ -58,6 +58,18 @@ async def test_v0_of_0_1_compares_the_members_of_a_group(server: Any, pins: dict
     assert [rollout.reward for rollout in rollouts] == [0.0, 1.0]
 
 
+async def test_v0_of_0_1_is_sampled_as_its_environment_was_made_and_says_what_it_cut(
+    server: Any, pins: dict[str, str]
+) -> None:
+    made = {"modes": ["ok"], "sampling_args": {"temperature": 0.5, "extra_body": {"top_k": 3}}, "max_seq_len": 60}
+    answer, args = await opened(server, "faulty-v0", pins["0.1"], **made)
+    assert answer.state == env_service_pb2.ENV_STATE_READY, answer
+    rollout = await server.play_one("faulty-v0", 0, args=args)
+    assert rollout.status is RolloutStatus.OK, rollout.error
+    own = {(each.temperature, each.truncation.top_k) for sample in rollout.samples for each in sample.own_sampling}
+    assert own == {(0.5, 3)} and rollout.metrics["max_seq_len_cut_tokens"] > 0
+
+
 async def test_v0_of_0_1_turns_no_reward_that_goes_wrong_into_0(server: Any, pins: dict[str, str]) -> None:
     kinds = ["raises", "none", "calls", "adds", "swaps", "rank", "turn_last", "fine"]
     answer, args = await opened(server, "odd-rewards", pins["0.1"], kinds=kinds)

@@ -206,6 +206,15 @@ async def test_equal_rewards_are_told_at_the_first_batch(stack) -> None:
     assert events[-1].state_changed.error.reason == "NO_ADVANTAGE"
 
 
+async def test_equal_rewards_of_those_that_did_not_fail_tell_of_those_that_did(stack) -> None:
+    fail = failing(RolloutStatus.ENV_ERROR)
+    await workers(stack, shape=lambda rollout: fail(rollout) if rollout.ordinal % 2 else replace(rollout, reward=0.0))
+    run = await create(stack)
+    error = (await watch(stack, run, timeout_s=WITHIN_S))[-1].state_changed.error
+    assert error.reason == "NO_ADVANTAGE"
+    assert "env_error), and only the others are compared" in error.message, error.message
+
+
 async def _has_header(stack, run) -> bool:
     headers, _ = await load_headers(await log_of(stack, run))
     return bool(headers)

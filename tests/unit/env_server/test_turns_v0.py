@@ -25,6 +25,7 @@ def step(prompt: list[int], sampled: list[int], *, limit: int | None = None, rew
     whole = SimpleNamespace(prompt_ids=prompt, completion_ids=sampled)
     room = len(sampled) if limit is None else max(0, limit - len(prompt))
     tokens = {"prompt_ids": prompt[:limit], "completion_ids": sampled[:room]}
+    tokens["is_truncated"] = limit is not None and len(prompt) + len(sampled) > limit
     tokens["completion_logprobs"] = [-0.5] * len(tokens["completion_ids"])
     LOG.note("r", sampled, (span(0, 1), span(1, len(sampled), 4)), None)
     return {"tokens": tokens, "response": SimpleNamespace(message=SimpleNamespace(tokens=whole)), "reward": reward}
@@ -63,6 +64,16 @@ def test_a_rollout_of_which_nothing_is_left_says_whose_limit_that_is(limit: int)
     found = turns(step([1, 2, 3], [4, 5], limit=limit))
     assert found.are_all_cut and found.num_cut == 2
     assert f"prompt of model call 0 has 3 tokens and the environment's `max_seq_len` is {limit}" in found.why_cut
+
+
+def test_a_turn_whose_tokens_its_environment_takes_out_is_not_trained() -> None:
+    hidden = step([1, 2], [3, 4])
+    hidden["tokens"] |= {"completion_ids": [], "completion_logprobs": []}
+    found = turns(hidden, step([1, 2, 3, 4, 5], [6]))
+    [sample] = merge_turns(found.kept, requires_spans=True)
+    assert sample.token_ids.tolist() == [1, 2, 3, 4, 5, 6] and sample.loss_mask.sum() == 1
+    alone = turns(hidden)
+    assert alone.are_all_cut and "has taken out all that was sampled in model call 0" in alone.why_cut
 
 
 def test_an_answer_without_tokens_is_still_the_engines_fault() -> None:

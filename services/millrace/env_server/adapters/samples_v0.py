@@ -23,7 +23,7 @@ class Turns:
     num_cut: int
     """Sampled tokens that were cut off."""
     why_cut: str
-    """What that says of the last turn of which nothing is left; empty if there is none."""
+    """Why nothing is left of the last turn of which that is so; empty if there is none."""
 
     @property
     def are_all_cut(self) -> bool:
@@ -48,7 +48,7 @@ def turns_of(steps: Sequence[Mapping[str, Any]], spans: Spans, asked: AskedSampl
         own_way, reward = asked.own_way(call.sent), _step_reward(step.get("reward"), number=index + 1)
         num_cut += len(whole) - len(completion_ids)
         if whole and not completion_ids:
-            why = _nothing_left(index, num_prompt=len(prompt), limit=len(tokens["prompt_ids"]))
+            why = _nothing_left(index, tokens, num_prompt=len(prompt))
             if kept and reward is not None:
                 before = 0.0 if kept[-1].reward is None else kept[-1].reward
                 kept[-1] = replace(kept[-1], reward=before + reward)
@@ -81,10 +81,13 @@ def _answered(step: Mapping[str, Any], tokens: Mapping[str, Any]) -> tuple[Seque
     return prompt, sampled
 
 
-def _nothing_left(index: int, *, num_prompt: int, limit: int) -> str:
+def _nothing_left(index: int, tokens: Mapping[str, Any], *, num_prompt: int) -> str:
+    if not tokens.get("is_truncated"):
+        return f"the environment has taken out all that was sampled in model call {index}; leave a turn that is trained"
     return (
-        f"the prompt of model call {index} has {num_prompt} tokens and the environment's `max_seq_len` is {limit}, so "
-        "nothing that was sampled there is left; raise it, or leave it out: `orchestrator.seq_len` bounds samples, too"
+        f"the prompt of model call {index} has {num_prompt} tokens and the environment's `max_seq_len` is "
+        f"{len(tokens['prompt_ids'])}, so nothing that was sampled there is left; raise it, or leave it out: "
+        "`orchestrator.seq_len` bounds samples, too"
     )
 
 

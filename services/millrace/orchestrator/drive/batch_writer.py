@@ -219,6 +219,8 @@ class BatchWriter:
         self.num_empty += 1
         step = self._book.step
         why, remedy = _nothing_to_learn(filtered or {}, num_rollouts, replaced or {})
+        if failed := self._failures.describe():
+            why = f"{why}; {failed}, and only the others are compared"
         if is_told(self.num_empty):
             await self._context.events.warning(
                 "ZERO_ADVANTAGE",
