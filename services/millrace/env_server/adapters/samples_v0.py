@@ -16,7 +16,7 @@ from millrace.env_server.own_sampling import AskedSampling
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Turns:
+class KeptTurns:
     """Those of a rollout."""
 
     kept: Sequence[Turn]
@@ -31,7 +31,7 @@ class Turns:
         return not self.kept and bool(self.why_cut)
 
 
-def turns_of(steps: Sequence[Mapping[str, Any]], spans: Spans, asked: AskedSampling) -> Turns:
+def turns_of(steps: Sequence[Mapping[str, Any]], spans: Spans, asked: AskedSampling) -> KeptTurns:
     """The turns of a rollout's steps. Raises MissingTokensError, NotANumberError and OwnSamplingError."""
     kept: list[Turn] = []
     num_cut, why, carried = 0, "", 0.0
@@ -67,7 +67,7 @@ def turns_of(steps: Sequence[Mapping[str, Any]], spans: Spans, asked: AskedSampl
                 reward=reward,
             )
         )
-    return Turns(kept=kept, num_cut=num_cut, why_cut=why)
+    return KeptTurns(kept=kept, num_cut=num_cut, why_cut=why)
 
 
 def _answered(step: Mapping[str, Any], tokens: Mapping[str, Any]) -> tuple[Sequence[int], Sequence[int]]:
