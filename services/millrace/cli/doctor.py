@@ -41,7 +41,7 @@ async def examine(
     store_url = settings.store_url or stack.get("store")
     results = [await _asked("API", lambda: _api(server, origin, directory))]
     if redis_url:
-        results.append(await _asked("Redis", lambda: _redis(redis_url)))
+        results.append(await _asked("Redis", lambda: _redis(redis_url, settings.prefix)))
     else:
         results.append(_skipped("Redis", "MILLRACE_REDIS_URL", directory))
     if store_url:
@@ -113,7 +113,7 @@ async def _api(server: str, origin: str, directory: Path) -> str:
     return f"{server} answers, {'with' if runs else 'without'} runs"
 
 
-async def _redis(url: str) -> str:
+async def _redis(url: str, prefix: str) -> str:
     try:
         import redis.asyncio
         import redis.exceptions
@@ -121,7 +121,7 @@ async def _redis(url: str) -> str:
         return "not looked at: the redis package is not installed here"
     from millrace.local.preflight import check_redis
 
-    await check_redis(url)
+    await check_redis(url, prefix=prefix)
     client = redis.asyncio.from_url(url, socket_connect_timeout=5, decode_responses=True)
     try:
         memory, persistence = await client.info("memory"), await client.info("persistence")

@@ -3,34 +3,32 @@
 import asyncio
 from urllib.parse import parse_qsl, urlsplit
 
-import redis.exceptions
-
 from millrace.errors import UnavailableError
 from millrace.runlog.redis.connection import open_redis
+from millrace.runlog.redis.self_test import DEADLINE_S, redis_self_test
 from millrace.storage import open_store
 from millrace.storage.self_test import require_tested
 from millrace.telemetry import waits
 from millrace.telemetry.redact import redact
 
-REDIS_TIMEOUT_S = 5.0
 STORE_TIMEOUT_S = 30.0
 CONNECT_TIMEOUT_S = 5.0
 _SAID = ("BUCKET_MISSING", "CLOCK_SKEWED")
 """Reasons of a store that answers, and says itself what to do."""
 
 
-async def check_redis(url: str) -> None:
-    """UnavailableError naming the Redis (not its password) if it answers no PING; InvalidSpecError if it is no URL."""
-    with waits.waiting("redis to answer", waits_on="redis", deadline_s=REDIS_TIMEOUT_S):
+async def check_redis(url: str, *, prefix: str) -> None:
+    """Raise as `redis_self_test`, naming the Redis and not its password; InvalidSpecError if it is no URL."""
+    with waits.waiting("redis to answer", waits_on="redis", deadline_s=DEADLINE_S):
         client = open_redis(url)  # as the services do; a malformed URL is not repeated
         try:
-            async with asyncio.timeout(REDIS_TIMEOUT_S):
-                # unregistered wait: of the local stack, whose terminal shows what it waits for
-                await client.ping()
-        except (OSError, TimeoutError, redis.exceptions.RedisError) as error:
+            await redis_self_test(client, prefix=prefix)
+        except UnavailableError as error:
+            if error.reason != "REDIS_UNREACHABLE":
+                raise
             raise UnavailableError(
-                f"Redis at {redact(url)} (MILLRACE_REDIS_URL) does not answer: {error or 'timeout'}",
-                reason="REDIS_UNREACHABLE",
+                f"Redis at {redact(url)} (MILLRACE_REDIS_URL) does not answer: {error.message}",
+                reason=error.reason,
                 remedy="start it, or correct MILLRACE_REDIS_URL, or unset it for the embedded Redis",
             ) from error
         finally:

@@ -196,7 +196,7 @@ class LocalStack:
             # Its client costs 0.1 s, and only what others run needs it.
             from millrace.local.preflight import check_redis
 
-            await check_redis(redis_url)
+            await check_redis(redis_url, prefix=self.options.prefix)
         else:
             redis = await self._start_redis(ports["redis"])
             redis_url, probes["redis"] = redis.url, probe_redis(redis)

@@ -48,7 +48,7 @@ async def test_service_that_is_never_ready_is_told_with_its_last_lines(tmp_path,
 
 async def test_a_malformed_url_of_redis_is_not_repeated():
     with pytest.raises(InvalidSpecError) as caught:
-        await check_redis("redis://user:hunter/2@cache:6379/0")
+        await check_redis("redis://user:hunter/2@cache:6379/0", prefix="p")
     assert "hunter" not in str(caught.value) and caught.value.__cause__ is None
 
 

@@ -30,6 +30,7 @@ from millrace.rpc.serve import Shutdown, serve
 from millrace.rpc.slot import worker_slot
 from millrace.rpc.worker import new_worker_id
 from millrace.runlog import open_redis
+from millrace.runlog.redis.self_test import redis_self_test
 from millrace.storage import ObjectStore, open_store
 from millrace.storage.self_test import require_tested
 from millrace.telemetry import waits
@@ -42,8 +43,8 @@ STALL_S = 60.0
 """Silence of the manager's scan after which the process counts as hung."""
 GIVE_BACK_S = 15.0
 """How long a stop waits for leases to be released and the last events to be written; Redis may be away."""
-TEST_STORE_S = 10.0
-"""How long runs wait for the first try of the store; one that does not answer is tried while they wait for it."""
+TEST_STORES_S = 10.0
+"""How long runs wait for the first try of the stores; what does not answer is tried while they wait for it."""
 _TEST_AGAIN = Backoff(1.0, 30.0)
 _RUN_SERVICE = run_service_pb2.DESCRIPTOR.services_by_name["RunService"].full_name
 _WORKER_SERVICE = worker_service_pb2.DESCRIPTOR.services_by_name["WorkerService"].full_name
@@ -155,7 +156,7 @@ async def serve_orchestrator(
             _dashboard(process),
             asyncio.TaskGroup() as tasks,
         ):
-            testing = tasks.create_task(_test_store(process, tested_once), name="test of the store")
+            testing = tasks.create_task(_test_stores(process, tested_once), name="test of the stores")
             managing = tasks.create_task(
                 _manage(process.manager, started_once, tested_once, stopping), name="run manager"
             )
@@ -179,20 +180,25 @@ async def serve_orchestrator(
         await process.redis.aclose()
 
 
-async def _test_store(process: _Process, tested: asyncio.Event) -> None:
-    """Try out what runs rest on; InvalidStateError if the store cannot carry them. `tested` is set behind one try."""
+async def _test_stores(process: _Process, tested: asyncio.Event) -> None:
+    """Try out what runs rest on, Redis and the object store; `tested` is set behind one try.
+
+    InvalidStateError if one of them cannot carry runs. One that does not answer, or is no primary now, is tried again.
+    """
+    prefix = process.settings.prefix
     for failures in itertools.count(1):
         try:
-            await asyncio.to_thread(require_tested, process.store, prefix=process.settings.prefix)
+            await redis_self_test(process.redis, prefix=prefix)
+            await asyncio.to_thread(require_tested, process.store, prefix=prefix)
             return
-        except InvalidStateError:  # raised on
-            raise
         except MillraceError as error:
-            logger.warning("cannot test the object store, trying again", extra={"error": str(error)})
-            reason = f"the object store to be tested, which failed: {error.message}"
+            if isinstance(error, InvalidStateError) and error.reason != "REDIS_READ_ONLY":
+                raise
+            logger.warning("cannot test Redis and the object store, trying again", extra={"error": str(error)})
+            reason = f"Redis and the object store to be tested, which failed: {error.message}"
         finally:
             tested.set()
-        with waits.waiting(reason, waits_on="object store"):
+        with waits.waiting(reason, waits_on="stores"):
             await asyncio.sleep(_TEST_AGAIN.after(failures))
 
 
@@ -203,7 +209,7 @@ async def _manage(manager: RunManager, started: asyncio.Event, tested: asyncio.E
     """
     await started.wait()
     with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(TEST_STORE_S):
+        async with asyncio.timeout(TEST_STORES_S):
             await tested.wait()
     running = asyncio.create_task(manager.run())
     try:

@@ -40,7 +40,7 @@ async def test_a_stack_does_not_start_on_one(careless: tuple[type[Server], str])
     assert raised.value.reason == "STORE_SEMANTICS"
 
 
-async def test_one_that_does_not_answer_yet_is_tested_later(redis_url, careless, tmp_path, monkeypatch):
+async def test_a_store_that_does_not_answer_yet_is_tested_later(redis_url, careless, tmp_path, monkeypatch):
     monkeypatch.setenv("MILLRACE_SCRATCH_DIR", str(tmp_path))
     handler, url = careless
     handler.refuses |= dict.fromkeys(("HEAD", "GET"), (403, "AccessDenied", "", ""))

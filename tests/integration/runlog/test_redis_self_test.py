@@ -1,0 +1,126 @@
+"""A Redis is tried out by what runs do: what is wrong with it is named, with what to do."""
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import pytest
+import redis.asyncio as redis_asyncio
+
+from millrace.errors import InvalidStateError, MillraceError, PermissionDeniedError, UnavailableError
+from millrace.local.ports import free_port
+from millrace.local.redis import EmbeddedRedis
+from millrace.runlog import open_redis
+from millrace.runlog.redis.self_test import redis_self_test
+
+
+@pytest.fixture(scope="module")
+def own_url(tmp_path_factory: pytest.TempPathFactory):
+    """A Redis of this file's own, whose configuration may be changed."""
+    with EmbeddedRedis(tmp_path_factory.mktemp("redis")) as running:
+        yield running.url
+
+
+@pytest.fixture
+async def admin(own_url: str) -> AsyncIterator[redis_asyncio.Redis]:
+    client = open_redis(own_url)
+    yield client
+    await client.aclose()
+
+
+def as_user(url: str, name: str) -> redis_asyncio.Redis:
+    return open_redis(f"redis://{name}:secret@{url.rpartition('@')[2].removeprefix('redis://')}")
+
+
+async def refused(client: redis_asyncio.Redis) -> MillraceError:
+    with pytest.raises(MillraceError) as raised:
+        await redis_self_test(client, prefix="pre")
+    assert "secret" not in str(raised.value)
+    return raised.value
+
+
+async def test_a_real_one_passes_and_keeps_nothing(admin: redis_asyncio.Redis) -> None:
+    await redis_self_test(admin, prefix="pre")
+    assert await admin.keys("*") == []
+
+
+USERS: dict[str, tuple[str, str]] = {
+    "other keys": ("~other:* +@all", "no permissions|NOPERM|access"),
+    "no scripts": ("~* +@all -@scripting", "evalsha|EVALSHA|scripting|command"),
+    "no streams": ("~* +@all -@stream", "xadd|XADD|xread|command"),
+}
+
+
+@pytest.mark.parametrize("case", USERS)
+async def test_a_user_without_rights_is_told_which(admin: redis_asyncio.Redis, own_url: str, case: str) -> None:
+    rights, said = USERS[case]
+    await admin.execute_command("ACL", "SETUSER", "few", "reset", "on", ">secret", *rights.split())
+    client = as_user(own_url, "few")
+    error = await refused(client)
+    await client.aclose()
+    assert isinstance(error, PermissionDeniedError) and error.reason == "REDIS_DENIED"
+    assert "~PREFIX:*" in str(error)
+    assert any(word in error.message for word in said.split("|"))
+
+
+async def test_a_user_with_our_keys_and_no_administration_passes(admin: redis_asyncio.Redis, own_url: str) -> None:
+    await admin.execute_command(
+        "ACL", "SETUSER", "ours", "reset", "on", ">secret", "~pre:*", "+@all", "-@admin", "-info"
+    )
+    client = as_user(own_url, "ours")
+    await redis_self_test(client, prefix="pre")
+    await client.aclose()
+
+
+async def test_too_few_replicas_are_named(admin: redis_asyncio.Redis) -> None:
+    await admin.config_set("min-replicas-to-write", 1)
+    try:
+        error = await refused(admin)
+    finally:
+        await admin.config_set("min-replicas-to-write", 0)
+    assert isinstance(error, UnavailableError) and error.reason == "REDIS_NO_REPLICAS"
+
+
+async def test_a_replica_is_named(admin: redis_asyncio.Redis) -> None:
+    await admin.execute_command("REPLICAOF", "127.0.0.1", str(free_port()))
+    try:
+        error = await refused(admin)
+    finally:
+        await admin.execute_command("REPLICAOF", "NO", "ONE")
+    assert isinstance(error, InvalidStateError) and error.reason == "REDIS_READ_ONLY" and "primary" in str(error)
+
+
+ANSWERS: dict[str, tuple[dict[str, bytes], str, str]] = {
+    "an old one": ({"INFO": b"$22\r\nredis_version:6.2.14\r\n\r\n"}, "REDIS_TOO_OLD", r"6\.2\.14.*7\.0 or newer"),
+    "a node without slots": ({"EVALSHA": b"-CLUSTERDOWN Hash slot not served\r\n"}, "REDIS_CLUSTER", "no cluster"),
+    "a node of others": ({"EVALSHA": b"-MOVED 3999 10.0.0.1:6379\r\n"}, "REDIS_CLUSTER", "no cluster"),
+    "without scripts": ({"EVALSHA": b"-ERR unknown command 'EVALSHA'\r\n"}, "REDIS_SEMANTICS", "EVALSHA"),
+    "a lookalike": ({"EVALSHA": b"+OK\r\n"}, "REDIS_SEMANTICS", "the script answered"),
+}
+
+
+@pytest.mark.parametrize("case", ANSWERS)
+async def test_what_another_server_answers_is_named(case: str) -> None:
+    answers, reason, message = ANSWERS[case]
+
+    ended = asyncio.Event()
+
+    async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while head := await reader.readline():
+            words = []
+            for _ in range(int(head[1:])):
+                size = int((await reader.readline())[1:])
+                words.append((await reader.readexactly(size + 2))[:-2].decode())
+            usual = {"INFO": b"$0\r\n\r\n", "PING": b"+PONG\r\n"}.get(words[0], b"+OK\r\n")
+            writer.write(answers.get(words[0], usual))
+        writer.close()
+        ended.set()
+
+    server = await asyncio.start_server(talk, "127.0.0.1", 0)
+    client = open_redis(f"redis://127.0.0.1:{server.sockets[0].getsockname()[1]}/0")
+    with pytest.raises(MillraceError, match=message) as raised:
+        await redis_self_test(client, prefix="pre")
+    assert raised.value.reason == reason
+    await client.aclose()
+    async with asyncio.timeout(10):
+        await ended.wait()
+    server.close()
