@@ -7,7 +7,14 @@ import pytest
 
 from millrace.decoding import Fields
 from millrace.orchestrator.play import failures as failures_module
-from millrace.orchestrator.play.failures import Failures, RolloutsFailedError, Tally, decode_tally, encode_tally
+from millrace.orchestrator.play.failures import (
+    Failures,
+    RolloutsFailedError,
+    Tally,
+    decode_tally,
+    encode_tally,
+    remedy_of,
+)
 from millrace.rollouts.types import OWN_SAMPLING, Purpose, Rollout, RolloutError, RolloutStatus
 
 OK, ENV_ERROR, TIMEOUT = RolloutStatus.OK, RolloutStatus.ENV_ERROR, RolloutStatus.TIMEOUT
@@ -191,6 +198,13 @@ def test_an_environment_that_ends_its_own_worker_counts_and_so_does_a_refusal(st
     played(counted, 0, *[status] * SIZE)
     assert counted.error() is not None
     assert failures_module.REMEDIES[status] in str(counted.error())
+
+
+@pytest.mark.parametrize("status", [RolloutStatus.TIMEOUT, RolloutStatus.MODEL_ERROR, RolloutStatus.PROMPT_TOO_LONG])
+def test_a_remedy_names_keys_of_the_config_that_there_is(status: RolloutStatus) -> None:
+    failed = rollout(0, 0, status)
+    assert "orchestrator." in remedy_of(failed, of_evaluation=False)
+    assert "orchestrator." not in remedy_of(failed, of_evaluation=True), "`millrace eval` has no such section"
 
 
 def test_groups_that_come_to_nothing_hold_the_next_ones_back_until_one_is_good() -> None:
