@@ -195,10 +195,11 @@ async def _test_stores(process: _Process, tested: asyncio.Event) -> None:
             if isinstance(error, InvalidStateError) and error.reason != "REDIS_READ_ONLY":
                 raise
             logger.warning("cannot test Redis and the object store, trying again", extra={"error": str(error)})
-            reason = f"Redis and the object store to be tested, which failed: {error.message}"
+            waits_on = "redis" if error.reason.startswith("REDIS") else "object store"
+            reason = f"{waits_on} to be tested, which failed: {error.message}"
         finally:
             tested.set()
-        with waits.waiting(reason, waits_on="stores"):
+        with waits.waiting(reason, waits_on=waits_on):
             await asyncio.sleep(_TEST_AGAIN.after(failures))
 
 
