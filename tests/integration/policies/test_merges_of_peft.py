@@ -1,5 +1,7 @@
 """Merged models against PEFT's own merge: the logits of each known kind of adapter, in float32, to 1e-5."""
 
+import copy
+import functools
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -29,9 +31,9 @@ from millrace.trainer.gang.distributed import Gang
 from millrace.trainer.model.lora import add_adapters
 from millrace.trainer.model.pretrained import policy_files
 from millrace.trainer.sft.saving import save_adapter, save_model
+from millrace_testing.trainer.families import make_named
 
 peft: Any = pytest.importorskip("peft")
-pytestmark = pytest.mark.long
 
 VOCABULARY = 64
 TOKENS = torch.arange(1, 33).reshape(2, 16)
@@ -56,6 +58,11 @@ MODELS: dict[str, Callable[[], Any]] = {
     ),
     "moe": lambda: Qwen3MoeForCausalLM(Qwen3MoeConfig(**SIZES, **EXPERTS, tie_word_embeddings=False)),
 }
+MIXTURES = ("mixtral", "qwen2_moe", "deepseek_v3, experts", "ernie4_5_moe", "glm4_moe", "gpt_oss")
+"""Of `millrace_testing.trainer.families`."""
+FUSED = ", fused"
+"""Experts in one tensor in files, too."""
+EXPERTS_ALONE = {"target_modules": [], "target_parameters": ["experts.gate_up_proj", "mlp.experts.down_proj"]}
 EMBED = {"target_modules": ["q_proj", "embed_tokens"]}
 
 
@@ -107,12 +114,39 @@ KNOWN = [
     Case("head", config={"target_modules": ["q_proj", "lm_head"]}),
     *(Case(f"tokens-{model}", model, {"trainable_token_indices": [1, 5]}) for model in ("llama", "tied")),
     Case("tokens-by-name", config={"trainable_token_indices": {"lm_head": [3, 4], "embed_tokens": [2]}}),
+    Case("experts", "moe", {"target_parameters": ["mlp.experts.gate_up_proj"], "target_modules": ["q_proj"]}),
+    *(Case(f"experts-{model}", model, EXPERTS_ALONE) for model in ("moe", "moe, fused", *MIXTURES)),
+    Case("experts-patterns", "moe", {**EXPERTS_ALONE, "use_rslora": True, "rank_pattern": {"down_proj": 2}}),
+    Case("experts-alpha", "gpt_oss", {**EXPERTS_ALONE, "alpha_pattern": {"experts.gate_up_proj": 3}}),
+    Case("experts-biases", "gpt_oss", {**EXPERTS_ALONE, "target_parameters": ["down_proj_bias", "down_proj"]}),
     *(Case(f"resized-{model}", model, rows=VOCABULARY + 4) for model in ("llama", "tied")),
 ]
+LONG = {
+    *(
+        "init-gaussian",
+        "pissa-gpt2",
+        "pissa-dora",
+        "dora-gpt2",
+        "fan-in-of-linear",
+        "bias-lora_only",
+        "one-layer-of-pattern",
+    ),
+    *(
+        "saved-both",
+        "saved-as-tied",
+        "embeddings-saved",
+        "tokens-tied",
+        "tokens-by-name",
+        "resized-llama",
+        "all-linear",
+    ),
+    *(f"experts-{name}" for name in ("moe, fused", "alpha", "biases", *MIXTURES)),
+}
+"""Cases whose kind another one shows as well."""
 REFUSED = [
     (Case("pissa-niter", config={"init_lora_weights": "pissa_niter_4"}), "init_lora_weights"),
     (Case("lora-ga", config={"init_lora_weights": "lora_ga", "lora_ga_config": {}}), "init_lora_weights"),
-    (Case("parameters", "moe", {"target_parameters": ["mlp.experts.gate_up_proj"]}), "target_parameters"),
+    (Case("router", "moe", {"target_parameters": ["mlp.gate.weight"]}), "target_parameters"),
     (Case("replication", config={"layer_replication": [[0, 2], [1, 2]]}), "layer_replication"),
     (Case("alora", config={"alora_invocation_tokens": [3]}), "alora_invocation_tokens"),
     (Case("embedding-tied", "tied", EMBED), "whose weight is another layer's"),
@@ -120,21 +154,37 @@ REFUSED = [
 ]
 
 
-@pytest.fixture(scope="module")
-def bases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    torch.manual_seed(0)
-    found: dict[str, Path] = {}
-    for name, make in MODELS.items():
-        model = make()
+class Bases(dict[str, Path]):
+    """Directories of tiny models by name, each made when it is asked for."""
+
+    def __init__(self, place: Path) -> None:
+        self._place = place
+
+    def __missing__(self, name: str) -> Path:
+        directory = self[name] = self._place / name
+        if name in MIXTURES:
+            load(make_named(name, self._place / "made")).save_pretrained(directory)  # in float32
+            return directory
+        torch.manual_seed(0)
+        model = MODELS[name.removesuffix(FUSED)]()
         for parameter in model.parameters():
             torch.nn.init.normal_(parameter, std=0.2)
-        found[name] = tmp_path_factory.mktemp(f"base-{name}")
-        model.save_pretrained(found[name])
-    return found
+        model.save_pretrained(directory, save_original_format=not name.endswith(FUSED))
+        return directory
+
+
+@pytest.fixture(scope="module")
+def bases(tmp_path_factory: pytest.TempPathFactory) -> Bases:
+    return Bases(tmp_path_factory.mktemp("bases"))
+
+
+@functools.cache
+def _loaded(directory: Path) -> Any:
+    return AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
 
 
 def load(directory: Path, *, rows: int = VOCABULARY) -> Any:
-    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+    model = copy.deepcopy(_loaded(directory))
     if rows != VOCABULARY:
         model.resize_token_embeddings(rows, mean_resizing=False)
     return model
@@ -170,9 +220,13 @@ def merged(adapter: Path, base: Path, target: Path) -> torch.Tensor:
     return logits(model)
 
 
+def as_parameter(case: Case) -> Any:
+    return pytest.param(case, id=case.name, marks=[pytest.mark.long] if case.name in LONG else [])
+
+
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("case", KNOWN, ids=lambda case: case.name)
-def test_a_known_kind_is_merged_as_peft_merges_it(case: Case, bases: dict[str, Path], tmp_path: Path) -> None:
+@pytest.mark.parametrize("case", [*map(as_parameter, KNOWN)])
+def test_a_known_kind_is_merged_as_peft_merges_it(case: Case, bases: Bases, tmp_path: Path) -> None:
     base = bases[case.model]
     adapter = peft_adapter(case, base, tmp_path / "adapter")
     wanted = peft_merge(adapter, base, rows=case.rows)
@@ -183,7 +237,7 @@ def test_a_known_kind_is_merged_as_peft_merges_it(case: Case, bases: dict[str, P
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(("case", "said"), REFUSED, ids=lambda each: each.name if isinstance(each, Case) else "")
-def test_other_kinds_are_refused(case: Case, said: str, bases: dict[str, Path], tmp_path: Path) -> None:
+def test_other_kinds_are_refused(case: Case, said: str, bases: Bases, tmp_path: Path) -> None:
     adapter = peft_adapter(case, bases[case.model], tmp_path / "adapter")
     with pytest.raises(InvalidStateError, match=said):
         open_adapter(adapter, bases[case.model])
@@ -191,7 +245,7 @@ def test_other_kinds_are_refused(case: Case, said: str, bases: dict[str, Path], 
 
 @pytest.mark.filterwarnings("ignore")
 def test_adapters_of_single_experts_are_merged_where_the_files_have_single_experts(
-    bases: dict[str, Path], tmp_path: Path
+    bases: Bases, tmp_path: Path
 ) -> None:
     base, generator = bases["moe"], torch.Generator().manual_seed(4)
     tensors = {}
@@ -208,6 +262,7 @@ def test_adapters_of_single_experts_are_merged_where_the_files_have_single_exper
     torch.testing.assert_close(found, peft_merge(adapter, base), atol=1e-5, rtol=0)
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
     ("targets", "saved"),
@@ -218,7 +273,7 @@ def test_adapters_of_single_experts_are_merged_where_the_files_have_single_exper
     ],
 )
 def test_our_adapters_are_those_of_peft(
-    targets: list[str], saved: list[str], bases: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    targets: list[str], saved: list[str], bases: Bases, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     base, gang = bases["llama"], Gang()
     monkeypatch.chdir(base.parent)

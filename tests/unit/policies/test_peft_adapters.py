@@ -72,7 +72,6 @@ def base(tmp_path: Path) -> Path:
         {"init_lora_weights": "corda"},
         {"init_lora_weights": "lora_ga"},
         {"init_lora_weights": "of_next_year"},
-        {"target_parameters": ["mlp.experts.gate_up_proj"]},
         {"layer_replication": [[0, 2], [1, 2]]},
         {"alora_invocation_tokens": [3]},
         {"use_qalora": True},
@@ -171,6 +170,85 @@ def test_every_tensor_has_a_place_and_every_place_a_tensor(
     with pytest.raises(InvalidStateError, match=said) as raised:
         open_adapter(adapter, base)
     assert raised.value.reason == "ADAPTER_MODEL_MISMATCH" and str(adapter) in raised.value.message
+
+
+EXPERTS = "model.layers.0.mlp.experts"
+ON_EXPERTS: dict[str, Any] = {"target_modules": None, "target_parameters": ["mlp.experts.gate_up_proj", "down_proj"]}
+IN_NESTS = {
+    f"{PREFIX}{EXPERTS}.{name}.weight": values(*shape)
+    for name, shape in {
+        "base_layer.lora_A": (6, 4),
+        "base_layer.lora_B": (10, 6),
+        "lora_A": (6, 5),
+        "lora_B": (4, 6),
+    }.items()
+}
+"""Of three experts with matrices [5, 4] twice and [4, 5], in the order in which the module has them."""
+
+
+def write_mixture(path: Path, *, model_type: str = "qwen3_moe", num_experts: int = 3) -> Path:
+    shapes = {"gate_proj": (5, 4), "up_proj": (5, 4), "down_proj": (4, 5)}
+    experts = {
+        f"{EXPERTS}.{expert}.{name}.weight": values(*shape, seed=expert)
+        for expert in range(num_experts)
+        for name, shape in shapes.items()
+    }
+    write(path / "model.safetensors", experts | {"lm_head.weight": values(8, 4)})
+    (path / "config.json").write_text(json.dumps({"model_type": model_type, "vocab_size": 8}))
+    return path
+
+
+def test_an_adapter_of_fused_experts_changes_the_tensors_of_each(tmp_path: Path) -> None:
+    base = write_mixture(tmp_path / "base")
+    adapter = write_adapter(tmp_path / "adapter", IN_NESTS, **ON_EXPERTS, alpha_pattern={"experts.down_proj": 6})
+    merged = read_tensors(open_adapter(adapter, base).merge(tmp_path / "merged") / "model.safetensors")
+    old = read_tensors(base / "model.safetensors")
+    part = {name.removeprefix(f"{PREFIX}{EXPERTS}."): tensor for name, tensor in IN_NESTS.items()}
+    low, high = part["base_layer.lora_A.weight"], part["base_layer.lora_B.weight"]
+    for expert in range(3):
+        change = 2.0 * high[:, expert::3] @ low[2 * expert : 2 * expert + 2]
+        down = 3.0 * part["lora_B.weight"][:, expert::3] @ part["lora_A.weight"][2 * expert : 2 * expert + 2]
+        for name, wanted in {"gate_proj": change[:5], "up_proj": change[5:], "down_proj": down}.items():
+            name = f"{EXPERTS}.{expert}.{name}.weight"
+            np.testing.assert_allclose(as_float32(merged[name]) - as_float32(old[name]), wanted, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("tensors", "said"),
+    [
+        (dict(list(IN_NESTS.items())[1:]), r"base_layer\.lora_A\.weight is not there, which is on .*gate_up_proj"),
+        (
+            IN_NESTS | {f"{PREFIX}{EXPERTS}.lora_A.weight": values(6, 4)},
+            r"\[6, 4\], .*experts\.down_proj takes \[6, 5\]",
+        ),
+        (IN_NESTS | {f"{PREFIX}{EXPERTS}.lora_B.bias": values(4)}, r"lora_B\.bias is nothing that a parameter"),
+        (IN_NESTS | {f"{PREFIX}{EXPERTS}.base_layer.base_layer.lora_A.weight": values(6, 4)}, "is no layer"),
+    ],
+)
+def test_adapters_of_experts_have_all_their_parts_and_no_others(tmp_path: Path, tensors: Arrays, said: str) -> None:
+    adapter = write_adapter(tmp_path / "adapter", tensors, **ON_EXPERTS)
+    with pytest.raises(InvalidStateError, match=said) as raised:
+        open_adapter(adapter, write_mixture(tmp_path / "base"))
+    assert raised.value.reason == "ADAPTER_MODEL_MISMATCH"
+
+
+@pytest.mark.parametrize(
+    ("model_type", "config"),
+    [
+        ("a_family_of_next_year", {}),
+        ("qwen3_moe", {"target_parameters": ["mlp.gate.weight"]}),
+        ("qwen3_moe", {"target_parameters": ["down_proj", "down_proj_bias"]}),
+        ("qwen3_moe", {"use_dora": True}),
+        ("qwen3_moe", {"init_lora_weights": "pissa"}),
+    ],
+)
+def test_parameters_that_are_not_known_are_refused_by_the_field(
+    tmp_path: Path, model_type: str, config: dict[str, Any]
+) -> None:
+    adapter = write_adapter(tmp_path / "adapter", IN_NESTS, **{**ON_EXPERTS, **config})
+    with pytest.raises(InvalidStateError, match=r"target_parameters is \[") as raised:
+        open_adapter(adapter, write_mixture(tmp_path / "base", model_type=model_type))
+    assert raised.value.reason == "ADAPTER_NOT_SUPPORTED" and raised.value.metadata == {"field": "target_parameters"}
 
 
 def test_names_without_the_prefix_of_peft_are_refused(base: Path, tmp_path: Path) -> None:

@@ -56,6 +56,7 @@ _REMEDIES = {
     "alora_invocation_tokens": "it works from a token on, so that no weights can hold it: serve it unmerged",
     "peft_type": _MERGE + "; only LoRA is merged here",
     "task_type": "use an adapter of a causal language model",
+    "target_parameters": _MERGE + "; only parameters of experts are known, of the families in docs/adapters.md",
     "target_modules": "list the layers there, as PEFT does when it saves an adapter",
 }
 
@@ -68,6 +69,8 @@ class PeftConfig:
     lora_alpha: float
     target_modules: tuple[str, ...] | str
     """Names or ends of names behind a dot; a text is one regular expression for whole names."""
+    target_parameters: tuple[str, ...] = ()
+    """Names of parameters or ends of them behind a dot."""
     exclude_modules: tuple[str, ...] | str = ()
     layers_to_transform: tuple[int, ...] = ()
     layers_pattern: tuple[str, ...] = ()
@@ -105,6 +108,10 @@ class PeftConfig:
             return False
         return not self.layers_to_transform or self._number(layer) in self.layers_to_transform
 
+    def targets_parameter(self, name: str) -> bool:
+        """Whether a parameter that is no layer's weight has an adapter."""
+        return bool(self.target_parameters) and _is_named(self.target_parameters, name)
+
     def tokens(self, layer: str) -> tuple[int, ...]:
         """The rows of an embedding that were trained alone."""
         if not isinstance(self.trainable_token_indices, Mapping):
@@ -130,7 +137,7 @@ def parse_peft_config(data: bytes, *, source: str) -> PeftConfig:
     reason, remedy = "ADAPTER_CONFIG_INVALID", "copy or save the adapter again"
     raw = decode_object(data, what=source, reason=reason, remedy=remedy, max_bytes=MAX_CONFIG_BYTES)
     if raw.get("peft_type") != "LORA":
-        raise _refused(source, "peft_type", raw.get("peft_type"))
+        raise not_supported(source, "peft_type", raw.get("peft_type"))
     try:
         config = _parse(_Raw(raw))
     except ValueError as error:
@@ -139,7 +146,7 @@ def parse_peft_config(data: bytes, *, source: str) -> PeftConfig:
         ) from error
     for key, is_known in _decided(raw, config).items():
         if not is_known:
-            raise _refused(source, key, raw[key])
+            raise not_supported(source, key, raw[key])
     return config
 
 
@@ -164,7 +171,8 @@ def _parse(raw: "_Raw") -> PeftConfig:
     return PeftConfig(
         r=fields.integer("r", least=1, most=MAX_RANK),
         lora_alpha=fields.number("lora_alpha"),
-        target_modules=raw.names("target_modules", is_needed=True),
+        target_modules=raw.names("target_modules", is_needed=not raw.value.get("target_parameters")),
+        target_parameters=raw.listed("target_parameters"),
         exclude_modules=raw.names("exclude_modules"),
         layers_to_transform=raw.numbers("layers_to_transform"),
         layers_pattern=raw.patterns("layers_pattern"),
@@ -202,6 +210,10 @@ class _Raw:
         if isinstance(found, str):
             return _compiled(found, what=name)
         return Fields(self.value).texts(name)
+
+    def listed(self, name: str) -> tuple[str, ...]:
+        """Names."""
+        return Fields(self.value).texts(name) if self.value.get(name) is not None else ()
 
     def patterns(self, name: str) -> tuple[str, ...]:
         """Regular expressions; a text is one."""
@@ -260,7 +272,8 @@ def _is_empty(value: object) -> bool:
     return value is None or value is False or value in ({}, [], "")
 
 
-def _refused(source: str, key: str, value: object) -> InvalidStateError:
+def not_supported(source: str, key: str, value: object) -> InvalidStateError:
+    """The error of an adapter that could come out as another model than PEFT's, because of one of its fields."""
     shown = json.dumps(value)
     return InvalidStateError(
         f"{source} is an adapter that is not merged here: {key} is {shown[:200]}{'…' if len(shown) > 200 else ''}",

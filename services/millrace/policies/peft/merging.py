@@ -42,6 +42,9 @@ def merge_tensors(
     for layer, parts in plan.layers.items():
         values = {part: as_float32(adapter[stored]) for part, stored in parts.items()}
         changed |= _merge_layer(config, layer, values, merged, is_transposed=model.is_transposed(layer))
+    for fused, parts in plan.experts.values():
+        low, high = (as_float32(adapter[parts[part]]) for part in (AdapterPart.LOW, AdapterPart.HIGH))
+        changed |= fused.merged(low, high, merged, scaling=config.scaling(fused.name))
     _require_finite(changed, source=f"{source}, merged,")
     return merged | changed
 

@@ -14,7 +14,8 @@ from typing import Any
 from millrace.errors import InvalidStateError
 from millrace.models.errors import first_names
 from millrace.policies.adapter import Shape, model_name
-from millrace.policies.peft.config import PeftConfig
+from millrace.policies.peft.config import PeftConfig, not_supported
+from millrace.policies.peft.experts import Fused, fits_experts, fused_parameters
 from millrace.policies.peft.vocabulary import HEADS, Whole, end_of, is_vocabulary, place_whole
 from millrace.policies.tensors import FLOATS, TensorBytes
 
@@ -68,7 +69,7 @@ def describe_base(config: Mapping[str, Any], tensors: Mapping[str, TensorBytes])
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MergePlan:
-    """What is to be done, in this order: whole tensors, then layers. Tensors are named as the adapter's file does."""
+    """What is to be done, in this order: whole tensors, layers, experts. Tensors are named as in the adapter's file."""
 
     whole: Mapping[str, str]
     """By name in the merged model."""
@@ -78,6 +79,8 @@ class MergePlan:
     vocabulary: int | None = None
     """Rows of the new embedding; None if the base's count stays."""
     layers: Mapping[str, Mapping[AdapterPart, str]] = field(default_factory=dict)
+    experts: Mapping[str, tuple[Fused, Mapping[AdapterPart, str]]] = field(default_factory=dict)
+    """By the file's name of the layer that holds an adapter of a parameter."""
 
 
 def plan_merge(config: PeftConfig, adapter: Mapping[str, TensorBytes], base: BaseModel, *, source: str) -> MergePlan:
@@ -87,6 +90,10 @@ def plan_merge(config: PeftConfig, adapter: Mapping[str, TensorBytes], base: Bas
     for a layer that the config names, or shapes differ; LORA_TARGET_TIED for a layer that shares its weight.
     """
     layers, whole = _sorted_by_part(adapter, source=source)
+    fused = fused_parameters(config, base.model_type, base.tensors)
+    if config.target_parameters and not fits_experts(config, fused):
+        raise not_supported(source, "target_parameters", config.target_parameters)
+    experts = {layer: (each, layers.pop(layer, {})) for layer, each in fused.items()}
     for layer, parts in layers.items():
         shared = base.is_tied and end_of(layer) in HEADS
         if shared or (base.is_tied and is_vocabulary(layer) and parts.keys() != {AdapterPart.ROWS}):
@@ -99,6 +106,7 @@ def plan_merge(config: PeftConfig, adapter: Mapping[str, TensorBytes], base: Bas
     problems = [
         *placed.problems,
         *_unfit_layers(config, layers, adapter, {**base.tensors, **placed.shapes}, base=base),
+        *_unfit_experts(config, experts, adapter),
         *(f"{layer} has no adapter" for layer in _missing(config, layers, base)),
         *(f"{name} is not there" for name in _unsaved(config, placed, base)),
     ]
@@ -116,6 +124,7 @@ def plan_merge(config: PeftConfig, adapter: Mapping[str, TensorBytes], base: Bas
         is_untied=placed.is_untied,
         vocabulary=placed.vocabulary,
         layers=layers,
+        experts=experts,
     )
 
 
@@ -196,6 +205,24 @@ def _wanted(
         yield AdapterPart.MAGNITUDE, (columns if parts.keys() & _EMBEDDING else rows,)
     if tokens := config.tokens(layer) if AdapterPart.ROWS in parts else ():
         yield AdapterPart.ROWS, (len(tokens), columns)
+
+
+def _unfit_experts(
+    config: PeftConfig,
+    experts: Mapping[str, tuple[Fused, Mapping[AdapterPart, str]]],
+    adapter: Mapping[str, TensorBytes],
+) -> Iterator[str]:
+    """What is wrong with the parts of each parameter of experts, in words."""
+    for layer, (fused, parts) in experts.items():
+        wanted = dict(zip((AdapterPart.LOW, AdapterPart.HIGH), fused.wanted(config.rank(fused.name)), strict=True))
+        for part in sorted(wanted.keys() | parts.keys(), key=lambda part: part.value):
+            if part not in parts:
+                yield f"{layer}{part.value} is not there, which is on {fused.name}"
+            elif part not in wanted:
+                yield f"{layer}{part.value} is nothing that a parameter of experts takes"
+            elif (found := adapter[parts[part]]).dtype not in FLOATS or found.shape != wanted[part]:
+                shown = f"{found.dtype}{list(found.shape)}"
+                yield f"{layer}{part.value} is {shown}, {fused.name} takes {list(wanted[part])}"
 
 
 def _missing(config: PeftConfig, layers: Mapping[str, object], base: BaseModel) -> Iterable[str]:
