@@ -9,7 +9,12 @@ import pytest
 from transformers import Qwen3_5TextConfig, Qwen3Config
 
 from millrace.inference.vllm import model_config
-from millrace.inference.vllm.model_config import config_problem
+from millrace.inference.vllm.model_config import compare_configs
+
+
+def problem(*places: Path, **options: Any) -> str:
+    """How two configs differ."""
+    return compare_configs(*places, **options)[0]
 
 
 def test_the_config_of_a_hub_id_is_that_which_vllm_downloaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -27,16 +32,16 @@ def test_the_config_of_a_hub_id_is_that_which_vllm_downloaded(tmp_path: Path, mo
             name, file, cache_dir=cache_dir or tmp_path / "hub", revision=revision
         ),
     )
-    assert config_problem(policy, Path("team/model")) == ""
-    assert config_problem(policy, Path("team/other")) == "", "what is not known does not differ"
+    assert problem(policy, Path("team/model")) == ""
+    assert problem(policy, Path("team/other")) == "", "what is not known does not differ"
     (policy / "config.json").write_text(json.dumps({"hidden_size": 16}))
-    assert "hidden_size" in config_problem(policy, Path("team/model"))
-    assert config_problem(policy, Path("team/model"), revision="other") == ""
-    assert config_problem(policy, Path("team/model"), download_dir=str(tmp_path / "elsewhere")) == ""
+    assert "hidden_size" in problem(policy, Path("team/model"))
+    assert problem(policy, Path("team/model"), revision="other") == ""
+    assert problem(policy, Path("team/model"), download_dir=str(tmp_path / "elsewhere")) == ""
     (cache / "refs" / "v2").write_text("def")
     (cache / "snapshots" / "def").mkdir()
     (cache / "snapshots" / "def" / "config.json").write_text(json.dumps({"hidden_size": 16, "dtype": "x"}))
-    assert config_problem(policy, Path("team/model"), revision="v2", download_dir=str(tmp_path / "hub")) == ""
+    assert problem(policy, Path("team/model"), revision="v2", download_dir=str(tmp_path / "hub")) == ""
 
 
 @pytest.mark.parametrize("is_part", [False, True])
@@ -53,11 +58,11 @@ def test_who_wrote_a_config_makes_no_difference(is_part: bool, tmp_path: Path) -
     whole["text_config"]["layer_types"] = ["full_attention"]
     said = whole if is_part else {**sizes, "model_type": "qwen3", "torch_dtype": "bfloat16"}
     (started / "config.json").write_text(json.dumps(said))
-    assert config_problem(policy, started) == ""
+    assert compare_configs(policy, started) == ("", is_part)
     (whole["text_config"] if is_part else said)["hidden_size"] = 32
     (started / "config.json").write_text(json.dumps(said))
-    assert "differing: hidden_size" in config_problem(policy, started)
+    assert "differing: hidden_size" in problem(policy, started)
     (whole["text_config"] if is_part else said)["hidden_size"] = 16
     (whole["text_config"] if is_part else said)["quantization_config"] = {"quant_method": "fp8"}
     (started / "config.json").write_text(json.dumps(said))
-    assert "differing: quantization_config" in config_problem(policy, started)
+    assert "differing: quantization_config" in problem(policy, started)

@@ -31,7 +31,7 @@ from millrace.inference.vllm import gate as gates
 from millrace.inference.vllm.gate import GenerationGate
 from millrace.inference.vllm.handover import ask_restart
 from millrace.inference.vllm.lora import AdapterSlot
-from millrace.inference.vllm.model_config import config_problem, other_weights, require_same_positions
+from millrace.inference.vllm.model_config import compare_configs, other_weights, require_same_positions
 from millrace.inference.vllm.ping import Ping
 from millrace.inference.vllm.prober import Prober, settled
 from millrace.inference.vllm.ranks import Ranks, misfits
@@ -100,11 +100,11 @@ class VllmEngine:
             self._state, self._error, self._identity = EngineState.READY, "", identity
             self.gate.open(self._salt(identity))
             return
-        self._require_same_config(model_dir)
+        is_part = self._require_same_config(model_dir)
         require_same_positions(self._client.model_config, staged.manifest.probe)
         self._require_awake()
         order = await self._ranks.order(staged, self._directory)
-        order |= {"changed": None}
+        order |= {"changed": None, "is_text_part": is_part}
         self._num_loads += 1  # whatever `load_directory` does meanwhile, the gate stays shut from here on
         self.gate.refuse(f"policy {identity} is being loaded")
         async with self._loading:
@@ -378,13 +378,16 @@ class VllmEngine:
                 self._error or "the engine holds no policy yet", reason="ENGINE_FAILED", remedy="load a policy anew"
             )
 
-    def _require_same_config(self, model_dir: Path) -> None:
-        """InvalidStateError, and a request for a restart, if the policy is of another architecture than the model."""
+    def _require_same_config(self, model_dir: Path) -> bool:
+        """Whether the policy is of the model's text part alone.
+
+        InvalidStateError, and a request for a restart, if it is of another architecture.
+        """
         model, load = self._client.model_config, self._client.vllm_config.load_config
         held = Path(model.model)
-        problem = config_problem(model_dir, held, revision=model.revision, download_dir=load.download_dir)
+        problem, is_part = compare_configs(model_dir, held, revision=model.revision, download_dir=load.download_dir)
         if not problem:
-            return
+            return is_part
         is_asked = not self._is_fixed and ask_restart(problem)
         raise InvalidStateError(
             problem,

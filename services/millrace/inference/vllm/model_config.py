@@ -22,13 +22,13 @@ _NOISE = ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_
 _QUANTIZATION = "quantization_config"
 
 
-def config_problem(
+def compare_configs(
     wanted_dir: Path, held_dir: Path, *, revision: str | None = None, download_dir: str | None = None
-) -> str:
-    """How the policy's config.json differs from that of vLLM's model; empty if it does not where it matters.
+) -> tuple[str, bool]:
+    """How the policy's config.json differs from that of vLLM's model, and whether it is that of its text part.
 
-    Also empty if vLLM's is not found: names and shapes of the tensors are compared in any case. `revision` and
-    `download_dir` are those with which vLLM got a model of the Hub.
+    Empty if it does not differ where it matters, also if vLLM's is not found: names and shapes of the tensors are
+    compared in any case. `revision` and `download_dir` are those with which vLLM got a model of the Hub.
     """
     held_path, wanted_path = _config_file(held_dir, revision, download_dir), wanted_dir / "config.json"
     held = _config(held_path)
@@ -36,20 +36,21 @@ def config_problem(
         logger.warning(
             "the config.json of vLLM's model is not found: it is not compared", extra={"model": str(held_dir)}
         )
-        return ""
-    wanted = _config(wanted_path) or {}
+        return "", False
+    wanted, is_part = _config(wanted_path) or {}, False
     keys = wanted.keys() | held.keys()
     meant, has = _understood(wanted_path), _understood(held_path)
     if meant is not None and has is not None:
         wanted, held = meant, has
         if wanted["model_type"] != held["model_type"]:  # a policy may be the text part of what vLLM holds
-            held = next((part for part in _parts(held) if part["model_type"] == wanted["model_type"]), held)
+            part = next((part for part in _parts(held) if part["model_type"] == wanted["model_type"]), None)
+            held, is_part = part or held, part is not None
         # What one of both has alone is nothing that this transformers knows, but for the format of quantised weights.
         keys = wanted.keys() & held.keys() | {_QUANTIZATION}
     differing = sorted(key for key in keys if wanted.get(key) != held.get(key))
     if not differing:
-        return ""
-    return f"the policy's config.json is not that of vLLM's model (differing: {', '.join(differing[:8])})"
+        return "", is_part
+    return f"the policy's config.json is not that of vLLM's model (differing: {', '.join(differing[:8])})", is_part
 
 
 def require_same_positions(model: Any, probe: Probe | None) -> None:

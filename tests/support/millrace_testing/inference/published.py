@@ -1,7 +1,7 @@
 """Policies of a tiny model for vLLM tests, published full or as a delta, as a trainer does."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -77,8 +77,16 @@ def files(held: torch.nn.Module, directory: Path) -> Mapping[str, bytes]:
 class Publisher:
     """Publishes one run's versions."""
 
-    def __init__(self, store: ObjectStore, scratch: Path, uid: str) -> None:
+    def __init__(
+        self,
+        store: ObjectStore,
+        scratch: Path,
+        uid: str,
+        *,
+        tensors_of: Callable[[torch.nn.Module], Mapping[str, TensorBytes]] = tiny.tensors_of,
+    ) -> None:
         self.store, self.uid = store, uid
+        self._tensors_of = tensors_of
         self._scratch = scratch / uid
         self._tensors: dict[int, dict[str, TensorBytes]] = {}
         self._published: dict[int, PublishedPolicy] = {}
@@ -87,7 +95,7 @@ class Publisher:
         self, held: torch.nn.Module, version: int, *, probed: Probe | None = None, like: torch.nn.Module | None = None
     ) -> PolicyEntry:
         """The whole model, or its tensors with the config of another one."""
-        self._tensors[version] = tensors = _copies(tiny.tensors_of(held))
+        self._tensors[version] = tensors = _copies(self._tensors_of(held))
         published = publish_policy(
             self.store,
             PolicyPlace(prefix="test", uid=self.uid, lineage=0, version=version),
@@ -102,7 +110,7 @@ class Publisher:
         self, held: torch.nn.Module, version: int, *, base: int, probed: Probe | None = None, spoil: str = ""
     ) -> PolicyEntry:
         """What differs from `base`. `spoil` is "object" to lose the data, "codec" to name an unknown one."""
-        self._tensors[version] = tensors = _copies(tiny.tensors_of(held))
+        self._tensors[version] = tensors = _copies(self._tensors_of(held))
         against = self._published[base].manifest
         frames = []
         for name, tensor in tensors.items():

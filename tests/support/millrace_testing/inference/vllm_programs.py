@@ -8,21 +8,26 @@ from typing import Any
 
 from millrace.inference.launch_env import vllm_environ
 from millrace.inference.vllm.orders import write_order
+from millrace.internal.v1.policy_pb2 import PolicyEntry
 from millrace.policies.host_copy import HostCopy
 from millrace.storage.local import LocalStore
 from millrace_testing.inference import published
 from millrace_testing.repository import REPOSITORY
 
 PROGRAMS = REPOSITORY / "tests" / "support" / "millrace_testing" / "inference"
-START_S = 400.0  # 15 s on a quiet machine
+START_S = 900.0  # 15 s on a quiet machine
 
 
 def orders(directory: Path, first: Any, second: Any) -> list[dict[str, Any]]:
     """What a replica tells its workers of version 0, whole, and of version 1, a delta; each from its own copy."""
     publisher = published.Publisher(LocalStore(directory / "store"), directory, "run1")
-    entries = [publisher.full(first, 0), publisher.delta(second, 1, base=0)]
+    return orders_of(directory, [publisher.full(first, 0), publisher.delta(second, 1, base=0)])
+
+
+def orders_of(directory: Path, entries: Sequence[PolicyEntry]) -> list[dict[str, Any]]:
+    """The same of the versions of `entries`, each of them a delta on the one before it but the first."""
     found: list[dict[str, Any]] = []
-    for last in range(2):
+    for last in range(len(entries)):
         place = directory / f"orders-{last}"
         place.mkdir()
         copy = HostCopy(LocalStore(directory / "store"), directory=place)
@@ -32,11 +37,17 @@ def orders(directory: Path, first: Any, second: Any) -> list[dict[str, Any]]:
     return found
 
 
+def _vision() -> list[str]:
+    """Where torchvision is, if TORCHVISION_DIR says so, and what makes it usable."""
+    found = os.environ.get("TORCHVISION_DIR")
+    return [str(PROGRAMS / "torchvision_on_cpus"), found] if found else []
+
+
 def run(python: str, program: str, arguments: Sequence[str]) -> subprocess.CompletedProcess[str]:
     """Run a program of `PROGRAMS` on one thread, without plugins, with our services importable."""
     environ = {name: value for name, value in os.environ.items() if not name.startswith(("MILLRACE_", "VLLM_"))}
     environ |= vllm_environ(environ) | {
-        "PYTHONPATH": str(REPOSITORY / "services"),
+        "PYTHONPATH": os.pathsep.join([str(REPOSITORY / "services"), *_vision()]),
         "VLLM_PLUGINS": "",
         "VLLM_HOST_IP": "127.0.0.1",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",

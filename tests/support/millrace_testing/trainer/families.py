@@ -74,6 +74,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 
 _ROUTED = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8, "n_shared_experts": 1}
+_NO_AUX = {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}
+"""What the files of DeepSeek-V3 say of its router, and transformers takes for granted: vLLM asks, and has others."""
 _GROUPS = {"n_group": 2, "topk_group": 1, "first_k_dense_replace": 1}
 _LINEAR = {f"linear_{name}": 2 for name in ("num_key_heads", "num_value_heads")}
 _LINEAR |= {f"linear_{name}_head_dim": 8 for name in ("key", "value")}
@@ -83,7 +85,7 @@ _SEEN = {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2}
 _SEES: dict[str, Any] = {**_SEEN, "depth": 1, "num_heads": 2, "out_hidden_size": 16, "num_position_embeddings": 16}
 _IMAGES = {f"{name}_token_id": 60 + index for index, name in enumerate(("image", "video", "vision_start"))}
 OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
-    "deepseek_v3, experts": ("deepseek_v3", {**FAMILIES["deepseek_v3"], **_ROUTED, **_GROUPS}),
+    "deepseek_v3, experts": ("deepseek_v3", {**FAMILIES["deepseek_v3"], **_ROUTED, **_GROUPS, **_NO_AUX}),
     "ernie4_5_moe": ("ernie4_5_moe", {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 8}),
     "gemma3": (
         "gemma3",
@@ -111,6 +113,12 @@ OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3, tied": ("qwen3", {"head_dim": 8, "tie_word_embeddings": True}),
 }
 """Models that hold something apart: type and config. Fused experts, what stays float32, a text part, a tie."""
+
+
+def keys_of(name: str) -> set[str]:
+    """What the config of one of `FAMILIES` or `OTHERS` says, or that of its text part."""
+    said = FAMILIES[name] if name in FAMILIES else OTHERS[name][1]
+    return set(said.get("text_config", {**_SIZES, **said}))
 
 
 def make_named(name: str, directory: Path, **changes: Any) -> Path:

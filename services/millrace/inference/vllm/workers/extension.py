@@ -36,6 +36,7 @@ from millrace.inference.vllm.workers.memory import (
 )
 from millrace.inference.vllm.workers.node_copy import FetchingWorker
 from millrace.inference.vllm.workers.packing import Packed, build_packed, is_repackable, pack_experts
+from millrace.inference.vllm.workers.reloading import whole_reload
 from millrace.policies.proof import ContinuedDigests, NextDigests, Row
 from millrace.policies.tensors import element_bytes
 from millrace.telemetry import faults
@@ -75,18 +76,22 @@ class Held:
     proved: ContinuedDigests[Region]
     staged: Staged | None = None
     is_reloaded_whole: bool = False
-    """Whether something is derived from the weights that only a whole reload derives anew (`derived.py`)."""
+    """Whether something comes of the weights that only a whole reload makes anew: what `derived.py` finds, and
+    parameters that loaders fill in ways which leave no trace."""
 
 
 class PolicyExtension(AnsweringWorker, FetchingWorker):
     """Mixed into vLLM's worker class by `--worker-extension-cls`."""
 
     millrace_held: Held | None = None
+    millrace_is_text_part: bool = False
+    """Whether policies are those of the text part of a model that also sees or hears; the rest stays as it is."""
 
     @on_base
     def millrace_reload(self, order: dict[str, Any]) -> None:
         """Load every tensor through vLLM's layerwise reload, then find out how the model lies in memory."""
         self.millrace_held = None
+        self.millrace_is_text_part = order.get("is_text_part", False)
         files = OrderFiles(self._millrace_here(order))
         model = self._millrace_model()
         require_reloadable(model)
@@ -99,11 +104,13 @@ class PolicyExtension(AnsweringWorker, FetchingWorker):
         None is the model that vLLM was started with.
         """
         self.millrace_held = None
+        self.millrace_is_text_part = False
         # The reload makes the directory the model's own, where "the first weights" would be looked for from then on.
         config = self.model_runner.vllm_config.model_config  # pyright: ignore[reportAttributeAccessIssue] - of the worker
         first = {name: getattr(config, name) for name in ("model", "model_weights", "revision")}
         try:
-            self.reload_weights(weights_path=directory)  # pyright: ignore[reportAttributeAccessIssue] - of the worker
+            with whole_reload(self._millrace_model()):
+                self.reload_weights(weights_path=directory)  # pyright: ignore[reportAttributeAccessIssue] - of the worker
         finally:
             for name, value in first.items():
                 setattr(config, name, value)
@@ -256,7 +263,9 @@ class PolicyExtension(AnsweringWorker, FetchingWorker):
     # ---- what follows is not called from outside ----
 
     def _millrace_model(self) -> torch.nn.Module:
-        return self.model_runner.get_model()  # pyright: ignore[reportAttributeAccessIssue] - of the worker
+        model = self.model_runner.get_model()  # pyright: ignore[reportAttributeAccessIssue] - of the worker
+        has_parts = self.millrace_is_text_part and hasattr(model, "get_language_model")
+        return model.get_language_model() if has_parts else model
 
     def _millrace_required(self) -> Held:
         if self.millrace_held is None:
@@ -273,7 +282,7 @@ class PolicyExtension(AnsweringWorker, FetchingWorker):
 
         model = self._millrace_model()
         runner = self.model_runner  # pyright: ignore[reportAttributeAccessIssue] - of the worker
-        with torch.device(runner.device), set_current_vllm_config(self.vllm_config):  # pyright: ignore[reportAttributeAccessIssue]
+        with torch.device(runner.device), set_current_vllm_config(self.vllm_config), whole_reload(module):  # pyright: ignore[reportAttributeAccessIssue]
             initialize_layerwise_reload(module)
             try:
                 model.load_weights(self._millrace_tensors(files, names))  # pyright: ignore[reportCallIssue]
@@ -332,11 +341,12 @@ class PolicyExtension(AnsweringWorker, FetchingWorker):
         boxes = [region for slot in plain for region in by_slot[slot] if region.is_in_runs]
         proved = ContinuedDigests(boxes, ModelMemory(self._millrace_model))
         derived = derived_tensors(model, layout.specs)
-        if derived:
-            logger.info(
-                "every version is loaded whole: tensors are derived from weights", extra={"derived": derived[:4]}
-            )
-        return Held(layout=layout, plain=plain, packed=packed, proved=proved, is_reloaded_whole=bool(derived))
+        # Some of what has no place that is known may be what opaque parameters are made of.
+        unknown = sorted(files.places.keys() - layout.regions.keys()) if layout.opaque else []
+        if is_reloaded_whole := bool(derived or unknown):
+            why = {"derived": derived[:4], "no_place": unknown[:4]}
+            logger.info("every version is loaded whole: not all that comes of its tensors is known", extra=why)
+        return Held(layout=layout, plain=plain, packed=packed, proved=proved, is_reloaded_whole=is_reloaded_whole)
 
     def _millrace_packed_slot(
         self, model: torch.nn.Module, name: str, module: torch.nn.Module, by_slot: Mapping[Slot, Any]

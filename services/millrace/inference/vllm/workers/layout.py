@@ -8,7 +8,7 @@ copy has no region, and is loaded by vLLM's layerwise reload.
 """
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -156,8 +156,16 @@ class Layout:
     opaque: frozenset[Slot]
 
 
-def trace(model: torch.nn.Module, places: Iterable[TensorPlace]) -> Layout:
+def trace(model: torch.nn.Module, places: Collection[TensorPlace]) -> Layout:
     """Run the model's own loaders on the meta device; the model is as before afterwards, whatever happens."""
+    try:
+        return _trace(model, places, keeps_views=True)
+    except RuntimeError:  # of a loader that wants the memory which a view has not
+        return _trace(model, places, keeps_views=False)
+
+
+def _trace(model: torch.nn.Module, places: Collection[TensorPlace], *, keeps_views: bool) -> Layout:
+    """As `trace`. With `keeps_views` what a loader makes contiguous is seen as the part of the tensor that it is."""
     # vllm is in its own environment, which the type checker does not see.
     from vllm.model_executor.model_loader.reload.layerwise import (  # pyright: ignore[reportMissingImports]
         get_layerwise_info,
@@ -173,7 +181,7 @@ def trace(model: torch.nn.Module, places: Iterable[TensorPlace]) -> Layout:
         module: (dict(module._parameters), dict(module._buffers), set(module._non_persistent_buffers_set))
         for module in modules.values()
     }
-    recorder = _Recorder()
+    recorder = _Recorder(modules, keeps_views=keeps_views)
     try:
         for name, module in modules.items():
             info = get_layerwise_info(module)
@@ -211,8 +219,10 @@ def _unwrap_loader(tensor: torch.Tensor) -> None:
 class _Recorder(TorchDispatchMode):
     """Notes copies from known tensors to known parameters."""
 
-    def __init__(self) -> None:
+    def __init__(self, modules: Mapping[str, torch.nn.Module], *, keeps_views: bool) -> None:
         super().__init__()
+        self._keeps_views = keeps_views
+        self._modules = modules
         self._sources: dict[int, str] = {}
         self._targets: dict[int, Slot] = {}
         self._alive: list[torch.Tensor] = []  # storages are told apart by address
@@ -229,13 +239,29 @@ class _Recorder(TorchDispatchMode):
         self._specs[slot] = (tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype)
         self._alive.append(tensor)
 
+    def _late_slot(self, target: torch.Tensor) -> Slot | None:
+        """That of a parameter which a loader has registered with memory of its own, and copies into."""
+        for name, module in self._modules.items():
+            for each, parameter in module._parameters.items():
+                if parameter is not None and _storage(parameter) == _storage(target):
+                    self.add_target(found := Slot(module=name, name=each), parameter)
+                    return found
+        return None
+
     def layout(self) -> Layout:
         regions = {name: tuple(found) for name, found in self._regions.items()}
         return Layout(regions=regions, specs=self._specs, opaque=frozenset(self._opaque))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten.copy_.default and (slot := self._targets.get(_storage(args[0]))) is not None:
-            target, source = args[0], args[1]
+        is_copy = func is torch.ops.aten.clone.default and _storage(args[0]) in self._sources
+        if self._keeps_views and is_copy and (kwargs or {}).get("memory_format") is torch.contiguous_format:
+            return args[0].view(args[0].shape)  # of `contiguous()`: the same numbers in the same order
+        if func is not torch.ops.aten.copy_.default:
+            return func(*args, **(kwargs or {}))
+        target, source = args[0], args[1]
+        is_late = source.is_meta and not target.is_meta  # nothing can be copied there
+        slot = self._targets.get(_storage(target)) or (self._late_slot(target) if is_late else None)
+        if slot is not None:
             name = self._sources.get(_storage(source))
             if name is None or target.shape != source.shape or target.dtype != source.dtype:
                 self._opaque.add(slot)
@@ -250,7 +276,7 @@ class _Recorder(TorchDispatchMode):
                     target_strides=tuple(target.stride()),
                 )
                 self._regions.setdefault(name, []).append(region)
-        return func(*args, **(kwargs or {}))
+        return target if is_late else func(*args, **(kwargs or {}))
 
 
 def _storage(tensor: torch.Tensor) -> int:
