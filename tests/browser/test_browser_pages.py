@@ -313,7 +313,7 @@ def test_evaluations_name_what_was_not_evaluated(page, run_writer):
 
 
 def test_a_sample_shows_what_it_was_scored_with(page, run_writer):
-    given = {"answer": HOSTILE[1], "level": 3, "tags": ["a", {"b": None}], "long": "x" * 6000, "key": SECRET}
+    given = {"answer": HOSTILE[1], "level": 3, "tags": ["a", {"b": None}], "long": "x " * 3000, "key": SECRET}
     scored = replace(run_writer.rollout(STEPS, 0, ()), ordinal=99, task_json=json.dumps(given))
     run_writer.commit(STEPS, more=[scored])
     opened(page, f"/runs/{RUN}/samples?ordinal=99", "table.samples tbody tr >> nth=0")
@@ -323,7 +323,8 @@ def test_a_sample_shows_what_it_was_scored_with(page, run_writer):
     rows = dict(row.split("\t", 1) for row in table.locator("tbody tr").all_inner_texts())
     assert rows["answer"].strip() == HOSTILE[1] and rows["tags"].strip() == '["a",{"b":null}]'
     assert rows["level"].strip() == "3" and SECRET not in page.inner_text("main")
-    assert page.evaluate("document.documentElement.scrollWidth") <= 1280, "a long one is broken into lines"
+    assert page.evaluate("document.documentElement.scrollWidth") <= 1280
+    assert table.locator("button.more").count() == 1, "the rest of a long one can be asked for"
     assert page.evaluate("window.hacked") is None and page.complaints == []
 
 

@@ -229,6 +229,24 @@ async def test_engine_failures(server: Any, mode: str, status: RolloutStatus, er
     assert_failed(await server.play_one("reverse-text", 0, mode=mode), status, error_type, text)
 
 
+async def test_an_answer_and_an_info_that_are_no_json_cost_no_rollout(server: Any) -> None:
+    await server.open("faulty-v0", {"modes": ["odd_info"]})
+    rollout = await server.play_one("faulty-v0", 0, args={"modes": ["odd_info"]})
+    assert rollout.status is RolloutStatus.OK and rollout.reward == 1.0
+    given = json.loads(rollout.task_json)
+    assert given["answer"] == [1, 2] and (given["raw"], given["score"]) == ("b'\\xff'", "nan")
+    assert "own" in given
+
+
+@pytest.mark.parametrize("answer", [0, ["a", "b"], False, ""])
+async def test_an_answer_is_kept_whatever_its_type(server: Any, answer: Any) -> None:
+    args = {"modes": ["ok"], "answer": answer}
+    await server.open("faulty-v0", args)
+    rollout = await server.play_one("faulty-v0", 0, args=args)
+    given = json.loads(rollout.task_json)
+    assert given == ({"mode": "ok"} if answer == "" else {"answer": answer, "mode": "ok"})
+
+
 async def test_engine_unreachable(server: Any) -> None:
     await server.open("reverse-text")
     rollout = await server.play_one("reverse-text", 0, base_url="http://127.0.0.1:1/v1")

@@ -147,6 +147,8 @@ def _lines(result: dict[str, Any]) -> list[str]:
         return lines
     for message in result["messages"]:
         lines += ["", f"{message.get('role', '?')}:", *_indented(_text(message.get("content")))]
+    if given := result["given"]:
+        lines += ["", "scored with:", *(f"  {name}: {_text(value)}" for name, value in given.items())]
     lines += ["", f"turns   {result['num_turns']}, stopped by {result['stop_condition'] or 'its end'}"]
     lines.append(f"time    {result['seconds']:.2f} s, of which the model {result['model_seconds']:.2f} s")
     if error := result["error"]:

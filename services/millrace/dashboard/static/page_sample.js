@@ -39,7 +39,7 @@ export async function samplePage(page, run, id) {
 function parts(found) {
   const rows = Object.entries(found.metrics).map(([name, value]) => h("tr", {}, h("td", {}, visible(name)), h("td", { class: "num" }, number(value))));
   const traces = found.traces.map((each) => h("tr", {}, h("td", {}, `agent ${visible(each.agent)}`), h("td", { class: "num" }, number(each.reward))));
-  const given = Object.entries(found.given || {}).map(([name, value]) => h("tr", {}, h("td", {}, visible(name)), h("td", { class: "said", dir: "auto" }, visible(typeof value === "string" ? value : JSON.stringify(value)))));
+  const given = Object.entries(found.given || {}).map(([name, value]) => h("tr", {}, h("td", {}, visible(name)), h("td", {}, text(typeof value === "string" ? value : JSON.stringify(value)))));
   const scored = given.length ? table(heads("Scored with", ""), given, { class: "rows" }) : null;
   return panel("Reward", scored, table(heads("Part", "Value#"), [h("tr", { class: "sum" }, h("td", {}, "reward"), h("td", { class: "num" }, number(found.reward))), traces, rows], { class: "rows" }),
     h("details", {}, h("summary", {}, "sampling parameters"), h("pre", {}, visible(found.sampling))));

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from millrace.rollouts.given import bounded_object, shortened, storable
 from millrace.rollouts.requests import PlayRequest
 from millrace.rollouts.rewards import MAX_REWARD
 from millrace.rollouts.types import (
@@ -13,7 +14,6 @@ from millrace.rollouts.types import (
     MAX_ERROR_MESSAGE_CHARS,
     MAX_MESSAGES_JSON_BYTES,
     MAX_SAMPLING_JSON_CHARS,
-    MAX_TASK_JSON_BYTES,
     Rollout,
     RolloutError,
     RolloutStatus,
@@ -137,39 +137,14 @@ def bounded_json(messages: Sequence[Mapping[str, Any]], *, limit_bytes: int = MA
         if keep_chars < 16:
             return encode([{"role": "note", "content": f"conversation of {len(messages)} messages was too long"}])
         cut = [
-            {"role": item.get("role", ""), "content": _cut(str(item.get("content") or ""), keep_chars)}
+            {"role": item.get("role", ""), "content": shortened(str(item.get("content") or ""), keep_chars)}
             for item in messages[:32]
         ]
         if len(messages) > 32:
             cut.append({"role": "note", "content": f"{len(messages) - 32} more messages were cut"})
         text = encode(cut)
         keep_chars //= 2
-    return _storable(text)
-
-
-def bounded_object(given: Mapping[str, Any], *, limit_bytes: int = MAX_TASK_JSON_BYTES) -> str:
-    """A mapping as a JSON object of at most `limit_bytes`, `answer` first; "" for an empty one.
-
-    Values whose JSON is long are cut, and kept as text; what does not fit then is left out.
-    """
-    kept: dict[str, Any] = {}
-    text = ""
-    for name in sorted(given, key=lambda each: (each != "answer", str(each))):
-        value = json.dumps(given[name], ensure_ascii=False, default=str)
-        item = _cut(value, limit_bytes // 8) if len(value) > limit_bytes // 8 else json.loads(value)
-        longer = json.dumps({**kept, str(name)[:200]: item}, ensure_ascii=False)
-        if len(longer.encode("utf-8", "replace")) <= limit_bytes:
-            kept[str(name)[:200]], text = item, longer
-    return _storable(text)
-
-
-def _storable(text: str) -> str:
-    """The text without lone surrogates (a model's broken text), which cannot be stored as UTF-8."""
-    return text.encode("utf-8", "replace").decode("utf-8")
-
-
-def _cut(text: str, limit: int) -> str:
-    return text if len(text) <= limit else f"{text[:limit]}… ({len(text) - limit} characters cut)"
+    return storable(text)
 
 
 def finite_metrics(metrics: Mapping[str, Any]) -> dict[str, float]:
@@ -203,8 +178,8 @@ def make_rollout(
     if not is_ok:
         error = RolloutError(
             type=outcome.error_type,
-            message=_storable(outcome.error_message)[:MAX_ERROR_MESSAGE_CHARS],
-            frames=_storable(outcome.frames)[-MAX_ERROR_FRAMES_CHARS:],
+            message=storable(outcome.error_message)[:MAX_ERROR_MESSAGE_CHARS],
+            frames=storable(outcome.frames)[-MAX_ERROR_FRAMES_CHARS:],
             is_infrastructure=outcome.is_infrastructure,
         )
     return Rollout(

@@ -137,6 +137,8 @@ class V0Adapter:
                         row, client, request.model, args, max_retries=0, state_columns=_STATE_COLUMNS
                     )
                     outputs.append(output)
+        # The library leaves an answer of 0 and an empty info out of what it returns.
+        outputs = [{**{name: row.get(name) for name in ("answer", "info")}, **output} for output in outputs]
         if request.is_external:
             outcomes = [_external_outcome(output, of_play, client) for output in outputs]
         else:
@@ -331,8 +333,13 @@ def _judged(output: Mapping[str, Any], of_play: Scored) -> Outcome:
 def _given(output: Mapping[str, Any]) -> dict[str, Any]:
     """The task's answer, and the fields of its info."""
     answer, info = output.get("answer"), output.get("info")
-    found = dict(info) if isinstance(info, Mapping) else {}
-    return found if answer in (None, "") else {**found, "answer": answer}
+    found = {} if _is_nothing(info) else dict(info) if isinstance(info, Mapping) else {"info": info}
+    return found if _is_nothing(answer) else {**found, "answer": answer}
+
+
+def _is_nothing(value: Any) -> bool:
+    """Whether the library says so for a field that a task does not have; 0, False and empty lists are something."""
+    return value is None or (isinstance(value, str) and not value)
 
 
 def _error_outcome(error: BaseException, played: Outcome) -> Outcome:

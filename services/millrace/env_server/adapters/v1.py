@@ -333,7 +333,7 @@ def _given(data: Any) -> dict[str, Any]:
     """What a task's data has beyond what every task's has: its answer, and what else its class adds."""
     return {
         name: value
-        for name, value in data.model_dump(mode="json").items()
+        for name, value in data.model_dump().items()
         if name not in vf.TaskData.model_fields and value is not None
     }
 
