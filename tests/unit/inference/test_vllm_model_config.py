@@ -1,15 +1,23 @@
 """A policy's config beside that of the model that vLLM was started with, which may be known by a Hub id alone."""
 
+import copy
 import json
 from pathlib import Path
 from typing import Any
 
 import huggingface_hub
 import pytest
-from transformers import Qwen3_5TextConfig, Qwen3Config
+from transformers import AutoConfig, Qwen3_5TextConfig, Qwen3Config
 
 from millrace.inference.vllm import model_config
 from millrace.inference.vllm.model_config import compare_configs
+from millrace.models.older_names import with_older_names
+
+LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 2, "long_factor": [4.0] * 2}
+SMALL = {"hidden_size": 16, "num_attention_heads": 4, "num_key_value_heads": 2}
+ROPE: dict[str, dict[str, Any]] = {
+    "phi3": {**SMALL, "rope_parameters": LONGROPE, "original_max_position_embeddings": 8, "pad_token_id": None}
+}
 
 
 def problem(*places: Path, **options: Any) -> str:
@@ -66,3 +74,13 @@ def test_who_wrote_a_config_makes_no_difference(is_part: bool, tmp_path: Path) -
     (whole["text_config"] if is_part else said)["quantization_config"] = {"quant_method": "fp8"}
     (started / "config.json").write_text(json.dumps(said))
     assert "differing: quantization_config" in problem(policy, started)
+
+
+@pytest.mark.parametrize("family", ["phi3", "gemma3_text", "qwen3_moe", "gpt_neox"])
+def test_a_policy_is_the_model_it_was_made_of_in_the_words_of_both_releases(family: str, tmp_path: Path) -> None:
+    held = AutoConfig.for_model(family, **copy.deepcopy(ROPE.get(family, {})))
+    held.save_pretrained(tmp_path / "held")
+    (tmp_path / "policy").mkdir()
+    said = with_older_names(held, json.loads((tmp_path / "held" / "config.json").read_text()))
+    (tmp_path / "policy" / "config.json").write_text(json.dumps(said))
+    assert problem(tmp_path / "policy", tmp_path / "held") == ""

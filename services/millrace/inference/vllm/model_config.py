@@ -128,7 +128,8 @@ def _parts(config: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def _plain(config: Mapping[str, Any]) -> dict[str, Any]:
-    """A config without what does not matter, at every level."""
+    """A config without what does not matter, at every level; `type` is the older word beside `rope_type`."""
+    noise = (*_NOISE, "type") if "rope_type" in config else _NOISE
     return {
-        key: _plain(value) if isinstance(value, dict) else value for key, value in config.items() if key not in _NOISE
+        key: _plain(value) if isinstance(value, dict) else value for key, value in config.items() if key not in noise
     }
