@@ -26,6 +26,9 @@ FAILING = {
     "swallows": ("RewardError", RAISED),
     "adds": ("RewardError", RAISED),
     "swaps": ("RewardError", "reward function 'none' raised TypeError: it returned None"),
+    "exits": ("RewardError", "reward function 'exits' raised SystemExit: 3"),
+    "cancels": ("RewardError", "reward function 'cancels' raised CancelledError"),
+    "leaves": ("EnvironmentExitError", "the environment's code raised SystemExit: nothing to do (at "),
     "turn_text": ("RewardError", "the reward of turn 1 is '0.5', which is no number"),
 }
 TURNS = {

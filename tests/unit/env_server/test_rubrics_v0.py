@@ -104,6 +104,7 @@ async def test_the_signature_by_which_functions_are_told_apart_is_kept() -> None
         (None, "returned None, not a list"),
         ("ab", "returned 'a', which is no number"),
         ({0: 1.0, 1: 2.0}, "not a list"),
+        ({1.0, 2.0}, "not a list"),
         ([1.0], "returned 1 numbers for the 2 members"),
         ([1.0, 2.0, 3.0], "returned 3 numbers for the 2 members"),
         ([1.0, None], "returned None, which is no number"),
@@ -156,6 +157,50 @@ async def test_a_function_of_weight_0_may_return_metrics() -> None:
     assert "returned {'length': 3" in weighed.failures[0].message
 
 
+async def test_metrics_are_written_over_no_rewards() -> None:
+    def exact(completion: str) -> float:
+        return 1.0
+
+    def parts(completion: str) -> Any:
+        return {"exact": 0.25, "parts": 2, "length": 3}
+
+    _, noted = await scored(vf.Rubric(funcs=[exact, parts], weights=[1.0, 0.0]))
+    found = noted.metrics_with({"exact": 1.0, "parts": 0.0})
+    assert found == {"exact": 1.0, "parts/exact": 0.25, "parts": 2, "length": 3}
+
+
+async def test_what_counts_anywhere_returns_numbers() -> None:
+    def parts(completion: str) -> Any:
+        return {"length": 3}
+
+    _, noted = await scored(vf.Rubric(funcs=[parts, parts], weights=[0.0, 1.0]))
+    assert "returned {'length': 3" in noted.failures[0].message
+
+
+@pytest.mark.parametrize("raised", [SystemExit(3), KeyboardInterrupt(), asyncio.CancelledError()])
+@pytest.mark.parametrize("is_group", [False, True])
+async def test_what_would_end_more_than_its_rollout_is_a_failed_reward(raised: BaseException, is_group: bool) -> None:
+    def ends(completion: str) -> float:
+        raise raised
+
+    found, rubric = state(), vf.Rubric(funcs=[ends])
+    await (rubric.score_group([found]) if is_group else rubric.score_rollout(found))
+    assert f"'ends' raised {type(raised).__name__}" in SCORED.take("t").failures[0].message
+
+
+async def test_a_rollout_that_is_cancelled_is_cancelled_while_it_is_scored() -> None:
+    async def waits(completion: str) -> float:
+        await asyncio.sleep(60)
+        return 1.0
+
+    task = asyncio.create_task(vf.Rubric(funcs=[waits]).score_rollout(state()))
+    await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert not SCORED.take("t").failures
+
+
 @pytest.mark.parametrize(
     ("value", "number"),
     [
@@ -173,7 +218,31 @@ def test_numbers_of_any_library(value: Any, number: float) -> None:
     assert number_of(value) == number and type(number_of(value)) is float
 
 
-@pytest.mark.parametrize("value", ["0.5", b"1", None, [1.0], {}, 1j, np.str_("0.5"), np.asarray([1.0, 2.0]), object()])
+@pytest.mark.parametrize(
+    "value",
+    [
+        "0.5",
+        b"1",
+        None,
+        [1.0],
+        {},
+        1j,
+        np.str_("0.5"),
+        np.asarray("0.5"),
+        np.complex64(1 + 2j),
+        np.asarray([1.0, 2.0]),
+        object(),
+    ],
+)
 def test_what_is_no_number(value: Any) -> None:
     with pytest.raises(TypeError, match="which is no number"):
         number_of(value)
+
+
+def test_what_a_library_cannot_make_a_number_of_is_none() -> None:
+    class Tensor:
+        def __float__(self) -> float:
+            raise RuntimeError("a Tensor with 2 elements cannot be converted to Scalar")
+
+    with pytest.raises(TypeError, match="which is no number"):
+        number_of(Tensor())

@@ -1,10 +1,13 @@
 """How one play of a task ended, in the env-server's own terms, and the rollout made from it."""
 
+import contextlib
 import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
+
+import numpy as np
 
 from millrace.rollouts.given import bounded_object, shortened, storable
 from millrace.rollouts.requests import PlayRequest
@@ -89,13 +92,17 @@ class NotANumberError(TypeError):
 
 
 def number_of(value: Any) -> float:
-    """What an environment says as a number: of Python, numpy or torch. Raises NotANumberError; texts are none."""
+    """What an environment says as a number: of Python, numpy or torch. Raises NotANumberError; texts are none.
+
+    So are numpy's texts and complex numbers, of which Python would make a float.
+    """
     kind = type(value)
-    if isinstance(value, str | bytes) or not (hasattr(kind, "__float__") or hasattr(kind, "__index__")):
+    is_other = isinstance(value, np.generic | np.ndarray) and value.dtype.kind in "cSU"
+    if is_other or isinstance(value, str | bytes) or not (hasattr(kind, "__float__") or hasattr(kind, "__index__")):
         raise NotANumberError(f"{value!r:.100}, which is no number")
     try:
         return float(value)
-    except (TypeError, ValueError, OverflowError) as error:
+    except Exception as error:  # foreign code: torch raises RuntimeError
         raise NotANumberError(f"{value!r:.100}, which is no number") from error
 
 
@@ -122,7 +129,10 @@ def checked(outcome: Outcome) -> Outcome:
 
 
 def _is_unusable(value: Any) -> bool:
-    return isinstance(value, float) and not abs(value) <= MAX_REWARD
+    try:
+        return not abs(number_of(value)) <= MAX_REWARD
+    except NotANumberError:
+        return False
 
 
 def bounded_json(messages: Sequence[Mapping[str, Any]], *, limit_bytes: int = MAX_MESSAGES_JSON_BYTES) -> str:
@@ -151,8 +161,9 @@ def finite_metrics(metrics: Mapping[str, Any]) -> dict[str, float]:
     """The metrics that are finite numbers; others cannot be averaged and are left out."""
     numbers: dict[str, float] = {}
     for name, value in metrics.items():
-        if isinstance(value, bool | int | float) and math.isfinite(value):
-            numbers[str(name)] = float(value)
+        with contextlib.suppress(NotANumberError):
+            if math.isfinite(number := number_of(value)):
+                numbers[str(name)] = number
     return numbers
 
 

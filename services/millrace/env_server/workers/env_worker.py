@@ -14,6 +14,7 @@ import signal
 import socket
 import threading
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import cast
@@ -136,6 +137,10 @@ def _read_first(channel: socket.socket) -> env_worker_pb2.WorkerCommand | None:
     return decode_frame(env_worker_pb2.WorkerCommand, exactly(frame_length(head)))
 
 
+class EnvironmentExitError(Exception):
+    """What an environment's code raised would end the process, and all that is played in it."""
+
+
 class _Worker:
     """Plays what the parent sends."""
 
@@ -201,12 +206,20 @@ class _Worker:
             ended.rollouts.append(answer_of(request, member, task_id, outcome, seconds))
         await self._send(env_worker_pb2.WorkerReport(ended=ended))
 
+    async def _played(self, request: PlayRequest, tokenizer_dir: str) -> Sequence[Outcome]:
+        """Play it. An exit of the environment's code ends this play, and not those beside it."""
+        try:
+            return await self._adapter.play(request, tokenizer_dir=tokenizer_dir)
+        except (SystemExit, KeyboardInterrupt) as error:
+            ended = EnvironmentExitError(f"the environment's code raised {type(error).__name__}: {error}")
+            raise ended.with_traceback(error.__traceback__) from error
+
     async def _outcomes(self, request: PlayRequest, play: env_worker_pb2.PlayMembers, own: OwnTime) -> list[Outcome]:
         """One outcome per member, whatever happens, by the deadline plus the grace.
 
         The deadline counts the play's own time: what the code of others takes of the loop is not its fault.
         """
-        playing = asyncio.ensure_future(self._adapter.play(request, tokenizer_dir=play.tokenizer_dir))
+        playing = asyncio.ensure_future(self._played(request, play.tokenizer_dir))
         count = len(request.members)
         try:
             while not playing.done() and (left_s := request.rollout_timeout_seconds - own.seconds) > 0:

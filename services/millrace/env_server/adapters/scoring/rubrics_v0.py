@@ -8,6 +8,7 @@
   that the environment gave it.
 """
 
+import asyncio
 import contextlib
 import contextvars
 import functools
@@ -15,6 +16,7 @@ import inspect
 import logging
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,6 +32,10 @@ _CALLS = {"_call_individual_reward_func": False, "_call_group_reward_func": True
 """The library's calls of reward functions, and whether they get a whole group."""
 _MAX_ROLLOUTS = 8192  # as many as `span_log` remembers, for the same reason
 _MAX_WRAPPED = 1024
+
+
+class RewardAbortedError(Exception):
+    """A reward function raised what would end its rollout's task, or the whole process, in the place of an error."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,12 +57,16 @@ class Scored:
     num_warnings: int = 0
 
     def metrics_with(self, known: Mapping[str, Any]) -> dict[str, Any]:
-        """The library's metrics with those that functions returned as mappings, each under its own key."""
+        """The library's metrics with those that functions returned as mappings, each under its own key.
+
+        A key that is taken, such as by a reward function, is written behind the name of the function that returned it.
+        """
         found = {name: value for name, value in known.items() if name not in self.metrics}
         if self.num_warnings:
             found[WARNINGS_METRIC] = self.num_warnings
-        for own in self.metrics.values():
-            found |= {str(name): value for name, value in own.items()}
+        for function, own in self.metrics.items():
+            for name, value in own.items():
+                found[f"{function}/{name}" if str(name) in found else str(name)] = value
         return found
 
 
@@ -109,7 +119,7 @@ class _Call:
         """The result as the library adds it up: a number, or of a group one for each member. Raises TypeError."""
         if not self.is_of_group:
             return self._number(name, result, self.scored[0])
-        if not isinstance(result, Iterable) or isinstance(result, Mapping):
+        if not isinstance(result, Iterable) or isinstance(result, Mapping | AbstractSet):  # these have no order
             raise TypeError(f"it returned {result!r:.100}, not a list with a number for each member of the group")
         scored = iter(self.scored)
         numbers = [self._number(name, each, next(scored, Scored())) for each in result]
@@ -185,7 +195,7 @@ def _watching(stock: Callable[..., Any], *, is_of_group: bool) -> Callable[..., 
     @functools.wraps(stock)
     async def call(rubric: Any, func: Callable[..., Any], state: Any) -> Any:
         members = state if is_of_group else [state]
-        is_metric = _weight(rubric, func) == 0
+        is_metric = _is_metric(rubric, func)
         scored = [SCORED.of(each) for each in members]
         token = _call.set(_Call(scored=scored, is_of_group=is_of_group, is_metric=is_metric))
         try:
@@ -198,9 +208,10 @@ def _watching(stock: Callable[..., Any], *, is_of_group: bool) -> Callable[..., 
     return call
 
 
-def _weight(rubric: Any, func: Any) -> float:
-    """What a rubric multiplies a function's result with; 1 if it is none of its own."""
-    return next((weight for each, weight in zip(rubric.funcs, rubric.weights, strict=False) if each is func), 1.0)
+def _is_metric(rubric: Any, func: Any) -> bool:
+    """Whether a rubric multiplies a function's result with 0, wherever it has it; not if it is none of its own."""
+    weights = [weight for each, weight in zip(rubric.funcs, rubric.weights, strict=False) if each is func]
+    return bool(weights) and not any(weights)
 
 
 def _watched_once(func: Any) -> Any:
@@ -225,16 +236,27 @@ def _watched(func: Callable[..., Any]) -> Callable[..., Any]:
                 result = func(*args, **kwargs)
                 score = await result if inspect.isawaitable(result) else result
             return call.accepted(name, score)
-        except Exception as error:  # foreign reward code: noted for its rollouts, then raised
+        # Foreign reward code: noted for its rollouts, then raised.
+        except (Exception, SystemExit, KeyboardInterrupt, asyncio.CancelledError) as error:
+            if isinstance(error, asyncio.CancelledError) and _is_being_cancelled():
+                raise
             kind = judges.failure_type(error)
             message = judges.with_remedy(kind, f"reward function {name!r} raised {type(error).__name__}: {error}")
             failure = RewardFailure(message=message, frames=frames_of(error), type=kind or "RewardError")
             for each in call.scored:
                 each.failures.append(failure)
-            raise
+            if isinstance(error, Exception):
+                raise
+            raise RewardAbortedError(message) from error
 
     watched._millrace_watched = True  # type: ignore[attr-defined]
     return watched
+
+
+def _is_being_cancelled() -> bool:
+    """Whether it is the rollout that is cancelled, and not something that its reward function awaits."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
 
 
 def _without_rewards_of_turns(stock: Callable[..., Any]) -> Callable[..., Any]:
