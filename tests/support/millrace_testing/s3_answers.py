@@ -3,6 +3,7 @@
 import contextlib
 import http.server
 import threading
+import urllib.parse
 from collections.abc import Iterator
 
 XML = '<?xml version="1.0" encoding="UTF-8"?><Error><Code>{}</Code><Message>{}</Message>{}</Error>'
@@ -14,6 +15,8 @@ class Server(http.server.BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     refuses: dict[str, tuple[int, str, str, str]]
     """By method; `create` is a PUT with a condition."""
+    times: dict[str, int]
+    """How often a method is refused, where that is not always."""
     stored: dict[str, bytes]
     seen: list[tuple[str, str]]
     hosts: list[str]
@@ -29,7 +32,8 @@ class Server(http.server.BaseHTTPRequestHandler):
         path, _, query = self.path.partition("?")
         self.seen.append((kind, self.path))
         self.hosts.append(self.headers["Host"].partition(":")[0])
-        if kind in self.refuses:
+        if kind in self.refuses and self.times.get(kind, 1):
+            self.times[kind] = self.times.get(kind, 0) - 1
             status, code, message, rest = self.refuses[kind]
             return self.answer(status, XML.format(code, message, rest).encode())
         if kind == "create" and path in self.stored:
@@ -41,7 +45,8 @@ class Server(http.server.BaseHTTPRequestHandler):
             self.stored.pop(path, None)
             return self.answer(204)
         if "list-type=2" in query:
-            return self.answer(200, self.listing(path))
+            wanted = urllib.parse.parse_qs(query).get("prefix", [""])[0]
+            return self.answer(200, self.listing(path, wanted))
         if path == "/b":  # the bucket itself
             return self.answer(200)
         if path not in self.stored:
@@ -55,12 +60,12 @@ class Server(http.server.BaseHTTPRequestHandler):
 
     do_GET = do_PUT = do_HEAD = do_DELETE = handle_one
 
-    def listing(self, path: str) -> bytes:
+    def listing(self, path: str, prefix: str) -> bytes:
         items = "".join(
             f"<Contents><Key>{name.removeprefix(path + '/')}</Key><Size>{len(data)}</Size>"
             "<LastModified>2026-11-27T10:00:00.000Z</LastModified></Contents>"
             for name, data in sorted(self.stored.items())
-            if "self-test/passed" not in name
+            if name.startswith(f"{path}/{prefix}")
         )
         return f"<ListBucketResult><IsTruncated>false</IsTruncated>{items}</ListBucketResult>".encode()
 
@@ -78,7 +83,7 @@ class Server(http.server.BaseHTTPRequestHandler):
 @contextlib.contextmanager
 def s3_answers() -> Iterator[tuple[type[Server], int]]:
     """A server that runs while the block lasts: its class, which holds its state, and its port."""
-    handler = type("Handler", (Server,), {"refuses": {}, "stored": {}, "seen": [], "hosts": []})
+    handler = type("Handler", (Server,), {"refuses": {}, "times": {}, "stored": {}, "seen": [], "hosts": []})
     listening = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
     thread = threading.Thread(target=listening.serve_forever, args=(0.02,))
     thread.start()
