@@ -25,8 +25,9 @@ class Filtered:
     def credit(self, group: Sequence[Rollout]) -> list[list[Credit]]:
         """See `Algorithm.credit`: what is masked or dropped gets credit that trains nothing."""
         actions = [_actions(rollout, self._filters) for rollout in group]
+        has_turns = any(rollout.has_turn_rewards for rollout in group)
         compared = [
-            _penalised(rollout, self._filters)
+            _penalised(rollout, self._filters, has_turns=has_turns)
             for rollout, action in zip(group, actions, strict=True)
             if "drop" not in action
         ]
@@ -60,10 +61,10 @@ def _actions(rollout: Rollout, filters: Sequence[FilterConfig]) -> set[str]:
     return {each.action for each in filters if _finds(each, rollout)}
 
 
-def _penalised(rollout: Rollout, filters: Sequence[FilterConfig]) -> Rollout:
+def _penalised(rollout: Rollout, filters: Sequence[FilterConfig], *, has_turns: bool = False) -> Rollout:
     """The rollout with the reward that it is compared with."""
     penalty = sum(each.penalty for each in filters if each.action == "penalise" and _finds(each, rollout))
-    return rollout.penalised(penalty) if penalty else rollout
+    return rollout.penalised(penalty, has_turns=has_turns) if penalty else rollout
 
 
 def _finds(config: FilterConfig, rollout: Rollout) -> bool:

@@ -257,10 +257,15 @@ class Rollout:
         """Its traces; where one agent did everything, a single one of no name."""
         return self.traces or (Trace(agent="", reward=self.reward, num_samples=len(self.samples)),)
 
-    def penalised(self, penalty: float) -> "Rollout":
-        """The rollout with a lower reward of every trace; of turns with rewards the last one bears it."""
+    def penalised(self, penalty: float, *, has_turns: bool = False) -> "Rollout":
+        """The rollout with a lower reward of every trace; of turns with rewards the last one bears it.
+
+        `has_turns`: turns of others of its group have rewards, so its own have earned 0 where none has one.
+        """
         traces = tuple(replace(trace, reward=trace.reward - penalty) for trace in self.traces)
         samples = list(self.samples)
+        if has_turns and not self.has_turn_rewards:
+            samples = [replace(sample, turns=sample.unrewarded_turns) for sample in samples]
         at = max((index for index, sample in enumerate(samples) if sample.turns), default=None)
         if at is not None:
             last = samples[at].turns[-1]

@@ -81,9 +81,11 @@ async def test_a_group_with_a_child_that_compares_is_played_in_groups(server: An
     assert {rollout.error.type for rollout in played["none"]} == {"RewardError"}
 
 
-async def test_the_first_tasks_of_an_evaluation_are_of_every_child(server: Any) -> None:
-    changes = {"purpose": rollout_pb2.PURPOSE_EVAL, "eval_id": "first"}
-    args = {"kinds": ["turn_int64", "rank", "fine"]}
+@pytest.mark.parametrize("has_eval", [True, False])
+async def test_the_first_tasks_of_an_evaluation_are_of_every_child(server: Any, has_eval: bool) -> None:
+    """Also where the training tasks are played, for want of others."""
+    changes = {"purpose": rollout_pb2.PURPOSE_EVAL, "eval_id": "first", "use_train_tasks": not has_eval}
+    args = {"kinds": ["turn_int64", "rank", "fine"], "has_eval": has_eval}
     await server.open(ENV, args)
     asked = [server.request(ENV, at, args=args, **changes) for at in range(4)]
     played = await server.play(*asked)

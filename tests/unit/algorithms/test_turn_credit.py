@@ -6,9 +6,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from millrace.algorithms import Grpo, ReinforcePlusPlus, Rloo, ScalarAdvantage
+from millrace.algorithms import Algorithm, Grpo, ReinforcePlusPlus, Rloo
 from millrace.algorithms.base import Credited
+from millrace.algorithms.filters import Filtered
 from millrace.algorithms.overlong import OverlongPenalty
+from millrace.config.sections.filters import FilterConfig
 from millrace.rollouts.types import PolicySpan, Purpose, Rollout, RolloutStatus, Sample, TurnReward
 
 
@@ -42,7 +44,7 @@ def rollout(total: float, *samples: Sequence[float]) -> Rollout:
     )
 
 
-def of_turns(algorithm: ScalarAdvantage, *group: Rollout) -> list[list[float]]:
+def of_turns(algorithm: Algorithm, *group: Rollout) -> list[list[float]]:
     """Of each rollout the advantages of its turns, after checking that a turn's sampled tokens share one."""
     found = []
     for played, credits in zip(group, algorithm.credit(group), strict=True):
@@ -105,6 +107,14 @@ def test_what_is_taken_off_a_reward_is_taken_off_its_last_turn() -> None:
     assert of_turns(Grpo(by_turn=True), *group) == [[0.75, -0.25], [-0.75, 0.25]]
     overlong = Grpo(by_turn=True, overlong=OverlongPenalty(max_tokens=4, buffer_tokens=2))
     assert of_turns(overlong, rollout(2.0, [2.0, 0.0]), rollout(1.0, [1.0])) == [[0.0, 0.0], [0.0]]
+
+
+def test_what_is_taken_off_a_rollout_without_rewards_of_turns_leaves_its_group_its_turns() -> None:
+    """A rollout that ended early earned nothing at any turn, and the penalty at its last one."""
+    punishes = FilterConfig.model_validate({"type": "truncated", "action": "penalise", "penalty": 0.5})
+    cut = replace(silent(2), is_truncated=True)
+    found = of_turns(Filtered(Grpo(by_turn=True), [punishes]), rollout(2.0, [2.0, 0.0]), cut)
+    assert found == [[1.25, 0.25], [-1.25, -0.25]]
 
 
 def test_turns_are_counted_over_all_samples_of_a_rollout() -> None:

@@ -79,8 +79,8 @@ class V0Adapter:
         self._clients: dict[tuple[str, bool, str, str], Client] = {}
         watch_rubrics(vf.Rubric)
         remember_lookups()
-        self.train = _table(env, is_eval=False)
-        self.eval = _table(env, is_eval=True)
+        self.eval = _table(env, is_eval=True, is_mixed=True)
+        self.train = _table(env, is_eval=False, is_mixed=not len(self.eval))  # evaluations play these then
         # A group of environments does not say so itself.
         self.requires_group = any(member.requires_group_rollouts for member in members_of(env))
         self._declared = declared_by(env)
@@ -243,13 +243,16 @@ def _no_renderers(renderer: str) -> InvalidSpecError:
     return InvalidSpecError([Violation(field=f"args.{RENDERER}", value=renderer, message=message)])
 
 
-def _table(env: vf.Environment, *, is_eval: bool) -> TaskTable:
-    """One of the environment's task sets. `get_eval_dataset` would fall back to the training tasks: not held out."""
+def _table(env: vf.Environment, *, is_eval: bool, is_mixed: bool) -> TaskTable:
+    """One of the environment's task sets. `get_eval_dataset` would fall back to the training tasks: not held out.
+
+    Where it `is_mixed`, the first tasks of a group of environments are of all of them.
+    """
     dataset = env.build_eval_dataset() if is_eval else env.build_dataset()
     if dataset is None:
         return no_tasks()
 
-    order = of_every_child(env, dataset) if is_eval and isinstance(env, vf.EnvGroup) else range(len(dataset))
+    order = of_every_child(env, dataset) if is_mixed and isinstance(env, vf.EnvGroup) else range(len(dataset))
 
     def row(index: int) -> dict[str, Any]:
         return dict(dataset[order[index]])
