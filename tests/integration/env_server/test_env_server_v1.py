@@ -31,6 +31,9 @@ MODES = [
     "parts",
     "reward_text",
     "reward_none",
+    "reward_exits",
+    "reward_cancels",
+    "stop_exits",
 ]
 
 
@@ -126,6 +129,9 @@ async def test_ok_is_ok(server: Any) -> None:
         ("reward_raises", "TaskError", "reward bug"),
         ("reward_text", "TaskError", "reward 'one' is '0.5', which is no number"),
         ("reward_none", "TaskError", "reward 'one' is None, which is no number"),
+        ("reward_exits", "TaskError", "the task's rewards raised SystemExit: 3"),
+        ("reward_cancels", "TaskError", "the task's rewards raised CancelledError"),
+        ("stop_exits", "HarnessError", "SystemExit: bye"),
     ],
 )
 async def test_task_code_that_raises(server: Any, mode: str, error_type: str, text: str) -> None:

@@ -5,6 +5,8 @@ import socket
 import threading
 import time
 
+import pytest
+
 from millrace.env_server.workers.echo import EchoProbe, start_answering
 from millrace.env_server.workers.own_time import OwnTime, OwnTimeLoop
 from millrace_testing.patience import patient
@@ -32,6 +34,24 @@ def test_what_others_take_of_the_loop_is_not_counted() -> None:
     assert all(0.1 <= own < 0.3 for own, _ in (seen[number] for number in range(4))), seen
     own, passed = seen[4]
     assert own < 0.2 < 0.4 <= passed, "the quick one has waited for the blocking ones"
+
+
+@pytest.mark.parametrize("raised", [SystemExit(3), KeyboardInterrupt()])
+def test_an_exit_of_one_play_does_not_end_the_others(raised: BaseException) -> None:
+    async def leaves() -> None:
+        await asyncio.sleep(0)
+        raise raised
+
+    async def main() -> list[object]:
+        other = asyncio.create_task(asyncio.sleep(0.01, "played"))
+        try:
+            await asyncio.gather(leaves(), asyncio.sleep(0))
+        except BaseException as error:  # noqa: BLE001 - what is raised is what is tested
+            return [error, await other]
+        return [await other]
+
+    with asyncio.Runner(loop_factory=OwnTimeLoop) as runner:
+        assert runner.run(main()) == [raised, "played"]
 
 
 def test_a_loop_that_runs_one_callback_is_told_from_a_busy_one() -> None:

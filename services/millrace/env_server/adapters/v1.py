@@ -5,6 +5,7 @@ the policy's own tokenizer and asks the engine for exact tokens. Args of the env
 `renderer`, `env`, `eval_args` and `num_tasks` where the taskset has no such option (see `env_args`).
 """
 
+import asyncio
 import contextlib
 import functools
 import itertools
@@ -64,7 +65,6 @@ _OUR_ARGS = (RENDERER, V1_ENV, V1_EVAL_ARGS, V1_NUM_TASKS)
 _DEFAULT_NUM_TASKS = 10_000
 # Rollouts that share one tokenizer copy of about 80 MB; more than a worker plays at once.
 _MAX_ROLLOUTS_PER_RENDERER = 256
-
 
 _NotTextError = not_text_error(vf.TaskError)
 _JUDGE_ERRORS = {kind: type(kind, (vf.TaskError,), {}) for kind in judges.TYPES}
@@ -238,6 +238,10 @@ def _mark_scoring() -> None:
             if not (kind := judges.failure_type(error)):
                 raise
             raise _JUDGE_ERRORS[kind](judges.with_remedy(kind, str(error))) from error
+        except (SystemExit, KeyboardInterrupt, asyncio.CancelledError) as error:
+            if judges.is_being_cancelled(error):
+                raise
+            raise vf.TaskError(f"the task's rewards raised {type(error).__name__}: {error}") from error
 
     vf.Task.score = score
 

@@ -7,6 +7,7 @@ books it on the play in whose context it runs.
 
 import asyncio
 import contextvars
+import logging
 import threading
 import time
 from collections import defaultdict
@@ -14,6 +15,8 @@ from collections.abc import Callable
 from typing import Any
 
 from millrace.env_server.adapters.failures import own_line_of
+
+logger = logging.getLogger(__name__)
 
 _PLAY: contextvars.ContextVar[int | None] = contextvars.ContextVar("play", default=None)
 
@@ -38,7 +41,10 @@ class OwnTimeLoop(asyncio.SelectorEventLoop):
     def call_soon(
         self, callback: Callable[..., Any], *args: Any, context: contextvars.Context | None = None
     ) -> asyncio.Handle:
-        """As any loop does, and measure it. Steps of tasks come through here, and what blocks is in these."""
+        """As any loop does, and measure it. Steps of tasks come through here, and what blocks is in these.
+
+        An exit of a task does not end the loop, and all other plays with it: whoever awaits the task gets it.
+        """
         return super().call_soon(self._measured, callback, *args, context=context)
 
     def _measured(self, callback: Callable[..., Any], *args: Any) -> None:
@@ -47,6 +53,8 @@ class OwnTimeLoop(asyncio.SelectorEventLoop):
         began = time.monotonic()
         try:
             callback(*args)
+        except (SystemExit, KeyboardInterrupt) as error:  # the task has it, as any other exception
+            logger.debug("a task raised what ends a process", exc_info=error)
         finally:
             took = time.monotonic() - began
             self._is_running_one = False

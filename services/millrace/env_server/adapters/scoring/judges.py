@@ -108,6 +108,12 @@ def is_scoring() -> bool:
     return _is_scoring.get()
 
 
+def is_being_cancelled(error: BaseException) -> bool:
+    """Whether an error cancels the rollout whose reward is computed, and not something that the reward awaits."""
+    task = asyncio.current_task()
+    return isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling() > 0
+
+
 def failure_type(error: BaseException) -> str:
     """Type of the failed rollout if what a reward function raised began at an endpoint; else ""."""
     seen: set[int] = set()

@@ -238,7 +238,7 @@ def _watched(func: Callable[..., Any]) -> Callable[..., Any]:
             return call.accepted(name, score)
         # Foreign reward code: noted for its rollouts, then raised.
         except (Exception, SystemExit, KeyboardInterrupt, asyncio.CancelledError) as error:
-            if isinstance(error, asyncio.CancelledError) and _is_being_cancelled():
+            if judges.is_being_cancelled(error):
                 raise
             kind = judges.failure_type(error)
             message = judges.with_remedy(kind, f"reward function {name!r} raised {type(error).__name__}: {error}")
@@ -251,12 +251,6 @@ def _watched(func: Callable[..., Any]) -> Callable[..., Any]:
 
     watched._millrace_watched = True  # type: ignore[attr-defined]
     return watched
-
-
-def _is_being_cancelled() -> bool:
-    """Whether it is the rollout that is cancelled, and not something that its reward function awaits."""
-    task = asyncio.current_task()
-    return task is not None and task.cancelling() > 0
 
 
 def _without_rewards_of_turns(stock: Callable[..., Any]) -> Callable[..., Any]:
