@@ -76,6 +76,20 @@ def test_a_turn_whose_tokens_its_environment_takes_out_is_not_trained() -> None:
     assert alone.are_all_cut and "has taken out all that was sampled in model call 0" in alone.why_cut
 
 
+@pytest.mark.parametrize(
+    ("hidden", "shown", "earned"),
+    [(0.0, None, 0.0), (None, 0.0, 0.0), (0.5, None, 0.5), (0.5, 1.0, 1.5), (0.0, 1.0, 1.0)],
+)
+def test_what_a_first_turn_earned_of_which_nothing_is_left_counts_for_the_next(
+    hidden: float | None, shown: float | None, earned: float
+) -> None:
+    """A reward of 0 is one."""
+    first = step([1, 2], [3, 4], reward=hidden)
+    first["tokens"] |= {"completion_ids": [], "completion_logprobs": []}
+    [sample] = merge_turns(turns(first, step([1, 2, 3, 4, 5], [6], reward=shown)).kept, requires_spans=True)
+    assert [turn.reward for turn in sample.turns] == [earned]
+
+
 def test_an_answer_without_tokens_is_still_the_engines_fault() -> None:
     found = turns(step([1, 2], []))
     with pytest.raises(MissingTokensError, match="the engine must return"):

@@ -2,6 +2,7 @@
 
 import itertools
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -35,6 +36,16 @@ def test_figures_of_two_tasks() -> None:
     assert (found["pass@1"], found["pass@2"], found["pass^2"]) == (0.75, 1.0, 0.5)
     assert figures([task(0, [0.5])], pass_threshold=0.5)["pass@1"] == 1.0
     assert figures([task(0, [0.7 + 0.2 + 0.1])], pass_threshold=1.0)["pass@1"] == 1.0
+
+
+def test_metrics_of_the_environment_are_taken_for_no_figure() -> None:
+    """Nor is a reward function of v1 that is called `sem`."""
+    made = make_play(0, group_size=1, settings=of_evaluation())
+    metrics = {"reward/sem": 9.0, "pass@8": 9.0, "turns": 9.0, "exact": 1.0}
+    made.add(replace(make_rollout(0, 0, group_size=1), metrics=metrics))
+    found = figures([made], pass_threshold=1.0)
+    assert "reward/sem" not in found and "pass@8" not in found and found["turns"] != 9.0
+    assert [found[name] for name in ("env/reward/sem", "env/pass@8", "env/turns", "exact")] == [9.0, 9.0, 9.0, 1.0]
 
 
 def test_failed_rollouts_are_in_the_denominator_of_every_figure() -> None:

@@ -34,7 +34,8 @@ class KeptTurns:
 def turns_of(steps: Sequence[Mapping[str, Any]], spans: Spans, asked: AskedSampling) -> KeptTurns:
     """The turns of a rollout's steps. Raises MissingTokensError, NotANumberError and OwnSamplingError."""
     kept: list[Turn] = []
-    num_cut, why, carried = 0, "", 0.0
+    num_cut, why = 0, ""
+    carried: float | None = None
     for index, step in enumerate(steps):
         tokens = step.get("tokens")
         if not tokens:
@@ -49,14 +50,12 @@ def turns_of(steps: Sequence[Mapping[str, Any]], spans: Spans, asked: AskedSampl
         num_cut += len(whole) - len(completion_ids)
         if whole and not completion_ids:
             why = _nothing_left(index, tokens, num_prompt=len(prompt))
-            if kept and reward is not None:
-                before = 0.0 if kept[-1].reward is None else kept[-1].reward
-                kept[-1] = replace(kept[-1], reward=before + reward)
-            elif reward is not None:
-                carried += reward
+            if kept:
+                kept[-1] = replace(kept[-1], reward=_both(kept[-1].reward, reward))
+            else:
+                carried = _both(carried, reward)
             continue
-        if carried:
-            reward, carried = carried + (0.0 if reward is None else reward), 0.0
+        reward, carried = _both(carried, reward), None
         kept.append(
             Turn(
                 prompt_ids=tokens["prompt_ids"],
@@ -68,6 +67,12 @@ def turns_of(steps: Sequence[Mapping[str, Any]], spans: Spans, asked: AskedSampl
             )
         )
     return KeptTurns(kept=kept, num_cut=num_cut, why_cut=why)
+
+
+def _both(first: float | None, second: float | None) -> float | None:
+    """The sum of what two turns earned; None where neither was given a reward."""
+    given = [reward for reward in (first, second) if reward is not None]
+    return sum(given) if given else None
 
 
 def _answered(step: Mapping[str, Any], tokens: Mapping[str, Any]) -> tuple[Sequence[int], Sequence[int]]:

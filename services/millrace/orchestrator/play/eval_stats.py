@@ -9,6 +9,7 @@ from millrace.orchestrator.play.play import Play
 from millrace.rollouts.rewards import reaches
 from millrace.rollouts.types import Rollout
 
+_FIGURES = frozenset({"reward/sem", "truncated", "turns", "seconds"})
 _Z95 = 1.959964
 """The normal distribution has 95 % of its mass within so many standard deviations."""
 
@@ -21,7 +22,8 @@ def figures(plays: Sequence[Play], *, pass_threshold: float) -> dict[str, float]
     (k = 1, 2, 4, ... up to the rollouts of a task) are the unbiased estimates of "at least one of k passes" and "all
     of k pass" (Chen et al., 2021, https://arxiv.org/abs/2107.03374, equation 1). `pass@k/low` and `pass@k/high` are
     the bounds of its 95 % confidence interval. What only a finished rollout has (turns, seconds, whether it was
-    truncated, the environment's own metrics) is a mean over those.
+    truncated, the environment's own metrics) is a mean over those. An environment's metric with a name of ours is
+    `env/<name>`.
     """
     found: dict[str, float] = {}
     played = [[rollout.reward for rollout in play.rollouts()] for play in plays]
@@ -46,7 +48,13 @@ def figures(plays: Sequence[Play], *, pass_threshold: float) -> dict[str, float]
         found["truncated"] = float(np.mean([rollout.is_truncated for rollout in good]))
         found["turns"] = float(np.mean([rollout.num_turns for rollout in good]))
         found["seconds"] = float(np.mean([rollout.seconds for rollout in good]))
-    return {**env_metrics(good), **found}
+    own = {f"env/{name}" if _is_ours(name) else name: value for name, value in env_metrics(good).items()}
+    return {**own, **found}
+
+
+def _is_ours(name: str) -> bool:
+    """Whether it is the name of a figure, be it one that this evaluation has or not."""
+    return name in _FIGURES or name.startswith(("pass@", "pass^"))
 
 
 def pass_at_k(size: int, passed: int, k: int) -> float:
