@@ -43,7 +43,7 @@ class OwnTimeLoop(asyncio.SelectorEventLoop):
     ) -> asyncio.Handle:
         """As any loop does, and measure it. Steps of tasks come through here, and what blocks is in these.
 
-        An exit of a task does not end the loop, and all other plays with it: whoever awaits the task gets it.
+        An exit of a task does not end the loop, and all other plays with it: what awaits the task gets it.
         """
         return super().call_soon(self._measured, callback, *args, context=context)
 
