@@ -33,7 +33,7 @@ def said_by_vllm(vllm_python: str, script: str, tmp_path: Path) -> Any:
     environ = {
         name: value for name, value in os.environ.items() if not name.startswith(("MILLRACE_", "VLLM_", "PYTHON"))
     }
-    environ["PYTHONPATH"] = str(Path(script).parents[2])
+    environ["PYTHONPATH"] = str(Path(script).parents[2])  # millrace itself is installed there
     done = subprocess.run(
         [vllm_python, script, str(tmp_path), str(tmp_path / "said.json")],
         env=environ,
@@ -54,11 +54,12 @@ def test_vllm_makes_the_same_of_well_formed_texts(vllm_python: str, tmp_path: Pa
 
 
 def test_vllm_says_of_every_reply_what_the_table_has(vllm_python: str, tmp_path: Path) -> None:
-    """Where ours say something else, the table has that, too, and why."""
+    """Where ours say something else, the table has that, too, and why; and our replicas say what ours do."""
     table = parser_replies.replies()
-    said = said_by_vllm(vllm_python, parser_replies.__file__, tmp_path)
-    for reply, theirs in zip(table, said, strict=True):
+    stock, ours = said_by_vllm(vllm_python, parser_replies.__file__, tmp_path)
+    for reply, theirs, said in zip(table, stock, ours, strict=True):
         assert json.dumps(theirs) == json.dumps(reply.vllm), reply  # NaN, too
+        assert json.dumps(said) == json.dumps(reply.expected), reply
 
 
 @pytest.fixture(scope="module")

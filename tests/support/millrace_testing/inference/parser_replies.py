@@ -3,7 +3,8 @@
 `parser_replies.json`, beside this file, is the table: replies with what vLLM 0.32 says of them and, where ours say
 something else, what, and which of `REASONS` that has. The default suite holds ours to it, the vLLM lane vLLM's own.
 
-Run in the interpreter that has vLLM, `parser_replies.py TOKENIZER OUT` writes what vLLM's parsers say.
+Run in the interpreter that has vLLM, `parser_replies.py TOKENIZER OUT` writes what vLLM's parsers say, and what they
+say once its server has our plugin.
 """
 
 import json
@@ -61,8 +62,12 @@ def said(reply: Reply, tokenizer: Any) -> Any:
 def _main() -> None:
     from transformers import AutoTokenizer
 
+    from millrace.inference.vllm.server.parsers import install
+
     tokenizer = AutoTokenizer.from_pretrained(sys.argv[1])
-    Path(sys.argv[2]).write_text(json.dumps([said(reply, tokenizer) for reply in replies()]))
+    stock = [said(reply, tokenizer) for reply in replies()]
+    install()
+    Path(sys.argv[2]).write_text(json.dumps([stock, [said(reply, tokenizer) for reply in replies()]]))
 
 
 if __name__ == "__main__":

@@ -25,6 +25,7 @@ from millrace.inference.settings import InferenceSettings
 from millrace.inference.vllm.engine import VllmEngine
 from millrace.inference.vllm.gate import GatedClient, GenerationGate
 from millrace.inference.vllm.handover import OWNED_DIRECTORY_VARIABLE, WORKER_ID_VARIABLE, take_over
+from millrace.inference.vllm.server import parsers
 from millrace.inference.vllm.server.routes import VllmReplica, attach
 from millrace.storage.scratch import scratch_parent
 from millrace.telemetry import metrics
@@ -48,6 +49,7 @@ class MillracePlugin:
 
     async def init_state(self, engine_client: Any, state: Any, args: Namespace) -> None:
         """Start the replica; an error here ends the server."""
+        parsers.install()  # before vLLM makes the objects that serve, which ask for their parsers once
         settings = Settings.from_env(os.environ, required=["listen"])
         own = InferenceSettings.from_env(os.environ)
         setup("inference", level=settings.log_level, json_lines=settings.log_json)
