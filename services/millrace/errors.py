@@ -255,15 +255,14 @@ def error_classes() -> Iterator[type[MillraceError]]:
             yield cls
 
 
-def of_system(error: BaseException, *, path: object = None) -> MillraceError | None:
-    """What the operating system refused to do with a path, as our error; None for anything else.
+def of_system(error: BaseException) -> MillraceError | None:
+    """Return what the operating system refused to do with a path, as our error; None for anything else.
 
-    `path` is what was worked on, for errors that name none, as those of a write do.
     A directory that cannot be written into, say, is the user's to mend, and no defect.
     """
     if not isinstance(error, OSError) or error.errno not in (*_FULL, *_REFUSED):
         return None
-    path = error.filename2 or error.filename or path
+    path = error.filename2 or error.filename
     message = f"{path}: {error.strerror}" if path is not None else str(error.strerror)
     if error.errno in _FULL:
         return CapacityError(message, reason="DISK_FULL", remedy="free disk space, or name a directory on another disk")

@@ -66,7 +66,7 @@ def lineage(said: Said, *, run: str) -> rs.GetLineageResponse:
 
 
 def _count(said: Said, name: str) -> int:
-    """A count that may be null, or not be there: 0."""
+    """Return a count that may be null, or not be there: 0."""
     value = said.get(name)
     return 0 if value is None else value
 

@@ -19,7 +19,7 @@ _MAX_PENALTY = 100  # vLLM takes any; larger ones are mistakes
 
 
 def loaded_from_wire(message: env_worker_pb2.EnvLoaded) -> LoadedEnv:
-    """What a worker has loaded. Raises CorruptObjectError."""
+    """Return what a worker has loaded. Raises CorruptObjectError."""
     declared = decode_object(message.declared_json or "{}", what=_DECLARED, reason="WORKER_REPORT_INVALID")
     if not all(isinstance(said, dict) for said in declared.values()):
         raise CorruptObjectError(f"{_DECLARED} must be an object of objects", reason="WORKER_REPORT_INVALID")

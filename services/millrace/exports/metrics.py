@@ -110,7 +110,7 @@ def _eval(event: event_pb2.Event) -> _Found:
 
 
 def _place(name: str) -> str:
-    """Where an evaluation's figure stands: pass@k and pass^k as in prime-rl, the others below `metrics/`."""
+    """Return where an evaluation's figure stands: pass@k and pass^k as in prime-rl, the others below `metrics/`."""
     return "" if name.startswith(("pass@", "pass^")) else "metrics/"
 
 

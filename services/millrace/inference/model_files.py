@@ -65,7 +65,7 @@ def load_config(model_dir: Path) -> Any:
 
 
 def has_tokenizer(model_dir: Path) -> bool:
-    """Whether there are files of a tokenizer in a directory."""
+    """Return whether there are files of a tokenizer in a directory."""
     return any((model_dir / name).is_file() for name in _TOKENIZER_FILES)
 
 

@@ -103,7 +103,7 @@ def _parsers(environ: Mapping[str, str], violations: list[Violation], *, engine:
 
 
 def _switches(environ: Mapping[str, str], violations: list[Violation]) -> dict[str, Any]:
-    """What is on or off; what is neither goes to `violations`."""
+    """Return what is on or off; what is neither goes to `violations`."""
     found: dict[str, Any] = {}
     for name in ("enable_auto_tool_choice", "needs_chat_template"):
         variable = f"MILLRACE_{name.upper()}"

@@ -14,7 +14,7 @@ _FORMATS = ("float64", "float32", "float16", "bfloat16", "double", "float", "hal
 
 
 def read_config(directory: Path) -> Any:
-    """The config in a directory, with the errors of transformers; CorruptObjectError (MODEL_FILE_UNUSABLE).
+    """Return the config in a directory, with the errors of transformers; CorruptObjectError (MODEL_FILE_UNUSABLE).
 
     A format of weights that is no name of one ("auto", "bf16", a number) says nothing, and the files do; some programs
     write "torch.bfloat16". transformers looks all of these up in torch and fails.
@@ -33,7 +33,7 @@ def read_config(directory: Path) -> Any:
 
 
 def read_tokenizer(directory: Path) -> Any:
-    """The tokenizer in a directory, with the errors of transformers, which reads the config there as well."""
+    """Return the tokenizer in a directory, with the errors of transformers, which reads the config there as well."""
     from transformers import AutoTokenizer
 
     given: dict[str, Any] = {}
@@ -44,7 +44,7 @@ def read_tokenizer(directory: Path) -> Any:
 
 
 def _with_known_formats(said: Mapping[str, Any]) -> dict[str, Any]:
-    """A config, and those in it, without formats of weights that are none."""
+    """Return a config, and those in it, without formats of weights that are none."""
     found: dict[str, Any] = {}
     for key, value in said.items():
         if key in _FORMAT_KEYS and value is not None and not isinstance(value, dict):

@@ -67,7 +67,7 @@ def with_older_names(config: Any, said: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def with_older_tokenizer_names(said: Mapping[str, Any]) -> dict[str, Any]:
-    """What a `tokenizer_config.json` says, in words that transformers 4 and 5 have in common."""
+    """Return what a `tokenizer_config.json` says, in words that transformers 4 and 5 have in common."""
     found = dict(said)
     if found.get("tokenizer_class") == "TokenizersBackend":
         found["tokenizer_class"] = "PreTrainedTokenizerFast"
@@ -89,14 +89,14 @@ def mend_older_rope(config: Any, raw: Mapping[str, Any]) -> None:
 
 
 def _plain_number(value: Any) -> Any:
-    """An infinity as Python's JSON has it, and not as transformers 5 wraps it."""
+    """Return an infinity as Python's JSON has it, and not as transformers 5 wraps it."""
     if isinstance(value, list):
         return [_plain_number(each) for each in value]
     return float(value["__float__"]) if isinstance(value, dict) and value.keys() == {"__float__"} else value
 
 
 def _older_rope(config: Any, said: Mapping[str, Any], rope: Mapping[str, Any]) -> dict[str, Any]:
-    """The rotary embeddings of a config in the words of transformers 4; nothing where it has none for them."""
+    """Return the rotary embeddings of a config in the words of transformers 4; nothing where it has none for them."""
     if not all(_is_older(each) for each in _kinds(rope)):
         return {}
     trial = _raised(rope)  # to other values than the defaults of any class
@@ -115,12 +115,12 @@ def _by_type(scaling: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _kinds(rope: Mapping[str, Any]) -> list[Any]:
-    """The parameters of each kind of layer; of all at once where they have the same."""
+    """Return the parameters of each kind of layer; of all at once where they have the same."""
     return list(rope.values()) if _FULL in rope or _SLIDING in rope else [rope]
 
 
 def _is_older(rope: Any) -> bool:
-    """Whether transformers 4 has words for the parameters of a kind of layer."""
+    """Return whether transformers 4 has words for the parameters of a kind of layer."""
     is_whole = isinstance(rope, dict) and isinstance(rope.get("rope_theta"), int | float)
     return is_whole and rope.get("rope_type") in _OLDER_TYPES
 
@@ -133,7 +133,7 @@ def _raised(rope: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _read(config: Any, said: Mapping[str, Any]) -> Any:
-    """The parameters that the class of a config reads."""
+    """Return the parameters that the class of a config reads."""
     return type(config).from_dict(copy.deepcopy(dict(said))).rope_parameters
 
 

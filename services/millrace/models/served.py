@@ -79,7 +79,7 @@ def look_at_other_weights(directory: Path, *, model: Path, place: Path) -> Path:
 
 
 def _listed(directory: Path, config: Mapping[str, Any]) -> WeightFiles:
-    """The weights, of files that hold nothing else."""
+    """Return the weights, of files that hold nothing else."""
     weights = WeightFiles.find(directory, config)
     if weights.unlisted:
         what = f"its files hold what {weights.name} does not give to them: {first_names(weights.unlisted)}"
@@ -125,7 +125,7 @@ def _is_finite_piece(piece: torch.Tensor) -> bool:
 
 
 def _cleared(weights: WeightFiles, place: Path) -> Path:
-    """The directory of the weights; `place` with links to all that counts of it, where there is more."""
+    """Return the directory of the weights; `place` with links to all that counts of it, where there is more."""
     directory = weights.directory
     others = {path.name for path in directory.glob(_INDICES)} - {weights.name}
     if not (weights.beside or others or weights.name not in (SINGLE, INDEX)):

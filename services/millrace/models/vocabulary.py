@@ -76,7 +76,7 @@ def plays_conversations(config: RLConfig) -> bool:
 
 
 def have_conversations(envs: Iterable[NamedEnv]) -> bool:
-    """Whether one of the environments is not told to have texts completed."""
+    """Return whether one of the environments is not told to have texts completed."""
     return any(env.args.get("message_type") != "completion" for env in envs)
 
 

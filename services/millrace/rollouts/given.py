@@ -34,14 +34,14 @@ class _Budget:
         self.is_cut = False
 
     def take(self, count: int) -> bool:
-        """Whether there is room for so many more characters; from the first refusal on there is none."""
+        """Return whether there is room for so many more characters; from the first refusal on there is none."""
         self.chars -= count
         self.is_cut = self.is_cut or self.chars < 0
         return not self.is_cut
 
 
 def bounded_object(given: Mapping[str, Any], *, limit_bytes: int = MAX_TASK_JSON_BYTES) -> str:
-    """A mapping as a JSON object of at most `limit_bytes`, `answer` first; "" for an empty one.
+    """Return a mapping as a JSON object of at most `limit_bytes`, `answer` first; "" for an empty one.
 
     A value whose JSON is long is cut, and kept as text; names that do not fit then are left out, and counted. What JSON
     does not have (arrays, objects of classes, NaN) is a list or text.
@@ -70,7 +70,7 @@ def _names(given: Mapping[str, Any]) -> list[str]:
 
 
 def _bounded(value: Any, limit: int) -> Any:
-    """A value as plain data whose JSON has about `limit` characters at most."""
+    """Return a value as plain data whose JSON has about `limit` characters at most."""
     try:
         if isinstance(value, str):
             return storable(shortened(value, limit))
@@ -125,7 +125,7 @@ def _plain_list(value: Iterable[Any], budget: _Budget, depth: int) -> list[Any]:
 
 
 def _text(value: Any, limit: int) -> str:
-    """The value as text of at most about `limit` characters."""
+    """Return the value as text of at most about `limit` characters."""
     if isinstance(value, bytes | bytearray | memoryview):
         return shortened(str(bytes(value[:limit])), limit) + ("…" if len(value) > limit else "")
     if isinstance(value, Mapping | list | tuple | AbstractSet):
@@ -134,10 +134,10 @@ def _text(value: Any, limit: int) -> str:
 
 
 def shortened(text: str, limit: int) -> str:
-    """The text, or its beginning and how much is missing."""
+    """Return the text, or its beginning and how much is missing."""
     return text if len(text) <= limit else f"{text[:limit]}… ({len(text) - limit} characters cut)"
 
 
 def storable(text: str) -> str:
-    """The text without lone surrogates, which cannot be stored as UTF-8."""
+    """Return the text without lone surrogates, which cannot be stored as UTF-8."""
     return text.encode("utf-8", "replace").decode("utf-8")

@@ -20,12 +20,12 @@ def env_to_wire(env: EnvSpec) -> env_service_pb2.EnvSpec:
 
 
 def sampling_from_wire(message: env_service_pb2.Sampling) -> Sampling:
-    """How to sample."""
+    """Return how to sample."""
     return Sampling(**_values(message, Sampling))
 
 
 def sampling_to_wire(sampling: Sampling) -> env_service_pb2.Sampling:
-    """The message that says it."""
+    """Return the message that says it."""
     return env_service_pb2.Sampling(**_values(sampling, Sampling))
 
 

@@ -258,7 +258,7 @@ class Rollout:
         return self.traces or (Trace(agent="", reward=self.reward, num_samples=len(self.samples)),)
 
     def penalised(self, penalty: float, *, has_turns: bool = False) -> "Rollout":
-        """The rollout with a lower reward of every trace; of turns with rewards the last one bears it.
+        """Return the rollout with a lower reward of every trace; of turns with rewards the last one bears it.
 
         `has_turns`: turns of others of its group have rewards, so its own have earned 0 where none has one.
         """

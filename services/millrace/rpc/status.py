@@ -119,12 +119,12 @@ def from_status(status: status_pb2.Status) -> MillraceError:
 
 
 def to_text(error: MillraceError) -> str:
-    """The error as text, for a message between processes."""
+    """Return the error as text, for a message between processes."""
     return base64.b64encode(to_status(error).SerializeToString()).decode()
 
 
 def from_text(text: str, *, what: str, reason: str) -> MillraceError:
-    """The error that `to_text` has written; CorruptObjectError with `reason` if it is none."""
+    """Return the error that `to_text` has written; CorruptObjectError with `reason` if it is none."""
     return from_status(decode_message(status_pb2.Status, base64.b64decode(text), what=what, reason=reason))
 
 

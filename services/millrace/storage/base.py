@@ -143,7 +143,7 @@ def is_text(key: str) -> bool:
 
 
 def cannot_carry_runs(where: str, problem: str) -> InvalidStateError:
-    """The error for a store that breaks what runs rest on; `where` is `ObjectStore.describe`."""
+    """Return the error for a store that breaks what runs rest on; `where` is `ObjectStore.describe`."""
     return InvalidStateError(
         f"the object store {where} cannot carry runs: {problem}",
         reason="STORE_SEMANTICS",

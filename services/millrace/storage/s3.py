@@ -337,7 +337,7 @@ class S3Store:
             token = {"ContinuationToken": page["NextContinuationToken"]}
 
     def _takes_host_names(self, error: BaseException) -> bool:
-        """Whether a server wants the bucket as a host name, which is done from now on."""
+        """Return whether a server wants the bucket as a host name, which is done from now on."""
         if not self._may_change_addressing or not isinstance(error, ClientError):
             return False
         if error_code(error) not in VIRTUAL_ONLY:

@@ -83,7 +83,7 @@ _EXPECTED_REGION = re.compile(r"(?:expecting|expected|region should be)\W+([\w-]
 
 
 def is_unconditional(error: ClientError) -> bool:
-    """Whether a server says of a conditional write that it knows none, rather than that this one failed."""
+    """Return whether a server says of a conditional write that it knows none, rather than that this one failed."""
     code, status = error_code(error), http_status(error)
     if status == 501 or code in ("NotImplemented", "501"):
         return True
@@ -194,7 +194,7 @@ def _denied(message: str, metadata: dict[str, str]) -> PermissionDeniedError:
 
 
 def _skewed(error: ClientError, what: str, *, where: str, metadata: dict[str, str]) -> UnavailableError:
-    """The clocks of this machine and of the store differ by more than a signature may be old."""
+    """Return the error for clocks that differ by more than a signature may be old, with both times."""
     own = datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S")
     headers = error.response.get("ResponseMetadata", {}).get("HTTPHeaders", {})
     other = error.response.get("Error", {}).get("ServerTime") or headers.get("date") or "not given"
@@ -207,7 +207,7 @@ def _skewed(error: ClientError, what: str, *, where: str, metadata: dict[str, st
 
 
 def _expected_region(error: ClientError) -> str:
-    """The region that the server names; empty if it names none."""
+    """Return the region that the server names; empty if it names none."""
     headers = error.response.get("ResponseMetadata", {}).get("HTTPHeaders", {})
     said = error.response.get("Error", {})
     found = _EXPECTED_REGION.search(str(said.get("Message", "")))

@@ -13,7 +13,7 @@ import safetensors.torch
 import torch
 
 from millrace.config.sections.sft import SFTConfig, SFTDataConfig
-from millrace.errors import CapacityError, InvalidSpecError, InvalidStateError, NotFoundError
+from millrace.errors import CapacityError, InvalidSpecError, NotFoundError, UnavailableError
 from millrace.models.vocabulary import load_tokenizer
 from millrace.policies.tensors import TensorBytes
 from millrace.trainer.gang.distributed import Gang
@@ -296,9 +296,9 @@ def test_no_more_than_one_tensor_is_in_memory_while_a_model_is_saved(tmp_path: P
 def test_what_cannot_be_saved_is_known_before_the_first_step(example: Path, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     config = _config(example, tmp_path / "file" / "outputs")
-    with pytest.raises(InvalidStateError, match="Not a directory") as raised:
+    with pytest.raises(UnavailableError, match="Not a directory") as raised:
         run_sft(config, gang=Gang(), on_step=lambda _: pytest.fail("a step was made"))
-    assert raised.value.reason == "PATH_REFUSED" and str(tmp_path / "file") in str(raised.value)
+    assert raised.value.reason == "DIRECTORY_UNUSABLE" and str(tmp_path / "file") in str(raised.value)
     target = tmp_path / "model"
     try_to_save({"config.json": b"{}", "additional_chat_templates/a.jinja": b"x"}, target=target, num_bytes=1)
     with pytest.raises(CapacityError, match="and the model takes") as full:

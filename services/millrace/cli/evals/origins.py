@@ -83,7 +83,7 @@ def _beside(directory: Path, modules: Iterable[Path], *, without: Path) -> list[
 
 
 def _imported(module: Path) -> set[str]:
-    """The first names of all modules that a file imports; none if it is no Python."""
+    """Return the first names of all modules that a file imports; none if it is no Python."""
     try:
         nodes = list(ast.walk(ast.parse(module.read_bytes())))
     except (SyntaxError, ValueError):
@@ -94,7 +94,7 @@ def _imported(module: Path) -> set[str]:
 
 
 def _files_of_args(args: Any, where: str) -> Iterator[tuple[str, Path]]:
-    """The files that an environment's args name, by key."""
+    """Yield the files that an environment's args name, by key."""
     if isinstance(args, Mapping):
         for key, value in args.items():
             yield from _files_of_args(value, f"{where}.{key}")
@@ -106,7 +106,7 @@ def _files_of_args(args: Any, where: str) -> Iterator[tuple[str, Path]]:
 
 
 def _files(directory: Path) -> list[Path]:
-    """All files below a directory, linked directories included, each of them once."""
+    """Return all files below a directory, linked directories included, each of them once."""
     found: list[Path] = []
     seen: set[str] = set()
     for root, names, files in os.walk(directory, followlinks=True):

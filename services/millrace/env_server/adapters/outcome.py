@@ -92,7 +92,7 @@ class NotANumberError(TypeError):
 
 
 def number_of(value: Any) -> float:
-    """What an environment says as a number: of Python, numpy or torch. Raises NotANumberError; texts are none.
+    """Return what an environment says as a number: of Python, numpy or torch. Raises NotANumberError; texts are none.
 
     So are numpy's texts and complex numbers, of which Python would make a float.
     """

@@ -27,12 +27,12 @@ class KeptTurns:
 
     @property
     def are_all_cut(self) -> bool:
-        """Whether nothing is left that could be trained on."""
+        """Return whether nothing is left that could be trained on."""
         return not self.kept and bool(self.why_cut)
 
 
 def turns_of(steps: Sequence[Mapping[str, Any]], spans: Spans, asked: AskedSampling) -> KeptTurns:
-    """The turns of a rollout's steps. Raises MissingTokensError, NotANumberError and OwnSamplingError."""
+    """Return the turns of a rollout's steps. Raises MissingTokensError, NotANumberError and OwnSamplingError."""
     kept: list[Turn] = []
     num_cut, why = 0, ""
     carried: float | None = None
@@ -70,7 +70,7 @@ def turns_of(steps: Sequence[Mapping[str, Any]], spans: Spans, asked: AskedSampl
 
 
 def _both(first: float | None, second: float | None) -> float | None:
-    """The sum of what two turns earned; None where neither was given a reward."""
+    """Return the sum of what two turns earned; None where neither was given a reward."""
     given = [reward for reward in (first, second) if reward is not None]
     return sum(given) if given else None
 
@@ -97,7 +97,7 @@ def _nothing_left(index: int, tokens: Mapping[str, Any], *, num_prompt: int) -> 
 
 
 def _step_reward(value: Any, *, number: int) -> float | None:
-    """The reward of a step, if it has one. Raises NotANumberError."""
+    """Return the reward of a step, if it has one. Raises NotANumberError."""
     if value is None:
         return None
     try:

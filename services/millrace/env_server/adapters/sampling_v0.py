@@ -18,7 +18,7 @@ _ONE_ANSWER = ("n", 1)  # the library's own default
 
 
 def declared_by(env: Any) -> dict[str, Any]:
-    """What an environment was made with, without an `extra_body`."""
+    """Return what an environment was made with, without an `extra_body`."""
     said = flat(getattr(env, "sampling_args", None) or {})
     return {name: value for name, value in said.items() if (name, value) != _ONE_ANSWER}
 

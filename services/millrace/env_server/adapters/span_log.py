@@ -82,7 +82,7 @@ class Spans:
 
 
 def clipped(spans: Sequence[PolicySpan], end: int) -> tuple[PolicySpan, ...]:
-    """The spans of the first `end` tokens."""
+    """Return the spans of the first `end` tokens."""
     if not spans or spans[-1].end <= end:
         return tuple(spans)
     return tuple(replace(span, end=min(span.end, end)) for span in spans if span.start < end)

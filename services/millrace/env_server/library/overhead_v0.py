@@ -28,7 +28,7 @@ class EnvExecutor(ThreadPoolExecutor):
 
 
 def _is_formatting(fn: Callable[..., Any]) -> bool:
-    """Whether `asyncio.to_thread` was called with a function of the library that formats."""
+    """Return whether `asyncio.to_thread` was called with a function of the library that formats."""
     wrapped = getattr(fn, "args", ())  # functools.partial(context.run, function, …)
     if not wrapped:
         return False

@@ -70,7 +70,7 @@ def make_texts(answer: Any) -> bool:
 
 
 def _calls(answer: Any) -> Iterator[dict[str, Any]]:
-    """What is called, in an answer or event of OpenAI's chats or of its responses."""
+    """Yield what is called, in an answer or event of OpenAI's chats or of its responses."""
     for choice in _tables(answer, "choices"):
         for name in ("message", "delta"):
             for call in _tables(choice.get(name), "tool_calls"):

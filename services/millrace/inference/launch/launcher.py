@@ -210,7 +210,7 @@ class Launcher:
             return
 
     async def _policy_argv(self, vllm: VllmProcess, front: Front) -> list[str]:
-        """Which model to load: that of the policy that is asked for."""
+        """Return which model to load: that of the policy that is asked for."""
         self._forget_model()
         store = self._store
         if store is None:
@@ -289,7 +289,7 @@ class Launcher:
 
     @property
     def _is_directory(self) -> bool:
-        """Whether the fixed model is a directory of this machine, and no id of the Hub."""
+        """Return whether the fixed model is a directory of this machine, and no id of the Hub."""
         return self._own.vllm_model is not None and Path(self._own.vllm_model).is_dir()
 
     def _forget_model(self) -> None:

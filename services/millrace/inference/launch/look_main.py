@@ -29,7 +29,7 @@ class Looker:
         self._how_far = ""
 
     def answer(self, question: Message, files: list[int]) -> Message:
-        """The directory to serve and what is to be told, or the error that the model is refused with."""
+        """Return the directory to serve and what is to be told, or the error that the model is refused with."""
         try:
             found = look_at_served(
                 Path(question["directory"]),
@@ -47,7 +47,7 @@ class Looker:
         return {"directory": str(found.directory), "notes": list(found.notes)}
 
     def beat(self) -> Message:
-        """How far it is, in words."""
+        """Return how far it is, in words."""
         return {"how_far": self._how_far}
 
     def _tell(self, how_far: str) -> None:

@@ -379,7 +379,7 @@ class VllmEngine:
             )
 
     def _require_same_config(self, model_dir: Path) -> bool:
-        """Whether the policy is of the model's text part alone.
+        """Return whether the policy is of the model's text part alone.
 
         InvalidStateError, and a request for a restart, if it is of another architecture.
         """

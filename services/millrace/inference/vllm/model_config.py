@@ -25,7 +25,7 @@ _QUANTIZATION = "quantization_config"
 def compare_configs(
     wanted_dir: Path, held_dir: Path, *, revision: str | None = None, download_dir: str | None = None
 ) -> tuple[str, bool]:
-    """How the policy's config.json differs from that of vLLM's model, and whether it is that of its text part.
+    """Return how the policy's config.json differs from that of vLLM's model, and whether it is that of its text part.
 
     Empty if it does not differ where it matters, also if vLLM's is not found: names and shapes of the tensors are
     compared in any case. `revision` and `download_dir` are those with which vLLM got a model of the Hub.
@@ -128,7 +128,7 @@ def _parts(config: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def _plain(config: Mapping[str, Any]) -> dict[str, Any]:
-    """A config without what does not matter, at every level; `type` is the older word beside `rope_type`."""
+    """Return a config without what does not matter, at every level; `type` is the older word beside `rope_type`."""
     noise = (*_NOISE, "type") if "rope_type" in config else _NOISE
     return {
         key: _plain(value) if isinstance(value, dict) else value for key, value in config.items() if key not in noise

@@ -140,7 +140,7 @@ def assemble(context: RunContext, config: RLConfig | EvalRunConfig, *, reported_
 
 
 def trained_envs(config: RLConfig | EvalRunConfig) -> dict[str, Sampling]:
-    """How the environments that are trained on are sampled, by name."""
+    """Return how the environments that are trained on are sampled, by name."""
     if isinstance(config, EvalRunConfig):
         return {}
     sampling = plays_of_training(config.orchestrator).sampling

@@ -61,7 +61,7 @@ def _absurd(rollout: Rollout) -> InvalidSpecError:
 
 
 def _number(value: int | None) -> int:
-    """A version's number as a batch has it: 0 where no span is known."""
+    """Return a version's number as a batch has it: 0 where no span is known."""
     return 0 if value is None else value
 
 

@@ -377,7 +377,7 @@ def env_spec(env: NamedEnv, *, takes_several_traces: bool = False, is_text_only:
 
 
 def _failure(spec: EnvSpec, worker_id: str, answer: env_service_pb2.OpenEnvResponse) -> InvalidStateError:
-    """What an env-server that could not load an environment has answered."""
+    """Return what an env-server that could not load an environment has answered."""
     metadata = {"env": spec.name, "error_type": answer.error_type}
     if answer.error_type == OWN_SAMPLING:
         return InvalidStateError(

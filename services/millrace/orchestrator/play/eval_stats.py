@@ -53,7 +53,7 @@ def figures(plays: Sequence[Play], *, pass_threshold: float) -> dict[str, float]
 
 
 def _is_ours(name: str) -> bool:
-    """Whether it is the name of a figure, be it one that this evaluation has or not."""
+    """Return whether it is the name of a figure, be it one that this evaluation has or not."""
     return name in _FIGURES or name.startswith(("pass@", "pass^"))
 
 

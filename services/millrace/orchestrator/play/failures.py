@@ -306,7 +306,7 @@ def describe_error(rollout: Rollout) -> str:
 
 
 def remedy_of(rollout: Rollout, *, of_evaluation: bool) -> str:
-    """What to do about a failed rollout of a training run, or of a run that is an evaluation."""
+    """Return what to do about a failed rollout of a training run, or of a run that is an evaluation."""
     if of_evaluation and rollout.status in _REMEDIES_OF_EVALUATIONS:
         return _REMEDIES_OF_EVALUATIONS[rollout.status]
     return REMEDIES.get(rollout.status, "look at the env-server's log")

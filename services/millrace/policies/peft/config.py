@@ -109,7 +109,7 @@ class PeftConfig:
         return not self.layers_to_transform or self._number(layer) in self.layers_to_transform
 
     def targets_parameter(self, name: str) -> bool:
-        """Whether a parameter that is no layer's weight has an adapter."""
+        """Return whether a parameter that is no layer's weight has an adapter."""
         return bool(self.target_parameters) and _is_named(self.target_parameters, name)
 
     def tokens(self, layer: str) -> tuple[int, ...]:
@@ -273,7 +273,7 @@ def _is_empty(value: object) -> bool:
 
 
 def not_supported(source: str, key: str, value: object) -> InvalidStateError:
-    """The error of an adapter that could come out as another model than PEFT's, because of one of its fields."""
+    """Return the error of an adapter that could come out as another model than PEFT's, because of one of its fields."""
     shown = json.dumps(value)
     return InvalidStateError(
         f"{source} is an adapter that is not merged here: {key} is {shown[:200]}{'…' if len(shown) > 200 else ''}",

@@ -61,7 +61,7 @@ class Fused:
     """For each expert the base's tensors whose rows stand one behind the other; empty if the base has it whole."""
 
     def wanted(self, rank: int) -> tuple[tuple[int, int], tuple[int, int]]:
-        """The shapes of A and B."""
+        """Return the shapes of A and B."""
         *experts, rows, columns = self.shape
         count = prod(experts) * rank
         return ((count, rows), (columns, count)) if self._is_turned else ((count, columns), (rows, count))
@@ -69,7 +69,7 @@ class Fused:
     def merged(
         self, low: np.ndarray, high: np.ndarray, base: Mapping[str, TensorBytes], *, scaling: float
     ) -> dict[str, TensorBytes]:
-        """The base's tensors of this parameter with an adapter A, B added."""
+        """Return the base's tensors of this parameter with an adapter A, B added."""
         num_experts = prod(self.shape[:-2])
         lows = low.reshape(num_experts, -1, low.shape[1])
         highs = high.reshape(high.shape[0], -1, num_experts)
@@ -92,7 +92,7 @@ class Fused:
 
 
 def fused_parameters(config: PeftConfig, model_type: str, base: Mapping[str, Shape]) -> dict[str, Fused]:
-    """The parameters of experts that `target_parameters` names, by how the adapter's file names their layers.
+    """Return the parameters of experts that `target_parameters` names, by how the adapter's file names their layers.
 
     Empty for a family whose experts are not known here.
     """
@@ -119,7 +119,7 @@ def _is_end(target: str, name: str) -> bool:
 
 
 def _modules(layout: _Layout, base: Mapping[str, Shape]) -> dict[str, str]:
-    """What the modules of experts are called in the model, and in its files."""
+    """Return what the modules of experts are called in the model, and in its files."""
     found: dict[str, str] = {}
     for name in base:
         if match := re.match(rf"(.*\.)({re.escape(layout.module)}|{re.escape(_MODULE)})\.", name):
@@ -150,7 +150,7 @@ def _fused(layout: _Layout, module: str, prefix: str, name: str, base: Mapping[s
 
 
 def _stored(prefix: str, joined: tuple[str, ...], base: Mapping[str, Shape]) -> Iterator[tuple[str, ...]]:
-    """The tensors of each expert, as long as there is a next one."""
+    """Yield the tensors of each expert, as long as there is a next one."""
     for expert in itertools.count():
         names = tuple(f"{prefix}.{expert}.{each}.weight" for each in joined)
         if not names or any(name not in base for name in names):

@@ -212,7 +212,7 @@ def _unfit_experts(
     experts: Mapping[str, tuple[Fused, Mapping[AdapterPart, str]]],
     adapter: Mapping[str, TensorBytes],
 ) -> Iterator[str]:
-    """What is wrong with the parts of each parameter of experts, in words."""
+    """Yield what is wrong with the parts of each parameter of experts, in words."""
     for layer, (fused, parts) in experts.items():
         wanted = dict(zip((AdapterPart.LOW, AdapterPart.HIGH), fused.wanted(config.rank(fused.name)), strict=True))
         for part in sorted(wanted.keys() | parts.keys(), key=lambda part: part.value):

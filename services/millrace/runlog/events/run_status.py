@@ -27,7 +27,7 @@ def is_terminal(state: run_pb2.RunState) -> bool:
 
 
 def version_names(steps: Sequence[int]) -> str:
-    """The first few versions, and how many there are."""
+    """Return the names of the first few versions, and how many there are."""
     shown = ", ".join(f"v{step}" for step in steps[:_SHOWN_VERSIONS])
     return f"{shown}, … ({len(steps)} in all)" if len(steps) > _SHOWN_VERSIONS else shown
 

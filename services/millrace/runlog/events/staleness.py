@@ -25,7 +25,7 @@ class Staleness:
 
     @property
     def is_much(self) -> bool:
-        """Whether people are told."""
+        """Return whether people are told."""
         return self.share is not None and self.share >= MUCH
 
     @property
@@ -73,6 +73,6 @@ def _of(known: dict[str, Staleness], env: str) -> Staleness:
 
 
 def _between(name: str, begin: str, end: str = "") -> str:
-    """The environment in a metric's name; empty if that is another metric's."""
+    """Return the environment in a metric's name; empty if that is another metric's."""
     is_it = name.startswith(begin) and name.endswith(end) and len(name) > len(begin) + len(end)
     return name[len(begin) : len(name) - len(end)] if is_it else ""

@@ -86,7 +86,7 @@ class _Trial:
         self._stream, self._lease = names.stream(Stream.ROLLOUTS), names.lease("self-test")
 
     def steps(self) -> dict[str, Any]:
-        """Each step by what it does, in words."""
+        """Return each step by what it does, in words."""
         return {
             "a script made a hash": self._create,
             "the append script added an entry": self._append,

@@ -27,6 +27,7 @@ from millrace.errors import CorruptObjectError, InvalidStateError
 from millrace.models.vocabulary import require_tokenizer
 from millrace.policies.stops import TurnStops, turn_stops
 from millrace.rollouts.types import TrainSample
+from millrace.storage.disk import io_errors
 from millrace.trainer.gang.agreement import agreed
 from millrace.trainer.gang.determinism import resolve_determinism, seed_rank, set_determinism
 from millrace.trainer.gang.distributed import Gang
@@ -58,7 +59,6 @@ from millrace.trainer.sft.saving import (
     require_mergeable,
     save_adapter,
     save_model,
-    system_errors,
     try_to_save,
 )
 
@@ -122,7 +122,7 @@ def run_sft(config: SFTConfig, *, gang: Gang, on_step: Callable[[SFTStep], None]
     dtype = resolve_publish_dtype(config.model, device=gang.device)
     output = Path(config.output_dir) / (config.run.name or "sft")
     # Before the first step, because what is trained is worth nothing if it cannot be saved.
-    with agreed(gang), system_errors(output):
+    with agreed(gang), io_errors(output, "write", setting=None):
         output.mkdir(parents=True, exist_ok=True)
         files = policy_files(built.model, directory, dtype=dtype)
         files = with_turn_stops(files, directory, tokenizer=directory)

@@ -10,7 +10,7 @@ from millrace.models.vocabulary import require_tokenizer
 from millrace.policies.stops import turn_stops
 from millrace.trainer.sft.encoder import RowEncoder
 from millrace.trainer.sft.local_files import is_local, is_there
-from millrace.trainer.sft.rows import Source, is_conversation, load_sources
+from millrace.trainer.sft.rows import Source, is_conversation, load_rows
 
 _MOST = 256
 """Rows of each file that are looked at."""
@@ -26,23 +26,21 @@ class FirstRows:
 
     @property
     def have_conversations(self) -> bool:
-        """Whether one of them is a conversation."""
+        """Return whether one of them is a conversation."""
         return any(map(is_conversation, self.source.rows))
 
 
 def tables(config: SFTConfig) -> dict[str, DataSourceConfig]:
-    """The tables of a config that name data, by their keys."""
+    """Return the tables of a config that name data, by their keys."""
     return {"data": config.data} | ({} if config.val is None else {"val.data": config.val.data})
 
 
 def first_rows(key: str, table: DataSourceConfig) -> FirstRows | None:
-    """The first rows of local files, as `load_sources` gives them; None of the Hub, or of what is not here."""
+    """Return the first rows of local files, as `load_sources` gives them; None of the Hub, or of what is not here."""
     if not is_local(table.name) or not is_there(table.name):
         return None
-    sources = load_sources(table, key=key, most=_MOST)
-    rows = [row for source in sources for row in source.rows]
-    places = [place for source in sources for place in source.places]
-    return FirstRows(key, Source(rows, places), are_all=len(rows) < _MOST)
+    source = load_rows(table, key=key, most=_MOST)
+    return FirstRows(key, source, are_all=len(source.rows) < _MOST)
 
 
 def look_at_rows(config: SFTConfig, found: FirstRows, *, directory: Path) -> Iterator[str]:

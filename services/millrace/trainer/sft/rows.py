@@ -53,9 +53,9 @@ def load_sources(config: DataSourceConfig, *, key: str = "data", most: int | Non
     return sources
 
 
-def load_rows(config: DataSourceConfig, *, key: str = "data") -> Source:
-    """The rows of all sources, one source after the other."""
-    sources = load_sources(config, key=key)
+def load_rows(config: DataSourceConfig, *, key: str = "data", most: int | None = None) -> Source:
+    """Return the rows of all sources, one source after the other; `most` as in `load_sources`."""
+    sources = load_sources(config, key=key, most=most)
     return Source(
         rows=[row for source in sources for row in source.rows],
         places=[place for source in sources for place in source.places],

@@ -3,16 +3,17 @@
 import contextlib
 import math
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import torch
 from torch import nn
 
-from millrace.errors import CapacityError, InvalidStateError, of_system
+from millrace.errors import CapacityError, InvalidStateError
 from millrace.models.adapter_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, adapter_small_files
 from millrace.policies.adapter import AdapterSpec, base_model_name
 from millrace.policies.tensors import TensorBytes, plan_safetensors
+from millrace.storage.disk import io_errors
 from millrace.trainer.gang.agreement import agreed
 from millrace.trainer.gang.distributed import Gang
 from millrace.trainer.model.lora import adapted_layers, weight_tensors
@@ -72,11 +73,11 @@ def require_mergeable(model: nn.Module) -> None:
 def try_to_save(files: Mapping[str, bytes], *, target: Path, num_bytes: int) -> None:
     """Write the small files of a model beside where it will lie, and take them away: what saves it must not fail.
 
-    InvalidStateError (PATH_REFUSED) if they cannot be written; CapacityError (DISK_FULL) if the disk has no room for
-    the weights, which take `num_bytes`.
+    UnavailableError (DIRECTORY_UNUSABLE) if they cannot be written; CapacityError (DISK_FULL) if the disk has no room
+    for the weights, which take `num_bytes`.
     """
     fresh = target.with_name(f".{target.name}.new")
-    with system_errors(target):
+    with io_errors(target, "write", setting=None):
         try:
             _write_small(fresh, files)
             free_bytes = shutil.disk_usage(fresh).free
@@ -111,7 +112,7 @@ def write_directory(
     fresh = target.with_name(f".{target.name}.new")
     with contextlib.ExitStack() as opened:
         file, failure = None, None
-        with agreed(gang), system_errors(target):
+        with agreed(gang), io_errors(target, "write", setting=None):
             if gang.is_leader:
                 _write_small(fresh, files)
                 file = opened.enter_context((fresh / weights).open("wb"))
@@ -123,7 +124,7 @@ def write_directory(
                 except OSError as error:  # the others wait for this rank at the next tensor, and hear of it at the end
                     failure = error
             del tensor
-        with agreed(gang), system_errors(target):
+        with agreed(gang), io_errors(target, "write", setting=None):
             if failure is not None:
                 raise failure
             if file is not None:
@@ -154,12 +155,3 @@ def _write_small(directory: Path, files: Mapping[str, bytes]) -> None:
     for name, content in files.items():
         (directory / name).parent.mkdir(exist_ok=True)
         (directory / name).write_bytes(content)
-
-
-@contextlib.contextmanager
-def system_errors(path: Path) -> Iterator[None]:
-    """Raise as our errors what the operating system refuses while `path` is written."""
-    try:
-        yield
-    except OSError as error:
-        raise of_system(error, path=path) or error from error

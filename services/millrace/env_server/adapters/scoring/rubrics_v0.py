@@ -57,7 +57,7 @@ class Scored:
     num_warnings: int = 0
 
     def metrics_with(self, known: Mapping[str, Any]) -> dict[str, Any]:
-        """The library's metrics with those that functions returned as mappings, each under its own key.
+        """Return the library's metrics with those that functions returned as mappings, each under its own key.
 
         A key that is taken, such as by a reward function, is written behind the name of the function that returned it.
         """

@@ -112,7 +112,7 @@ class _DirectCopies(TorchDispatchMode):
 
 
 def _placing(otherwise: Callable[..., Any]) -> Callable[..., Any]:
-    """A weight loader that copies into a box (shape, strides, offset) of the parameter where it is given one."""
+    """Return a weight loader that copies into a box (shape, strides, offset) of the parameter where it is given one."""
 
     def place(param: Any, loaded_weight: torch.Tensor, *args: Any, box: Any = None, **kwargs: Any) -> Any:
         if box is None:
