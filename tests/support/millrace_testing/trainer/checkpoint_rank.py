@@ -91,7 +91,7 @@ def main(directory: Path) -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (6000, resource.RLIM_INFINITY))
     try:
         _save_whole(layers, directory / "saved", gang=gang)
-    except (MillraceError, OSError) as error:
+    except MillraceError as error:
         facts["unsaved"] = [type(error).__name__, str(error)]
     resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
     _save_whole(layers, directory / "saved", gang=gang)
