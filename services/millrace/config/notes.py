@@ -11,6 +11,8 @@ class Effect(Enum):
 
     MEANS = "means"
     """It has its effect, here or under another key."""
+    SAME = "same"
+    """It says what is so anyway."""
     NOTHING = "nothing"
     """There is nothing to choose here: the run is the same without it."""
     LATER = "later"
@@ -29,7 +31,14 @@ class Note:
     source: str
     effect: Effect
     text: str
+    inner: tuple[str, ...] = ()
+    """Keys below ``path`` that it speaks for."""
+
+    @property
+    def where(self) -> str:
+        """`slurm (rl.toml:12; job_name, partition)`."""
+        return f"{dotted(self.path)} ({'; '.join((self.source, *filter(None, [', '.join(self.inner)])))})"
 
     def __str__(self) -> str:
         """`trainer.model.ac (rl.toml:12): …`."""
-        return f"{dotted(self.path)} ({self.source}): {self.text}"
+        return f"{self.where}: {self.text}" if self.text else self.where

@@ -105,6 +105,15 @@ def inside(threshold: float) -> Objective:
     return objective
 
 
+def capped(keep: Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor], cap: float) -> Objective:
+    """The ratio of a kept token counts at most `cap`, and its gradient is that of the policy (prime-rl, 2026-10)."""
+
+    def objective(t: torch.Tensor, i: torch.Tensor, advantage: float) -> torch.Tensor:
+        return torch.where(keep(t, i, advantage), torch.exp(t - i).detach().clamp(max=cap) * advantage * t, 0.0)
+
+    return objective
+
+
 def reinforce_tis(cap: float) -> Objective:
     def objective(t: torch.Tensor, i: torch.Tensor, advantage: float) -> torch.Tensor:
         return torch.exp(t - i).detach().clamp(max=cap) * advantage * t
@@ -143,6 +152,18 @@ CASES: list[tuple[dict[str, Any], Objective]] = [
     ({"type": "cispo", "clip_low": 0.2, "clip_high": 0.3}, cispo(0.2, 0.3)),
     ({"type": "ipo", "kl_tau": 0.0}, inside(0.1)),
     ({"type": "ipo", "kl_tau": 0.0, "ipo_threshold": 0.3}, inside(0.3)),
+    (
+        {"type": "ipo", "kl_tau": 0.0, "ipo_threshold": 0.3, "max_importance_ratio": 1.2},
+        capped(lambda t, i, _: (t.exp() - i.exp()).abs() <= 0.3, 1.2),
+    ),
+    (
+        {"type": "ppo", "max_importance_ratio": 1.5},
+        capped(lambda t, i, a: torch.exp(t - i) <= 1.2 if a > 0 else torch.exp(t - i) >= 0.8, 1.5),
+    ),
+    (
+        {"type": "importance_sampling", "correction": [{"type": "token_mask", "low": 0.2, "high": 5.0}]},
+        capped(lambda t, i, _: (torch.exp(t - i) >= 0.2) & (torch.exp(t - i) <= 5.0), 5.0),
+    ),
     ({"type": "importance_sampling"}, importance),
     ({"type": "importance_sampling", "aggregation": "sequence"}, importance),
     ({"type": "importance_sampling", "correction": [{"type": "token_tis"}]}, reinforce_tis(2.0)),

@@ -20,7 +20,7 @@ def config() -> None:
 )
 @click.option("--out", "-o", metavar="FILE", type=click.Path(dir_okay=False, path_type=Path), help="Write it here.")
 def import_files(files: tuple[str, ...], kind: str | None, out: Path | None) -> int:
-    """Translate config files of prime-rl, of any year, into one of Millrace.
+    """Translate config files of prime-rl (September 2025 to October 2026) into one of Millrace.
 
     Several files are parts of one run, as in `rl --trainer @ … --orchestrator @ …`. The result is printed, or written
     to --out; standard error says of every key what became of it. Nothing is written if a key has no meaning here.

@@ -13,12 +13,15 @@ _UNBUILT = (Effect.LATER, Effect.BLOCKS)
 def say_notes(notes: Sequence[Note], *, stream: TextIO | None = None) -> None:
     """Print the notes: keys with another meaning, then those without any effect yet."""
     out = stream or sys.stderr
-    taken = [note for note in notes if note.effect not in _UNBUILT]
+    same = [note for note in notes if note.effect is Effect.SAME]
+    taken = [note for note in notes if note.effect not in (*_UNBUILT, Effect.SAME)]
     unbuilt = [note for note in notes if note.effect in _UNBUILT]
     if taken:
         print(f"note: how {_keys(taken)} read:", file=out)
     for note in taken:
         print(f"  - {note}", file=out)
+    if same:
+        print(f"note: as it is here anyway: {', '.join(note.where for note in same)}", file=out)
     if unbuilt:
         print(f"warning: {_keys(unbuilt)} without effect yet:", file=out)
     for note in unbuilt:

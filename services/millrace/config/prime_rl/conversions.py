@@ -3,71 +3,17 @@
 import math
 from typing import Any
 
-from millrace.config.layers import MAX_SECTIONS
 from millrace.config.notes import Effect
+from millrace.config.prime_rl.learning import finish_learning
 from millrace.config.prime_rl.meanings import Target
-from millrace.config.sections.algo import COMPARING, PER_AGENT
+from millrace.config.prime_rl.sources import EVAL_ENVS, TRAIN_ENVS, finish_sources
 from millrace.config.tree import Path
 
+ALL_GPUS = "a process takes the GPUs that it is started with"
 MAX_GPUS = 1024
 """Most GPUs of one machine."""
-_TRAIN_ENVS: Path = ("orchestrator", "env")
-_EVAL_ENVS: Path = ("orchestrator", "eval", "env")
 _VALIDATION = {"num_examples": 16, "rollouts_per_example": 1, "interval": 10}
 """prime-rl's defaults of `orchestrator.val`."""
-_HARNESS, _RUNTIME = {"id": "null"}, {"type": "subprocess"}
-_SOURCE_KEYS = {
-    "curriculum": (Effect.LATER, "there is no curriculum yet; groups without any advantage are left out all the same"),
-    "algo": (Effect.BLOCKS, "one algorithm for all environments: set `orchestrator.algo`; one per environment comes"),
-    "sampling": (Effect.BLOCKS, "one sampling for all environments: set `orchestrator.sampling`"),
-    "serve": (Effect.NOTHING, "env-servers start workers as they need them"),
-    "address": (Effect.NOTHING, "env-servers register with the orchestrator by themselves"),
-}
-
-
-def train_sources(target: Target, path: Path, value: Any) -> None:
-    """`[[orchestrator.train.source]]` as `[[orchestrator.env]]`."""
-    _sources(target, path, value, to=_TRAIN_ENVS, kept=("ratio", "weight"))
-
-
-def eval_sources(target: Target, path: Path, value: Any) -> None:
-    """`[[orchestrator.eval.source]]` as `[[orchestrator.eval.env]]`."""
-    kept = ("num_examples", "group_size", "rollouts_per_example", "interval")
-    _sources(target, path, value, to=_EVAL_ENVS, kept=kept)
-
-
-def _sources(target: Target, path: Path, value: Any, *, to: Path, kept: tuple[str, ...]) -> None:
-    if not isinstance(value, list) or len(value) > MAX_SECTIONS:
-        target.put(to, value, source=path)  # which is an error there
-        return
-    items = [item if isinstance(item, dict) else {} for item in value]
-    target.put(to, [{} for _ in items], source=path)
-    for index, item in enumerate(items):
-        here = (*path, index)
-        env = dict(item["env"]) if isinstance(item.get("env"), dict) else {}
-        taskset = dict(env.pop("taskset")) if isinstance(env.get("taskset"), dict) else {}
-        roles = {role: rest for role, settings in env.items() if (rest := _without_defaults(settings)) != {}}
-        native = {key: item[key] for key in ("name", *kept) if key in item}
-        native["id"] = taskset.pop("id", env.get("id", item.get("id", "")))
-        native["args"] = {**taskset, **({"env": roles} if roles else {})}
-        for key, (effect, text) in _SOURCE_KEYS.items():
-            if key in item:
-                target.note((*here, key), effect, text)
-        if "group_size" in item and "group_size" not in kept:
-            text = "one group size for all environments: set `orchestrator.group_size`"
-            target.note((*here, "group_size"), Effect.BLOCKS, text)
-        for key, each in native.items():
-            target.put((*to, index, key), each, source=(*here, key))
-    text = "is a verifiers environment: `id`, its taskset's keys as `args`, those of its roles as `args.env`"
-    target.note(path, Effect.MEANS, text)
-
-
-def _without_defaults(settings: Any) -> Any:
-    """Settings of a role without the harness and the runtime that env-servers use anyway."""
-    if not isinstance(settings, dict):
-        return settings
-    defaults = {"harness": _HARNESS, "runtime": _RUNTIME}
-    return {key: value for key, value in settings.items() if value != defaults.get(key)}
 
 
 def switched(target: Target, path: Path, value: Any) -> None:
@@ -81,7 +27,7 @@ def switched(target: Target, path: Path, value: Any) -> None:
 def environment(target: Target, path: Path, value: Any) -> None:
     """`[environment]` of 2025 as the only `[[orchestrator.env]]`."""
     target.note(path, Effect.MEANS, "is the first `[[orchestrator.env]]` here")
-    target.put(_TRAIN_ENVS, [value], source=path)
+    target.put(TRAIN_ENVS, [value], source=path)
 
 
 def evaluated_ids(target: Target, path: Path, value: Any) -> None:
@@ -89,7 +35,7 @@ def evaluated_ids(target: Target, path: Path, value: Any) -> None:
     target.note(path, Effect.MEANS, "is `[[orchestrator.eval.env]]` here, one for each")
     ids = [value] if isinstance(value, str) else value
     envs = [{"id": each} for each in ids] if isinstance(ids, list) else ids  # which is an error there
-    target.put(_EVAL_ENVS, envs, source=path)
+    target.put(EVAL_ENVS, envs, source=path)
 
 
 def per_environment(target: Target, path: Path, value: Any) -> None:
@@ -113,7 +59,13 @@ def micro_batch_size(target: Target, path: Path, value: Any) -> None:
 
 def renderer(target: Target, path: Path, value: Any) -> None:
     """The renderer of all environments, which is an argument of each here."""
-    target.deferred["renderer"] = (path, value)
+    if not isinstance(value, dict):
+        target.refuse(path, value, "must be a table with the `name` of a renderer")
+        return
+    if "name" in value:
+        target.deferred["renderer"] = ((*path, "name"), value["name"])
+    for key in value.keys() - {"name"}:
+        target.note((*path, key), Effect.LATER, "the renderer is chosen by its name alone: no effect", value=value[key])
 
 
 def validation(target: Target, path: Path, value: Any) -> None:
@@ -129,6 +81,8 @@ def truncated_mask(target: Target, path: Path, value: Any) -> None:
     if _is_on(target, path, value):
         target.note(path, Effect.MEANS, 'is `[[orchestrator.filters]] type = "truncated"` here')
         target.deferred["truncated"] = (path, {"type": "truncated", "action": "mask"})
+    else:
+        target.note(path, Effect.SAME, "")
 
 
 def enforced(target: Target, path: Path, value: Any) -> None:
@@ -156,23 +110,6 @@ def token_export(target: Target, path: Path, value: Any) -> None:
     target.put(("trainer", "token_log", "share"), 1.0 if is_on else 0.0, source=path)
 
 
-def algorithm(target: Target, path: Path, value: Any) -> None:
-    """The algorithm stays what is asked for; a run with one that is not there yet is refused when it is submitted."""
-    target.put(path, value, source=path)
-    if isinstance(value, str) and value in UNBUILT_ALGORITHMS:
-        there = f"{', '.join((*COMPARING, *PER_AGENT))} and opd are"
-        said = SAMPLED_BY_OTHERS if value == "sft" else f"{value} is not there yet; {there}"
-        target.note(path, Effect.BLOCKS, said)
-
-
-SAMPLED_BY_OTHERS = (
-    "rollouts of another model are no part of a run: play them with "
-    "`millrace eval --tasks train --client.base-url URL`, and train on them with `millrace sft` (docs/evaluations.md)"
-)
-UNBUILT_ALGORITHMS = ("echo", "opsd", "sft")
-"""Names that the schema knows and no algorithm bears yet."""
-
-
 def gpus(target: Target, path: Path, value: Any) -> None:
     """`deployment.num_infer_gpus` and `num_train_gpus` as the ids of the GPUs, those of inference first."""
     if type(value) is int and 0 <= value <= MAX_GPUS:
@@ -184,6 +121,8 @@ def gpus(target: Target, path: Path, value: Any) -> None:
 def resume(target: Target, path: Path, value: Any) -> None:
     """`[resume]` and `ckpt.resume_step`: the step to go on from, the newest where none is named."""
     step = value.get("step") if isinstance(value, dict) else value
+    for key in value.keys() - {"step"} if isinstance(value, dict) else ():
+        target.refuse((*path, key), value[key], "only a step of the run itself can be gone on from: `resume.step`")
     if target.schema.find(("ckpt", "resume_step")) is not None:
         target.note(path, Effect.MEANS, "is `ckpt.resume_step` here, -1 for the newest")
         target.put(("ckpt", "resume_step"), -1 if step is None else step, source=path)
@@ -198,7 +137,9 @@ def resume(target: Target, path: Path, value: Any) -> None:
 def finish(target: Target) -> None:
     """Apply what needs the whole layer."""
     tree, deferred = target.layer.tree, target.deferred
-    training, evaluated = _list(tree, *_TRAIN_ENVS), _list(tree, *_EVAL_ENVS)
+    finish_sources(target)
+    finish_learning(target)
+    training, evaluated = _list(tree, *TRAIN_ENVS), _list(tree, *EVAL_ENVS)
     for key in ("num_examples", "rollouts_per_example"):
         if key in deferred:
             path, values = deferred[key]
@@ -229,19 +170,21 @@ def finish(target: Target) -> None:
 
 def _validation(target: Target, path: Path, value: dict[str, Any], training: list[dict[str, Any]]) -> None:
     evaluation = _at(target.layer.tree, "orchestrator", "eval") or {}
-    evaluated = _list(target.layer.tree, *_EVAL_ENVS)
+    evaluated = _list(target.layer.tree, *EVAL_ENVS)
     settings = {**_VALIDATION, **value}
     if not evaluated:  # the training environments are evaluated
         for key in settings.keys() - evaluation.keys():
             target.put(("orchestrator", "eval", key), settings[key], source=(*path, key))
-        target.note(path, Effect.MEANS, "is `[orchestrator.eval]` here, which plays held-out tasks")
+        twice = {key: value[key] for key in value.keys() & evaluation.keys()}
+        target.note(path, Effect.MEANS, "is `[orchestrator.eval]` here, which plays held-out tasks", value=twice)
     elif not any(env.get("id") == other.get("id") for env in training for other in evaluated):
         evaluation["env"] += [
             {**{key: env[key] for key in ("id", "name", "args") if key in env}, **settings} for env in training
         ]
         target.note(path, Effect.MEANS, "is an `[[orchestrator.eval.env]]` for each training environment here")
     else:
-        target.note(path, Effect.NOTHING, "`[orchestrator.eval]` plays held-out tasks of the training environments")
+        text = "`[orchestrator.eval]` plays held-out tasks of the training environments"
+        target.note(path, Effect.NOTHING, text, value=value)
 
 
 def _micro_batch(target: Target, path: Path, value: Any) -> None:
@@ -272,6 +215,8 @@ def _gpu_ids(target: Target) -> None:
         if target.schema.child(to) and to not in target.layer.tree:
             target.put((to,), list(range(first, first + count)), source=path)
             target.note(path, Effect.MEANS, f"is `{to}` here")
+        else:
+            target.note(path, Effect.NOTHING, f"`{to}` says which" if to in target.layer.tree else ALL_GPUS)
         first += count
 
 

@@ -1,6 +1,6 @@
 """What a key of prime-rl means here: another place, nothing, nothing yet, or a sentence that refuses it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -20,8 +20,12 @@ class Target(Protocol):
         """Set a key of ours; `source` is where the value is written."""
         ...
 
-    def note(self, path: Path, effect: Effect, text: str) -> None:
-        """Say what became of a key."""
+    def move(self, path: Path, value: Any, to: Path) -> None:
+        """Translate a value as if it had been written at `to`."""
+        ...
+
+    def note(self, path: Path, effect: Effect, text: str, *, value: Any = None) -> None:
+        """Say what became of a key; of a table `value` that is left out, with the keys in it."""
         ...
 
     def refuse(self, path: Path, value: Any, text: str) -> None:
@@ -34,7 +38,7 @@ Act = Callable[[Target, Path, Any], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Meaning:
-    """What becomes of a key. Values in ``neutral`` say what is so anyway, and pass without a word."""
+    """What becomes of a key. Values in ``neutral`` say what is so anyway."""
 
     effect: Effect
     text: str = ""
@@ -43,6 +47,12 @@ class Meaning:
     act: Act | None = None
     is_native: bool = False
     """Whether it also holds where our own schema has the key; else the schema's key counts."""
+    is_table: bool = False
+    """Whether it holds for tables only; any other value is then our own key's."""
+
+    def holds_for(self, value: Any) -> bool:
+        """Return whether it says something of a value."""
+        return isinstance(value, dict) or not self.is_table
 
 
 def moved(to: str, text: str = "", *, neutral: tuple[Any, ...] = (), is_native: bool = False) -> Meaning:
@@ -71,19 +81,26 @@ def refused(text: str, *neutral: Any) -> Meaning:
     return Meaning(effect=Effect.REFUSED, text=text, neutral=neutral)
 
 
-def converted(act: Act, *, is_native: bool = False) -> Meaning:
+def converted(act: Act, *, is_native: bool = False, is_table: bool = False) -> Meaning:
     """A value that is read by a function, whose docstring says what it means here."""
     text = " ".join((act.__doc__ or "").partition("\n\n")[0].split())
-    return Meaning(effect=Effect.MEANS, text=text, act=act, is_native=is_native)
+    return Meaning(effect=Effect.MEANS, text=text, act=act, is_native=is_native or is_table, is_table=is_table)
 
 
-def only(text: str, *known: Any) -> Meaning:
-    """A key of ours with values that are not there yet: these block, and the default takes their place."""
+def only(text: str, *known: Any, other: Mapping[str, Act] | None = None) -> Meaning:
+    """A key of ours with values that are not there yet: these block, and the default takes their place.
+
+    ``other`` has values that are written differently here, each with what reads it.
+    """
 
     def act(target: Target, path: Path, value: Any) -> None:
-        if value in known or not isinstance(value, str):
+        if isinstance(value, str) and other and value in other:
+            other[value](target, path, value)
+        elif value in known or not isinstance(value, str):
             if target.schema.find(path):
                 target.put(path, value, source=path)
+            else:
+                target.note(path, Effect.SAME, "", value=value)
         else:
             target.note(path, Effect.BLOCKS, text.format(value=value))
 

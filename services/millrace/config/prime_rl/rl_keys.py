@@ -7,11 +7,14 @@ feature that gets built later needs no removal here, though it should go.
 from collections.abc import Mapping
 
 from millrace.config.notes import Effect
-from millrace.config.prime_rl import conversions
+from millrace.config.prime_rl import conversions, learning, sources
 from millrace.config.prime_rl.meanings import Meaning, blocks, converted, later, moved, nothing, only, refused
 
 STORE = "policies go through the object store; there is nothing to choose"
-MEMORY = "there is no choice yet of how the trainer saves memory: this has no effect yet"
+MEMORY = (
+    "memory is saved by `trainer.model.ac`, `trainer.model.fsdp_cpu_offload` and `trainer.model.optim_cpu_offload`: "
+    "this has no effect"
+)
 PARALLEL = "the trainer shards over all ranks that `dp_replicate`, `cp` and `tp` leave: other ways have no effect yet"
 CP_STYLE = (
     "`cp` exchanges tokens for attention heads, or gathers keys and values where heads do not divide: no effect yet"
@@ -32,10 +35,12 @@ LOSS = (
     '[{{type = "token_mask", low = 0.125, high = 8.0}}]'
 )
 ADVANTAGE = "only `orchestrator.algo.type` chooses how advantages are made: this is not there yet"
+LOSS_TYPES = ("default", "ppo", "gspo", "cispo", "importance_sampling", "ipo", "custom")
 BUFFER_TYPE = (
     "prime-rl's {value} buffer is not here: for difficulty-pool leave the type out and write easy_threshold and "
     "hard_threshold, for online-difficulty write online_difficulty_filtering = true"
 )
+SELECTED = "chooses the tasks that are trained on, which only the environment's own `args` do here"
 VISION = "models with images are not trained yet"
 
 
@@ -48,6 +53,8 @@ def model_keys(prefix: str) -> dict[str, Meaning]:
     """Keys of the trained model, in RL and in SFT."""
     return {
         **same(later(MEMORY, False), prefix, "ac_offloading full_offload"),
+        **same(nothing("kernels are those of torch and transformers: this changes speed alone"), prefix, "moe fusions"),
+        f"{prefix}ep": converted(learning.automatic, is_native=True),
         f"{prefix}ac.targets": later("mode selective keeps matrix products and attention: no effect yet"),
         **same(later(MEMORY, True, False), prefix, "load_using_meta use_liger"),
         **same(
@@ -96,7 +103,38 @@ def optimizer_keys(prefix: str) -> dict[str, Meaning]:
         ),
         **same(later("Muon's orthogonalisation is torch's own: no effect"), f"{prefix}optim.", "ns_steps adjust_lr_fn"),
         f"{prefix}optim.scheduler": moved(f"{prefix}scheduler"),
+        f"{prefix}optim.weight_decay": converted(learning.weight_decay, is_native=True),
         f"{prefix}data.fake": blocks(FAKE),
+    }
+
+
+def algo_keys(prefix: str) -> dict[str, Meaning]:
+    """Keys of an algorithm, that of the run or that of an environment."""
+    return {
+        f"{prefix}type": converted(learning.algorithm, is_native=True),
+        f"{prefix}length_weighted_baseline": converted(learning.length_weighted),
+        f"{prefix}failsafe_min_members": nothing("a group is trained on once all of its rollouts have ended"),
+        f"{prefix}loss_aggregation": blocks(
+            "tokens weigh as `trainer.loss.aggregation` says: the mean of each group's is not there", "token"
+        ),
+        f"{prefix}continue_prob": blocks("groups are not played on until they have a success", 0, 0.0),
+        f"{prefix}sampling": blocks(learning.SAMPLED_BY_OTHERS, {}, {"source": "policy"}),
+        **same(
+            blocks("belongs to an algorithm that is not there yet"),
+            prefix,
+            "length_penalty roles filter demo_key template renderer advantage dataset_sft",
+        ),
+    }
+
+
+def source_keys(prefix: str) -> dict[str, Meaning]:
+    """Keys of an environment that is trained on or evaluated."""
+    return {
+        **same(
+            nothing("env-servers start workers as they need them, and register by themselves", "auto"),
+            prefix,
+            "num_workers max_retries address serve",
+        ),
     }
 
 
@@ -188,6 +226,8 @@ ONE_FILE: dict[str, Meaning] = {
     "orchestrator.filters[].enforce": converted(conversions.enforced),
     "orchestrator.filters[].logprob_offset": converted(conversions.logprob_offset),
     "orchestrator.model.lora": nothing("an adapter is named by its policy"),
+    "orchestrator.model.trust_remote_code": later("code that comes with a model is not run", False),
+    "orchestrator.model.vlm": blocks(VISION),
     "orchestrator.teacher_model": blocks('name the teacher in `orchestrator.algo.teacher`, with `type = "opd"`'),
     "orchestrator.eval.retry": nothing("what is lost is played again"),
     **same(
@@ -196,22 +236,30 @@ ONE_FILE: dict[str, Meaning] = {
         "save save_to_hf save_to_disk watcher cancel_inflight_rollouts_on_eval skip_eval_on_resume "
         "skip_eval_on_restart retrigger_on_resume",
     ),
+    **source_keys("orchestrator.env[]."),
+    "orchestrator.env[].timeout": nothing("a rollout has `orchestrator.rollout_timeout_s`"),
+    **source_keys("orchestrator.eval.env[]."),
+    "orchestrator.env[].sampling": blocks("is one for all environments: set `orchestrator.sampling`", {}),
+    "orchestrator.env[].group_size": blocks("is one for all environments: set `orchestrator.rollouts_per_example`"),
+    "orchestrator.env[].select": blocks(SELECTED, {}),
+    "orchestrator.env[].min_abs_advantage": blocks(
+        "only samples without any advantage are left out: `orchestrator.filter_zero_advantages`", 0, 0.0
+    ),
     **same(
-        nothing("env-servers start workers as they need them"),
+        blocks("which tasks are drawn is the run's: `[orchestrator.buffer]`", {}, {"type": "standard"}),
         "orchestrator.env[].",
-        "num_workers max_retries address timeout",
+        "sampler curriculum.sampler",
     ),
-    **same(
-        nothing("env-servers start workers as they need them"),
-        "orchestrator.eval.env[].",
-        "num_workers max_retries address",
-    ),
-    "orchestrator.env[].sampling": blocks("one sampling for all environments: set `orchestrator.sampling`"),
-    "orchestrator.eval.env[].sampling": later("one sampling for all evaluations: `orchestrator.eval.sampling`"),
+    "orchestrator.env[].curriculum.gates": nothing("groups without any advantage are left out all the same"),
+    **algo_keys("orchestrator.env[].algo."),
+    "orchestrator.eval.env[].sampling": later("is one for all evaluations: `orchestrator.eval.sampling`", {}),
+    "orchestrator.eval.env[].select": converted(sources.selected),
     "orchestrator.eval.env[].skip_verification": nothing("nothing is verified beforehand"),
     "teacher_inference": blocks("start the teacher yourself, and name it in `orchestrator.algo.teacher`"),
     "teacher_gpu_ids": nothing("start the teacher yourself"),
-    "trainer.loss.type": only(LOSS, "default", "ppo", "gspo", "cispo", "importance_sampling", "ipo", "custom"),
+    "trainer.loss.type": only(LOSS, *LOSS_TYPES, other={"icepop": learning.icepop}),
+    **same(converted(learning.loss_part), "trainer.loss.", "eps ratio_low ratio_high"),
+    "trainer.loss.score_centering": blocks("the correction by the sampling mask is not there", False),
     **same(
         blocks("belongs to a loss that is not there yet"),
         "trainer.loss.",
@@ -226,32 +274,27 @@ ONE_FILE: dict[str, Meaning] = {
 """The one file of early 2026."""
 
 HEAD: dict[str, Meaning] = {
-    "orchestrator.train.source": converted(conversions.train_sources),
-    "orchestrator.train.env": moved("orchestrator.env"),
+    "orchestrator.train.source": converted(sources.train_sources),
+    "orchestrator.train.env": converted(sources.train_env),
+    "orchestrator.train.algo": moved("orchestrator.algo"),
+    "orchestrator.train.select": blocks(SELECTED, {}),
     "orchestrator.train.sampling": moved("orchestrator.sampling"),
     "orchestrator.train.filter_zero_advantages": moved("orchestrator.filter_zero_advantages"),
     "orchestrator.train.group_size": moved("orchestrator.rollouts_per_example"),
-    "orchestrator.train.num_workers": nothing("env-servers start workers as they need them"),
-    "orchestrator.eval.source": converted(conversions.eval_sources),
+    **same(nothing("env-servers start workers as they need them"), "orchestrator.train.", "num_workers max_retries"),
+    "orchestrator.constant_trainer_batch_size": converted(learning.constant_batch),
+    "orchestrator.eval.env": converted(sources.eval_defaults, is_table=True),
+    "orchestrator.eval.select": converted(sources.selected),
+    "orchestrator.eval.source": converted(sources.eval_sources),
     "orchestrator.eval.sampling.reasoning_effort": moved("orchestrator.eval.sampling.extra_body.reasoning_effort"),
-    "orchestrator.algo.type": converted(conversions.algorithm, is_native=True),
-    **same(
-        blocks("belongs to an algorithm that is not there yet"),
-        "orchestrator.algo.",
-        "length_penalty sampling roles filter decay episode_agents demo_key template renderer",
-    ),
+    **algo_keys("orchestrator.algo."),
+    "orchestrator.algo.teacher.base_url": converted(learning.as_list, is_native=True),
     **same(
         nothing(FLIGHT),
         "orchestrator.",
         "concurrency tasks_per_minute max_concurrent max_inflight_rollouts max_inflight max_concurrent_rollouts",
     ),
-    "orchestrator.renderer.name": converted(conversions.renderer),
-    **same(
-        later("the renderer is chosen by its name alone: no effect"),
-        "orchestrator.renderer.",
-        "thinking_retention truncate_history_thinking reasoning_parser tool_parser preserve_all_thinking "
-        "preserve_thinking_between_tool_calls",
-    ),
+    "orchestrator.renderer": converted(conversions.renderer),
     "orchestrator.client": refused(ENGINES),
     "orchestrator.token_batch_size": refused("batches are counted in rollouts: use `orchestrator.batch_size`"),
     "orchestrator.use_renderer": nothing("environments choose: `renderer` in their `args`"),
@@ -262,8 +305,8 @@ HEAD: dict[str, Meaning] = {
         "collect_inference_metrics inference_metrics_roles env_server_base_port pad_to_multiple_of num_workers "
         "workers_per_env use_token_client",
     ),
-    "orchestrator.use_sft_loss": refused(conversions.SAMPLED_BY_OTHERS, False),
-    "orchestrator.teacher_rollout_model": refused(conversions.SAMPLED_BY_OTHERS),
+    "orchestrator.use_sft_loss": refused(learning.SAMPLED_BY_OTHERS, False),
+    "orchestrator.teacher_rollout_model": refused(learning.SAMPLED_BY_OTHERS),
     "orchestrator.tokenizer": moved("trainer.tokenizer"),
     "tokenizer": moved("trainer.tokenizer"),
     "trainer.tokenizer.chat_template": later("the model's own chat template counts: no effect yet"),

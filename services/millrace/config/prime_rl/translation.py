@@ -1,6 +1,6 @@
 """One layer of a config with the keys of prime-rl put where they belong here, and a note for each that changed."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -26,6 +26,20 @@ def translate(layer: Layer, schema: SchemaKey) -> "Translation":
 def pattern(path: Path) -> str:
     """The path with `[]` for every index, as the tables name keys."""
     return "".join("[]" if isinstance(part, int) else f".{part}" for part in path).removeprefix(".")
+
+
+def _inner_keys(value: Any, path: Path = ()) -> Iterator[str]:
+    """Dotted names of the keys in a table or in a list of tables."""
+    match value:
+        case dict():
+            for key, item in value.items():
+                below = list(_inner_keys(item, (*path, key)))
+                yield from below or [dotted((*path, key))]
+        case list():
+            for index, item in enumerate(value):
+                yield from _inner_keys(item, (*path, index))
+        case _:
+            return
 
 
 class Translation:
@@ -57,7 +71,7 @@ class Translation:
         known, name = self.schema.find(path), pattern(path)
         meaning = self._meanings.get(name)
         is_section = known is not None and known.kind is Kind.SECTION
-        if meaning is not None and (known is None or meaning.is_native):
+        if meaning is not None and (known is None or meaning.is_native) and meaning.holds_for(value):
             self._apply(meaning, path, value)
         elif isinstance(value, dict) and value and (is_section or name in self._inner):
             self.walk(value, path)
@@ -70,6 +84,7 @@ class Translation:
 
     def _apply(self, meaning: Meaning, path: Path, value: Any) -> None:
         if value in _OFF or any(value is each or value == each for each in meaning.neutral):
+            self.note(path, Effect.SAME, "", value=value)
             return
         if meaning.act is not None:
             meaning.act(self, path, value)
@@ -79,15 +94,12 @@ class Translation:
             self.note(path, Effect.MEANS, meaning.text)
             self.move(path, value, tuple(meaning.to.split(".")))
         else:
-            self.note(path, meaning.effect, meaning.text)
+            self.note(path, meaning.effect, meaning.text, value=value)
 
     def move(self, path: Path, value: Any, to: Path) -> None:
         """Translate a value as if it had been written at `to`."""
         self._copy_places(path, to)
-        if isinstance(value, dict) and value:
-            self.walk(value, to)
-        else:
-            self._key(to, value)
+        self._key(to, value)
 
     def put(self, path: Path, value: Any, *, source: Path) -> None:
         """Set a key of ours; `source` is where the value is written."""
@@ -102,9 +114,10 @@ class Translation:
         where = self.layer.origin.locate(path)
         self.violations.append(Violation(field=dotted(path), value=shown(path, value), message=text, source=where))
 
-    def note(self, path: Path, effect: Effect, text: str) -> None:
-        """Say what became of a key."""
-        self.notes.append(Note(path=path, source=self.layer.origin.locate(path), effect=effect, text=text))
+    def note(self, path: Path, effect: Effect, text: str, *, value: Any = None) -> None:
+        """Say what became of a key; of a table `value` that is left out, with the keys in it."""
+        source = self.layer.origin.locate(path)
+        self.notes.append(Note(path=path, source=source, effect=effect, text=text, inner=tuple(_inner_keys(value))))
 
     def _copy_places(self, path: Path, to: Path) -> None:
         places = self.layer.origin.places

@@ -111,7 +111,18 @@ class LossConfig(ConfigSection):
         ge=0,
         le=1,
     )
-    adv_tau: float = option(1.0, "Factor of the policy-gradient term.", facts=_for("default", "ipo"), ge=0)
+    max_importance_ratio: float | None = option(
+        None,
+        "The ratio of a token that is kept counts at most this much; without a limit if left out.",
+        facts=_for("default", "ipo", "ppo", "importance_sampling"),
+        ge=1,
+    )
+    adv_tau: float = option(
+        1.0,
+        "Factor of the policy-gradient term.",
+        facts=_for("default", "ipo", "ppo", "gspo", "cispo", "importance_sampling"),
+        ge=0,
+    )
     kl_tau: float = option(1e-3, "Factor of the squared log-ratio term.", facts=_for("default", "ipo"), ge=0)
     clip_low: float | None = option(
         None,

@@ -53,6 +53,8 @@ def policy_losses(inputs: LossInputs, config: LossConfig) -> TokenLosses:
     with torch.no_grad():
         made = LOSSES["default" if config.type == "custom" else config.type](inputs, config)
         factor = made.factor
+        if config.max_importance_ratio is not None:
+            factor = factor.clamp(max=config.max_importance_ratio)
         for each in config.correction:
             weight = correction(inputs, each)
             factor = torch.where(weight == 0, 0.0, factor * weight)  # a dropped token's ratio may be infinite

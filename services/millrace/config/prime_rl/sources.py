@@ -1,0 +1,178 @@
+"""`[[orchestrator.train.source]]` and `[[orchestrator.eval.source]]` as environments of ours.
+
+A source is a verifiers environment (`env`) and what the run does with it. What the tables around it say, such as
+`[orchestrator.train.algo]`, holds for every source that does not say otherwise.
+"""
+
+from typing import Any
+
+from millrace.config.layers import MAX_SECTIONS
+from millrace.config.notes import Effect
+from millrace.config.prime_rl.learning import UNBUILT_ALGORITHMS, unbuilt_algorithm
+from millrace.config.prime_rl.meanings import Target
+from millrace.config.tree import Path, dotted
+
+TRAIN_ENVS: Path = ("orchestrator", "env")
+EVAL_ENVS: Path = ("orchestrator", "eval", "env")
+_HARNESS, _RUNTIME = {"id": "null"}, {"type": "subprocess"}
+_FOR_ALL = {"train": {"sampling": "sampling", "group_size": "rollouts_per_example"}, "eval": {"sampling": "sampling"}}
+"""Keys of a source that stand for the whole run here, where all sources agree; the key of ours."""
+_Sources = list[tuple[Path, dict[str, Any]]]
+
+
+def train_sources(target: Target, path: Path, value: Any) -> None:
+    """`[[orchestrator.train.source]]` as `[[orchestrator.env]]`."""
+    _sources(target, path, value, to=TRAIN_ENVS, later=("algo", *_FOR_ALL["train"]))
+
+
+def eval_sources(target: Target, path: Path, value: Any) -> None:
+    """`[[orchestrator.eval.source]]` as `[[orchestrator.eval.env]]`."""
+    _sources(target, path, value, to=EVAL_ENVS, later=tuple(_FOR_ALL["eval"]))
+
+
+def train_env(target: Target, path: Path, value: Any) -> None:
+    """`[orchestrator.train.env]`, which every source inherits; as a list the environments themselves."""
+    if isinstance(value, dict):
+        target.deferred["train.env"] = (path, value)
+    else:
+        target.note(path, Effect.MEANS, "is `[[orchestrator.env]]` here")
+        target.move(path, value, TRAIN_ENVS)
+
+
+def eval_defaults(target: Target, path: Path, value: Any) -> None:
+    """`[orchestrator.eval.env]` as one table, which every source inherits."""
+    target.deferred["eval.env"] = (path, value)
+
+
+def selected(target: Target, path: Path, value: Any) -> None:
+    """`select = { limit = n }` is `num_examples = n`."""
+    if not isinstance(value, dict):
+        target.refuse(path, value, "must be a table, such as { limit = 16 }")
+        return
+    chosen = {key: each for key, each in value.items() if each not in ({}, False, None)}
+    if not chosen.keys() - {"seed"}:
+        target.note(path, Effect.SAME, "", value=value)
+    elif chosen.keys() == {"limit"}:
+        target.note(path, Effect.MEANS, "is `num_examples` here", value=value)
+        target.put((*path[:-1], "num_examples"), chosen["limit"], source=(*path, "limit"))
+    else:
+        text = "held-out tasks are taken in their order, `num_examples` of them: choose others in the `args`"
+        target.note(path, Effect.LATER, text, value=value)
+
+
+def _sources(target: Target, path: Path, value: Any, *, to: Path, later: tuple[str, ...]) -> None:
+    if not isinstance(value, list) or len(value) > MAX_SECTIONS:
+        target.put(to, value, source=path)  # which is an error there
+        return
+    target.put(to, [{} if isinstance(item, dict) else item for item in value], source=path)
+    sources: _Sources = [((*path, index), item) for index, item in enumerate(value) if isinstance(item, dict)]
+    for here, item in sources:
+        there = (*to, here[-1])
+        for key, each in item.items():
+            if key in ("env", "legacy") and isinstance(each, dict):
+                _environment(target, (*here, key), each, there)
+            elif key not in later:
+                target.move((*here, key), each, (*there, key))
+    text = "is a verifiers environment: `id`, its taskset's keys as `args`, those of its roles as `args.env`"
+    target.note(path, Effect.MEANS, text)
+    target.deferred[str(path[1])] = (path, sources)
+
+
+def _environment(target: Target, path: Path, env: dict[str, Any], to: Path) -> None:
+    """Put the id and the arguments of a verifiers environment; `legacy` has `id` and `args` as we do."""
+    if path[-1] == "legacy":
+        for key, each in env.items():
+            target.move((*path, key), each, (*to, key))
+        return
+    taskset = env.get("taskset")
+    named = ("taskset", "id") if isinstance(taskset, dict) and "id" in taskset else ("id",)
+    if named[0] in env:
+        target.put((*to, "id"), env["id"] if named == ("id",) else env["taskset"]["id"], source=(*path, *named))
+    for role, settings in env.items():
+        if role == "taskset" and isinstance(taskset, dict):
+            for key, each in taskset.items():
+                if key != "id":
+                    target.put((*to, "args", key), each, source=(*path, role, key))
+        elif (role,) != named:
+            _role(target, (*path, role), settings, (*to, "args", "env", role))
+
+
+def _role(target: Target, path: Path, settings: Any, to: Path) -> None:
+    """Put the settings of a role, but for the harness and the runtime that env-servers use anyway."""
+    defaults = {"harness": _HARNESS, "runtime": _RUNTIME}
+    if not isinstance(settings, dict):
+        target.put(to, settings, source=path)
+        return
+    same = {key: each for key, each in settings.items() if each == defaults.get(key)}
+    if same or not settings:
+        target.note(path, Effect.SAME, "", value=same)
+    for key, each in settings.items():
+        if key not in same:
+            target.put((*to, key), each, source=(*path, key))
+
+
+def finish_sources(target: Target) -> None:
+    """Apply what sources inherit, and what they say of the whole run."""
+    for group, envs in (("train", TRAIN_ENVS), ("eval", EVAL_ENVS)):
+        _, sources = target.deferred.get(group, ((), []))
+        for key, name in _FOR_ALL[group].items() if sources else ():
+            _for_all(target, sources, key, (*envs[:-1], name))
+        if group == "train" and sources:
+            _algorithms(target, sources)
+        if f"{group}.env" in target.deferred:
+            _inherited(target, *target.deferred[f"{group}.env"], envs)
+
+
+def _for_all(target: Target, sources: _Sources, key: str, to: Path) -> None:
+    """Set for the run what all sources say alike; what they say differently is not there."""
+    said = [((*path, key), item[key]) for path, item in sources if key in item]
+    is_one = len(said) == len(sources) and all(value == said[0][1] for _, value in said)
+    effect = Effect.MEANS if is_one else Effect.LATER if "eval" in to else Effect.BLOCKS
+    for path, value in said:
+        text = f"is `{dotted(to)}` here" if is_one else f"is one for all environments: set `{dotted(to)}`"
+        target.note(path, effect, text, value=value)
+        if is_one:
+            target.move(path, value, to)
+
+
+def _algorithms(target: Target, sources: _Sources) -> None:
+    """Put the algorithm that all sources share where the run has its own, and others with their environments."""
+    orchestrator: dict[str, Any] = target.layer.tree["orchestrator"]
+    said = [(path, item["algo"]) for path, item in sources if "algo" in item]
+    is_shared = len(said) == len(sources) and all(value == said[0][1] for _, value in said)
+    if said and is_shared and "algo" not in orchestrator:
+        for path, value in said:
+            target.move((*path, "algo"), value, ("orchestrator", "algo"))
+        return
+    for path, value in said:
+        if isinstance(value, dict):
+            inherited = orchestrator.get("algo") if "type" not in value else None
+            value = {"type": "grpo", **(inherited or {}), **value} if "type" not in value else value
+        name = value.get("type") if isinstance(value, dict) else None
+        if name in (*UNBUILT_ALGORITHMS, "opd"):
+            text = "opd is the algorithm of a whole run" if name == "opd" else unbuilt_algorithm(str(name))
+            target.note((*path, "algo"), Effect.BLOCKS, text, value=value)
+        else:
+            target.move((*path, "algo"), value, (*TRAIN_ENVS, path[-1], "algo"))
+
+
+def _inherited(target: Target, path: Path, value: Any, to: Path) -> None:
+    """Give each environment the settings that it inherits and does not have."""
+    envs = target.layer.tree.get("orchestrator", {})
+    for part in to[1:]:
+        envs = envs.get(part, []) if isinstance(envs, dict) else []
+    if not isinstance(envs, list) or not envs:
+        text = "is inherited by the sources of the same file, and there are none: write it beside them"
+        target.refuse(path, value, text)
+        return
+    shared = value if isinstance(value, dict) else {}
+    taskset = shared.get("taskset", {})
+    for env in (env for env in envs if isinstance(env, dict)):
+        args = env.setdefault("args", {})
+        if isinstance(args, dict):
+            own = args.setdefault("env", {})
+            for key, each in shared.items():
+                own.setdefault(key, each) if key != "taskset" and isinstance(own, dict) else None
+            for key, each in taskset.items() if isinstance(taskset, dict) else ():
+                args.setdefault(key, each)
+    target.note(path, Effect.MEANS, "is inherited: `args.env` of each environment here", value=value)

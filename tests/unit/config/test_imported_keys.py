@@ -1,0 +1,252 @@
+"""No key of a foreign config vanishes: take it out or misspell it, and the result or what is said of it is another."""
+
+import copy
+import re
+import tomllib
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from millrace.config.check import build
+from millrace.config.layers import Layer, Provenance, Tree
+from millrace.config.notes import Effect
+from millrace.config.prime_rl import translate
+from millrace.config.prime_rl.learning import UNBUILT_ALGORITHMS
+from millrace.config.prime_rl.rl_keys import RL_KEYS
+from millrace.config.prime_rl.sft_keys import SFT_KEYS
+from millrace.config.sections.algo import COMPARING, PER_AGENT
+from millrace.config.sections.rl import RLConfig
+from millrace.config.sections.sft import SFTConfig
+from millrace.config.tree import Kind, Path, SchemaKey, schema_tree
+from millrace.errors import InvalidSpecError
+
+Tables = dict[str, Any]
+
+AUTUMN = """\
+max_steps = 20
+[model]
+name = "m"
+[deployment]
+num_train_gpus = 1
+num_infer_gpus = 1
+[weight_broadcast]
+type = "nccl"
+timeout = 1200
+[slurm]
+job_name = "x"
+[trainer.model]
+ep = "auto"
+impl = "custom"
+attn = "auto"
+cp = 1
+[trainer.model.moe.compute]
+type = "deepgemm_fp8"
+[trainer.model.fusions]
+enabled = ["qkv"]
+[trainer.model.ac_offloading]
+max_inflight_activations = 5
+[trainer.optim]
+weight_decay = "auto"
+[trainer.loss]
+type = "ipo"
+eps = 0.25
+max_importance_ratio = 100.0
+score_centering = false
+[orchestrator]
+batch_size = 128
+constant_trainer_batch_size = true
+[orchestrator.model]
+trust_remote_code = false
+[orchestrator.concurrency]
+initial_inflight = 16
+[orchestrator.renderer]
+name = "qwen3"
+clear_thinking = false
+[orchestrator.train]
+group_size = 16
+num_workers = 4
+[orchestrator.train.env]
+timeout = { rollout = 60 }
+[orchestrator.train.algo]
+type = "grpo"
+length_weighted_baseline = true
+failsafe_min_members = 4
+continue_prob = 0.0
+[orchestrator.train.sampling]
+max_completion_tokens = 64
+extra_body = { chat_template_kwargs = { enable_thinking = false } }
+[[orchestrator.train.source]]
+name = "a"
+ratio = 0.3
+env.taskset.id = "reverse-text"
+env.taskset.split = "train"
+env.agent.harness.id = "null"
+env.agent.max_turns = 3
+select = { limit = 10, shuffle = true }
+sampler = { type = "standard" }
+min_abs_advantage = 0.05
+serve = { num_workers = 2 }
+[[orchestrator.train.source]]
+name = "b"
+ratio = 0.7
+env.taskset.id = "alphabet-sort"
+algo = { type = "max_rl", continue_prob = 0.5 }
+[orchestrator.eval]
+interval = 5
+select = { limit = 8 }
+[[orchestrator.eval.source]]
+name = "e"
+env.taskset.id = "reverse-text"
+select = { skip = 4 }
+group_size = 2
+"""
+SUMMER = """\
+max_steps = 5
+resume.step = 5
+[ckpt]
+interval = 5
+weights_only = true
+[orchestrator]
+batch_size = 64
+group_size = 16
+mask_truncated_completions = false
+[orchestrator.val]
+interval = 1
+num_examples = 16
+[[orchestrator.train.source]]
+name = "a"
+env.taskset.id = "reverse-text"
+algo = { type = "opd", teacher = { name = "t", base_url = "http://127.0.0.1:8001/v1" } }
+curriculum.gates.zero_advantage.type = "advantage_range"
+[orchestrator.eval]
+interval = 10
+num_examples = 4
+[inference.deployment]
+type = "disaggregated"
+num_prefill_replicas = 4
+[trainer.loss]
+type = "cispo"
+ratio_low = 0.5
+ratio_high = 3.0
+"""
+FINE_TUNING = """\
+max_steps = 3
+[model]
+attn = "sdpa"
+[model.ac]
+freq = 1
+[data]
+type = "sft"
+name = "rows.jsonl"
+micro_batch_size = 2
+[optim]
+weight_decay = "auto"
+[eval]
+interval = 3
+[renderer]
+name = "auto"
+"""
+
+
+def _said(tables: Tables, keys: dict[str, Any], *, is_built: bool = True) -> tuple[Any, ...]:
+    """The layer in our schema, and everything that is said of it, by its rules too if it is built."""
+    schema = schema_tree(RLConfig if keys is RL_KEYS else SFTConfig)
+    made = translate(Layer(tree=copy.deepcopy(tables), origin=Provenance(label="a.toml")), schema)
+    tree = Tree(schema)
+    tree.violations += made.violations
+    tree.lay([made.layer])
+    violations = [str(violation) for violation in tree.violations]
+    try:
+        if is_built:
+            build(RLConfig if keys is RL_KEYS else SFTConfig, tree)
+    except InvalidSpecError as error:
+        violations = [str(violation) for violation in error.violations]
+    return made.layer.tree, [str(note) for note in made.notes], violations
+
+
+def _leaves(value: Any, path: Path = ()) -> Iterator[Path]:
+    match value:
+        case dict():
+            for key, item in value.items():
+                yield from _leaves(item, (*path, key))
+        case list() if value and all(isinstance(item, dict) for item in value):
+            for index, item in enumerate(value):
+                yield from _leaves(item, (*path, index))
+        case _:
+            yield path
+
+
+def _without(tables: Tables, path: Path, renamed: str | None = None) -> Tables:
+    """The tables without a key, or with another name for it."""
+    other = copy.deepcopy(tables)
+    here: Any = other
+    for part in path[:-1]:
+        here = here[part]
+    value = here.pop(path[-1])
+    if renamed:
+        here[renamed] = value
+    return other
+
+
+def _vanishing(tables: Tables, keys: dict[str, Any]) -> list[str]:
+    whole = _said(tables, keys)
+    found = []
+    for path in _leaves(tables):
+        wrong = f"{path[-1]}_zz"
+        if _said(_without(tables, path), keys) == whole:
+            found.append(f"{path} is taken out")
+        misspelt = _said(_without(tables, path, wrong), keys)
+        if misspelt == whole or wrong not in str(misspelt):
+            found.append(f"{path} is misspelt")
+    return found
+
+
+@pytest.mark.parametrize(("text", "keys"), [(AUTUMN, RL_KEYS), (SUMMER, RL_KEYS), (FINE_TUNING, SFT_KEYS)])
+def test_every_leaf_of_a_file_counts(text, keys):
+    assert _vanishing(tomllib.loads(text), keys) == []
+
+
+@pytest.mark.parametrize("keys", [RL_KEYS, SFT_KEYS])
+@pytest.mark.parametrize("value", [{"inner": 1}, 1, "x", True, ["x"]], ids=str)
+def test_every_key_of_the_tables_counts(keys, value):
+    unheard = []
+    for name in keys:
+        tables: Tables = {}
+        here, *parts = tables, *name.split(".")
+        for part in parts[:-1]:
+            inner: Tables = {}
+            here[part.removesuffix("[]")] = [inner] if part.endswith("[]") else inner
+            here = inner
+        key = parts[-1].removesuffix("[]")
+        bare = _said(tables, keys, is_built=False)
+        here[key] = value
+        if _said(tables, keys, is_built=False) == bare:
+            unheard.append(name)
+        here[f"{key}_zz"] = here.pop(key)
+        if f"{key}_zz" not in str(_said(tables, keys, is_built=False)):
+            unheard.append(f"{name}_zz")
+    assert unheard == []
+
+
+def _is_key(schema: SchemaKey, path: Path) -> bool:
+    """Whether the schema has the key, or a free table that it may stand in."""
+    above = [schema.find(path[:length]) for length in range(1, len(path))]
+    return schema.find(path) is not None or any(node and node.kind is Kind.FREE_TABLE for node in above)
+
+
+def test_what_a_message_promises_or_names_is_so():
+    """A key that is there is not said to be missing, and what a message sends people to exists."""
+    for keys, model in ((RL_KEYS, RLConfig), (SFT_KEYS, SFTConfig)):
+        schemas = [schema_tree(model), schema_tree(RLConfig)]
+        for name, meaning in keys.items():
+            path = tuple(name.replace("[]", "").split("."))
+            if meaning.effect in (Effect.LATER, Effect.BLOCKS):
+                assert schemas[0].find(path) is None, f"{name} is there: {meaning.text}"
+            said = meaning.text if meaning.act is None else ""
+            for named in re.findall(r"`\[?\[?((?:orchestrator|trainer|inference|data)\.[a-z_.]+)\b", said):
+                assert any(_is_key(schema, tuple(named.split("."))) for schema in schemas), f"{name}: {named}"
+    (choices,) = [node for node in schema_tree(RLConfig).walk() if node.path == ("orchestrator", "algo", "type")]
+    built = {*COMPARING, *PER_AGENT, "opd", "custom"}
+    assert set(choices.annotation.__args__) - built <= set(UNBUILT_ALGORITHMS)
+    assert not built & set(UNBUILT_ALGORITHMS)
