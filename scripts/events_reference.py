@@ -107,6 +107,12 @@ WARNINGS: Texts = {
         "nine of ten rollouts of the last batches, or more, were cut at their token limit",
         "raise `orchestrator.sampling.max_tokens` and `seq_len`, or use the model's own chat template",
     ),
+    "CHECKPOINT_NOT_DELETED": (
+        "a checkpoint that retention no longer keeps cannot be deleted: the object is protected, or its owner may not "
+        "delete; the training goes on, and it is tried again after a minute, then more and more seldom",
+        "let the trainer delete below that prefix (`s3:DeleteObject`, the directory's rights), or delete it yourself: "
+        "it takes room and nothing else",
+    ),
     "CHECKPOINT_DAMAGED": (
         "a checkpoint's bytes are not those that were written; an older one is used",
         "`millrace run repair RUN --from URL` restores it from a replica of the bucket; look at the store",

@@ -8,7 +8,6 @@ is none of their business.
 import asyncio
 import os
 import ssl
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -20,6 +19,7 @@ from millrace.rpc.access import ClientAccess
 from millrace.rpc.keep_alive import kept_alive_socket
 from millrace.rpc.tls import Stamp, client_context
 from millrace.rpc.tokens import WorkersFile
+from millrace.storage.clean_up import TemporaryDirectory
 from millrace.telemetry.settings import Settings
 
 # Environments may block the loop that connects for seconds. An engine that is not there refuses at once, or its lease
@@ -94,7 +94,7 @@ class EngineToken:
         self._shared = Settings(**{name: getattr(settings, name) for name in shared})
         path = settings.worker_token_file
         self._workers = None if path is None else WorkersFile(Path(path), field="MILLRACE_WORKER_TOKEN_FILE")
-        self._directory: tempfile.TemporaryDirectory[str] | None = None
+        self._directory: TemporaryDirectory | None = None
         self._written: tuple[str, ...] = ()
         self.owner: tuple[int, int] | None = None
         """uid and gid of the workers, if they are not those of this process."""
@@ -128,7 +128,7 @@ class EngineToken:
 
     def _path(self) -> Path:
         if self._directory is None:
-            self._directory = tempfile.TemporaryDirectory(prefix="millrace-engine-")
+            self._directory = TemporaryDirectory(prefix="millrace-engine-")
         return Path(self._directory.name) / "token"
 
 

@@ -2,7 +2,6 @@
 
 import asyncio
 import hashlib
-import shutil
 import tempfile
 from collections import OrderedDict
 from contextlib import ExitStack
@@ -11,6 +10,7 @@ from pathlib import Path
 from millrace.policies.manifest import PolicyManifest
 from millrace.policies.pull import pull_files, read_manifest
 from millrace.storage.base import ObjectStore
+from millrace.storage.clean_up import TEMPORARY, remove
 from millrace.storage.scratch import owned_directory
 
 # A manifest's tokenizer is a few MiB and versions of one run share it by content; old ones go.
@@ -58,7 +58,7 @@ class TokenizerFiles:
             if not target.is_dir():  # else another thread was faster, whose caller was cancelled and let the lock go
                 raise
         finally:
-            shutil.rmtree(partial, ignore_errors=True)
+            remove(partial, what=TEMPORARY)
         return target
 
     def _fill(self, directory: Path, manifest: PolicyManifest) -> None:

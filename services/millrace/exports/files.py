@@ -12,6 +12,7 @@ from typing import Any
 from millrace.exports.extras import import_extra
 from millrace.exports.metrics import MetricRow, points
 from millrace.exports.samples import ExportedSample
+from millrace.storage.clean_up import TEMPORARY, remove
 from millrace.telemetry.redact import redact, secrets_of
 
 _PARQUET_ROWS = 10_000
@@ -65,7 +66,7 @@ def _made(path: Path) -> Iterator[Path]:
         yield part
         part.replace(path)
     finally:
-        part.unlink(missing_ok=True)
+        remove(part, what=TEMPORARY)
 
 
 def _number(value: Any) -> Any:
@@ -125,5 +126,5 @@ def _tensorboard(directory: Path, rows: Iterable[MetricRow], samples: Iterable[E
             place = f"samples/{columns['environment']}"
             writer.add_text(place, f"```json\n{json.dumps(columns, indent=2, default=str)}\n```", columns["step"])
     for path in before:  # TensorBoard reads every file that is there: each point would be there twice
-        path.unlink(missing_ok=True)
+        remove(path, what="earlier export")
     return sorted(directory.glob(f"events.out.tfevents.*{_EVENTS}"))

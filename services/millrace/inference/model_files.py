@@ -3,7 +3,6 @@
 transformers is imported where it is used: it imports torch, which costs vLLM's launcher seconds at start and end.
 """
 
-import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from millrace.errors import InvalidStateError
 from millrace.models.configs import read_config, read_tokenizer
+from millrace.storage.clean_up import TemporaryDirectory
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -32,7 +32,7 @@ class ServedModel:
     names: tuple[str, ...]
     directory: Path
     tokenizer: "PreTrainedTokenizerBase | None"
-    owner: tempfile.TemporaryDirectory[str] | None = field(default=None, repr=False)
+    owner: TemporaryDirectory | None = field(default=None, repr=False)
 
 
 @dataclass(slots=True)
@@ -42,9 +42,9 @@ class ModelSlot:
     current: ServedModel | None = None
 
 
-def write_files(files: Mapping[str, bytes]) -> tempfile.TemporaryDirectory[str]:
+def write_files(files: Mapping[str, bytes]) -> TemporaryDirectory:
     """Write a policy's files into a fresh directory that lives as long as the returned object."""
-    directory = tempfile.TemporaryDirectory(prefix="millrace-model-")
+    directory = TemporaryDirectory(prefix="millrace-model-")
     for name, data in files.items():
         path = Path(directory.name) / name  # the manifest's reader has checked the name
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -12,6 +12,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import BinaryIO, NoReturn
 
+from millrace.storage.clean_up import remove
+
 MAX_BYTES = 64 << 20
 """Of one file; with the one before it, a process keeps twice as much."""
 PERIOD_S = 5.0
@@ -37,7 +39,7 @@ def rotate(path: Path, *, max_bytes: int = MAX_BYTES) -> bool:
         with path.open("rb") as source, fresh.open("wb") as target:
             _copy_lines(source, target)
     except OSError:  # raised on: half a copy takes the last room of a disk
-        fresh.unlink(missing_ok=True)
+        remove(fresh, what="log file")
         raise
     os.truncate(path, 0)
     fresh.replace(old_of(path))

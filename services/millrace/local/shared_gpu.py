@@ -5,7 +5,6 @@ import json
 import math
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from millrace.errors import InvalidStateError
 from millrace.inference.launch_env import is_given
 from millrace.local import gpus
 from millrace.processes import sessions
+from millrace.storage.clean_up import TemporaryDirectory
 
 RUNTIME_GIB = 4.0
 """For what is in no estimate: CUDA's contexts and what the allocators cannot use."""
@@ -127,7 +127,7 @@ def _advice(tried: dict[str, Any] | str) -> str:
 
 async def _estimate(config: RLConfig, *, num_gpus: int, memory_gib: float, reserve_gib: float) -> dict[str, Any] | str:
     """What `millrace estimate` says of the run's step; if it fails, the line that says why."""
-    with tempfile.TemporaryDirectory() as directory:
+    with TemporaryDirectory(prefix="millrace-gpu-") as directory:
         path = Path(directory) / "run.json"
         path.write_text(config.resolved_json())
         asked = ["estimate", "@", str(path), "--gpus", str(num_gpus), "--gpu-memory", f"{memory_gib:.2f}"]

@@ -36,6 +36,7 @@ from millrace.processes.forked import ForkServerClient
 from millrace.processes.supervisor import ProcessSpec, Supervisor, tail
 from millrace.race import first_of
 from millrace.rpc.access import ClientAccess
+from millrace.storage.clean_up import remove
 from millrace.storage.scratch import SCRATCH_VARIABLE, sweep
 from millrace.telemetry import waits
 from millrace.telemetry.redact import redact
@@ -176,7 +177,7 @@ class LocalStack:
             await self.supervisor.stop_for_sure()
             sweep(self.directory / "scratch")
         finally:
-            (self.directory / "stack.json").unlink(missing_ok=True)
+            remove(self.directory / "stack.json", what="description of a stack")
             if self._lock is not None:
                 self._lock.close()
 

@@ -1,12 +1,12 @@
 """`config.json` as transformers makes a config of it, in more spellings than it takes. No torch."""
 
 import json
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from millrace.models.small_files import read_object
+from millrace.storage.clean_up import TemporaryDirectory
 
 _CONFIG = "config.json"
 _FORMAT_KEYS = ("dtype", "torch_dtype")
@@ -25,7 +25,7 @@ def read_config(directory: Path) -> Any:
     said = _with_known_formats(raw)
     if said == raw:
         return AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
-    with tempfile.TemporaryDirectory(prefix="millrace-config-") as name:
+    with TemporaryDirectory(prefix="millrace-config-") as name:
         (Path(name) / _CONFIG).write_text(json.dumps(said))
         config = AutoConfig.from_pretrained(name, local_files_only=True, trust_remote_code=False)
     config._name_or_path = str(directory)

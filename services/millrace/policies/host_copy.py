@@ -31,6 +31,7 @@ from millrace.policies.manifest import ObjectEntry, Piece, PolicyManifest, Tenso
 from millrace.policies.staged import StagedPolicy
 from millrace.policies.tensors import TensorBytes, TensorPlace, bits_type, plan_safetensors
 from millrace.storage.base import ObjectStore
+from millrace.storage.clean_up import remove
 from millrace.storage.disk import io_errors, make_parent
 from millrace.storage.scratch import SCRATCH_VARIABLE
 from millrace.telemetry import faults
@@ -157,10 +158,7 @@ class HostCopy:
         self.forget()
         self._spare = None
         if self._path is not None:
-            try:
-                self._path.unlink(missing_ok=True)
-            except OSError as error:  # the version serves all the same
-                logger.warning("a policy's file stays", extra={"path": str(self._path), "error": str(error)})
+            remove(self._path, what="policy file")
 
     def _update_to(self, manifest: PolicyManifest, fetched: "_Fetched") -> Changes | None:
         """Follow chains until one holds; return what changed since the copy before, None if that is unknown."""

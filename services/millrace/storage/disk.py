@@ -6,11 +6,13 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from millrace.errors import CapacityError, ConflictError, UnavailableError
+from millrace.errors import CapacityError, ConflictError, PermissionDeniedError, UnavailableError
 
 STORE = "MILLRACE_STORE_URL"
 """What says where the object store lies."""
 _FULL = (errno.ENOSPC, errno.EDQUOT)
+_DENIED = (errno.EACCES, errno.EPERM, errno.EROFS)
+"""What waiting does not mend: no outage."""
 
 
 @contextlib.contextmanager
@@ -19,7 +21,8 @@ def io_errors(
 ) -> Iterator[None]:
     """Turn what the operating system refuses while `action` is done to `path` into our errors.
 
-    A full disk or quota is CapacityError with the free space and, where it is known, the space that was needed.
+    A full disk or quota is CapacityError with the free space and, where it is known, the space that was needed; what is
+    not allowed, or read-only, is PermissionDeniedError; everything else may be an outage, and is UnavailableError.
     FileExistsError passes: it is how a lost race shows. `setting` says where `path` lies; None if its user named it.
     """
     try:
@@ -32,11 +35,19 @@ def io_errors(
         if error.errno in _FULL:
             raise _full(path, action, error, needed_bytes, setting) from error
         directory = "the directory" if setting is None else f"the directory of {setting}"
+        message, metadata = f"cannot {action} {path}: {error.strerror or error}", {"path": str(path)}
+        if error.errno in _DENIED:
+            raise PermissionDeniedError(
+                message,
+                reason="STORE_DENIED" if setting == STORE else "DIRECTORY_UNUSABLE",
+                remedy=f"let this user (uid {os.geteuid()}) read and write {directory}, or name another one",
+                metadata=metadata,
+            ) from error
         raise UnavailableError(
-            f"cannot {action} {path}: {error.strerror or error}",
+            message,
             reason="STORE_UNREACHABLE" if setting == STORE else "DIRECTORY_UNUSABLE",
             remedy=f"check that {directory} exists and is writable, or name another one",
-            metadata={"path": str(path)},
+            metadata=metadata,
         ) from error
 
 

@@ -25,6 +25,7 @@ from millrace.storage.base import (
     require_range,
     require_size,
 )
+from millrace.storage.clean_up import TEMPORARY, remove
 from millrace.storage.disk import io_errors, key_is_directory, make_parent
 from millrace.storage.retry import RetryPolicy, TransientError
 from millrace.storage.scratch import SCRATCH_VARIABLE
@@ -152,7 +153,7 @@ class LocalStore:
                     _copy(source, file)
                 os.replace(part, path)
             finally:
-                part.unlink(missing_ok=True)
+                remove(part, what=TEMPORARY)
 
     def uri(self, key: str) -> str:
         """See `ObjectStore.uri`."""
@@ -219,7 +220,7 @@ class LocalStore:
                             raise
                 _sync_directory(path.parent)
         finally:
-            temporary.unlink(missing_ok=True)
+            remove(temporary, what=TEMPORARY)  # what was published is published
 
     def _walk(
         self, directory: Path, base: str, prefix: bytes, start_after: bytes
@@ -241,7 +242,7 @@ class LocalStore:
             with contextlib.suppress(FileNotFoundError):
                 age_s = time.time() - path.stat().st_mtime
                 if age_s > _STALE_TMP_S and (age_s > _UNLOCKABLE_TMP_S or _is_abandoned(path)):
-                    path.unlink()
+                    remove(path, what=TEMPORARY)
 
 
 def _entries(directory: Path, base: str) -> list[tuple[str, bool]]:
@@ -271,11 +272,11 @@ def _lock(file: BinaryIO) -> None:
 
 def _is_abandoned(path: Path) -> bool:
     """Whether nobody writes this file any more; False where that cannot be told."""
-    with path.open("rb") as file:
-        try:
+    try:
+        with path.open("rb") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            return False
+    except OSError:
+        return False
     return True
 
 

@@ -13,6 +13,7 @@ import os
 import secrets
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, NoReturn, TypeVar
 
@@ -33,6 +34,7 @@ from millrace.storage.base import (
     require_range,
     require_size,
 )
+from millrace.storage.clean_up import TEMPORARY, remove
 from millrace.storage.disk import io_errors, make_parent
 from millrace.storage.retry import ATTEMPT_S, RetryPolicy, TransientError
 from millrace.storage.s3_errors import (
@@ -52,6 +54,7 @@ T = TypeVar("T")
 CONNECT_TIMEOUT_S = 10.0  # also for every block of a body that is sent
 READ_TIMEOUT_S = 20.0  # between two packets, not for a whole object
 _SLOWEST_BYTES_PER_S = 64 << 10  # a download below that, over its first minute and after, is given up and begun again
+_NOT_URGENT_S = 5.0  # of retries: others wait behind it, and it may be done another time
 _MAX_CONNECTIONS = 32
 _MULTIPART_BYTES = 64 << 20
 COPY_BYTES = 64 << 10  # small, so that a trickle is noticed
@@ -95,6 +98,7 @@ class S3Store:
         self._prefix = f"{prefix.strip('/')}/" if prefix.strip("/") else ""
         self._endpoint = endpoint
         self._retry = retry or RetryPolicy()
+        self._retry_later = replace(self._retry, deadline_s=min(self._retry.deadline_s, _NOT_URGENT_S))
         self._is_bucket_known = False
         named = region or os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION")
         self._region = named or "us-east-1"
@@ -242,7 +246,7 @@ class S3Store:
     def delete(self, key: str) -> None:
         """See `ObjectStore.delete`."""
         name = self._name(key)
-        self._run("DELETE", key, lambda _: self.client.delete_object(Bucket=self._bucket, Key=name))
+        self._run("DELETE", key, lambda _: self.client.delete_object(Bucket=self._bucket, Key=name), is_urgent=False)
 
     def put_file(self, key: str, path: Path) -> None:
         """See `ObjectStore.put_file`; in parts above 64 MiB."""
@@ -284,7 +288,7 @@ class S3Store:
             with io_errors(path, "write", setting=SCRATCH_VARIABLE):
                 os.replace(part, path)
         finally:
-            part.unlink(missing_ok=True)
+            remove(part, what=TEMPORARY)
 
     def uri(self, key: str) -> str:
         """See `ObjectStore.uri`."""
@@ -357,8 +361,10 @@ class S3Store:
             self.client.head_bucket(Bucket=self._bucket)
             self._is_bucket_known = True
 
-    def _run(self, action: str, key: str, attempt: Callable[[int], T], *, is_read: bool = False) -> T:
-        """Run with retries; what is left over becomes one of our errors."""
+    def _run(
+        self, action: str, key: str, attempt: Callable[[int], T], *, is_read: bool = False, is_urgent: bool = True
+    ) -> T:
+        """Run with retries, few if it is not urgent; what is left over becomes one of our errors."""
         where, uri = self.describe(), self.uri(key)
         what = f"{action} {uri}"
 
@@ -370,4 +376,4 @@ class S3Store:
                     raise TransientError("the server takes the bucket as a host name only") from error
                 raise translate(error, what, where=where, bucket=self._bucket, uri=uri if is_read else "") from error
 
-        return self._retry.run(what, where, translated)
+        return (self._retry if is_urgent else self._retry_later).run(what, where, translated)

@@ -9,7 +9,6 @@ import contextlib
 import fcntl
 import logging
 import os
-import shutil
 import stat
 import tempfile
 import time
@@ -17,7 +16,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
-from millrace.errors import UnavailableError
+from millrace.errors import PermissionDeniedError, UnavailableError
+from millrace.storage.clean_up import TEMPORARY, remove
 from millrace.storage.disk import io_errors
 
 logger = logging.getLogger(__name__)
@@ -30,12 +30,16 @@ _FRESH_S = 60.0  # a directory is locked and has its name microseconds after it 
 
 @contextlib.contextmanager
 def scratch_errors(path: Path) -> Iterator[None]:
-    """Turn what the operating system refuses in a scratch directory into our errors: CapacityError if it is full."""
+    """Turn what the operating system refuses in a scratch directory into our errors.
+
+    CapacityError if it is full, PermissionDeniedError if it may not be written, else UnavailableError.
+    """
     try:
         with io_errors(path, "write", setting=SCRATCH_VARIABLE):
             yield
-    except (UnavailableError, FileExistsError) as error:
-        raise UnavailableError(
+    except (UnavailableError, PermissionDeniedError, FileExistsError) as error:
+        kind = PermissionDeniedError if isinstance(error, PermissionDeniedError) else UnavailableError
+        raise kind(
             f"temporary files cannot be written in {path}: {error}",
             reason="SCRATCH_UNUSABLE",
             remedy=f"set {SCRATCH_VARIABLE} to a directory on a disk with room for checkpoints and policies",
@@ -70,7 +74,7 @@ def owned_directory(purpose: str, *, parent: Path | None = None) -> Iterator[Pat
             # Under its name only once it is locked: a directory that others see without an owner is one to be removed.
             directory = fresh.rename(parent / f"{_PREFIX}{purpose}-{fresh.name.removeprefix(_FRESH)}")
         except BaseException:  # raised on; the lock's file is closed with its last reference
-            shutil.rmtree(fresh, ignore_errors=True)
+            remove(fresh, what=TEMPORARY)
             raise
     try:
         yield directory
@@ -88,8 +92,8 @@ def sweep(parent: Path) -> None:
             except OSError:
                 lock.close()
                 continue
-            logger.info("removing the directory of a process that is gone", extra={"directory": str(path.parent)})
-            _remove(path.parent, lock)
+            if _remove(path.parent, lock):
+                logger.info("removed the directory of a process that is gone", extra={"directory": str(path.parent)})
 
 
 def _forsaken(parent: Path) -> Iterator[Path]:
@@ -110,22 +114,16 @@ def _open_own(path: Path) -> IO[str]:
     return file
 
 
-def _remove(directory: Path, lock: IO[str]) -> None:
-    """Remove a directory whose lock is held; the lock last, and closed before, as network file systems need it."""
-    try:
-        for path in directory.iterdir():
-            if path.name == _LOCK:
-                continue
-            if path.is_dir() and not path.is_symlink():
-                shutil.rmtree(path)
-            else:
-                path.unlink(missing_ok=True)
-        lock.close()
-        (directory / _LOCK).unlink(missing_ok=True)
-        directory.rmdir()
-    except FileNotFoundError:
-        return  # another one was faster, or its user removed it
-    except OSError as error:
-        logger.warning("a temporary directory stays", extra={"directory": str(directory), "error": str(error)})
-    finally:
-        lock.close()
+def _remove(directory: Path, lock: IO[str]) -> bool:
+    """Remove a directory whose lock is held; whether it is gone.
+
+    The lock is removed last, and closed before, as network file systems need it.
+    """
+    with lock:
+        try:
+            names = os.listdir(directory)
+        except OSError:  # another one was faster, or its user removed it; `remove` says what else it is
+            names = []
+        # Everything is tried, so that as little stays as possible.
+        left = [remove(directory / name, what=TEMPORARY) for name in names if name != _LOCK]
+    return not any(left) and remove(directory, what=TEMPORARY) is None

@@ -11,8 +11,9 @@ import secrets
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
 
-from millrace.errors import InvalidStateError, MillraceError
+from millrace.errors import InvalidStateError
 from millrace.storage.base import ObjectStore, cannot_carry_runs
+from millrace.storage.clean_up import delete
 
 logger = logging.getLogger(__name__)
 
@@ -84,10 +85,7 @@ def _read_back(store: ObjectStore, base: str, written: list[str]) -> None:
 def _clean_up(store: ObjectStore, written: list[str]) -> None:
     """Delete what was written; that it cannot be is no reason to refuse a store, and must not hide one."""
     for key in written:
-        try:
-            store.delete(key)
-        except MillraceError as error:
-            logger.warning("objects of the self-test stay", extra={"object": store.uri(key), "why": str(error)})
+        if delete(store, key, what="object of the self-test") is not None:
             return
 
 

@@ -19,6 +19,7 @@ from prometheus_client.registry import Collector
 
 from millrace import __version__
 from millrace.telemetry import waits
+from millrace.telemetry.leftovers import LEFTOVERS
 
 MAX_LABEL_VALUES = 64
 """Values of one label that are told apart; users name environments, and Prometheus keeps every name for ever."""
@@ -120,7 +121,12 @@ WAIT_OLDEST = Family(
     "Age of the oldest wait on that component; some, such as an idle trainer's for a run, are ordinary.",
     ("service", "waits_on"),
 )
-COMMON = (BUILD, WAITS_OVERDUE, WAIT_OLDEST)
+REMOVALS_FAILED = Family(
+    "millrace_removals_failed_total",
+    "Tries to remove what nobody needs any more (checkpoints, files, directories) that failed; the log names each.",
+    ("service", "what"),
+)
+COMMON = (BUILD, WAITS_OVERDUE, WAIT_OLDEST, REMOVALS_FAILED)
 
 
 def make_registry(service: str, collectors: Iterable[Collector], *, has_process: bool = True) -> CollectorRegistry:
@@ -147,6 +153,8 @@ def common(service: str) -> StateCollector:
         for name in overdue:
             sheet.put(WAITS_OVERDUE, overdue[name], service, name)
             sheet.put(WAIT_OLDEST, oldest[name], service, name)
+        for what, count in LEFTOVERS.failures().items():
+            sheet.put(REMOVALS_FAILED, count, service, what)
 
     return StateCollector(COMMON, read)
 

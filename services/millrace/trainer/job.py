@@ -252,6 +252,7 @@ def make_checkpointer(
         gang=learner.gang,
         author=make_author(client, learner),
         on_saved=reporter.checkpoint_saved,
+        on_left=lambda message: reporter.warning("CHECKPOINT_NOT_DELETED", message),
     )
 
 

@@ -46,7 +46,7 @@ class Server(http.server.BaseHTTPRequestHandler):
             return self.answer(204)
         if "list-type=2" in query:
             wanted = urllib.parse.parse_qs(query).get("prefix", [""])[0]
-            return self.answer(200, self.listing(path, wanted))
+            return self.answer(200, self.prefixes(path, wanted) if "delimiter" in query else self.listing(path, wanted))
         if path == "/b":  # the bucket itself
             return self.answer(200)
         if path not in self.stored:
@@ -67,6 +67,12 @@ class Server(http.server.BaseHTTPRequestHandler):
             for name, data in sorted(self.stored.items())
             if name.startswith(f"{path}/{prefix}")
         )
+        return f"<ListBucketResult><IsTruncated>false</IsTruncated>{items}</ListBucketResult>".encode()
+
+    def prefixes(self, path: str, prefix: str) -> bytes:
+        begins = f"{path}/{prefix}"
+        below = {name.removeprefix(begins).partition("/")[0] for name in self.stored if name.startswith(begins)}
+        items = "".join(f"<CommonPrefixes><Prefix>{prefix}{each}/</Prefix></CommonPrefixes>" for each in sorted(below))
         return f"<ListBucketResult><IsTruncated>false</IsTruncated>{items}</ListBucketResult>".encode()
 
     def answer(self, status: int, body: bytes = b"", headers: dict[str, str] | None = None) -> None:

@@ -15,6 +15,7 @@ from millrace.trainer.checkpoint.checkpointer import Checkpointer, SavedCheckpoi
 from millrace.trainer.checkpoint.manifest import Author
 from millrace.trainer.checkpoint.store import CheckpointStore
 from millrace.trainer.gang.distributed import Gang
+from millrace_testing.undeletable import undeletable
 
 NAMES = Names("t", "run-a")
 
@@ -37,17 +38,19 @@ class SlowStore(LocalStore):
 class Saving:
     """A checkpointer over a slow store, with a state of one tensor."""
 
-    def __init__(self, root: Path, *, save_async: bool) -> None:
+    def __init__(self, root: Path, *, save_async: bool, keep_last: int | None = None) -> None:
         self.store = SlowStore(root)
         self.checkpoints = CheckpointStore(self.store, NAMES, gang=Gang())
         self.saved: list[SavedCheckpoint] = []
+        self.told: list[str] = []
         self.state = {"model.a": torch.zeros(3)}
         self.checkpointer = Checkpointer(
             self.checkpoints,
-            CheckpointConfig(interval=1, save_async=save_async),
+            CheckpointConfig(interval=1, save_async=save_async, keep_last=keep_last),
             gang=Gang(),
             author=Author(run_hash="ab" * 32, epoch=1, determinism="strict"),
             on_saved=self.saved.append,
+            on_left=self.told.append,
         )
 
     def save(self, step: int) -> None:
@@ -125,3 +128,25 @@ def test_a_trainer_that_lost_its_run_does_not_wait(saving: Saving) -> None:
         saving.save(1)
         raise FencedError("another trainer has the run", reason="FENCED")
     assert list(saving.checkpoints.steps()) == []
+
+
+def test_saved_is_saved_whatever_becomes_of_the_one_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    saving = Saving(tmp_path, save_async=True, keep_last=1)
+    saving.store.may_upload.set()
+    with saving.checkpointer:
+        saving.save(1)
+        saving.checkpointer.finish()
+        with undeletable(tmp_path / NAMES.checkpoint_manifest(1)):
+            for step in (2, 3, 4):
+                saving.save(step)
+            saving.checkpointer.finish()
+        monkeypatch.setattr(saving.store, "list_prefixes", _away)
+        saving.checkpoints.steps = lambda: iter([1, 4, 5])  # type: ignore[method-assign]
+        saving.save(5)
+    assert [saved.step for saved in saving.saved] == [1, 2, 3, 4, 5]
+    assert len(saving.told) == 2, "once of each, however often it is tried"
+    assert "checkpoints/00000001/manifest.json cannot be removed" in saving.told[0] and "is away" in saving.told[1]
+
+
+def _away(_: str) -> Iterator[str]:
+    raise UnavailableError("the store is away", reason="STORE_UNREACHABLE")

@@ -6,12 +6,20 @@ from typing import Any
 import pytest
 import torch
 
+from millrace.config.sections.shared import CheckpointConfig
 from millrace.errors import ConflictError
 from millrace.runlog.names import Names
+from millrace.storage.base import ObjectStore
 from millrace.storage.local import LocalStore
+from millrace.storage.s3 import S3Store
+from millrace.telemetry.leftovers import LEFTOVERS
 from millrace.trainer.checkpoint.manifest import Author, CheckpointManifest
 from millrace.trainer.checkpoint.store import CheckpointStore
 from millrace.trainer.gang.distributed import Gang
+from millrace_testing.s3_answers import s3_answers
+from millrace_testing.undeletable import undeletable
+
+NAMES = Names("t", "run-a")
 
 
 def _save(store: LocalStore, **changes: Any) -> CheckpointManifest:
@@ -53,3 +61,58 @@ def test_a_checkpoint_of_another_history_is_a_conflict(
         _save(store, **change)
     assert raised.value.reason == "CHECKPOINT_CONFLICT"
     assert all(word in str(raised.value) for word in (name, found, ours, "manifest.json"))
+
+
+KEEP_ONE = CheckpointConfig(interval=1, keep_last=1)
+
+
+def _saved(store: ObjectStore, *steps: int) -> CheckpointStore:
+    checkpoints = CheckpointStore(store, NAMES, gang=Gang())
+    for step in steps:
+        author = Author(run_hash="ab" * 32, epoch=1, determinism="strict")
+        state = {"model.a": torch.ones(3)}
+        written = checkpoints.write(state, step=step, lineage=0, author=author, chain_hash=b"\1" * 32)
+        checkpoints.commit(written, gang=Gang())
+    return checkpoints
+
+
+def test_a_checkpoint_that_cannot_be_deleted_stays_whole_and_no_other_stays_for_it(tmp_path: Path) -> None:
+    checkpoints = _saved(LocalStore(tmp_path), 1, 2, 3)
+    with undeletable(tmp_path / NAMES.checkpoint_manifest(1)):
+        dropped, left = checkpoints.prune(KEEP_ONE)
+        assert dropped == [2] and [each.name for each in left] == [checkpoints.uri(1)]
+        assert "Operation not permitted" in left[0].why and left[0].is_to_be_told
+        state = {"model.a": torch.zeros(3)}
+        checkpoints.load(checkpoints.read(1), state)
+        assert state["model.a"].tolist() == [1, 1, 1], "its manifest is there, and so is what that names"
+    LEFTOVERS.removed(left[0].name)  # its pause is over
+    assert checkpoints.prune(KEEP_ONE) == ([1], []) and list(checkpoints.steps()) == [3]
+
+
+def test_what_a_deletion_or_an_upload_left_behind_goes_with_the_next_one(tmp_path: Path) -> None:
+    store = LocalStore(tmp_path)
+    checkpoints = _saved(store, 3, 4)
+    store.put(f"{NAMES.checkpoint(2)}e00000001-ab/rank-00000.bin", b"its manifest is gone")
+    store.put(f"{NAMES.checkpoint(5)}e00000001-ab/rank-00000.bin", b"another one uploads it")
+    assert checkpoints.prune(KEEP_ONE) == ([2, 3], [])
+    store.put(f"{NAMES.checkpoint(2)}e00000001-ab/rank-00000.bin", b"kept by its interval")
+    assert checkpoints.prune(CheckpointConfig(interval=1, keep_last=1, keep_interval=2)) == ([], [])
+    assert [key.key.split("/")[-3] for key in store.list(NAMES.checkpoints) if key.key.endswith(".bin")] == [
+        f"{step:08d}" for step in (2, 4, 5)
+    ]
+
+
+def test_a_bucket_that_lets_nothing_be_deleted_is_asked_thrice_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "test")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "testsecret")
+    with s3_answers() as (handler, port):
+        handler.refuses["DELETE"], handler.times["DELETE"] = (403, "AccessDenied", "no", ""), 1 << 30
+        checkpoints = _saved(S3Store(bucket="b", endpoint=f"http://127.0.0.1:{port}"), 1, 2, 3, 4, 5, 6)
+        dropped, left = checkpoints.prune(KEEP_ONE)
+        assert not dropped and len(left) == 3 and "403 AccessDenied" in left[0].why
+        assert len([kind for kind, _ in handler.seen if kind == "DELETE"]) == 3
+        assert list(checkpoints.steps()) == [1, 2, 3, 4, 5, 6]
+        handler.refuses.clear()
+        for each in left:
+            LEFTOVERS.removed(each.name)  # its pause is over
+        assert checkpoints.prune(KEEP_ONE) == ([1, 2, 3, 4, 5], []) and list(checkpoints.steps()) == [6]

@@ -1,7 +1,6 @@
 """Several policies evaluated one after the other: each in a run of its own, all in one table and one plot."""
 
 import json
-import shutil
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +13,7 @@ from millrace.cli.evals.prepare import PreparedEval
 from millrace.cli.evals.session import RESULTS_NAME, claim, evaluate_here, finished, go_on
 from millrace.cli.view.plot import write_eval_plot
 from millrace.runlog import run_name
+from millrace.storage.clean_up import TEMPORARY, remove
 
 PLOT_NAME = "eval.png"
 _WEIGHTS = "policies"
@@ -56,9 +56,9 @@ def _evaluate(one: PreparedEval, policy: EvalPolicy, directory: Path) -> dict[st
     if one.is_resumed and (data := finished(one)) is not None:
         print(f"{policy.label}: evaluated before", file=sys.stderr)
         return data
-    shutil.rmtree(place, ignore_errors=True)  # a download that was interrupted
+    remove(place, what=TEMPORARY)  # a download that was interrupted
     print(f"{policy.label}: runs/{one.name}", file=sys.stderr)
     one = replace(one, config=one.config.with_model(str(policy.fetch(place))))
     data, _ = interrupts.run(lambda signals: evaluate_here(one, signals))
-    shutil.rmtree(place, ignore_errors=True)
+    remove(place, what=TEMPORARY)
     return data

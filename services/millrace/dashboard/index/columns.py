@@ -4,7 +4,6 @@ import fcntl
 import json
 import math
 import os
-import shutil
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +13,7 @@ import numpy as np
 
 from millrace.decoding import decode_object
 from millrace.errors import CorruptObjectError
+from millrace.storage.clean_up import remove
 from millrace.storage.scratch import scratch_errors
 
 FORMAT = 2
@@ -252,7 +252,7 @@ class Shelf:
         for kept, path in enumerate(others, start=1):
             used += sum(file.stat().st_size for file in path.iterdir())
             if (kept >= MAX_RUNS or used > MAX_BYTES) and path.name not in in_use:
-                shutil.rmtree(path, ignore_errors=True)
+                remove(path, what="index of a run")
         return wanted
 
     def close(self) -> None:

@@ -8,11 +8,11 @@ import os
 import socket
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 
 from millrace.decoding import decode_object
 from millrace.env_server.isolation.confinement import Confinement
+from millrace.storage.clean_up import TemporaryDirectory
 
 _TRY_S = 60.0
 _SHOWN_CHARS = 300
@@ -31,7 +31,7 @@ def furnish(directory: Path, user: tuple[int, int] | None) -> None:
 
 def why_no_container(confinement: Confinement) -> str:
     """What keeps this machine from it; "" if nothing does (blocking, a second)."""
-    with tempfile.TemporaryDirectory(prefix="millrace-check-") as place:
+    with TemporaryDirectory(prefix="millrace-check-") as place:
         furnish(Path(place), confinement.user)
         command = [sys.executable, "-m", __name__, json.dumps(confinement.to_json()), place]
         try:

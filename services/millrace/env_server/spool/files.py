@@ -24,7 +24,6 @@ import hashlib
 import logging
 import os
 import re
-import shutil
 import tempfile
 import threading
 import time
@@ -39,6 +38,7 @@ from millrace.env_server.spool.records import SpoolFile, scan_file, write_file
 from millrace.errors import CapacityError, InvalidStateError
 from millrace.rollouts.types import Purpose, Rollout
 from millrace.rollouts.wire import encode_rollout
+from millrace.storage.clean_up import remove
 from millrace.telemetry import waits
 
 logger = logging.getLogger(__name__)
@@ -48,6 +48,7 @@ _PARTIAL = re.compile(r"\.[0-9a-f]{64}\.tmp")
 _DAMAGED = "damaged"
 _LOCK = ".lock"
 _DROPPED = ".dropped-"
+_SPOOLED = "spool file"
 _SLOW_DISK_S = 10.0  # a write above this is overdue in `run why`; the kernel ends it
 _QUIET_DISK_S = 2.0  # a queue of writes that lasts no longer is ordinary
 _RETRIES = Backoff(0.5, 5.0)
@@ -230,7 +231,7 @@ class Spool:
         self.forget_run(run_uid)
         aside = self.directory / f"{_DROPPED}{time.time_ns()}-{run_uid}"
         await self._in_thread(lambda: _move(self.directory / run_uid, aside))
-        await asyncio.to_thread(shutil.rmtree, aside, ignore_errors=True)
+        await asyncio.to_thread(lambda: remove(aside, what=_SPOOLED))
 
     async def close(self) -> None:
         """Write what the disk refused, if it takes it now, and give the directory to a successor."""
@@ -247,7 +248,7 @@ class Spool:
         self.executor.shutdown()
         self._lock_file.close()
         if self._is_private:
-            shutil.rmtree(self.directory, ignore_errors=True)
+            remove(self.directory, what=_SPOOLED)
 
     def _add(self, kept: Kept) -> None:
         self._runs.setdefault(kept.run_uid, {})[kept.h] = kept
@@ -349,13 +350,13 @@ class Spool:
             if not directory.is_dir() or directory.name == _DAMAGED:
                 continue
             if directory.name.startswith(_DROPPED):  # a deletion that was cut short
-                threading.Thread(target=shutil.rmtree, args=(directory,), kwargs={"ignore_errors": True}).start()
+                threading.Thread(target=remove, args=(directory,), kwargs={"what": _SPOOLED}).start()
                 continue
             for path in directory.iterdir():
                 if _NAME.fullmatch(path.name) is not None:
                     self._take_over(path)
                 elif _PARTIAL.fullmatch(path.name):  # a write that was cut short; other files are not ours
-                    path.unlink()
+                    remove(path, what=_SPOOLED)
         if self._runs:
             extra = {"rollouts": sum(map(len, self._runs.values())), "runs": len(self._runs), "bytes": self.num_bytes}
             logger.info("spool taken over", extra={"directory": str(self.directory), **extra})
@@ -385,7 +386,7 @@ class Spool:
             logger.error("spool file is damaged", extra={"path": str(path), "problem": problem, "aside": str(aside)})
             _put_aside(aside, path)
         if not records:
-            path.unlink()
+            remove(path, what=_SPOOLED)
 
 
 def _read(kept: Kept) -> bytes:
@@ -412,12 +413,7 @@ def _move(path: Path, aside: Path) -> None:
 
 def _delete(paths: Iterable[Path]) -> None:
     for path in paths:
-        try:
-            os.unlink(path)
-        except FileNotFoundError:
-            pass
-        except OSError as error:
-            logger.error("spool file could not be deleted", extra={"path": str(path), "problem": str(error)})
+        remove(path, what=_SPOOLED)
 
 
 def _mib(count: int) -> str:

@@ -25,6 +25,7 @@ from millrace.env_server.workers.template import WORKER_MODULE, WorkerTemplate
 from millrace.processes import sessions
 from millrace.processes.forked import ForkServerError
 from millrace.processes.sessions import Process
+from millrace.storage.clean_up import TEMPORARY, remove
 from millrace.storage.scratch import owned_directory
 
 logger = logging.getLogger(__name__)
@@ -99,7 +100,7 @@ class WorkerStarter:
                 process = await self._spawn(files, environ, directory, python)
             return Started(process=process, directory=directory)
         except BaseException:  # raised on
-            shutil.rmtree(directory, ignore_errors=True)
+            remove(directory, what=TEMPORARY)
             raise
 
     async def close(self) -> None:

@@ -5,7 +5,6 @@ shall be started; the weights are put in later, by the server itself, when it is
 """
 
 import asyncio
-import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,6 +21,7 @@ from millrace.policies.pull import pull_files, read_manifest
 from millrace.rpc.health import HealthBoard
 from millrace.rpc.registered import RegisteredWorker
 from millrace.storage.base import ObjectStore
+from millrace.storage.clean_up import TemporaryDirectory
 from millrace.telemetry.settings import Settings
 
 SERVICE_NAME = pb.DESCRIPTOR.services_by_name["PolicyService"].full_name
@@ -35,7 +35,7 @@ _DTYPES = ("float32", "bfloat16", "float16")
 class PolicyModel:
     """The files of a policy without its weights, in a directory of their own, and its number format for vLLM."""
 
-    owner: tempfile.TemporaryDirectory[str]
+    owner: TemporaryDirectory
     dtype: str
     name: str
 

@@ -8,7 +8,6 @@ vLLM is started with `--lora-target-modules`, because an adapted head makes `pro
 """
 
 import functools
-import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,6 +22,7 @@ from millrace.policies.adapter import HIGH, LOW, AdapterSpec, Shape, published_n
 from millrace.policies.peft.plain import parse_adapter_config
 from millrace.policies.staged import StagedPolicy
 from millrace.policies.tensors import TensorBytes, element_bytes, pack_safetensors
+from millrace.storage.clean_up import TEMPORARY, remove
 
 _NAME = "policy"
 _NUMBER = 1
@@ -129,7 +129,7 @@ class AdapterSlot:
         # Without `load_inplace`, which would have every request load it again. The path sets prefix caches apart.
         self.request = LoRARequest(_NAME, _NUMBER, str(path))
         if old is not None:
-            shutil.rmtree(old.lora_path, ignore_errors=True)
+            remove(Path(old.lora_path), what=TEMPORARY)
 
     def _one_layer(self) -> tuple[str, Shape]:
         """A linear layer of the base that vLLM adapts."""

@@ -4,7 +4,6 @@ import asyncio
 import json
 import logging
 import re
-import tempfile
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -14,6 +13,7 @@ from huggingface_hub import try_to_load_from_cache
 
 from millrace.errors import InvalidStateError
 from millrace.policies.probe import Probe
+from millrace.storage.clean_up import TemporaryDirectory
 
 logger = logging.getLogger(__name__)
 
@@ -80,7 +80,7 @@ async def other_weights(directory: str | None, *, model: Path, scratch: Path) ->
     if directory is None:
         yield None
         return
-    with tempfile.TemporaryDirectory(prefix="weights-", dir=scratch) as place:
+    with TemporaryDirectory(prefix="weights-", directory=scratch) as place:
         yield str(await asyncio.to_thread(_look_at, Path(directory), model, Path(place) / "model"))
 
 

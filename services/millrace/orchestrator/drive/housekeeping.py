@@ -13,6 +13,7 @@ from millrace.runlog import reappend_committed
 from millrace.runlog.events.archive import EventArchive
 from millrace.runlog.redis.damage import checked_policy
 from millrace.runlog.seal import write_seal
+from millrace.telemetry.leftovers import LEFTOVERS
 
 logger = logging.getLogger(__name__)
 
@@ -132,7 +133,11 @@ class Housekeeper:
         # unregistered wait: a periodic look; what it awaits is registered where it is awaited
         while True:
             await asyncio.sleep(TRIM_S)
-            newest = await self.newest_checkpoint()
+            try:
+                newest = await self.newest_checkpoint()
+            except MillraceError as error:  # Redis is fuller for it, which ends no run
+                LEFTOVERS.failed("entries of Redis", self._log.names.checkpoints, str(error))
+                continue
             if newest > trimmed:
                 await self._log.trim_batches(newest)
                 trimmed = newest

@@ -26,6 +26,7 @@ from millrace.policies.peft.merging import merge_tensors
 from millrace.policies.peft.plan import BaseModel, MergePlan, describe_base, plan_merge
 from millrace.policies.tensors import TensorBytes
 from millrace.policies.weight_file import read_tensors
+from millrace.storage.clean_up import remove
 from millrace.storage.disk import io_errors
 
 _CONFIG = "config.json"
@@ -157,10 +158,8 @@ def _whole(target: Path) -> Iterator[Path]:
 
 def _clear(directory: Path, *, is_new: bool) -> None:
     """Take away what is in a directory, and the directory if it `is_new`."""
-    for path in directory.iterdir():
-        shutil.rmtree(path) if path.is_dir() else path.unlink()
-    if is_new:
-        directory.rmdir()
+    for path in [directory] if is_new else list(directory.iterdir()):
+        remove(path, what="part of a model")
 
 
 def _notes(directory: Path, config: bytes, files: WeightFiles) -> list[str]:

@@ -15,8 +15,10 @@ from millrace.decoding import MAX_JSON_BYTES, decode_message
 from millrace.errors import (
     AlreadyExistsError,
     CorruptObjectError,
+    FencedError,
     InternalError,
     LogGoneError,
+    MillraceError,
     NotFoundError,
     PermissionDeniedError,
 )
@@ -40,6 +42,7 @@ from millrace.runlog.redis.entry import (
 )
 from millrace.storage import ObjectStore
 from millrace.telemetry import waits
+from millrace.telemetry.leftovers import LEFTOVERS
 
 logger = logging.getLogger(__name__)
 
@@ -401,8 +404,15 @@ class RunLog:
         return True
 
     async def _trim(self, stream: Stream, below: str) -> int:
+        """Remove what is older than an entry; where that fails, the stream is longer, and the next trim takes it."""
         key = self.names.stream(stream)
-        return await self.command(f"trimming {stream}", "XTRIM", key, "MINID", "=", below)
+        try:
+            return await self.command(f"trimming {stream}", "XTRIM", key, "MINID", "=", below)
+        except (LogGoneError, FencedError):
+            raise
+        except MillraceError as error:
+            LEFTOVERS.failed("entries of Redis", key, str(error))
+            return 0
 
 
 def parse_run_hash(run_json: bytes) -> str:

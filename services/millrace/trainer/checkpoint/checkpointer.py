@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import torch
 
 from millrace.config.sections.shared import CheckpointConfig
+from millrace.errors import MillraceError
 from millrace.trainer.background import BackgroundWork, BackgroundWriter
 from millrace.trainer.checkpoint.manifest import Author
 from millrace.trainer.checkpoint.store import CheckpointStore, WrittenCheckpoint
@@ -39,7 +40,8 @@ class Checkpointer(BackgroundWriter):
     """Saves at the interval, at the end and on request, and prunes.
 
     Used as a context manager around the training: leaving it waits for what is under way, or gives it up if the
-    training failed. `on_saved` hears of every checkpoint that is durable, on the thread that made it so.
+    training failed. `on_saved` hears of every checkpoint that is durable, on the thread that made it so, and `on_left`
+    of what cannot be deleted of those that are not kept.
     """
 
     def __init__(
@@ -50,11 +52,14 @@ class Checkpointer(BackgroundWriter):
         gang: Gang,
         author: Author,
         on_saved: Callable[[SavedCheckpoint], None] = lambda _: None,
+        on_left: Callable[[str], None] = lambda _: None,
     ) -> None:
         self._checkpoints = checkpoints
         self._config = config
         self._author = author
         self._on_saved = on_saved
+        self._on_left = on_left
+        self._told: set[str] = set()
         self._work = BackgroundWork(gang=gang)
         self._is_async = config is not None and config.save_async
         self._uploading = gang.beside("checkpoints") if self._is_async else gang
@@ -87,9 +92,6 @@ class Checkpointer(BackgroundWriter):
 
     def _commit(self, written: WrittenCheckpoint, *, began: float) -> None:
         manifest = self._checkpoints.commit(written, gang=self._uploading)
-        if self._uploading.is_leader and self._config is not None:
-            for dropped in self._checkpoints.prune(self._config):
-                logger.info("checkpoint deleted", extra={"step": dropped})
         saved = SavedCheckpoint(
             step=manifest.step,
             uri=self._checkpoints.uri(manifest.step),
@@ -101,3 +103,21 @@ class Checkpointer(BackgroundWriter):
             "checkpoint saved", extra={"step": saved.step, "seconds": round(saved.seconds, 3), "uri": saved.uri}
         )
         self._on_saved(saved)
+        if self._uploading.is_leader and self._config is not None:
+            self._prune(self._config)
+
+    def _prune(self, config: CheckpointConfig) -> None:
+        """Delete what retention does not keep. What was saved is saved, whatever becomes of that."""
+        try:
+            dropped, left = self._checkpoints.prune(config)
+        except MillraceError as error:
+            message = f"checkpoints that are no longer kept are looked for later: {error.message}"
+            logger.warning(message)
+            self._on_left(message)
+            return
+        for step in dropped:
+            logger.info("checkpoint deleted", extra={"step": step})
+        for leftover in left:
+            if leftover.is_to_be_told and leftover.name not in self._told:
+                self._told.add(leftover.name)
+                self._on_left(str(leftover))

@@ -24,12 +24,14 @@ from millrace.config.sections.shared import CheckpointConfig
 from millrace.decoding import Fields
 from millrace.errors import ConflictError, CorruptObjectError, NotFoundError
 from millrace.runlog.names import Names
-from millrace.runlog.records.listing import list_checkpoints
+from millrace.runlog.records.listing import checkpoint_at, list_checkpoints
 from millrace.storage.base import ObjectStore
+from millrace.storage.clean_up import delete
 from millrace.storage.commit_points import find_newest, newest_revision, next_revision
 from millrace.storage.scratch import owned_directory
 from millrace.telemetry import faults, progress
 from millrace.telemetry.faults import Point
+from millrace.telemetry.leftovers import Leftover
 from millrace.telemetry.progress import Doing
 from millrace.trainer.checkpoint.files import INDEX_FILE, load_shards, needed_files, save_shards
 from millrace.trainer.checkpoint.index import ShardTensor, decode_index
@@ -48,6 +50,7 @@ from millrace.trainer.gang.distributed import Gang
 logger = logging.getLogger(__name__)
 
 _MAX_INDEX_BYTES = 64 << 20
+_MAX_LEFT = 3  # objects that cannot be deleted, until a clean-up gives up for this time
 _REMEDY = "the run resumes from the checkpoint before; `millrace run audit` says what else is damaged"
 
 
@@ -187,26 +190,49 @@ class CheckpointStore:
             with agreed(self._gang):
                 load_shards(state, directory, index)
 
-    def prune(self, config: CheckpointConfig) -> list[int]:
-        """Delete checkpoints that the config does not keep; return their steps. Manifests go first.
+    def prune(self, config: CheckpointConfig) -> tuple[list[int], list[Leftover]]:
+        """Delete checkpoints that the config does not keep; return the steps of those that are gone, and what stays.
 
-        Those that are known to be damaged are neither counted nor deleted.
+        Those that are known to be damaged are neither counted nor deleted. What an earlier deletion, or an upload that
+        was never committed, has left of steps before the newest one goes, too. After some objects that cannot be
+        deleted the rest waits for the next time. Raises what listing raises.
         """
-        steps = [step for step in self.steps() if step not in self._damaged]
         if config.keep_last is None:
-            return []
-        kept = set(steps[-config.keep_last :])
-        if config.keep_interval:
-            kept |= {step for step in steps if step % config.keep_interval == 0}
-        dropped = [step for step in steps if step not in kept]
-        for step in dropped:
-            self._store.delete(self._key(step))
-            newest = newest_revision(self._store, self._key(step))
-            if newest != self._key(step):
-                self._store.delete(newest)
-            for item in list(self._store.list(self._names.checkpoint(step))):
-                self._store.delete(item.key)
-        return dropped
+            return [], []
+        steps = [step for step in self.steps() if step not in self._damaged]
+        kept = set(steps[-config.keep_last :]) | self._damaged
+        dropped, left = list[int](), list[Leftover]()
+        for prefix in list(self._store.list_prefixes(self._names.checkpoints)):
+            step = checkpoint_at(self._names, prefix)
+            if step is None or step in kept or step > max(steps, default=-1):
+                continue
+            if config.keep_interval and step % config.keep_interval == 0:
+                continue
+            stays = self._delete(prefix)
+            left += stays
+            if not stays:
+                dropped.append(step)
+            if len(left) >= _MAX_LEFT:
+                break
+        return dropped, left
+
+    def _delete(self, prefix: str) -> list[Leftover]:
+        """Delete what lies under the prefix of a step, manifests first; return what stays.
+
+        While a manifest stays, so does what it names: a checkpoint is whole or none.
+        """
+        keys = [item.key for item in self._store.list(prefix)]
+        manifests = [key for key in keys if "/" not in key.removeprefix(prefix)]
+        for group in (manifests, [key for key in keys if key not in set(manifests)]):
+            left = list[Leftover]()
+            for key in group:
+                if (stays := delete(self._store, key, what="checkpoint object")) is not None:
+                    left.append(stays)
+                if len(left) >= _MAX_LEFT:
+                    break
+            if left:
+                return left
+        return []
 
     def _key(self, step: int) -> str:
         return self._names.checkpoint_manifest(step)

@@ -2,6 +2,7 @@
 
 import contextlib
 import math
+import secrets
 import shutil
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -13,11 +14,14 @@ from millrace.errors import CapacityError, InvalidStateError
 from millrace.models.adapter_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, adapter_small_files
 from millrace.policies.adapter import AdapterSpec, base_model_name
 from millrace.policies.tensors import TensorBytes, plan_safetensors
+from millrace.storage.clean_up import remove
 from millrace.storage.disk import io_errors
 from millrace.trainer.gang.agreement import agreed
 from millrace.trainer.gang.distributed import Gang
 from millrace.trainer.model.lora import adapted_layers, weight_tensors
 from millrace.trainer.model.published import described_tensors, merged_tensors, policy_tensors
+
+_WHAT = "directory of a model"
 
 
 def save_model(model: nn.Module, *, files: Mapping[str, bytes], target: Path, dtype: torch.dtype, gang: Gang) -> Path:
@@ -82,7 +86,7 @@ def try_to_save(files: Mapping[str, bytes], *, target: Path, num_bytes: int) -> 
             _write_small(fresh, files)
             free_bytes = shutil.disk_usage(fresh).free
         finally:
-            shutil.rmtree(fresh, ignore_errors=True)
+            remove(fresh, what=_WHAT)
     if free_bytes < num_bytes:
         raise CapacityError(
             f"{target.parent} has {free_bytes} bytes free, and the model takes {num_bytes}",
@@ -136,8 +140,9 @@ def write_directory(
 def replace_directory(fresh: Path, target: Path) -> None:
     """Put `fresh` in the place of `target`; the old one is deleted last, and stays if the new one cannot be moved."""
     aside = target.with_name(f".{target.name}.old")
+    if remove(aside, what=_WHAT) is not None:  # of an earlier save, whose like must not be in the way of this one
+        aside = aside.with_name(f"{aside.name}-{secrets.token_hex(4)}")
     if target.exists():
-        shutil.rmtree(aside, ignore_errors=True)
         target.rename(aside)
     try:
         fresh.rename(target)
@@ -145,12 +150,17 @@ def replace_directory(fresh: Path, target: Path) -> None:
         if aside.exists():
             aside.rename(target)
         raise
-    shutil.rmtree(aside, ignore_errors=True)
+    remove(aside, what=_WHAT)
 
 
 def _write_small(directory: Path, files: Mapping[str, bytes]) -> None:
     """Write files into a new directory, which takes the place of one that an earlier attempt left."""
-    shutil.rmtree(directory, ignore_errors=True)
+    if (left := remove(directory, what=_WHAT)) is not None:
+        raise InvalidStateError(
+            str(left),
+            reason="DIRECTORY_UNUSABLE",
+            remedy="remove it, or name another directory with output_dir",
+        )
     directory.mkdir(parents=True)
     for name, content in files.items():
         (directory / name).parent.mkdir(exist_ok=True)

@@ -8,7 +8,6 @@ import asyncio
 import logging
 import os
 import signal
-import tempfile
 from argparse import Namespace
 from collections.abc import Mapping
 from pathlib import Path
@@ -27,6 +26,7 @@ from millrace.inference.vllm.gate import GatedClient, GenerationGate
 from millrace.inference.vllm.handover import OWNED_DIRECTORY_VARIABLE, WORKER_ID_VARIABLE, take_over
 from millrace.inference.vllm.server import parsers
 from millrace.inference.vllm.server.routes import VllmReplica, attach
+from millrace.storage.clean_up import TemporaryDirectory
 from millrace.storage.scratch import scratch_parent
 from millrace.telemetry import metrics
 from millrace.telemetry.logging import setup
@@ -81,11 +81,11 @@ class MillracePlugin:
         replica.tasks.append(asyncio.create_task(_take_signal(state, stopping), name="millrace signals"))
 
 
-def _own_directory(environ: Mapping[str, str]) -> str | tempfile.TemporaryDirectory[str]:
+def _own_directory(environ: Mapping[str, str]) -> str | TemporaryDirectory:
     """That which the launcher made and removes; without one a new one, which lives as long as its object."""
     if given := environ.get(OWNED_DIRECTORY_VARIABLE):
         return given
-    return tempfile.TemporaryDirectory(prefix="millrace-policy-", dir=scratch_parent())
+    return TemporaryDirectory(prefix="millrace-policy-", directory=scratch_parent())
 
 
 async def _run(parts: ReplicaParts, replica: VllmReplica, url: Any, stopping: asyncio.Event, state: Any) -> None:
