@@ -8,6 +8,7 @@ from pydantic import BaseModel
 
 from millrace.config.filling import shared_keys
 from millrace.config.notes import Effect
+from millrace.config.prime_rl.eval_keys import EVAL_KEYS
 from millrace.config.prime_rl.meanings import Meaning
 from millrace.config.prime_rl.rl_keys import RL_KEYS
 from millrace.config.prime_rl.sft_keys import SFT_KEYS
@@ -97,6 +98,7 @@ def render() -> str:
     rl, sft = schema_tree(RLConfig), schema_tree(SFTConfig)
     parts = [_INTRODUCTION, _shared_rows(), _SPLIT, _alias_rows(rl), _PRIME_RL]
     parts += [_prime_rl_rows("`millrace rl`", RL_KEYS, rl), _prime_rl_rows("`millrace sft`", SFT_KEYS, sft)]
+    parts += [_prime_rl_rows("`millrace eval`", EVAL_KEYS, schema_tree(EvalRunConfig))]
     parts += [_DIFFERENCES]
     parts += [_config("RL: `millrace rl`", RLConfig, rl), _config("SFT: `millrace sft`", SFTConfig, sft)]
     parts += [_config("Evaluation: `millrace eval`", EvalRunConfig, schema_tree(EvalRunConfig))]

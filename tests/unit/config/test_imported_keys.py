@@ -12,10 +12,12 @@ from millrace.config.check import build
 from millrace.config.layers import Layer, Provenance, Tree
 from millrace.config.notes import Effect
 from millrace.config.prime_rl import translate
+from millrace.config.prime_rl.eval_keys import EVAL_KEYS
 from millrace.config.prime_rl.learning import UNBUILT_ALGORITHMS
 from millrace.config.prime_rl.rl_keys import RL_KEYS
 from millrace.config.prime_rl.sft_keys import SFT_KEYS
 from millrace.config.sections.algo import COMPARING, PER_AGENT
+from millrace.config.sections.eval import EvalRunConfig
 from millrace.config.sections.rl import RLConfig
 from millrace.config.sections.sft import SFTConfig
 from millrace.config.tree import Kind, Path, SchemaKey, schema_tree
@@ -147,11 +149,130 @@ interval = 3
 [renderer]
 name = "auto"
 """
+HOSTED = """\
+type = "lora"
+model = "m"
+max_steps = 60
+batch_size = 64
+rollouts_per_example = 8
+learning_rate = 1e-4
+lora_alpha = 16.0
+[sampling]
+max_tokens = 512
+reasoning_effort = "low"
+enable_thinking = false
+[[env]]
+id = "primeintellect/reverse-text"
+[[env]]
+id = "primeintellect/alphabet-sort"
+args = { min_turns = 2 }
+[env.taskset]
+system_prompt = "Sort."
+[env.harness]
+max_turns = 6
+[eval]
+interval = 20
+num_examples = 32
+eval_base_model = true
+[[eval.env]]
+id = "primeintellect/reverse-text"
+[checkpoints]
+interval = 20
+[adapters]
+interval = 5
+"""
+VF_RL = """\
+model = "m"
+[env]
+id = "wordle"
+[env.args]
+use_think = true
+[inference]
+gpus = 6
+[inference.args]
+enforce_eager = true
+enable_auto_tool_choice = true
+tool_call_parser = "hermes"
+[trainer]
+gpus = 2
+gpu_offset = 6
+[trainer.args]
+run_name = "wordle 0.5B"
+use_lora = true
+lora_rank = 16
+lora_target_modules = ["q_proj"]
+learning_rate = 2e-5
+per_device_train_batch_size = 8
+gradient_accumulation_steps = 4
+num_generations = 16
+max_steps = 50
+max_tokens = 128
+max_seq_len = 1024
+scale_rewards = "group"
+use_liger = true
+report_to = "wandb"
+warmup_steps = 5
+save_steps = 10
+"""
+VF_SFT = """\
+model = "m"
+dataset = "rows"
+[sft]
+run_name = "warm-up"
+max_steps = 10
+learning_rate = 2e-5
+batch_size = 64
+micro_batch_size = 8
+max_seq_len = 256
+use_lora = true
+lora_rank = 4
+gradient_checkpointing = true
+bf16 = true
+logging_steps = 1
+"""
+VF_EVAL = """\
+model = "m"
+api_base_url = "http://127.0.0.1:8000/v1"
+api_key_var = "KEY"
+num_examples = 5
+save_results = true
+temperature = 0.5
+[sampling_args]
+max_tokens = 64
+[[eval]]
+env_id = "a"
+env_args = { split = "test" }
+rollouts_per_example = 2
+[[eval]]
+id = "b"
+num_examples = 3
+"""
+PRIME_EVAL = """\
+model = "m"
+group_size = 2
+[client]
+base_url = "http://127.0.0.1:8000/v1"
+[sampling]
+max_completion_tokens = 64
+reasoning_effort = "low"
+[select]
+limit = 8
+[env]
+timeout = { rollout = 60 }
+[[source]]
+name = "r"
+env.taskset.id = "reverse-text"
+env.taskset.split = "test"
+[[source]]
+env.taskset.id = "b"
+select = { limit = 2, shuffle = true }
+"""
+MODELS = {id(RL_KEYS): RLConfig, id(SFT_KEYS): SFTConfig, id(EVAL_KEYS): EvalRunConfig}
 
 
 def _said(tables: Tables, keys: dict[str, Any], *, is_built: bool = True) -> tuple[Any, ...]:
     """The layer in our schema, and everything that is said of it, by its rules too if it is built."""
-    schema = schema_tree(RLConfig if keys is RL_KEYS else SFTConfig)
+    schema = schema_tree(MODELS[id(keys)])
     made = translate(Layer(tree=copy.deepcopy(tables), origin=Provenance(label="a.toml")), schema)
     tree = Tree(schema)
     tree.violations += made.violations
@@ -159,7 +280,7 @@ def _said(tables: Tables, keys: dict[str, Any], *, is_built: bool = True) -> tup
     violations = [str(violation) for violation in tree.violations]
     try:
         if is_built:
-            build(RLConfig if keys is RL_KEYS else SFTConfig, tree)
+            build(MODELS[id(keys)], tree)
     except InvalidSpecError as error:
         violations = [str(violation) for violation in error.violations]
     return made.layer.tree, [str(note) for note in made.notes], violations
@@ -207,8 +328,8 @@ def test_every_leaf_of_a_file_counts(text, keys):
     assert _vanishing(tomllib.loads(text), keys) == []
 
 
-@pytest.mark.parametrize("keys", [RL_KEYS, SFT_KEYS])
-@pytest.mark.parametrize("value", [{"inner": 1}, 1, "x", True, ["x"]], ids=str)
+@pytest.mark.parametrize("keys", [RL_KEYS, SFT_KEYS, EVAL_KEYS], ids=["rl", "sft", "eval"])
+@pytest.mark.parametrize("value", [{"inner": 1}, 1, "x"], ids=str)
 def test_every_key_of_the_tables_counts(keys, value):
     unheard = []
     for name in keys:
@@ -237,15 +358,15 @@ def _is_key(schema: SchemaKey, path: Path) -> bool:
 
 def test_what_a_message_promises_or_names_is_so():
     """A key that is there is not said to be missing, and what a message sends people to exists."""
-    for keys, model in ((RL_KEYS, RLConfig), (SFT_KEYS, SFTConfig)):
+    for keys, model in ((RL_KEYS, RLConfig), (SFT_KEYS, SFTConfig), (EVAL_KEYS, EvalRunConfig)):
         schemas = [schema_tree(model), schema_tree(RLConfig)]
         for name, meaning in keys.items():
             path = tuple(name.replace("[]", "").split("."))
             if meaning.effect in (Effect.LATER, Effect.BLOCKS):
                 assert schemas[0].find(path) is None, f"{name} is there: {meaning.text}"
             said = meaning.text if meaning.act is None else ""
-            for named in re.findall(r"`\[?\[?((?:orchestrator|trainer|inference|data)\.[a-z_.]+)\b", said):
-                assert any(_is_key(schema, tuple(named.split("."))) for schema in schemas), f"{name}: {named}"
+            for named in re.findall(r"`\[?\[?((?:orchestrator|trainer|inference|data)\.[a-z0-9_.]+)\b", said):
+                assert any(_is_key(schema, tuple(named.split("."))) for schema in schemas) or named in keys, name
     (choices,) = [node for node in schema_tree(RLConfig).walk() if node.path == ("orchestrator", "algo", "type")]
     built = {*COMPARING, *PER_AGENT, "opd", "custom"}
     assert set(choices.annotation.__args__) - built <= set(UNBUILT_ALGORITHMS)

@@ -180,7 +180,8 @@ REFUSED = {
     "orchestrator.buffer.skip_verification": ("true", "rewards are always computed"),
     "inference.api_key": ("x", "keys are never in a config"),
     "trainer.model.ac": ("full", "must be a JSON object"),
-    "trainer.args.learning_rate": ("1", "unknown key"),
+    "trainer.arguments.learning_rate": ("1", "unknown key"),
+    "trainer.args.learning_rates": ("1", "unknown key"),
 }
 
 

@@ -4,6 +4,7 @@ import math
 from typing import Any
 
 from millrace.config.notes import Effect
+from millrace.config.prime_rl.lab import finish_lab
 from millrace.config.prime_rl.learning import finish_learning
 from millrace.config.prime_rl.meanings import Target
 from millrace.config.prime_rl.sources import EVAL_ENVS, TRAIN_ENVS, finish_sources
@@ -138,6 +139,7 @@ def finish(target: Target) -> None:
     """Apply what needs the whole layer."""
     tree, deferred = target.layer.tree, target.deferred
     finish_sources(target)
+    finish_lab(target)
     finish_learning(target)
     training, evaluated = _list(tree, *TRAIN_ENVS), _list(tree, *EVAL_ENVS)
     for key in ("num_examples", "rollouts_per_example"):

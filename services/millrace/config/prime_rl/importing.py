@@ -10,7 +10,7 @@ _BARE = re.compile(r"[A-Za-z0-9_-]+")
 _DOCUMENT_KEYS = {
     "rl": {"orchestrator", "trainer", "inference_gpu_ids", "trainer_gpu_ids"},
     "sft": {"data", "val", "loss_impl"},
-    "eval": {"environment_ids", "client", "weights_dir"},
+    "eval": {"environment_ids", "client", "weights_dir", "source", "endpoint_id", "endpoints_path"},
     "orchestrator": {
         *("batch_size", "token_batch_size", "rollouts_per_example", "group_size", "environment", "env", "sampling"),
         *("buffer", "train", "algo", "renderer", "oversampling_factor", "max_off_policy_steps"),
@@ -32,10 +32,23 @@ def kind_of(tree: Mapping[str, Any], name: str) -> str | None:
     named = next((kind for part, kind in _NAMES if part in stem.lower()), None)
     if named in ("orchestrator", "trainer", "inference") and not _DOCUMENT_KEYS["rl"] & tree.keys():
         return named  # files of the split form are called so, and may hold next to nothing
+    flat = _flat_kind(tree)
+    if flat is not None:
+        return flat
     found = next((kind for kind, keys in _DOCUMENT_KEYS.items() if keys & tree.keys()), None)
     if found == "trainer" and named == "sft":
         return "sft"  # `[optim]` alone
     return found or named
+
+
+def _flat_kind(tree: Mapping[str, Any]) -> str | None:
+    """The document of a flat file, as Hosted Training and the commands of verifiers have them; None for another."""
+    if isinstance(tree.get("eval"), list):
+        return "eval"
+    if isinstance(tree.get("sft"), dict) or ("dataset" in tree and isinstance(tree.get("model"), str)):
+        return "sft"
+    is_trained = isinstance(tree.get("model"), str) and "env" in tree and "client" not in tree
+    return "rl" if is_trained and not isinstance(tree.get("source"), list) else None
 
 
 def toml(tree: Mapping[str, Any]) -> str:

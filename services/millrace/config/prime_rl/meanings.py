@@ -47,12 +47,8 @@ class Meaning:
     act: Act | None = None
     is_native: bool = False
     """Whether it also holds where our own schema has the key; else the schema's key counts."""
-    is_table: bool = False
-    """Whether it holds for tables only; any other value is then our own key's."""
-
-    def holds_for(self, value: Any) -> bool:
-        """Return whether it says something of a value."""
-        return isinstance(value, dict) or not self.is_table
+    form: type = object
+    """The type of the values that it holds for; any other value is our own key's."""
 
 
 def moved(to: str, text: str = "", *, neutral: tuple[Any, ...] = (), is_native: bool = False) -> Meaning:
@@ -81,10 +77,11 @@ def refused(text: str, *neutral: Any) -> Meaning:
     return Meaning(effect=Effect.REFUSED, text=text, neutral=neutral)
 
 
-def converted(act: Act, *, is_native: bool = False, is_table: bool = False) -> Meaning:
+def converted(act: Act, *, is_native: bool = False, form: type = object) -> Meaning:
     """A value that is read by a function, whose docstring says what it means here."""
     text = " ".join((act.__doc__ or "").partition("\n\n")[0].split())
-    return Meaning(effect=Effect.MEANS, text=text, act=act, is_native=is_native or is_table, is_table=is_table)
+    is_native = is_native or form is not object
+    return Meaning(effect=Effect.MEANS, text=text, act=act, is_native=is_native, form=form)
 
 
 def only(text: str, *known: Any, other: Mapping[str, Act] | None = None) -> Meaning:
@@ -105,3 +102,8 @@ def only(text: str, *known: Any, other: Mapping[str, Act] | None = None) -> Mean
             target.note(path, Effect.BLOCKS, text.format(value=value))
 
     return Meaning(effect=Effect.MEANS, text=text.format(value="…"), act=act, is_native=True)
+
+
+def same(meaning: Meaning, prefix: str, names: str) -> dict[str, Meaning]:
+    """Several keys of one table with the same meaning."""
+    return {f"{prefix}{name}": meaning for name in names.split()}

@@ -8,7 +8,8 @@ from collections.abc import Mapping
 
 from millrace.config.notes import Effect
 from millrace.config.prime_rl import conversions, learning, sources
-from millrace.config.prime_rl.meanings import Meaning, blocks, converted, later, moved, nothing, only, refused
+from millrace.config.prime_rl.lab_keys import HOSTED, VF_RL
+from millrace.config.prime_rl.meanings import Meaning, blocks, converted, later, moved, nothing, only, refused, same
 
 STORE = "policies go through the object store; there is nothing to choose"
 MEMORY = (
@@ -42,11 +43,6 @@ BUFFER_TYPE = (
 )
 SELECTED = "chooses the tasks that are trained on, which only the environment's own `args` do here"
 VISION = "models with images are not trained yet"
-
-
-def same(meaning: Meaning, prefix: str, names: str) -> dict[str, Meaning]:
-    """Several keys of one table with the same meaning."""
-    return {f"{prefix}{name}": meaning for name in names.split()}
 
 
 def model_keys(prefix: str) -> dict[str, Meaning]:
@@ -283,7 +279,7 @@ HEAD: dict[str, Meaning] = {
     "orchestrator.train.group_size": moved("orchestrator.rollouts_per_example"),
     **same(nothing("env-servers start workers as they need them"), "orchestrator.train.", "num_workers max_retries"),
     "orchestrator.constant_trainer_batch_size": converted(learning.constant_batch),
-    "orchestrator.eval.env": converted(sources.eval_defaults, is_table=True),
+    "orchestrator.eval.env": converted(sources.eval_defaults, form=dict),
     "orchestrator.eval.select": converted(sources.selected),
     "orchestrator.eval.source": converted(sources.eval_sources),
     "orchestrator.eval.sampling.reasoning_effort": moved("orchestrator.eval.sampling.extra_body.reasoning_effort"),
@@ -352,4 +348,6 @@ RL_KEYS: Mapping[str, Meaning] = {
     **SPLIT_2025,
     **ONE_FILE,
     **HEAD,
+    **HOSTED,
+    **VF_RL,
 }

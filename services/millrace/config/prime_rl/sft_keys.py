@@ -3,8 +3,9 @@
 from collections.abc import Mapping
 
 from millrace.config.prime_rl import conversions
-from millrace.config.prime_rl.meanings import Meaning, blocks, converted, later, nothing, only
-from millrace.config.prime_rl.rl_keys import FAKE, SHARED, STORE, checkpoint_keys, model_keys, optimizer_keys, same
+from millrace.config.prime_rl.lab_keys import VF_SFT
+from millrace.config.prime_rl.meanings import Meaning, blocks, converted, later, nothing, only, same
+from millrace.config.prime_rl.rl_keys import FAKE, SHARED, STORE, checkpoint_keys, model_keys, optimizer_keys
 
 _EVALUATED = "there are no evaluations during SFT: evaluate its checkpoints with `millrace eval`"
 
@@ -29,4 +30,5 @@ SFT_KEYS: Mapping[str, Meaning] = {
     "loss": blocks("only the cross entropy of completions is there", {}),
     "loss_impl": later("there is one implementation of the loss: no effect"),
     "max_epochs": later("set `max_steps`: passes over the data are not counted"),
+    **VF_SFT,
 }

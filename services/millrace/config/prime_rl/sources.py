@@ -26,8 +26,8 @@ def train_sources(target: Target, path: Path, value: Any) -> None:
 
 
 def eval_sources(target: Target, path: Path, value: Any) -> None:
-    """`[[orchestrator.eval.source]]` as `[[orchestrator.eval.env]]`."""
-    _sources(target, path, value, to=EVAL_ENVS, later=tuple(_FOR_ALL["eval"]))
+    """`[[orchestrator.eval.source]]` as `[[orchestrator.eval.env]]`, and `[[source]]` as `[[env]]`."""
+    _sources(target, path, value, to=(*path[:-1], "env"), later=tuple(_FOR_ALL["eval"]))
 
 
 def train_env(target: Target, path: Path, value: Any) -> None:
@@ -40,7 +40,7 @@ def train_env(target: Target, path: Path, value: Any) -> None:
 
 
 def eval_defaults(target: Target, path: Path, value: Any) -> None:
-    """`[orchestrator.eval.env]` as one table, which every source inherits."""
+    """`env` as one table, which every source inherits."""
     target.deferred["eval.env"] = (path, value)
 
 
@@ -70,15 +70,15 @@ def _sources(target: Target, path: Path, value: Any, *, to: Path, later: tuple[s
         there = (*to, here[-1])
         for key, each in item.items():
             if key in ("env", "legacy") and isinstance(each, dict):
-                _environment(target, (*here, key), each, there)
+                put_environment(target, (*here, key), each, there)
             elif key not in later:
                 target.move((*here, key), each, (*there, key))
     text = "is a verifiers environment: `id`, its taskset's keys as `args`, those of its roles as `args.env`"
     target.note(path, Effect.MEANS, text)
-    target.deferred[str(path[1])] = (path, sources)
+    target.deferred["train" if to == TRAIN_ENVS else "eval"] = (to, sources)
 
 
-def _environment(target: Target, path: Path, env: dict[str, Any], to: Path) -> None:
+def put_environment(target: Target, path: Path, env: dict[str, Any], to: Path) -> None:
     """Put the id and the arguments of a verifiers environment; `legacy` has `id` and `args` as we do."""
     if path[-1] == "legacy":
         for key, each in env.items():
@@ -113,8 +113,8 @@ def _role(target: Target, path: Path, settings: Any, to: Path) -> None:
 
 def finish_sources(target: Target) -> None:
     """Apply what sources inherit, and what they say of the whole run."""
-    for group, envs in (("train", TRAIN_ENVS), ("eval", EVAL_ENVS)):
-        _, sources = target.deferred.get(group, ((), []))
+    for group in _FOR_ALL:
+        envs, sources = target.deferred.get(group, (TRAIN_ENVS if group == "train" else EVAL_ENVS, []))
         for key, name in _FOR_ALL[group].items() if sources else ():
             _for_all(target, sources, key, (*envs[:-1], name))
         if group == "train" and sources:
@@ -158,8 +158,8 @@ def _algorithms(target: Target, sources: _Sources) -> None:
 
 def _inherited(target: Target, path: Path, value: Any, to: Path) -> None:
     """Give each environment the settings that it inherits and does not have."""
-    envs = target.layer.tree.get("orchestrator", {})
-    for part in to[1:]:
+    envs: Any = target.layer.tree
+    for part in to:
         envs = envs.get(part, []) if isinstance(envs, dict) else []
     if not isinstance(envs, list) or not envs:
         text = "is inherited by the sources of the same file, and there are none: write it beside them"

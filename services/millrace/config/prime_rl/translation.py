@@ -7,6 +7,7 @@ from typing import Any
 from millrace.config.layers import Layer, put
 from millrace.config.notes import Effect, Note
 from millrace.config.prime_rl.conversions import finish
+from millrace.config.prime_rl.eval_keys import EVAL_KEYS
 from millrace.config.prime_rl.meanings import Meaning
 from millrace.config.prime_rl.rl_keys import RL_KEYS
 from millrace.config.prime_rl.sft_keys import SFT_KEYS
@@ -19,8 +20,9 @@ _OFF = (None, "None", "none")
 
 def translate(layer: Layer, schema: SchemaKey) -> "Translation":
     """The layer in our schema; `schema` is that of the whole document."""
-    is_rl = any(schema.child(part) for part in ("orchestrator", "trainer", "inference"))
-    return Translation(layer, schema, RL_KEYS if is_rl else SFT_KEYS if schema.child("data") else {})
+    tables = (("orchestrator", RL_KEYS), ("trainer", RL_KEYS), ("inference", RL_KEYS), ("data", SFT_KEYS))
+    keys = next((keys for part, keys in tables if schema.child(part)), EVAL_KEYS)
+    return Translation(layer, schema, keys)
 
 
 def pattern(path: Path) -> str:
@@ -71,7 +73,7 @@ class Translation:
         known, name = self.schema.find(path), pattern(path)
         meaning = self._meanings.get(name)
         is_section = known is not None and known.kind is Kind.SECTION
-        if meaning is not None and (known is None or meaning.is_native) and meaning.holds_for(value):
+        if meaning is not None and (known is None or meaning.is_native) and isinstance(value, meaning.form):
             self._apply(meaning, path, value)
         elif isinstance(value, dict) and value and (is_section or name in self._inner):
             self.walk(value, path)
