@@ -10,12 +10,12 @@ from typing import Any
 from millrace.cli.defaults import DEFAULT_DIRECTORY, DEFAULT_LISTEN
 from millrace.decoding import decode_object
 from millrace.errors import CorruptObjectError, InvalidSpecError, UnavailableError, Violation
+from millrace.rpc.reach import is_wildcard, own_host
 from millrace.telemetry.settings import Settings, parse_address
 
 CONNECT_TIMEOUT_S = 1.0
 LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
 """Names of this machine in an address."""
-_EVERYWHERE = ("0.0.0.0", "[::]")
 START_REMEDY = "start a stack with `millrace up`, or name another server with --server or MILLRACE_SERVER"
 WAIT_REMEDY = "; or wait: a stack restarts what died"
 SILENT_REMEDY = "it listens but does not answer; a stack kills and restarts what is silent for 30 s; try again"
@@ -59,8 +59,9 @@ def explain_unreachable(origin: str, address: str, *, directory: Path = DEFAULT_
 
 def is_listening(address: str) -> bool:
     """Whether the port takes connections; a frozen process's does, because the kernel answers for it."""
+    host, port = parse_address(address)
     try:
-        with socket.create_connection(parse_address(address), timeout=CONNECT_TIMEOUT_S):
+        with socket.create_connection((own_host(host), port), timeout=CONNECT_TIMEOUT_S):
             return True
     except OSError:
         return False
@@ -84,4 +85,4 @@ def _place(address: str) -> tuple[str, int] | None:
         host, port = parse_address(address)
     except ValueError:
         return None
-    return ("127.0.0.1" if host in (*LOOPBACK, *_EVERYWHERE) else host), port
+    return ("127.0.0.1" if host in LOOPBACK or is_wildcard(host) else host), port

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 from millrace.inference.http.access import http_scheme
 from millrace.internal.v1.worker_service_pb2 import WORKER_KIND_INFERENCE, Worker
-from millrace.rpc.reach import is_wildcard
+from millrace.rpc.reach import is_wildcard, join_address
 from millrace.runlog.redis.log import FORMAT_MAJOR
 
 
@@ -20,4 +20,4 @@ def inference_worker(worker_id: str) -> Worker:
 
 def http_address(host: str, port: int) -> Callable[[str], str]:
     """Make the URL of an HTTP API that listens on `host`: of that host, or of the reachable one for a wildcard."""
-    return lambda reachable: f"{http_scheme()}://{reachable if is_wildcard(host) else host}:{port}/v1"
+    return lambda reachable: f"{http_scheme()}://{join_address(reachable if is_wildcard(host) else host, port)}/v1"

@@ -4,7 +4,6 @@ import contextlib
 import fcntl
 import os
 import random
-import socket
 import struct
 import tempfile
 import time
@@ -12,6 +11,7 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 
 from millrace.errors import UnavailableError
+from millrace.rpc.reach import bound_socket
 
 # Below the range that Linux takes outgoing connections from (32768 on): services bind ten seconds after the choice.
 _RANGE = (20000, 32000)
@@ -23,13 +23,10 @@ _LOCK_S, _LOCK_AGAIN_S = 1.0, 0.01
 
 def is_free(host: str, port: int) -> bool:
     """Whether a server could listen there now."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # TIME_WAIT of a stack before is no obstacle
-        try:
-            probe.bind((host.strip("[]"), port))
-        except OSError:
-            return False
+    try:
+        bound_socket(host, port).close()
+    except OSError:
+        return False
     return True
 
 

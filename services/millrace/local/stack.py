@@ -36,6 +36,7 @@ from millrace.processes.forked import ForkServerClient
 from millrace.processes.supervisor import ProcessSpec, Supervisor, tail
 from millrace.race import first_of
 from millrace.rpc.access import ClientAccess
+from millrace.rpc.reach import join_address
 from millrace.storage.clean_up import remove
 from millrace.storage.scratch import SCRATCH_VARIABLE, sweep
 from millrace.telemetry import waits
@@ -206,7 +207,7 @@ class LocalStack:
         addresses = {name: f"{HOST}:{ports[name]}" for name in self._modules}
         exported = {name: f"{HOST}:{ports[f'metrics of {name}']}" for name in self._modules if name != "inference"}
         self.address = addresses["orchestrator"] = self.options.listen or addresses["orchestrator"]
-        http = f"{self.options.http_host}:{ports['http']}"
+        http = join_address(self.options.http_host, ports["http"])
         self._dashboard = f"{HOST}:{ports['dashboard']}"
         for name in self._modules:
             path = self.logs / f"{name}.log"

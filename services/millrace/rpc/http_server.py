@@ -12,7 +12,6 @@ It serves in the event loop that starts it. Who may call is the application's to
 import asyncio
 import contextlib
 import errno
-import ipaddress
 import logging
 import socket
 from collections.abc import Callable
@@ -23,6 +22,7 @@ import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from millrace.errors import UnavailableError
+from millrace.rpc.reach import bound_socket, join_address
 from millrace.rpc.tls import ServerFiles, rotating_server_context
 
 logger = logging.getLogger(__name__)
@@ -85,7 +85,7 @@ class HttpServer:
         cls, app: Any, host: str, port: int, *, tls: ServerFiles | None, bounds: HttpBounds, field: str
     ) -> Self:
         """Serve the ASGI application; UnavailableError, naming the variable `field`, if the address cannot be bound."""
-        server = cls(app, _bind(host, port, field=field), tls=tls, bounds=bounds)
+        server = cls(app, _listen(host, port, field=field), tls=tls, bounds=bounds)
         # What `uvicorn.Server.serve` does, without its sockets and its signal handlers.
         server._uvicorn.lifespan = server._config.lifespan_class(server._config)
         await server._uvicorn.startup(sockets=[])
@@ -264,20 +264,14 @@ def _report(task: asyncio.Task[None]) -> None:
         logger.error("an HTTP server has broken down", exc_info=error)
 
 
-def _bind(host: str, port: int, *, field: str) -> socket.socket:
-    """A listening socket; what is no address of version 6 is one of version 4, or a name."""
-    name, family = host.strip("[]"), socket.AF_INET
-    with contextlib.suppress(ValueError):
-        family = socket.AF_INET6 if ipaddress.ip_address(name).version == 6 else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
+def _listen(host: str, port: int, *, field: str) -> socket.socket:
+    """A listening socket; UnavailableError if the address cannot be bound."""
     try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind((name, port))
+        listener = bound_socket(host, port)
         listener.listen(_BACKLOG)
         listener.setblocking(False)
     except OSError as error:
-        listener.close()
-        address = f"{host}:{port}"
+        address = join_address(host, port)
         raise UnavailableError(
             f"cannot listen on {address}: {error.strerror or error}",
             reason="ADDRESS_UNAVAILABLE",

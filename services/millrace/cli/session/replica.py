@@ -12,6 +12,7 @@ from millrace.config.argv import RESERVED_FLAGS
 from millrace.config.load import Loaded, load
 from millrace.config.sections.inference import ReplicaConfig
 from millrace.inference.launch_env import engine_environ, engine_python, with_engine
+from millrace.rpc.reach import join_address
 from millrace.telemetry.settings import Settings, variable_name
 
 _EXAMPLE = "millrace inference @ examples/reverse_text/infer.toml"
@@ -40,9 +41,10 @@ def start_replica(loaded: Loaded[ReplicaConfig], environ: Mapping[str, str] = os
     if model is not None:
         check_models({"inference.model.name": model}, sources=loaded.sources, output_dir="outputs", sft_hint=True)
     host, port = config.server.host, config.server.port or 0
+    is_named = port or settings.http_listen is None
     given = {
-        "MILLRACE_LISTEN": settings.listen or f"{host}:0",
-        "MILLRACE_HTTP_LISTEN": f"{host}:{port}" if port or settings.http_listen is None else settings.http_listen,
+        "MILLRACE_LISTEN": settings.listen or join_address(host, 0),
+        "MILLRACE_HTTP_LISTEN": join_address(host, port) if is_named else str(settings.http_listen),
         variable_name("log_level"): loaded.config.log.level.upper(),
         variable_name("log_json"): str(int(loaded.config.log.json_logging)),
         **({"MILLRACE_MODEL": model} if model is not None else {}),

@@ -14,6 +14,7 @@ from millrace.inference.registration import http_address
 from millrace.inference.replica_parts import ReplicaParts
 from millrace.inference.settings import InferenceSettings
 from millrace.models.vocabulary import check_tokenizer
+from millrace.rpc.reach import join_address
 from millrace.telemetry.settings import Settings, parse_address
 
 logger = logging.getLogger(__name__)
@@ -44,8 +45,8 @@ class EmbeddedReplica:
     async def run(self) -> None:
         """Serve until it shall stop, then drain."""
         host, port = parse_address(self._settings.require("http_listen"))
-        server = await start_http(self._api, host.strip("[]"), port)
-        logger.info("listening for HTTP", extra={"address": f"{host}:{server.port}"})
+        server = await start_http(self._api, host, port)
+        logger.info("listening for HTTP", extra={"address": join_address(host, server.port)})
         try:
             if (model := self._own.model_dir) is not None:
                 await asyncio.to_thread(_check_tokenizer, model, needs_template=self._own.needs_chat_template)

@@ -12,6 +12,7 @@ from typing import Any
 from millrace.errors import PermissionDeniedError, UnauthenticatedError
 from millrace.inference.http.limits import MAX_BODY_BYTES, body_too_large
 from millrace.rpc.access import WORKER, ServerAccess
+from millrace.rpc.reach import join_address
 from millrace.telemetry.settings import Settings
 
 HEALTH = "/health"
@@ -27,8 +28,7 @@ App = Callable[[MutableMapping[str, Any], Receive, Send], Awaitable[None]]
 def http_access(host: str, port: int, environ: Mapping[str, str] | None = None) -> ServerAccess:
     """What the server at this address demands; InvalidSpecError if it must not listen there as it is set up."""
     access = ServerAccess.from_environ(environ)
-    shown = f"[{host}]" if ":" in host and not host.startswith("[") else host
-    access.require_safe(f"{shown}:{port}", {WORKER}, field="MILLRACE_HTTP_LISTEN")
+    access.require_safe(join_address(host, port), {WORKER}, field="MILLRACE_HTTP_LISTEN")
     return access
 
 

@@ -14,7 +14,6 @@ import asyncio
 import logging
 import os
 import signal
-import socket
 import tempfile
 import time
 from collections.abc import Callable, Coroutine, Mapping
@@ -38,6 +37,7 @@ from millrace.inference.vllm.lora import lora_argv
 from millrace.inference.vllm.workers.node_copy import DIRECTORY_VARIABLE
 from millrace.internal.v1 import policy_service_pb2 as pb
 from millrace.race import first_of
+from millrace.rpc.reach import bound_socket, join_address, listening_host, own_host
 from millrace.rpc.worker import new_worker_id
 from millrace.storage.base import ObjectStore
 from millrace.storage.opening import open_store
@@ -196,13 +196,12 @@ class Launcher:
     async def _until_it_serves_alone(self) -> None:
         """Return when vLLM answers on its HTTP port, which it opens after its plugins have started."""
         host, port = parse_address(self._settings.require("http_listen"))
-        here = "127.0.0.1" if host == "0.0.0.0" else host.strip("[]")
         # unregistered wait: `_until_up` around it is the registered wait
         while True:
             await asyncio.sleep(_PORT_POLL_S)
             try:
                 async with asyncio.timeout(_PORT_POLL_S):
-                    _, writer = await asyncio.open_connection(here, port)
+                    _, writer = await asyncio.open_connection(own_host(host), port)
             except (OSError, TimeoutError):
                 continue
             writer.close()
@@ -262,7 +261,7 @@ class Launcher:
         has_limits = launch_env.is_given("override_generation_config", self._own.vllm_flags)
         others = [name] if name and name != POLICY_NAME else []
         return [
-            f"--host={host.strip('[]')}",
+            f"--host={listening_host(host)}",
             f"--port={port}",
             *vllm_flags(host, port),
             "--served-model-name",
@@ -323,6 +322,5 @@ def _with_port(address: str) -> str:
     host, port = parse_address(address)
     if port:
         return address
-    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM) as probe:
-        probe.bind((host.strip("[]"), 0))
-        return f"{host}:{probe.getsockname()[1]}"
+    with bound_socket(host, 0) as probe:
+        return join_address(host, probe.getsockname()[1])
