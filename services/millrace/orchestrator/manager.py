@@ -18,6 +18,7 @@ from millrace.orchestrator.drive.exports import RunExports
 from millrace.orchestrator.drive.run_driver import RunDriver
 from millrace.orchestrator.drive.train_run import TrainRunDriver
 from millrace.orchestrator.events import RunEvents
+from millrace.orchestrator.explain.chain import storage_of
 from millrace.orchestrator.explain.watchdog import Watchdog, tell_takeover
 from millrace.orchestrator.run_context import RunContext
 from millrace.orchestrator.runs.catalog import RunCatalog
@@ -231,7 +232,9 @@ class RunManager:
         run_meters.drive_failed(view.record.name)
         logger.error("run given up by this replica for now", extra=fields, exc_info=None if known else error)
         with waits.of_run(uid):
-            self._pauses.setdefault(uid, waits.LastingWait()).on(f"another try to drive the run: {text}", key=text)
+            waits_on = next((storage_of(cause) for cause in causes if isinstance(cause, MillraceError)), "")
+            reason = f"another try to drive the run: {text}"
+            self._pauses.setdefault(uid, waits.LastingWait()).on(reason, waits_on=waits_on, key=text)
 
     def _end_pause(self, uid: str) -> None:
         if pause := self._pauses.pop(uid, None):

@@ -130,9 +130,10 @@ class Crowd:
     began: dict[int, float] = field(default_factory=dict)
     """When each member began, oldest first."""
 
-    def show(self) -> None:
-        """It is known to be no ordinary moment: the wait is shown from now on, however young."""
+    def show(self, reason: str = "") -> None:
+        """It is known to be no ordinary moment: the wait is shown from now on, however young, and for this reason."""
         self.quiet_s = 0.0
+        self.reason = reason or self.reason
 
     def describe(self, owner: str, age_of: AgeOf) -> Wait | None:
         """See `Registered`; called under the registry's lock."""

@@ -19,6 +19,7 @@ from millrace.internal.v1 import worker_service_pb2, worker_service_pb2_grpc
 from millrace.orchestrator.api.dashboard_source import OrchestratorSource
 from millrace.orchestrator.api.log_lists import LogLists
 from millrace.orchestrator.api.service import LogPlace, RunServicer
+from millrace.orchestrator.explain.chain import storage_of
 from millrace.orchestrator.manager import RunManager
 from millrace.orchestrator.meters import registry_of
 from millrace.orchestrator.runs.catalog import RunCatalog
@@ -26,6 +27,7 @@ from millrace.orchestrator.workers import WorkerRegistry, WorkerServicer
 from millrace.race import first_of
 from millrace.rpc.health import PROCESS, HealthBoard
 from millrace.rpc.metrics_server import metrics_server
+from millrace.rpc.reach import join_address
 from millrace.rpc.serve import Shutdown, serve
 from millrace.rpc.slot import worker_slot
 from millrace.rpc.worker import new_worker_id
@@ -34,7 +36,7 @@ from millrace.runlog.redis.self_test import redis_self_test
 from millrace.storage import ObjectStore, open_store
 from millrace.storage.self_test import require_tested
 from millrace.telemetry import waits
-from millrace.telemetry.settings import Settings
+from millrace.telemetry.settings import Settings, parse_address
 from millrace.v1 import run_service_pb2, run_service_pb2_grpc
 
 logger = logging.getLogger(__name__)
@@ -86,8 +88,8 @@ class _Process:
     def start(self, port: int) -> None:
         """Start the orchestrator's work once the server listens: the process that has bound the address holds its
         place."""
-        host = self.settings.require("listen").rpartition(":")[0]
-        self.manager.slot = worker_slot(f"{host}:{port}")
+        host, _ = parse_address(self.settings.require("listen"))
+        self.manager.slot = worker_slot(join_address(host, port))
         self.board.set_ready(_RUN_SERVICE)
         self.board.set_ready(_WORKER_SERVICE)
         self.board.expect_progress(PROCESS, within_s=STALL_S)
@@ -192,10 +194,10 @@ async def _test_stores(process: _Process, tested: asyncio.Event) -> None:
             await asyncio.to_thread(require_tested, process.store, prefix=prefix)
             return
         except MillraceError as error:
-            if isinstance(error, InvalidStateError) and error.reason != "REDIS_READ_ONLY":
+            if isinstance(error, InvalidStateError):
                 raise
             logger.warning("cannot test Redis and the object store, trying again", extra={"error": str(error)})
-            waits_on = "redis" if error.reason.startswith("REDIS") else "object store"
+            waits_on = storage_of(error)
             reason = f"{waits_on} to be tested, which failed: {error.message}"
         finally:
             tested.set()

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
 
+from millrace.errors import MillraceError
 from millrace.telemetry.waits import Wait
 
 SILENT_S = 3.0
@@ -138,6 +139,13 @@ class _Graph:
             if other.name not in seen
         ]
         return max(paths, key=_weight, default=None)
+
+
+def storage_of(error: MillraceError) -> str:
+    """Whether an error is one of Redis or of the store; empty if of neither."""
+    if error.reason.startswith("REDIS_"):
+        return REDIS
+    return STORE if error.reason.startswith(("STORE_", "BUCKET_", "CLOCK_")) else ""
 
 
 def _is_unanswered(wait: Wait, target: str) -> bool:

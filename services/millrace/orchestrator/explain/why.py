@@ -155,7 +155,7 @@ def _summary(
     """One line that begins with what is special about the run's state."""
     match view.run.state:
         case run_pb2.RUN_STATE_QUEUED:
-            return f"queued: {_why_queued(view.record.uid, registry, name_of)}"
+            return f"queued: {_held_up(view.record.uid, found) or _why_queued(view.record.uid, registry, name_of)}"
         case run_pb2.RUN_STATE_DAMAGED:
             return f"damaged, nothing works on it: {view.run.error.message}"
         case run_pb2.RUN_STATE_PAUSED:
@@ -184,6 +184,13 @@ def _failing(count: run_pb2.EnvRollouts) -> str:
         f"{count.num_recent_failed} of the last {count.num_recent} rollouts of environment {count.env!r} failed; the "
         f"first: {count.first_error}"
     )
+
+
+def _held_up(uid: str, found: Sequence[Component]) -> str:
+    """What keeps this orchestrator from driving a queued run that it has a trainer for; empty if nothing does."""
+    own = [wait for component in found if component.kind == "orchestrator" for wait in component.waits]
+    held = max((wait for wait in own if wait.run == uid), key=lambda wait: wait.age_s, default=None)
+    return "" if held is None else f"the orchestrator waits for {held.reason}, {held.age_s:.0f} s"
 
 
 def _why_queued(uid: str, registry: WorkerRegistry, name_of: NameOf) -> str:

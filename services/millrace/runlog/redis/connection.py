@@ -20,23 +20,14 @@ from redis.exceptions import (
     AuthenticationError,
     BusyLoadingError,
     ConnectionError,
-    NoPermissionError,
-    OutOfMemoryError,
     ReadOnlyError,
     RedisError,
     TimeoutError,
 )
 
 from millrace.backoff import Backoff
-from millrace.errors import (
-    CapacityError,
-    CorruptObjectError,
-    InternalError,
-    InvalidSpecError,
-    PermissionDeniedError,
-    UnavailableError,
-    Violation,
-)
+from millrace.errors import InvalidSpecError, UnavailableError, Violation
+from millrace.runlog.redis.refusals import is_read_only, known_refusal, refusal
 from millrace.telemetry import standstill, waits
 
 logger = logging.getLogger(__name__)
@@ -139,7 +130,7 @@ async def _retry(
     command: Callable[[], Awaitable[T]],
     *,
     deadline_s: float,
-    on_failure: Callable[[], None],
+    on_failure: Callable[[str], None],
 ) -> T:
     """Try for `deadline_s` behind the first failure; that and the recovery are one log line each."""
     address, num_failed, began, excused = describe(client), 0, 0.0, 0
@@ -150,11 +141,11 @@ async def _retry(
             async with asyncio.timeout(SOCKET_TIMEOUT_S):
                 result = await command()
         except AuthenticationError as error:  # a ConnectionError by its class, but time does not heal it
-            raise _translate(error, what, client) from error
+            raise refusal(error, what, address=address) from error
         except _RETRIED as error:
             failure = error
         except RedisError as error:
-            raise _translate(error, what, client) from error
+            raise refusal(error, what, address=address) from error
         else:
             if began:
                 logger.info("Redis at %s answers again: %s", address, what)
@@ -165,9 +156,12 @@ async def _retry(
             continue
         if not began:
             began = time.monotonic()
-            on_failure()
+            is_replica = is_read_only(failure)
+            on_failure(f"Redis at {address}, a replica that cannot be written to ({what})" if is_replica else "")
             logger.warning("Redis at %s is not reachable, retrying: %s: %s", address, what, failure)
         if _awake_s(began) >= deadline_s:
+            if (known := known_refusal(failure, what, address=address)) is not None:
+                raise known from failure
             raise UnavailableError(
                 f"cannot reach Redis at {address} for {deadline_s:g} s ({what}): {failure}",
                 reason="REDIS_UNREACHABLE",
@@ -191,32 +185,6 @@ def _note_outage(address: str, began: float) -> None:
         last = OUTAGES.pop()
         began = min(began, last.began)
     OUTAGES.append(Outage(address=address, began=began, ended=now))
-
-
-def _translate(error: RedisError, what: str, client: redis_asyncio.Redis) -> Exception:
-    """The error for a failure that a retry does not cure."""
-    address = describe(client)
-    metadata = {"address": address}
-    text = f"Redis at {address} refused: {what}: {error}"
-    if isinstance(error, AuthenticationError | NoPermissionError):
-        return PermissionDeniedError(
-            text, reason="REDIS_DENIED", remedy="correct the credentials in MILLRACE_REDIS_URL", metadata=metadata
-        )
-    if "WRONGTYPE" in str(error):  # in an error of a script it stands in the middle
-        return CorruptObjectError(
-            f"Redis at {address} holds a key of another type than ours: {what}",
-            reason="KEY_CORRUPT",
-            remedy="find out who else writes to this Redis",
-            metadata=metadata,
-        )
-    if isinstance(error, OutOfMemoryError):
-        return CapacityError(
-            text,
-            reason="REDIS_FULL",
-            remedy="raise Redis' maxmemory, or let the trainer catch up so that the log is trimmed",
-            metadata=metadata,
-        )
-    return InternalError(text, reason="REDIS_ERROR", remedy="see the server's log", metadata=metadata)
 
 
 def as_text(value: Any) -> str:

@@ -12,19 +12,12 @@ import time
 from typing import Any
 
 import redis.asyncio as redis_asyncio
-from redis.exceptions import (
-    AskError,
-    ClusterCrossSlotError,
-    ClusterDownError,
-    NoPermissionError,
-    ReadOnlyError,
-    RedisError,
-    ResponseError,
-)
+from redis.exceptions import RedisError, ResponseError
 
-from millrace.errors import InvalidStateError, MillraceError, PermissionDeniedError, UnavailableError
+from millrace.errors import InvalidStateError, MillraceError, UnavailableError
 from millrace.runlog.names import Names, Stream
 from millrace.runlog.redis import connection, script
+from millrace.runlog.redis.refusals import known_refusal
 
 LEAST_VERSION = (7, 0)
 """Below it entries cannot be given the first half of their id alone (`XADD … 7-*`), which appends rest on."""
@@ -36,8 +29,8 @@ _BLOCK_MS = 20
 async def redis_self_test(client: redis_asyncio.Redis, *, prefix: str) -> None:
     """Do on a few keys under `prefix` what runs do; the keys are deleted, and expire if that fails.
 
-    InvalidStateError (REDIS_TOO_OLD, REDIS_READ_ONLY, REDIS_SEMANTICS), PermissionDeniedError (REDIS_DENIED) and
-    UnavailableError name what is wrong and what to do.
+    InvalidStateError (REDIS_TOO_OLD, REDIS_SEMANTICS), PermissionDeniedError (REDIS_DENIED) and UnavailableError
+    (REDIS_READ_ONLY) name what is wrong and what to do.
     """
     names = Names(prefix, f"self-test-{secrets.token_hex(6)}")
     trial, doing = _Trial(client, names), "asking for its version"
@@ -54,7 +47,7 @@ async def redis_self_test(client: redis_asyncio.Redis, *, prefix: str) -> None:
             remedy="start Redis or correct MILLRACE_REDIS_URL",
         ) from None
     except (RedisError, OSError) as error:
-        raise _explained(error, f"Redis at {address}", doing) from error
+        raise _explained(error, address, doing) from error
     finally:
         await trial.clean_up()
 
@@ -144,41 +137,17 @@ class _Trial:
             await asyncio.sleep(_LEASE_MS / 2000)
 
 
-def _explained(error: Exception, where: str, doing: str) -> MillraceError:
-    said = str(error)
-    if isinstance(error, ReadOnlyError) or "READONLY" in said or "read only replica" in said:
-        return InvalidStateError(
-            f"{where} is a replica that cannot be written to",
-            reason="REDIS_READ_ONLY",
-            remedy="name the primary in MILLRACE_REDIS_URL",
-        )
-    if isinstance(error, NoPermissionError) or "ACL failure" in said:
-        return PermissionDeniedError(
-            f"{where} lets its user not do what runs do ({doing}): {said}",
-            reason="REDIS_DENIED",
-            remedy="allow the user of MILLRACE_REDIS_URL all keys below MILLRACE_PREFIX (~PREFIX:*), scripts, streams, "
-            "strings, hashes and sets (ACL SETUSER … +@all -@admin)",
-        )
-    if "NOREPLICAS" in said:
-        return UnavailableError(
-            f"{where} takes no writes, because too few replicas follow it: {said}",
-            reason="REDIS_NO_REPLICAS",
-            remedy="start its replicas, or set min-replicas-to-write 0",
-        )
-    if isinstance(error, AskError | ClusterDownError | ClusterCrossSlotError) or "slot not served" in said:
-        return InvalidStateError(
-            f"{where} is a node of a cluster, which runs cannot use: {said}",
-            reason="REDIS_CLUSTER",
-            remedy="name a Redis that is no cluster in MILLRACE_REDIS_URL",
-        )
+def _explained(error: Exception, address: str, doing: str) -> MillraceError:
+    if (known := known_refusal(error, doing, address=address)) is not None:
+        return known
     if isinstance(error, ResponseError):
         return InvalidStateError(
-            f"{where} cannot carry runs: it failed where {doing}: {said}",
+            f"Redis at {address} cannot carry runs: it failed where {doing}: {error}",
             reason="REDIS_SEMANTICS",
             remedy="use Redis from 7.0 on, or Valkey, with EVAL, EVALSHA and streams under their own names",
         )
     return UnavailableError(
-        f"{where} does not answer: {said or type(error).__name__}",
+        f"Redis at {address} does not answer: {str(error) or type(error).__name__}",
         reason="REDIS_UNREACHABLE",
         remedy="start Redis or correct MILLRACE_REDIS_URL",
     )

@@ -1,0 +1,82 @@
+"""A run that was accepted and cannot be claimed says why, with what to do, and goes on once that is done."""
+
+from collections.abc import AsyncIterator
+
+import pytest
+import redis.asyncio as redis_asyncio
+
+from millrace.client import Client
+from millrace.local.redis import EmbeddedRedis
+from millrace.runlog import open_redis
+from millrace_testing.lanes import one_by_default
+from millrace_testing.orchestrator.runs import create
+from millrace_testing.polling import until
+
+CASES: dict[str, tuple[list[str], list[str], tuple[str, ...]]] = {
+    "it became a replica": (
+        ["REPLICAOF", "127.0.0.1", "1"],
+        ["REPLICAOF", "NO", "ONE"],
+        ("a replica that cannot be written to",),
+    ),
+    "its replicas are gone": (
+        ["CONFIG", "SET", "min-replicas-to-write", "1"],
+        ["CONFIG", "SET", "min-replicas-to-write", "0"],
+        ("too few replicas follow it", "min-replicas-to-write 0"),
+    ),
+    "the user lost scripts": (
+        ["ACL", "SETUSER", "ours", "-@scripting"],
+        ["ACL", "SETUSER", "ours", "+@all"],
+        ("lets its user not do what runs do", "ACL SETUSER"),
+    ),
+    "it is full": (
+        ["CONFIG", "SET", "maxmemory", "1"],
+        ["CONFIG", "SET", "maxmemory", "0"],
+        ("maxmemory", "let the trainer catch up"),
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def own_redis(tmp_path_factory: pytest.TempPathFactory):
+    with EmbeddedRedis(tmp_path_factory.mktemp("redis"), append_only="none") as running:
+        yield running
+
+
+@pytest.fixture
+async def admin(own_redis: EmbeddedRedis) -> AsyncIterator[redis_asyncio.Redis]:
+    client = open_redis(own_redis.url)
+    await client.execute_command("ACL", "SETUSER", "ours", "reset", "on", ">secret", "~*", "&*", "+@all")
+    yield client
+    await client.aclose()
+
+
+@pytest.mark.parametrize("case", one_by_default(CASES))
+async def test_a_queued_run_tells_what_keeps_it(stack, own_redis, admin, tmp_path, case: str) -> None:
+    spoil, mend, said = CASES[case]
+    url = f"redis://ours:secret@127.0.0.1:{own_redis.port}/0"
+    stack = type(stack)(url, f"file://{tmp_path}/store", "refused")  # like the fixture's, on a Redis of its own
+    await stack.start()
+    try:
+        run = await create(stack)
+        async with Client(stack.address) as client:
+            await admin.execute_command(*spoil)
+            try:
+                await stack.env_server(silent=set(range(1000)))
+                await stack.inference()
+                await stack.trainer()
+                heard: list[str] = []
+                async with client.runs.telling_queued(run.name, heard.append, is_queued=lambda: True):
+
+                    async def is_told() -> bool:
+                        return any(all(word in text for word in said) for text in heard)
+
+                    await until(is_told)
+            finally:
+                await admin.execute_command(*mend)
+
+            async def is_claimed() -> bool:
+                return "QUEUED" not in (await client.runs.explain(run.name)).summary.upper()
+
+            await until(is_claimed)
+    finally:
+        await stack.stop()
