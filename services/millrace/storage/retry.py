@@ -25,10 +25,14 @@ _BACKOFF = Backoff(0.1, 5.0, spread=(0.5, 1.0))
 class TransientError(Exception):
     """An attempt failed in a way that another one may mend: 5xx, throttling, time-out, lost connection, no room."""
 
-    def __init__(self, message: str, *, final: MillraceError | None = None) -> None:
-        """Make one; `final` is what to raise when no attempt is left, instead of UnavailableError."""
+    def __init__(self, message: str, *, final: MillraceError | None = None, is_answer: bool = False) -> None:
+        """Make one; `final` is what to raise when no attempt is left, instead of UnavailableError.
+
+        `is_answer` says that the server itself runs, and fails.
+        """
         super().__init__(message)
         self.final = final
+        self.is_answer = is_answer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,7 +77,9 @@ class RetryPolicy:
             raise last.final from last
         raise UnavailableError(
             f"the object store {where} failed {number} times in {time.monotonic() - began:.1f} s ({what}): {last}",
-            reason="STORE_UNREACHABLE",
-            remedy="check that it runs and that MILLRACE_STORE_URL names its endpoint and bucket",
+            reason="STORE_FAILING" if last.is_answer else "STORE_UNREACHABLE",
+            remedy="see its log, it answers with an error each time; or correct MILLRACE_STORE_URL"
+            if last.is_answer
+            else "check that it runs and that MILLRACE_STORE_URL names its endpoint and bucket",
             metadata={"store": where, "operation": what},
         ) from last

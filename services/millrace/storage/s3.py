@@ -176,9 +176,10 @@ class S3Store:
 
         def attempt(_: int) -> bytes:
             found = self.client.get_object(Bucket=self._bucket, Key=name)
-            if found["ContentLength"] > max_bytes:
+            size_bytes = self._said(found, "ContentLength")
+            if size_bytes > max_bytes:
                 found["Body"].close()  # unread: nobody else may use the connection
-            require_size(found["ContentLength"], max_bytes, key=key, uri=self.uri(key))
+            require_size(size_bytes, max_bytes, key=key, uri=self.uri(key))
             return b"".join(self._receive(found))
 
         return self._run("GET", key, attempt, is_read=True)
@@ -193,9 +194,10 @@ class S3Store:
             try:
                 wanted = f"bytes={start}-{start + length - 1}"
                 found = self.client.get_object(Bucket=self._bucket, Key=name, Range=wanted)
-                if "ContentRange" not in found and found["ContentLength"] > length:
+                size_bytes = self._said(found, "ContentLength")
+                if "ContentRange" not in found and size_bytes > length:
                     found["Body"].close()  # unread: nobody else may use the connection
-                    problem = f"asked for {wanted}, it answers with all {found['ContentLength']} bytes of the object"
+                    problem = f"asked for {wanted}, it answers with all {size_bytes} bytes of the object"
                     raise cannot_carry_runs(self.describe(), problem)
                 return b"".join(self._receive(found))
             except ClientError as error:
@@ -218,7 +220,7 @@ class S3Store:
                     self._check_bucket()  # HEAD answers a bare 404 for a missing bucket, too
                     return None
                 self._say_why(error)
-            return ObjectInfo(key=key, size_bytes=found["ContentLength"], modified=found["LastModified"].timestamp())
+            return self._info(key, found, size="ContentLength")
 
         return self._run("HEAD", key, attempt)
 
@@ -228,11 +230,11 @@ class S3Store:
         after = {"StartAfter": self._prefix + start_after} if start_after else {}
         for page in self._pages("LIST", prefix, Prefix=self._prefix + prefix, **after):
             for item in page.get("Contents", ()):
-                key = item["Key"].removeprefix(self._prefix)
+                key = self._said(item, "Key").removeprefix(self._prefix)
                 if key.endswith("/"):
                     continue  # a marker by which consoles and other tools show a folder: no object of ours
                 if key > start_after or not start_after:  # some servers begin *at* StartAfter
-                    yield ObjectInfo(key=key, size_bytes=item["Size"], modified=item["LastModified"].timestamp())
+                    yield self._info(key, item, size="Size")
 
     def list_prefixes(self, prefix: str) -> Iterator[str]:
         """See `ObjectStore.list_prefixes`."""
@@ -241,7 +243,7 @@ class S3Store:
             raise ValueError(f"prefix {prefix!r} must be empty or end in '/'")
         for page in self._pages("LIST prefixes of", prefix, Prefix=self._prefix + prefix, Delimiter="/"):
             for item in page.get("CommonPrefixes", ()):
-                yield item["Prefix"].removeprefix(self._prefix)
+                yield self._said(item, "Prefix").removeprefix(self._prefix)
 
     def delete(self, key: str) -> None:
         """See `ObjectStore.delete`."""
@@ -272,14 +274,15 @@ class S3Store:
 
         def attempt(_: int) -> None:
             found = self.client.get_object(Bucket=self._bucket, Key=name)
-            with io_errors(part, "write", needed_bytes=found["ContentLength"], setting=SCRATCH_VARIABLE):
+            size_bytes = self._said(found, "ContentLength")
+            with io_errors(part, "write", needed_bytes=size_bytes, setting=SCRATCH_VARIABLE):
                 file = part.open("wb")
             with file, progress.tried() as count:
                 for data in self._receive(found):
-                    with io_errors(part, "write", needed_bytes=found["ContentLength"], setting=SCRATCH_VARIABLE):
+                    with io_errors(part, "write", needed_bytes=size_bytes, setting=SCRATCH_VARIABLE):
                         file.write(data)
                     count(len(data))
-                with io_errors(part, "write", needed_bytes=found["ContentLength"], setting=SCRATCH_VARIABLE):
+                with io_errors(part, "write", needed_bytes=size_bytes, setting=SCRATCH_VARIABLE):
                     file.flush()
 
         make_parent(path, setting=SCRATCH_VARIABLE)
@@ -310,7 +313,7 @@ class S3Store:
 
     def _receive(self, found: Any) -> Iterator[bytes]:
         """The body of an answer, exactly as long as was promised, or TransientError; no trickle lasts for ever."""
-        size_bytes, count = found["ContentLength"], 0
+        size_bytes, count = self._said(found, "ContentLength"), 0
         ends = time.monotonic() + ATTEMPT_S + size_bytes / _SLOWEST_BYTES_PER_S
         with contextlib.closing(found["Body"]) as body:
             while data := body.read(COPY_BYTES):
@@ -338,7 +341,19 @@ class S3Store:
             yield page
             if not page.get("IsTruncated"):
                 return
-            token = {"ContinuationToken": page["NextContinuationToken"]}
+            token = {"ContinuationToken": self._said(page, "NextContinuationToken")}
+
+    def _said(self, answer: dict[str, Any], field: str) -> Any:
+        """A field of an answer that S3 always gives; InvalidStateError from a server that leaves it out."""
+        if field not in answer:
+            if "Body" in answer:
+                answer["Body"].close()  # unread: nobody else may use the connection
+            raise cannot_carry_runs(self.describe(), f"an answer of it lacks {field}")
+        return answer[field]
+
+    def _info(self, key: str, answer: dict[str, Any], *, size: str) -> ObjectInfo:
+        modified = self._said(answer, "LastModified").timestamp()
+        return ObjectInfo(key=key, size_bytes=self._said(answer, size), modified=modified)
 
     def _takes_host_names(self, error: BaseException) -> bool:
         """Return whether a server wants the bucket as a host name, which is done from now on."""

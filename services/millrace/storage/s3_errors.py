@@ -175,7 +175,8 @@ def _answered(error: ClientError, what: str, *, where: str, bucket: str, uri: st
             metadata=metadata,
         )
     if status >= 500 or status in (408, 429) or code in _TRY_AGAIN:
-        return TransientError(answer)
+        # What stands in front of a server that does not run answers for it: then it is not there.
+        return TransientError(answer, is_answer=status not in (502, 503, 504))
     return InternalError(
         f"{where} refused {what}: {answer}: {error}",
         reason="STORE_REFUSED",

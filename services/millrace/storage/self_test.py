@@ -8,7 +8,7 @@ import hashlib
 import json
 import logging
 import secrets
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import UTC, datetime
 
 from millrace.errors import InvalidStateError
@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 FORMAT = 1
 """Of what is tried: a store that has passed an older test is tested again."""
-_WRITERS = 16
+_WRITERS = 8
 _ROUNDS = 4
 
 
@@ -40,26 +40,30 @@ def require_tested(store: ObjectStore, *, prefix: str) -> None:
 def self_test(store: ObjectStore, *, prefix: str) -> None:
     """Write, read and delete a few small objects under `prefix`; InvalidStateError names what the store gets wrong.
 
-    About 100 requests. Errors of the store itself (no such bucket, wrong credentials) pass through.
+    About 50 requests. Errors of the store itself (no such bucket, wrong credentials) pass through.
     """
     base = f"{prefix}/self-test/{secrets.token_hex(8)}/"
-    written: list[str] = []
+    written = [f"{base}{number}" for number in range(_ROUNDS)]
     try:
-        with ThreadPoolExecutor(_WRITERS) as pool:
-            for number in range(_ROUNDS):
-                key = f"{base}{number}"
-                written.append(key)
-                _race(store, pool, key)
+        with ThreadPoolExecutor(_ROUNDS * _WRITERS) as pool:
+            # At once: where losers wait for their answer, as SeaweedFS has them do, they wait together.
+            racing = [_begin_race(store, pool, key) for key in written]
+            for key, race in zip(written, racing, strict=True):
+                _judge(store, key, race)
         _read_back(store, base, written)
     finally:
         _clean_up(store, written)
 
 
-def _race(store: ObjectStore, pool: ThreadPoolExecutor, key: str) -> None:
-    """Many writers of one new object: one may win, and its bytes must be what lies there."""
+def _begin_race(store: ObjectStore, pool: ThreadPoolExecutor, key: str) -> dict[bytes, Future[bool]]:
+    """Have many writers create one new object; returns by what each wrote whether it won."""
     bodies = [f"writer {number}".encode() for number in range(_WRITERS)]
-    outcomes = pool.map(lambda body: store.create(key, body), bodies)
-    won = [body for body, is_winner in zip(bodies, outcomes, strict=True) if is_winner]
+    return {body: pool.submit(store.create, key, body) for body in bodies}
+
+
+def _judge(store: ObjectStore, key: str, race: dict[bytes, Future[bool]]) -> None:
+    """One writer may have won, its bytes must be what lies there, and nobody may replace them."""
+    won = [body for body, outcome in race.items() if outcome.result()]
     if len(won) != 1 or store.get(key) != won[0]:
         raise cannot_carry_runs(
             store.describe(),

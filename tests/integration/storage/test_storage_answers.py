@@ -85,6 +85,31 @@ def test_a_server_that_ignores_ranges_is_named(server: tuple[type[Server], int])
     assert raised.value.reason == "STORE_SEMANTICS"
 
 
+def test_what_an_answer_lacks_is_named(server: tuple[type[Server], int]) -> None:
+    handler, port = server
+    store = store_at(port)
+    store.put("p/k", b"0123456789")
+    handler.has_lengths = False
+    for read in (lambda: store.get("p/k"), lambda: store.get_range("p/k", 2, 3)):
+        with pytest.raises(InvalidStateError, match="lacks ContentLength") as raised:
+            read()
+        assert raised.value.reason == "STORE_SEMANTICS"
+    handler.has_lengths, handler.is_cut = True, True
+    with pytest.raises(InvalidStateError, match="lacks NextContinuationToken"):
+        list(store.list("p/"))
+
+
+@pytest.mark.parametrize(("status", "reason"), [(500, "STORE_FAILING"), (502, "STORE_UNREACHABLE")])
+def test_a_server_that_fails_is_told_from_one_that_is_not_there(
+    server: tuple[type[Server], int], status: int, reason: str
+) -> None:
+    handler, port = server
+    handler.refuses["PUT"], handler.times["PUT"] = (status, "InternalError", "", ""), 9
+    with pytest.raises(MillraceError) as raised:
+        store_at(port).put("k", b"x")
+    assert raised.value.reason == reason
+
+
 def test_the_bucket_becomes_a_host_name_where_the_server_wants_that(
     server: tuple[type[Server], int], monkeypatch: pytest.MonkeyPatch
 ) -> None:

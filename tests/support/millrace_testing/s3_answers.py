@@ -22,6 +22,10 @@ class Server(http.server.BaseHTTPRequestHandler):
     hosts: list[str]
     has_ranges = True
     has_conditions = True
+    has_lengths = True
+    """Whether an answer says how long its body is."""
+    is_cut = False
+    """Whether a listing says that more follows, and not how to ask for it."""
 
     def log_message(self, *_: object) -> None:
         pass
@@ -67,7 +71,8 @@ class Server(http.server.BaseHTTPRequestHandler):
             for name, data in sorted(self.stored.items())
             if name.startswith(f"{path}/{prefix}")
         )
-        return f"<ListBucketResult><IsTruncated>false</IsTruncated>{items}</ListBucketResult>".encode()
+        cut = str(self.is_cut).lower()
+        return f"<ListBucketResult><IsTruncated>{cut}</IsTruncated>{items}</ListBucketResult>".encode()
 
     def prefixes(self, path: str, prefix: str) -> bytes:
         begins = f"{path}/{prefix}"
@@ -77,7 +82,10 @@ class Server(http.server.BaseHTTPRequestHandler):
 
     def answer(self, status: int, body: bytes = b"", headers: dict[str, str] | None = None) -> None:
         self.send_response(status)
-        self.send_header("Content-Length", str(len(body)))
+        if self.has_lengths:
+            self.send_header("Content-Length", str(len(body)))
+        else:
+            self.send_header("Connection", "close")
         self.send_header("Last-Modified", "Fri, 27 Nov 2026 10:00:00 GMT")
         for name, value in (headers or {}).items():
             self.send_header(name, value)
