@@ -4,8 +4,9 @@ from collections.abc import Callable
 
 from millrace.inference.http.access import http_scheme
 from millrace.internal.v1.worker_service_pb2 import WORKER_KIND_INFERENCE, Worker
-from millrace.rpc.reach import is_wildcard, join_address
+from millrace.rpc.reach import is_wildcard
 from millrace.runlog.redis.log import FORMAT_MAJOR
+from millrace.telemetry.settings import join_address
 
 
 def inference_worker(worker_id: str) -> Worker:

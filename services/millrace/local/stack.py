@@ -36,12 +36,11 @@ from millrace.processes.forked import ForkServerClient
 from millrace.processes.supervisor import ProcessSpec, Supervisor, tail
 from millrace.race import first_of
 from millrace.rpc.access import ClientAccess
-from millrace.rpc.reach import join_address
 from millrace.storage.clean_up import remove
 from millrace.storage.scratch import SCRATCH_VARIABLE, sweep
 from millrace.telemetry import waits
 from millrace.telemetry.redact import redact
-from millrace.telemetry.settings import Settings, parse_address, variable_name
+from millrace.telemetry.settings import Settings, join_address, parse_address, variable_name
 
 HOST = "127.0.0.1"
 READY_DEADLINE_S = 180.0  # imports of torch and transformers take 70 s on a busy two-core machine

@@ -22,8 +22,9 @@ import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from millrace.errors import UnavailableError
-from millrace.rpc.reach import bound_socket, join_address
+from millrace.rpc.reach import bound_socket
 from millrace.rpc.tls import ServerFiles, rotating_server_context
+from millrace.telemetry.settings import join_address
 
 logger = logging.getLogger(__name__)
 logging.getLogger("uvicorn.error").setLevel(logging.ERROR)  # below: its start, its end, and each malformed request

@@ -8,20 +8,9 @@ those of IPv4 alone, and where a cluster has IPv6 only nobody would reach it. Ho
 import functools
 import socket
 
-from millrace.telemetry.settings import Settings, parse_address
+from millrace.telemetry.settings import Settings, bare_host, join_address, parse_address
 
 _ANY_IPV4, _ANY_IPV6 = "0.0.0.0", "::"
-
-
-def bare_host(host: str) -> str:
-    """Return a host as sockets take it, without brackets."""
-    return host.strip("[]")
-
-
-def join_address(host: str, port: int) -> str:
-    """Return `host:port` as `parse_address` takes it: with brackets around an address of IPv6."""
-    name = bare_host(host)
-    return f"[{name}]:{port}" if ":" in name else f"{name}:{port}"
 
 
 def is_wildcard(host: str) -> bool:

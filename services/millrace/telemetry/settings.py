@@ -31,6 +31,17 @@ def parse_address(text: str) -> tuple[str, int]:
     return match["host"], int(match["port"])
 
 
+def bare_host(host: str) -> str:
+    """Return a host as sockets take it, without brackets."""
+    return host.strip("[]")
+
+
+def join_address(host: str, port: int) -> str:
+    """Return `host:port` as `parse_address` takes it: with brackets around an address of IPv6."""
+    name = bare_host(host)
+    return f"[{name}]:{port}" if ":" in name else f"{name}:{port}"
+
+
 def _address(text: str) -> str:
     parse_address(text)
     return text

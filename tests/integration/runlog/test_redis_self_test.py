@@ -43,6 +43,19 @@ async def test_a_real_one_passes_and_keeps_nothing(admin: redis_asyncio.Redis) -
     assert await admin.keys("*") == []
 
 
+async def test_a_lease_that_is_over_before_it_is_looked_at_is_no_fault(
+    admin: redis_asyncio.Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, slow = admin.get, iter([0.06])
+
+    async def late(key: str) -> bytes | None:
+        await asyncio.sleep(next(slow, 0.0))
+        return await real(key)
+
+    monkeypatch.setattr(admin, "get", late)
+    await redis_self_test(admin, prefix="pre")
+
+
 USERS: dict[str, tuple[str, str]] = {
     "other keys": ("~other:* +@all", "no permissions|NOPERM|access"),
     "no scripts": ("~* +@all -@scripting", "evalsha|EVALSHA|scripting|command"),

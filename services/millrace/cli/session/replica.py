@@ -12,8 +12,7 @@ from millrace.config.argv import RESERVED_FLAGS
 from millrace.config.load import Loaded, load
 from millrace.config.sections.inference import ReplicaConfig
 from millrace.inference.launch_env import engine_environ, engine_python, with_engine
-from millrace.rpc.reach import join_address
-from millrace.telemetry.settings import Settings, variable_name
+from millrace.telemetry.settings import Settings, join_address, variable_name
 
 _EXAMPLE = "millrace inference @ examples/reverse_text/infer.toml"
 

@@ -14,8 +14,7 @@ from millrace.inference.registration import http_address
 from millrace.inference.replica_parts import ReplicaParts
 from millrace.inference.settings import InferenceSettings
 from millrace.models.vocabulary import check_tokenizer
-from millrace.rpc.reach import join_address
-from millrace.telemetry.settings import Settings, parse_address
+from millrace.telemetry.settings import Settings, join_address, parse_address
 
 logger = logging.getLogger(__name__)
 

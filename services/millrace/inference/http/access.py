@@ -12,8 +12,7 @@ from typing import Any
 from millrace.errors import PermissionDeniedError, UnauthenticatedError
 from millrace.inference.http.limits import MAX_BODY_BYTES, body_too_large
 from millrace.rpc.access import WORKER, ServerAccess
-from millrace.rpc.reach import join_address
-from millrace.telemetry.settings import Settings
+from millrace.telemetry.settings import Settings, join_address
 
 HEALTH = "/health"
 BODY_TOO_LARGE = "millrace.body_too_large"

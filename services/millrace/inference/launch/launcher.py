@@ -37,14 +37,14 @@ from millrace.inference.vllm.lora import lora_argv
 from millrace.inference.vllm.workers.node_copy import DIRECTORY_VARIABLE
 from millrace.internal.v1 import policy_service_pb2 as pb
 from millrace.race import first_of
-from millrace.rpc.reach import bound_socket, join_address, listening_host, own_host
+from millrace.rpc.reach import bound_socket, listening_host, own_host
 from millrace.rpc.worker import new_worker_id
 from millrace.storage.base import ObjectStore
 from millrace.storage.opening import open_store
 from millrace.storage.scratch import owned_directory
 from millrace.telemetry import progress, waits
 from millrace.telemetry.progress import Doing
-from millrace.telemetry.settings import Settings, parse_address
+from millrace.telemetry.settings import Settings, join_address, parse_address
 
 logger = logging.getLogger(__name__)
 

@@ -27,7 +27,6 @@ from millrace.orchestrator.workers import WorkerRegistry, WorkerServicer
 from millrace.race import first_of
 from millrace.rpc.health import PROCESS, HealthBoard
 from millrace.rpc.metrics_server import metrics_server
-from millrace.rpc.reach import join_address
 from millrace.rpc.serve import Shutdown, serve
 from millrace.rpc.slot import worker_slot
 from millrace.rpc.worker import new_worker_id
@@ -36,7 +35,7 @@ from millrace.runlog.redis.self_test import redis_self_test
 from millrace.storage import ObjectStore, open_store
 from millrace.storage.self_test import require_tested
 from millrace.telemetry import waits
-from millrace.telemetry.settings import Settings, parse_address
+from millrace.telemetry.settings import Settings, join_address, parse_address
 from millrace.v1 import run_service_pb2, run_service_pb2_grpc
 
 logger = logging.getLogger(__name__)

@@ -29,6 +29,7 @@ from millrace.backoff import Backoff
 from millrace.errors import InvalidSpecError, UnavailableError, Violation
 from millrace.runlog.redis.refusals import is_read_only, known_refusal, refusal
 from millrace.telemetry import standstill, waits
+from millrace.telemetry.settings import join_address
 
 logger = logging.getLogger(__name__)
 
@@ -94,7 +95,7 @@ def open_redis(url: str) -> redis_asyncio.Redis:
 def describe(client: redis_asyncio.Redis) -> str:
     """`host:port` (or the socket's path) of a client, without credentials."""
     options = client.connection_pool.connection_kwargs
-    return options.get("path") or f"{options.get('host', 'localhost')}:{options.get('port', 6379)}"
+    return options.get("path") or join_address(options.get("host", "localhost"), options.get("port", 6379))
 
 
 async def call(
