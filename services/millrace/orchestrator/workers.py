@@ -24,7 +24,7 @@ from millrace.telemetry.waits import Wait
 
 logger = logging.getLogger(__name__)
 
-_URL = re.compile(r"https?://(\[[0-9A-Fa-f:.]+\]|[^\s/\[\]@]+)(/\S*)?")
+_URL = re.compile(r"https?://(\[[0-9A-Fa-f:.]+\](:\d+)?|[^\s/\[\]@]+)(/\S*)?")
 
 HEARTBEAT_S = 1.0
 """Interval that workers are told."""

@@ -5,8 +5,8 @@ import socket
 import pytest
 
 from millrace.inference.registration import http_address
-from millrace.rpc.reach import advertised, is_wildcard
-from millrace.telemetry.settings import Settings
+from millrace.rpc.reach import advertised, bound_socket, is_wildcard, listening_host, own_host
+from millrace.telemetry.settings import Settings, join_address
 
 
 @pytest.mark.parametrize("listen", ["0.0.0.0:50052", "[::]:50052"])
@@ -29,3 +29,34 @@ def test_the_url_of_an_engine_that_listens_everywhere_is_of_the_reachable_host(h
 
 def test_the_url_of_an_engine_on_one_host_is_of_that_host() -> None:
     assert http_address("10.0.0.7", 8000)("engine-7") == "http://10.0.0.7:8000/v1"
+
+
+def test_hosts_of_ipv6_have_their_brackets() -> None:
+    assert join_address("fd00::1", 8000) == join_address("[fd00::1]", 8000) == "[fd00::1]:8000"
+    assert join_address("engine-7", 8000) == "engine-7:8000"
+    assert (
+        http_address("[fd00::1]", 8000)("engine-7") == http_address("fd00::1", 8000)("x") == "http://[fd00::1]:8000/v1"
+    )
+    assert http_address("0.0.0.0", 8000)("[fd00::1]") == "http://[fd00::1]:8000/v1"
+    assert advertised(Settings(listen="[fd00::1]:0"), 4711) == "[fd00::1]:4711"
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "[::]"])
+def test_a_wildcard_is_every_interface_of_both_families(host: str) -> None:
+    with bound_socket(host, 0) as listener:
+        listener.listen()
+        for own in ("127.0.0.1", own_host(host), *(["::1"] if listener.family == socket.AF_INET6 else [])):
+            socket.create_connection((own, listener.getsockname()[1]), timeout=5).close()
+    assert listening_host(host) == ("::" if listener.family == socket.AF_INET6 else "0.0.0.0")
+
+
+def test_one_host_is_that_alone() -> None:
+    with bound_socket("127.0.0.1", 0) as listener:
+        assert listener.getsockname()[0] == "127.0.0.1"
+        with pytest.raises(OSError, match="in use"):
+            bound_socket("127.0.0.1", _listening(listener))
+
+
+def _listening(listener: socket.socket) -> int:
+    listener.listen()
+    return listener.getsockname()[1]
