@@ -185,8 +185,11 @@ class LocalStack:
         """Start everything and return when every service is healthy.
 
         Raises UnavailableError for a taken port, an unreachable Redis or store, and a service that is not ready in
-        time; ProcessDiedError for one that dies.
+        time; ProcessDiedError as soon as one dies, whatever is waited for at that moment.
         """
+        await self.guard(self._start())
+
+    async def _start(self) -> None:
         self._engine_python = engine_python(self.options.engine, self._environ)
         if any(self.options.gpus.values()):
             gpus.require(self.options.gpus, gpus.machine_gpus(self._environ))
@@ -212,7 +215,7 @@ class LocalStack:
             path = self.logs / f"{name}.log"
             self._log_sizes[name] = path.stat().st_size if path.exists() else 0
             await self.supervisor.start(self.service_spec(name, addresses, http, exported, redis_url, store_url))
-        await self.guard(self._wait_ready(addresses))
+        await self._wait_ready(addresses)
         scheme = "https" if self.options.access.tls_cert else "http"
         self._where = {
             "address": self.address,
@@ -336,7 +339,7 @@ class LocalStack:
                 tier=0,
             )
         )
-        await self.guard(_wait_redis(redis))
+        await _wait_redis(redis)
         return redis
 
     def service_spec(

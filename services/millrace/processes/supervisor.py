@@ -69,6 +69,8 @@ class Child:
     mark: str
     """In the environment of everything that this life starts."""
     exited: asyncio.Task[int] = field(repr=False)
+    ended_s: float | None = None
+    """When it ended (monotonic); None while it lives."""
 
     @property
     def pid(self) -> int:
@@ -310,6 +312,7 @@ class Supervisor:
         await asyncio.wait({child.exited for child in alive}, timeout=SWEEP_WAIT_S)
 
     def _note_exit(self, child: Child) -> None:
+        child.ended_s = time.monotonic()
         if not self._is_stopping:
             self._died.put_nowait(child)
 
@@ -332,7 +335,7 @@ def describe_death(child: Child, *, given_up_after: int | None = None) -> Proces
     return ProcessDiedError(
         child.spec.name,
         how=sessions.describe_exit(child.process.returncode),
-        age_s=time.monotonic() - child.started_s,
+        age_s=(child.ended_s or time.monotonic()) - child.started_s,
         deaths=given_up_after or 1,
         log_path=child.spec.log_path,
         last_lines=tail(child.spec.log_path) if child.spec.log_path else [],

@@ -1,6 +1,7 @@
 """What the stack does before and while its processes start."""
 
 import asyncio
+import signal
 import sys
 import time
 from pathlib import Path
@@ -201,3 +202,22 @@ async def test_a_death_at_the_end_of_a_part_of_the_start_is_told_to_the_next_one
         with pytest.raises(ProcessDiedError, match="exit code 3"):
             async with asyncio.timeout(20):
                 await stack.guard(asyncio.Event().wait())
+
+
+async def test_a_process_that_dies_while_another_is_being_started_ends_the_start(tmp_path, deaf, monkeypatch):
+    async with LocalStack(options(tmp_path / "out"), environ=deaf, modules=DEAF) as stack:
+        start, is_held_up = stack.supervisor.start, asyncio.Event()
+
+        async def held_up(what):
+            if what.name == "redis":
+                return await start(what)
+            is_held_up.set()  # such as the first fork on a busy machine, which takes half a minute
+            await asyncio.Event().wait()
+
+        monkeypatch.setattr(stack.supervisor, "start", held_up)
+        starting = asyncio.create_task(stack.start())
+        async with asyncio.timeout(20):
+            await is_held_up.wait()
+            stack.supervisor.children["redis"].process.send_signal(signal.SIGKILL)
+            with pytest.raises(ProcessDiedError, match=r"redis died: signal SIGKILL, \d\.\d s after"):
+                await starting
