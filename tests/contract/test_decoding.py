@@ -25,7 +25,6 @@ USERS = "a file or a setting of the user who started this process"
 PEER = "written by another process of the same service, over a pipe or file of its own"
 
 RUN = "a run's config as the server sent it, which has checked it"
-STACK = "`stack.json`, which the local stack of the same user wrote; what cannot be read counts as absent"
 CHECKED = "the env-server has checked it (`check_play`) before it reached the worker"
 
 ALLOWED = {
@@ -39,7 +38,6 @@ ALLOWED = {
     "cli/evals/session.py:_settings": OWN,
     "cli/offline/fork_check.py:_record": RUN,
     "cli/offline/fork_check.py:_require_kept": RUN,
-    "cli/log_files.py:stack_logs": STACK,
     "cli/view/progress.py:of": RUN,
     "local/shared_gpu.py:_estimate": "what this program's own command has printed",
     "local/shared_gpu.py:flags_on_shared_gpu": USERS + "; what is no JSON is left to the process that reads it",

@@ -5,11 +5,10 @@ import os
 import socket
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
-from millrace.cli.defaults import DEFAULT_DIRECTORY, DEFAULT_LISTEN
-from millrace.decoding import decode_object
-from millrace.errors import CorruptObjectError, InvalidSpecError, UnavailableError, Violation
+from millrace.cli.defaults import DEFAULT_LISTEN
+from millrace.cli.stacks import OUTPUTS, RunningStack, choose_stack, read_stack, running_stacks
+from millrace.errors import InvalidSpecError, UnavailableError, Violation
 from millrace.rpc.reach import is_wildcard, own_host
 from millrace.telemetry.settings import Settings, parse_address
 
@@ -31,16 +30,24 @@ def check_address(text: str, *, option: str) -> str:
     return text
 
 
-def server_address(option: str | None, *, environ: Mapping[str, str] = os.environ) -> tuple[str, str]:
-    """host:port and where it comes from: the option, MILLRACE_SERVER, or the default of `millrace up`."""
+def server_address(
+    option: str | None, *, run: str = "", environ: Mapping[str, str] = os.environ, root: Path = OUTPUTS
+) -> tuple[str, str]:
+    """host:port and where it comes from: the option, MILLRACE_SERVER, a stack here, or the default of `millrace up`.
+
+    CliError if several stacks run here and neither of them is that of `run` alone.
+    """
     if option:
         return check_address(option, option="--server"), "--server"
     settings = Settings.from_env(environ)
-    return (settings.server, "MILLRACE_SERVER") if settings.server else (DEFAULT_LISTEN, "the default")
+    if settings.server:
+        return settings.server, "MILLRACE_SERVER"
+    stack = choose_stack(run, root=root)
+    return (DEFAULT_LISTEN, "the default") if stack is None else (stack.address, f"{stack.directory}/stack.json")
 
 
 @contextlib.contextmanager
-def explain_unreachable(origin: str, address: str, *, directory: Path = DEFAULT_DIRECTORY) -> Iterator[None]:
+def explain_unreachable(origin: str, address: str, *, directory: Path | None = None) -> Iterator[None]:
     """Say where the address came from and what to do, when none answers at it."""
     try:
         yield
@@ -67,16 +74,10 @@ def is_listening(address: str) -> bool:
         return False
 
 
-def stack_at(address: str, directory: Path) -> dict[str, Any] | None:
-    """What the stack of a directory says of itself, if it has this address and still has its supervisor."""
-    path = directory / "stack.json"
-    try:
-        stack = decode_object(path.read_bytes(), what=str(path), reason="STACK_FILE_CORRUPT")
-        os.kill(int(stack["pid"]), 0)
-    # None, being written, damaged, or its supervisor is gone.
-    except (CorruptObjectError, OSError, KeyError, TypeError, ValueError, OverflowError):
-        return None
-    return stack if _place(str(stack.get("address"))) == _place(address) else None
+def stack_at(address: str, directory: Path | None = None) -> RunningStack | None:
+    """The stack of the directory, or else of one below `outputs`, that listens at this address."""
+    found = running_stacks() if directory is None else [read_stack(directory)]
+    return next((stack for stack in found if stack and _place(stack.address) == _place(address)), None)
 
 
 def _place(address: str) -> tuple[str, int] | None:

@@ -63,15 +63,16 @@ def open_client(address: str) -> "Client":
     return Client(address, access=ClientAccess.public_from_environ(environ()))
 
 
-def ask_server(server: str | None, work: "Callable[[Client], Coroutine[Any, Any, T]]") -> T:
+def ask_server(server: str | None, work: "Callable[[Client], Coroutine[Any, Any, T]]", *, run: str = "") -> T:
     """What the work answers, with a client of the orchestrator that `--server` or the environment names.
 
+    Else of a stack that runs here: that of `run`, as the user calls it, where there are several.
     The first signal cancels the work; UnavailableError says where the address came from if nobody answers at it.
     """
     from millrace.cli import interrupts
     from millrace.cli.address import explain_unreachable, server_address
 
-    address, origin = server_address(server)
+    address, origin = server_address(server, run=run)
 
     async def call(_: interrupts.Interrupts) -> T:
         async with open_client(address) as client:

@@ -10,7 +10,6 @@ from typing import Any
 
 from millrace.cli.address import explain_unreachable, stack_at
 from millrace.cli.connection import environ as with_options
-from millrace.cli.defaults import DEFAULT_DIRECTORY
 from millrace.errors import InvalidStateError, MillraceError
 from millrace.telemetry.redact import redact
 from millrace.telemetry.settings import Settings
@@ -29,14 +28,15 @@ class CheckResult:
 
 
 async def examine(
-    server: str, origin: str, *, directory: Path = DEFAULT_DIRECTORY, environ: Mapping[str, str] = os.environ
+    server: str, origin: str, *, directory: Path | None = None, environ: Mapping[str, str] = os.environ
 ) -> list[CheckResult]:
     """API, Redis, object store and GPUs, in that order; nothing raises but broken settings (InvalidSpecError).
 
-    What the environment does not name is that of the stack in `directory`, if that is the server.
+    What the environment does not name is that of the stack in `directory` (or below `outputs`) that is the server.
     """
     settings = Settings.from_env(with_options(environ))
-    stack = stack_at(server, directory) or {}
+    found = stack_at(server, directory)
+    stack = {} if found is None else found.says
     redis_url = settings.redis_url or _redis_of(stack)
     store_url = settings.store_url or stack.get("store")
     results = [await _asked("API", lambda: _api(server, origin, directory))]
@@ -87,8 +87,9 @@ def _redis_of(stack: Mapping[str, Any]) -> str | None:
         return None
 
 
-def _skipped(what: str, variable: str, directory: Path) -> CheckResult:
-    text = f"not looked at: {variable} is not set here, and no stack of {directory} has this address"
+def _skipped(what: str, variable: str, directory: Path | None) -> CheckResult:
+    where = "below outputs" if directory is None else f"of {directory}"
+    text = f"not looked at: {variable} is not set here, and no stack {where} has this address"
     return CheckResult(what=what, is_good=None, text=text)
 
 
@@ -104,7 +105,7 @@ async def _asked(what: str, ask: Callable[[], Awaitable[str]]) -> CheckResult:
     return CheckResult(what=what, is_good=True, text=f"{text}, {1000 * (time.monotonic() - began):.0f} ms")
 
 
-async def _api(server: str, origin: str, directory: Path) -> str:
+async def _api(server: str, origin: str, directory: Path | None) -> str:
     from millrace.cli.connection import open_client
 
     with explain_unreachable(origin, server, directory=directory):

@@ -1,10 +1,10 @@
 """The logs of a local stack's processes: where they lie, which lines are a run's, and what is added to them."""
 
-import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
 
+from millrace.cli.stacks import OUTPUTS, running_stacks
 from millrace.decoding import decode_object
 from millrace.errors import CorruptObjectError
 
@@ -20,7 +20,7 @@ _CONTROL = re.compile(r"\x1b\[[0-9;?]*[@-~]|[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 def process_logs(address: str, run_name: str, *, component: str | None = None, root: Path | None = None) -> list[Path]:
     """Log files of the stack that listens on `address`, and of the run's own stack; only `component`'s if given."""
-    base = root or Path("outputs")
+    base = root or OUTPUTS
     directories = [base / run_name.removeprefix("runs/") / "logs", *stack_logs(address, root=root)]
     files = {path.resolve() for directory in directories for path in directory.glob("*.log")}
     return sorted(path for path in files if component is None or is_of(path, component))
@@ -28,15 +28,8 @@ def process_logs(address: str, run_name: str, *, component: str | None = None, r
 
 def stack_logs(address: str, *, root: Path | None = None) -> list[Path]:
     """The directories of logs of the stacks below `root` that listen on `address`."""
-    directories = []
-    for path in sorted((root or Path("outputs")).glob("*/stack.json")):
-        try:
-            stack = json.loads(path.read_text())
-        except (OSError, ValueError):  # being written, or gone meanwhile
-            continue
-        if stack.get("address") == address:
-            directories.append(Path(stack["logs"]))
-    return directories
+    found = [stack.text("logs") for stack in running_stacks(root or OUTPUTS) if stack.address == address]
+    return [Path(logs) for logs in found if logs is not None]
 
 
 def files_of(directory: Path, component: str) -> list[Path]:

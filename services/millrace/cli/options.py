@@ -16,7 +16,7 @@ FORMAT = click.option(
 SERVER = click.option(
     "--server",
     metavar="ADDR",
-    help=f"host:port of the orchestrator; else MILLRACE_SERVER, else {DEFAULT_LISTEN} (millrace up).",
+    help=f"host:port of the orchestrator; else MILLRACE_SERVER, the stack that runs here, {DEFAULT_LISTEN}.",
 )
 
 
@@ -33,16 +33,18 @@ def options(*decorators: Callable[[F], F]) -> Callable[[F], F]:
 
 SERVER_OR_STORE = options(
     click.option(
-        "--server", metavar="ADDR", help=f"Ask this orchestrator; else MILLRACE_SERVER, else {DEFAULT_LISTEN}."
+        "--server",
+        metavar="ADDR",
+        help=f"Ask this orchestrator; else MILLRACE_SERVER, the stack here, {DEFAULT_LISTEN}.",
     ),
     click.option("--store", metavar="URL", help="Read this object store, and ask no server."),
     click.option("--prefix", metavar="NAME", help="With a store: its deployment; else MILLRACE_PREFIX, else millrace."),
 )
 STORE = options(
-    click.option("--store", metavar="URL", help="Its object store; else MILLRACE_STORE_URL, else outputs/local/store."),
-    click.option("--prefix", metavar="NAME", help="Deployment of the run; else MILLRACE_PREFIX, else millrace."),
-)
-OWN_STORE = options(
-    click.option("--store", metavar="URL", help="Its object store; else outputs/RUN/store, MILLRACE_STORE_URL, …"),
+    click.option(
+        "--store",
+        metavar="URL",
+        help="Its object store; else outputs/RUN/store, MILLRACE_STORE_URL, …",
+    ),
     click.option("--prefix", metavar="NAME", help="Deployment of the run; else MILLRACE_PREFIX, else millrace."),
 )

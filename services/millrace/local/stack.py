@@ -7,8 +7,8 @@
 Everything lies in one directory: `logs/<process>.log` (bounded, see `millrace.local.rotation`), `store/` (the object
 store), `redis/`, `spool/` (finished rollouts of the env-server), `scratch/` (checkpoints on their way),
 `logs/stack.log` (what died, was started again or does not answer), and `stack.json`: where the stack listens, which
-file holds the URL of its Redis, the pids. Services start at the same time, because each spends seconds on imports.
-Once all were ready, what dies is started again (see `millrace.local.keeper`).
+file holds the URL of its Redis, the pids. Services start at the same time, because each spends seconds on imports. Once
+all were ready, what dies is started again (see `millrace.local.keeper`).
 """
 
 import asyncio
@@ -224,6 +224,8 @@ class LocalStack:
             "metrics": {name: f"{scheme}://{at}/metrics" for name, at in {**exported, "inference": http}.items()},
             "logs": str(self.logs),
             "pid": os.getpid(),
+            "start_ticks": self._id.start_ticks,
+            "is_durable": self.options.is_durable,
             "addresses": addresses,
             "redis": redact(redis_url),
             "redis_url_file": self._redis_url_file,

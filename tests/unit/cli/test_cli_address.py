@@ -1,13 +1,12 @@
 """What is said when no orchestrator answers, by why it does not."""
 
-import json
-import os
 import socket
 
 import pytest
 
 from millrace.cli.address import SILENT_REMEDY, START_REMEDY, WAIT_REMEDY, explain_unreachable
 from millrace.errors import UnavailableError
+from millrace_testing.local.stack_files import write_stack
 
 
 def remedy(address: str, reason: str, directory) -> str | None:
@@ -25,12 +24,11 @@ def port():
 
 
 def test_refused(port, tmp_path):
-    path = tmp_path / "stack.json"
     address = f"127.0.0.1:{port.getsockname()[1]}"
     assert remedy(address, "UNREACHABLE", tmp_path) == START_REMEDY
-    path.write_text(json.dumps({"address": "127.0.0.1:1", "pid": os.getpid()}))
+    write_stack(tmp_path, "127.0.0.1:1")
     assert remedy(address, "UNREACHABLE", tmp_path) == START_REMEDY
-    path.write_text(json.dumps({"address": address, "pid": os.getpid()}))
+    write_stack(tmp_path, address)
     assert remedy(address, "UNREACHABLE", tmp_path) == START_REMEDY + WAIT_REMEDY
 
 

@@ -1,13 +1,12 @@
 """`millrace doctor` says of each part whether it is fit, and what to do if not."""
 
-import json
-import os
 from pathlib import Path
 
 import pytest
 
 from millrace.cli.main import main
 from millrace.local.ports import free_ports
+from millrace_testing.local.stack_files import write_stack
 from millrace_testing.nvidia import fake_gpus
 
 
@@ -27,9 +26,8 @@ def test_the_stack_that_listens_there_says_where_its_redis_and_store_are(redis_u
     directory = tmp_path / "local"
     (directory / "store").mkdir(parents=True)
     (directory / "redis.url").write_text(redis_url)
-    stack = {"address": f"127.0.0.1:{port}", "pid": os.getpid(), "redis_url_file": str(directory / "redis.url")}
-    stack["store"] = (directory / "store").as_uri()
-    (directory / "stack.json").write_text(json.dumps(stack))
+    store_url = (directory / "store").as_uri()
+    write_stack(directory, f"127.0.0.1:{port}", redis_url_file=str(directory / "redis.url"), store=store_url)
     assert main(["doctor", "--server", f"127.0.0.1:{port}", "--dir", str(directory)]) == 5
     _, _, redis, store, gpus = capsys.readouterr().out.splitlines()
     assert redis.startswith("ok      Redis") and store.startswith("ok      object store")

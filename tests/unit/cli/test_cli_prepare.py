@@ -1,7 +1,6 @@
 """From command line to checked config; everything that is wrong is said before anything starts."""
 
 import json
-import os
 import re
 import shlex
 from collections.abc import Callable
@@ -16,6 +15,7 @@ from millrace.cli.session.model_path import is_path
 from millrace.cli.session.prepare import choose_run_id, prepare
 from millrace.cli.session.run_session import stack_options
 from millrace.errors import InvalidSpecError
+from millrace_testing.local.stack_files import write_stack
 
 RL = """
 max_steps = 2
@@ -265,13 +265,8 @@ def test_keys_that_a_running_stack_does_not_take_are_named(rl, capsys):
 
 def test_of_a_stack_that_was_started_here_only_what_differs_is_named(rl, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    stack = {
-        "address": "127.0.0.1:50051",
-        "pid": os.getpid(),
-        "settings": {"inference.engine": "embedded", "inference.server.port": 8000, "log.level": "info"},
-    }
-    (tmp_path / "outputs" / "local").mkdir(parents=True)
-    (tmp_path / "outputs" / "local" / "stack.json").write_text(json.dumps(stack))
+    settings = {"inference.engine": "embedded", "inference.server.port": 8000, "log.level": "info"}
+    write_stack(tmp_path / "outputs" / "local", "127.0.0.1:50051", settings=settings)
     same = ["--inference.engine", "embedded", "--inference.server.port", "8000", "--log.level", "info"]
     prepare(["@", str(rl), *same, "--server", "localhost:50051"], environ={})
     assert "keeps its own settings" not in capsys.readouterr().err

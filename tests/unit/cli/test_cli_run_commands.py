@@ -14,6 +14,7 @@ from millrace.client import runs
 from millrace.errors import NotFoundError
 from millrace.v1 import run_pb2
 from millrace.v1 import run_service_pb2 as rs
+from millrace_testing.local.stack_files import write_stack
 from millrace_testing.runlog.fake_runs import FakeRuns, serving
 from millrace_testing.runlog.recorded_run import state
 
@@ -236,8 +237,7 @@ def test_process_logs_of_the_stack_that_listens_there(tmp_path):
     logs.mkdir(parents=True)
     for name in ("trainer", "inference"):
         (logs / f"{name}.log").write_text("")
-    stack = {"address": "127.0.0.1:5", "logs": str(logs)}
-    (tmp_path / "local" / "stack.json").write_text(json.dumps(stack))
+    write_stack(tmp_path / "local", "127.0.0.1:5", logs=str(logs))
     found = process_logs("127.0.0.1:5", "runs/x", root=tmp_path)
     assert [path.name for path in found] == ["inference.log", "trainer.log"]
     assert [p.name for p in process_logs("127.0.0.1:5", "runs/x", component="trainer", root=tmp_path)] == [

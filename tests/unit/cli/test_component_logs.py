@@ -17,6 +17,7 @@ from millrace.local.identity import StackId
 from millrace.local.rotation import keep_bounded, old_of, rotate
 from millrace.telemetry import waits
 from millrace.telemetry.logging import bound
+from millrace_testing.local.stack_files import write_stack
 from millrace_testing.polling import until
 from millrace_testing.runlog.fake_runs import FakeRuns, serving
 
@@ -34,8 +35,7 @@ def server(monkeypatch, tmp_path) -> Iterator[FakeRuns]:
     Path("outputs/local/logs").mkdir(parents=True)
     with serving(servicer) as address:
         monkeypatch.setenv("MILLRACE_SERVER", address)
-        stack = {"address": address, "logs": str(Path("outputs/local/logs").resolve())}
-        Path("outputs/local/stack.json").write_text(json.dumps(stack))
+        write_stack(Path("outputs/local"), address, logs=str(Path("outputs/local/logs").resolve()), is_durable=True)
         yield servicer
 
 

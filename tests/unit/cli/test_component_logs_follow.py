@@ -1,6 +1,5 @@
 """Following a component's log says why it ends, where that is not the end of the run."""
 
-import json
 from pathlib import Path
 
 import pytest
@@ -10,6 +9,7 @@ from millrace.client import Client
 from millrace.errors import PermissionDeniedError
 from millrace.rpc.status import abort
 from millrace.v1.run_service_pb2_grpc import RunServiceServicer
+from millrace_testing.local.stack_files import write_stack
 from millrace_testing.runlog.fake_runs import served
 
 
@@ -27,7 +27,7 @@ async def test_a_follower_that_is_refused_does_not_look_like_the_end_of_the_run(
     logs.mkdir(parents=True)
     (logs / "trainer.log").write_text("2026-01-01T00:00:00.000Z INFO trainer step completed run=x\n")
     async with served(Refusing()) as address, Client(address) as client:
-        (logs.parent / "stack.json").write_text(json.dumps({"address": address, "logs": str(logs)}))
+        write_stack(logs.parent, address, logs=str(logs))
         query = LogQuery(component="trainer", is_follow=True)
         with pytest.raises(PermissionDeniedError, match="revoked"):
             await show_shared(client, query, uid="u", name="x")

@@ -39,13 +39,13 @@ class AuditRequest:
 def audit_here(request: AuditRequest, say: Say) -> "audit_pb2.AuditReport":
     """Audit, then compute steps again if that is asked for."""
     from millrace.cli import interrupts
-    from millrace.cli.offline.run_store import find_uid, naming, open_run_store, redis_url, store_prefix
+    from millrace.cli.offline.run_store import naming, open_run, redis_url
     from millrace.runlog import open_redis
     from millrace.runlog.audit import audit_run
     from millrace.runlog.names import Names
 
-    objects, deployment = open_run_store(request.store), store_prefix(request.prefix)
-    uid, depth = find_uid(objects, deployment, request.name), _depth(request)
+    objects, deployment, uid = open_run(request.name, request.store, request.prefix)
+    depth = _depth(request)
 
     async def work(_: interrupts.Interrupts) -> "audit_pb2.AuditReport":
         with naming("--redis"):

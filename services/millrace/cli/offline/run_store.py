@@ -101,6 +101,12 @@ def store_of(name: str, url: str | None) -> "tuple[ObjectStore, str]":
     return open_run_store(url), name
 
 
+def open_run(name: str, url: str | None, prefix: str | None) -> "tuple[ObjectStore, str, str]":
+    """The store that holds the run, the prefix of its deployment there, and the run's uid."""
+    (objects, meant), deployment = store_of(name, url), store_prefix(prefix)
+    return objects, deployment, find_uid(objects, deployment, meant)
+
+
 def directory_of(name: str) -> Path | None:
     """The directory of results that is meant, if it is one: by its path, by the run's name, or as the newest."""
     from millrace.runlog import run_name

@@ -13,13 +13,13 @@ import click
 from millrace.cli.defaults import DEFAULT_DIRECTORY
 from millrace.cli.errors import CliError
 from millrace.cli.log_files import COMPONENTS, LogTail, RunLines, files_of, stack_logs
+from millrace.cli.stacks import OUTPUTS, running_stacks
 from millrace.errors import MillraceError
 from millrace.runlog import run_name
 
 if TYPE_CHECKING:
     from millrace.client import Client
 
-_OUTPUTS = Path("outputs")
 _POLL_S = 0.3
 
 
@@ -54,9 +54,9 @@ def own_logs(text: str) -> Path | None:
     """
     if (Path(text) / "logs").is_dir():
         return Path(text) / "logs"
-    found = {path.parent.name: path for path in _OUTPUTS.glob("*/logs") if path.parent != DEFAULT_DIRECTORY}
+    found = {path.parent.name: path for path in OUTPUTS.glob("*/logs") if path.parent != DEFAULT_DIRECTORY}
     if text == "-":
-        is_shared = (DEFAULT_DIRECTORY / "stack.json").exists()
+        is_shared = any(stack.is_shared for stack in running_stacks())
         return max(found.values(), key=lambda path: path.stat().st_mtime, default=None) if not is_shared else None
     try:
         return found[run_name.resolve(text, {name: name for name in found})]
@@ -74,7 +74,7 @@ async def show_shared(client: "Client", query: LogQuery, *, uid: str, name: str)
 
     Following raises what ends it before the run has ended, such as UnavailableError where the server is gone.
     """
-    directories = stack_logs(client.address, root=_OUTPUTS)
+    directories = stack_logs(client.address, root=OUTPUTS)
     require_component(query.component, directories)
 
     def files() -> list[Path]:

@@ -10,7 +10,6 @@ from typing import Any
 
 from millrace.cli.address import LOOPBACK, check_address, stack_at
 from millrace.cli.connection import environ as with_options
-from millrace.cli.defaults import DEFAULT_DIRECTORY
 from millrace.cli.session import bench
 from millrace.cli.session.config_file import explained, require_file_or_model
 from millrace.cli.session.model_path import check_models, is_path
@@ -77,7 +76,8 @@ def prepare(
         require_file_or_model(loaded, example=example)
     server, origin = _server_of(flags, settings, default_server)
     if server is not None:
-        _say_what_a_running_stack_keeps(loaded, stack_at(server, DEFAULT_DIRECTORY))
+        stack = stack_at(server)
+        _say_what_a_running_stack_keeps(loaded, stack and stack.says)
     else:
         _say_what_the_engine_ignores(loaded.config)
     if not flags.get("dry-run"):

@@ -15,6 +15,7 @@ from millrace.cli.session.existing import Note, begin, exists_error, find_home
 from millrace.cli.session.follow import MetricsFile, follow, require_success, ticking, until_given_back
 from millrace.cli.session.prepare import Prepared, choose_run_id
 from millrace.cli.session.results import collect, phases_of, summary, write_summary
+from millrace.cli.stacks import OUTPUTS
 from millrace.cli.view.progress import Progress
 from millrace.cli.view.view import ProgressView, make_view
 from millrace.client import Client
@@ -56,6 +57,8 @@ async def run_local(prepared: Prepared, interrupts: Interrupts) -> tuple[dict[st
                     view.note(f"starting the local stack; process logs: {home / 'logs'}")
                     await stack.start()
                     phases["stack_s"] = time.monotonic() - begun
+                    progress.place = f"{stack.address}, dashboard at {stack.dashboard_url}"
+                    view.note(_reached(stack.address, stack.dashboard_url, directory=home))
                     async with Client(stack.address, access=stack.access) as client:
                         await stack.guard(_submit_and_follow(client, prepared, progress, view, run_id))
                     directory = root / progress.name.removeprefix("runs/")
@@ -169,6 +172,17 @@ async def _submit_and_follow(
         await until_given_back(client, progress.name, note=view.note)
     finally:
         metrics.close()
+
+
+def _reached(address: str, dashboard: str, *, directory: Path) -> str:
+    """How to look at the run from another terminal, while it goes on."""
+    is_found = directory.parent == OUTPUTS
+    found = "`millrace run list` and the like find it here" if is_found else f"for others: MILLRACE_SERVER={address}"
+    opened = "" if is_found else f" --dir {directory}"
+    return (
+        f"the orchestrator listens on {address} ({found}); "
+        f"the dashboard is at {dashboard} (`millrace dashboard{opened}` opens it)"
+    )
 
 
 def _home(prepared: Prepared, run_id: str, *, root: Path) -> Path:

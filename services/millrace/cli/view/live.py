@@ -33,6 +33,8 @@ def render(progress: Progress, *, elapsed_s: float) -> RenderableType:
     if progress.steps or progress.evals:
         parts.append(_measures(progress))
     parts.append(_pipeline(progress))
+    if progress.place:
+        parts.append(Text(progress.place, style="dim", no_wrap=True, overflow="ellipsis"))
     late = [wait for wait in progress.waits.values() if wait.age_seconds >= LONG_WAIT_S]
     parts += [Text(printable(wait_line(wait)), style="yellow") for wait in late]
     parts += [Text(line, style="dim", no_wrap=True, overflow="ellipsis") for line in progress.last_lines]

@@ -82,6 +82,8 @@ class Progress(RunStatus):
 
     name: str
     uid: str = ""
+    place: str = ""
+    """Where it can be looked at, if that is known."""
     staleness_bound: int | None = None
     """`max_off_policy_steps`: rollouts that are older are dropped."""
     steps: list[StepPoint] = field(default_factory=list)

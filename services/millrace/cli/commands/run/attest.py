@@ -38,12 +38,12 @@ def attest(name: str, key: Path, out: Path | None, store: str | None, prefix: st
     Someone who may write to the store can make another history whose hashes all fit, but cannot sign it. `millrace run
     audit RUN --attest-key FILE` checks the signatures in the store, and `--attestation FILE` what --out wrote.
     """
-    from millrace.cli.offline.run_store import find_uid, open_run_store, store_prefix
+    from millrace.cli.offline.run_store import open_run
     from millrace.runlog.attest import load_key, write_attestation
     from millrace.runlog.names import Names
 
-    objects, deployment = open_run_store(store), store_prefix(prefix)
-    names = Names(deployment, find_uid(objects, deployment, name))
+    objects, deployment, uid = open_run(name, store, prefix)
+    names = Names(deployment, uid)
     signed = write_attestation(objects, names, audited_head(names, _audit(objects, names)), load_key(key))
     if out is not None:
         try:

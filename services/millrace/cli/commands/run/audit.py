@@ -80,7 +80,7 @@ def audit(request: AuditRequest, *, as_json: bool, server: str | None) -> int:
     keeps every promise, 1 with each violation if not, and says what it could not see.
 
     A server audits without reading the bytes of weights. --deep, --attestation and --store audit from here: the store
-    is --store, else MILLRACE_STORE_URL, else outputs/local/store.
+    is --store, else outputs/RUN/store, MILLRACE_STORE_URL, outputs/local/store.
     """
     if not request.is_here and (request.redis is not None or request.prefix is not None):
         raise click.UsageError("--redis and --prefix belong to --store, --deep or --attestation")
@@ -113,7 +113,7 @@ def _by_server(name: str, server: str | None) -> "audit_pb2.AuditReport":
         found = await resolve(client.runs, name)
         return await client.runs.audit(found.name)
 
-    return ask_server(server, ask)
+    return ask_server(server, ask, run=name)
 
 
 @contextlib.contextmanager

@@ -66,7 +66,7 @@ def _looks(names: tuple[str, ...], *, server: str | None, store: str | None, pre
 
     found = {} if server is not None else looks_here(names, store=store, prefix=prefix, note=_note)
     if others := [name for name in names if name not in found]:
-        found |= ask_server(server, lambda client: looks_there(client, others, note=_note))
+        found |= ask_server(server, lambda client: looks_there(client, others, note=_note), run=others[0])
     return [found[name] for name in names]
 
 

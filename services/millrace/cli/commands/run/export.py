@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from millrace.cli.errors import CliError
-from millrace.cli.options import OWN_STORE, RUN, STORE
+from millrace.cli.options import RUN, STORE
 
 if TYPE_CHECKING:
     from millrace.exports.wandb_target import WandbTarget
@@ -34,7 +34,7 @@ def export_policy(name: str, step: int, directory: Path, is_merged: bool, store:
     `AutoModelForCausalLM.from_pretrained` and vLLM load it; with --adapter, PEFT and vLLM do, on top of the base. Every
     byte is proved by its digest. Reads the object store only, while the run goes on, too.
     """
-    from millrace.cli.offline.run_store import find_uid, open_run_store, store_prefix
+    from millrace.cli.offline.run_store import open_run
     from millrace.cli.view.bars import shown_work
     from millrace.policies.pull import download_hf, download_merged
     from millrace.runlog.names import Names
@@ -43,8 +43,8 @@ def export_policy(name: str, step: int, directory: Path, is_merged: bool, store:
 
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
         raise CliError(f"{directory} exists and is not an empty directory", hint="name a new directory with --to")
-    objects, deployment = open_run_store(store), store_prefix(prefix)
-    names = Names(deployment, find_uid(objects, deployment, name))
+    objects, deployment, uid = open_run(name, store, prefix)
+    names = Names(deployment, uid)
     manifest = _find(objects, names, step, run=name)
     if not is_merged and manifest.adapter is None:
         raise CliError(
@@ -89,7 +89,7 @@ def _find(store: "ObjectStore", names: "Names", step: int, *, run: str) -> "Poli
 @click.option("--project", default=None, metavar="NAME", help="With wandb: its project; else that of the run's config.")
 @click.option("--entity", default=None, metavar="NAME", help="With wandb: its user or team.")
 @click.option("--offline", "is_offline", is_flag=True, help="With wandb: write files only; `wandb sync` uploads them.")
-@OWN_STORE
+@STORE
 def export(
     name: str,
     form: str,
@@ -105,16 +105,15 @@ def export(
     written. Reads the object store only, also while the run goes on. Secrets in texts are masked. parquet, tensorboard
     and wandb need an extra each, such as millrace[wandb]; W&B's key is read from WANDB_API_KEY.
     """
-    from millrace.cli.offline.run_store import find_uid, store_of, store_prefix
+    from millrace.cli.offline.run_store import open_run
     from millrace.exports.files import export_files
     from millrace.exports.metrics import points
     from millrace.exports.reader import read_metrics
     from millrace.exports.samples import read_samples
     from millrace.runlog.names import Names
 
-    objects, meant = store_of(name, store)
-    deployment = store_prefix(prefix)
-    names = Names(deployment, find_uid(objects, deployment, meant))
+    objects, deployment, uid = open_run(name, store, prefix)
+    names = Names(deployment, uid)
     rows = read_metrics(objects, names)
     target = directory or Path("exports") / names.uid
     if form == "wandb":

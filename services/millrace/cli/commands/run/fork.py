@@ -54,7 +54,7 @@ def fork(arguments: tuple[str, ...]) -> int:
     if flags.get("name"):
         check_new_name(str(flags["name"]))
     server = None if flags.get("server") is None else str(flags["server"])
-    click.echo(ask_server(server, lambda client: _fork(client, name, rest, step=step, flags=flags)))
+    click.echo(ask_server(server, lambda client: _fork(client, name, rest, step=step, flags=flags), run=name))
     return 0
 
 

@@ -62,10 +62,12 @@ def submit(arguments: tuple[str, ...]) -> int:
     from millrace.cli.address import explain_unreachable
     from millrace.cli.session.dry_run import print_config
     from millrace.cli.session.prepare import prepare
+    from millrace.cli.stacks import shared_address
 
     if arguments and os.path.isfile(arguments[0]):
         arguments = ("@", *arguments)
-    prepared = prepare(arguments, command="millrace run submit", default_server=DEFAULT_LISTEN)
+    prepared = prepare(arguments, command="millrace run submit", default_server=shared_address())
+    server = prepared.server or DEFAULT_LISTEN
     if prepared.flags.get("bench"):
         hint = "millrace rl --bench, with the same files"
         raise CliError("millrace run submit has no --bench: it measures nothing", hint=hint)
@@ -73,7 +75,7 @@ def submit(arguments: tuple[str, ...]) -> int:
         from millrace.cli import interrupts
         from millrace.cli.session.environment_check import check_environments
 
-        interrupts.run(lambda signals: check_environments(prepared, server=prepared.server or DEFAULT_LISTEN))
+        interrupts.run(lambda signals: check_environments(prepared, server=server))
     if prepared.is_dry_run:
         print_config(prepared.config)
         return 0
@@ -82,17 +84,17 @@ def submit(arguments: tuple[str, ...]) -> int:
     from millrace.cli.session.run_session import begin_remote, run_remote, submitted_line
 
     if prepared.is_follow:
-        with explain_unreachable(prepared.server_origin, prepared.server or DEFAULT_LISTEN):
+        with explain_unreachable(prepared.server_origin, server):
             data, path = interrupts.run(lambda signals: run_remote(prepared, signals))
         click.echo("\n".join(["", *summary_lines(data), str(path)]))
         return 0
 
     async def create(_: interrupts.Interrupts) -> str:
-        async with open_client(prepared.server or DEFAULT_LISTEN) as client:
+        async with open_client(server) as client:
             begun = await begin_remote(client, prepared, note=lambda text: click.echo(text, err=True))
             return submitted_line(begun)
 
-    with explain_unreachable(prepared.server_origin, prepared.server or DEFAULT_LISTEN):
+    with explain_unreachable(prepared.server_origin, server):
         click.echo(interrupts.run(create))
     return 0
 
@@ -142,7 +144,7 @@ def show(name: str, form: str, server: str | None) -> None:
         now = datetime.datetime.now(datetime.UTC)
         click.echo(run_details(found, saved, now=now, curves=curves, paint=Paint.of(sys.stdout)))
 
-    ask_server(server, act)
+    ask_server(server, act, run=name)
 
 
 async def _curves(client: "Client", run: "run_pb2.Run") -> list[tuple[str, str]]:
@@ -195,7 +197,7 @@ def watch(name: str, plain: bool, form: str, server: str | None) -> None:
             click.echo("\n".join(["", *summary_lines(watched_summary(progress), with_plot=False)]))
         require_success(progress, where=f"see its events: millrace run logs {found.name.removeprefix('runs/')}")
 
-    ask_server(server, act)
+    ask_server(server, act, run=name)
 
 
 @run.command()
@@ -228,9 +230,9 @@ def logs(name: str, component: str | None, form: str, server: str | None, **opti
             require_component(component, [directory])
             interrupts.run(lambda _: show_own(directory, query))
             return
-        ask_server(server, lambda client: _component_logs(client, name, query))
+        ask_server(server, lambda client: _component_logs(client, name, query), run=name)
         return
-    ask_server(server, lambda client: _event_lines(client, name, is_follow=options["is_follow"], form=form))
+    ask_server(server, lambda client: _event_lines(client, name, is_follow=options["is_follow"], form=form), run=name)
 
 
 async def _component_logs(client: "Client", name: str, query: "LogQuery") -> None:
@@ -287,7 +289,7 @@ def cancel(name: str, reason: str, server: str | None) -> None:
         asked = await client.runs.cancel(found.name, reason=reason)
         click.echo(f"{asked.name} is asked to end (now {state_name(asked.state)})")
 
-    ask_server(server, act)
+    ask_server(server, act, run=name)
 
 
 @run.command()
@@ -308,7 +310,7 @@ def why(name: str, form: str, server: str | None) -> None:
             answer = await client.runs.explain(found.name)
         click.echo(message_json(answer) if form == "json" else explanation(answer))
 
-    ask_server(server, act)
+    ask_server(server, act, run=name)
 
 
 def _state(text: str) -> "run_pb2.RunState":

@@ -68,13 +68,12 @@ def _here(
     name: str, sample: str | None, version: int | None, store: str | None, prefix: str | None
 ) -> "rs.GetLineageResponse":
     from millrace.cli.offline.log_here import open_log
-    from millrace.cli.offline.run_store import find_uid, store_of, store_prefix
+    from millrace.cli.offline.run_store import open_run
     from millrace.dashboard import messages
 
-    objects, meant = store_of(name, store)
-    deployment = store_prefix(prefix)
+    objects, deployment, uid = open_run(name, store, prefix)
     asked = {"sample": sample} if sample is not None else {"version": str(version)}
-    with open_log(objects, deployment, find_uid(objects, deployment, meant), note=_note) as log:
+    with open_log(objects, deployment, uid, note=_note) as log:
         return messages.lineage(log.ask("get-lineage", asked), run=log.record.name)
 
 
@@ -85,4 +84,4 @@ def _there(name: str, sample: str | None, version: int | None, server: str | Non
         run = await resolve(client.runs, name)
         return await client.runs.lineage(run.name, rollout=sample, version=version, on_note=_note)
 
-    return ask_server(server, ask)
+    return ask_server(server, ask, run=name)

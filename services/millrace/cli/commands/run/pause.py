@@ -62,4 +62,4 @@ def _ask(name: str, server: str | None, ask: "Callable[[Client, run_pb2.Run], Co
     async def find_and_ask(client: "Client") -> str:
         return await ask(client, await resolve(client.runs, name))
 
-    click.echo(ask_server(server, find_and_ask))
+    click.echo(ask_server(server, find_and_ask, run=name))

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 @click.option("--apply", "is_applied", is_flag=True, help="Restore what can be restored; else nothing is changed.")
 @click.option("--dry-run", is_flag=True, help="Only say what is damaged; the default.")
 @click.option("--from", "backup", metavar="URL", help="A replica of the object store to restore from.")
-@click.option("--store", metavar="URL", help="The object store; else MILLRACE_STORE_URL, else that of `millrace up`.")
+@click.option("--store", metavar="URL", help="The object store; else outputs/RUN/store, MILLRACE_STORE_URL, …")
 @click.option("--redis", metavar="URL", help="Also restore from what this Redis holds of the run.")
 @click.option("--prefix", metavar="NAME", help="The deployment; else MILLRACE_PREFIX, else millrace.")
 @click.option("--json", "as_json", is_flag=True, help="Print what was found as JSON.")
@@ -54,20 +54,20 @@ def _repair(
     name: str, is_applied: bool, backup: str | None, store: str | None, redis: str | None, prefix: str | None
 ) -> "tuple[str, list[Repair]]":
     from millrace.cli import interrupts
-    from millrace.cli.offline.run_store import find_uid, naming, open_run_store, store_prefix
+    from millrace.cli.offline.run_store import find_uid, naming, store_of, store_prefix
     from millrace.errors import CorruptObjectError, LogGoneError, NotFoundError
     from millrace.runlog import RunLog, open_redis
     from millrace.runlog.names import Names
     from millrace.runlog.repair import repair_run, require_run
     from millrace.storage import open_store
 
-    objects, deployment = open_run_store(store), store_prefix(prefix)
+    (objects, meant), deployment = store_of(name, store), store_prefix(prefix)
     with naming("--from"):
         replica = None if backup is None else open_store(backup)
     try:
-        uid = find_uid(objects, deployment, name)
+        uid = find_uid(objects, deployment, meant)
     except (NotFoundError, CorruptObjectError, UnicodeDecodeError):
-        uid = name.removeprefix("runs/")  # the object that leads from the name to the uid may be what is damaged
+        uid = meant.removeprefix("runs/")  # the object that leads from the name to the uid may be what is damaged
         require_run(objects, Names(deployment, uid))
     names = Names(deployment, uid)
 

@@ -37,12 +37,12 @@ def replay(name: str, step: int, loss: str | None, store: str | None, prefix: st
     """
     if loss == "":
         raise click.BadParameter("is empty; name a MODULE:FUNCTION or leave it out", param_hint="--loss")
-    from millrace.cli.offline.run_store import find_uid, open_run_store, store_prefix
+    from millrace.cli.offline.run_store import open_run
     from millrace.runlog.names import Names
     from millrace.trainer.replay.report import report_lines
 
-    objects, deployment = open_run_store(store), store_prefix(prefix)
-    names = Names(deployment, find_uid(objects, deployment, name))
+    objects, deployment, uid = open_run(name, store, prefix)
+    names = Names(deployment, uid)
     recompute = _recompute()
     with _progress(name) as on_step:
         report = recompute(objects, names, step=step, loss=loss or "", on_step=on_step)

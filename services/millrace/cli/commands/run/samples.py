@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from millrace.cli.offline.samples import SORTS, SampleFilter, read_samples, sort_samples
-from millrace.cli.options import OWN_STORE, RUN
+from millrace.cli.options import RUN, STORE
 
 if TYPE_CHECKING:
     from millrace.cli.offline.samples import SampleRecord
@@ -40,7 +40,7 @@ _ORDERS = [sign + name for name in SORTS for sign in ("", "-")]
     "-o", "--format", "form", type=click.Choice(["table", "json", "sft"]), default="table", show_default=True,
     help="sft: rows for `millrace sft --data.name FILE`.",
 )  # fmt: skip
-@OWN_STORE
+@STORE
 def samples(
     name: str,
     order: str,
@@ -58,11 +58,9 @@ def samples(
     resolved: trained on, evaluated, dropped and failed rollouts. With `--format sft` those that ended well, as rows; of
     a run that trains only those of training, unless `--purpose eval` is given.
     """
-    from millrace.cli.offline.run_store import find_uid, store_of, store_prefix
+    from millrace.cli.offline.run_store import open_run
 
-    objects, meant = store_of(name, store)
-    deployment = store_prefix(prefix)
-    uid = find_uid(objects, deployment, meant)
+    objects, deployment, uid = open_run(name, store, prefix)
     if form == "sft" and filters["purpose"] is None and _trains(objects, deployment, uid):
         filters["purpose"] = "train"  # held-out tasks are not trained on by accident
     found = read_samples(

@@ -12,7 +12,6 @@ from urllib.parse import urlsplit
 
 import click
 
-from millrace.cli.defaults import DEFAULT_DIRECTORY
 from millrace.cli.errors import CliError
 
 TIMEOUT_S = 10.0
@@ -21,11 +20,12 @@ _LOGIN = re.compile(r"/login/[A-Za-z0-9_-]{16,64}")
 
 
 @click.command()
-@click.option("--url", metavar="URL", help="Of a deployment; else MILLRACE_DASHBOARD, else that of the stack in --dir.")
-@click.option("--dir", "directory", type=click.Path(path_type=Path), default=DEFAULT_DIRECTORY, show_default=True,
-              help="Of a stack on this machine: `millrace up`, or outputs/RUN of `millrace rl`.")  # fmt: skip
+@click.option("--url", metavar="URL", help="Of a deployment; else MILLRACE_DASHBOARD, else that of a stack here.")
+@click.option("--dir", "directory", type=click.Path(path_type=Path),
+              help="Of the stack that works in this directory; else of the one below outputs: `millrace up`, or a "
+              "`millrace rl` without a server.")  # fmt: skip
 @click.option("--browser/--no-browser", default=None, help="Open it in a browser (default on a terminal).")
-def dashboard(url: str | None, directory: Path, browser: bool | None) -> None:
+def dashboard(url: str | None, directory: Path | None, browser: bool | None) -> None:
     """Print the address of the dashboard and open it.
 
     The address has a code in it that logs one browser in, once, within two minutes. Where the deployment demands
@@ -65,19 +65,16 @@ def _page_that_leads_to(address: str) -> Path:
     return page
 
 
-def _of_stack(directory: Path) -> str:
-    """The address in `stack.json`."""
-    from millrace.decoding import decode_object
-    from millrace.errors import CorruptObjectError
+def _of_stack(directory: Path | None) -> str:
+    """The address that the stack says, which is the only one here where no directory is named."""
+    from millrace.cli.stacks import OUTPUTS, choose_stack, read_stack
 
-    path = directory / "stack.json"
-    try:
-        found = decode_object(path.read_bytes(), what=str(path), reason="STACK_FILE_CORRUPT").get("dashboard")
-    except (OSError, CorruptObjectError):
-        found = None
-    if not isinstance(found, str):
+    stack = choose_stack(option="--dir") if directory is None else read_stack(directory)
+    found = stack.text("dashboard") if stack is not None else None
+    if found is None:
+        where = f"below {OUTPUTS}" if directory is None else f"in {directory}"
         raise CliError(
-            f"no stack with a dashboard runs in {directory}",
+            f"no stack with a dashboard runs {where}",
             hint="start one with `millrace up`, name its directory with --dir, or a deployment's address with --url",
         )
     return found

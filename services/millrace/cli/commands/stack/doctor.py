@@ -4,8 +4,6 @@ from pathlib import Path
 
 import click
 
-from millrace.cli.defaults import DEFAULT_DIRECTORY
-
 
 @click.command()
 @click.option(
@@ -15,15 +13,13 @@ from millrace.cli.defaults import DEFAULT_DIRECTORY
     "--dir",
     "directory",
     type=click.Path(path_type=Path),
-    default=DEFAULT_DIRECTORY,
-    show_default=True,
-    help="Directory of `millrace up`, if that is what listens there.",
+    help="Directory of the stack that listens there; else it is looked for below outputs.",
 )
-def doctor(server: str | None, directory: Path) -> int:
+def doctor(server: str | None, directory: Path | None) -> int:
     """Check that the API, Redis and the object store are there and fit for runs.
 
     Redis and the object store are those of MILLRACE_REDIS_URL and MILLRACE_STORE_URL, as in the containers of a
-    deployment, or those of the stack that `millrace up` has started here. Writes and removes a few small objects.
+    deployment, or those of the stack that runs here. Writes and removes a few small objects.
     Exits 0 if all is well, else 5.
     """
     import asyncio
