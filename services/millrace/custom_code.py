@@ -99,3 +99,8 @@ def _imported(name: str) -> ModuleType:
         module = importlib.reload(module)
     _MTIMES[name] = mtime
     return module
+
+
+def environment_module(env_id: str) -> str:
+    """The Python module of an environment id: `owner/reverse-text@1.0` → `reverse_text`."""
+    return env_id.rsplit("/", 1)[-1].split("@", 1)[0].replace("-", "_")

@@ -102,8 +102,8 @@ def test_unknown_environment(warm, server) -> None:
     assert code == 1
     assert "Error: runs/unknown failed: environment 'reverse-txt'" in output
     assert "'reverse-txt' was not found: no Python module 'reverse_txt' in " in output, "how it was looked up"
-    assert "install its package where the env-server runs (pip install" in output
-    assert "[ENV_LOAD_FAILED] (env-server)" in output and "remedy: see its events: millrace run logs unknown" in output
+    assert "remedy: put reverse_txt.py into this directory of the env-server" in output
+    assert "at: env-server [ENV_LOAD_FAILED], details: millrace run why unknown" in output
 
 
 @pytest.mark.parametrize(
@@ -117,20 +117,19 @@ def test_load_environment_raises(warm, server, env: dict, text: str) -> None:
     code, output = rl(warm, *environments(env), env=server)
     assert code == 1
     assert f"failed: environment '{env['id']}'" in output and text in output
-    assert "[ENV_LOAD_FAILED] (env-server)" in output
-    assert "remedy: see its events: millrace run logs faulty-v0-" in output
-    end = next(line for line in output.splitlines() if line.startswith("Error: "))
-    assert end.count("environment's args") <= 1 and "; submit again once that is mended" in end, "one remedy"
+    assert "at: env-server [ENV_LOAD_FAILED], details: millrace run why faulty-v0-" in output
+    assert output.count("environment's args") <= 1 and output.count(text) == 1, "once"
+    assert "` goes on with the run" in output
 
 
 def test_load_environment_raises_on_a_stack_of_its_own(warm) -> None:
-    """The same without a server: the stack is torn down, and the remedy is the directory of its logs."""
+    """The same without a server: the stack is torn down, and the error says how to go on without one."""
     code, output = rl(warm, *environments({"id": "reverse-text", "args": {"num_train": -1}}), "--run.name", "raises")
     assert code == 1
     assert "got -1 and 64" in output and "in load_environment" in output
     assert "correct the environment's args (orchestrator.env.args)" in output
-    assert "[ENV_LOAD_FAILED] (env-server)" in output
-    assert "remedy: read the process logs in outputs/raises/logs" in output
+    assert "at: env-server [ENV_LOAD_FAILED], its log: outputs/raises/logs/env-server.log" in output
+    assert "the same command with --name raises --resume goes on with the run" in output
 
 
 @pytest.mark.parametrize(
@@ -153,7 +152,7 @@ def test_damaged_model(warm, server, config: str, problem: str, remedy: str, rea
     code, output = rl(warm, "--model.name", "outputs/damaged", env=server)
     assert code == 1
     assert str(damaged) in output and problem in output and remedy in output
-    assert f"[{reason}] (trainer)" in output
+    assert f"at: trainer [{reason}]" in output
 
 
 def test_second_create_with_the_same_request_id(warm, server, capsys) -> None:

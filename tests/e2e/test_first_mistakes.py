@@ -59,8 +59,8 @@ def test_a_mistake_ends_the_run_and_is_named(warm, server, mistake: str) -> None
     seconds = time.monotonic() - began
     print(f"{mistake}: {seconds:.1f} s")
     assert code == 1 and seconds < patient(WITHIN_S), output[-3000:]
-    end = next(line for line in output.splitlines() if line.startswith("Error: "))
-    assert f"Error: runs/{mistake} failed: " in end and "[ROLLOUTS_FAILED] (env-server)" in end
+    end = output[output.rindex("\nError: ") :]
+    assert f"Error: runs/{mistake} failed: " in end and "at: env-server [ROLLOUTS_FAILED]" in end
     for text in texts:
         assert text in end, text
     assert "rollouts fail: " in output, "and said so while it ran"
@@ -75,8 +75,8 @@ def test_images_are_refused_when_the_environment_is_loaded(warm, server) -> None
         *("-m", "millrace.cli", "rl", "@", warm.rl_toml, "--name", "image", *SMALL, NO_FIRST_EVAL, *options), env=server
     )
     assert code == 1, output[-3000:]
-    end = next(line for line in output.splitlines() if line.startswith("Error: "))
-    assert "Error: runs/image failed: " in end and "[ENV_LOAD_FAILED] (env-server)" in end
+    end = output[output.rindex("\nError: ") :]
+    assert "Error: runs/image failed: " in end and "at: env-server [ENV_LOAD_FAILED]" in end
     for text in ("image_url", "faulty-v0", "text alone"):
         assert text in end, text
     assert "image_url" in warm.millrace("run", "why", "image", env=server)
@@ -87,7 +87,7 @@ def test_a_mistake_that_the_first_evaluation_meets_is_named_too(warm, server) ->
         *("-m", "millrace.cli", "rl", "@", warm.rl_toml, "--name", "evaluated", *SMALL, *faulty("reward_raises")),
         env=server,
     )
-    assert code == 1 and "[EVAL_FAILED] (env-server)" in output
+    assert code == 1 and "at: env-server [EVAL_FAILED]" in output
     assert "reward bug" in output and "faulty_v0.py" in output and "millrace env check" in output
 
 

@@ -15,12 +15,15 @@ EXIT_USAGE = 2
 
 
 class CliError(Exception):
-    """A command cannot go on: what is wrong, what to do, and the exit code."""
+    """A command cannot go on: what is wrong, where, what to do, and the exit code."""
 
-    def __init__(self, message: str, *, hint: str | None = None, exit_code: int = EXIT_USAGE) -> None:
+    def __init__(
+        self, message: str, *, hint: str | None = None, exit_code: int = EXIT_USAGE, place: str | None = None
+    ) -> None:
         """`hint` is the remedy."""
         super().__init__(message)
         self.message = message
+        self.place = place
         self.hint = hint
         self.exit_code = exit_code
 
@@ -49,6 +52,8 @@ def report(error: BaseException, *, is_debug: bool, stream: TextIO | None = None
             _print_remedy(known.remedy, out)
         case CliError() as known:
             print(f"Error: {known.message}", file=out)
+            if known.place:
+                print(f"  at: {known.place}", file=out)
             _print_remedy(known.hint, out)
         case _:
             print(f"Error: {type(error).__name__}: {error}", file=out)

@@ -4,15 +4,21 @@ A file is believed as long as the supervisor that wrote it lives: its process id
 because another process may get the id later.
 """
 
+import importlib.util
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from millrace.cli.defaults import DEFAULT_LISTEN
 from millrace.cli.errors import CliError
+from millrace.custom_code import environment_module
 from millrace.decoding import decode_object
 from millrace.errors import CorruptObjectError
+
+if TYPE_CHECKING:
+    from millrace.config import RLConfig
 
 OUTPUTS = Path("outputs")
 """Below it the stacks that were started in this directory work, unless `output_dir` or `--dir` says otherwise."""
@@ -91,6 +97,26 @@ def shared_address(root: Path = OUTPUTS) -> str:
     return shared[0].address if len(shared) == 1 else DEFAULT_LISTEN
 
 
+def say_environments_beside(config: "RLConfig", stack: RunningStack | None, *, server: str) -> None:
+    """Note the environments whose file is here and nowhere else that this stack is known to look in."""
+    evaluation = config.orchestrator.eval
+    ids = [env.id for env in (*config.orchestrator.env, *(evaluation.env if evaluation else ()))]
+    looks_in = _looks_in(stack)
+    if looks_in is not None and Path(looks_in[0]) == Path.cwd():
+        return
+    for name in dict.fromkeys(map(environment_module, ids)):
+        found = next((path for path in (Path(f"{name}.py"), Path(name) / "__init__.py") if path.is_file()), None)
+        is_installed = not name.isidentifier() or importlib.util.find_spec(name) is not None
+        if found is None or is_installed:
+            continue
+        where = "where its env-servers run" if looks_in is None else f"{looks_in[0]} and its venv {looks_in[1]}"
+        print(
+            f"note: ./{found} is here, and the stack at {server} looks in {where}: start the stack here, or put the "
+            "file there",
+            file=sys.stderr,
+        )
+
+
 def _describe(stack: RunningStack) -> str:
     made_by = "millrace up" if stack.is_shared else f"of {stack.directory.name} alone"
     return f"{stack.directory} ({made_by}, pid {stack.says['pid']})"
@@ -106,3 +132,9 @@ def _is_alive(pid: int, ticks: int) -> bool:
         return table.is_running(pid) and table.start_ticks(pid) == ticks
     except (OverflowError, ValueError):  # no number of a process
         return False
+
+
+def _looks_in(stack: RunningStack | None) -> list[str] | None:
+    said = stack.says.get("looks_in") if stack is not None else None
+    is_pair = isinstance(said, list) and len(said) == 2 and all(isinstance(each, str) for each in said)
+    return said if is_pair else None

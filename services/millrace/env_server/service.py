@@ -306,15 +306,15 @@ class EnvService(env_service_pb2_grpc.EnvServiceServicer):
             ]
 
 
-def _failed(kind: str, message: str) -> env_service_pb2.OpenEnvResponse:
+def _failed(kind: str, message: str, remedy: str = "") -> env_service_pb2.OpenEnvResponse:
     return env_service_pb2.OpenEnvResponse(
-        state=env_service_pb2.ENV_STATE_FAILED, error_type=kind, error_message=message
+        state=env_service_pb2.ENV_STATE_FAILED, error_type=kind, error_message=message, error_remedy=remedy
     )
 
 
 def _describe(pool: EnvPool) -> env_service_pb2.OpenEnvResponse:
     if pool.failure is not None:
-        return _failed(pool.failure.error_type, str(pool.failure))
+        return _failed(pool.failure.error_type, str(pool.failure), pool.failure.remedy)
     if pool.info is None:
         return env_service_pb2.OpenEnvResponse(state=env_service_pb2.ENV_STATE_LOADING)
     return env_service_pb2.OpenEnvResponse(

@@ -226,6 +226,7 @@ class LocalStack:
             "pid": os.getpid(),
             "start_ticks": self._id.start_ticks,
             "is_durable": self.options.is_durable,
+            "looks_in": [os.getcwd(), sys.prefix],
             "addresses": addresses,
             "redis": redact(redis_url),
             "redis_url_file": self._redis_url_file,

@@ -57,6 +57,7 @@ class Status:
     is_finished: bool = False
     error_reason: str = ""
     error_message: str = ""
+    error_remedy: str = ""
     device_turn: int = 0
 
     @property
@@ -154,6 +155,7 @@ class TrainerWorker:
                 is_finished=status.is_finished,
                 error_reason=status.error_reason,
                 error_message=status.error_message,
+                error_remedy=status.error_remedy,
                 device_turn=status.device_turn,
             ),
         )
@@ -302,8 +304,8 @@ class TrainerWorker:
         except MillraceError as error:
             if not self._gang.is_alone:
                 self._fail_gang(error)
-            reason, message = error.reason, str(error)
-            return lambda: self._fail(reason, message)
+            reason, message, remedy = error.reason, error.message, error.remedy or ""
+            return lambda: self._fail(reason, message, remedy)
         except Exception as error:  # a process edge: whatever a job raises must reach the run's owner
             if not self._gang.is_alone and isinstance(error, RuntimeError | OSError):
                 raise  # torch's, perhaps, of a peer that died: torchrun starts the gang anew, and the run resumes
@@ -311,7 +313,7 @@ class TrainerWorker:
             message = f"{type(error).__name__}: {error}"
             if not self._gang.is_alone:
                 self._fail_gang(InternalError(message, remedy="see the trainer's log"))
-            return lambda: self._fail("INTERNAL", message)
+            return lambda: self._fail("INTERNAL", message, "see the trainer's log")
 
     def _finish(self) -> None:
         self._change(is_finished=True)
@@ -326,13 +328,13 @@ class TrainerWorker:
         logger.info("run released", extra={"why": why, "step": self._status.step})
         self._begin_status()
 
-    def _fail(self, reason: str, message: str) -> None:
+    def _fail(self, reason: str, message: str, remedy: str = "") -> None:
         """Report the error with every heartbeat until the assignment ends; the first one counts."""
         if self._status.error_reason:
             return
         logger.error("run given up", extra={"reason": reason, "error": message})
         meters.run_failed()
-        self._change(error_reason=reason, error_message=message)
+        self._change(error_reason=reason, error_message=message, error_remedy=remedy)
 
     def _hear_failure(self, failure: PeerFailure) -> None:
         """Another rank gave the run up, amid a step or as this one does."""

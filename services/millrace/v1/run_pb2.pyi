@@ -149,11 +149,13 @@ class EnvRollouts(_message.Message):
     def __init__(self, env: _Optional[str] = ..., num_rollouts: _Optional[int] = ..., num_failed: _Optional[int] = ..., failed: _Optional[_Mapping[str, int]] = ..., num_recent: _Optional[int] = ..., num_recent_failed: _Optional[int] = ..., first_error: _Optional[str] = ..., frames: _Optional[str] = ...) -> None: ...
 
 class RunError(_message.Message):
-    __slots__ = ("reason", "message", "component")
+    __slots__ = ("reason", "message", "component", "remedy")
     REASON_FIELD_NUMBER: _ClassVar[int]
     MESSAGE_FIELD_NUMBER: _ClassVar[int]
     COMPONENT_FIELD_NUMBER: _ClassVar[int]
+    REMEDY_FIELD_NUMBER: _ClassVar[int]
     reason: str
     message: str
     component: str
-    def __init__(self, reason: _Optional[str] = ..., message: _Optional[str] = ..., component: _Optional[str] = ...) -> None: ...
+    remedy: str
+    def __init__(self, reason: _Optional[str] = ..., message: _Optional[str] = ..., component: _Optional[str] = ..., remedy: _Optional[str] = ...) -> None: ...

@@ -67,7 +67,7 @@ def test_a_run_from_command_to_summary_twice(project):
 def test_a_failed_run_exits_1_with_the_reason(project):
     code, out, err = run(project, "rl", "@", "rl.toml", FAKE_FAIL="1")
     assert code == 1 and out == ""
-    assert "failed: load_environment raised [ENV_LOAD_FAILED] (env-server)" in err and "logs" in err
+    assert "failed: load_environment raised\n  at: env-server [ENV_LOAD_FAILED]" in err and "logs" in err
     assert leftovers(project) == []
 
 

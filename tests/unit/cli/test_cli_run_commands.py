@@ -155,7 +155,7 @@ def test_watch_of_a_failed_run_is_1(server, capsys):
     server.runs["runs/alpha"].state = run_pb2.RUN_STATE_FAILED
     code, _, err = run(capsys, "watch", "alpha")
     assert code == 1
-    assert "Error: runs/alpha failed: load_environment raised [ENV_LOAD_FAILED] (env-server)" in err
+    assert "Error: runs/alpha failed: load_environment raised\n  at: env-server [ENV_LOAD_FAILED]" in err
     server.events = [state(1, "RUNNING", "CANCELLED", "asked")]
     code, _, err = run(capsys, "watch", "alpha")
     assert code == 1 and "runs/alpha ended as CANCELLED" in err

@@ -78,3 +78,24 @@ def test_a_run_is_submitted_to_a_stack_that_stays(tmp_path):
     assert shared_address(tmp_path) == "127.0.0.1:50051"
     write_stack(tmp_path / "mine", "127.0.0.1:7002", is_durable=True)
     assert shared_address(tmp_path) == "127.0.0.1:7002"
+
+
+def test_an_environment_beside_the_client_is_named_where_the_stack_looks_elsewhere(tmp_path, monkeypatch, capsys):
+    from millrace.cli.session.prepare import prepare
+
+    monkeypatch.chdir(tmp_path)
+    Path("my_env.py").write_text("")
+    Path("rl.toml").write_text('[model]\nname = "org/model"\n[[orchestrator.env]]\nid = "my-env"\n')
+
+    def said(**says) -> str:
+        write_stack(Path("outputs/local"), "127.0.0.1:7002", **says)
+        prepare(["@", "rl.toml", "--server", "127.0.0.1:7002"], environ={})
+        return capsys.readouterr().err
+
+    assert "./my_env.py is here, and the stack at 127.0.0.1:7002 looks in /srv and its venv /srv/.venv" in said(
+        looks_in=["/srv", "/srv/.venv"]
+    )
+    assert "looks in where its env-servers run" in said(looks_in=3)
+    assert "my_env.py" not in said(looks_in=[str(tmp_path), "/srv/.venv"])
+    Path("my_env.py").unlink()
+    assert "my_env" not in said(looks_in=["/srv", "/srv/.venv"])

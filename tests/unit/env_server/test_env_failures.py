@@ -87,7 +87,7 @@ def test_an_error_without_lines_of_the_environment(code: ModuleType) -> None:
 
 
 def test_an_error_whose_text_cannot_be_made(code: ModuleType) -> None:
-    kind, text = describe_error(raised(code.unprintable))
+    kind, text, _ = describe_error(raised(code.unprintable))
     assert kind == "Unprintable" and "its text cannot be made: ZeroDivisionError" in text
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from millrace.custom_code import environment_module
 from millrace.env_server import settings as own_settings
 from millrace.env_server.adapters import adapter
 from millrace.env_server.adapters.outcome import (
@@ -202,7 +203,7 @@ def test_describe_exit() -> None:
     ("env_id", "module"), [("reverse-text", "reverse_text"), ("owner/reverse-text@1.2", "reverse_text"), ("x", "x")]
 )
 def test_module_name(env_id: str, module: str) -> None:
-    assert adapter.module_name(env_id) == module
+    assert environment_module(env_id) == module
 
 
 def test_unknown_module_says_how_it_was_looked_up() -> None:

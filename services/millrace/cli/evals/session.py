@@ -76,7 +76,7 @@ async def evaluate_here(prepared: PreparedEval, interrupts: Interrupts) -> tuple
         if not prepared.part_of:
             view.note(go_on(prepared))
         raise
-    require_success(progress, where=f"its rollouts' errors: {directory / 'logs' / 'env-server.log'}")
+    require_success(progress, logs=directory / "logs")
     _say_failures(view, directory / "logs" / "env-server.log")
     return _write(prepared, run, view, directory, seconds=time.monotonic() - begun)
 
@@ -180,7 +180,7 @@ async def evaluate_there(prepared: PreparedEval, interrupts: Interrupts) -> tupl
         except asyncio.CancelledError:
             view.note(f"detached; the run continues.   stop: millrace run cancel {prepared.name}")
             raise
-    require_success(progress, where=f"see its events: millrace run logs {prepared.name}")
+    require_success(progress)
     directory = Path(prepared.config.output_dir) / prepared.name
     return _write(prepared, run, view, directory, seconds=time.monotonic() - begun)
 

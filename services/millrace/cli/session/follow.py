@@ -11,6 +11,7 @@ from google.protobuf.json_format import MessageToDict
 
 from millrace.cli.errors import EXIT_FAILED, CliError
 from millrace.cli.view.progress import Progress
+from millrace.cli.view.text import printable, shortened
 from millrace.cli.view.view import ProgressView
 from millrace.client import Client
 from millrace.errors import MillraceError, UnavailableError
@@ -99,17 +100,28 @@ async def until_given_back(client: Client, name: str, *, note: Callable[[str], N
             await asyncio.sleep(_LOOK_S)
 
 
-def require_success(progress: Progress, *, where: str = "") -> None:
-    """CliError (exit 1) unless the run ended well; `where` says where to look further."""
+def require_success(progress: Progress, *, logs: Path | None = None) -> None:
+    """CliError (exit 1) with cause, place and remedy unless the run ended well.
+
+    `logs` is the directory of process logs of a stack that was the run's own and is gone: no server answers any more.
+    """
     if progress.state == run_pb2.RUN_STATE_SUCCEEDED:
         return
-    error = progress.error
-    if progress.state == run_pb2.RUN_STATE_FAILED and error is not None:
-        by = f" ({error.component})" if error.component else ""
-        raise CliError(
-            f"{progress.name} failed: {error.message} [{error.reason}]{by}", hint=where, exit_code=EXIT_FAILED
-        )
-    raise CliError(f"{progress.name} ended as {state_name(progress.state)}", hint=where, exit_code=EXIT_FAILED)
+    name, error = progress.name.removeprefix("runs/"), progress.error
+    if progress.state != run_pb2.RUN_STATE_FAILED or error is None:
+        raise CliError(f"{progress.name} ended as {state_name(progress.state)}", exit_code=EXIT_FAILED)
+    if logs is None:
+        look, go_on = f"details: millrace run why {name}", f"`millrace run resume {name}` goes on with the run"
+    else:
+        log = logs / f"{error.component}.log"
+        look = f"its log: {log}" if log.exists() else f"process logs: {logs}"
+        go_on = f"the same command with --name {name} --resume goes on with the run"
+    raise CliError(
+        f"{progress.name} failed: {printable(shortened(error.message))}",
+        place=f"{error.component or 'unknown'} [{error.reason}], {look}",
+        hint=f"{error.remedy}; then {go_on}" if error.remedy else go_on,
+        exit_code=EXIT_FAILED,
+    )
 
 
 @contextlib.asynccontextmanager

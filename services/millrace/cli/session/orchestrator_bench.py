@@ -115,7 +115,7 @@ async def _measure(
         looking.cancel()
         await asyncio.gather(looking, return_exceptions=True)
     if len(batches) < steps:
-        require_success(progress, where="read the process logs")
+        require_success(progress)
     return batches
 
 

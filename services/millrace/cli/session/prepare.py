@@ -15,6 +15,7 @@ from millrace.cli.session.config_file import explained, require_file_or_model
 from millrace.cli.session.model_path import check_models, is_path
 from millrace.cli.session.new_name import check_new_name, free_name
 from millrace.cli.session.notes import refuse_blocked, say_notes
+from millrace.cli.stacks import say_environments_beside
 from millrace.config import RLConfig
 from millrace.config.argv import RESERVED_FLAGS
 from millrace.config.layers import Layer, Provenance, Strength
@@ -78,6 +79,7 @@ def prepare(
     if server is not None:
         stack = stack_at(server)
         _say_what_a_running_stack_keeps(loaded, stack and stack.says)
+        say_environments_beside(loaded.config, stack, server=server)
     else:
         _say_what_the_engine_ignores(loaded.config)
     if not flags.get("dry-run"):

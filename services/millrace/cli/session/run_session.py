@@ -69,7 +69,7 @@ async def run_local(prepared: Prepared, interrupts: Interrupts) -> tuple[dict[st
                 view.note(f"interrupted: all processes are stopped; what there is so far lies in {directory}{go_on}")
                 raise
         phases["stop_s"] = time.monotonic() - stopping
-    require_success(progress, where=f"read the process logs in {home / 'logs'}")
+    require_success(progress, logs=home / "logs")
     store_url = prepared.settings.store_url
     return await _finish(progress, directory, begun=begun, phases=phases, store_url=store_url)
 
@@ -86,7 +86,7 @@ async def run_remote(prepared: Prepared, interrupts: Interrupts) -> tuple[dict[s
             view.note(submitted_line(run))
             directory = root / run.name.removeprefix("runs/")
             await follow_or_detach(client, progress, view, directory=directory)
-    require_success(progress, where=f"see its events: millrace run logs {progress.name.removeprefix('runs/')}")
+    require_success(progress)
     return await _finish(progress, directory, begun=begun, phases={}, store_url=prepared.settings.store_url)
 
 

@@ -36,6 +36,9 @@ def progress_line(event: event_pb2.Event, progress: Progress) -> str | None:
             return None
         case "wait_reported" if event.wait_reported.wait.age_seconds < LONG_WAIT_S:
             return None
+        case "state_changed" if event.state_changed.HasField("error"):  # the follower says the error at its end, once
+            change = event.state_changed
+            return printable(f"{_states(change)} [{change.error.reason}]")
         case _:
             return event_line(event, progress)
 
@@ -49,10 +52,10 @@ def _event_words(event: event_pb2.Event, progress: Progress) -> str:
     match event.WhichOneof("body"):
         case "state_changed":
             change = event.state_changed
-            line = f"{state_name(change.old_state)} -> {state_name(change.new_state)}"
             if change.HasField("error"):
-                return f"{line} [{change.error.reason}]  {change.error.message}"
-            return f"{line}  {change.reason}".rstrip()
+                remedy = f"; {change.error.remedy}" if change.error.remedy else ""
+                return f"{_states(change)} [{change.error.reason}]  {change.error.message}{remedy}"
+            return f"{_states(change)}  {change.reason}".rstrip()
         case "step_completed":
             return step_line(progress.steps[-1], progress)
         case "eval_completed":
@@ -88,6 +91,10 @@ def _event_words(event: event_pb2.Event, progress: Progress) -> str:
             return wait_line(event.wait_reported.wait)
         case _:
             return "an event of a kind that this version does not know"
+
+
+def _states(change: event_pb2.StateChanged) -> str:
+    return f"{state_name(change.old_state)} -> {state_name(change.new_state)}"
 
 
 def published_line(new: event_pb2.PolicyPublished) -> str:

@@ -101,6 +101,8 @@ def run_details(
     if run.HasField("error"):
         message = printable(f"{run.error.message} [{run.error.reason}] ({run.error.component})")
         lines.append(("error", paint(message, "red")))
+        if run.error.remedy:
+            lines.append(("remedy", printable(run.error.remedy)))
     return "\n".join(f"{paint(f'{label:<12}', dim=True)} {value}" for label, value in lines)
 
 

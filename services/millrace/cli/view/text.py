@@ -6,6 +6,7 @@ import unicodedata
 from collections.abc import Callable, Sequence
 
 _BARS = "▁▂▃▄▅▆▇█"
+_LONGEST = 300
 
 
 def count(value: float) -> str:
@@ -72,6 +73,12 @@ def table(
             wide = [paint(*each) for each in zip(header, row, wide, strict=True)]
         lines.append("  ".join(wide).rstrip())
     return "\n".join(lines)
+
+
+def shortened(text: str) -> str:
+    """The text on one line, of at most 300 characters: its beginning, and its end, where the place often stands."""
+    line = " ".join(text.split())
+    return line if len(line) <= _LONGEST else f"{line[: _LONGEST * 2 // 3]} … {line[-_LONGEST // 3 + 3 :]}"
 
 
 def printable(text: str) -> str:

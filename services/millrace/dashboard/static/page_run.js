@@ -64,7 +64,7 @@ function heading(page, head, run) {
   ];
   fill(head,
     h("div", { class: "title" }, h("h1", {}, run.name), state(run.state), bar(run), h("span", { class: "grow" }), actions(page, run)),
-    run.error ? h("p", { class: "panel failed" }, h("b", {}, run.error.reason), ` ${run.error.message}`) : null,
+    run.error ? h("p", { class: "panel failed" }, h("b", {}, run.error.reason), ` ${run.error.message}`, run.error.remedy ? h("small", {}, ` Remedy: ${run.error.remedy}`) : null) : null,
     run.environments.map((each) => h("p", { class: "panel warned" }, h("b", {}, `${number(each.failed)} of ${number(each.rollouts)} rollouts of ${each.env} failed. `), `The first: ${each.first_error}`)),
     h("dl", { class: "facts" }, facts.map(([term, value]) => h("div", {}, h("dt", {}, term), h("dd", {}, value)))));
 }

@@ -4,9 +4,11 @@ import importlib
 import importlib.util
 import sys
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from types import ModuleType
 from typing import Protocol
 
+from millrace.custom_code import environment_module
 from millrace.env_server.adapters.env_args import parse_args
 from millrace.env_server.adapters.failures import remember_code
 from millrace.env_server.adapters.outcome import Outcome
@@ -33,17 +35,12 @@ class EnvAdapter(Protocol):
         ...
 
 
-def module_name(env_id: str) -> str:
-    """The Python module of an environment id: `owner/reverse-text@1.0` → `reverse_text`."""
-    return env_id.rsplit("/", 1)[-1].split("@", 1)[0].replace("-", "_")
-
-
 def found_modules(env_id: str) -> Iterator[ModuleType]:
     """Import one module after the other that may be the environment's; their own import errors pass through.
 
     The last is the library's own taskset of that name: `textarena` is a package of games, and a taskset of theirs.
     """
-    name = module_name(env_id)
+    name = environment_module(env_id)
     for candidate in dict.fromkeys((name, name.lower(), f"verifiers.v1.tasksets.{name.lower()}")):
         try:
             found = importlib.util.find_spec(candidate)
@@ -98,10 +95,11 @@ def load_adapter(env: EnvSpec) -> EnvAdapter:
             reason="ENV_NOT_AN_ENVIRONMENT",
             remedy="name a verifiers environment package",
         )
-    name = module_name(env.id)
+    name = environment_module(env.id)
+    packages = (path for path in (Path("environments") / name, Path(name)) if (path / "pyproject.toml").is_file())
+    install = f"pip install -e {next(packages, 'DIRECTORY')}"
     raise NotFoundError(
-        f"environment {env.id!r} was not found: no Python module {name!r} in {sys.prefix}",
+        f"environment {env.id!r} was not found: no Python module {name!r} in {Path.cwd()} and its venv {sys.prefix}",
         reason="ENV_NOT_FOUND",
-        remedy=f"install its package where the env-server runs (pip install -e environments/{name}, or "
-        f"pip install {env.id.rsplit('/', 1)[-1].replace('_', '-')}), then try again",
+        remedy=f"put {name}.py into this directory of the env-server, or install it into this venv ({install})",
     )

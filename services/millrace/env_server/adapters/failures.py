@@ -117,12 +117,12 @@ def _key(path: str) -> str:
     return f"args.{path.removeprefix('taskset.')}" if path.startswith("taskset.") else role_key(path)
 
 
-def describe_error(error: BaseException) -> tuple[str, str]:
-    """(class, message) of an error of the environment's code: what it says, where, and what to do."""
+def describe_error(error: BaseException) -> tuple[str, str, str]:
+    """(class, message, remedy) of an error of the environment's code: what it says and where, and what to do."""
     if isinstance(error, NotFoundError):
-        return "EnvironmentNotFound", str(error)
+        return "EnvironmentNotFound", error.message, error.remedy or ""
     if isinstance(error, InvalidSpecError) and error.reason.startswith("ENV_"):
-        return type(error).__name__, str(error)  # it says itself where and what to do
+        return type(error).__name__, error.message, error.remedy or ""  # it says itself where
     text = _message(error)
     if isinstance(error, MemoryError):
         problem = f"it asked for more memory than a worker may have ({MEMORY_VARIABLE} of the env-server)"
@@ -130,9 +130,8 @@ def describe_error(error: BaseException) -> tuple[str, str]:
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if _is_own(frame.filename)] or frames
     where = f" (at {own[-1].filename}:{own[-1].lineno} in {own[-1].name})" if own else ""
-    return type(
-        error
-    ).__name__, f"{our_spelling(text)}{where}; correct the environment's args (orchestrator.env.args), or its code"
+    remedy = "correct the environment's args (orchestrator.env.args), or its code"
+    return type(error).__name__, f"{our_spelling(text)}{where}", remedy
 
 
 def is_engine_fault(error: BaseException) -> bool:

@@ -78,7 +78,8 @@ class WorkerDiedError(Exception):
 class EnvLoadError(Exception):
     """The environment could not be loaded; `is_from_outside` says that it was not its own doing."""
 
-    def __init__(self, error_type: str, message: str, *, is_from_outside: bool = False) -> None:
+    def __init__(self, error_type: str, message: str, *, remedy: str = "", is_from_outside: bool = False) -> None:
         super().__init__(message)
         self.error_type = error_type
+        self.remedy = remedy
         self.is_from_outside = is_from_outside

@@ -111,11 +111,11 @@ def run(channel_fd: int, echo_fd: int) -> None:
 
 
 def _report_failure(channel: socket.socket, env_id: str, error: BaseException) -> None:
-    kind, message = describe_error(error)
+    kind, message, remedy = describe_error(error)
     fields = {"env": env_id, "error": f"{kind}: {message}", "frames": frames_of(error)}
     logger.info("environment could not be loaded", extra=fields)  # the process that asked says it as an error
     logger.debug("its whole traceback", exc_info=error)
-    report = env_worker_pb2.EnvFailed(error_type=kind, error_message=message)
+    report = env_worker_pb2.EnvFailed(error_type=kind, error_message=message, error_remedy=remedy)
     channel.sendall(encode_frame(env_worker_pb2.WorkerReport(failed=report)))
 
 
@@ -243,7 +243,8 @@ class _Worker:
         error = playing.exception()
         if error is None:
             return list(playing.result())
-        kind, message = describe_error(error)
+        kind, said, remedy = describe_error(error)
+        message = f"{said}; {remedy}" if remedy else said
         logger.warning("a rollout raised", extra={"error": f"{kind}: {message}", "task_index": request.task_index})
         return [failed(RolloutStatus.ENV_ERROR, kind, message, frames=frames_of(error))] * count
 

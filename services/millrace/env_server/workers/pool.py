@@ -277,7 +277,7 @@ class EnvPool:
         hopeless = self.trials.hopeless(num_probing=self.probes.num_probing)
         if hopeless and self.failure is None:
             remedy = "mend the environment, or raise MILLRACE_ENV_MEMORY_BYTES if memory is what its tasks lack"
-            await self._fail(EnvLoadError(KILLS_WORKERS, f"environment {self.env.id}: {hopeless}; {remedy}"))
+            await self._fail(EnvLoadError(KILLS_WORKERS, f"environment {self.env.id}: {hopeless}", remedy=remedy))
             self.rest()
         if error.death.cause is DeathCause.BLOCKED:
             outcome = failed(RolloutStatus.TIMEOUT, "WorkerBlocked", str(error))

@@ -322,7 +322,9 @@ class WorkerProcess:
                     self.loaded.set_result(loaded_from_wire(report.loaded))
             case "failed":
                 if not self.loaded.done():
-                    self.loaded.set_exception(EnvLoadError(report.failed.error_type, report.failed.error_message))
+                    failed = report.failed
+                    error = EnvLoadError(failed.error_type, failed.error_message, remedy=failed.error_remedy)
+                    self.loaded.set_exception(error)
             case "ended":
                 playing = self._plays.get(report.ended.play_id)
                 if playing is not None and not playing.answer.done():

@@ -59,12 +59,14 @@ class EnvLoaded(_message.Message):
     def __init__(self, api: _Optional[str] = ..., train: _Optional[_Union[_env_service_pb2.TaskSet, _Mapping]] = ..., eval: _Optional[_Union[_env_service_pb2.TaskSet, _Mapping]] = ..., requires_group: bool = ..., train_task_ids: _Optional[_Iterable[str]] = ..., eval_task_ids: _Optional[_Iterable[str]] = ..., declared_json: _Optional[str] = ...) -> None: ...
 
 class EnvFailed(_message.Message):
-    __slots__ = ("error_type", "error_message")
+    __slots__ = ("error_type", "error_message", "error_remedy")
     ERROR_TYPE_FIELD_NUMBER: _ClassVar[int]
     ERROR_MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    ERROR_REMEDY_FIELD_NUMBER: _ClassVar[int]
     error_type: str
     error_message: str
-    def __init__(self, error_type: _Optional[str] = ..., error_message: _Optional[str] = ...) -> None: ...
+    error_remedy: str
+    def __init__(self, error_type: _Optional[str] = ..., error_message: _Optional[str] = ..., error_remedy: _Optional[str] = ...) -> None: ...
 
 class PlayEnded(_message.Message):
     __slots__ = ("play_id", "rollouts")

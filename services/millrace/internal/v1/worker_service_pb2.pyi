@@ -48,7 +48,7 @@ class Worker(_message.Message):
     def __init__(self, worker_id: _Optional[str] = ..., kind: _Optional[_Union[WorkerKind, str]] = ..., address: _Optional[str] = ..., http_url: _Optional[str] = ..., version: _Optional[str] = ..., min_log_format: _Optional[int] = ..., max_log_format: _Optional[int] = ..., capacity: _Optional[int] = ..., slot: _Optional[str] = ..., custom_modules: _Optional[_Iterable[str]] = ..., env_image: _Optional[str] = ...) -> None: ...
 
 class TrainerStatus(_message.Message):
-    __slots__ = ("run_uid", "epoch", "step", "is_finished", "error_reason", "error_message", "device_turn")
+    __slots__ = ("run_uid", "epoch", "step", "is_finished", "error_reason", "error_message", "device_turn", "error_remedy")
     RUN_UID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
@@ -56,6 +56,7 @@ class TrainerStatus(_message.Message):
     ERROR_REASON_FIELD_NUMBER: _ClassVar[int]
     ERROR_MESSAGE_FIELD_NUMBER: _ClassVar[int]
     DEVICE_TURN_FIELD_NUMBER: _ClassVar[int]
+    ERROR_REMEDY_FIELD_NUMBER: _ClassVar[int]
     run_uid: str
     epoch: int
     step: int
@@ -63,7 +64,8 @@ class TrainerStatus(_message.Message):
     error_reason: str
     error_message: str
     device_turn: int
-    def __init__(self, run_uid: _Optional[str] = ..., epoch: _Optional[int] = ..., step: _Optional[int] = ..., is_finished: bool = ..., error_reason: _Optional[str] = ..., error_message: _Optional[str] = ..., device_turn: _Optional[int] = ...) -> None: ...
+    error_remedy: str
+    def __init__(self, run_uid: _Optional[str] = ..., epoch: _Optional[int] = ..., step: _Optional[int] = ..., is_finished: bool = ..., error_reason: _Optional[str] = ..., error_message: _Optional[str] = ..., device_turn: _Optional[int] = ..., error_remedy: _Optional[str] = ...) -> None: ...
 
 class RegisterWorkerRequest(_message.Message):
     __slots__ = ("worker",)

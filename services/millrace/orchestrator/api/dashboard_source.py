@@ -183,7 +183,7 @@ class OrchestratorSource:
             "uid": view.record.uid,
             "kind": view.record.kind,
             "state": run_pb2.RunState.Name(run.state).removeprefix("RUN_STATE_"),
-            "error": {"reason": run.error.reason, "message": run.error.message} if run.HasField("error") else None,
+            "error": _error(run.error) if run.HasField("error") else None,
             "created": _time(run, "create_time"),
             "started": _time(run, "start_time"),
             "ended": _time(run, "end_time"),
@@ -210,6 +210,10 @@ class OrchestratorSource:
             "held_by": sorted(held),
             "has_ended": view.is_terminal,
         }
+
+
+def _error(error: run_pb2.RunError) -> dict[str, str]:
+    return {"reason": error.reason, "message": error.message, "remedy": error.remedy}
 
 
 def _time(run: run_pb2.Run, name: str) -> float | None:

@@ -202,7 +202,7 @@ class BatchWriter:
         header.final_version = self._book.step
         if error is not None:
             header.error_reason, header.error_message = error.reason, error.message
-            header.error_component = error.component
+            header.error_component, header.error_remedy = error.component, error.remedy
         await self._write(header, score_samples(evaluation, seq_len=self._seq_len))
 
     async def count_empty(

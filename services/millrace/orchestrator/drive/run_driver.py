@@ -221,7 +221,10 @@ class RunDriver(ABC):
         assert closing is not None
         if closing.outcome == batch_pb2.RUN_OUTCOME_FAILED:
             error = run_pb2.RunError(
-                reason=closing.error_reason, message=closing.error_message, component=closing.error_component
+                reason=closing.error_reason,
+                message=closing.error_message,
+                component=closing.error_component,
+                remedy=closing.error_remedy,
             )
             await self._record_end(run_pb2.RUN_STATE_FAILED, closing.error_message, error=error)
             return
@@ -253,8 +256,9 @@ class RunDriver(ABC):
 
     async def _fail(self, error: MillraceError) -> None:
         """Close the run as failed, unless it is closed; the header says why even if the events are lost."""
-        mended = f"`millrace run resume {self._context.record.name}` goes on with the run once the cause is removed"
-        detail = run_pb2.RunError(reason=error.reason, message=f"{error}; {mended}", component=_component(error))
+        detail = run_pb2.RunError(
+            reason=error.reason, message=error.message, component=_component(error), remedy=error.remedy or ""
+        )
         if self._writer.closing is None:
             await self._parts.envs.cancel([])
             await self._abandon("run_failed")

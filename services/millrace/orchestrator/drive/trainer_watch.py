@@ -81,7 +81,8 @@ class TrainerWatch:
         self._registry.claim(_TRAINER, self._run_uid, limit=1, fresh=fresh)
         status = self._status()
         if status is not None and status.error_reason:
-            raise TrainerFailedError(status.error_message, reason=status.error_reason)
+            remedy = status.error_remedy or None
+            raise TrainerFailedError(status.error_message, reason=status.error_reason, remedy=remedy)
 
     def _status(self) -> worker_service_pb2.TrainerStatus | None:
         for record in self._registry.owned(_TRAINER, self._run_uid):

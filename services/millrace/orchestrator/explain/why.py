@@ -40,7 +40,7 @@ def explain(
     if view.is_terminal:
         ended = f"run {view.record.name} has ended as {state_name(view.status.state)}"
         if (error := view.status.error) is not None:
-            ended += f": {error.message} [{error.reason}]"
+            ended += f": {error.message} [{error.reason}]" + (f"; {error.remedy}" if error.remedy else "")
         last = _last_waits(view.record.uid, owner) if is_held else []
         ended = "; ".join([ended, *(f"{wait.owner} waits for {wait.reason}" for wait in last)])
         return run_service_pb2.ExplainRunResponse(waits=to_proto(last), summary=ended)

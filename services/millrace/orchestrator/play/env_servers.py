@@ -389,6 +389,6 @@ def _failure(spec: EnvSpec, worker_id: str, answer: env_service_pb2.OpenEnvRespo
     return InvalidStateError(
         f"environment {spec.name!r}{named} {what} on {worker_id}: {answer.error_type}: {answer.error_message}",
         reason=KILLS_WORKERS if is_killing else "ENV_LOAD_FAILED",
-        remedy="submit again once that is mended",
+        remedy=answer.error_remedy or "mend that, then submit the run again",
         metadata=metadata,
     )

@@ -195,7 +195,7 @@ def watch(name: str, plain: bool, form: str, server: str | None) -> None:
             click.echo(json.dumps({"summary": watched_summary(progress)}))
         elif progress.steps:
             click.echo("\n".join(["", *summary_lines(watched_summary(progress), with_plot=False)]))
-        require_success(progress, where=f"see its events: millrace run logs {found.name.removeprefix('runs/')}")
+        require_success(progress)
 
     ask_server(server, act, run=name)
 
