@@ -109,10 +109,13 @@ def say_environments_beside(config: "RLConfig", stack: RunningStack | None, *, s
         is_installed = not name.isidentifier() or importlib.util.find_spec(name) is not None
         if found is None or is_installed:
             continue
-        where = "where its env-servers run" if looks_in is None else f"{looks_in[0]} and its venv {looks_in[1]}"
+        where = (
+            "looks where its env-servers run"
+            if looks_in is None
+            else f"looks in {looks_in[0]} and its venv {looks_in[1]}"
+        )
         print(
-            f"note: ./{found} is here, and the stack at {server} looks in {where}: start the stack here, or put the "
-            "file there",
+            f"note: ./{found} is here, and the stack at {server} {where}: start the stack here, or put the file there",
             file=sys.stderr,
         )
 

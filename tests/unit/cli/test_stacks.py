@@ -85,7 +85,9 @@ def test_an_environment_beside_the_client_is_named_where_the_stack_looks_elsewhe
 
     monkeypatch.chdir(tmp_path)
     Path("my_env.py").write_text("")
-    Path("rl.toml").write_text('[model]\nname = "org/model"\n[[orchestrator.env]]\nid = "my-env"\n')
+    Path("rl.toml").write_text(
+        '[model]\nname = "org/model"\n[orchestrator]\nrollouts_per_example = 8\nbatch_size = 8\n[[orchestrator.env]]\nid = "my-env"\n'
+    )
 
     def said(**says) -> str:
         write_stack(Path("outputs/local"), "127.0.0.1:7002", **says)
@@ -95,7 +97,7 @@ def test_an_environment_beside_the_client_is_named_where_the_stack_looks_elsewhe
     assert "./my_env.py is here, and the stack at 127.0.0.1:7002 looks in /srv and its venv /srv/.venv" in said(
         looks_in=["/srv", "/srv/.venv"]
     )
-    assert "looks in where its env-servers run" in said(looks_in=3)
+    assert "looks where its env-servers run" in said(looks_in=3)
     assert "my_env.py" not in said(looks_in=[str(tmp_path), "/srv/.venv"])
     Path("my_env.py").unlink()
     assert "my_env" not in said(looks_in=["/srv", "/srv/.venv"])
