@@ -85,9 +85,8 @@ def test_an_environment_beside_the_client_is_named_where_the_stack_looks_elsewhe
 
     monkeypatch.chdir(tmp_path)
     Path("my_env.py").write_text("")
-    Path("rl.toml").write_text(
-        '[model]\nname = "org/model"\n[orchestrator]\nrollouts_per_example = 8\nbatch_size = 8\n[[orchestrator.env]]\nid = "my-env"\n'
-    )
+    groups = "[orchestrator]\nrollouts_per_example = 8\nbatch_size = 8\n"
+    Path("rl.toml").write_text(f'[model]\nname = "org/model"\n{groups}[[orchestrator.env]]\nid = "my-env"\n')
 
     def said(**says) -> str:
         write_stack(Path("outputs/local"), "127.0.0.1:7002", **says)
