@@ -104,6 +104,14 @@ def test_a_terminal_shows_progress_and_load_only_plays_nothing() -> None:
     assert "loading environment faulty-v0" in drawn and "\x1b[" in drawn and "loaded in" in drawn
 
 
+@pytest.mark.long
+def test_what_an_environment_cannot_start_with_is_told_as_why_it_is_not_loaded() -> None:
+    args = json.dumps({"env": {"is_served": False, "trained": ["white"]}})
+    done = check("duel-v1", "--load-only", "--args", args)
+    assert done.returncode == 2
+    assert "RuntimeError: the board is not there" in done.stderr and "WorkerDied" not in done.stderr
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [

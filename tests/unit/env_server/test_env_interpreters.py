@@ -104,6 +104,25 @@ def test_a_package_that_is_too_old_is_named_with_its_version(tmp_path: Path) -> 
     assert "needs: numpy>=1.26 (found 1.25.9); run " in raised.value.violations[0].message
 
 
+def test_a_package_that_its_library_cannot_be_imported_with_is_named(tmp_path: Path) -> None:
+    """verifiers 0.3.1 takes any later renderers, and imports names that 0.1.11 no longer has."""
+    needed = dict.fromkeys(NEEDED, "99") | {"protobuf": "7.1"}
+    for versions, said in (
+        ({"verifiers": "0.3.1", "renderers": "0.1.12"}, "'renderers>=0.1.10,<0.1.11'`"),
+        ({"verifiers": "0.3.1"}, "needs: renderers>=0.1.10,<0.1.11; run"),
+        ({"verifiers": "0.3.1", "renderers": "0.1.10"}, ""),
+        ({"verifiers": "0.4.0", "renderers": "0.1.12"}, ""),
+    ):
+        answer = json.dumps({"python": [3, 12, 0], "versions": needed | versions})
+        python = script(tmp_path / "python", f"#!/bin/sh\necho '{answer}'\n")
+        if not said:
+            require_usable(python)
+            continue
+        with pytest.raises(InvalidSpecError) as raised:
+            require_usable(python)
+        assert said in raised.value.violations[0].message
+
+
 def test_this_interpreter_can_be_used() -> None:
     require_usable(sys.executable)
 

@@ -30,6 +30,8 @@ NEEDED: Mapping[str, str] = {
 }
 """What the worker's own code imports; the extra `env-worker` says the same."""
 LIBRARY = "verifiers"
+COMPANIONS: Mapping[str, Mapping[str, str]] = {"0.3.1": {"renderers": ">=0.1.10,<0.1.11"}}
+"""By release of the library, packages whose later releases it takes and cannot be imported with."""
 ENTRANCE = str(Path(__file__).with_name("outside.py"))
 ROOT = str(Path(millrace.__file__).parents[1])
 _ANSWER_S = 30.0
@@ -68,7 +70,8 @@ def _lines(path: Path) -> list[str]:
 
 
 def _problem_of(python: str) -> str:
-    argv = [python, ENTRANCE, "check", *NEEDED, LIBRARY]
+    companions = {name for bounds in COMPANIONS.values() for name in bounds}
+    argv = [python, ENTRANCE, "check", *NEEDED, LIBRARY, *sorted(companions)]
     try:
         answer = subprocess.run(
             argv,
@@ -96,7 +99,8 @@ def _problem_of(python: str) -> str:
 
 def _missing(python: str, versions: Mapping[str, str]) -> str:
     """What it lacks, and the command that installs it."""
-    lacking = [f"{name}{bounds}" for name, bounds in NEEDED.items() if not _is_within(versions.get(name, ""), bounds)]
+    needed = {**NEEDED, **COMPANIONS.get(versions.get(LIBRARY, ""), {})}
+    lacking = [f"{name}{bounds}" for name, bounds in needed.items() if not _is_within(versions.get(name, ""), bounds)]
     if LIBRARY not in versions:
         lacking.append(LIBRARY)
     if not lacking:

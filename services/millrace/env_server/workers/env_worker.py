@@ -78,7 +78,7 @@ def _go_over(python: str, channel_fd: int, echo_fd: int, directory: str) -> None
         channel = socket.socket(fileno=channel_fd)
         if (command := _read_first(channel)) is not None:
             setup("env-worker")
-            _report_failure(channel, command.load.env.id, error)
+            channel.sendall(encode_frame(_failure(command.load.env.id, error)))
 
 
 def run(channel_fd: int, echo_fd: int) -> None:
@@ -100,23 +100,24 @@ def run(channel_fd: int, echo_fd: int) -> None:
             adapter = load_adapter(env_from_wire(command.load.env))
     # The environment is foreign code: whatever it raises, exit included, is the reason why it could not be loaded.
     except BaseException as error:  # noqa: BLE001 - environment code: whatever it raises is the answer
-        _report_failure(channel, command.load.env.id, error)
+        channel.sendall(encode_frame(_failure(command.load.env.id, error)))
         return
     # Loading a v0 environment installs handlers that start a teardown; here the socket says when to stop.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     with asyncio.Runner(loop_factory=OwnTimeLoop) as runner:
         running.append(cast("OwnTimeLoop", runner.get_loop()))
-        runner.run(_Worker(adapter, channel).run())
+        runner.run(_Worker(adapter, channel, env_id=command.load.env.id).run())
 
 
-def _report_failure(channel: socket.socket, env_id: str, error: BaseException) -> None:
+def _failure(env_id: str, error: BaseException) -> env_worker_pb2.WorkerReport:
+    """Log why an environment could not be loaded, and return the report of it."""
     kind, message, remedy = describe_error(error)
     fields = {"env": env_id, "error": f"{kind}: {message}", "frames": frames_of(error)}
     logger.info("environment could not be loaded", extra=fields)  # the process that asked says it as an error
     logger.debug("its whole traceback", exc_info=error)
-    report = env_worker_pb2.EnvFailed(error_type=kind, error_message=message, error_remedy=remedy)
-    channel.sendall(encode_frame(env_worker_pb2.WorkerReport(failed=report)))
+    failed = env_worker_pb2.EnvFailed(error_type=kind, error_message=message, error_remedy=remedy)
+    return env_worker_pb2.WorkerReport(failed=failed)
 
 
 def _read_first(channel: socket.socket) -> env_worker_pb2.WorkerCommand | None:
@@ -144,8 +145,9 @@ class EnvironmentExitError(Exception):
 class _Worker:
     """Plays what the parent sends."""
 
-    def __init__(self, adapter: EnvAdapter, channel: socket.socket) -> None:
+    def __init__(self, adapter: EnvAdapter, channel: socket.socket, *, env_id: str) -> None:
         self._adapter = adapter
+        self._env_id = env_id
         self._channel = channel
         self._plays: dict[int, asyncio.Task[None]] = {}
         self._standings: dict[int, standing.Standing] = {}
@@ -156,7 +158,14 @@ class _Worker:
         asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(_EXECUTOR_THREADS, "env"))
         self._channel.setblocking(False)
         reader, self._writer = await asyncio.open_connection(sock=self._channel)
-        await self._adapter.start()
+        try:
+            await self._adapter.start()
+        except asyncio.CancelledError:
+            raise
+        # What an environment starts with is its own code, and its library's of whatever release.
+        except BaseException as error:  # noqa: BLE001 - environment code: whatever it raises is the answer
+            await self._send(_failure(self._env_id, error))
+            return
         await self._send(env_worker_pb2.WorkerReport(loaded=loaded_to_wire(self._adapter.loaded)))
         while (command := await read_frame(reader, env_worker_pb2.WorkerCommand)) is not None:
             match command.WhichOneof("command"):
