@@ -126,7 +126,8 @@ def test_environments_reach_the_internet_only_where_it_is_allowed(render):
         return [peer["ipBlock"] for rule in rules for peer in rule.get("to", []) if "ipBlock" in peer]
 
     assert not blocks("cpu")
-    (internet,) = blocks("single-gpu-node")
+    internet, by_ipv6 = blocks("single-gpu-node")
+    assert by_ipv6["cidr"] == "::/0" and "fc00::/7" in by_ipv6["except"]
     assert "169.254.0.0/16" in internet["except"] and "10.0.0.0/8" in internet["except"]
     assert blocks("external-stores") == [{"cidr": "10.1.0.0/16"}]
 

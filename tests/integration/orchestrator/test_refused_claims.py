@@ -80,3 +80,31 @@ async def test_a_queued_run_tells_what_keeps_it(stack, own_redis, admin, tmp_pat
             await until(is_claimed)
     finally:
         await stack.stop()
+
+
+@pytest.mark.long
+async def test_a_running_run_tells_what_keeps_it(stack, own_redis, admin, tmp_path) -> None:
+    spoil, mend, said = CASES["its replicas are gone"]
+    url = f"redis://ours:secret@127.0.0.1:{own_redis.port}/0"
+    stack = type(stack)(url, f"file://{tmp_path}/store", "running")
+    await stack.start()
+    try:
+        await stack.env_server(silent=set(range(1000)))
+        await stack.inference()
+        await stack.trainer()
+        run = await create(stack)
+        async with Client(stack.address) as client:
+
+            async def says(*words: str) -> bool:
+                summary = (await client.runs.explain(run.name)).summary
+                return all(word in summary for word in words)
+
+            await until(lambda: says("groups for batch 0"))
+            await admin.execute_command(*spoil)
+            try:
+                await until(lambda: says(*said))
+            finally:
+                await admin.execute_command(*mend)
+            await until(lambda: says("groups for batch 0"))
+    finally:
+        await stack.stop()

@@ -101,9 +101,18 @@ def store_of(name: str, url: str | None) -> "tuple[ObjectStore, str]":
     return open_run_store(url), name
 
 
-def open_run(name: str, url: str | None, prefix: str | None) -> "tuple[ObjectStore, str, str]":
-    """The store that holds the run, the prefix of its deployment there, and the run's uid."""
+def open_run(
+    name: str, url: str | None, prefix: str | None, *, is_written: bool = False
+) -> "tuple[ObjectStore, str, str]":
+    """The store that holds the run, the prefix of its deployment there, and the run's uid.
+
+    InvalidStateError if something is to be written there, and the store cannot carry runs.
+    """
+    from millrace.storage.self_test import require_tested
+
     (objects, meant), deployment = store_of(name, url), store_prefix(prefix)
+    if is_written:
+        require_tested(objects, prefix=deployment)
     return objects, deployment, find_uid(objects, deployment, meant)
 
 

@@ -42,7 +42,7 @@ def attest(name: str, key: Path, out: Path | None, store: str | None, prefix: st
     from millrace.runlog.attest import load_key, write_attestation
     from millrace.runlog.names import Names
 
-    objects, deployment, uid = open_run(name, store, prefix)
+    objects, deployment, uid = open_run(name, store, prefix, is_written=True)
     names = Names(deployment, uid)
     signed = write_attestation(objects, names, audited_head(names, _audit(objects, names)), load_key(key))
     if out is not None:

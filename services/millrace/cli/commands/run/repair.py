@@ -60,8 +60,11 @@ def _repair(
     from millrace.runlog.names import Names
     from millrace.runlog.repair import repair_run, require_run
     from millrace.storage import open_store
+    from millrace.storage.self_test import require_tested
 
     (objects, meant), deployment = store_of(name, store), store_prefix(prefix)
+    if is_applied:
+        require_tested(objects, prefix=deployment)
     with naming("--from"):
         replica = None if backup is None else open_store(backup)
     try:
