@@ -12,6 +12,7 @@ from pydantic_core import ErrorDetails
 
 from millrace.config.filling import Conflict, fill
 from millrace.config.layers import ABSENT, Strength, Tree, put
+from millrace.config.notes import Effect
 from millrace.config.rules import LOADING, BrokenRule, value_at
 from millrace.config.section import Document
 from millrace.config.suggest import close, shown
@@ -50,6 +51,10 @@ def build(model: type[ConfigT], tree: Tree) -> ConfigT:
         raise InvalidSpecError(list(dict.fromkeys(tree.violations)))
     if config is None:
         raise InvalidSpecError([Violation(field="config", message="cannot be built; correct the sections above")])
+    for remark in config.remarks():
+        tree.note(
+            next((path for path in remark.paths if tree.locate(path)), remark.paths[0]), Effect.MEANS, remark.message
+        )
     return config
 
 

@@ -10,7 +10,16 @@ import json
 import math
 from typing import Annotated, Any, Self
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, JsonValue, ValidationInfo, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    JsonValue,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
 from millrace.config.filling import fill_document
 from millrace.config.rules import LOADING, BrokenRule, declared_rules
@@ -20,6 +29,8 @@ IDENTIFIER_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9_./@-]*$"
 IMPORT_PATH_PATTERN = r"^[A-Za-z_][A-Za-z0-9_.]*:[A-Za-z_][A-Za-z0-9_]*$"
 IMAGE_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9_.:/@-]{0,511}$"
 """A reference to a container image, as it is announced: registry, repository, tag or digest."""
+_MOST_INT = 2**63 - 1
+_LEAST_FLOAT, _MOST_FLOAT = 1.18e-38, 3.4e38
 RUN_NAME_PATTERN = r"^[a-z]([a-z0-9-]{0,61}[a-z0-9])?$"
 
 
@@ -29,6 +40,16 @@ class ConfigSection(BaseModel):
     model_config = ConfigDict(
         extra="forbid", frozen=True, strict=True, allow_inf_nan=False, validate_default=True, protected_namespaces=()
     )
+
+    @field_validator("*")
+    @classmethod
+    def _require_storable(cls, value: Any) -> Any:
+        """Refuse numbers beyond what logs, generators and tensors hold: 64 bits, and the range of float32."""
+        if isinstance(value, int) and not -_MOST_INT - 1 <= value <= _MOST_INT:
+            raise ValueError(f"must fit into 64 bits: at most {_MOST_INT}")
+        if isinstance(value, float) and value and not _LEAST_FLOAT <= abs(value) <= _MOST_FLOAT:
+            raise ValueError(f"must be 0, or between {_LEAST_FLOAT:g} and {_MOST_FLOAT:g}, the range of float32")
+        return value
 
     @model_validator(mode="before")
     @classmethod
@@ -59,6 +80,10 @@ class Document(ConfigSection):
     def broken_rules(self) -> list[BrokenRule]:
         """Rules over several keys that do not hold; a document adds its own to those that fields declare."""
         return list(declared_rules(self))
+
+    def remarks(self) -> list[BrokenRule]:
+        """What is allowed and may not be meant: it is told, with the keys that it is about."""
+        return []
 
     def resolved_json(self) -> str:
         """Every field with its value as one canonical JSON document; loading it gives the same config."""

@@ -112,6 +112,14 @@ _EVENTS = ".millrace"
 """What the names of our event files end in; those of others stay."""
 
 
+def _scalar(metric: str, value: float) -> Any:
+    """A point of TensorBoard under the metric's own name: its writer makes `pass_2` of both `pass@2` and `pass^2`."""
+    from tensorboardX.proto.summary_pb2 import Summary, SummaryMetadata
+
+    metadata = SummaryMetadata(display_name=metric)
+    return Summary(value=[Summary.Value(tag=metric, simple_value=value, metadata=metadata)])
+
+
 def _tensorboard(directory: Path, rows: Iterable[MetricRow], samples: Iterable[ExportedSample] | None) -> list[Path]:
     board = import_extra("tensorboardX", extra="tensorboard")
     seen: set[tuple[str, int]] = set()
@@ -121,7 +129,7 @@ def _tensorboard(directory: Path, rows: Iterable[MetricRow], samples: Iterable[E
             for metric, step, value in points([row]):
                 if (metric, step) not in seen:
                     seen.add((metric, step))
-                    writer.add_scalar(metric, value, step, walltime=row.time, display_name=metric)
+                    writer.file_writer.add_summary(_scalar(metric, value), step, row.time)
         for columns in redacted(samples or ()):
             place = f"samples/{columns['environment']}"
             writer.add_text(place, f"```json\n{json.dumps(columns, indent=2, default=str)}\n```", columns["step"])

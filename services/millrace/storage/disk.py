@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from millrace.errors import CapacityError, ConflictError, PermissionDeniedError, UnavailableError
+from millrace.errors import CapacityError, ConflictError, InvalidStateError, PermissionDeniedError, UnavailableError
 
 STORE = "MILLRACE_STORE_URL"
 """What says where the object store lies."""
@@ -70,13 +70,24 @@ def key_is_directory(path: Path) -> ConflictError:
     )
 
 
-def _full(path: Path, action: str, error: OSError, needed_bytes: int | None, setting: str | None) -> CapacityError:
-    free_bytes, free_files = _free(path)
+def _full(
+    path: Path, action: str, error: OSError, needed_bytes: int | None, setting: str | None
+) -> CapacityError | InvalidStateError:
+    """Return the error for a full disk; one that is smaller than what it should take stays so."""
+    free_bytes, free_files, all_bytes = _room(path)
     needed = "" if needed_bytes is None else f"{needed_bytes} bytes are needed, "
     files = ", and no file more fits" if free_files == 0 else ""
     quota = ", and a quota may allow less" if error.errno == errno.EDQUOT else ""
     metadata = {"path": str(path), "free_bytes": str(free_bytes)}
-    elsewhere = "name a directory elsewhere" if setting is None else f"move what lies there ({setting})"
+    name = f"{STORE}, or `output_dir` where the command runs the services" if setting == STORE else setting
+    elsewhere = "name a directory elsewhere" if name is None else f"name a directory on another disk ({name})"
+    if needed_bytes is not None and all_bytes is not None and needed_bytes > all_bytes:
+        return InvalidStateError(
+            f"cannot {action} {path}: {needed_bytes} bytes are needed, and its whole disk has {all_bytes}",
+            reason="DISK_TOO_SMALL",
+            remedy=elsewhere,
+            metadata={**metadata, "needed_bytes": str(needed_bytes), "all_bytes": str(all_bytes)},
+        )
     return CapacityError(
         f"cannot {action} {path}: {error.strerror} ({needed}{free_bytes} bytes are free{files}{quota})",
         reason="DISK_FULL",
@@ -85,10 +96,14 @@ def _full(path: Path, action: str, error: OSError, needed_bytes: int | None, set
     )
 
 
-def _free(path: Path) -> tuple[int, int | None]:
-    """Free bytes and files for unprivileged users where `path` would lie; None for files that are not counted."""
+def _room(path: Path) -> tuple[int, int | None, int | None]:
+    """Free bytes and files for unprivileged users where `path` would lie, and all bytes of its disk.
+
+    None for files that are not counted, and for a disk that nobody can look at.
+    """
     for place in (path, *path.parents):
         with contextlib.suppress(OSError):
             found = os.statvfs(place)
-            return found.f_bavail * found.f_frsize, found.f_favail if found.f_files else None
-    return 0, None
+            free_files = found.f_favail if found.f_files else None
+            return found.f_bavail * found.f_frsize, free_files, found.f_blocks * found.f_frsize
+    return 0, None, None

@@ -26,7 +26,7 @@ from millrace.storage.base import (
     require_size,
 )
 from millrace.storage.clean_up import TEMPORARY, remove
-from millrace.storage.disk import io_errors, key_is_directory, make_parent
+from millrace.storage.disk import STORE, io_errors, key_is_directory, make_parent
 from millrace.storage.retry import RetryPolicy, TransientError
 from millrace.storage.scratch import SCRATCH_VARIABLE
 from millrace.telemetry import progress
@@ -41,11 +41,13 @@ _COPY_BYTES = 8 << 20
 class LocalStore:
     """`ObjectStore` under `root`. Any number of processes of one machine may use it at once."""
 
-    def __init__(self, root: Path, *, retry: RetryPolicy | None = None) -> None:
+    def __init__(self, root: Path, *, retry: RetryPolicy | None = None, setting: str = STORE) -> None:
+        """`setting` is the variable or key that names the directory, for messages."""
         self._root = root.resolve()
+        self._setting = setting
         self._tmp = self._root / _TMP
         self._retry = retry or RetryPolicy()
-        with io_errors(self._root, "open"):
+        with io_errors(self._root, "open", setting=setting):
             self._tmp.mkdir(parents=True, exist_ok=True)
             self._remove_stale()
 
@@ -118,7 +120,7 @@ class LocalStore:
     def delete(self, key: str) -> None:
         """See `ObjectStore.delete`; prunes directories that became empty."""
         path = self._path(key)
-        with io_errors(path, "delete"):
+        with io_errors(path, "delete", setting=self._setting):
             with contextlib.suppress(FileNotFoundError, NotADirectoryError):
                 path.unlink()
             for parent in path.parents:
@@ -136,7 +138,7 @@ class LocalStore:
             with path.open("rb") as source:
                 _copy(source, file)
 
-        with io_errors(path, "read"):
+        with io_errors(path, "read", setting=self._setting):
             size_bytes = path.stat().st_size
         self._commit("PUT", key, copy, os.replace, needed_bytes=size_bytes)
 
@@ -169,7 +171,7 @@ class LocalStore:
     @contextlib.contextmanager
     def _reading(self, key: str) -> Iterator[Path]:
         path = self._path(key)
-        with io_errors(path, "read"):
+        with io_errors(path, "read", setting=self._setting):
             try:
                 if path.is_dir():
                     raise FileNotFoundError
@@ -193,7 +195,7 @@ class LocalStore:
 
         def attempt(_: int) -> None:
             try:
-                with io_errors(path, "write", needed_bytes=needed_bytes):
+                with io_errors(path, "write", needed_bytes=needed_bytes, setting=self._setting):
                     self._write_and_publish(path, write, publish)
             except CapacityError as error:  # room may come: retention, another run's end, the operator
                 raise TransientError(error.message, final=error) from error

@@ -1,6 +1,7 @@
 """A disk that is really full: nothing torn, a name with figures, and on it goes once there is room."""
 
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from millrace.errors import CapacityError
+from millrace.errors import CapacityError, InvalidStateError
 from millrace.policies.manifest import PolicyPlace
 from millrace.policies.publishing.publish import PolicyContents, publish_policy
 from millrace.policies.pull import download_hf, pull_tensors, read_manifest
@@ -55,6 +56,13 @@ def test_a_full_disk_is_named_with_what_it_lacks_and_leaves_nothing(small_disk, 
     small_disk.make_room()
     assert store.create("a/k", OBJECT) is True
     assert store.get("a/k") == OBJECT
+
+
+def test_a_disk_that_is_too_small_is_not_waited_for(small_disk):
+    store, began = LocalStore(small_disk.path / "store", setting="output_dir"), time.monotonic()
+    with pytest.raises(InvalidStateError, match=r"bytes are needed, and its whole disk has \d+.*output_dir") as caught:
+        store.put("k", bytes(shutil.disk_usage(small_disk.path).total + 1))
+    assert caught.value.reason == "DISK_TOO_SMALL" and time.monotonic() - began < 5
 
 
 def test_a_write_waits_visibly_for_room_and_goes_on_by_itself(small_disk):

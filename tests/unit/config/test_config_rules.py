@@ -208,6 +208,26 @@ def test_a_limit_of_just_the_room_is_lowered_with_a_note(load_rl):
     assert "is 2047: it must be below `orchestrator.seq_len`" in str(note) and "command line" in note.source
 
 
+@pytest.mark.parametrize(
+    ("argv", "field", "says"),
+    [
+        (["--seed", str(2**63)], "seed", "64 bits"),
+        (["--ckpt.interval", str(10**20)], "ckpt.interval", "64 bits"),
+        (["--trainer.optim.lr", "1e39"], "trainer.optim.lr", "float32"),
+        (["--trainer.optim.lr", "1e-50"], "trainer.optim.lr", "float32"),
+    ],
+)
+def test_numbers_that_no_generator_log_or_tensor_holds(violations, argv, field, says):
+    found = violations(*argv)
+    assert [each.field for each in found] == [field] and says in found[0].message
+
+
+def test_a_warm_up_of_all_steps_is_told(load_rl):
+    (note,) = load_rl("--max-steps", "5", "--trainer.scheduler.warmup-steps", "5").notes
+    assert "trainer.scheduler.warmup_steps (command line" in str(note) and "none has the peak" in str(note)
+    assert load_rl("--max-steps", "6", "--trainer.scheduler.warmup-steps", "5").notes == ()
+
+
 def test_an_interval_of_kept_checkpoints_says_that_it_does_nothing_alone(load_rl):
     loaded = load_rl("--ckpt.keep-interval", "50")
     (note,) = loaded.notes

@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 
 from millrace.cli.main import main
+from millrace.exports.files import export_files
+from millrace.exports.metrics import MetricRow
 from millrace.runlog.names import Names
 
 NAMES = Names("millrace", "01a205f04e00c6b2d345401dca64")
@@ -49,12 +51,10 @@ def test_parquet(stored_run) -> None:
     assert samples == flat, "no column is left out"
 
 
-def test_tensorboard(stored_run) -> None:
-    pytest.importorskip("tensorboardX", reason="needs millrace[tensorboard]")
+def read_events(path: Path) -> tuple[dict[tuple[str, int], float], list[tuple[int, bytes]]]:
+    """The points and the texts of an event file."""
     from tensorboardX.proto.event_pb2 import Event
 
-    out = export("tensorboard", "--samples")
-    (path,) = out.glob("events.out.tfevents.*")
     data, found, texts = path.read_bytes(), {}, []
     while data:  # a record: length u64, its crc, the event, its crc
         length = int.from_bytes(data[:8], "little")
@@ -64,7 +64,25 @@ def test_tensorboard(stored_run) -> None:
                 texts += [(event.step, *value.tensor.string_val)]
             else:
                 found[value.tag, event.step] = value.simple_value
+    return found, texts
+
+
+def test_tensorboard_keeps_names_apart_that_its_writer_makes_one(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboardX", reason="needs millrace[tensorboard]")
+    values = {"eval/a/pass@2": 0.5, "eval/a/pass^2": 0.25, "eval/a b/x": 1.0, "/x": 2.0, "x": 3.0}
+    row = MetricRow(key="eval/3", step=3, time=1.0, values=values)
+    (path,) = export_files("tensorboard", tmp_path, [row], None)
+    assert read_events(path)[0] == {(name, 3): value for name, value in values.items()}
+
+
+def test_tensorboard(stored_run) -> None:
+    pytest.importorskip("tensorboardX", reason="needs millrace[tensorboard]")
+    out = export("tensorboard", "--samples")
+    (path,) = out.glob("events.out.tfevents.*")
+    found, texts = read_events(path)
     check_values(found)
+    lines = map(json.loads, (export("jsonl") / "metrics.jsonl").read_text().splitlines())
+    assert {tag for tag, _ in found} == {line["metric"] for line in lines}
     assert len(texts) == 6 and all(SECRET.encode() not in text[1] for text in texts)
 
 

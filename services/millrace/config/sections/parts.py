@@ -12,6 +12,11 @@ class TrainerPart(SharedKeys):
 
     trainer: TrainerConfig = table(TrainerConfig, "The trainer.")
 
+    def remarks(self) -> list[BrokenRule]:
+        """What the schedule does that its user may not mean."""
+        schedule = self.trainer.scheduler.remarks(self.trainer.max_steps, prefix="trainer.")
+        return [*schedule, *super().remarks()]
+
     def broken_rules(self) -> list[BrokenRule]:
         """Rules over several keys that do not hold."""
         schedule = self.trainer.scheduler.broken_rules(self.trainer.optim, self.trainer.max_steps, prefix="trainer.")

@@ -44,6 +44,11 @@ class RLConfig(SharedKeys):
         """Tokens of the longest sequence that the engine of the run's own stack serves."""
         return self.inference.context_length or self.orchestrator.seq_len
 
+    def remarks(self) -> list[BrokenRule]:
+        """What the schedule does that its user may not mean."""
+        schedule = self.trainer.scheduler.remarks(self.trainer.max_steps, prefix="trainer.")
+        return [*schedule, *super().remarks()]
+
     def broken_rules(self) -> list[BrokenRule]:
         """Rules over several keys that do not hold."""
         schedule = self.trainer.scheduler.broken_rules(self.trainer.optim, self.trainer.max_steps, prefix="trainer.")

@@ -181,6 +181,10 @@ class SFTConfig(Document):
         same = ("optim", "scheduler", "max_steps", "micro_batch_tokens", "pack", "peak_tflops")
         return TrainerConfig(model=model, **{name: getattr(self, name) for name in same})
 
+    def remarks(self) -> list[BrokenRule]:
+        """What the schedule does that its user may not mean."""
+        return [*self.scheduler.remarks(self.max_steps), *super().remarks()]
+
     def broken_rules(self) -> list[BrokenRule]:
         """Rules over several keys that do not hold."""
         return [

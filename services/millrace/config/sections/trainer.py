@@ -327,6 +327,16 @@ class SchedulerConfig(ConfigSection):
         ge=0,
     )
 
+    def remarks(self, max_steps: int | None, *, prefix: str = "") -> Iterator[BrokenRule]:
+        """A schedule that never reaches its peak; `prefix` is what stands before the keys of its section."""
+        if max_steps and self.warmup_steps >= max_steps:
+            yield broken(
+                f"all of the {max_steps} steps are warm-up, and none has the peak; `max_steps` is at most "
+                f"`warmup_steps`, which is {self.warmup_steps}",
+                f"{prefix}scheduler.warmup_steps",
+                f"{prefix}max_steps",
+            )
+
     def broken_rules(self, optim: OptimConfig, max_steps: int | None, *, prefix: str = "") -> Iterator[BrokenRule]:
         """A schedule that does not fit into the run; `prefix` is what stands before the keys of its section."""
         key = f"{prefix}scheduler"
