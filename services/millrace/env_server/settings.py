@@ -16,7 +16,7 @@ from millrace.env_server.isolation import landlock, namespaces
 from millrace.env_server.isolation.check import why_no_container
 from millrace.env_server.isolation.confinement import Confinement, Isolation
 from millrace.env_server.isolation.limits import NO_LIMITS, WorkerLimits
-from millrace.env_server.isolation.visible import VISIBLE_VARIABLE, visible_to_workers
+from millrace.env_server.isolation.visible import VISIBLE_VARIABLE, covered, visible_to_workers
 from millrace.errors import InvalidSpecError, Violation
 from millrace.storage.scratch import SCRATCH_VARIABLE
 
@@ -185,7 +185,13 @@ class EnvServerSettings:
         )
         if self.isolation is Isolation.CONTAINER and not problems:
             confinement = replace(confinement, visible=visible_to_workers(os.environ, self.visible))
-            if why := why_no_container(confinement):
+            if hidden := covered(confinement.visible):
+                message = (
+                    f"cannot be kept here: workers need {', '.join(hidden)}, and see a private directory in that "
+                    "place. Install Python and the code elsewhere, such as below /opt or a home"
+                )
+                problems.append(_refused(ISOLATION_VARIABLE, self.isolation.value, message))
+            elif why := why_no_container(confinement):
                 best = "user, with a user to run as," if os.geteuid() == 0 else "process"
                 message = f"cannot be kept here: {why}. Level {best} can, which keeps out less (docs/security.md)"
                 problems.append(_refused(ISOLATION_VARIABLE, self.isolation.value, message))

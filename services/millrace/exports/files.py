@@ -1,6 +1,7 @@
 """Exports to files: JSON lines, Parquet, and the event files of TensorBoard."""
 
 import contextlib
+import importlib
 import json
 import math
 import os
@@ -114,10 +115,9 @@ _EVENTS = ".millrace"
 
 def _scalar(metric: str, value: float) -> Any:
     """A point of TensorBoard under the metric's own name: its writer makes `pass_2` of both `pass@2` and `pass^2`."""
-    from tensorboardX.proto.summary_pb2 import Summary, SummaryMetadata
-
-    metadata = SummaryMetadata(display_name=metric)
-    return Summary(value=[Summary.Value(tag=metric, simple_value=value, metadata=metadata)])
+    protocol: Any = importlib.import_module("tensorboardX.proto.summary_pb2")
+    metadata = protocol.SummaryMetadata(display_name=metric)
+    return protocol.Summary(value=[protocol.Summary.Value(tag=metric, simple_value=value, metadata=metadata)])
 
 
 def _tensorboard(directory: Path, rows: Iterable[MetricRow], samples: Iterable[ExportedSample] | None) -> list[Path]:

@@ -3,8 +3,10 @@
 import asyncio
 import json
 import math
+import os
 import subprocess
 import sys
+import tempfile
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
@@ -28,7 +30,7 @@ from millrace.env_server.groups import GroupKey, Groups, PlayingGroup
 from millrace.env_server.isolation.confinement import Confinement, Isolation
 from millrace.env_server.isolation.deaths import describe_exit
 from millrace.env_server.isolation.limits import WorkerLimits
-from millrace.env_server.isolation.visible import VisibleFiles, visible_to_workers
+from millrace.env_server.isolation.visible import VisibleFiles, covered, visible_to_workers
 from millrace.env_server.settings import EnvServerSettings
 from millrace.env_server.workers.env_worker import answer_of
 from millrace.env_server.workers.frames import encode_frame, read_frame
@@ -267,9 +269,24 @@ def test_an_isolation_that_cannot_be_kept_is_refused(environ: dict[str, str], sa
     assert says in str(caught.value) and caught.value.reason == "SETTINGS_INVALID"
 
 
+def test_what_a_container_hides_and_its_workers_need_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    place = tempfile.mkdtemp(dir="/tmp")
+    link = tmp_path / "link"
+    link.symlink_to(place)
+    assert covered(VisibleFiles(shown=("/usr", place, "/tmp/no-such-directory"))) == [place]
+    monkeypatch.setattr("millrace.env_server.isolation.visible._OWN", (place,))
+    assert covered(VisibleFiles(shown=("/usr", str(link)))) == [str(link)], "where it leads to"
+    monkeypatch.setenv("PYTHONPATH", place)
+    environ = {"MILLRACE_ENV_ISOLATION": "container"} | ({"MILLRACE_ENV_USER": "nobody"} if os.geteuid() == 0 else {})
+    with pytest.raises(InvalidSpecError, match=f"workers need {place}, and see a private directory.*Install Python"):
+        EnvServerSettings.from_env(environ).confinement()
+    os.rmdir(place)
+
+
 def test_a_container_that_cannot_be_made_is_refused_and_a_user_where_root_makes_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(own_settings, "covered", lambda _: [])
     monkeypatch.setattr(own_settings, "why_no_container", lambda _: "mount proc at /proc: Operation not permitted")
     monkeypatch.setattr(own_settings.namespaces, "is_administrator", lambda: False)
     settings = EnvServerSettings.from_env({"MILLRACE_ENV_ISOLATION": "container"})

@@ -15,6 +15,8 @@ from millrace.env_server.interpreters.allowed import PYTHONS_VARIABLE
 
 VISIBLE_VARIABLE = "MILLRACE_ENV_VISIBLE"
 _OURS = "MILLRACE_"
+# Of each worker's own, over what the machine has there.
+_OWN = ("/tmp", "/dev", "/proc")
 # Links to /usr on most systems, which are shown as what they lead to.
 _SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
 # Of /etc, what programs look up; not what services keep there.
@@ -49,6 +51,16 @@ class VisibleFiles:
         added = list(paths)
         hidden = tuple(path for path in self.hidden if path not in added)
         return type(self)(shown=tuple(dict.fromkeys([*self.shown, *added])), hidden=hidden)
+
+
+def covered(files: VisibleFiles) -> list[str]:
+    """Return what is there and cannot be shown: workers have directories of their own in the place where it lies."""
+    found = [path for path in files.shown if os.path.exists(path)]
+    return [
+        path
+        for path in found
+        if any(Path(place).is_relative_to(own) for own in _OWN for place in (path, os.path.realpath(path)))
+    ]
 
 
 def visible_to_workers(environ: Mapping[str, str], visible: Sequence[str]) -> VisibleFiles:
