@@ -3,7 +3,7 @@
 import pytest
 
 from millrace.cli.offline.run_store import find_uid
-from millrace.errors import CorruptObjectError, MillraceError
+from millrace.errors import CorruptObjectError, InvalidStateError, MillraceError
 from millrace.rpc.channel import call
 from millrace.runlog.index import read_index
 from millrace.runlog.names import Deployment, Names
@@ -97,6 +97,12 @@ async def test_a_run_json_of_any_form_is_named(stack, bad: str) -> None:
     assert runs["sick"].uid == sick.uid and "run.json" in runs["sick"].error.message
     good = await call(stack.runs.GetRun, run_service_pb2.GetRunRequest(name=other.name))
     assert good.run.uid == other.uid
+    with pytest.raises(
+        InvalidStateError, match=r"DAMAGED, and nothing can come of it.*millrace run repair sick"
+    ) as caught:
+        await call(stack.runs.ResumeRun, run_service_pb2.ResumeRunRequest(name="sick"))
+    assert caught.value.reason == "RUN_DAMAGED"
+    assert list(stack.deps["store"].list(Names(stack.prefix, sick.uid).intents)) == [], "nobody could follow it"
 
 
 async def test_it_goes_on_when_the_object_is_back(stack) -> None:

@@ -61,7 +61,8 @@ class IntentCalls:
             await self._write(view, "pause", {"reason": reason, "request_id": request_id})
 
     async def resume(self, view: RunView, *, request_id: str) -> None:
-        """Let the run go on: it is paused, or has failed."""
+        """Let the run go on: it is paused, or has failed. InvalidStateError (RUN_DAMAGED) if it cannot be read."""
+        _require_readable(view, "resume")
         if view.has_failed:
             await self._reopen(view, request_id)
             return
@@ -103,6 +104,19 @@ class IntentCalls:
     async def _write(self, view: RunView, kind: str, payload: dict[str, str]) -> None:
         await write_intent(self._store, Names(self._prefix, view.record.uid), kind, payload)
         await self._on_intent(view.record.uid)
+
+
+def _require_readable(view: RunView, verb: str) -> None:
+    """Nothing can come of an intent that nobody can follow; once the run is repaired, it goes on by itself."""
+    if view.damage is not None:
+        name = view.record.name
+        raise InvalidStateError(
+            f"run {name!r} is DAMAGED, and nothing can come of it to {verb} it: {view.damage.message}",
+            reason="RUN_DAMAGED",
+            remedy=f"`millrace run audit {name}` says what is damaged, `millrace run repair {name}` what can be "
+            "restored from what; the run goes on by itself when it can be read",
+            metadata={"state": "DAMAGED", "damage": view.damage.reason},
+        )
 
 
 def _require_open(view: RunView, verb: str) -> None:
