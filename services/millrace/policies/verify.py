@@ -43,9 +43,15 @@ def damage_of(store: ObjectStore, key: str, *, digest: str, sha256: bytes = b"")
 
 
 def prove_policies(
-    store: ObjectStore, keys: Sequence[str], on_progress: Callable[[str], None] = lambda text: None
+    store: ObjectStore,
+    keys: Sequence[str],
+    on_progress: Callable[[str], None] = lambda text: None,
+    on_weights: Callable[[int, int, Mapping[str, tuple[str, NDArray[np.unsignedinteger]]]], None] | None = None,
 ) -> Iterator[str]:
-    """Decode the policies with these manifests and yield, in words, what is wrong (blocking)."""
+    """Decode the policies with these manifests and yield, in words, what is wrong (blocking).
+
+    `on_weights` gets lineage, version, and number format and flat bits by name of every tensor of what is right.
+    """
     manifests: list[PolicyManifest] = []
     for key in keys:
         try:
@@ -74,6 +80,9 @@ def prove_policies(
             pull_files(store, manifest)
         except (CorruptObjectError, NotFoundError) as error:
             yield f"{what}: {error.message}"
+        if weights is not None and on_weights is not None:
+            dtypes = {entry.name: entry.dtype for entry in manifest.tensors}
+            on_weights(manifest.lineage, manifest.version, {n: (dtypes[n], bits) for n, bits in weights.items()})
         if weights is not None:
             held[manifest.lineage, manifest.version] = weights
         held = {name: kept for name, kept in held.items() if last_use.get(name, -1) > place}
@@ -83,6 +92,7 @@ def _decode(store: ObjectStore, manifest: PolicyManifest, encoding: Encoding, ba
     """What an encoding gives; `CorruptObjectError` unless it is what the manifest's digests name."""
     if encoding.codec not in (CODEC_FULL, CODEC_DELTA):
         raise CorruptObjectError(f"its codec {encoding.codec!r} is unknown", reason="POLICY_CODEC_UNKNOWN")
+    require_sizes(store, encoding.objects)  # before memory is taken for what a manifest says
     objects = _read(store, encoding.objects)
     entries = {entry.name: entry for entry in manifest.tensors}
     if encoding.codec == CODEC_FULL:

@@ -25,11 +25,11 @@ from millrace.trainer.checkpoint.index import (
     encode_index,
     merge_tensors,
 )
+from millrace.trainer.checkpoint.proof import INDEX_FILE
 from millrace.trainer.gang.agreement import agreed
 from millrace.trainer.gang.distributed import Gang
 from millrace.trainer.model.layout import held
 
-INDEX_FILE = "index.json"
 RANDOM_STATE = "rng."
 """Begins the names of tensors of which each rank has its own."""
 

@@ -13,8 +13,7 @@ import torch
 
 import millrace
 from millrace.decoding import Fields, decode_object
-from millrace.errors import CorruptObjectError, InvalidSpecError, InvalidStateError
-from millrace.storage.base import check_key
+from millrace.errors import CorruptObjectError, InvalidStateError
 from millrace.storage.commit_points import require_checksum, with_checksum
 
 FORMAT = 2
@@ -88,7 +87,7 @@ class CheckpointManifest:
         try:
             require_checksum(raw)
             return _manifest(Fields(raw))
-        except (ValueError, InvalidSpecError) as error:  # the second: an object key that is none
+        except ValueError as error:
             raise CorruptObjectError(f"{what} is not readable: {error}", reason=reason, remedy=_REMEDY) from error
 
 
@@ -117,13 +116,13 @@ def _manifest(fields: Fields) -> CheckpointManifest:
 
 
 def decode_checkpoint_object(fields: Fields) -> CheckpointObject:
-    """One entry of a manifest; ValueError or InvalidSpecError if it is none."""
+    """One entry of a manifest; ValueError if it is none."""
     name = fields.text("name", most=200)
     if not name or "/" in name or "\\" in name or "\0" in name or name.startswith("."):
         raise ValueError(f"file name {name!r} is not a plain name")
     return CheckpointObject(
         name=name,
-        key=check_key(fields.text("key")),
+        key=fields.key("key"),
         sha256=fields.hexadecimal("sha256", num_bytes=32),
         size_bytes=fields.integer("size_bytes", most=_MAX_OBJECT_BYTES),
     )

@@ -33,7 +33,7 @@ from millrace.telemetry import faults, progress
 from millrace.telemetry.faults import Point
 from millrace.telemetry.leftovers import Leftover
 from millrace.telemetry.progress import Doing
-from millrace.trainer.checkpoint.files import INDEX_FILE, load_shards, needed_files, save_shards
+from millrace.trainer.checkpoint.files import load_shards, needed_files, save_shards
 from millrace.trainer.checkpoint.index import ShardTensor, decode_index
 from millrace.trainer.checkpoint.manifest import (
     FORMAT,
@@ -44,12 +44,12 @@ from millrace.trainer.checkpoint.manifest import (
     conditions,
     decode_checkpoint_object,
 )
+from millrace.trainer.checkpoint.proof import INDEX_FILE, MAX_INDEX_BYTES
 from millrace.trainer.gang.agreement import agreed
 from millrace.trainer.gang.distributed import Gang
 
 logger = logging.getLogger(__name__)
 
-_MAX_INDEX_BYTES = 64 << 20
 _MAX_LEFT = 3  # objects that cannot be deleted, until a clean-up gives up for this time
 _REMEDY = "the run resumes from the checkpoint before; `millrace run audit` says what else is damaged"
 
@@ -273,7 +273,7 @@ class CheckpointStore:
         files = {item.name: item for item in manifest.objects}
         item = files.pop(INDEX_FILE, None)
         source = f"of checkpoint {manifest.step} of run {manifest.run_uid}"
-        if item is None or item.size_bytes > _MAX_INDEX_BYTES:
+        if item is None or item.size_bytes > MAX_INDEX_BYTES:
             problem = "has no index" if item is None else f"has an index of {item.size_bytes} bytes"
             raise _damaged(f"the manifest {source} {problem}", "CHECKPOINT_MANIFEST_INVALID")
         self._require_object(item)
