@@ -57,6 +57,7 @@ EVENTS: Texts = {
     ),
     "policy_published": ("the trainer made a version durable, in full or as a delta", NOTHING),
     "checkpoint_saved": ("`ckpt.interval`, or the run ends or is paused", NOTHING),
+    "token_log_stored": ("`trainer.token_log.share`: the log-probs of a step's tokens are durable", NOTHING),
     "warning": ("something needs a person; the run goes on", "see the reasons below"),
     "wait_reported": (
         "no step for 20 s, then 60, 300, 900 s; or one wait is older than its deadline",

@@ -36,6 +36,13 @@ MAX_TEXT = 1 << 10
 """Most characters of a string in a field, unless it says otherwise."""
 MAX_ITEMS = 1 << 22
 """Most items of an array in a field, unless it says otherwise."""
+MAX_KEY_BYTES = 900
+"""Longest key of an object; S3 allows 1024, and the rest is for the bucket prefix."""
+_MAX_SEGMENT_BYTES = 255
+KEY_RULE = (
+    f"relative, no empty, '.' or '..' segment, at most {_MAX_SEGMENT_BYTES} bytes each, {MAX_KEY_BYTES} bytes in all"
+)
+"""What a key has to be, in words."""
 
 M = TypeVar("M", bound="Message")
 
@@ -334,6 +341,10 @@ class Fields:
         """A string of at most `most` characters."""
         return require_text(self._get(name, str), what=self._name(name), most=most)
 
+    def key(self, name: str) -> str:
+        """The key of an object."""
+        return require_key(self.text(name), what=self._name(name))
+
     def hexadecimal(self, name: str, *, num_bytes: int) -> str:
         """So many bytes in lower-case hexadecimal."""
         text = self.text(name, most=2 * num_bytes)
@@ -365,10 +376,17 @@ class Fields:
 
     def table(self, name: str, *, most: int = MAX_ITEMS) -> dict[str, str]:
         """An object of at most `most` strings by name."""
+        return {
+            key: require_text(value, what=f"{self._name(name)}.{key}")
+            for key, value in self.entries(name, most=most).items()
+        }
+
+    def entries(self, name: str, *, most: int = MAX_ITEMS) -> dict[str, Any]:
+        """An object of at most `most` values of any type by name."""
         found: dict[str, Any] = self._get(name, dict)
         if len(found) > most:
             raise ValueError(f"{self._name(name)} has {len(found)} entries, and at most {most} are read")
-        return {key: require_text(value, what=f"{self._name(name)}.{key}") for key, value in found.items()}
+        return found
 
     def inner(self, name: str) -> "Fields | None":
         """An object, or None where it is null."""
@@ -418,6 +436,26 @@ def require_text(value: object, *, what: str, most: int = MAX_TEXT) -> str:
         shown = f"{len(value)} characters" if isinstance(value, str) else f"a JSON {type(value).__name__}"
         raise ValueError(f"{what} is {shown} instead of a string of at most {most}")
     return value
+
+
+def require_key(value: str, *, what: str) -> str:
+    """`value`, if it is a legal key of an object in a store; ValueError naming `what` if not.
+
+    Legal: relative, segments that are neither empty nor "." nor ".." and have at most 255 bytes (no file has a longer
+    name), no NUL, at most 900 bytes of UTF-8.
+    """
+    segments = value.split("/")
+    is_plain = not any(segment in ("", ".", "..") for segment in segments) and segments[0] != ".tmp"
+    sizes = [len(segment.encode(errors="replace")) for segment in segments]
+    is_short = max(sizes) <= _MAX_SEGMENT_BYTES and sum(sizes) + len(sizes) - 1 <= MAX_KEY_BYTES
+    if not (is_plain and is_short and "\0" not in value and is_text(value)):
+        raise ValueError(f"{what} {value[:200]!r} is no object key: {KEY_RULE}")
+    return value
+
+
+def is_text(value: str) -> bool:
+    """Whether a string can be encoded: the name of a file of others may be any bytes."""
+    return not any("\ud800" <= char <= "\udfff" for char in value)
 
 
 def require_file_name(value: str) -> str:

@@ -9,10 +9,10 @@ from typing import Any
 from millrace.errors import CorruptObjectError, NotFoundError
 from millrace.exports.conversation import answer_of, content_of, info_of, messages_of
 from millrace.internal.v1 import batch_pb2
-from millrace.rollouts.batch_wire import MAX_HEADER_BYTES, decode_header, unpack_batch
+from millrace.rollouts.batch_wire import MAX_HEADER_BYTES, closes_run, decode_header, unpack_batch
 from millrace.rollouts.types import Rollout
-from millrace.rollouts.wire import decode_archive
 from millrace.runlog.names import Names
+from millrace.runlog.records.revisions import read_rollouts
 from millrace.storage import ObjectStore
 from millrace.storage.commit_points import revision_of
 
@@ -90,6 +90,30 @@ def list_headers(store: ObjectStore, names: Names) -> list[tuple[int, str]]:
     return sorted(headers, key=lambda each: (each[0], revision_of(each[1])))
 
 
+def read_headers(
+    store: ObjectStore, names: Names, *, step: int | None = None
+) -> Iterator[tuple[int, int, batch_pb2.BatchHeader]]:
+    """Step, revision and header of everything that is committed (of one step), up to the header that ends the run.
+
+    `CorruptObjectError` names a header that is damaged.
+    """
+    previous: tuple[int, str] | None = None
+    for at, key in list_headers(store, names):
+        is_wanted = step is None or at == step
+        if is_wanted and previous is not None and previous[0] != at and closes_run(_read_header(store, previous[1])):
+            return  # what comes behind the end is no part of the run
+        if is_wanted:
+            yield at, revision_of(key), _read_header(store, key)
+        previous = at, key
+
+
+def _read_header(store: ObjectStore, key: str) -> batch_pb2.BatchHeader:
+    try:
+        return decode_header(store.get(key, max_bytes=MAX_HEADER_BYTES))
+    except CorruptObjectError as error:
+        raise CorruptObjectError(f"{store.uri(key)}: {error.message}", reason=error.reason) from error
+
+
 def read_samples(
     store: ObjectStore, names: Names, *, step: int | None = None, advantages: bool = True
 ) -> Iterator[ExportedSample]:
@@ -97,14 +121,9 @@ def read_samples(
 
     `CorruptObjectError` names an archive that is damaged.
     """
-    for at, key in list_headers(store, names):
-        if step is not None and at != step:
-            continue
-        header = decode_header(store.get(key, max_bytes=MAX_HEADER_BYTES))
-        if not header.rollouts_key:
-            continue
+    for at, _, header in read_headers(store, names, step=step):
         try:
-            rollouts = decode_archive(store.get(header.rollouts_key))
+            rollouts = read_rollouts(store, header)
         except NotFoundError:  # pruned: archives of rollouts are kept longer than batches, but not for ever
             continue
         trained = advantages_of(store, header) if advantages else {}

@@ -29,7 +29,7 @@ from millrace.exports.spans import (
     trace_id,
 )
 from millrace.rollouts.types import Rollout
-from millrace.rollouts.wire import decode_archive
+from millrace.runlog.records.revisions import read_rollouts
 from millrace.telemetry.redact import keep_secret, redact
 from millrace.v1 import event_pb2
 
@@ -107,7 +107,7 @@ class TraceExport(LogExport):
         if header is None or not header.rollouts_key:
             return []
         try:
-            return list(decode_archive(self.store.get(header.rollouts_key)))
+            return read_rollouts(self.store, header)
         except (NotFoundError, CorruptObjectError):
             return []
 

@@ -15,11 +15,10 @@ from datetime import UTC, datetime
 from typing import Any
 
 from millrace.decoding import Fields, decode_object, require_file_name, require_integer
-from millrace.errors import CorruptObjectError, InvalidSpecError
+from millrace.errors import CorruptObjectError
 from millrace.policies.digest import policy_digest
 from millrace.policies.probe import Probe
 from millrace.policies.tensors import MAX_DIMENSIONS, element_bytes, tensor_bytes
-from millrace.storage.base import check_key
 from millrace.storage.commit_points import revision_key
 
 FORMAT = 5
@@ -128,11 +127,11 @@ class Encoding:
 
     @classmethod
     def from_json(cls, raw: object, names: tuple[str, ...]) -> "Encoding":
-        """The opposite; raises ValueError or InvalidSpecError (an object key that is none) if the data is none."""
+        """The opposite; raises ValueError if the data is none."""
         fields = Fields(raw, what="an encoding")
         objects = tuple(
             ObjectEntry(
-                key=check_key(item.text("key")),
+                key=item.key("key"),
                 sha256=item.hexadecimal("sha256", num_bytes=32),
                 size_bytes=item.integer("size_bytes", most=MAX_OBJECT_BYTES),
             )
@@ -275,7 +274,7 @@ class PolicyManifest:
         try:
             manifest = _manifest_of(Fields(raw))
             manifest._check()
-        except (ValueError, InvalidSpecError) as error:  # the second: an object key that is none
+        except ValueError as error:
             raise CorruptObjectError(f"{what} is not readable: {error}", reason=reason, remedy=remedy) from error
         return manifest
 
@@ -309,7 +308,7 @@ def whole_digest(tensors: Iterable[TensorEntry]) -> str:
 
 
 def _manifest_of(fields: Fields) -> PolicyManifest:
-    """Every field with its type and within bounds; ValueError or InvalidSpecError if not."""
+    """Every field with its type and within bounds; ValueError if not."""
     if (found := fields.integer("format")) != FORMAT:
         raise ValueError(f"its format is {found} and this version reads {FORMAT}")
     tensors = tuple(_tensor(item) for item in fields.objects("tensors", most=_MAX_TENSORS))
@@ -317,7 +316,7 @@ def _manifest_of(fields: Fields) -> PolicyManifest:
     probe, adapter = fields.inner("probe"), fields.inner("adapter")
     return PolicyManifest(
         format=found,
-        key=check_key(fields.text("key")),
+        key=fields.key("key"),
         run_uid=fields.text("run_uid"),
         lineage=fields.integer("lineage"),
         version=fields.integer("version"),
@@ -347,7 +346,7 @@ def _tensor(fields: Fields) -> TensorEntry:
 def _file(fields: Fields) -> FileEntry:
     return FileEntry(
         name=fields.text("name", most=200),
-        key=check_key(fields.text("key")),
+        key=fields.key("key"),
         sha256=fields.hexadecimal("sha256", num_bytes=32),
         size_bytes=fields.integer("size_bytes", most=MAX_FILE_BYTES),
     )
@@ -359,7 +358,7 @@ def _adapter_of(fields: Fields) -> AdapterEntry:
         alpha=fields.number("alpha"),
         target_modules=fields.texts("target_modules", most=_MAX_TENSORS),
         modules_to_save=fields.texts("modules_to_save", most=_MAX_TENSORS),
-        base_key=check_key(fields.text("base_key")),
+        base_key=fields.key("base_key"),
         base_digest=fields.text("base_digest", most=64),
         base_bytes=fields.integer("base_bytes"),
     )

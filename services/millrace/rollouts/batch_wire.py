@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from millrace.decoding import decode_message
+from millrace.decoding import KEY_RULE, decode_message, require_key
 from millrace.errors import CorruptObjectError, InvalidStateError
 from millrace.internal.v1 import batch_pb2
 from millrace.rollouts.columns import (
@@ -75,12 +75,13 @@ def pack_batch(
 
 
 def decode_header(data: bytes) -> batch_pb2.BatchHeader:
-    """Parse a header and check its sample table; `CorruptObjectError` if either is wrong."""
+    """Parse a header and check its sample table and the keys that it names; `CorruptObjectError` if any is wrong."""
     what = f"a batch header of {len(data)} bytes"
     header = decode_message(
         batch_pb2.BatchHeader, data, what=what, max_bytes=MAX_HEADER_BYTES, reason=_REASON, remedy=_REMEDY
     )
     check_header(header)
+    _check_keys(header)
     return header
 
 
@@ -127,6 +128,19 @@ def check_header(header: batch_pb2.BatchHeader) -> None:
             raise _corrupt(f"chunks[{index}].sha256", chunk.sha256.hex(), "is not 32 bytes")
     if header.num_tokens != sum(filled):
         raise _corrupt("num_tokens", header.num_tokens, f"but the samples have {sum(filled)}")
+
+
+def _check_keys(header: batch_pb2.BatchHeader) -> None:
+    """Raise `CorruptObjectError` unless every key that is set could be that of an object."""
+    keys = {f"chunks[{index}].key": chunk.key for index, chunk in enumerate(header.chunks) if chunk.key}
+    keys |= {f"objects[{index}].key": item.key for index, item in enumerate(header.objects)}
+    if header.rollouts_key:
+        keys["rollouts_key"] = header.rollouts_key
+    for where, key in keys.items():
+        try:
+            require_key(key, what="it")
+        except ValueError as error:
+            raise _corrupt(where, repr(key[:200]), f"is no object key: {KEY_RULE}") from error
 
 
 def chunks_for(header: batch_pb2.BatchHeader, only: Sequence[int]) -> list[int]:

@@ -31,7 +31,6 @@ from millrace.runlog.records.origin import RunOrigin, load_origin, parse_origin
 from millrace.runlog.records.revisions import chain_broken, list_headers, load_reopenings, load_step, read_header
 from millrace.runlog.records.run_record import RunRecord
 from millrace.storage import ObjectStore
-from millrace.storage.base import check_key
 from millrace.storage.commit_points import newest_revision, require_checksum, with_checksum
 from millrace.storage.scratch import owned_directory
 
@@ -323,9 +322,9 @@ def _load_manifest(store: ObjectStore, first_key: str) -> dict[str, Any]:
         require_checksum(manifest)
         Fields(manifest).hexadecimal("chain_hash", num_bytes=32)
         for item in Fields(manifest).objects("objects", most=_MAX_OBJECTS):
-            check_key(item.text("key"))
+            item.key("key")
             item.hexadecimal("sha256", num_bytes=32)
             item.integer("size_bytes")
-    except (ValueError, InvalidSpecError) as error:  # the second: an object key that is none
+    except ValueError as error:
         raise CorruptObjectError(f"{what} is not readable: {error}", reason=reason, remedy=remedy) from error
     return manifest

@@ -76,9 +76,14 @@ class Deployment:
         """Create-only object that holds the uid of the run called `name`."""
         return f"{self.names_prefix}{check_run_name(name)}"
 
+    @property
+    def requests_prefix(self) -> str:
+        """Prefix of the create-only objects that make requests unique."""
+        return f"{self.prefix}/requests/"
+
     def request_object(self, request_id: str) -> str:
         """Create-only object that holds the uid that a request created."""
-        return f"{self.prefix}/requests/{check_request_id(request_id)}"
+        return f"{self.requests_prefix}{check_request_id(request_id)}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,67 +9,28 @@ A run that was reopened after a failure is sealed again, under the next number.
 import asyncio
 import datetime
 import hashlib
-import json
 import logging
-from dataclasses import dataclass
+import re
 
-from millrace.decoding import MAX_JSON_BYTES, decode_object
+from millrace.decoding import MAX_JSON_BYTES
 from millrace.errors import CorruptObjectError, NotFoundError
 from millrace.rollouts.batch_wire import closes_run
 from millrace.runlog.events.archive import EventArchive
 from millrace.runlog.names import Names
 from millrace.runlog.records.known import KnownObjects
+from millrace.runlog.records.sealed import Seal, seal_key
 from millrace.runlog.recovery.recover import load_history
 from millrace.runlog.redis.log import RunLog
 from millrace.storage import ObjectStore
 
 logger = logging.getLogger(__name__)
 
-FORMAT = 1
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Seal:
-    """What a seal says."""
-
-    run_uid: str
-    state: str
-    """The terminal state: SUCCEEDED, FAILED or CANCELLED."""
-    chain_hash: str
-    """Chain hash behind the closing header, hex."""
-    objects: dict[str, str]
-    """sha256 (hex) by key behind the run's prefix, of what the headers do not name."""
-    by: str
-    time: str
-    """On its writer's clock, ISO 8601 with a zone."""
-
-    def encode(self) -> bytes:
-        """Canonical JSON."""
-        fields = {name: getattr(self, name) for name in self.__slots__}
-        return json.dumps({"format": FORMAT, **fields}, sort_keys=True, indent=1).encode()
-
-    @classmethod
-    def decode(cls, data: bytes, *, where: str) -> "Seal":
-        """Parse a seal; `CorruptObjectError` if it is none."""
-        raw = decode_object(data, what=where, reason="SEAL_CORRUPT", remedy=_REMEDY)
-        texts = {name: raw.get(name) for name in ("run_uid", "state", "chain_hash", "by", "time")}
-        objects = raw.get("objects")
-        if (
-            raw.get("format") != FORMAT
-            or not all(isinstance(text, str) for text in texts.values())
-            or not isinstance(objects, dict)
-            or not all(isinstance(sha256, str) for sha256 in objects.values())
-        ):
-            raise CorruptObjectError(f"{where} is no seal", reason="SEAL_CORRUPT", remedy=_REMEDY)
-        return cls(objects=objects, **{name: str(text) for name, text in texts.items()})
-
-
-_REMEDY = "restore the object from a replica of the bucket"
-
-
-def seal_key(store: ObjectStore, names: Names) -> str:
-    """Where the seal of the run's present end lies (blocking): each reopening begins the next number."""
-    return names.seal(sum(1 for _ in store.list(names.reopenings)))
+_MAX_OTHERS = 1 << 18
+"""Most objects that a seal lists by their size: 30 MB of JSON."""
+_SEALED_WHOLE = ("events/", "policies/")
+"""What a seal names whole, also where headers do: readers of an ended run ask the seal alone."""
+_BY_CONTENT = "scores/"
+"""Named by the digests of the tokens that they are of: nobody finds another one, and there is one for each rollout."""
 
 
 def write_seal(
@@ -82,8 +43,9 @@ def write_seal(
     """
     if store.head(key) is not None:
         return False
-    objects = {ref.key: ref.sha256.hex() for ref in known.find_new(store, names)}
-    for other in _others(store, names):
+    objects = {name: sha256.hex() for prefix in _SEALED_WHOLE for name, sha256 in known.named(prefix).items()}
+    objects |= {ref.key: ref.sha256.hex() for ref in known.find_new(store, names)}
+    for other in _unnamed(store, names):
         try:
             data = store.get(other, max_bytes=MAX_JSON_BYTES)
         except NotFoundError:  # a checkpoint that was pruned just now
@@ -97,6 +59,7 @@ def write_seal(
         state=state,
         chain_hash=chain.hex(),
         objects=objects,
+        others=_others_by_size(store, names, known, objects),
         by=by,
         time=datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds"),
     )
@@ -120,7 +83,7 @@ async def seal_late(log: RunLog, *, state: str, by: str) -> bool:
     )
 
 
-def _others(store: ObjectStore, names: Names) -> list[str]:
+def _unnamed(store: ObjectStore, names: Names) -> list[str]:
     """What no header names: run.json, the marks of generations, reopenings, checkpoints, earlier seals."""
     keys = [names.run_json]
     for prefix in (names.generations, names.reopenings, names.seals):
@@ -128,3 +91,23 @@ def _others(store: ObjectStore, names: Names) -> list[str]:
     for prefix in store.list_prefixes(names.checkpoints):
         keys += [info.key for info in store.list(f"{prefix}manifest")]
     return keys
+
+
+def _others_by_size(
+    store: ObjectStore, names: Names, known: KnownObjects, objects: dict[str, str]
+) -> dict[str, int] | None:
+    """Everything that neither the headers nor `objects` name, and that is no attestation; None if it is too much."""
+    others: dict[str, int] = {}
+    named = objects.keys() | known.named("").keys()
+    headers = re.compile(re.escape(names.batches) + r"[0-9.r]+\.pb")
+    for prefix in store.list_prefixes(names.root):
+        if prefix in (names.attestations, names.root + _BY_CONTENT):
+            continue
+        for info in store.list(prefix):
+            key = info.key.removeprefix(names.root)
+            if key not in named and not known.holds(info.key) and not headers.fullmatch(info.key):
+                others[key] = info.size_bytes
+        if len(others) > _MAX_OTHERS:
+            logger.warning("too many objects to be listed in the seal", extra={"uid": names.uid})
+            return None
+    return others

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from millrace.decoding import KEY_RULE, require_key
 from millrace.errors import CorruptObjectError, InvalidSpecError, InvalidStateError, Violation
 
-MAX_KEY_BYTES = 900  # S3 allows 1024; the rest is for the bucket prefix
 MAX_GET_BYTES = (1 << 30) + (1 << 20)
 """Largest object that is read into memory at once: an archive of 1 GiB that does not compress. Larger ones are read in
 ranges, or into a file."""
@@ -87,31 +87,16 @@ class ObjectStore(Protocol):
 
 
 def check_key(key: str) -> str:
-    """Return `key` if it is a legal object key, else raise.
+    """Return `key` if it is a legal object key (`decoding.require_key`), else raise.
 
-    Legal: relative, segments that are neither empty nor "." nor "..", no NUL, at most 900 bytes. A key must not be a
-    directory of another one ("a" and "a/b"): a filesystem cannot hold both.
+    A key must not be a directory of another one ("a" and "a/b"): a filesystem cannot hold both.
     """
-    segments = key.split("/")
-    if (
-        not key
-        or any(segment in ("", ".", "..") for segment in segments)
-        or "\0" in key
-        or segments[0] == ".tmp"
-        or not is_text(key)
-        or len(key.encode()) > MAX_KEY_BYTES
-    ):
-        raise InvalidSpecError(
-            [
-                Violation(
-                    field="key",
-                    value=key[:200],
-                    message=f"is no object key: relative, no empty, '.' or '..' segment, at most {MAX_KEY_BYTES} bytes",
-                    source="object store",
-                )
-            ]
-        )
-    return key
+    try:
+        return require_key(key, what="key")
+    except ValueError as error:
+        message = f"is no object key: {KEY_RULE}"
+        violation = Violation(field="key", value=key[:200], message=message, source="object store")
+        raise InvalidSpecError([violation]) from error
 
 
 def require_size(size_bytes: int, max_bytes: int, *, key: str, uri: str) -> None:
@@ -135,11 +120,6 @@ def require_range(data: bytes, start: int, length: int, *, key: str, uri: str) -
             metadata={"key": key},
         )
     return data
-
-
-def is_text(key: str) -> bool:
-    """Whether a key can be encoded: the name of a file of others may be any bytes."""
-    return not any("\ud800" <= char <= "\udfff" for char in key)
 
 
 def cannot_carry_runs(where: str, problem: str) -> InvalidStateError:

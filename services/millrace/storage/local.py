@@ -15,13 +15,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
+from millrace.decoding import is_text
 from millrace.errors import CapacityError, NotFoundError
 from millrace.storage.base import (
     MAX_GET_BYTES,
     ObjectInfo,
     check_key,
     check_prefix,
-    is_text,
     require_range,
     require_size,
 )

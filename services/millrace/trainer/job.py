@@ -266,6 +266,7 @@ def make_token_logs(
         share=learner.config.token_log.share,
         lineage=plan.lineage,
         gang=context.gang,
+        on_stored=reporter.token_log_stored,
         on_problem=lambda message: reporter.warning("TOKEN_LOG_NOT_STORED", message),
     )
 

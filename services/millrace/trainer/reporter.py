@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from millrace.internal.v1 import batch_pb2
+from millrace.runlog.records.token_logs import StoredTokenLog
 from millrace.trainer import meters
 from millrace.trainer.checkpoint.checkpointer import SavedCheckpoint
 from millrace.trainer.learning.flops import Utilization
@@ -130,6 +131,13 @@ class Reporter:
             step=saved.step, uri=saved.uri, size_bytes=saved.size_bytes, manifest_sha256=saved.manifest_sha256
         )
         self._write(event_pb2.Event(checkpoint_saved=body))
+
+    def token_log_stored(self, stored: StoredTokenLog) -> None:
+        """Report that the log-probs of a step are durable."""
+        body = event_pb2.TokenLogStored(
+            step=stored.step, key=stored.key, sha256=stored.sha256, size_bytes=stored.size_bytes
+        )
+        self._write(event_pb2.Event(token_log_stored=body))
 
     def score_completed(self, body: event_pb2.ScoreCompleted) -> None:
         """Report how far trainer and engine agree on the final evaluation."""

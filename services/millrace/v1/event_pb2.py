@@ -26,7 +26,7 @@ from google.protobuf import timestamp_pb2 as google_dot_protobuf_dot_timestamp__
 from millrace.v1 import run_pb2 as millrace_dot_v1_dot_run__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17millrace/v1/event.proto\x12\x0bmillrace.v1\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x15millrace/v1/run.proto\"\xbf\x05\n\x05\x45vent\x12\x0e\n\x06\x63ursor\x18\x01 \x01(\t\x12(\n\x04time\x18\x02 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x0e\n\x06writer\x18\x03 \x01(\t\x12\x17\n\x0fwriter_sequence\x18\x04 \x01(\x04\x12\x32\n\rstate_changed\x18\x05 \x01(\x0b\x32\x19.millrace.v1.StateChangedH\x00\x12\x34\n\x0estep_completed\x18\x06 \x01(\x0b\x32\x1a.millrace.v1.StepCompletedH\x00\x12\x34\n\x0e\x65val_completed\x18\x07 \x01(\x0b\x32\x1a.millrace.v1.EvalCompletedH\x00\x12\x38\n\x10policy_published\x18\x08 \x01(\x0b\x32\x1c.millrace.v1.PolicyPublishedH\x00\x12\x38\n\x10\x63heckpoint_saved\x18\t \x01(\x0b\x32\x1c.millrace.v1.CheckpointSavedH\x00\x12\'\n\x07warning\x18\n \x01(\x0b\x32\x14.millrace.v1.WarningH\x00\x12\x32\n\rwait_reported\x18\x0b \x01(\x0b\x32\x19.millrace.v1.WaitReportedH\x00\x12\x36\n\x0fscore_completed\x18\x0c \x01(\x0b\x32\x1b.millrace.v1.ScoreCompletedH\x00\x12\x36\n\x0f\x62\x61tch_committed\x18\r \x01(\x0b\x32\x1b.millrace.v1.BatchCommittedH\x00\x12\x32\n\rpolicy_served\x18\x0e \x01(\x0b\x32\x19.millrace.v1.PolicyServedH\x00\x12\x36\n\x0frollouts_failed\x18\x0f \x01(\x0b\x32\x1b.millrace.v1.RolloutsFailedH\x00\x42\x06\n\x04\x62ody\"\xac\x01\n\x0cStateChanged\x12(\n\told_state\x18\x01 \x01(\x0e\x32\x15.millrace.v1.RunState\x12(\n\tnew_state\x18\x02 \x01(\x0e\x32\x15.millrace.v1.RunState\x12\x0e\n\x06reason\x18\x03 \x01(\t\x12$\n\x05\x65rror\x18\x04 \x01(\x0b\x32\x15.millrace.v1.RunError\x12\x12\n\nchain_hash\x18\x05 \x01(\t\"\xb5\x02\n\rStepCompleted\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12\x13\n\x0breward_mean\x18\x02 \x01(\x01\x12\x16\n\x0estaleness_mean\x18\x03 \x01(\x01\x12\x15\n\rstaleness_max\x18\x04 \x01(\x04\x12\x12\n\nnum_tokens\x18\x05 \x01(\x04\x12\x14\n\x0cnum_rollouts\x18\x06 \x01(\x04\x12\x14\n\x0cstep_seconds\x18\x07 \x01(\x01\x12\x14\n\x0cwait_seconds\x18\x08 \x01(\x01\x12\x38\n\x07metrics\x18\t \x03(\x0b\x32\'.millrace.v1.StepCompleted.MetricsEntry\x12\x12\n\nchain_hash\x18\n \x01(\t\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"\xd0\x02\n\rEvalCompleted\x12\x0b\n\x03\x65nv\x18\x01 \x01(\t\x12\x16\n\x0epolicy_version\x18\x02 \x01(\x04\x12\x0c\n\x04step\x18\x03 \x01(\x04\x12\x13\n\x0breward_mean\x18\x04 \x01(\x01\x12\x14\n\x0cnum_rollouts\x18\x05 \x01(\x04\x12\x12\n\nnum_failed\x18\x06 \x01(\x04\x12\x38\n\x07metrics\x18\x07 \x03(\x0b\x32\'.millrace.v1.EvalCompleted.MetricsEntry\x12\x0f\n\x07seconds\x18\x08 \x01(\x01\x12\x1a\n\x12policy_version_max\x18\t \x01(\x04\x12\x0f\n\x07\x65val_id\x18\n \x01(\t\x12\x14\n\x0c\x66\x61iled_tasks\x18\x0b \x03(\t\x12\x0f\n\x07skipped\x18\x0c \x03(\x04\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"\xcb\x01\n\x0fPolicyPublished\x12\x0f\n\x07lineage\x18\x01 \x01(\r\x12\x0f\n\x07version\x18\x02 \x01(\x04\x12\x12\n\nsize_bytes\x18\x03 \x01(\x04\x12\x0f\n\x07seconds\x18\x04 \x01(\x01\x12\x0b\n\x03uri\x18\x05 \x01(\t\x12\x12\n\nfull_bytes\x18\x06 \x01(\x04\x12\r\n\x05\x63odec\x18\x07 \x01(\t\x12\x18\n\x10\x63hanged_fraction\x18\x08 \x01(\x01\x12\x0e\n\x06\x64igest\x18\t \x01(\t\x12\x17\n\x0fmanifest_sha256\x18\n \x01(\t\"\xaa\x01\n\x0cPolicyServed\x12\x0f\n\x07replica\x18\x01 \x01(\t\x12\x0f\n\x07lineage\x18\x02 \x01(\r\x12\x0f\n\x07version\x18\x03 \x01(\x04\x12\x15\n\rpause_seconds\x18\x04 \x01(\x01\x12\r\n\x05proof\x18\x05 \x01(\t\x12\x15\n\rfetched_bytes\x18\x06 \x01(\x04\x12\x12\n\nfull_bytes\x18\x07 \x01(\x04\x12\x16\n\x0eupdate_seconds\x18\x08 \x01(\x01\"Y\n\x0f\x43heckpointSaved\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12\x0b\n\x03uri\x18\x02 \x01(\t\x12\x12\n\nsize_bytes\x18\x03 \x01(\x04\x12\x17\n\x0fmanifest_sha256\x18\x04 \x01(\t\"\xe9\x03\n\x0e\x42\x61tchCommitted\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12\x13\n\x0bnum_trained\x18\x02 \x01(\x04\x12\x39\n\x07\x64ropped\x18\x03 \x03(\x0b\x32(.millrace.v1.BatchCommitted.DroppedEntry\x12\x12\n\nnum_tokens\x18\x04 \x01(\x04\x12\x12\n\nchain_hash\x18\x05 \x01(\t\x12;\n\x08\x66iltered\x18\x06 \x03(\x0b\x32).millrace.v1.BatchCommitted.FilteredEntry\x12\x16\n\x0enum_easy_tasks\x18\x07 \x01(\x04\x12\x18\n\x10num_normal_tasks\x18\x08 \x01(\x04\x12\x16\n\x0enum_hard_tasks\x18\t \x01(\x04\x12\x39\n\x07metrics\x18\n \x03(\x0b\x32(.millrace.v1.BatchCommitted.MetricsEntry\x1a.\n\x0c\x44roppedEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\x1a/\n\rFilteredEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"P\n\x0eRolloutsFailed\x12-\n\x0b\x65nvironment\x18\x01 \x01(\x0b\x32\x18.millrace.v1.EnvRollouts\x12\x0f\n\x07message\x18\x02 \x01(\t\"*\n\x07Warning\x12\x0e\n\x06reason\x18\x01 \x01(\t\x12\x0f\n\x07message\x18\x02 \x01(\t\"/\n\x0cWaitReported\x12\x1f\n\x04wait\x18\x01 \x01(\x0b\x32\x11.millrace.v1.Wait\"h\n\x0eScoreCompleted\x12\x0f\n\x07version\x18\x01 \x01(\x04\x12\x12\n\nnum_tokens\x18\x02 \x01(\x04\x12\x13\n\x0bmismatch_kl\x18\x03 \x01(\x01\x12\x1c\n\x14max_abs_logprob_diff\x18\x04 \x01(\x01\"w\n\x04Wait\x12\r\n\x05owner\x18\x01 \x01(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\x10\n\x08waits_on\x18\x03 \x01(\t\x12\x13\n\x0b\x61ge_seconds\x18\x04 \x01(\x01\x12\x18\n\x10\x64\x65\x61\x64line_seconds\x18\x05 \x01(\x01\x12\x0f\n\x07run_uid\x18\x06 \x01(\tb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17millrace/v1/event.proto\x12\x0bmillrace.v1\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x15millrace/v1/run.proto\"\xf8\x05\n\x05\x45vent\x12\x0e\n\x06\x63ursor\x18\x01 \x01(\t\x12(\n\x04time\x18\x02 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x0e\n\x06writer\x18\x03 \x01(\t\x12\x17\n\x0fwriter_sequence\x18\x04 \x01(\x04\x12\x32\n\rstate_changed\x18\x05 \x01(\x0b\x32\x19.millrace.v1.StateChangedH\x00\x12\x34\n\x0estep_completed\x18\x06 \x01(\x0b\x32\x1a.millrace.v1.StepCompletedH\x00\x12\x34\n\x0e\x65val_completed\x18\x07 \x01(\x0b\x32\x1a.millrace.v1.EvalCompletedH\x00\x12\x38\n\x10policy_published\x18\x08 \x01(\x0b\x32\x1c.millrace.v1.PolicyPublishedH\x00\x12\x38\n\x10\x63heckpoint_saved\x18\t \x01(\x0b\x32\x1c.millrace.v1.CheckpointSavedH\x00\x12\'\n\x07warning\x18\n \x01(\x0b\x32\x14.millrace.v1.WarningH\x00\x12\x32\n\rwait_reported\x18\x0b \x01(\x0b\x32\x19.millrace.v1.WaitReportedH\x00\x12\x36\n\x0fscore_completed\x18\x0c \x01(\x0b\x32\x1b.millrace.v1.ScoreCompletedH\x00\x12\x36\n\x0f\x62\x61tch_committed\x18\r \x01(\x0b\x32\x1b.millrace.v1.BatchCommittedH\x00\x12\x32\n\rpolicy_served\x18\x0e \x01(\x0b\x32\x19.millrace.v1.PolicyServedH\x00\x12\x36\n\x0frollouts_failed\x18\x0f \x01(\x0b\x32\x1b.millrace.v1.RolloutsFailedH\x00\x12\x37\n\x10token_log_stored\x18\x10 \x01(\x0b\x32\x1b.millrace.v1.TokenLogStoredH\x00\x42\x06\n\x04\x62ody\"\xac\x01\n\x0cStateChanged\x12(\n\told_state\x18\x01 \x01(\x0e\x32\x15.millrace.v1.RunState\x12(\n\tnew_state\x18\x02 \x01(\x0e\x32\x15.millrace.v1.RunState\x12\x0e\n\x06reason\x18\x03 \x01(\t\x12$\n\x05\x65rror\x18\x04 \x01(\x0b\x32\x15.millrace.v1.RunError\x12\x12\n\nchain_hash\x18\x05 \x01(\t\"\xb5\x02\n\rStepCompleted\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12\x13\n\x0breward_mean\x18\x02 \x01(\x01\x12\x16\n\x0estaleness_mean\x18\x03 \x01(\x01\x12\x15\n\rstaleness_max\x18\x04 \x01(\x04\x12\x12\n\nnum_tokens\x18\x05 \x01(\x04\x12\x14\n\x0cnum_rollouts\x18\x06 \x01(\x04\x12\x14\n\x0cstep_seconds\x18\x07 \x01(\x01\x12\x14\n\x0cwait_seconds\x18\x08 \x01(\x01\x12\x38\n\x07metrics\x18\t \x03(\x0b\x32\'.millrace.v1.StepCompleted.MetricsEntry\x12\x12\n\nchain_hash\x18\n \x01(\t\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"\xd0\x02\n\rEvalCompleted\x12\x0b\n\x03\x65nv\x18\x01 \x01(\t\x12\x16\n\x0epolicy_version\x18\x02 \x01(\x04\x12\x0c\n\x04step\x18\x03 \x01(\x04\x12\x13\n\x0breward_mean\x18\x04 \x01(\x01\x12\x14\n\x0cnum_rollouts\x18\x05 \x01(\x04\x12\x12\n\nnum_failed\x18\x06 \x01(\x04\x12\x38\n\x07metrics\x18\x07 \x03(\x0b\x32\'.millrace.v1.EvalCompleted.MetricsEntry\x12\x0f\n\x07seconds\x18\x08 \x01(\x01\x12\x1a\n\x12policy_version_max\x18\t \x01(\x04\x12\x0f\n\x07\x65val_id\x18\n \x01(\t\x12\x14\n\x0c\x66\x61iled_tasks\x18\x0b \x03(\t\x12\x0f\n\x07skipped\x18\x0c \x03(\x04\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"\xcb\x01\n\x0fPolicyPublished\x12\x0f\n\x07lineage\x18\x01 \x01(\r\x12\x0f\n\x07version\x18\x02 \x01(\x04\x12\x12\n\nsize_bytes\x18\x03 \x01(\x04\x12\x0f\n\x07seconds\x18\x04 \x01(\x01\x12\x0b\n\x03uri\x18\x05 \x01(\t\x12\x12\n\nfull_bytes\x18\x06 \x01(\x04\x12\r\n\x05\x63odec\x18\x07 \x01(\t\x12\x18\n\x10\x63hanged_fraction\x18\x08 \x01(\x01\x12\x0e\n\x06\x64igest\x18\t \x01(\t\x12\x17\n\x0fmanifest_sha256\x18\n \x01(\t\"\xaa\x01\n\x0cPolicyServed\x12\x0f\n\x07replica\x18\x01 \x01(\t\x12\x0f\n\x07lineage\x18\x02 \x01(\r\x12\x0f\n\x07version\x18\x03 \x01(\x04\x12\x15\n\rpause_seconds\x18\x04 \x01(\x01\x12\r\n\x05proof\x18\x05 \x01(\t\x12\x15\n\rfetched_bytes\x18\x06 \x01(\x04\x12\x12\n\nfull_bytes\x18\x07 \x01(\x04\x12\x16\n\x0eupdate_seconds\x18\x08 \x01(\x01\"Y\n\x0f\x43heckpointSaved\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12\x0b\n\x03uri\x18\x02 \x01(\t\x12\x12\n\nsize_bytes\x18\x03 \x01(\x04\x12\x17\n\x0fmanifest_sha256\x18\x04 \x01(\t\"O\n\x0eTokenLogStored\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12\x0b\n\x03key\x18\x02 \x01(\t\x12\x0e\n\x06sha256\x18\x03 \x01(\t\x12\x12\n\nsize_bytes\x18\x04 \x01(\x04\"\xe9\x03\n\x0e\x42\x61tchCommitted\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12\x13\n\x0bnum_trained\x18\x02 \x01(\x04\x12\x39\n\x07\x64ropped\x18\x03 \x03(\x0b\x32(.millrace.v1.BatchCommitted.DroppedEntry\x12\x12\n\nnum_tokens\x18\x04 \x01(\x04\x12\x12\n\nchain_hash\x18\x05 \x01(\t\x12;\n\x08\x66iltered\x18\x06 \x03(\x0b\x32).millrace.v1.BatchCommitted.FilteredEntry\x12\x16\n\x0enum_easy_tasks\x18\x07 \x01(\x04\x12\x18\n\x10num_normal_tasks\x18\x08 \x01(\x04\x12\x16\n\x0enum_hard_tasks\x18\t \x01(\x04\x12\x39\n\x07metrics\x18\n \x03(\x0b\x32(.millrace.v1.BatchCommitted.MetricsEntry\x1a.\n\x0c\x44roppedEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\x1a/\n\rFilteredEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"P\n\x0eRolloutsFailed\x12-\n\x0b\x65nvironment\x18\x01 \x01(\x0b\x32\x18.millrace.v1.EnvRollouts\x12\x0f\n\x07message\x18\x02 \x01(\t\"*\n\x07Warning\x12\x0e\n\x06reason\x18\x01 \x01(\t\x12\x0f\n\x07message\x18\x02 \x01(\t\"/\n\x0cWaitReported\x12\x1f\n\x04wait\x18\x01 \x01(\x0b\x32\x11.millrace.v1.Wait\"h\n\x0eScoreCompleted\x12\x0f\n\x07version\x18\x01 \x01(\x04\x12\x12\n\nnum_tokens\x18\x02 \x01(\x04\x12\x13\n\x0bmismatch_kl\x18\x03 \x01(\x01\x12\x1c\n\x14max_abs_logprob_diff\x18\x04 \x01(\x01\"w\n\x04Wait\x12\r\n\x05owner\x18\x01 \x01(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\x10\n\x08waits_on\x18\x03 \x01(\t\x12\x13\n\x0b\x61ge_seconds\x18\x04 \x01(\x01\x12\x18\n\x10\x64\x65\x61\x64line_seconds\x18\x05 \x01(\x01\x12\x0f\n\x07run_uid\x18\x06 \x01(\tb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -44,39 +44,41 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_BATCHCOMMITTED_METRICSENTRY']._loaded_options = None
   _globals['_BATCHCOMMITTED_METRICSENTRY']._serialized_options = b'8\001'
   _globals['_EVENT']._serialized_start=97
-  _globals['_EVENT']._serialized_end=800
-  _globals['_STATECHANGED']._serialized_start=803
-  _globals['_STATECHANGED']._serialized_end=975
-  _globals['_STEPCOMPLETED']._serialized_start=978
-  _globals['_STEPCOMPLETED']._serialized_end=1287
-  _globals['_STEPCOMPLETED_METRICSENTRY']._serialized_start=1241
-  _globals['_STEPCOMPLETED_METRICSENTRY']._serialized_end=1287
-  _globals['_EVALCOMPLETED']._serialized_start=1290
-  _globals['_EVALCOMPLETED']._serialized_end=1626
-  _globals['_EVALCOMPLETED_METRICSENTRY']._serialized_start=1241
-  _globals['_EVALCOMPLETED_METRICSENTRY']._serialized_end=1287
-  _globals['_POLICYPUBLISHED']._serialized_start=1629
-  _globals['_POLICYPUBLISHED']._serialized_end=1832
-  _globals['_POLICYSERVED']._serialized_start=1835
-  _globals['_POLICYSERVED']._serialized_end=2005
-  _globals['_CHECKPOINTSAVED']._serialized_start=2007
-  _globals['_CHECKPOINTSAVED']._serialized_end=2096
-  _globals['_BATCHCOMMITTED']._serialized_start=2099
-  _globals['_BATCHCOMMITTED']._serialized_end=2588
-  _globals['_BATCHCOMMITTED_DROPPEDENTRY']._serialized_start=2445
-  _globals['_BATCHCOMMITTED_DROPPEDENTRY']._serialized_end=2491
-  _globals['_BATCHCOMMITTED_FILTEREDENTRY']._serialized_start=2493
-  _globals['_BATCHCOMMITTED_FILTEREDENTRY']._serialized_end=2540
-  _globals['_BATCHCOMMITTED_METRICSENTRY']._serialized_start=1241
-  _globals['_BATCHCOMMITTED_METRICSENTRY']._serialized_end=1287
-  _globals['_ROLLOUTSFAILED']._serialized_start=2590
-  _globals['_ROLLOUTSFAILED']._serialized_end=2670
-  _globals['_WARNING']._serialized_start=2672
-  _globals['_WARNING']._serialized_end=2714
-  _globals['_WAITREPORTED']._serialized_start=2716
-  _globals['_WAITREPORTED']._serialized_end=2763
-  _globals['_SCORECOMPLETED']._serialized_start=2765
-  _globals['_SCORECOMPLETED']._serialized_end=2869
-  _globals['_WAIT']._serialized_start=2871
-  _globals['_WAIT']._serialized_end=2990
+  _globals['_EVENT']._serialized_end=857
+  _globals['_STATECHANGED']._serialized_start=860
+  _globals['_STATECHANGED']._serialized_end=1032
+  _globals['_STEPCOMPLETED']._serialized_start=1035
+  _globals['_STEPCOMPLETED']._serialized_end=1344
+  _globals['_STEPCOMPLETED_METRICSENTRY']._serialized_start=1298
+  _globals['_STEPCOMPLETED_METRICSENTRY']._serialized_end=1344
+  _globals['_EVALCOMPLETED']._serialized_start=1347
+  _globals['_EVALCOMPLETED']._serialized_end=1683
+  _globals['_EVALCOMPLETED_METRICSENTRY']._serialized_start=1298
+  _globals['_EVALCOMPLETED_METRICSENTRY']._serialized_end=1344
+  _globals['_POLICYPUBLISHED']._serialized_start=1686
+  _globals['_POLICYPUBLISHED']._serialized_end=1889
+  _globals['_POLICYSERVED']._serialized_start=1892
+  _globals['_POLICYSERVED']._serialized_end=2062
+  _globals['_CHECKPOINTSAVED']._serialized_start=2064
+  _globals['_CHECKPOINTSAVED']._serialized_end=2153
+  _globals['_TOKENLOGSTORED']._serialized_start=2155
+  _globals['_TOKENLOGSTORED']._serialized_end=2234
+  _globals['_BATCHCOMMITTED']._serialized_start=2237
+  _globals['_BATCHCOMMITTED']._serialized_end=2726
+  _globals['_BATCHCOMMITTED_DROPPEDENTRY']._serialized_start=2583
+  _globals['_BATCHCOMMITTED_DROPPEDENTRY']._serialized_end=2629
+  _globals['_BATCHCOMMITTED_FILTEREDENTRY']._serialized_start=2631
+  _globals['_BATCHCOMMITTED_FILTEREDENTRY']._serialized_end=2678
+  _globals['_BATCHCOMMITTED_METRICSENTRY']._serialized_start=1298
+  _globals['_BATCHCOMMITTED_METRICSENTRY']._serialized_end=1344
+  _globals['_ROLLOUTSFAILED']._serialized_start=2728
+  _globals['_ROLLOUTSFAILED']._serialized_end=2808
+  _globals['_WARNING']._serialized_start=2810
+  _globals['_WARNING']._serialized_end=2852
+  _globals['_WAITREPORTED']._serialized_start=2854
+  _globals['_WAITREPORTED']._serialized_end=2901
+  _globals['_SCORECOMPLETED']._serialized_start=2903
+  _globals['_SCORECOMPLETED']._serialized_end=3007
+  _globals['_WAIT']._serialized_start=3009
+  _globals['_WAIT']._serialized_end=3128
 # @@protoc_insertion_point(module_scope)

@@ -21,7 +21,7 @@ from millrace.rpc.channel import call
 from millrace.runlog import Names
 from millrace.runlog.records.revisions import list_headers
 from millrace.runlog.records.run_record import RunRecord
-from millrace.runlog.seal import Seal
+from millrace.runlog.records.sealed import Seal
 from millrace.v1 import run_pb2, run_service_pb2
 from millrace_testing.orchestrator.runs import CONFIG, bodies, config_json, create, watch
 from millrace_testing.patience import patient

@@ -54,7 +54,7 @@ def key_of(run, kind: str) -> str:
         "name": Deployment(names.prefix).name_object("demo"),
         "chunk": run.header(2).chunks[0].key,
         "rollouts": run.header(1).rollouts_key,
-        "checkpoint file": f"{names.checkpoint(3)}e00000001-abcd/shard.distcp",
+        "checkpoint file": f"{names.checkpoint(3)}e00000001-abcd/rank-00000.bin",
         "policy object": policy_object(run),
     }[kind]
 

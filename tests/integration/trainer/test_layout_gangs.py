@@ -15,6 +15,7 @@ from millrace.policies.verify import prove_policies
 from millrace.runlog.audit import Depth, audit_run
 from millrace.telemetry import faults
 from millrace.telemetry.faults import Fault, Point
+from millrace.trainer.checkpoint.proof import differences
 from millrace_testing.model_files import write_tokenizer
 from millrace_testing.trainer.equality import LAYOUTS, make_model
 
@@ -44,7 +45,7 @@ def _train(recorder: Recorder, *, world_size: int, faults_of_ranks: Path) -> Non
 
 
 def _require_clean(recorder: Recorder) -> None:
-    depth = Depth(is_deep=True, prove=prove_policies)
+    depth = Depth(is_deep=True, prove=prove_policies, compare=differences)
     audit = audit_run(recorder.log.redis, recorder.store, prefix=recorder.prefix, uid=recorder.uid, depth=depth)
     ours = ("POLICY", "CHECKPOINT", "EVENT", "STEP", "HEADER", "CHAIN")
     assert not [each for each in recorder.call(audit).violations if each.check.startswith(ours)]

@@ -18,6 +18,7 @@ from millrace.runlog.audit import Depth, audit_run
 from millrace.runlog.records.revisions import Reopening
 from millrace.telemetry import faults
 from millrace.telemetry.faults import Fault, Point
+from millrace.trainer.checkpoint.proof import differences
 from millrace_testing.trainer.torchrun import train_gang
 
 Recorder = Any  # conftest.Recorder; tests are not importable from one another
@@ -73,7 +74,7 @@ def test_a_step_that_is_not_finite_changes_nothing_says_where_and_replays_alike(
     for step in (1, 2):
         assert main(["run", "replay", "tiny-run", "--step", str(step), *where]) == 0
         assert f"equal: version {step + 1} has digest {digests[step + 1]}" in capsys.readouterr().out
-    depth = Depth(is_deep=True, prove=prove_policies)
+    depth = Depth(is_deep=True, prove=prove_policies, compare=differences)
     report = recorder.call(
         audit_run(recorder.log.redis, recorder.store, prefix=recorder.prefix, uid=recorder.uid, depth=depth)
     )

@@ -93,7 +93,9 @@ class RunWriter:
             ordinal=step, env=self.env, task_id=f"id-{step}", outcome=batch_pb2.ORDINAL_OUTCOME_TRAINED, attempts=1
         )
         header.rollouts_key = f"{self.names.rollout_data(step, 1, 'n')}rollouts.pb.zst"
-        self.store.put(header.rollouts_key, encode_archive([*rollouts, *more]))
+        archive = encode_archive([*rollouts, *more])
+        self.store.put(header.rollouts_key, archive)
+        header.rollouts_sha256 = hashlib.sha256(archive).digest()
         self.store.create(self.names.batch_header(step), header.SerializeToString())
 
     def token_log(self, step: int, *, members: Sequence[int], difference: float = 0.25, chain: bytes = b"") -> None:

@@ -1,5 +1,6 @@
 """`millrace run samples` and `millrace eval show`, on archives as a run writes them."""
 
+import hashlib
 import json
 from pathlib import Path
 from typing import Any
@@ -73,7 +74,9 @@ def commit(store: LocalStore, step: int, rollouts: list[Rollout]) -> None:
     names = Names("millrace", UID)
     header = batch_pb2.BatchHeader(run_uid=UID, kind=batch_pb2.BATCH_KIND_TRAIN, step=step)
     header.rollouts_key = f"{names.rollout_data(step, 1, 'n')}rollouts.pb.zst"
-    store.create(header.rollouts_key, encode_archive(rollouts))
+    archive = encode_archive(rollouts)
+    store.create(header.rollouts_key, archive)
+    header.rollouts_sha256 = hashlib.sha256(archive).digest()
     store.create(names.batch_header(step), header.SerializeToString())
 
 

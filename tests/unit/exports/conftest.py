@@ -66,7 +66,9 @@ class StoredRun:
             header.chunks[index].key = f"{NAMES.batch_data(step, 1, 'n')}chunk-{index:05d}.pb"
             self.store.put(header.chunks[index].key, chunk)
         header.rollouts_key = f"{NAMES.rollout_data(step, 1, 'n')}rollouts.pb.zst"
-        self.store.put(header.rollouts_key, encode_archive(rollouts))
+        archive = encode_archive(rollouts)
+        self.store.put(header.rollouts_key, archive)
+        header.rollouts_sha256 = hashlib.sha256(archive).digest()
         self.store.create(NAMES.batch_header(step), header.SerializeToString())
 
     def _rollout(self, step: int, member: int) -> Rollout:

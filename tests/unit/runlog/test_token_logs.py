@@ -1,5 +1,6 @@
 """Where token logs lie: created once, never overwritten, and the newest of a step is found."""
 
+import hashlib
 from pathlib import Path
 
 import numpy as np
@@ -48,10 +49,13 @@ def keys(store: LocalStore) -> list[str]:
 
 def test_equal_bytes_are_written_once_and_others_stand_behind_them(store: LocalStore) -> None:
     assert find_token_log(store, NAMES, 7) is None
-    assert store_token_log(store, NAMES, log(-1.0)) and store_token_log(store, NAMES, log(-1.0))
+    stored = store_token_log(store, NAMES, log(-1.0))
+    assert not stored.is_another and store_token_log(store, NAMES, log(-1.0)) == stored
+    data = store.get(NAMES.root + stored.key)
+    assert (stored.sha256, stored.size_bytes) == (hashlib.sha256(data).hexdigest(), len(data))
     assert keys(store) == ["0000.bin"] and value_of(store) == -1
-    assert not store_token_log(store, NAMES, log(-2.0))
-    assert store_token_log(store, NAMES, log(-2.0))
+    assert store_token_log(store, NAMES, log(-2.0)).is_another
+    assert not store_token_log(store, NAMES, log(-2.0)).is_another
     assert keys(store) == ["0000.bin", "0000.r1.bin"] and value_of(store) == -2
 
 
@@ -59,13 +63,13 @@ def test_a_damaged_one_stays_and_gets_a_successor(store: LocalStore) -> None:
     store.create(f"{ROOT}0000.bin", b"damaged")
     with pytest.raises(CorruptObjectError, match=r"0000\.bin"):
         load_token_log(store, f"{ROOT}0000.bin")
-    assert not store_token_log(store, NAMES, log(-1.0))
+    assert store_token_log(store, NAMES, log(-1.0)).is_another
     assert store.get(f"{ROOT}0000.bin") == b"damaged" and value_of(store) == -1
 
 
 def test_the_lineage_that_the_run_went_on_with_counts(store: LocalStore) -> None:
     for lineage in (0, 2, 10, 1):
-        assert store_token_log(store, NAMES, log(-lineage, lineage=lineage))
+        assert not store_token_log(store, NAMES, log(-lineage, lineage=lineage)).is_another
     assert value_of(store) == -10
     for name in ("99.bin", "0011.bin.x", "0011.r0.bin", "x", "0012"):
         store.put(ROOT + name, b"of nobody")

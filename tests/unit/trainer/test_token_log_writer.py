@@ -10,10 +10,11 @@ import torch
 
 from millrace.errors import FencedError, UnavailableError
 from millrace.internal.v1 import batch_pb2
+from millrace.policies.manifest import sha256_hex
 from millrace.rollouts.token_log import chosen_rollouts
 from millrace.rollouts.types import TrainSample
 from millrace.runlog.names import Names
-from millrace.runlog.records.token_logs import find_token_log, load_token_log
+from millrace.runlog.records.token_logs import StoredTokenLog, find_token_log, load_token_log
 from millrace.storage.local import LocalStore
 from millrace.trainer.gang.distributed import Gang
 from millrace.trainer.learning.batch import Minibatch, build_micro_batch
@@ -50,8 +51,13 @@ def store(tmp_path: Path) -> Iterator[SlowStore]:
     found.may_create.set()
 
 
-def writer(store: LocalStore, told: list[str], *, share: float = 1.0) -> TokenLogWriter:
-    return TokenLogWriter(store, NAMES, share=share, lineage=0, gang=Gang(), on_problem=told.append)
+def writer(
+    store: LocalStore, told: list[str], *, share: float = 1.0, stored: list[StoredTokenLog] | None = None
+) -> TokenLogWriter:
+    on_stored = [].append if stored is None else stored.append
+    return TokenLogWriter(
+        store, NAMES, share=share, lineage=0, gang=Gang(), on_stored=on_stored, on_problem=told.append
+    )
 
 
 def sample(index: int) -> TrainSample:
@@ -94,12 +100,13 @@ def hand_over(to: TokenLogWriter, step: int) -> None:
 
 
 def test_each_sampled_token_has_its_own_value(store: SlowStore) -> None:
-    told: list[str] = []
+    told, stored = list[str](), list[StoredTokenLog]()
     store.may_create.set()
-    with writer(store, told) as writing:
+    with writer(store, told, stored=stored) as writing:
         hand_over(writing, 3)
     key = find_token_log(store, NAMES, 3)
     assert key is not None and told == []
+    assert [(NAMES.root + each.key, each.sha256) for each in stored] == [(key, sha256_hex(store.get(key)))]
     log = load_token_log(store, key)
     assert (log.step, log.chain_hash, log.num_rollouts, log.share) == (3, b"\3" * 32, 4, 1.0)
     assert [each.sample for each in log.samples] == [0, 1, 2, 3]
@@ -165,7 +172,9 @@ def test_a_warning_that_cannot_be_written_ends_nothing(store: SlowStore, failure
 
     store.may_create.set()
     store.failures = [UnavailableError("away")]
-    with TokenLogWriter(store, NAMES, share=1.0, lineage=0, gang=Gang(), on_problem=refuse) as writing:
+    with TokenLogWriter(
+        store, NAMES, share=1.0, lineage=0, gang=Gang(), on_stored=[].append, on_problem=refuse
+    ) as writing:
         hand_over(writing, 0)
         hand_over(writing, 1)
     assert [step for step in range(2) if find_token_log(store, NAMES, step)] == [1]

@@ -67,14 +67,12 @@ class RunPolicies:
 
     def find(self) -> dict[int, str]:
         """The manifest's key of every published version, of the newest lineage that has it."""
-        from millrace.runlog.records.listing import list_policies
-        from millrace.storage.commit_points import find_newest
+        from millrace.runlog.records.listing import published_policies
 
         found: dict[int, str] = {}
-        for version, lineage in list_policies(self.store, self.names):
-            if (key := find_newest(self.store, self.names.policy_manifest(lineage, version))) is not None:
-                found[version] = key
-        return found
+        for version, key in published_policies(self.store, self.names):
+            found.setdefault(version, key)
+        return dict(sorted(found.items()))
 
     def download(self, key: str, directory: Path) -> Path:
         """Write one version as a whole model; an adapter is merged into its base."""

@@ -66,14 +66,15 @@ def _depth(request: AuditRequest) -> "Depth":
     from millrace.runlog.attest import Attestation, load_key
     from millrace.runlog.audit import Depth
 
-    prove = None
+    prove = compare = None
     if request.is_deep:
         from millrace.policies.verify import prove_policies
+        from millrace.trainer.checkpoint.proof import differences
 
-        prove = prove_policies
+        prove, compare = prove_policies, differences
     kept = tuple(Attestation.decode(path.read_bytes(), where=str(path)) for path in request.attestations)
     key = load_key(request.key) if request.key is not None else None
-    return Depth(is_deep=request.is_deep, prove=prove, key=key, attestations=kept)
+    return Depth(is_deep=request.is_deep, prove=prove, compare=compare, key=key, attestations=kept)
 
 
 def _replay(report: "audit_pb2.AuditReport", store: "ObjectStore", names: "Names", *, count: int, say: Say) -> None:

@@ -93,23 +93,18 @@ def read_samples(store: "ObjectStore", prefix: str, uid: str, wanted: SampleFilt
     `CorruptObjectError` names an archive that is damaged. One archive is in memory at a time.
     """
     from millrace.errors import NotFoundError
-    from millrace.exports.samples import list_headers
-    from millrace.rollouts.batch_wire import MAX_HEADER_BYTES, decode_header
-    from millrace.rollouts.wire import decode_archive
+    from millrace.exports.samples import read_headers
     from millrace.runlog.names import Names, rollout_id
-    from millrace.storage.commit_points import revision_of
+    from millrace.runlog.records.revisions import read_rollouts
 
-    for step, key in list_headers(store, Names(prefix, uid)):
-        if wanted.step is not None and step != wanted.step:
-            continue
-        archive = decode_header(store.get(key, max_bytes=MAX_HEADER_BYTES)).rollouts_key
+    for step, revision, header in read_headers(store, Names(prefix, uid), step=wanted.step):
         try:
-            rollouts = decode_archive(store.get(archive)) if archive else []
+            rollouts = read_rollouts(store, header)
         except NotFoundError:  # pruned
             continue
         for place, rollout in enumerate(rollouts):
             if not rollout.is_duplicate and wanted.passes(rollout):
-                yield SampleRecord(step, rollout, rollout_id(step, revision_of(key), place))
+                yield SampleRecord(step, rollout, rollout_id(step, revision, place))
 
 
 def sort_samples(samples: Sequence[SampleRecord], order: str) -> list[SampleRecord]:

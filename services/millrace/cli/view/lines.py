@@ -32,7 +32,7 @@ def step_line(point: StepPoint, progress: Progress) -> str:
 def progress_line(event: event_pb2.Event, progress: Progress) -> str | None:
     """The line that a follower of the run wants to see; None for what is routine. `progress` has applied the event."""
     match event.WhichOneof("body"):
-        case "policy_published" | "policy_served" | "batch_committed" | None:
+        case "policy_published" | "policy_served" | "batch_committed" | "token_log_stored" | None:
             return None
         case "wait_reported" if event.wait_reported.wait.age_seconds < LONG_WAIT_S:
             return None
@@ -74,6 +74,9 @@ def _event_words(event: event_pb2.Event, progress: Progress) -> str:
             new = event.policy_served
             fetched = f"  fetched {size(new.fetched_bytes)}" if new.full_bytes else ""
             return f"policy v{new.version} served by {new.replica}  paused {new.pause_seconds:.3f}s{fetched}"
+        case "token_log_stored":
+            stored = event.token_log_stored
+            return f"log-probs of step {stored.step} are stored ({size(stored.size_bytes)})"
         case "checkpoint_saved":
             saved = event.checkpoint_saved
             return f"checkpoint of step {saved.step} saved  {size(saved.size_bytes)}  {saved.uri}"

@@ -16,8 +16,8 @@ from millrace.exports.samples import HEADER_NAME, ExportedSample, advantages_of
 from millrace.internal.v1 import batch_pb2
 from millrace.rollouts.batch_wire import MAX_HEADER_BYTES, decode_header
 from millrace.rollouts.types import Purpose, Rollout
-from millrace.rollouts.wire import decode_archive
 from millrace.runlog.names import Names
+from millrace.runlog.records.revisions import read_rollouts
 from millrace.storage import ObjectStore
 from millrace.storage.commit_points import revision_of
 from millrace.telemetry.redact import redacted_beginning, redacted_end
@@ -99,9 +99,7 @@ class SampleIndex:
     def _made(self, step: int, key: str) -> tuple[np.ndarray, bytes]:
         """Rows and texts of the rollouts that a header resolved."""
         header = decode_header(self._store.get(key, max_bytes=MAX_HEADER_BYTES))
-        if not header.rollouts_key:
-            return np.zeros(0, ROW), b""
-        return self._rows(step, revision_of(key), header, decode_archive(self._store.get(header.rollouts_key)))
+        return self._rows(step, revision_of(key), header, read_rollouts(self._store, header))
 
     def _rows(
         self, step: int, revision: int, header: batch_pb2.BatchHeader, rollouts: list[Rollout]

@@ -18,7 +18,7 @@ from millrace.orchestrator.drive.run_driver import RunDriver, lasting
 from millrace.orchestrator.play.evals import Evaluation
 from millrace.orchestrator.run_context import RunContext
 from millrace.rollouts.types import Rollout, RolloutStatus
-from millrace.rollouts.wire import decode_archive
+from millrace.runlog.records.revisions import read_rollouts
 from millrace.v1 import run_pb2
 
 STEP = 0
@@ -72,7 +72,7 @@ class EvalRunDriver(RunDriver):
         found: list[Rollout] = []
         for header in self._superseded:
             with contextlib.suppress(NotFoundError):  # pruned: it is played again
-                found += decode_archive(self._context.log.store.get(header.rollouts_key)) if header.rollouts_key else ()
+                found += read_rollouts(self._context.log.store, header)
         return [rollout for rollout in found if rollout.status is RolloutStatus.OK]
 
     def progress(self) -> run_pb2.RunProgress:

@@ -10,8 +10,9 @@ that goes on meanwhile is not accused of what it has just done.
 
 import asyncio
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import redis.asyncio as redis_asyncio
 
@@ -23,7 +24,7 @@ from millrace.runlog.audit.attested import check_attestations
 from millrace.runlog.audit.checkpoints import CheckpointFact, check_checkpoints, compare_chains, compare_saved
 from millrace.runlog.audit.epochs import check_epochs, check_generations, check_intents
 from millrace.runlog.audit.events import EventCheck
-from millrace.runlog.audit.findings import Audit, AuditStopped
+from millrace.runlog.audit.findings import Audit, AuditStopped, some
 from millrace.runlog.audit.headers import ORCHESTRATOR, HeaderCheck
 from millrace.runlog.audit.identity import check_identity, read_kept
 from millrace.runlog.audit.mirror import Mirror
@@ -31,7 +32,9 @@ from millrace.runlog.audit.named import NamedCheck
 from millrace.runlog.audit.policies import PolicyCheck
 from millrace.runlog.audit.rollouts import RolloutFact
 from millrace.runlog.audit.seals import SealCheck
+from millrace.runlog.audit.token_logs import check_token_logs
 from millrace.runlog.audit.told import Told, ToldSteps
+from millrace.runlog.audit.unnamed import check_other_names, check_unnamed
 from millrace.runlog.names import Names
 from millrace.runlog.records.origin import RunOrigin, parse_origin
 from millrace.runlog.records.run_record import EVAL, RunRecord
@@ -40,8 +43,17 @@ from millrace.v1 import audit_pb2
 
 _TRAINER = "trainer"
 
-Prove = Callable[[ObjectStore, Sequence[str], Callable[[str], None]], Iterable[str]]
-"""Decodes the policies with these manifests, in order, and yields what is wrong. It reports its progress in words."""
+Weights = Mapping[str, tuple[str, Any]]
+"""Number format and flat bits of a policy's tensors, by name."""
+Prove = Callable[
+    [ObjectStore, Sequence[str], Callable[[str], None], Callable[[int, int, Weights], None]], Iterable[str]
+]
+"""Decodes the policies with these manifests, in order, and yields what is wrong.
+
+It reports its progress in words, and hands over lineage, version and weights of every one that is right.
+"""
+Compare = Callable[[ObjectStore, Mapping[str, tuple[str, int]], Weights], Iterable[str]]
+"""Compares the files of a checkpoint (key and bytes by name) with the policy of its step; yields what differs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +63,8 @@ class Depth:
     is_deep: bool = False
     prove: Prove | None = None
     """Decodes policies in a deep audit."""
+    compare: Compare | None = None
+    """Compares checkpoints with policies in a deep audit that decodes them."""
     key: SigningKey | None = None
     """Checks the signatures of attestations."""
     attestations: tuple[Attestation, ...] = ()
@@ -116,7 +130,7 @@ def _audit_store(
 ) -> tuple[dict[str, int], int]:
     """Check everything against the store (blocking); return the newest epochs by role, and the generation."""
     try:
-        check_identity(audit, run.record)
+        own_names = check_identity(audit, run.record)
         derived = _Derived.read(audit, events, run)
         headers = _check_headers(audit, derived, rollouts, run=run)
         epochs = check_epochs(audit)
@@ -133,7 +147,10 @@ def _audit_store(
             takeovers=takeovers,
         )
         check_attestations(audit, headers.chains, headers.closings, key=depth.key, kept=depth.attestations)
-        _look_deeper(audit, derived.policies, depth)
+        check_unnamed(audit, seal=derived.seals.in_force, key=derived.seals.key, blind=headers.blind)
+        if depth.is_deep:
+            check_other_names(audit, own=own_names)
+        _look_deeper(audit, derived, depth)
         _tell_unseen(audit, headers)
     except AuditStopped:
         return {}, 0  # nobody reads the report
@@ -175,7 +192,7 @@ def _check_headers(
         audit, run_hash=run.record.run_hash, origin=run.origin, kept_from=kept_from, told=steps, named=derived.named
     )
     headers.run(rollouts)
-    steps.finish(base_step=headers.copied_until)
+    headers.blind.update(steps.finish(base_step=headers.copied_until))
     return headers
 
 
@@ -196,21 +213,38 @@ def _compare_derived(audit: Audit, derived: _Derived, headers: HeaderCheck, *, r
     if run.record.kind != EVAL:  # which publishes nothing
         derived.policies.compare(first=base_step, next_step=headers.next_step, closing=headers.closing)
     derived.policies.compare_told(told.published, named)
+    check_token_logs(audit, told)
     named.compare()
 
 
-def _look_deeper(audit: Audit, policies: PolicyCheck, depth: Depth) -> None:
+def _look_deeper(audit: Audit, derived: _Derived, depth: Depth) -> None:
+    """Decode the policies, and compare the checkpoints of the same steps with them."""
+    findings, policies = audit.findings, derived.policies
     if not depth.is_deep:
-        audit.findings.not_seen(
+        findings.not_seen(
             "LARGE_OBJECTS", "of the objects of policies and checkpoints only the sizes were compared (--deep)"
         )
         return
     if depth.prove is None:
-        audit.findings.not_seen("POLICIES_NOT_DECODED", "the policies were not decoded")
+        findings.not_seen("POLICIES_NOT_DECODED", "the policies were not decoded")
         return
+    waiting = {(fact.lineage, fact.step): fact for fact in derived.checkpoints if fact.files}
+
+    def compare(lineage: int, version: int, weights: Weights) -> None:
+        fact = waiting.pop((lineage, version), None) if depth.compare is not None else None
+        if fact is not None and depth.compare is not None:
+            audit.progress(f"weights of checkpoint {version}")
+            for problem in depth.compare(audit.store, fact.files, weights):
+                findings.violation(
+                    "CHECKPOINT_DIFFERS", f"checkpoint {version} is not policy {lineage}-{version}: {problem}"
+                )
+
     keys = [policies.facts[place].key for place in sorted(policies.facts)]
-    for problem in depth.prove(audit.store, keys, audit.progress):
-        audit.findings.violation("POLICY_WEIGHTS_CORRUPT", problem)
+    for problem in depth.prove(audit.store, keys, audit.progress, compare):
+        findings.violation("POLICY_WEIGHTS_CORRUPT", problem)
+    if waiting:
+        steps = some(sorted(step for _, step in waiting))
+        findings.not_seen("CHECKPOINTS_NOT_COMPARED", f"no policy was compared with the checkpoints {steps}")
 
 
 def _tell_unseen(audit: Audit, headers: HeaderCheck) -> None:

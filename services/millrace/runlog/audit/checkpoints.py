@@ -22,6 +22,8 @@ class CheckpointFact:
     manifest_sha256: str
     is_repaired: bool
     """A later manifest stands in for the first one."""
+    files: Mapping[str, tuple[str, int]]
+    """Key and bytes by name; empty if one of them is not there."""
 
 
 def check_checkpoints(audit: Audit, *, run_hash: str) -> list[CheckpointFact]:
@@ -122,9 +124,8 @@ def _check(audit: Audit, prefix: str, step: int, *, run_hash: str) -> Checkpoint
         _check_identity(audit, step, manifest, run_hash=run_hash)
         if not isinstance(manifest["chain_hash"], str) or not isinstance(manifest.get("lineage", 0), int):
             raise CorruptObjectError("chain_hash or lineage is none", reason="CHECKPOINT_CORRUPT")
-        problems = [
-            audit.object_problem(item["key"], item["size_bytes"], item["sha256"]) for item in manifest["objects"]
-        ]
+        objects = manifest["objects"]
+        problems = [audit.object_problem(item["key"], item["size_bytes"], item["sha256"]) for item in objects]
         if any(problems) and audit.store.head(key) is None:
             return None  # pruned meanwhile, its manifest first
         for problem in filter(None, problems):
@@ -135,6 +136,7 @@ def _check(audit: Audit, prefix: str, step: int, *, run_hash: str) -> Checkpoint
             lineage=manifest.get("lineage", 0),
             manifest_sha256=hashlib.sha256(data).hexdigest(),
             is_repaired=key != first,
+            files={} if any(problems) else {str(item["name"]): (item["key"], item["size_bytes"]) for item in objects},
         )
     return fact
 

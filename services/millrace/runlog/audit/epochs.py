@@ -48,6 +48,13 @@ def check_generations(audit: Audit, seen_in_events: int) -> int:
             f"archived events are of generation {seen_in_events}, and "
             f"{audit.uri(audit.names.generation(seen_in_events))} does not exist",
         )
+    for number in sorted(installed - {1}):
+        if audit.store.head(audit.names.epoch(GENERATION_ROLE, number)) is None:
+            audit.findings.violation(
+                "GENERATION_CORRUPT",
+                f"{audit.uri(audit.names.generation(number))} marks a generation whose epoch of {GENERATION_ROLE} "
+                "nobody took",
+            )
     audit.report.num_generations = len(installed)
     return max(installed)
 

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
+from millrace.decoding import require_key
 from millrace.errors import CorruptObjectError, InvalidSpecError, NotFoundError
 from millrace.runlog.names import Names
 from millrace.storage import ObjectStore
@@ -104,6 +105,8 @@ class Audit:
     on_progress: Callable[[str], None] = lambda text: None
     """Hears what is being looked at, in words ("step 12 of 340"); from another thread."""
     stopping: threading.Event = field(default_factory=threading.Event)
+    named: set[str] = field(default_factory=set)
+    """Keys of objects that something names which counts."""
     is_deep: bool = False
     """Every byte of every object is read."""
 
@@ -155,10 +158,10 @@ class Audit:
 
         The bytes are read by a deep audit only.
         """
-        if not isinstance(key, str) or not isinstance(size_bytes, int) or not isinstance(sha256, str):
+        if not isinstance(key, str) or type(size_bytes) is not int or not isinstance(sha256, str):
             return f"{key!r} of {size_bytes!r} bytes with sha256 {sha256!r} is named, which is no object"
-        if not key.startswith(self.names.root):
-            return f"{key} is named, which is no object of this run"
+        if not self.is_own(key):
+            return f"{key[:200]!r} is named, which is no object of this run"
         problem = self._size_problem(key, size_bytes)
         if problem or not self.is_deep:
             return problem
@@ -167,6 +170,15 @@ class Audit:
         if found == sha256:
             return ""
         return f"{self.uri(key)} has sha256 {found or 'unknown: it is gone'}, its manifest says {sha256}"
+
+    def is_own(self, key: str) -> bool:
+        """Whether a key that something names could be that of an object of this run; then it is noted as named."""
+        try:
+            require_key(key, what="key")
+        except ValueError:
+            return False
+        self.named.add(key)
+        return key.startswith(self.names.root)
 
     def sha256(self, key: str, size_bytes: int) -> str:
         """sha256 (hex) of an object that is read in pieces; empty if it is gone or shorter."""

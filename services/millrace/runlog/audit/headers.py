@@ -3,7 +3,7 @@
 import hashlib
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from itertools import pairwise
+from itertools import islice, pairwise
 
 from millrace.decoding import decode_object
 from millrace.errors import CorruptObjectError
@@ -22,6 +22,7 @@ from millrace.runlog.records.revisions import is_failed_closing, list_headers, p
 _AHEAD = 16  # headers fetched at once
 _PROGRESS_EVERY = 16
 _MOST = (1 << 63) - 1
+_MOST_BLIND = 1 << 20
 
 ORCHESTRATOR = "orchestrator"
 """Role whose epochs headers carry."""
@@ -52,9 +53,12 @@ class HeaderCheck:
         """Behind the last training step."""
         self._chain: bytes | None = origin.chain_hash
         self._last_epoch = 0
-        self._records: set[str] = set()
-        """sha256 of the closing headers that were reopened."""
+        self._records: dict[str, str] = {}
+        """Where the record is, by the sha256 of the closing header that was reopened."""
+        self._superseded: set[str] = set()
         self._reopened: tuple[int, int] | None = None
+        self.blind: set[int] = set()
+        """Steps whose headers are missing or cannot be read."""
         self._chunks_verified = 0
         self._chunks_gone = 0
         self._scored_whole: frozenset[str] = frozenset()
@@ -70,6 +74,10 @@ class HeaderCheck:
             if number % _PROGRESS_EVERY == 0:
                 audit.progress(f"step {step} of {steps[-1][0]}")
             self._check(step, revision, data, archives)
+        for sha256 in self._records.keys() - self._superseded:
+            audit.findings.violation(
+                "REOPENING_CORRUPT", f"{audit.uri(self._records[sha256])} reopens a header that did not end as FAILED"
+            )
         archives.check_rest(self._scored_whole)
         if self._chunks_gone:
             audit.findings.not_seen(
@@ -116,7 +124,11 @@ class HeaderCheck:
         audit, check = self._audit, "REOPENING_CORRUPT"
         for key, data in audit.read_each(audit.names.reopenings, "record of a reopening", missing=check):
             try:
-                self._records.add(parse_reopening(data, where=audit.uri(key)).closing_sha256)
+                record = parse_reopening(data, where=audit.uri(key))
+                if (other := self._records.setdefault(record.closing_sha256, key)) != key:
+                    audit.findings.violation(
+                        "REOPENING_CORRUPT", f"{audit.uri(key)} reopens the same header as {audit.uri(other)}"
+                    )
             except CorruptObjectError as error:
                 audit.findings.violation("REOPENING_CORRUPT", error.message)
 
@@ -124,6 +136,7 @@ class HeaderCheck:
         """(step, revision) of every header object, ascending; gaps and what does not belong are violations."""
         audit, names = self._audit, self._audit.names
         found = list_headers(audit.store, names)
+        audit.named.update(names.batch_header(*at) for at in found)
         base = self._origin.base_step
         for step in sorted({step for step, _ in found if step < base}):
             audit.findings.violation("HEADER_BEFORE_ORIGIN", f"step {step} is committed, but the log begins at {base}")
@@ -137,6 +150,7 @@ class HeaderCheck:
                 )
         for before, step in pairwise([base - 1, *sorted({step for step, _ in found})]):
             if step != before + 1:
+                self.blind.update(islice(range(before + 1, step), _MOST_BLIND))
                 missing = f"header{'s' if step > before + 2 else ''} {between(before, step)}"
                 uri = audit.uri(names.batch_header(before + 1))
                 audit.findings.violation(
@@ -160,8 +174,9 @@ class HeaderCheck:
         if step - 1 not in self.chains:  # the header before is missing: nothing to compare with
             self._chain = None
             self.ordinals.skip()
-        header = self._decode(step, data)
+        header = self._decode(step, revision, data)
         if data is None or header is None:
+            self.blind.add(step)
             self._chain = None if data is None or self._chain is None else chain_hash(self._chain, data)
             if self._chain is not None:
                 self.chains[step] = self._chain
@@ -171,7 +186,9 @@ class HeaderCheck:
         self._check_identity(step, revision, header)
         if self.closing is not None:
             self._audit.findings.violation(
-                "HEADER_BEHIND_CLOSING", f"step {step} is committed behind the closing header {self.closing.step}"
+                "HEADER_BEHIND_CLOSING",
+                f"step {step} is committed behind the closing header {self.closing.step} "
+                f"({self._audit.uri(self._audit.names.batch_header(step, revision))})",
             )
         if revision and self._reopened != (step, revision - 1):
             self._audit.findings.violation(
@@ -183,6 +200,7 @@ class HeaderCheck:
         trained = self.ordinals.add(header)
         if is_failed_closing(header) and hashlib.sha256(data).hexdigest() in self._records:
             self._reopened = step, revision
+            self._superseded.add(hashlib.sha256(data).hexdigest())
         elif is_closing:
             self.closing = header
         else:
@@ -198,13 +216,13 @@ class HeaderCheck:
         self._read_state(step, header)
         archives.check(header, trained, scored_whole=self._scored_whole)
 
-    def _decode(self, step: int, data: bytes | None) -> batch_pb2.BatchHeader | None:
+    def _decode(self, step: int, revision: int, data: bytes | None) -> batch_pb2.BatchHeader | None:
         if data is None:
             return None
         try:
             return decode_header(data)
         except CorruptObjectError as error:
-            where = self._audit.uri(self._audit.names.batch_header(step))
+            where = self._audit.uri(self._audit.names.batch_header(step, revision))
             self._audit.findings.violation("HEADER_CORRUPT", f"header {step} ({where}): {error.message}")
             return None
 

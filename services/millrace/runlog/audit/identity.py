@@ -10,8 +10,8 @@ from millrace.runlog.names import Deployment
 from millrace.runlog.records.run_record import RunRecord
 
 
-def check_identity(audit: Audit, record: RunRecord) -> None:
-    """Check a run.json that could be parsed against itself and against the index of runs."""
+def check_identity(audit: Audit, record: RunRecord) -> set[str]:
+    """Check a run.json that could be parsed against itself and the index of runs; returns the keys that lead to it."""
     findings, uid, where = audit.findings, audit.names.uid, audit.uri(audit.names.run_json)
     if record.uid not in ("", uid):
         findings.violation("RUN_JSON_CHANGED", f"{where} is that of run {record.uid!r}")
@@ -23,21 +23,23 @@ def check_identity(audit: Audit, record: RunRecord) -> None:
                     "RUN_JSON_CHANGED", f"the config in {where} has the hash {found}, not {record.run_hash}"
                 )
     deployment = Deployment(audit.names.prefix)
-    _check_index(audit, "NAME", record.name, deployment.name_object)
+    own = {_check_index(audit, "NAME", record.name, deployment.name_object)}
     if record.request_id:
-        _check_index(audit, "REQUEST", record.request_id, deployment.request_object)
+        own.add(_check_index(audit, "REQUEST", record.request_id, deployment.request_object))
+    return own
 
 
-def _check_index(audit: Audit, kind: str, value: str, key_of: Callable[[str], str]) -> None:
+def _check_index(audit: Audit, kind: str, value: str, key_of: Callable[[str], str]) -> str:
     """The object that leads from a name or a request to the run."""
     try:
         key = key_of(value)
     except InvalidSpecError as error:
         audit.findings.violation("RUN_JSON_CORRUPT", f"{audit.uri(audit.names.run_json)}: {error}")
-        return
+        return ""
     data = audit.get(key, missing=f"{kind}_MISSING", what=f"the {kind.lower()} object of the run,")
     if data is not None and data != audit.names.uid.encode():
         audit.findings.violation(f"{kind}_CHANGED", f"{audit.uri(key)} leads to {data[:80]!r}, not to this run")
+    return key
 
 
 def read_kept(record: RunRecord) -> tuple[int | None, int | None]:

@@ -75,8 +75,8 @@ class NamedCheck:
     def _add(self, key: str, sha256: str, digest: str, by: str) -> None:
         kind = kind_of(key)
         before = self._named.get(key)
-        if not kind:
-            self._audit.findings.violation("NAMED_UNKNOWN", f"{by} names {key!r}, which is no object of a run")
+        if not kind or not self._audit.is_own(self._audit.names.root + key):
+            self._audit.findings.violation("NAMED_UNKNOWN", f"{by} names {key[:200]!r}, which is no object of a run")
         elif before is None:
             self._named[key] = _Named(sha256, digest, by)
         elif before.sha256 != sha256:

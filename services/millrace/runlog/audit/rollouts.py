@@ -104,6 +104,11 @@ class Archives:
                     "ARCHIVE_MISSING", f"step {header.step} names no archive of its rollouts"
                 )
             return None
+        if not self._audit.is_own(header.rollouts_key):
+            self._audit.findings.violation(
+                "ARCHIVE_MISSING", f"{what} is {header.rollouts_key!r}, which is no object of this run"
+            )
+            return None
         data = self._audit.get(header.rollouts_key, missing="ARCHIVE_MISSING", what=what)
         if data is None:
             return None

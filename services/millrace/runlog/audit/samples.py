@@ -38,6 +38,9 @@ def check_chunks(audit: Audit, header: batch_pb2.BatchHeader, *, must_exist: boo
         if not chunk.key:
             audit.findings.violation("CHUNK_MISSING", f"{where}: the header names no object")
             continue
+        if not audit.is_own(chunk.key):
+            audit.findings.violation("CHUNK_MISSING", f"{where}: the key is not that of an object of this run")
+            continue
         try:
             read_chunk(audit.store, header, index)
             verified += 1

@@ -5,7 +5,7 @@ import hashlib
 from millrace.runlog.audit.findings import Audit
 from millrace.runlog.audit.named import NamedCheck
 from millrace.runlog.audit.told import Told
-from millrace.runlog.seal import Seal, seal_key
+from millrace.runlog.records.sealed import Seal, seal_key
 from millrace.v1 import run_pb2
 
 GRACE_S = 300.0
@@ -27,6 +27,8 @@ class SealCheck:
         self._closing_key = ""
         self.saved: dict[int, str] = {}
         """sha256 (hex) of the manifests of checkpoints that seals name, by step."""
+        self.key = ""
+        """That of the seal of the present end, once `compare` has looked."""
 
     def scan(self, named: NamedCheck) -> None:
         """Read them."""
@@ -67,7 +69,7 @@ class SealCheck:
                     f"{self._audit.uri(key)} seals the chain {seal.chain_hash[:16]}…, the headers give "
                     f"{closings[-1].hex()[:16] if closings else 'no end'}…",
                 )
-        wanted = seal_key(self._audit.store, names)
+        wanted = self.key = seal_key(self._audit.store, names)
         self._audit.report.seal_sha256 = self._hashes.get(wanted, "")
         if told.end is None:
             if wanted in self._seals:
@@ -93,6 +95,11 @@ class SealCheck:
             (findings.violation if is_old else findings.note)("SEAL_MISSING", message)
         elif seal is not None and " later" in seal.by:
             findings.note("SEALED_LATER", f"sealed by {seal.by} at {seal.time}: what was changed before is not sealed")
+
+    @property
+    def in_force(self) -> Seal | None:
+        """The seal of the run's present end; None without one, or if it is damaged."""
+        return self._seals.get(self.key)
 
     def _newest_at(self, told_at: float) -> float:
         """When the run was closed: the later of what an event says and of the header's time, on the store's clock."""

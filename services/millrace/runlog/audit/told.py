@@ -33,6 +33,8 @@ class Told:
     """Digest and sha256 of the manifest (hex) by lineage and version."""
     saved: defaultdict[int, set[str]] = field(default_factory=lambda: defaultdict(set))
     """sha256 (hex) of manifests of checkpoints by step."""
+    token_logs: defaultdict[str, set[tuple[str, int]]] = field(default_factory=lambda: defaultdict(set))
+    """sha256 (hex) and bytes by key, of the trainer's log-probs."""
     newest_at: float = 0.0
     """The latest time of any event (seconds since the epoch, on the clock of its writer)."""
     ends: list[tuple[event_pb2.StateChanged, float, tuple[int, int]]] = field(default_factory=list)
@@ -51,6 +53,9 @@ class Told:
                 self.published[body.lineage, body.version].add((body.digest, body.manifest_sha256))
             case "checkpoint_saved":
                 self.saved[event.checkpoint_saved.step].add(event.checkpoint_saved.manifest_sha256)
+            case "token_log_stored":
+                body = event.token_log_stored
+                self.token_logs[body.key].add((body.sha256, body.size_bytes))
             case "state_changed" if event.state_changed.new_state in TERMINAL:
                 self.ends.append((event.state_changed, event.time.seconds + event.time.nanos / 1e9, at))
             case _:
@@ -91,10 +96,11 @@ class ToldSteps:
                 f"{chain.hex()[:16]}…: a header up to this one, or run.json, was changed",
             )
 
-    def finish(self, *, base_step: int) -> None:
-        """Steps and ends that events tell of and no header shows."""
+    def finish(self, *, base_step: int) -> list[int]:
+        """Steps and ends that events tell of and no header shows; returns these steps."""
         told = {step for step in (*self._told.committed, *self._told.completed) if base_step <= step < _MAX_STEP}
-        if lost := sorted(told - self._seen):
+        lost = sorted(told - self._seen)
+        if lost:
             self._findings.violation(
                 "HEADER_MISSING", f"events say that the steps {some(lost)} were committed, and no header can be read"
             )
@@ -117,6 +123,7 @@ class ToldSteps:
                     f"an event says that the run ended as {state}, the closing header says "
                     f"{batch_pb2.RunOutcome.Name(outcome) if outcome in range(4) else outcome}",
                 )
+        return lost
 
     def _compare_counts(self, header: batch_pb2.BatchHeader, step: int, event: event_pb2.BatchCommitted) -> None:
         dropped: defaultdict[str, int] = defaultdict(int)

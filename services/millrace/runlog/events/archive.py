@@ -20,6 +20,7 @@ from millrace.decoding import decompress
 from millrace.errors import CorruptObjectError, LogGoneError
 from millrace.runlog.events.reader import with_damage
 from millrace.runlog.names import Names, Stream
+from millrace.runlog.records.sealed import load_seal
 from millrace.runlog.redis import damage
 from millrace.runlog.redis.entry import LAST_ID, Entry, OnDamaged, id_order, read_entry
 from millrace.runlog.redis.log import RunLog
@@ -174,9 +175,12 @@ def _get(store: ObjectStore, key: str) -> bytes:
 
 
 def _objects(store: ObjectStore, names: Names) -> list[str]:
-    """The keys of the archive; whatever else lies under its prefix is not ours, and is left alone."""
+    """The keys of the archive. What else lies under its prefix is not ours, nor is what came behind the run's seal."""
     keys = [info.key for info in store.list(names.event_archive)]
     ours = [key for key in keys if _NAME.fullmatch(key.removeprefix(names.event_archive))]
+    seal = load_seal(store, names)
+    if seal is not None and seal.others is not None:
+        ours = [key for key in ours if key.removeprefix(names.root) in seal.objects]
     if len(ours) < len(keys):
         logger.warning(
             "foreign objects in the archive of events", extra={"uid": names.uid, "count": len(keys) - len(ours)}

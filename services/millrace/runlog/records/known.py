@@ -22,13 +22,24 @@ class KnownObjects:
 
     def __init__(self, headers: Iterable[batch_pb2.BatchHeader] = ()) -> None:
         """`headers`: those that are committed."""
-        self._named: set[str] = set()
+        self._named: dict[str, bytes] = {}
+        self._places: set[str] = set()
         for header in headers:
             self.note(header)
 
     def note(self, header: batch_pb2.BatchHeader) -> None:
         """A header is committed: what it names is named."""
-        self._named.update(item.key for item in header.objects)
+        self._named.update((item.key, item.sha256) for item in header.objects)
+        self._places.update(chunk.key.rpartition("/")[0] for chunk in header.chunks)
+        self._places.add(header.rollouts_key.rpartition("/")[0])
+
+    def named(self, prefix: str) -> dict[str, bytes]:
+        """sha256 by key, behind the run's prefix, of what headers name under a prefix."""
+        return {key: sha256 for key, sha256 in self._named.items() if key.startswith(prefix)}
+
+    def holds(self, key: str) -> bool:
+        """Whether a whole object key is that of a chunk or an archive of a header, by its place."""
+        return key.rpartition("/")[0] in self._places
 
     def fill(self, store: ObjectStore, names: Names, header: batch_pb2.BatchHeader) -> None:
         """Have a header name what is new (blocking); what it names already and is not found here stays."""

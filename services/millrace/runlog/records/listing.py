@@ -3,8 +3,9 @@
 from collections.abc import Iterator
 
 from millrace.runlog.names import Names
+from millrace.runlog.records.sealed import load_seal
 from millrace.storage import ObjectStore
-from millrace.storage.commit_points import find_newest
+from millrace.storage.commit_points import find_newest, revision_key, revision_of
 
 
 def list_checkpoints(store: ObjectStore, names: Names) -> Iterator[int]:
@@ -19,6 +20,24 @@ def list_policies(store: ObjectStore, names: Names) -> list[tuple[int, int]]:
     """(version, lineage) of every policy that was begun, ascending; only those with a manifest are published."""
     places = (policy_at(names, prefix) for prefix in store.list_prefixes(names.policies))
     return sorted(place for place in places if place is not None)
+
+
+def published_policies(store: ObjectStore, names: Names) -> Iterator[tuple[int, str]]:
+    """Version and manifest's key of every published policy, the newest version and lineage first.
+
+    Of a run that has succeeded, those that its seal names: nobody publishes behind it.
+    """
+    seal = load_seal(store, names)
+    is_whole = seal is not None and seal.others is not None and seal.state == "SUCCEEDED"
+    for version, lineage in reversed(list_policies(store, names)):
+        first = names.policy_manifest(lineage, version)
+        if (newest := find_newest(store, first)) is None:
+            continue
+        revisions = (revision_key(first, number) for number in range(revision_of(newest), -1, -1))
+        for key in revisions if is_whole else (newest,):
+            if seal is None or not is_whole or key.removeprefix(names.root) in seal.objects:
+                yield version, key
+                break
 
 
 def checkpoint_at(names: Names, prefix: str) -> int | None:

@@ -19,6 +19,8 @@ from millrace.decoding import decode_object
 from millrace.errors import CorruptObjectError, InvalidStateError, NotFoundError
 from millrace.internal.v1 import batch_pb2
 from millrace.rollouts.batch_wire import MAX_HEADER_BYTES, closes_run, decode_header, verify_chunk
+from millrace.rollouts.types import Rollout
+from millrace.rollouts.wire import decode_archive
 from millrace.runlog.names import Names
 from millrace.runlog.records.origin import load_origin
 from millrace.storage.base import MAX_GET_BYTES, ObjectStore
@@ -180,6 +182,23 @@ def read_chunk(store: ObjectStore, header: batch_pb2.BatchHeader, index: int) ->
     data = store.get(chunk.key, max_bytes=min(chunk.size_bytes, MAX_GET_BYTES))
     verify_chunk(header, index, data)
     return data
+
+
+def read_rollouts(store: ObjectStore, header: batch_pb2.BatchHeader) -> list[Rollout]:
+    """The rollouts that a committed header resolves, none if it archives none; one archive is in memory.
+
+    `NotFoundError` if the archive is gone, `CorruptObjectError` if it is not what the header says.
+    """
+    if not header.rollouts_key:
+        return []
+    data, where = store.get(header.rollouts_key), store.uri(header.rollouts_key)
+    if hashlib.sha256(data).digest() != header.rollouts_sha256:
+        raise CorruptObjectError(
+            f"the archive of step {header.step} ({where}) has not the sha256 that its header names",
+            reason="ARCHIVE_CORRUPT",
+            remedy="restore the object from a replica of the bucket (`millrace run repair`)",
+        )
+    return decode_archive(data)
 
 
 def has_ended(store: ObjectStore, names: Names) -> bool:

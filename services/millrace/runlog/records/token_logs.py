@@ -1,10 +1,12 @@
 """Where the token logs of a run lie: one object per step and lineage, created once, kept as long as the run.
 
-They are measurements: nothing is made of them, so no header and no seal names them, and a fork begins without those of
-its parent.
+They are measurements: nothing is made of them, so no header names them, and a fork begins without those of its parent.
+The event of each names its sha256; events are named by headers and seals.
 """
 
+import hashlib
 import re
+from dataclasses import dataclass
 
 from millrace.rollouts.token_log import MAX_TOKEN_LOG_BYTES, TokenLog, decode_token_log, encode_token_log
 from millrace.runlog.names import Names
@@ -14,18 +16,37 @@ from millrace.storage.commit_points import find_newest, next_revision
 _LOG = re.compile(r"([0-9]{4,9})(?:\.r([1-9][0-9]{0,3}))?\.bin")
 
 
-def store_token_log(store: ObjectStore, names: Names, log: TokenLog) -> bool:
-    """Keep the log of a step (blocking); False if one with other bytes is there, behind which it is now the next one.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredTokenLog:
+    """A log that is durable. `key` is behind the run's prefix, `sha256` (hex) of its bytes."""
+
+    step: int
+    key: str
+    sha256: str
+    size_bytes: int
+    is_another: bool
+    """One with other bytes was there, behind which it is now the next one."""
+
+
+def store_token_log(store: ObjectStore, names: Names, log: TokenLog) -> StoredTokenLog:
+    """Keep the log of a step (blocking).
 
     A step that is trained again gives equal bytes where the run is strict, and writes nothing then.
     """
-    key, data = names.token_log(log.step, log.lineage), encode_token_log(log)
-    if store.create(key, data):
-        return True
-    if store.get(find_newest(store, key) or key) == data:
-        return True
-    store.create(next_revision(store, key), data)
-    return False
+    first, data = names.token_log(log.step, log.lineage), encode_token_log(log)
+    key, is_another = first, False
+    if not store.create(first, data):
+        key = find_newest(store, first) or first
+        if is_another := store.get(key) != data:
+            key = next_revision(store, first)
+            store.create(key, data)
+    return StoredTokenLog(
+        step=log.step,
+        key=key.removeprefix(names.root),
+        sha256=hashlib.sha256(data).hexdigest(),
+        size_bytes=len(data),
+        is_another=is_another,
+    )
 
 
 def find_token_log(store: ObjectStore, names: Names, step: int) -> str | None:

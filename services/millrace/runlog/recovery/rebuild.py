@@ -29,7 +29,8 @@ from millrace.runlog.names import Names, Stream
 from millrace.runlog.records.epochs import GENERATION_ROLE, create_epoch, latest_epoch
 from millrace.runlog.records.origin import require_exists
 from millrace.runlog.records.revisions import load_reopenings
-from millrace.runlog.recovery.restore import LOST, Restored, load_restored, merge_events, read_events
+from millrace.runlog.records.sealed import is_sealed
+from millrace.runlog.recovery.restore import LOST, Restored, as_sealed, load_restored, merge_events, read_events
 from millrace.runlog.redis import connection, script
 from millrace.runlog.redis.connection import as_text
 from millrace.runlog.redis.log import FORMAT_MAJOR, RunLog
@@ -197,6 +198,8 @@ def _newest_installed(store: ObjectStore, names: Names) -> int:
 async def _rebuild(log: RunLog, stale: _Stale, owner: str) -> None:
     """Try once to put a new generation in place; no error if another was faster, or Redis was wiped again."""
     await asyncio.to_thread(require_exists, log.store, log.names)
+    if await asyncio.to_thread(is_sealed, log.store, log.names) and await _put_back(log, stale):
+        return
     epoch = await create_epoch(log.store, log.names, GENERATION_ROLE, owner)
     rebuild = _Rebuild(log=log, generation=epoch.number, stale=stale.generation)
     replaced = {"stale": as_text(stale.generation), "why": stale.why}
@@ -215,6 +218,22 @@ async def _rebuild(log: RunLog, stale: _Stale, owner: str) -> None:
         return
     await asyncio.to_thread(log.store.create, log.names.generation(epoch.number), b"")
     logger.warning("log of the run rebuilt", extra={"uid": log.uid, "summary": restored.summary})
+
+
+async def _put_back(log: RunLog, stale: _Stale) -> bool:
+    """Install what the store has of a sealed run, of the generation that it ended with: nothing is written there.
+
+    Nobody appends to it any more, so that of two who do so both install the same. False if it has no event at all.
+    """
+    generation = await asyncio.to_thread(_newest_installed, log.store, log.names)
+    restored = as_sealed(await asyncio.to_thread(load_restored, log.store, log.names))
+    if not restored.events:
+        return False
+    rebuild = _Rebuild(log=log, generation=generation, stale=stale.generation)
+    logger.info("putting the log of an ended run back into Redis", extra={"uid": log.uid, "why": stale.why})
+    await _fill(rebuild, restored)
+    await _install(rebuild, restored)
+    return True
 
 
 async def _fill(rebuild: _Rebuild, restored: Restored) -> None:

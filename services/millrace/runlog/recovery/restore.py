@@ -81,13 +81,7 @@ def merge_events(
     archived event of the writer has that number (of a process that died, whose successor did not know it).
     """
     hashes = {entry.h for entry in restored.events}
-    newest: dict[str, tuple[int, str]] = {}  # by writer: number and hash, as meta has them
-    events: list[Entry] = []
-    for entry in restored.events:
-        event = readable_event(entry)
-        if event is not None and id_order(entry.id) < (generation, 0):
-            events.append(entry)
-            _note(newest, event, entry.h)
+    events, newest = _readable(restored, before=generation)
     num_damaged = len(restored.events) - len(events)
     extra: list[Entry] = []
     for entry in held:
@@ -115,8 +109,29 @@ def merge_events(
     extra.append(_entry(event))
     _note(newest, event, extra[-1].h)
     events += [replace(entry, id=f"{generation}-{number}") for number, entry in enumerate(extra)]
-    sequences = {f"seq:{writer}": f"{number} {entry_hash}" for writer, (number, entry_hash) in newest.items()}
-    return Restored(meta=restored.meta | sequences, events=events, summary=summary)
+    return Restored(meta=restored.meta | _sequences(newest), events=events, summary=summary)
+
+
+def as_sealed(restored: Restored) -> Restored:
+    """What a sealed run has: its archived events, and nothing that tells of the rebuild."""
+    events, newest = _readable(restored, before=None)
+    return Restored(meta=restored.meta | _sequences(newest), events=events, summary=restored.summary)
+
+
+def _readable(restored: Restored, *, before: int | None) -> tuple[list[Entry], dict[str, tuple[int, str]]]:
+    """The archived events below a generation, and number and hash of the newest of each writer, as meta has them."""
+    newest: dict[str, tuple[int, str]] = {}
+    events: list[Entry] = []
+    for entry in restored.events:
+        event = readable_event(entry)
+        if event is not None and (before is None or id_order(entry.id) < (before, 0)):
+            events.append(entry)
+            _note(newest, event, entry.h)
+    return events, newest
+
+
+def _sequences(newest: dict[str, tuple[int, str]]) -> dict[str, str | int]:
+    return {f"seq:{writer}": f"{number} {entry_hash}" for writer, (number, entry_hash) in newest.items()}
 
 
 def _note(newest: dict[str, tuple[int, str]], event: event_pb2.Event, entry_hash: str) -> None:

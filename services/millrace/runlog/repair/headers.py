@@ -10,8 +10,8 @@ from millrace.rollouts.batch_wire import decode_header
 from millrace.runlog.events.archive import decode_archive
 from millrace.runlog.records.frontier import chain_hash
 from millrace.runlog.records.revisions import list_headers
+from millrace.runlog.records.sealed import Seal
 from millrace.runlog.repair.objects import Judge, Workbench
-from millrace.runlog.seal import Seal
 from millrace.v1 import event_pb2
 
 _MAX_GAP = 10_000

@@ -20,13 +20,12 @@ from millrace.runlog.records.listing import list_checkpoints, list_policies
 from millrace.runlog.records.origin import parse_origin
 from millrace.runlog.records.revisions import Reopening, parse_reopening
 from millrace.runlog.records.run_record import RunRecord
+from millrace.runlog.records.sealed import Seal
 from millrace.runlog.redis.entry import id_order
 from millrace.runlog.redis.log import RunLog
 from millrace.runlog.repair.headers import Header, Position, repair_headers
 from millrace.runlog.repair.objects import Judge, RedisCopy, Repair, Workbench, of_hash
-from millrace.runlog.seal import Seal
 from millrace.storage import ObjectStore
-from millrace.storage.base import check_key
 from millrace.storage.commit_points import find_newest, newest_revision, revision_key, revision_of
 from millrace.v1 import event_pb2
 
@@ -156,12 +155,9 @@ def _repair_reopenings(bench: Workbench, headers: dict[Position, Header]) -> Non
 def _pins(bench: Workbench, headers: dict[Position, Header]) -> dict[str, tuple[str, str]]:
     """sha256 (hex) by key, and who names it, of what headers and seals name."""
     pins: dict[str, tuple[str, str]] = {}
-    for info in bench.store.list(bench.names.seals):
-        try:
-            seal = Seal.decode(bench.read(info.key) or b"", where=bench.store.uri(info.key))
-        except CorruptObjectError:
-            continue
-        for key, sha256 in seal.objects.items():
+    for info in list(bench.store.list(bench.names.seals)):
+        data = bench.examine(info.key, _judge_seal, prover="")
+        for key, sha256 in Seal.decode(data, where=info.key).objects.items() if data is not None else ():
             pins[bench.names.root + key] = sha256, info.key.removeprefix(bench.names.root)
     for (step, _), (_, header) in headers.items():
         for item in header.objects:
@@ -247,14 +243,22 @@ def _json_judge(what: str) -> Callable[[bytes], str]:
     return judge
 
 
+def _judge_seal(data: bytes) -> str:
+    try:
+        Seal.decode(data, where="it")
+    except CorruptObjectError as error:
+        return error.message
+    return ""
+
+
 def _judge_checkpoint(data: bytes) -> str:
     """What is wrong with the manifest of a checkpoint, as far as its files are taken from it."""
     try:
         for item in Fields(decode_object(data, what="the manifest", reason="OBJECT_CORRUPT")).objects("objects"):
-            check_key(item.text("key"))
+            item.key("key")
             item.hexadecimal("sha256", num_bytes=32)
             item.integer("size_bytes")
-    except (CorruptObjectError, InvalidSpecError, ValueError) as error:
+    except (CorruptObjectError, ValueError) as error:
         return str(error)
     return ""
 

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from millrace.errors import MillraceError, UnavailableError
 from millrace.rollouts.token_log import TokenLog, decode_token_log, encode_token_log, merged
 from millrace.runlog.names import Names
-from millrace.runlog.records.token_logs import store_token_log
+from millrace.runlog.records.token_logs import StoredTokenLog, store_token_log
 from millrace.storage.base import ObjectStore
 from millrace.trainer.background import BackgroundWork, BackgroundWriter
 from millrace.trainer.gang.distributed import Gang
@@ -32,7 +32,8 @@ class TokenLogWriter(BackgroundWriter):
     """Writes the token log of every step; every rank of a gang calls it, at the same steps.
 
     Used as a context manager around the training: leaving it waits for what is under way, or gives it up if the
-    training failed. `on_problem` hears once of a failure that lasts, on the thread that met it.
+    training failed. `on_stored` hears of every log that is durable, `on_problem` once of a failure that lasts, on the
+    thread that stores.
     """
 
     def __init__(
@@ -43,6 +44,7 @@ class TokenLogWriter(BackgroundWriter):
         share: float,
         lineage: int,
         gang: Gang,
+        on_stored: Callable[[StoredTokenLog], None],
         on_problem: Callable[[str], None],
     ) -> None:
         self._store = store
@@ -51,6 +53,7 @@ class TokenLogWriter(BackgroundWriter):
         self._lineage = lineage
         self._gang = gang
         self._beside = gang.beside("token logs") if share else gang
+        self._on_stored = on_stored
         self._on_problem = on_problem
         self._work = BackgroundWork(gang=gang)
         self._lock = threading.Lock()
@@ -94,8 +97,10 @@ class TokenLogWriter(BackgroundWriter):
             log = self._gathered(rows, chain_hash)
             if log is None:
                 return
-            if not store_token_log(self._store, self._names, log):
+            stored = store_token_log(self._store, self._names, log)
+            if stored.is_another:
                 logger.warning("the step's log-probs are not those that were stored before", extra={"step": step})
+            self._on_stored(stored)
         except Exception as error:  # noqa: BLE001 - a thread's edge: the training does not depend on this
             self._tell(step, error)
         else:

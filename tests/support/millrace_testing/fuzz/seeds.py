@@ -220,7 +220,7 @@ def _index() -> bytes:
 
 def _log_objects() -> Iterator[tuple[str, bytes]]:
     from millrace.runlog.attest import Attestation
-    from millrace.runlog.seal import Seal
+    from millrace.runlog.records.sealed import Seal
 
     now, hexes = "2026-01-01T00:00:00+00:00", "0" * 64
     objects = {"run.json": hexes}

@@ -11,6 +11,7 @@ import redis.asyncio as redis_asyncio
 
 from millrace.internal.v1 import batch_pb2, policy_pb2
 from millrace.rollouts.batch_wire import pack_batch
+from millrace.rollouts.token_log import LoggedSample, TokenLog
 from millrace.rollouts.types import (
     PolicySpan,
     Purpose,
@@ -29,9 +30,11 @@ from millrace.runlog.names import Deployment
 from millrace.runlog.records.known import KnownObjects
 from millrace.runlog.records.origin import load_origin
 from millrace.runlog.records.scores import load_scores, name_scores, store_scores
+from millrace.runlog.records.token_logs import store_token_log
 from millrace.runlog.seal import write_seal
 from millrace.storage import ObjectStore
 from millrace.storage.commit_points import revision_key, with_checksum
+from millrace.trainer.checkpoint.index import ShardPiece, ShardTensor, encode_index
 from millrace.v1 import event_pb2, run_pb2
 from millrace_testing.runlog.recorded_policies import Publisher, manifest_sha256, sha256
 
@@ -140,14 +143,43 @@ def publish_anew(run: Recorded, version: int) -> str:
         data, item["key"] = run.store.get(item["key"]), item["key"] + ".again"
         run.store.create(item["key"], data)
     run.store.create(successor, json.dumps({**manifest, "key": successor}).encode())
+    seal_anew(run)
     return successor
 
 
+def seal_anew(run: Recorded) -> None:
+    """As if what was written since the seal had been written before it."""
+    key = run.names.seal(0)
+    if run.store.head(key) is not None:
+        run.store.delete(key)
+        known = KnownObjects(run.headers)
+        assert write_seal(run.store, run.names, key, known, chain=run.chain, state="SUCCEEDED", by="test")
+
+
 def checkpoint(run: Recorded, step: int) -> event_pb2.Event:
-    """A checkpoint's object and manifest, as the trainer's CheckpointStore names them; returns its event."""
-    names, data = run.names, f"state {step}".replace(" ", str(run.seed or " ")).encode()
-    key = f"{names.checkpoint(step)}e00000001-abcd/shard.distcp"
-    run.store.put(key, data)
+    """A checkpoint of the weights of its step, as the trainer's CheckpointStore names it; returns its event.
+
+    One tensor is in float32, as master weights are, and the other one's pieces are in the files of two ranks.
+    """
+    names, base = run.names, f"{run.names.checkpoint(step)}e00000001-abcd/"
+    first, second = run.publishers[0].parts(step)
+    wide = (first.bits.astype("<u4") << 16).tobytes()
+    half = len(second.bits) // 2
+    files = {"rank-00000.bin": wide + second.bits[:half].tobytes(), "rank-00001.bin": second.bits[half:].tobytes()}
+    pieces = (
+        ShardPiece("rank-00000.bin", len(wide), 0, half),
+        ShardPiece("rank-00001.bin", 0, half, len(second.bits) - half),
+    )
+    tensors = [
+        ShardTensor(
+            name=f"model.{first.name}", dtype="float32", shape=first.shape,
+            pieces=(ShardPiece("rank-00000.bin", 0, 0, len(first.bits)),),
+        ),
+        ShardTensor(name=f"model.{second.name}", dtype="bfloat16", shape=second.shape, pieces=pieces),
+    ]  # fmt: skip
+    files["index.json"] = encode_index(tensors)
+    for name, data in files.items():
+        run.store.put(base + name, data)
     manifest = {
         "format": 2,
         "run_uid": names.uid,
@@ -156,12 +188,28 @@ def checkpoint(run: Recorded, step: int) -> event_pb2.Event:
         "lineage": 0,
         "chain_hash": (run.chains[step - 1] if step else bytes(32)).hex(),
         "objects": [
-            {"name": "shard.distcp", "key": key, "sha256": hashlib.sha256(data).hexdigest(), "size_bytes": len(data)}
+            {"name": name, "key": base + name, "sha256": sha256(data), "size_bytes": len(data)}
+            for name, data in files.items()
         ],
     }
     stored = with_checksum(manifest)
     assert run.store.create(names.checkpoint_manifest(step), stored)
     return event_pb2.Event(checkpoint_saved=event_pb2.CheckpointSaved(step=step, manifest_sha256=sha256(stored)))
+
+
+def token_log(run: Recorded, step: int) -> event_pb2.Event:
+    """The trainer's log-probs of a step; returns their event."""
+    logged = LoggedSample(
+        sample=0, ordinal=3 * step, member=0, attempt=0, minibatch=0, mask=np.array([0, 0, 1, 1, 1], np.uint8),
+        logprobs=np.array([-1, -2, -run.seed], np.float32), entropies=np.zeros(3, np.float16),
+    )  # fmt: skip
+    chain = run.chains[step]
+    log = TokenLog(
+        run_uid=run.names.uid, step=step, lineage=0, chain_hash=chain, num_rollouts=4, share=0.25, samples=(logged,)
+    )
+    stored = store_token_log(run.store, run.names, log)
+    body = event_pb2.TokenLogStored(step=step, key=stored.key, sha256=stored.sha256, size_bytes=stored.size_bytes)
+    return event_pb2.Event(token_log_stored=body)
 
 
 async def record(
@@ -178,7 +226,8 @@ async def record(
 ) -> Recorded:
     """Two groups of two members a step (ordinals 3 n and 3 n + 1), and one that is dropped (3 n + 2).
 
-    `seed` changes weights and rewards; `scored`: a teacher has scored the rollouts.
+    `seed` changes weights and rewards; `scored`: a teacher has scored the rollouts, and log-probs of the trainer
+    are stored.
     """
     run = Recorded(log=log, redis=redis, store=store, chain=load_origin(store, log.names).chain_hash, seed=seed)
     store.create(Deployment(log.names.prefix).name_object(name), log.uid.encode())
@@ -234,6 +283,8 @@ async def record(
         if step + 1 in checkpoints:
             await reports.write(checkpoint(run, step + 1))
         await reports.write(event_pb2.Event(step_completed=event_pb2.StepCompleted(step=step, chain_hash=chain)))
+        if scored:
+            await reports.write(token_log(run, step))
         if step % 5 == 4:
             await log.write_intent("pause", {"step": step})
             await events.flush()

@@ -33,7 +33,7 @@ class Publisher:
     def publish(self, version: int) -> policy_pb2.PolicyEntry:
         """Upload and commit a version: an anchor at the start and at every fourth, deltas where they fit."""
         store, names = self.store, self.names
-        parts = self._parts(version)
+        parts = self.parts(version)
         if not self._files:
             files = {"config.json": b'{"vocab_size": %d}' % (9 - self.seed)}
             self._files = upload_files(store, prefix=names.prefix, uid=names.uid, epoch=1, files=files)
@@ -77,7 +77,7 @@ class Publisher:
             digest=manifest.digest,
         )
 
-    def _parts(self, version: int) -> list[TensorPart]:
+    def parts(self, version: int) -> list[TensorPart]:
         """Weights of which some differ from version to version."""
         parts = []
         for name, shape in _SHAPES.items():

@@ -62,16 +62,13 @@ def export_policy(name: str, step: int, directory: Path, is_merged: bool, store:
 def _find(store: "ObjectStore", names: "Names", step: int, *, run: str) -> "PolicyManifest":
     """The manifest of a version, of its newest lineage; CliError naming what there is."""
     from millrace.policies.pull import read_manifest
-    from millrace.runlog.records.listing import list_policies
-    from millrace.storage.commit_points import find_newest
+    from millrace.runlog.records.listing import published_policies
 
-    published = reversed(list_policies(store, names))
     versions: list[int] = []
-    for version, lineage in published:
-        key = find_newest(store, names.policy_manifest(lineage, version))
-        if key is not None and (step in (-1, version)):
+    for version, key in published_policies(store, names):
+        if step in (-1, version):
             return read_manifest(store, key)
-        versions += [version] if key is not None else []
+        versions.append(version)
     span = f"versions {versions[-1]} to {versions[0]}" if versions else "no version"
     raise CliError(
         f"{run} has no policy after step {step}: it has published {span}", hint="choose one of them with --step"

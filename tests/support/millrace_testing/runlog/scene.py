@@ -1,0 +1,192 @@
+"""A run that is sealed and attested, to be tampered with: what it consists of, and how every hash of it is redone."""
+
+import asyncio
+import hashlib
+import json
+import shutil
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from millrace.internal.v1 import batch_pb2
+from millrace.policies.verify import prove_policies
+from millrace.rollouts.batch_wire import decode_header
+from millrace.runlog import RunLog, chain_hash, open_redis
+from millrace.runlog.attest import Attestation, SigningKey, load_key, unsigned, write_attestation
+from millrace.runlog.audit import Depth, audit_run
+from millrace.runlog.names import Deployment, Names, new_uid
+from millrace.runlog.records.epochs import create_epoch
+from millrace.runlog.records.known import describe
+from millrace.runlog.records.origin import load_origin
+from millrace.storage.commit_points import with_checksum
+from millrace.storage.local import LocalStore
+from millrace.trainer.checkpoint.proof import differences
+from millrace.v1 import audit_pb2
+from millrace_testing.runlog.recorded_log import record
+
+STEPS = 12
+PREFIX = "tampered"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scene:
+    """A recorded run in a store of its own, another run beside it, and what is kept elsewhere."""
+
+    directory: Path
+    names: Names
+    other: Names
+    key: SigningKey
+    kept: Attestation
+
+    @property
+    def store(self) -> LocalStore:
+        return LocalStore(self.directory)
+
+    def copy(self, directory: Path) -> "Scene":
+        shutil.copytree(self.directory, directory)
+        return replace(self, directory=directory)
+
+    def audit(self, how: str) -> audit_pb2.AuditReport:
+        depth = {
+            "fast": Depth(),
+            "deep": Depth(is_deep=True, prove=prove_policies, compare=differences),
+            "attested": Depth(key=self.key, attestations=(self.kept,)),
+        }[how]
+        work = audit_run(
+            None, self.store, prefix=PREFIX, uid=self.names.uid, depth=depth, clock=lambda: time.time() + 7200
+        )
+        return asyncio.run(work)
+
+
+async def record_run(store: LocalStore, redis_url: str, name: str, uid: str, *, seed: int = 0) -> Names:
+    redis = open_redis(redis_url)
+    config = {"trainer": {"ckpt": {"interval": 5, "keep_last": None}}}
+    text = json.dumps(config, sort_keys=True, separators=(",", ":"))
+    run_json = {
+        "uid": uid,
+        "name": name,
+        "config": config,
+        "run_hash": hashlib.sha256(text.encode()).hexdigest(),
+        "request_id": f"request-{name}",
+    }
+    names = Names(PREFIX, uid)
+    await redis.delete(*names.all_keys)
+    log = await RunLog.create(redis, store, PREFIX, uid, json.dumps(run_json, sort_keys=True).encode())
+    await create_epoch(store, names, "log", "rebuilder")
+    store.create(names.generation(2), b"")
+    store.create(Deployment(PREFIX).request_object(f"request-{name}"), uid.encode())
+    await record(log, redis, store, steps=STEPS, checkpoints=(5, 10, 12), seed=seed, scored=True, name=name)
+    await redis.delete(*names.all_keys)
+    await redis.aclose()
+    return names
+
+
+def record_scene(directory: Path, redis_url: str) -> Scene:
+    """The run of most tamperings, and the other one, sealed and attested; `directory` gets the store."""
+    store = LocalStore(directory / "store")
+    names = asyncio.run(record_run(store, redis_url, "demo", new_uid()))
+    other = asyncio.run(record_run(store, redis_url, "other", new_uid(), seed=1))
+    (directory / "key").write_bytes(b"k" * 32)
+    key = load_key(directory / "key")
+    for each in (other, names):
+        last = decode_header(store.get(each.batch_header(STEPS)))
+        chain = chain_hash(last.previous_chain_hash, store.get(each.batch_header(STEPS)))
+        draft = unsigned(
+            each, run="demo", step=STEPS, chain=chain, seal_sha256=hashlib.sha256(store.get(each.seal(0))).hexdigest()
+        )
+        kept = write_attestation(store, each, draft, key)
+    return Scene(directory=directory / "store", names=names, other=other, key=key, kept=kept)
+
+
+# What there is to tamper with.
+
+
+def first(store: LocalStore, prefix: str, ending: str = "") -> str:
+    return next(info.key for info in store.list(prefix) if info.key.endswith(ending))
+
+
+def last(store: LocalStore, prefix: str, ending: str = "") -> str:
+    return [info.key for info in store.list(prefix) if info.key.endswith(ending)][-1]
+
+
+def read_header(store: LocalStore, names: Names, step: int) -> batch_pb2.BatchHeader:
+    return decode_header(store.get(names.batch_header(step)))
+
+
+KINDS: dict[str, Callable[[LocalStore, Names], str]] = {
+    "run.json": lambda store, names: names.run_json,
+    "name object": lambda store, names: Deployment(PREFIX).name_object(_name(store, names)),
+    "request object": lambda store, names: Deployment(PREFIX).request_object(f"request-{_name(store, names)}"),
+    "epoch": lambda store, names: names.epoch("trainer", 1),
+    "generation mark": lambda store, names: names.generation(2),
+    "intent": lambda store, names: names.intent(2),
+    "first event archive": lambda store, names: first(store, names.event_archive),
+    "last event archive": lambda store, names: last(store, names.event_archive),
+    "batch header": lambda store, names: names.batch_header(6),
+    "last batch header": lambda store, names: names.batch_header(STEPS - 1),
+    "closing header": lambda store, names: names.batch_header(STEPS),
+    "batch chunk": lambda store, names: read_header(store, names, 10).chunks[1].key,
+    "last batch chunk": lambda store, names: read_header(store, names, STEPS - 1).chunks[-1].key,
+    "rollout archive": lambda store, names: read_header(store, names, 3).rollouts_key,
+    "scores": lambda store, names: first(store, names.root + "scores/"),
+    "old policy manifest": lambda store, names: names.policy_manifest(0, 1),
+    "last policy manifest": lambda store, names: names.policy_manifest(0, STEPS),
+    "old anchor": lambda store, names: first(store, names.policy(0, 0), ".safetensors"),
+    "anchor": lambda store, names: first(store, names.policy(0, 8), ".safetensors"),
+    "delta": lambda store, names: first(store, names.policy(0, 7), ".bin"),
+    "skip delta": lambda store, names: first(store, names.policy(0, 8) + "e", "delta-00000004-00001.bin"),
+    "policy file": lambda store, names: first(store, names.root + "policy-files/"),
+    "checkpoint manifest": lambda store, names: names.checkpoint_manifest(5),
+    "last checkpoint manifest": lambda store, names: names.checkpoint_manifest(STEPS),
+    "checkpoint object": lambda store, names: first(store, names.checkpoint(5) + "e", ".bin"),
+    "token log": lambda store, names: names.token_log(4, 0),
+    "seal": lambda store, names: names.seal(0),
+    "attestation": lambda store, names: names.attestation(1),
+}
+
+
+def _name(store: LocalStore, names: Names) -> str:
+    return json.loads(store.get(names.run_json))["name"]
+
+
+def rehash(scene: Scene) -> None:
+    """Redo every hash in manifests, headers and checkpoints; events, seal and attestation stay."""
+    store, names = scene.store, scene.names
+
+    def hashes(key: str) -> None:
+        manifest = json.loads(store.get(key))
+        named = [item for each in manifest.get("encodings", ()) for item in each["objects"]]
+        for item in (*named, *manifest.get("files", ()), *manifest.get("objects", ())):
+            item["sha256"] = hashlib.sha256(store.get(item["key"])).hexdigest()
+        store.put(key, canonical(manifest))
+
+    for info in list(store.list(names.policies)):
+        if info.key.endswith("manifest.json"):
+            hashes(info.key)
+    chain = load_origin(store, names).chain_hash
+    chains: dict[int, bytes] = {}
+    for step in range(STEPS + 1):
+        header = read_header(store, names, step)
+        for chunk in header.chunks:
+            chunk.sha256 = hashlib.sha256(store.get(chunk.key)).digest()
+        if header.rollouts_key:
+            header.rollouts_sha256 = hashlib.sha256(store.get(header.rollouts_key)).digest()
+        for item in header.objects:
+            item.CopyFrom(describe(names, item.key, store.get(names.root + item.key)))
+        header.previous_chain_hash = chain
+        data = header.SerializeToString(deterministic=True)
+        store.put(names.batch_header(step), data)
+        chain = chains[step] = chain_hash(chain, data)
+    for step in (5, 10, STEPS):
+        hashes(names.checkpoint_manifest(step))
+        manifest = json.loads(store.get(names.checkpoint_manifest(step)))
+        manifest["chain_hash"] = chains[step - 1].hex()
+        store.put(names.checkpoint_manifest(step), canonical(manifest))
+
+
+def canonical(manifest: dict) -> bytes:
+    """With its checksum redone, where it has one."""
+    if "checksum" in manifest:
+        return with_checksum(manifest)
+    return json.dumps(manifest, sort_keys=True, separators=(",", ":")).encode()
