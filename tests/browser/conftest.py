@@ -12,6 +12,7 @@ from millrace_testing.dashboard import HOSTILE, KnownRuns, RunWriter, Served, Se
 
 CHROMIUM = os.environ.get("MILLRACE_CHROMIUM") or shutil.which("chromium") or shutil.which("chromium-browser")
 STEPS = 6
+WAIT_MS = 60_000
 
 
 @pytest.fixture(scope="session")
@@ -44,3 +45,19 @@ def served(run_writer: RunWriter, tmp_path: Path) -> Iterator[Served]:
     source = KnownRuns([known_run(step=STEPS), ended])
     with ServedInThread(run_writer.store, tmp_path / "index", source=source) as found:
         yield found
+
+
+@pytest.fixture
+def page(browser, served: Served) -> Iterator:
+    """A page that fails the test for whatever the browser complains of."""
+    context = browser.new_context(viewport={"width": 1280, "height": 900})
+    context.set_default_timeout(WAIT_MS)
+    found = context.new_page()
+    found.complaints = []
+    found.on("pageerror", lambda error: found.complaints.append(str(error)))
+    found.on("console", lambda said: found.complaints.append(said.text) if said.type in ("error", "warning") else None)
+    found.requested = []
+    found.on("request", lambda asked: found.requested.append(asked.url))
+    found.base = served.url
+    yield found
+    context.close()

@@ -48,8 +48,8 @@ def take(url: str, run: str, other: str, sample: str, directory: Path) -> None:
     """One file for each page and look."""
     pages = {
         "runs": "/", "run": f"/runs/{run}", "config": f"/runs/{run}?show=config", "events": f"/runs/{run}?show=events",
-        "checkpoints": f"/runs/{run}?show=checkpoints", "audit": f"/runs/{run}?show=audit",
-        "samples": f"/runs/{run}/samples",
+        "checkpoints": f"/runs/{run}?show=checkpoints", "workers": f"/runs/{run}?show=workers",
+        "audit": f"/runs/{run}?show=audit", "samples": f"/runs/{run}/samples",
         "sample": f"/runs/{run}/samples/{sample}", "side": f"/runs/{run}/samples/{sample}?side=1",
         "lineage": f"/runs/{run}/lineage?sample={sample}",
         "version": f"/runs/{run}/lineage?version=5", "timeline": f"/runs/{run}/timeline", "login": "/login",

@@ -10,7 +10,7 @@ from millrace.rpc.access import ServerAccess
 from millrace.rpc.tokens import new_token, token_line
 from millrace.telemetry.settings import Settings
 from millrace.v1 import event_pb2
-from millrace_testing.dashboard import HOSTILE, RUN, SECRET, ServedInThread
+from millrace_testing.dashboard import HOSTILE, RUN, SECRET, ServedInThread, opened
 
 pytestmark = [pytest.mark.browser, pytest.mark.timeout(300)]
 WAIT_MS = 60_000
@@ -32,22 +32,6 @@ PAGES = {
 }
 
 
-@pytest.fixture
-def page(browser, served):
-    """A page that fails the test for whatever the browser complains of."""
-    context = browser.new_context(viewport={"width": 1280, "height": 900})
-    context.set_default_timeout(WAIT_MS)
-    found = context.new_page()
-    found.complaints = []
-    found.on("pageerror", lambda error: found.complaints.append(str(error)))
-    found.on("console", lambda said: found.complaints.append(said.text) if said.type in ("error", "warning") else None)
-    found.requested = []
-    found.on("request", lambda asked: found.requested.append(asked.url))
-    found.base = served.url
-    yield found
-    context.close()
-
-
 def demanding(directory, *, may_write=True):
     """A token, and an access that demands it."""
     token, path = new_token(), directory / "tokens"
@@ -63,13 +47,6 @@ def logged_in(context, served, token):
     found.click("button")
     found.wait_for_selector("table.runs", timeout=WAIT_MS)
     return found
-
-
-def opened(page, path, wanted):
-    page.goto(page.base + path)
-    page.wait_for_selector(wanted)
-    assert page.evaluate("window.hacked") is None
-    return page
 
 
 @pytest.mark.parametrize("path", PAGES)

@@ -41,6 +41,7 @@ MAX_UNREADABLE = 20
 """Batches whose rollouts cannot be read that are named, the last ones; all are counted."""
 MAX_VALUES = 20_000
 """Of metrics, on one such page."""
+_MAX_STEP = (1 << 31) - 1
 
 Params = Mapping[str, str]
 
@@ -147,14 +148,21 @@ class Reader:
 
 def _metrics(run: _OpenRun, params: Params) -> dict[str, Any]:
     points = _whole(params, "points", MAX_POINTS, most=MAX_POINTS)
+    first = _whole(params, "first", 0, most=_MAX_STEP)
+    last = _whole(params, "last", _MAX_STEP, most=_MAX_STEP)
     names = params.get("names")
     run.facts.looking.refresh(FIRST_WAIT_S if not run.facts.names else WAIT_S)
     wanted = None if names is None else [name for name in names.split(",") if name][:200]
-    answer: dict[str, Any] = {"curves": run.facts.curves(wanted, points=points), "names": run.facts.names}
+    curves = run.facts.curves(wanted, points=points, first=first, last=last)
+    answer: dict[str, Any] = {"curves": curves, "names": run.facts.names}
     if params.get("spread") == "1":
         run.index.looking.refresh(WAIT_S)
-        answer["spread"] = run.spread.curves(run.index.columns, points=points)
+        answer["spread"] = run.spread.curves(run.index.columns, points=points, first=first, last=last)
         answer["index"] = _progress(run)
+    if params.get("axes") == "1":
+        every = [*curves.values(), *answer.get("spread", {}).values()]
+        shown = {int(point[0]) for curve in every for point in curve}
+        answer["axes"] = run.facts.axes({step + at for step in shown for at in (-1, 0)})
     return answer
 
 
@@ -219,7 +227,7 @@ def _lineage(run: _OpenRun, params: Params) -> dict[str, Any]:
     if sample is not None:
         with _unless_growing(run):
             return run.lineage.of_sample(run.details.row(sample), run.details.tokens_by_version(sample))
-    return run.lineage.of_version(_whole(params, "version", 0, most=(1 << 31) - 1))
+    return run.lineage.of_version(_whole(params, "version", 0, most=_MAX_STEP))
 
 
 def _timeline(run: _OpenRun, params: Params) -> dict[str, Any]:
@@ -231,7 +239,7 @@ def _timeline(run: _OpenRun, params: Params) -> dict[str, Any]:
 
 def _list_metrics(run: _OpenRun, params: Params) -> dict[str, Any]:
     """Metrics by step from the step `first` on, and the step that comes behind them."""
-    first, size = _whole(params, "first", 0, most=(1 << 31) - 1), _whole(params, "size", LIST_MAX, most=LIST_MAX)
+    first, size = _whole(params, "first", 0, most=_MAX_STEP), _whole(params, "size", LIST_MAX, most=LIST_MAX)
     _require_all(run.facts.looking, "the events of the run are being read")
     names = [name for name in params.get("names", "").split(",") if name]
     rows, behind = run.facts.by_step(names, first=first, size=size, most=MAX_VALUES)

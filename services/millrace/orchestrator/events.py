@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from millrace.orchestrator.play.buffer import PoolSizes
 from millrace.orchestrator.play.failures import EnvCount
 from millrace.orchestrator.run_meters import RunMeters
-from millrace.rpc.waits_wire import to_proto
+from millrace.rpc.heartbeat_wire import to_proto
 from millrace.runlog import EventWriter
 from millrace.telemetry.waits import Wait
 from millrace.v1 import event_pb2, run_pb2

@@ -68,6 +68,17 @@ WORKERS = Family(
     "Registered workers: ready, silent (no heartbeat for 5 s) or leaving.",
     ("kind", "state"),
 )
+GPU_LABELS = ("worker", "gpu")
+GPU_UTILIZATION = Family(
+    "millrace_orchestrator_gpu_utilization_ratio",
+    "Share of the last moments in which a kernel ran on a GPU that a trainer or replica may use (0 to 1).",
+    GPU_LABELS,
+)
+GPU_MEMORY_USED = Family(
+    "millrace_orchestrator_gpu_memory_used_bytes", "Memory of such a GPU that all processes use.", GPU_LABELS
+)
+GPU_MEMORY = Family("millrace_orchestrator_gpu_memory_bytes", "Memory that such a GPU has.", GPU_LABELS)
+GPU_POWER = Family("millrace_orchestrator_gpu_power_watts", "Power that such a GPU draws.", GPU_LABELS)
 STOOD_STILL = Family(
     "millrace_orchestrator_stood_still_seconds_total", "Seconds for which this process itself did not run."
 )
@@ -85,6 +96,10 @@ FAMILIES = (
     REPLICAS,
     EVENT_QUEUE,
     WORKERS,
+    GPU_UTILIZATION,
+    GPU_MEMORY_USED,
+    GPU_MEMORY,
+    GPU_POWER,
     STOOD_STILL,
 )
 LOST = Counter(
@@ -144,6 +159,17 @@ def _read_workers(sheet: Sheet, workers: WorkerRegistry) -> None:
     for kind in WorkerKind:
         for state in ("ready", "silent", "leaving"):
             sheet.put(WORKERS, found[kind, state], kind, state)
+    names = workers.names()
+    for record in workers.records():
+        for gpu in record.gpus:
+            for family, value in (
+                (GPU_UTILIZATION, gpu.utilization),
+                (GPU_MEMORY_USED, gpu.memory_used),
+                (GPU_MEMORY, gpu.memory_total),
+                (GPU_POWER, gpu.power_watts),
+            ):
+                if value is not None:
+                    sheet.put(family, value, names[record.worker_id], str(gpu.index))
     sheet.put(STOOD_STILL, workers.stood_still_s)
 
 

@@ -1,4 +1,4 @@
-"""Who works for this deployment: the registry of env-servers, inference replicas and trainers, and its gRPC service.
+"""Who works for this deployment: the registry of env-servers, inference replicas and trainers.
 
 The registry is soft state: every worker repeats what it is and does with each heartbeat, so an orchestrator that starts
 with an empty registry knows all of them within one heartbeat interval.
@@ -7,24 +7,19 @@ with an empty registry knows all of them within one heartbeat interval.
 import asyncio
 import contextlib
 import logging
-import re
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-import grpc
-
-from millrace.config.section import IMAGE_PATTERN
-from millrace.errors import CapacityError, InvalidSpecError, Violation
-from millrace.internal.v1 import policy_pb2, policy_service_pb2, worker_service_pb2, worker_service_pb2_grpc
-from millrace.rpc.waits_wire import from_proto
-from millrace.telemetry.settings import parse_address
+from millrace.errors import CapacityError
+from millrace.internal.v1 import policy_pb2, policy_service_pb2, worker_service_pb2
+from millrace.orchestrator.worker_names import Numbered, WorkerNames
+from millrace.rpc.heartbeat_wire import from_proto, gpus_from_proto
+from millrace.telemetry.gpus import GpuUse
 from millrace.telemetry.waits import Wait
 
 logger = logging.getLogger(__name__)
-
-_URL = re.compile(r"https?://(\[[0-9A-Fa-f:.]+\](:\d+)?|[^\s/\[\]@]+)(/\S*)?")
 
 HEARTBEAT_S = 1.0
 """Interval that workers are told."""
@@ -56,7 +51,7 @@ class WorkerKind(StrEnum):
     INFERENCE = "inference"
 
 
-_KINDS = {
+KINDS = {
     worker_service_pb2.WORKER_KIND_TRAINER: WorkerKind.TRAINER,
     worker_service_pb2.WORKER_KIND_ENV_SERVER: WorkerKind.ENV_SERVER,
     worker_service_pb2.WORKER_KIND_INFERENCE: WorkerKind.INFERENCE,
@@ -74,6 +69,8 @@ class WorkerRecord:
     waits: list[Wait] = field(default_factory=list)
     trainer: worker_service_pb2.TrainerStatus | None = None
     policy: policy_service_pb2.PolicyStatus | None = None
+    gpus: list[GpuUse] = field(default_factory=list)
+    """Those that it may use, as it last said."""
     num_playing: int = 0
     is_leaving: bool = False
     """It drains: it gets nothing new."""
@@ -90,7 +87,7 @@ class WorkerRecord:
     @property
     def kind(self) -> WorkerKind:
         """What it does for runs."""
-        return _KINDS[self.worker.kind]
+        return KINDS[self.worker.kind]
 
     @property
     def takes_work(self) -> bool:
@@ -138,6 +135,7 @@ class WorkerRegistry:
         self._pulse = 0.0
         self.lost: dict[str, WorkerRecord] = {}
         """Workers whose lease ran out and that did not come back, as they were; the newest `MAX_LOST`."""
+        self._names = WorkerNames()
         self.stood_still_s = 0.0
         """Seconds for which this process itself was stopped or starved, over its life: nobody else is to blame."""
         self.changed = asyncio.Event()
@@ -167,6 +165,7 @@ class WorkerRegistry:
             return None
         record.last_seen = time.monotonic()
         record.waits = from_proto(request.waits[:MAX_WAITS])
+        record.gpus = gpus_from_proto(request.gpus)
         record.num_playing = request.num_playing
         record.is_leaving = request.is_leaving
         if request.HasField("trainer"):
@@ -307,6 +306,10 @@ class WorkerRegistry:
         """Every registered worker, also one whose lease has just run out."""
         return list(self.by_id.values())
 
+    def names(self) -> dict[str, str]:
+        """A short name for each registered worker, by its id."""
+        return self._names.of(Numbered(each.worker_id, each.kind, each.worker.slot) for each in self.by_id.values())
+
     async def keep_pulse(self) -> None:
         """Notice when this process stood still, and do not count that time as the workers' silence.
 
@@ -352,54 +355,3 @@ class WorkerRegistry:
         del self.by_id[record.worker_id]
         for callback in self.on_lost:
             callback(record, reason)
-
-
-class WorkerServicer(worker_service_pb2_grpc.WorkerServiceServicer):
-    """WorkerService over a registry."""
-
-    def __init__(self, registry: WorkerRegistry) -> None:
-        self._registry = registry
-
-    async def RegisterWorker(
-        self, request: worker_service_pb2.RegisterWorkerRequest, context: grpc.aio.ServicerContext
-    ) -> worker_service_pb2.RegisterWorkerResponse:
-        """Add a worker to the registry."""
-        _check_worker(request.worker)
-        self._registry.register(request.worker)
-        return worker_service_pb2.RegisterWorkerResponse(heartbeat_seconds=HEARTBEAT_S, lease_seconds=LEASE_S)
-
-    async def Heartbeat(
-        self, request: worker_service_pb2.HeartbeatRequest, context: grpc.aio.ServicerContext
-    ) -> worker_service_pb2.HeartbeatResponse:
-        """Renew a worker's lease and answer its assignments: as soon as they are new, if it asks to hold the answer."""
-        record = self._registry.heartbeat(request)
-        if record is not None and request.hold_seconds > 0:
-            await record.hold(min(request.hold_seconds, HEARTBEAT_S))
-            record = self._registry.by_id.get(request.worker_id)  # it may be gone meanwhile
-        if record is None:
-            return worker_service_pb2.HeartbeatResponse(register_again=True)
-        return worker_service_pb2.HeartbeatResponse(
-            assignments=list(self._registry.assignments(record)), let_go=self._registry.retired_runs()
-        )
-
-
-def _check_worker(worker: worker_service_pb2.Worker) -> None:
-    """InvalidSpecError unless the worker says who it is and where it can be called."""
-    wrong: list[Violation] = []
-    if not worker.worker_id:
-        wrong.append(Violation(field="worker.worker_id", message="must not be empty"))
-    if worker.kind not in _KINDS:
-        wrong.append(Violation(field="worker.kind", message="must be set"))
-    if worker.address:
-        try:
-            parse_address(worker.address)
-        except ValueError as error:
-            wrong.append(Violation(field="worker.address", value=worker.address[:200], message=str(error)))
-    if worker.http_url and not _URL.fullmatch(worker.http_url):
-        message = "must be a URL such as http://10.0.0.1:8000/v1"
-        wrong.append(Violation(field="worker.http_url", value=worker.http_url[:200], message=message))
-    if worker.env_image and not re.fullmatch(IMAGE_PATTERN, worker.env_image):
-        message = "must be the name of a container image, such as registry.example.com/team/my-env:1.2"
-        wrong.append(Violation(field="worker.env_image", value=worker.env_image[:200], message=message))
-    if wrong:
-        raise InvalidSpecError(wrong, reason="REQUEST_INVALID")

@@ -27,6 +27,8 @@ from millrace import errors
 from millrace.backoff import Backoff
 from millrace.errors import MillraceError
 from millrace.internal.v1.worker_service_pb2 import (
+    WORKER_KIND_INFERENCE,
+    WORKER_KIND_TRAINER,
     HeartbeatRequest,
     HeartbeatResponse,
     RegisterWorkerRequest,
@@ -36,8 +38,9 @@ from millrace.internal.v1.worker_service_pb2 import (
 from millrace.internal.v1.worker_service_pb2_grpc import WorkerServiceStub
 from millrace.race import first_of
 from millrace.rpc.channel import call, open_channel
-from millrace.rpc.waits_wire import to_proto
+from millrace.rpc.heartbeat_wire import gpu_to_proto, to_proto
 from millrace.telemetry import waits
+from millrace.telemetry.gpus import GpuWatch
 
 logger = logging.getLogger(__name__)
 
@@ -58,6 +61,7 @@ _NOT_RETRIED = (
     errors.InvalidStateError,
     errors.PermissionDeniedError,
 )
+_USES_GPUS = (WORKER_KIND_TRAINER, WORKER_KIND_INFERENCE)
 
 Report = Callable[[], HeartbeatRequest]
 """Makes the next heartbeat: the worker's kind-specific part. Must not block."""
@@ -124,6 +128,7 @@ class WorkerAgent:
         self._on_silence = on_silence
         self._silent_s = silent_s
         self._is_held = is_held
+        self._gpus = GpuWatch() if worker.kind in _USES_GPUS else None
         self._interval_s = MAX_INTERVAL_S
         self._is_registered = False
         self._last_contact: float | None = None
@@ -139,7 +144,13 @@ class WorkerAgent:
 
     async def run(self, stopping: asyncio.Event) -> None:
         """Register and send heartbeats until `stopping`; raises what the orchestrator refuses for good."""
-        life, _ = await first_of(self._live(), stopping.wait())
+        if self._gpus is not None:
+            self._gpus.start()
+        try:
+            life, _ = await first_of(self._live(), stopping.wait())
+        finally:
+            if self._gpus is not None:
+                self._gpus.stop()
         if life is not None:
             life.result()  # only an error ends it
 
@@ -205,6 +216,8 @@ class WorkerAgent:
             heartbeat = self._report()
             heartbeat.worker_id = self._worker.worker_id
             heartbeat.hold_seconds = hold_s
+            if self._gpus is not None:
+                heartbeat.gpus.extend(map(gpu_to_proto, self._gpus.latest()))
             if not heartbeat.waits:
                 heartbeat.waits.extend(to_proto(waits.snapshot(self._worker.worker_id)[:MAX_WAITS]))
             return heartbeat

@@ -10,7 +10,7 @@ What is ordinary for a moment (a Redis command, a call to another service) is re
 only once it is older; what thousands wait for at once (an answer of the engine) is one wait with a count (`shared`).
 
 Registering costs a few microseconds, works from any thread and needs no event loop. The conversion to the wire is in
-`millrace.rpc.waits_wire`, because this package stays free of protobuf.
+`millrace.rpc.heartbeat_wire`, because this package stays free of protobuf.
 """
 
 import contextlib

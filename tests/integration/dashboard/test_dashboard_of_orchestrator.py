@@ -11,6 +11,8 @@ import pytest
 from click.testing import CliRunner
 
 from millrace.cli.commands.stack.dashboard import dashboard
+from millrace.internal.v1 import worker_service_pb2 as ws
+from millrace.internal.v1.worker_service_pb2_grpc import WorkerServiceStub
 from millrace.local.redis import free_port
 from millrace.orchestrator.api.serve import serve_orchestrator
 from millrace.rpc.channel import call, open_channel
@@ -31,13 +33,19 @@ CONFIG = {
 
 
 @pytest.fixture
-async def served(redis_url, tmp_path, monkeypatch):
+def rpc_port() -> int:
+    """Where the orchestrator listens for workers and clients."""
+    return free_port()
+
+
+@pytest.fixture
+async def served(rpc_port, redis_url, tmp_path, monkeypatch):
     """An orchestrator without workers, with one queued run."""
     monkeypatch.setenv("MILLRACE_SCRATCH_DIR", str(tmp_path / "scratch"))
     port = free_port()
     settings = Settings(
-        redis_url=redis_url, store_url=(tmp_path / "store").as_uri(), prefix=f"dash{port}", listen="127.0.0.1:0",
-        dashboard_listen=f"127.0.0.1:{port}", drain_s=0.0, grace_s=1.0,
+        redis_url=redis_url, store_url=(tmp_path / "store").as_uri(), prefix=f"dash{port}",
+        listen=f"127.0.0.1:{rpc_port}", dashboard_listen=f"127.0.0.1:{port}", drain_s=0.0, grace_s=1.0,
     )  # fmt: skip
     (tmp_path / "store").mkdir()
     started: asyncio.Future[int] = asyncio.get_running_loop().create_future()
@@ -53,6 +61,40 @@ async def served(redis_url, tmp_path, monkeypatch):
     yield Served(port, KnownRuns())
     running.cancel()
     await asyncio.gather(running, return_exceptions=True)
+
+
+async def test_workers_of_a_run_have_short_names_and_gpus(served, rpc_port):
+    """Those that they report with their heartbeats, and none where there is none."""
+    ids = {
+        "trainer-node-7-412-9f3ac1d2": ws.WORKER_KIND_TRAINER,
+        "env-server-a-b-7-aa3ac1d2": ws.WORKER_KIND_ENV_SERVER,
+    }
+    gpu = ws.GpuUse(
+        index=1, uuid="GPU-1", name="NVIDIA Test", memory_used_bytes=5, memory_total_bytes=8, utilization=0.5
+    )
+    found: list = []
+    async with open_channel(f"127.0.0.1:{rpc_port}") as channel:
+        stub = WorkerServiceStub(channel)
+        for worker_id, kind in ids.items():
+            worker = ws.Worker(worker_id=worker_id, kind=kind, address="127.0.0.1:1", capacity=4)
+            await call(stub.RegisterWorker, ws.RegisterWorkerRequest(worker=worker), timeout_s=30)
+        for _ in range(300):
+            for worker_id, kind in ids.items():
+                gpus = [gpu] if kind == ws.WORKER_KIND_TRAINER else []
+                await call(stub.Heartbeat, ws.HeartbeatRequest(worker_id=worker_id, gpus=gpus), timeout_s=30)
+            _, run = await asyncio.to_thread(served.json, "/api/runs/first")
+            found = run["workers"]
+            if len(found) == 2:
+                break
+            await asyncio.sleep(0.1)
+    trainer, env_server = found
+    assert (trainer["name"], trainer["host"], trainer["state"]) == ("trainer-1", "node-7", "ready")
+    assert trainer["gpus"] == [
+        {"index": 1, "id": "GPU-1", "name": "NVIDIA Test", "memory_used": 5, "memory_total": 8, "utilization": 0.5,
+         "power_watts": None}
+    ]  # fmt: skip
+    assert (env_server["name"], env_server["host"], env_server["gpus"]) == ("env-server-1", "a-b", [])
+    assert run["held_by"] == ["trainer-node-7-412-9f3ac1d2"]
 
 
 async def test_runs_are_shown_explained_and_paused(served):

@@ -56,6 +56,11 @@ def test_a_page_of_samples_says_what_came_of_each(served):
         ("reward=0.5&step=1", {"1-1"}),
         ("version=2", {f"3-{at}" for at in range(len(HOSTILE))}),
         ("status=ok&max_advantage=-1&min_step=2", {"2-0", "3-0"}),
+        ("text=ANSWER", {f"{step}-{at}" for step in range(STEPS) for at in range(len(HOSTILE) + 1)}),
+        ("text=toolerror%3A+%3Cscript", {f"{step}-{len(HOSTILE)}" for step in range(STEPS)}),
+        ("text=JavaScript:window&max_step=1", {"0-3", "1-3"}),
+        ("text=task+2&outcome=trained", {f"2-{at}" for at in range(len(HOSTILE))}),
+        ("text=ta%C3%A4sk", set()),
         ("env=nobody", set()),
         ("outcome=dropped", set()),
     ],
@@ -128,6 +133,31 @@ def test_curves_and_their_spread(served):
     assert [point[0] for point in few["curves"]["reward/mean"]] == [0, 2, 3]
 
 
+def test_curves_of_some_steps_and_what_their_x_can_be(served):
+    path = f"/api/runs/{RUN}/metrics?axes=1&names=reward/mean"
+    _, found = served.json(f"{path}&first=1&last=2")
+    assert found["curves"]["reward/mean"] == [[1, 0.25], [2, 0.5]]
+    assert [row[0] for row in found["axes"]] == [0, 1, 2], "an evaluation of version 1 stands where step 0 has ended"
+    assert [row[2] for row in found["axes"]] == [12.0, 24.0, 36.0]
+    assert [late[1] - early[1] for early, late in zip(found["axes"], found["axes"][1:], strict=False)] == [3.0, 3.0]
+    _, spread = served.json(f"{path}&spread=1&first=3")
+    assert [point[0] for point in spread["spread"]["reward/letters"]] == [3]
+    assert "axes" not in served.json(f"/api/runs/{RUN}/metrics?names=reward/mean")[1]
+
+
+@pytest.mark.parametrize(
+    ("names", "expected"),
+    [
+        ("loss/*", {"loss/mean"}), ("*/mean", {"batch/off_policy_level/mean", "loss/mean", "reward/mean"}),
+        ("loss/mean*mean", set()), ("l*s*/m*n", {"loss/mean"}), ("l*o*o*n", set()),
+        ("loss/*,loss/mean,nothing/*", {"loss/mean"}), ("*loss*", {"loss/mean"}),
+    ],
+)  # fmt: skip
+def test_a_star_in_the_name_of_a_metric_stands_for_any_text(served, names, expected):
+    _, found = served.json(f"/api/runs/{RUN}/metrics?names={names}")
+    assert set(found["curves"]) == expected
+
+
 def test_events_come_newest_first_and_in_pages(served):
     _, page = served.json(f"/api/runs/{RUN}/events?kinds=step_completed&size=3")
     assert [event["body"].get("step", 0) for event in page["events"]] == [3, 2, 1] and page["has_more"]
@@ -158,6 +188,8 @@ def test_lineage_in_both_directions(served):
         f"{SAMPLES}?reward=1e999999", f"{SAMPLES}?version=1.5", f"{SAMPLES}?who=me", f"{SAMPLES}?step=0&step=1",
         f"{SAMPLES}?outcome=%3Cscript%3E", f"{SAMPLES}?offset={'9' * 400}", f"/api/runs/{RUN}/events?size=x",
         f"/api/runs/{RUN}/metrics?points=-5", f"/api/runs/{RUN}/timeline?steps=abc", f"{SAMPLES}?{'a' * 9000}=1",
+        f"{SAMPLES}?text={'a' * 201}",
+        f"/api/runs/{RUN}/metrics?first=x",
         f"{SAMPLES}/0-0/tokens?part=-1", f"{SAMPLES}/not-an-id",
         f"{SAMPLES}?{'&'.join(f'a{at}=1' for at in range(65))}",
     ],

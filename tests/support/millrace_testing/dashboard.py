@@ -254,7 +254,8 @@ def known_run(name: str = RUN, uid: str = UID, *, state: str = "RUNNING", **more
         "name": name, "uid": uid, "kind": "RL", "state": state, "error": None, "created": START, "started": START,
         "ended": None, "labels": {}, "parent": None, "step": 3, "max_steps": 10, "version": 3,
         "inference_version": 3, "reward": 0.5, "rollouts": 9, "tokens": 100, "groups": 3, "groups_dropped": 0,
-        "environments": [], "held_by": ["trainer-0"], "has_ended": state in ("SUCCEEDED", "FAILED", "CANCELLED"),
+        "environments": [], "held_by": ["trainer-0"], "workers": [],
+        "has_ended": state in ("SUCCEEDED", "FAILED", "CANCELLED"),
     } | more  # fmt: skip
 
 
@@ -293,6 +294,14 @@ class Served:
         """Status and document."""
         status, _, body = self.ask(path, **options)
         return status, json.loads(body)
+
+
+def opened(page: Any, path: str, wanted: str) -> Any:
+    """A browser's page at a path, once it shows what is wanted; nothing that a model wrote has run."""
+    page.goto(page.base + path)
+    page.wait_for_selector(wanted)
+    assert page.evaluate("window.hacked") is None
+    return page
 
 
 @contextlib.asynccontextmanager

@@ -13,7 +13,7 @@ from millrace.dashboard import reader as reader_module
 from millrace.dashboard.config_search import ConfigText
 from millrace.dashboard.index import build as build_module
 from millrace.dashboard.index import columns as columns_module
-from millrace.dashboard.index.columns import ROW, Columns, Shelf, packed
+from millrace.dashboard.index.columns import ROW, Columns, Shelf, Texts, packed
 from millrace.dashboard.plain import to_json
 from millrace.dashboard.problems import INDEX_GROWING
 from millrace.dashboard.reader import Reader
@@ -312,12 +312,12 @@ def test_an_append_that_fails_half_way_leaves_no_rows_that_are_others(tmp_path):
     columns, rows = Columns(tmp_path / "run"), np.zeros(3, ROW)
     rows["step"], rows["env"] = 7, columns.names.number("env", "letters")
     with pytest.raises(MillraceError), largest_file(rows.nbytes + 50):  # it ends within the texts
-        columns.append(step=7, revision=0, key="k", rows=rows, texts=packed("a", "b") * 3)
+        columns.append(step=7, revision=0, key="k", rows=rows, texts=packed(Texts("a", "b")) * 3)
     rows["step"] = 8
-    columns.append(step=8, revision=0, key="k", rows=rows, texts=packed("c", "d") * 3)
+    columns.append(step=8, revision=0, key="k", rows=rows, texts=packed(Texts("c", "d")) * 3)
     for found in (columns, Columns(tmp_path / "run")):
         assert found.rows()["step"].tolist() == [8, 8, 8]
-        assert list(found.texts([0, 2])) == [("c", "d")] * 2
+        assert list(found.texts([0, 2])) == [Texts("c", "d")] * 2
         assert found.names.name("env", 0) == "letters"
 
 
@@ -525,3 +525,20 @@ def test_a_preview_shows_no_end_of_a_secret(local_store: LocalStore, tmp_path, m
         assert prompts and not any("6789" in prompt for prompt in prompts)
     finally:
         reader.close()
+
+
+def test_a_text_is_found_within_a_field_and_never_across_two(tmp_path):
+    """Fields of full length touch each other in the file, and rows do."""
+    columns = Columns(tmp_path / "run")
+    full = Texts("p" * 200 + "tail", "c" * 300, "a" * 100, "e" * 300)
+    texts = [full, full, Texts("one two", "Three", "", "\u00c4\u00df"), Texts()]
+    rows = np.zeros(len(texts), ROW)
+    columns.append(step=0, revision=0, key="k", rows=rows, texts=b"".join(map(packed, texts)))
+    every = np.arange(len(texts))
+    for words, expected in {
+        "ONE  two": [2], "three": [2], "pc": [], "ca": [], "ep": [], "ccc": [0, 1], "\u00c4\u00df": [2],
+        "\u00e4": [], " ": [0, 1, 2, 3],
+    }.items():  # fmt: skip
+        assert columns.saying(words, every).tolist() == expected, words
+    assert columns.saying("ccc", np.array([1, 3])).tolist() == [1]
+    assert columns.saying("ccc", np.array([], np.int64)).tolist() == []

@@ -29,6 +29,7 @@ def test_functions_spread_and_ends_by_environment() -> None:
     assert found[f"metrics/{env}/exact"] == 0.5 and found[f"metrics/{env}/length"] == 3.0
     assert found[f"solve_all/{env}"] == found["solve_all/all"] == pytest.approx(1 / 3)
     assert found[f"solve_none/{env}"] == pytest.approx(1 / 3)
+    assert found[f"zero_advantage/{env}"] == found["zero_advantage/all"] == pytest.approx(2 / 3)
     assert found[f"stop_condition/{env}/max_turns"] == found[f"is_truncated/{env}/mean"] == pytest.approx(1 / 3)
     assert found[f"reward/{env}/mean"] == pytest.approx(0.5)
     assert (found[f"reward/{env}/min"], found[f"reward/{env}/max"]) == (0.0, 1.0)

@@ -8,6 +8,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from millrace.errors import CorruptObjectError
+from millrace.internal.v1 import worker_service_pb2 as ws
 from millrace.orchestrator import manager as manager_module
 from millrace.orchestrator import meters, run_meters
 from millrace.orchestrator.drive.batch_metrics import batch_metrics
@@ -52,9 +53,22 @@ def _batch(view: RunView, at: float, step: int) -> None:
     view.apply(_event(at, batch_committed=event_pb2.BatchCommitted(step=step)))
 
 
-def _exported(*views: RunView) -> CollectorRegistry:
+def _exported(*views: RunView, workers: WorkerRegistry | None = None) -> CollectorRegistry:
     catalog, manager = SimpleNamespace(views=list(views)), SimpleNamespace(driven=list)
-    return meters.registry_of(manager, catalog, WorkerRegistry())  # type: ignore[arg-type]
+    return meters.registry_of(manager, catalog, workers or WorkerRegistry())  # type: ignore[arg-type]
+
+
+def test_the_use_of_gpus_is_exported_by_the_short_names_of_workers() -> None:
+    """A name that is new at every start would be another series each time."""
+    workers = WorkerRegistry()
+    workers.register(ws.Worker(worker_id="trainer-host-1-9f3ac1d2", kind=ws.WORKER_KIND_TRAINER))
+    gpu = ws.GpuUse(index=3, memory_used_bytes=5, memory_total_bytes=8, utilization=0.5)
+    workers.heartbeat(ws.HeartbeatRequest(worker_id="trainer-host-1-9f3ac1d2", gpus=[gpu]))
+    found, labels = _exported(workers=workers), {"worker": "trainer-1", "gpu": "3"}
+    prefix = "millrace_orchestrator_gpu"
+    for name, value in (("utilization_ratio", 0.5), ("memory_used_bytes", 5.0), ("memory_bytes", 8.0)):
+        assert found.get_sample_value(f"{prefix}_{name}", labels) == value
+    assert found.get_sample_value(f"{prefix}_power_watts", labels) is None, "the driver does not say"
 
 
 def test_a_run_that_cannot_be_read_counts_as_damaged_until_it_can() -> None:

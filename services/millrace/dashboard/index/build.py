@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from millrace.dashboard.index.columns import ROW, Columns, packed
+from millrace.dashboard.index.columns import ROW, Columns, Texts, packed
 from millrace.dashboard.looking import Looking
 from millrace.errors import CorruptObjectError, NotFoundError
-from millrace.exports.conversation import messages_of
+from millrace.exports.conversation import answer_of, messages_of
 from millrace.exports.samples import HEADER_NAME, ExportedSample, advantages_of
 from millrace.internal.v1 import batch_pb2
 from millrace.rollouts.batch_wire import MAX_HEADER_BYTES, decode_header
@@ -120,10 +120,19 @@ class SampleIndex:
                 is_trained=is_trained,
                 reason="" if is_trained or not is_train else reasons.get(rollout.ordinal, ""),
             )
-            sample = ExportedSample(step=step, rollout=rollout, advantage=None, messages=messages_of(rollout))
-            prompt = redacted_end(sample.prompt, 400, secrets=self._secrets)
-            texts += packed(prompt, redacted_beginning(sample.completion, 800, secrets=self._secrets))
+            texts += packed(self._texts(rollout))
         return rows, bytes(texts)
+
+    def _texts(self, rollout: Rollout) -> Texts:
+        """What is kept of its texts, without secrets."""
+        sample = ExportedSample(step=0, rollout=rollout, advantage=None, messages=messages_of(rollout))
+        error = "" if rollout.error is None else f"{rollout.error.type}: {rollout.error.message}"
+        return Texts(
+            prompt=redacted_end(sample.prompt, 400, secrets=self._secrets),
+            completion=redacted_beginning(sample.completion, 800, secrets=self._secrets),
+            answer=redacted_beginning(answer_of(rollout), 256, secrets=self._secrets),
+            error=redacted_beginning(error, 512, secrets=self._secrets),
+        )
 
     def _row(
         self, rollout: Rollout, *, at: tuple[int, int, int], advantage: float, is_trained: bool, reason: str

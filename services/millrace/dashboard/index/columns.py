@@ -7,7 +7,7 @@ import os
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 
 import numpy as np
 
@@ -16,7 +16,7 @@ from millrace.errors import CorruptObjectError
 from millrace.storage.clean_up import remove
 from millrace.storage.scratch import scratch_errors
 
-FORMAT = 2
+FORMAT = 3
 ROW = np.dtype(
     [
         ("step", "<i4"), ("place", "<i4"), ("ordinal", "<i8"), ("member", "<i4"), ("attempt", "<i4"),
@@ -28,8 +28,10 @@ ROW = np.dtype(
     ]
 )  # fmt: skip
 """What pages filter and sort by. Names stand in it as numbers of a table (`Segment.names`); -1 is none."""
-PROMPT_BYTES, COMPLETION_BYTES = 120, 200
-TEXT_BYTES = PROMPT_BYTES + COMPLETION_BYTES
+TEXT_SIZES = (120, 200, 64, 128)
+"""Bytes that are kept of each field of `Texts`."""
+TEXT_BYTES = sum(TEXT_SIZES)
+_SCANNED_ROWS = 1 << 15
 MAX_NAMES = 1 << 12
 """Names that are kept of one kind; what comes behind them is shown as `(other)`."""
 MAX_RUNS, MAX_BYTES = 64, 4 << 30
@@ -65,6 +67,18 @@ class Segment:
         """As a line of the file of steps."""
         fields = {name: getattr(self, name) for name in self.__slots__}
         return json.dumps(fields, separators=(",", ":")).encode() + b"\n"
+
+
+class Texts(NamedTuple):
+    """What is kept of a rollout's texts."""
+
+    prompt: str = ""
+    """Its end."""
+    completion: str = ""
+    answer: str = ""
+    """What the task is scored with."""
+    error: str = ""
+    """Of a rollout that failed."""
 
 
 class NameTable:
@@ -197,18 +211,41 @@ class Columns:
             kept = self._kept[name] = np.ascontiguousarray(self.rows()[name][:num_rows])
         return kept
 
-    def texts(self, rows: Sequence[int]) -> Iterator[tuple[str, str]]:
-        """Beginning of the prompt and of the completion, of some rows."""
+    def texts(self, rows: Sequence[int]) -> Iterator[Texts]:
+        """The texts of some rows."""
         with (self.directory / _TEXTS).open("rb") as file:
             for row in rows:
                 file.seek(int(row) * TEXT_BYTES)
                 data = file.read(TEXT_BYTES)
-                yield _text(data[:PROMPT_BYTES]), _text(data[PROMPT_BYTES:])
+                ends = np.cumsum(TEXT_SIZES)
+                yield Texts(*(_text(data[end - size : end]) for end, size in zip(ends, TEXT_SIZES, strict=True)))
+
+    def saying(self, words: str, rows: np.ndarray) -> np.ndarray:
+        """Those of the rows, which ascend, of which a text holds these words; ASCII letters in either case."""
+        wanted = _flat(words).encode(errors="replace").lower()
+        if not (wanted and len(rows)):
+            return rows
+        ends = np.cumsum(TEXT_SIZES)
+        found: list[int] = []
+        with (self.directory / _TEXTS).open("rb") as file:
+            for first in range(int(rows[0]), int(rows[-1]) + 1, _SCANNED_ROWS):
+                file.seek(first * TEXT_BYTES)
+                data = file.read(_SCANNED_ROWS * TEXT_BYTES).lower()
+                at = data.find(wanted)
+                while at >= 0:
+                    row, place = divmod(at, TEXT_BYTES)
+                    # Fields of full length touch each other: a hit must end in the field that it begins in.
+                    if np.searchsorted(ends, place, "right") == np.searchsorted(ends, place + len(wanted) - 1, "right"):
+                        found.append(first + row)
+                        at = data.find(wanted, (row + 1) * TEXT_BYTES)
+                    else:
+                        at = data.find(wanted, at + 1)
+        return np.intersect1d(rows, np.asarray(found, rows.dtype), assume_unique=True)
 
 
-def packed(prompt: str, completion: str) -> bytes:
-    """The beginnings of two texts, as `texts` reads them again."""
-    return _cut(prompt, PROMPT_BYTES) + _cut(completion, COMPLETION_BYTES)
+def packed(texts: Texts) -> bytes:
+    """The texts as `Columns.texts` reads them again, each cut."""
+    return b"".join(_cut(text, size) for text, size in zip(texts, TEXT_SIZES, strict=True))
 
 
 def number_or_none(value: Any) -> float | None:
@@ -264,9 +301,12 @@ def _head() -> bytes:
     return json.dumps({"format": FORMAT, "row": ROW.itemsize, "text": TEXT_BYTES}).encode() + b"\n"
 
 
+def _flat(text: str) -> str:
+    return " ".join(text.split())
+
+
 def _cut(text: str, size: int) -> bytes:
-    flat = " ".join(text[: 4 * size].split())
-    data = flat.encode(errors="replace")
+    data = _flat(text[: 4 * size]).encode(errors="replace")
     return data[:size].ljust(size, b"\0")
 
 

@@ -8,12 +8,13 @@ from typing import Any
 
 import numpy as np
 
-from millrace.dashboard.index.columns import ROW, Columns, number_or_none
+from millrace.dashboard.index.columns import ROW, Columns, Texts, number_or_none
 from millrace.errors import InvalidSpecError, Violation
 from millrace.runlog.names import rollout_id
 
 PAGE_DEFAULT, PAGE_MAX = 50, 200
 MAX_SKIP = 10_000_000
+MAX_TEXT = 200
 NAMED = ("env", "purpose", "status", "stop", "reason")
 """Filters by name; `reason` is why a rollout was dropped."""
 RANGES = {
@@ -40,6 +41,8 @@ class SampleQuery:
     version: int | None = None
     """Only samples with tokens of this policy version."""
     outcome: str = ""
+    text: str = ""
+    """Only samples of which a kept text holds this."""
     sort: str = "step"
     is_descending: bool = True
     offset: int = 0
@@ -50,7 +53,7 @@ class SampleQuery:
     @property
     def is_plain(self) -> bool:
         """Whether it asks for every sample, the newest first."""
-        has_filter = self.names or self.lowest or self.highest or self.outcome or self.version is not None
+        has_filter = self.names or self.lowest or self.highest or self.outcome or self.text or self.version is not None
         return not has_filter and self.rows is None and self.sort == "step" and self.is_descending
 
     @classmethod
@@ -65,17 +68,20 @@ class SampleQuery:
         outcome = raw.get("outcome", "")
         if outcome and outcome not in OUTCOMES:
             wrong.append(_wrong("outcome", outcome, f"must be one of {', '.join(OUTCOMES)}"))
+        text = raw.get("text", "")
+        if len(text) > MAX_TEXT:
+            wrong.append(_wrong("text", text, f"must have at most {MAX_TEXT} characters"))
         version = _whole(raw, "version", wrong)
         offset = _whole(raw, "offset", wrong, most=MAX_SKIP)
         size = _whole(raw, "size", wrong, most=most)
         rows = _whole(raw, "rows", wrong)
-        known = {*NAMED, "sort", "outcome", "version", "offset", "size", "rows"}
+        known = {*NAMED, "text", "sort", "outcome", "version", "offset", "size", "rows"}
         known |= {f"{prefix}{name}" for name in RANGES for prefix in ("", "min_", "max_")}
         wrong += [_wrong(name, raw[name], "is no parameter of samples") for name in raw if name not in known]
         if wrong:
             raise InvalidSpecError(wrong, reason="QUERY_INVALID", remedy="correct the parameters, or leave them out")
         return cls(
-            names=names, lowest=lowest, highest=highest, version=version, outcome=outcome,
+            names=names, lowest=lowest, highest=highest, version=version, outcome=outcome, text=text,
             sort=order.removeprefix("-"), is_descending=order.startswith("-"),
             offset=0 if offset is None else offset, size=PAGE_DEFAULT if size is None else max(1, size), rows=rows,
         )  # fmt: skip
@@ -110,6 +116,7 @@ def select(columns: Columns, query: SampleQuery) -> Page:
         return _newest(columns, query)
     found = np.flatnonzero(passing(columns, query))
     found = found if query.rows is None else found[found < query.rows]
+    found = columns.saying(query.text, found) if query.text else found
     values = columns.column(query.sort)[found].astype(np.float64)
     missing = np.isnan(values)
     keyed = -values if query.is_descending else values
@@ -158,7 +165,7 @@ def passing(columns: Columns, query: SampleQuery) -> np.ndarray:
     return mask
 
 
-def row_json(columns: Columns, row: Any, texts: tuple[str, str]) -> dict[str, Any]:
+def row_json(columns: Columns, row: Any, texts: Texts) -> dict[str, Any]:
     """A row as plain data."""
     name = columns.names.name
     return {
@@ -176,8 +183,7 @@ def row_json(columns: Columns, row: Any, texts: tuple[str, str]) -> dict[str, An
         "is_truncated": bool(row["truncated"]),
         "is_trained": bool(row["trained"]),
         "seconds": number_or_none(row["seconds"]),
-        "prompt": texts[0],
-        "completion": texts[1],
+        **texts._asdict(),
     }
 
 

@@ -2,10 +2,16 @@
 import { of, post } from "./api.js";
 import { bytes, fill, h, heads, number, panel, table, visible } from "./dom.js";
 
-// Asks once, when the tab is opened; again only when somebody says so, because an audit reads the whole log.
+const reports = new Map();
+
+// Asks once, when the tab is opened first; again only when somebody says so, because an audit reads the whole log.
 export async function audit(name, place, memory) {
   if (memory.isAudited) return;
   memory.isAudited = true;
+  if (reports.has(name)) {
+    show(name, place, memory, reports.get(name));
+    return;
+  }
   fill(place, h("p", { class: "loading" }, "Reading the log and the object store… A long run takes minutes."));
   let report;
   try {
@@ -14,6 +20,11 @@ export async function audit(name, place, memory) {
     fill(place, h("div", { class: "panel failed" }, h("b", {}, error.message), error.remedy ? h("p", {}, `Remedy: ${error.remedy}`) : null), again(name, place, memory));
     return;
   }
+  reports.set(name, report);
+  show(name, place, memory, report);
+}
+
+function show(name, place, memory, report) {
   const broken = report.violations || [];
   fill(place,
     h("p", { class: `panel verdict ${broken.length ? "failed" : "kept"}` }, h("b", {}, broken.length
@@ -26,6 +37,7 @@ export async function audit(name, place, memory) {
 function again(name, place, memory) {
   return h("button", { type: "button", onclick: () => {
     memory.isAudited = false;
+    reports.delete(name);
     audit(name, place, memory);
   } }, "Audit again");
 }

@@ -130,7 +130,7 @@ export function state(name) {
 }
 
 export function table(columns, rows, props) {
-  const head = h("tr", {}, columns.map((column) => h("th", { scope: "col", class: column.class }, column.head)));
+  const head = h("tr", {}, columns.map((column) => h("th", { scope: "col", class: column.class, "aria-sort": column.sorted }, column.onsort ? h("button", { type: "button", class: "sort", onclick: column.onsort }, column.head) : column.head)));
   return h("div", { class: "scroll" }, h("table", props || {}, h("thead", {}, head), h("tbody", {}, rows)));
 }
 

@@ -2,7 +2,7 @@
 import { get, of, trouble } from "./api.js";
 import { bytes, fill, h, link, moment, number, panel, visible } from "./dom.js";
 import { tabs } from "./page_run.js";
-import { outcome, reward } from "./page_samples.js";
+import { outcome } from "./page_samples.js";
 
 export async function lineagePage(page, run) {
   const base = `/runs/${encodeURIComponent(run)}`;
@@ -68,10 +68,10 @@ function stepBox(base, each) {
 }
 
 function sampleBox(base, each, found) {
-  return h("section", { class: "panel here" }, h("h2", {}, link(`${base}/samples/${each.id}`, `Sample ${each.id}`)), h("p", {}, "reward ", reward(each.reward), `, advantage ${number(each.advantage)} `, outcome({ ...each, is_trained: found.is_trained })),
+  return h("section", { class: "panel here" }, h("h2", {}, link(`${base}/samples/${each.id}`, `Sample ${each.id}`)), h("p", {}, "reward ", number(each.reward), `, advantage ${number(each.advantage)} `, outcome({ ...each, is_trained: found.is_trained })),
     h("p", { class: "said", dir: "auto" }, visible(each.prompt)), h("p", { class: "said reply", dir: "auto" }, visible(each.completion)));
 }
 
 function smallSample(base, each) {
-  return h("li", {}, link(`${base}/lineage?sample=${each.id}`, each.id), " ", reward(each.reward), " ", h("span", { class: "faint", dir: "auto" }, visible(each.completion).slice(0, 60)));
+  return h("li", {}, link(`${base}/lineage?sample=${each.id}`, each.id), " ", number(each.reward), " ", h("span", { class: "faint", dir: "auto" }, visible(each.completion).slice(0, 60)));
 }

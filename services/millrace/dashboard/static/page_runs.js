@@ -1,7 +1,8 @@
-// All runs: state, progress, the curve of the reward, and what can be asked of one.
+// All runs: state, progress, the curve of the reward, the last evaluation, and what can be asked of one.
 import { get, mayOnlyRead, of, post, trouble } from "./api.js";
 import { sparkline } from "./charts.js";
-import { compact, fill, h, heads, link, moment, number, seconds, state, table } from "./dom.js";
+import { compact, fill, h, link, moment, number, seconds, state, table } from "./dom.js";
+import { know, worker } from "./workers.js";
 
 const SPARKS_AT_ONCE = 4;
 const SEARCH_MS = 250;
@@ -18,10 +19,21 @@ export async function runsPage(page) {
   const chosen = new Set();
   const sparks = new Map();
   let runs = [];
+  let order = wanted.get("sort") || "-created";
+  const sort = (key, isNumber) => () => {
+    order = order === (isNumber ? `-${key}` : key) ? (isNumber ? key : `-${key}`) : isNumber ? `-${key}` : key; // the largest, or the first of the alphabet
+    remember();
+    draw();
+  };
   const draw = () => {
     compare.disabled = chosen.size < 2;
     compare.textContent = chosen.size < 2 ? "Compare: choose two or more" : `Compare ${chosen.size} runs`;
-    drawRuns(page, body, runs.filter((run) => passes(run, search.value, only.value)), { chosen, sparks, draw });
+    const found = runs.filter((run) => passes(run, search.value, only.value)).map((run) => ({ run, ...valuesOf(run, sparks.get(run.uid)?.curves) }));
+    drawRuns(page, body, found.sort(by(order)), { chosen, draw, order, sort });
+  };
+  const remember = () => {
+    const query = new URLSearchParams([["q", search.value], ["state", only.value], ["config", config.value], ["sort", order === "-created" ? "" : order]].filter(([, value]) => value));
+    history.replaceState(null, "", query.size ? `/?${query}` : "/");
   };
   const load = async () => {
     const asked = config.value;
@@ -29,13 +41,13 @@ export async function runsPage(page) {
     if (asked !== config.value) return; // more was typed meanwhile
     trouble("source", answer.trouble);
     runs = answer.runs;
+    for (const run of runs) know(run.workers);
     draw();
   };
   let soon = 0;
   for (const field of [search, only, config]) {
     field.addEventListener("input", () => {
-      const query = new URLSearchParams([["q", search.value], ["state", only.value], ["config", config.value]].filter(([, value]) => value));
-      history.replaceState(null, "", query.size ? `/?${query}` : "/");
+      remember();
       draw();
       clearTimeout(soon);
       if (field === config) soon = setTimeout(() => load().catch((error) => error.name !== "AbortError" && trouble("look", error.message)), SEARCH_MS);
@@ -65,7 +77,7 @@ async function loadSparks(page, runs, sparks, draw) {
   for (let at = 0; at < due.length && !page.isOver; at += SPARKS_AT_ONCE) {
     await Promise.all(due.slice(at, at + SPARKS_AT_ONCE).map(async (run) => {
       try {
-        const names = "reward/mean,batch/off_policy_level/mean,perf/throughput,time/step,progress/tokens";
+        const names = "reward/mean,batch/off_policy_level/mean,perf/throughput,time/step,progress/tokens,eval/*/reward/mean";
         const found = await get(`${of(run.name)}/metrics`, { names, points: 60 }, page.signal);
         sparks.set(run.uid, { step: run.step, curves: found.curves });
       } catch { /* the row stays without its curve */ }
@@ -74,21 +86,50 @@ async function loadSparks(page, runs, sparks, draw) {
   }
 }
 
-function drawRuns(page, body, runs, { chosen, sparks, draw }) {
-  if (!runs.length) {
+// Columns: their heading, what they are sorted by, and whether that is a number.
+const COLUMNS = [
+  ["Run", "name"], ["Reward", "reward", true], ["Last evaluation", "evaluation", true], ["State", "state"], ["Progress", "progress", true], ["Staleness", "staleness", true],
+  ["Tokens/s", "rate", true], ["Failed", "failed", true], ["Duration", "duration", true], ["Created", "created", true],
+];
+const TO_THE_RIGHT = ["evaluation", "staleness", "rate", "failed", "duration"];
+
+function valuesOf(run, curves) {
+  const last = (name) => curves?.[name]?.at(-1)?.[1] ?? null;
+  const evals = Object.entries(curves || {}).filter(([name, curve]) => name.startsWith("eval/") && curve.length).map(([name, curve]) => ({ env: name.slice("eval/".length, -"/reward/mean".length), version: curve.at(-1)[0], value: curve.at(-1)[1] }));
+  const [tokens, time] = [last("progress/tokens"), last("time/step")];
+  return {
+    curves, evals, name: run.name, state: run.state, progress: run.max_steps ? run.step / run.max_steps : 0, reward: run.step ? run.reward : null,
+    evaluation: evals.length ? evals.reduce((sum, each) => sum + each.value, 0) / evals.length : null, staleness: last("batch/off_policy_level/mean"),
+    rate: last("perf/throughput") ?? (tokens && time ? tokens / time : null), failed: run.environments.reduce((sum, each) => sum + each.failed, 0),
+    duration: run.started ? (run.ended || Date.now() / 1000) - run.started : null, created: run.created,
+  };
+}
+
+// What has no value comes last, either way; equals stay as they came, the newest first.
+function by(order) {
+  const [key, sign] = order.startsWith("-") ? [order.slice(1), -1] : [order, 1];
+  return (one, other) => {
+    const [a, b] = [one[key] ?? null, other[key] ?? null];
+    if (a === null || b === null) return (a === null) - (b === null);
+    return sign * (typeof a === "string" ? a.localeCompare(b) : a - b);
+  };
+}
+
+function drawRuns(page, body, found, { chosen, draw, order, sort }) {
+  if (!found.length) {
     fill(body, h("p", { class: "none" }, "No run is here. ", h("code", {}, "millrace rl @ rl.toml"), " starts one."));
     return;
   }
-  const columns = heads("", "Run", "State", "Progress", "Reward", "Staleness#", "Tokens/s#", "Failed#", "Held by", "Created", "");
-  fill(body, table(columns, runs.map((run) => row(page, run, sparks.get(run.uid)?.curves, { chosen, draw })), { class: "rows runs" }));
+  const columns = COLUMNS.map(([head, key, isNumber]) => ({
+    head, class: TO_THE_RIGHT.includes(key) ? "num" : "", onsort: sort(key, isNumber),
+    sorted: order === key ? "ascending" : order === `-${key}` ? "descending" : "none",
+  }));
+  const focus = body.contains(document.activeElement) && document.activeElement.matches(".sort") ? document.activeElement.textContent : null;
+  fill(body, table([{ head: "" }, ...columns, { head: "" }], found.map((each) => row(page, each, { chosen, draw })), { class: "rows runs" }));
+  if (focus) [...body.querySelectorAll(".sort")].find((each) => each.textContent === focus)?.focus();
 }
 
-function last(curves, name) {
-  const curve = curves?.[name];
-  return curve?.length ? curve[curve.length - 1][1] : null;
-}
-
-function row(page, run, curves, { chosen, draw }) {
+function row(page, { run, curves, ...values }, { chosen, draw }) {
   const box = h("input", { type: "checkbox", "aria-label": `Choose ${run.name}` });
   box.checked = chosen.has(run.name);
   box.addEventListener("change", () => {
@@ -96,24 +137,22 @@ function row(page, run, curves, { chosen, draw }) {
     else chosen.delete(run.name);
     draw();
   });
-  const rewards = curves?.["reward/mean"] || [];
-  const failed = run.environments.reduce((sum, each) => sum + each.failed, 0);
-  const tokens = last(curves, "progress/tokens");
-  const time = last(curves, "time/step");
-  const rate = last(curves, "perf/throughput") ?? (tokens && time ? tokens / time : null);
+  const labels = Object.entries(run.labels).map(([key, value]) => [" ", h("span", { class: "tag" }, value ? `${key}: ${value}` : key)]);
   return h("tr", {},
     h("td", {}, box),
-    h("td", { class: "name" }, link(`/runs/${encodeURIComponent(run.name)}`, run.name), h("small", {}, run.kind.toLowerCase(),
+    h("td", { class: "name" }, link(`/runs/${encodeURIComponent(run.name)}`, run.name), labels, h("small", {}, run.kind.toLowerCase(),
       run.parent ? ` · fork of ${run.parent.name.replace("runs/", "")} at ${run.parent.step}` : "")),
-    h("td", {}, state(run.state), run.error ? h("small", { class: "problem", title: run.error.message }, run.error.reason) : null),
+    h("td", { class: "when" }, sparkline(curves?.["reward/mean"] || [], `reward of ${run.name}`), " ", h("b", {}, number(values.reward))),
+    h("td", { class: "num", title: values.evals.map((each) => `${each.env}: ${number(each.value)} of v${each.version}`).join("\n") }, number(values.evaluation), values.evals.length ? h("small", {}, values.evals.length > 1 ? `mean of ${values.evals.length}` : `v${values.evals[0].version}`) : null),
+    h("td", { class: "why-failed" }, state(run.state), run.error ? h("small", { class: "problem", title: run.error.message }, `${run.error.reason}: ${run.error.message}`) : null,
+      run.held_by.length ? h("small", { class: "held", title: "works for it" }, run.held_by.map((each, at) => [at ? ", " : null, worker(each)])) : null),
     h("td", {}, bar(run)),
-    h("td", {}, sparkline(rewards, `reward of ${run.name}`), " ", h("b", {}, run.step ? number(run.reward) : "–")),
-    h("td", { class: "num" }, number(last(curves, "batch/off_policy_level/mean"), 1)),
-    h("td", { class: "num" }, compact(rate)),
-    h("td", { class: "num" }, failed ? h("span", { class: "problem", title: run.environments.map((each) => `${each.env}: ${each.first_error}`).join("\n") }, number(failed)) : "0"),
-    h("td", { class: "held" }, run.held_by.join(", ") || "–"),
-    h("td", { class: "when", title: run.ended ? `took ${seconds(run.ended - (run.started || run.created))}` : "" }, moment(run.created)),
-    h("td", {}, actions(page, run)));
+    h("td", { class: "num" }, number(values.staleness, 1)),
+    h("td", { class: "num" }, compact(values.rate)),
+    h("td", { class: "num" }, values.failed ? h("span", { class: "problem" }, number(values.failed), h("small", { class: "first-error", title: run.environments.map((each) => `${each.env}: ${each.first_error}`).join("\n") }, run.environments.find((each) => each.failed)?.first_error)) : "0"),
+    h("td", { class: "num" }, seconds(values.duration)),
+    h("td", { class: "when" }, moment(run.created)),
+    h("td", { class: "when" }, actions(page, run)));
 }
 
 export function bar(run) {

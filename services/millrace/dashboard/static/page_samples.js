@@ -1,6 +1,7 @@
 // The samples of a run: filters, order, pages. What is filtered stands in the address, so that it can be sent to others.
 import { get, newest, of, trouble } from "./api.js";
 import { fill, h, heads, link, number, table, visible } from "./dom.js";
+import { advantage, scale } from "./advantage.js";
 import { tabs } from "./page_run.js";
 
 const SIZE = 50;
@@ -54,9 +55,10 @@ function drawForm(form, asked, names, change) {
     return h("label", {}, label, field);
   });
   const numbers = NUMBERS.map(([key, label]) => h("label", {}, label, h("input", { type: "text", inputmode: "decimal", size: 6, value: asked[key] || "", onchange: (event) => change(key, event.target.value.trim()) })));
+  const words = h("input", { type: "search", value: asked.text || "", placeholder: "in prompt, reply, answer or error", "aria-label": "Find in texts", title: "The end of the prompt, the beginning of the reply, of the answer and of an error; ASCII letters in either case", onchange: (event) => change("text", event.target.value.trim()) });
   const sort = h("select", { onchange: (event) => change("sort", event.target.value) }, SORTS.map(([value, label]) => h("option", { value }, label)));
   sort.value = asked.sort || "-step";
-  fill(form, fields, numbers, h("label", {}, "Order", sort));
+  fill(form, h("label", { class: "words-field" }, "Text", words), fields, numbers, h("label", {}, "Order", sort));
 }
 
 function drawPage(body, run, found, asked, change) {
@@ -67,14 +69,18 @@ function drawPage(body, run, found, asked, change) {
     h("span", {}, found.total ? `${number(at + 1)}–${number(to)} of ${number(found.total)} samples` : "no sample passes"),
     h("button", { type: "button", disabled: to >= found.total, onclick: () => change("offset", String(at + SIZE)) }, "Next →"),
     h("span", { class: "note" }, growth(found.index)));
-  const columns = heads("Step#", "Environment", "Reward#", "Advantage#", "What came of it", "Tokens#", "Turns#", "Version#", "Stopped by", "Prompt", "Reply");
+  const columns = heads("Step#", "Environment", "Reward#", "Advantage#", "What came of it", "Prompt", "Reply", "Answer", "Tokens#", "Turns#", "Version#", "Stopped by");
+  const largest = Math.max(0, ...found.samples.map((each) => Math.abs(each.advantage ?? 0)));
   const base = `/runs/${encodeURIComponent(run)}/samples/`;
   const rows = found.samples.map((each) => h("tr", {},
     h("td", { class: "num" }, link(base + each.id, String(each.step))), h("td", {}, visible(each.env)),
-    h("td", { class: "num" }, reward(each.reward)), h("td", { class: "num" }, number(each.advantage)), h("td", {}, outcome(each)),
+    h("td", { class: "num" }, number(each.reward)), advantage(each.advantage, largest), h("td", {}, outcome(each)),
+    h("td", { class: "said" }, h("a", { href: base + each.id, dir: "auto" }, visible(each.prompt) || "–")),
+    each.error ? h("td", { class: "said problem", dir: "auto", title: visible(each.error) }, visible(each.error)) : h("td", { class: "said", dir: "auto", title: visible(each.completion) }, visible(each.completion)),
+    h("td", { class: "said answer", dir: "auto" }, visible(each.answer) || "–"),
     h("td", { class: "num" }, number(each.sampled)), h("td", { class: "num" }, number(each.turns)), h("td", { class: "num" }, version(each)),
-    h("td", {}, visible(each.stop), " ", each.is_truncated ? h("span", { class: "tag warn" }, "cut off") : null),
-    h("td", { class: "said" }, h("a", { href: base + each.id, dir: "auto" }, visible(each.prompt) || "–")), h("td", { class: "said", dir: "auto" }, visible(each.completion))));
+    h("td", {}, visible(each.stop), " ", each.is_truncated ? h("span", { class: "tag warn" }, "cut off") : null)));
+  pager.append(scale(largest));
   fill(body, pager, rows.length ? table(columns, rows, { class: "rows samples" }) : null, unreadable(found.index));
 }
 
@@ -85,10 +91,6 @@ function growth(index) {
 
 function unreadable(index) {
   return index.unreadable.length ? h("p", { class: "panel warned" }, `Of ${number(index.num_unreadable)} batches the rollouts cannot be read (pruned or damaged), the last: step ${index.unreadable.at(-1).step}: ${index.unreadable.at(-1).problem}`) : null;
-}
-
-export function reward(value) {
-  return h("span", { class: value > 0 ? "good" : value < 0 ? "bad" : "" }, number(value));
 }
 
 export const version = (each) => (each.version_min === null ? "–" : each.version_min === each.version_max ? `v${each.version_min}` : `v${each.version_min}–${each.version_max}`);

@@ -2,6 +2,7 @@
 import { get, newest, of, trouble } from "./api.js";
 import { fill, h, moment, panel, percent, seconds, svg } from "./dom.js";
 import { tabs } from "./page_run.js";
+import { know, short, where } from "./workers.js";
 
 const ROW = 26;
 const LEFT = 190;
@@ -24,6 +25,7 @@ export async function timelinePage(page, run) {
     const answers = await ask(Promise.all([get(`${of(run)}/timeline`, { steps }, page.signal), get(of(run), {}, page.signal)]));
     if (!answers) return true;
     const [found, about] = answers;
+    know(about.workers);
     trouble("store", found.stale || "");
     const key = JSON.stringify([found.last_step, steps, found.marks.length, found.index?.rollouts]);
     if (key !== drawn) draw(body, found);
@@ -63,7 +65,7 @@ function lanes(found) {
     };
     found.lanes.forEach((lane, at) => {
       const y = at * ROW + 4;
-      box.append(svg("text", { class: "lane", x: 0, y: y + 13 }, shorten(lane.name), svg("title", {}, lane.name)));
+      box.append(svg("text", { class: "lane", x: 0, y: y + 13 }, shorten(short(lane.name)), svg("title", {}, where(lane.name) || lane.name)));
       box.append(svg("line", { class: "grid", x1: LEFT, x2: LEFT + inner, y1: y + ROW - 5, y2: y + ROW - 5 }));
       if (lane.counts) box.append(...area(lane, x, y, found, show));
       for (const [kind, start, end, words] of lane.spans) {
@@ -104,5 +106,5 @@ const shorten = (name) => (name.length > 28 ? `${name.slice(0, 15)}…${name.sli
 function marks(found) {
   const loud = found.marks.filter((mark) => mark.kind !== "state").slice(-60).reverse();
   if (!loud.length) return null;
-  return panel("What else happened", h("ul", { class: "marks" }, loud.map((mark) => h("li", { class: `m-${mark.kind}` }, h("span", { class: "when" }, moment(mark.time)), " ", h("b", {}, mark.kind), " ", h("span", { dir: "auto" }, mark.text)))));
+  return panel("What else happened", h("ul", { class: "marks" }, loud.map((mark) => h("li", { class: `m-${mark.kind}` }, h("span", { class: "when" }, moment(mark.time)), " ", h("b", {}, mark.kind), " ", h("span", { dir: "auto", title: where(mark.text) }, short(mark.text))))));
 }

@@ -2,7 +2,7 @@
 import { get, of } from "./api.js";
 import { message } from "./conversation.js";
 import { h, link, number, panel, visible } from "./dom.js";
-import { outcome, reward } from "./page_samples.js";
+import { outcome } from "./page_samples.js";
 
 const MOST = 8;
 
@@ -15,7 +15,7 @@ export async function sideBySide(page, run, found) {
   const base = `/runs/${encodeURIComponent(run)}/samples/`;
   const sides = shown.map((each, place) => h("section", { class: each.id === found.id ? "member here" : "member" },
     h("h3", {}, link(`${base}${each.id}?side=1`, `Member ${each.member + 1}`)),
-    h("p", { class: "faint" }, "reward ", reward(each.reward), `, advantage ${number(each.advantage)} `, each.is_trained ? null : outcome(each)),
+    h("p", { class: "faint" }, "reward ", number(each.reward), `, advantage ${number(each.advantage)} `, each.is_trained ? null : outcome(each)),
     Array.isArray(told[place]) ? h("div", { class: "chat" }, told[place].slice(same).map(message)) : h("p", { class: "none" }, visible(told[place]))));
   const more = found.group.length > shown.length ? `, ${shown.length} of ${found.group.length}` : "";
   return panel(`Its group side by side${more}`,

@@ -1,4 +1,5 @@
 // Tokens coloured by what the log knows of each: advantage, log-prob, trainer − engine, policy version, loss mask.
+import { scale, shade } from "./advantage.js";
 import { get, newest, of } from "./api.js";
 import { fill, h, link, number, panel, visible } from "./dom.js";
 
@@ -11,7 +12,7 @@ export function tokensPanel(page, run, found) {
   const note = h("p", { class: "note" });
   const readout = h("p", { class: "readout", role: "status" }, "Point at a token, or move through them with Tab.");
   const pager = h("div", { class: "pager" });
-  const draw = () => data && drawTokens({ body, note, readout, pager, run }, data, view, (next) => {
+  const draw = () => data && drawTokens({ body, note, readout, pager, run, group: found.group }, data, view, (next) => {
     offset = next;
     load();
   });
@@ -38,8 +39,8 @@ export function tokensPanel(page, run, found) {
   return panel("Tokens", h("div", { class: "tools" }, views, which, pager), note, body, readout);
 }
 
-function drawTokens({ body, note, readout, pager, run }, data, view, turn) {
-  const largest = Math.max(1e-6, ...(data.advantages || [0]).map(Math.abs));
+function drawTokens({ body, note, readout, pager, run, group }, data, view, turn) {
+  const largest = [...(data.advantages || []), ...group.map((each) => each.advantage)].reduce((most, each) => Math.max(most, Math.abs(each ?? 0)), 1e-6);
   fill(note, NOTES[view](data, largest, run));
   const nodes = data.ids.map((id, at) => {
     const piece = data.texts[at];
@@ -62,7 +63,7 @@ function drawTokens({ body, note, readout, pager, run }, data, view, turn) {
 }
 
 const NOTES = {
-  advantage: (data, largest) => (data.advantages ? `Green raises a token's probability, red lowers it; the deepest is ${number(largest)}.` : "It was not trained on, or its batch is not kept any more: there are no advantages."),
+  advantage: (data, largest) => (data.advantages ? ["What training does with a token's probability: ", scale(largest), ", from lower to higher."] : "It was not trained on, or its batch is not kept any more: there are no advantages."),
   logprob: () => "The darker, the less likely the engine found what it sampled.",
   difference,
   version: () => "One colour for each policy version that sampled; an update in the middle shows as a change.",
@@ -92,9 +93,7 @@ function paint(node, data, at, view, largest) {
     const depth = apart === null ? 1 : Math.min(1, Math.max(0, (Math.log10(Math.abs(apart) || 1e-9) + 4) / 4));
     node.style.backgroundColor = depth ? `color-mix(in srgb, var(--bad) ${(5 + 65 * depth).toFixed(0)}%, transparent)` : "";
   } else if (data.advantages) {
-    const value = data.advantages[at]; // null behind the cut of the batch
-    if (!value) return;
-    node.style.backgroundColor = `color-mix(in srgb, var(${value > 0 ? "--good" : "--bad"}) ${(12 + (55 * Math.abs(value)) / largest).toFixed(0)}%, transparent)`;
+    node.style.backgroundColor = shade(data.advantages[at], largest); // null behind the cut of the batch
   }
 }
 

@@ -1,5 +1,6 @@
 """What a run's archived events say: the points of its metrics, and the events themselves."""
 
+import math
 import threading
 from collections import deque
 from collections.abc import Iterable, Sequence
@@ -29,6 +30,8 @@ class RunFacts:
         self._lock = threading.Lock()
         self._keys: set[str] = set()
         self._series: dict[str, dict[int, float]] = {}
+        self._ended: dict[int, float] = {}
+        self._began = math.inf
         self._events: deque[event_pb2.Event] = deque(maxlen=MAX_EVENTS)
         self._num_left_out = 0
         self._versions: dict[int, list[event_pb2.Event]] = {}
@@ -113,6 +116,8 @@ class RunFacts:
     def _take(self, event: event_pb2.Event) -> None:
         self._num_left_out += len(self._events) == MAX_EVENTS
         self._events.append(event)
+        if event.HasField("time"):
+            self._began = min(self._began, event.time.ToNanoseconds() / 1e9)
         if (version := _version(event)) is not None:
             self._versions.setdefault(version, []).append(event)
         if event.HasField("checkpoint_saved"):
@@ -121,15 +126,50 @@ class RunFacts:
             if row.key in self._keys:
                 continue
             self._keys.add(row.key)
+            if event.HasField("step_completed"):
+                self._ended[row.step] = row.time
             for name, value in row.values.items():
                 self._series.setdefault(name, {}).setdefault(row.step, value)
 
-    def curves(self, wanted: Iterable[str] | None = None, *, points: int = MAX_POINTS) -> dict[str, list[list[float]]]:
-        """(step, value) of some metrics, or of all, in the order of the steps."""
+    def matching(self, wanted: Iterable[str]) -> list[str]:
+        """The metrics of these names, each once, in their order; a `*` in a name stands for any text, slashes too."""
         known = self.names
-        names = known if wanted is None else [name for name in wanted if name in known]
-        curves = {name: [[step, value] for step, value in sorted(self.values(name).items())] for name in names}
-        return {name: thinned(curve, points) for name, curve in curves.items()}
+        have = frozenset(known)
+        found: dict[str, None] = {}
+        for name in wanted:
+            if "*" in name:
+                found |= dict.fromkeys(each for each in known if _matches(each, name.split("*")))
+            elif name in have:
+                found[name] = None
+        return list(found)
+
+    def curves(
+        self,
+        wanted: Iterable[str] | None = None,
+        *,
+        points: int = MAX_POINTS,
+        first: int = 0,
+        last: int | None = None,
+    ) -> dict[str, list[list[float]]]:
+        """(step, value) of some metrics, or of all, in the order of the steps, from one step to another."""
+        names = self.names if wanted is None else self.matching(wanted)
+        return {
+            name: thinned(
+                within([[step, value] for step, value in sorted(self.values(name).items())], first, last), points
+            )
+            for name in names
+        }
+
+    def axes(self, steps: Iterable[int]) -> list[list[float]]:
+        """(step, seconds since the first event, tokens trained on) of those of these steps that are done."""
+        with self._lock:
+            tokens, ended, began = dict(self._series.get("progress/tokens", {})), dict(self._ended), self._began
+        done, total = sorted(ended), 0.0
+        trained: dict[int, float] = {}
+        for step in done:
+            total += tokens.get(step, 0.0)
+            trained[step] = total
+        return [[step, round(max(0.0, ended[step] - began), 3), trained[step]] for step in sorted({*steps} & {*done})]
 
     def page(self, *, kinds: Sequence[str], before: str, size: int) -> dict[str, Any]:
         """Events, the newest first, behind the cursor of the last one that was shown."""
@@ -171,6 +211,25 @@ def _version(event: event_pb2.Event) -> int | None:
             return event.policy_served.version
         case _:
             return None
+
+
+def _matches(name: str, parts: Sequence[str]) -> bool:
+    """Whether a name consists of these parts, at least two, with any text between each two."""
+    first, *middle, last = parts
+    if len(name) < len(first) + len(last) or not (name.startswith(first) and name.endswith(last)):
+        return False
+    at, end = len(first), len(name) - len(last)
+    for part in middle:
+        at = name.find(part, at, end)
+        if at < 0:
+            return False
+        at += len(part)
+    return True
+
+
+def within(points: list[list[float]], first: int, last: int | None) -> list[list[float]]:
+    """Those of the points that stand from step `first` to step `last`."""
+    return [point for point in points if first <= point[0] and (last is None or point[0] <= last)]
 
 
 def thinned(points: list[list[float]], most: int) -> list[list[float]]:

@@ -5,7 +5,7 @@ import threading
 import numpy as np
 
 from millrace.dashboard.index.columns import Columns
-from millrace.dashboard.views.facts import thinned
+from millrace.dashboard.views.facts import thinned, within
 
 QUANTILES = (0.1, 0.9)
 
@@ -18,14 +18,16 @@ class Spread:
         self._num_rows = 0
         self._curves: dict[str, list[list[float]]] = {}
 
-    def curves(self, columns: Columns, *, points: int) -> dict[str, list[list[float]]]:
-        """Name → [step, value, …]; those of rewards have mean, low and high."""
+    def curves(
+        self, columns: Columns, *, points: int, first: int = 0, last: int | None = None
+    ) -> dict[str, list[list[float]]]:
+        """Name → [step, value, …] from one step to another; those of rewards have mean, low and high."""
         with self._lock:
             num_rows = columns.num_rows
             for name, curve in _curves(columns, columns.rows()[self._num_rows : num_rows]).items():
                 self._curves.setdefault(name, []).extend(curve)
             self._num_rows = num_rows
-            return {name: thinned(curve, points) for name, curve in self._curves.items()}
+            return {name: thinned(within(curve, first, last), points) for name, curve in self._curves.items()}
 
 
 def _curves(columns: Columns, rows: np.ndarray) -> dict[str, list[list[float]]]:

@@ -81,8 +81,26 @@ class RegisterWorkerResponse(_message.Message):
     lease_seconds: float
     def __init__(self, heartbeat_seconds: _Optional[float] = ..., lease_seconds: _Optional[float] = ...) -> None: ...
 
+class GpuUse(_message.Message):
+    __slots__ = ("index", "uuid", "name", "memory_used_bytes", "memory_total_bytes", "utilization", "power_watts")
+    INDEX_FIELD_NUMBER: _ClassVar[int]
+    UUID_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    MEMORY_USED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    MEMORY_TOTAL_BYTES_FIELD_NUMBER: _ClassVar[int]
+    UTILIZATION_FIELD_NUMBER: _ClassVar[int]
+    POWER_WATTS_FIELD_NUMBER: _ClassVar[int]
+    index: int
+    uuid: str
+    name: str
+    memory_used_bytes: int
+    memory_total_bytes: int
+    utilization: float
+    power_watts: float
+    def __init__(self, index: _Optional[int] = ..., uuid: _Optional[str] = ..., name: _Optional[str] = ..., memory_used_bytes: _Optional[int] = ..., memory_total_bytes: _Optional[int] = ..., utilization: _Optional[float] = ..., power_watts: _Optional[float] = ...) -> None: ...
+
 class HeartbeatRequest(_message.Message):
-    __slots__ = ("worker_id", "waits", "policy", "trainer", "num_playing", "is_leaving", "hold_seconds")
+    __slots__ = ("worker_id", "waits", "policy", "trainer", "num_playing", "is_leaving", "hold_seconds", "gpus")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     WAITS_FIELD_NUMBER: _ClassVar[int]
     POLICY_FIELD_NUMBER: _ClassVar[int]
@@ -90,6 +108,7 @@ class HeartbeatRequest(_message.Message):
     NUM_PLAYING_FIELD_NUMBER: _ClassVar[int]
     IS_LEAVING_FIELD_NUMBER: _ClassVar[int]
     HOLD_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    GPUS_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     waits: _containers.RepeatedCompositeFieldContainer[_event_pb2.Wait]
     policy: _policy_service_pb2.PolicyStatus
@@ -97,7 +116,8 @@ class HeartbeatRequest(_message.Message):
     num_playing: int
     is_leaving: bool
     hold_seconds: float
-    def __init__(self, worker_id: _Optional[str] = ..., waits: _Optional[_Iterable[_Union[_event_pb2.Wait, _Mapping]]] = ..., policy: _Optional[_Union[_policy_service_pb2.PolicyStatus, _Mapping]] = ..., trainer: _Optional[_Union[TrainerStatus, _Mapping]] = ..., num_playing: _Optional[int] = ..., is_leaving: bool = ..., hold_seconds: _Optional[float] = ...) -> None: ...
+    gpus: _containers.RepeatedCompositeFieldContainer[GpuUse]
+    def __init__(self, worker_id: _Optional[str] = ..., waits: _Optional[_Iterable[_Union[_event_pb2.Wait, _Mapping]]] = ..., policy: _Optional[_Union[_policy_service_pb2.PolicyStatus, _Mapping]] = ..., trainer: _Optional[_Union[TrainerStatus, _Mapping]] = ..., num_playing: _Optional[int] = ..., is_leaving: bool = ..., hold_seconds: _Optional[float] = ..., gpus: _Optional[_Iterable[_Union[GpuUse, _Mapping]]] = ...) -> None: ...
 
 class Assignment(_message.Message):
     __slots__ = ("run_uid", "resolved_below", "log_instance", "damaged_policy", "num_damage_reports", "is_over", "device_turn")

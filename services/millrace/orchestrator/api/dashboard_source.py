@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import math
 import os
+import time
 from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING, Any, cast
 
@@ -18,7 +19,8 @@ from millrace.orchestrator.explain.why import chain_of, explain, unanswered
 from millrace.orchestrator.manager import RunManager
 from millrace.orchestrator.runs.catalog import RunCatalog
 from millrace.orchestrator.runs.run_view import RunView
-from millrace.orchestrator.workers import WorkerRegistry
+from millrace.orchestrator.worker_names import host_of
+from millrace.orchestrator.workers import QUIET_S, WorkerKind, WorkerRecord, WorkerRegistry
 from millrace.runlog.events.run_status import state_name
 from millrace.runlog.records.run_record import EVAL
 from millrace.telemetry.redact import masked, secrets_of
@@ -177,7 +179,10 @@ class OrchestratorSource:
     def _summary(self, view: RunView) -> dict[str, Any]:
         run = view.run
         progress = self._manager.progress(view.record.uid) or run.progress
-        held = [each.worker_id for each in self._registry.records() if view.record.uid == each.run_uid]
+        records = self._registry.records()
+        names = self._registry.names()
+        mine = [each for each in records if each.run_uid == view.record.uid]
+        serving = [] if view.is_terminal else [each for each in records if each.kind is WorkerKind.ENV_SERVER]
         return {
             "name": view.record.name,
             "uid": view.record.uid,
@@ -207,13 +212,46 @@ class OrchestratorSource:
                 }
                 for each in progress.environments
             ],
-            "held_by": sorted(held),
+            "held_by": sorted(each.worker_id for each in mine),
+            "workers": [_worker(each, names[each.worker_id]) for each in (*mine, *serving)],
             "has_ended": view.is_terminal,
         }
 
 
 def _error(error: run_pb2.RunError) -> dict[str, str]:
     return {"reason": error.reason, "message": error.message, "remedy": error.remedy}
+
+
+def _worker(record: WorkerRecord, name: str) -> dict[str, Any]:
+    """A worker with the GPUs that it may use."""
+    is_silent = time.monotonic() - record.last_seen > QUIET_S
+    return {
+        "id": record.worker_id,
+        "name": name,
+        "host": host_of(record.worker_id, record.kind),
+        "state": "leaving" if record.is_leaving else "silent" if is_silent else "ready",
+        "does": _does(record),
+        "gpus": [
+            {
+                "index": gpu.index, "id": gpu.uuid, "name": gpu.name, "memory_used": gpu.memory_used,
+                "memory_total": gpu.memory_total, "utilization": gpu.utilization, "power_watts": gpu.power_watts,
+            }
+            for gpu in record.gpus
+        ],
+    }  # fmt: skip
+
+
+def _does(record: WorkerRecord) -> str:
+    match record.kind:
+        case WorkerKind.TRAINER:
+            return f"trains step {record.trainer.step}" if record.trainer is not None and record.run_uid else "free"
+        case WorkerKind.INFERENCE:
+            is_serving = record.policy is not None and record.policy.has_version
+            return (
+                f"serves v{record.policy.version}" if record.policy is not None and is_serving else "serves nothing yet"
+            )
+        case _:
+            return f"plays {record.num_playing} rollouts"
 
 
 def _time(run: run_pb2.Run, name: str) -> float | None:

@@ -19,11 +19,12 @@ from millrace.internal.v1 import worker_service_pb2, worker_service_pb2_grpc
 from millrace.orchestrator.api.dashboard_source import OrchestratorSource
 from millrace.orchestrator.api.log_lists import LogLists
 from millrace.orchestrator.api.service import LogPlace, RunServicer
+from millrace.orchestrator.api.worker_service import WorkerServicer
 from millrace.orchestrator.explain.chain import storage_of
 from millrace.orchestrator.manager import RunManager
 from millrace.orchestrator.meters import registry_of
 from millrace.orchestrator.runs.catalog import RunCatalog
-from millrace.orchestrator.workers import WorkerRegistry, WorkerServicer
+from millrace.orchestrator.workers import WorkerRegistry
 from millrace.race import first_of
 from millrace.rpc.health import PROCESS, HealthBoard
 from millrace.rpc.metrics_server import metrics_server

@@ -87,11 +87,12 @@ def _functions(rollouts: Sequence[Rollout]) -> dict[str, float]:
 
 
 def _solved(groups: Sequence[Play]) -> dict[str, float]:
-    """Return the share of groups all of whose rollouts have reward 1 or more, or 0 or less, but for rounding."""
+    """Return shares of groups, but for rounding: all rollouts have reward 1 or more, 0 or less, or the same."""
     rewards = [[rollout.reward for rollout in group.rollouts()] for group in groups]
     return {
         "solve_all": _mean(all(reaches(reward, 1.0) for reward in each) for each in rewards),
         "solve_none": _mean(all(reaches(-reward, 0.0) for reward in each) for each in rewards),
+        "zero_advantage": _mean(reaches(min(each), max(each)) for each in rewards),
     }
 
 

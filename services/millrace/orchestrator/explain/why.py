@@ -11,7 +11,7 @@ from dataclasses import replace
 from millrace.orchestrator.explain.chain import REDIS, SILENT_S, STORE, Chain, Component, find_chain
 from millrace.orchestrator.runs.run_view import RunView
 from millrace.orchestrator.workers import WorkerKind, WorkerRecord, WorkerRegistry
-from millrace.rpc.waits_wire import to_proto
+from millrace.rpc.heartbeat_wire import to_proto
 from millrace.runlog.events.run_status import state_name
 from millrace.telemetry import waits
 from millrace.telemetry.standstill import METER, Meter

@@ -1,0 +1,39 @@
+"""Workers are called shortly, and keep what they are called."""
+
+from millrace.internal.v1 import worker_service_pb2 as ws
+from millrace.orchestrator.worker_names import host_of
+from millrace.orchestrator.workers import WorkerRegistry
+
+TRAINER, REPLICA = ws.WORKER_KIND_TRAINER, ws.WORKER_KIND_INFERENCE
+
+
+def register(registry: WorkerRegistry, worker_id: str, kind: int, slot: str = "") -> None:
+    registry.register(ws.Worker(worker_id=worker_id, kind=kind, slot=slot))
+
+
+def test_workers_are_numbered_by_kind_in_the_order_in_which_they_came() -> None:
+    registry = WorkerRegistry()
+    for name, kind in (("b", TRAINER), ("x", REPLICA), ("a", TRAINER)):
+        register(registry, name, kind)
+    assert registry.names() == {"b": "trainer-1", "x": "inference-1", "a": "trainer-2"}
+    registry.by_id.pop("b")
+    assert registry.names() == {"x": "inference-1", "a": "trainer-2"}, "who stays keeps its name"
+    register(registry, "c", TRAINER)
+    assert registry.names()["c"] == "trainer-1", "and the next takes what is free"
+
+
+def test_a_successor_has_the_name_of_its_place() -> None:
+    registry = WorkerRegistry()
+    for number in (1, 2, 3):
+        register(registry, f"old-{number}", REPLICA, slot=f"host/{number}")
+    registry.names()
+    register(registry, "other", REPLICA)
+    register(registry, "new", REPLICA, slot="host/2")
+    assert registry.names() == {
+        "old-1": "inference-1", "old-3": "inference-3", "other": "inference-4", "new": "inference-2",
+    }  # fmt: skip
+
+
+def test_the_host_stands_in_the_id() -> None:
+    assert host_of("trainer-node-7-412-9f3ac1d2", "trainer") == "node-7"
+    assert host_of("mine", "inference") == ""
