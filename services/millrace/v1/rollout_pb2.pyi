@@ -5,7 +5,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class Rollout(_message.Message):
-    __slots__ = ("name", "step", "ordinal", "member", "attempt", "env", "purpose", "status", "stop_condition", "drop_reason", "reward", "advantage", "num_tokens", "num_sampled_tokens", "num_turns", "min_version", "max_version", "is_truncated", "is_trained", "seconds", "prompt", "completion")
+    __slots__ = ("name", "step", "ordinal", "member", "attempt", "env", "purpose", "status", "stop_condition", "drop_reason", "reward", "advantage", "num_tokens", "num_sampled_tokens", "num_turns", "min_version", "max_version", "is_truncated", "is_trained", "seconds", "prompt", "completion", "answer", "error")
     NAME_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     ORDINAL_FIELD_NUMBER: _ClassVar[int]
@@ -28,6 +28,8 @@ class Rollout(_message.Message):
     SECONDS_FIELD_NUMBER: _ClassVar[int]
     PROMPT_FIELD_NUMBER: _ClassVar[int]
     COMPLETION_FIELD_NUMBER: _ClassVar[int]
+    ANSWER_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
     name: str
     step: int
     ordinal: int
@@ -50,7 +52,9 @@ class Rollout(_message.Message):
     seconds: float
     prompt: str
     completion: str
-    def __init__(self, name: _Optional[str] = ..., step: _Optional[int] = ..., ordinal: _Optional[int] = ..., member: _Optional[int] = ..., attempt: _Optional[int] = ..., env: _Optional[str] = ..., purpose: _Optional[str] = ..., status: _Optional[str] = ..., stop_condition: _Optional[str] = ..., drop_reason: _Optional[str] = ..., reward: _Optional[float] = ..., advantage: _Optional[float] = ..., num_tokens: _Optional[int] = ..., num_sampled_tokens: _Optional[int] = ..., num_turns: _Optional[int] = ..., min_version: _Optional[int] = ..., max_version: _Optional[int] = ..., is_truncated: bool = ..., is_trained: bool = ..., seconds: _Optional[float] = ..., prompt: _Optional[str] = ..., completion: _Optional[str] = ...) -> None: ...
+    answer: str
+    error: str
+    def __init__(self, name: _Optional[str] = ..., step: _Optional[int] = ..., ordinal: _Optional[int] = ..., member: _Optional[int] = ..., attempt: _Optional[int] = ..., env: _Optional[str] = ..., purpose: _Optional[str] = ..., status: _Optional[str] = ..., stop_condition: _Optional[str] = ..., drop_reason: _Optional[str] = ..., reward: _Optional[float] = ..., advantage: _Optional[float] = ..., num_tokens: _Optional[int] = ..., num_sampled_tokens: _Optional[int] = ..., num_turns: _Optional[int] = ..., min_version: _Optional[int] = ..., max_version: _Optional[int] = ..., is_truncated: bool = ..., is_trained: bool = ..., seconds: _Optional[float] = ..., prompt: _Optional[str] = ..., completion: _Optional[str] = ..., answer: _Optional[str] = ..., error: _Optional[str] = ...) -> None: ...
 
 class UnreadableBatch(_message.Message):
     __slots__ = ("step", "problem")
