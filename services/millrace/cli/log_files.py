@@ -8,6 +8,7 @@ from millrace.cli.stacks import OUTPUTS, running_stacks
 from millrace.decoding import decode_object
 from millrace.errors import CorruptObjectError
 
+LEVELS = ("debug", "info", "warning", "error")
 COMPONENTS = ("orchestrator", "env-server", "inference", "trainer")
 _CHUNK_BYTES = 1 << 20
 _MAX_LINE_BYTES = 1 << 20
@@ -58,9 +59,30 @@ class RunLines:
         return self._is_own
 
 
+class LevelLines:
+    """Tells the lines of a level and of worse ones, in one file, from the others."""
+
+    def __init__(self, level: str) -> None:
+        """`level` is one of `LEVELS`."""
+        self._levels = frozenset(name.upper() for name in LEVELS[LEVELS.index(level) :])
+        self._is_shown = False
+
+    def has(self, line: str) -> bool:
+        """Whether the line is of such a level, or belongs to the last one that is, as a traceback."""
+        if line.startswith("{"):
+            self._is_shown = _json_field(line, "level").upper() in self._levels
+        elif _OURS.match(line):
+            self._is_shown = line.split(" ", 2)[1] in self._levels
+        return self._is_shown
+
+
 def _json_run(line: str) -> str:
+    return _json_field(line, "run")
+
+
+def _json_field(line: str, name: str) -> str:
     try:
-        return str(decode_object(line.encode(), what="a line of a log", reason="LINE_UNREADABLE").get("run", ""))
+        return str(decode_object(line.encode(), what="a line of a log", reason="LINE_UNREADABLE").get(name, ""))
     except CorruptObjectError:
         return ""
 

@@ -20,6 +20,7 @@ COMMAND_LINE = "command line"
 
 RESERVED_FLAGS: Mapping[str, bool] = {
     "dry-run": False,
+    "set-only": False,
     "check-environments": False,
     "server": True,
     "name": True,

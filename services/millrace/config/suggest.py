@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterable
 from typing import Any, get_origin
 
+from millrace.config import trl
 from millrace.config.tree import Kind, Path, SchemaKey, dotted
 
 _CUTOFF = 0.6
@@ -26,6 +27,8 @@ def unknown_key_message(
 ) -> tuple[str, set[Path]]:
     """What to say about a key that a section does not have, and which keys it may have been meant to be."""
     spelled = key.replace("-", "_")
+    if not path and (of_trl := trl.meant(spelled, schema)) is not None:
+        return of_trl, set()
     names = {name: child.name for child in node.children.values() for name in (child.name, *child.aliases)}
     names = {name: meant for name, meant in names.items() if _fits(value, node.children[meant])}
     siblings = list(dict.fromkeys(names[name] for name in close(spelled, names)))

@@ -112,16 +112,18 @@ def test_a_step_that_is_not_there_and_nothing_to_evaluate(weights: Path, base: P
         of_directory(weights, steps=None, has_base=True, base=tmp_path / "empty")
 
 
-def test_the_command_line_names_environments_and_policies(weights: Path, base: Path) -> None:
+def test_the_command_line_names_environments_and_policies(weights: Path, base: Path, capsys) -> None:
     common = ["--environment-ids", "a-b,c", "--model.name", str(base), "--weights-dir", str(weights)]
     prepared = prepare_eval([*common, "--steps", "20", "--no-eval-base"], environ={})
     assert [each.id for each in prepared.config.env] == ["a-b", "c"]
     assert [each.step for each in prepared.policies] == [20]
     with pytest.raises(CliError, match="serves its own model"):
         prepare_eval([*common, "--client.base-url", "https://one.example/v1"], environ={})
-    with pytest.raises(CliError, match=r"not by 127.0.0.1:1 \(MILLRACE_SERVER") as caught:
-        prepare_eval(common, environ={"MILLRACE_SERVER": "127.0.0.1:1"})
-    assert "env -u MILLRACE_SERVER" in str(caught.value.hint)
+    with pytest.raises(CliError, match=r"not by 127.0.0.1:1 \(--server"):
+        prepare_eval([*common, "--server", "127.0.0.1:1"], environ={})
+    capsys.readouterr()
+    assert prepare_eval(common, environ={"MILLRACE_SERVER": "127.0.0.1:1"}).server is None
+    assert "a stack of this command serves the policies, not 127.0.0.1:1 (MILLRACE_SERVER)" in capsys.readouterr().err
     with pytest.raises(CliError, match="which steps of what"):
         prepare_eval(["--environment-ids=a", "--model.name", str(base), "--steps", "1"], environ={})
     with pytest.raises(CliError, match="needs its name"):

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from millrace.cli.commands.up import restart_command
+from millrace.cli.errors import CliError
 from millrace.cli.main import main
 from millrace.cli.session.model_path import is_path
 from millrace.cli.session.prepare import choose_run_id, prepare
@@ -286,3 +287,21 @@ def test_of_a_stack_that_was_started_here_only_what_differs_is_named(rl, tmp_pat
 )
 def test_the_command_that_starts_a_stack_again_can_be_pasted(directory, listen, line):
     assert shlex.join(restart_command(Path(directory), listen)) == line
+
+
+def test_a_dry_run_prints_what_is_set_and_nothing_else(rl, capsys):
+    flags = ["--trainer.optim.lr", "1e-4", "--dry-run", "--set-only"]
+    shown = prepare(["@", str(rl), *flags], environ={}).shown
+    assert shown is not None and shown["trainer"] == {"optim": {"lr": 1e-4}}
+    assert shown.keys() <= {"max_steps", "seq_len", "model", "orchestrator", "trainer"}
+    assert prepare(["@", str(rl), "--dry-run"], environ={}).shown is None
+    with pytest.raises(CliError, match="says what a dry run prints"):
+        prepare(["@", str(rl), "--set-only"], environ={})
+
+
+def test_labels(rl):
+    found = prepare(["@", str(rl), "--label", "team=a", "--label=note=x=y", "--server", "h:1"], environ={})
+    assert found.labels == {"team": "a", "note": "x=y"}
+    for wrong in (["--label"], ["--label", "team"], ["--label", "=x"]):
+        with pytest.raises(CliError, match="is no label"):
+            prepare(["@", str(rl), *wrong], environ={})

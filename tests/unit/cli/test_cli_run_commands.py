@@ -181,6 +181,24 @@ def test_cancel_and_why(server, capsys):
     assert code == 2 and "the run has ended" in err
 
 
+def test_what_is_already_so_is_said(server, capsys):
+    server.add("alpha")
+    assert run(capsys, "resume", "alpha")[:2] == (0, "runs/alpha is not paused: it goes on (now RUNNING)\n")
+    server.add("omega", run_pb2.RUN_STATE_CANCELLED)
+    assert run(capsys, "cancel", "omega")[:2] == (0, "runs/omega is already CANCELLED\n")
+
+
+def test_numbers_that_are_not_there_yet(server, capsys):
+    server.runs.clear()
+    waiting = server.add("alpha", run_pb2.RUN_STATE_QUEUED)
+    waiting.progress.Clear()
+    waiting.progress.max_steps = 3
+    name, state, step, reward, policy, tokens, *_ = run(capsys, "list")[1].splitlines()[1].split()
+    assert (name, state, step, reward, policy, tokens) == ("alpha", "QUEUED", "0/3", "–", "–", "–")
+    out = run(capsys, "show", "alpha")[1]
+    assert "policy       –" in out and "rollouts     –" in out
+
+
 def test_pause_and_resume(server, capsys):
     server.add("alpha")
     asked = run(capsys, "pause", "alpha", "--reason", "the GPUs are needed")

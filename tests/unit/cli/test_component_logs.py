@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from millrace.cli.log_files import LogTail, RunLines
+from millrace.cli.log_files import LevelLines, LogTail, RunLines
 from millrace.cli.main import main
 from millrace.cli.session.component_logs import LogQuery, show_own
 from millrace.local.identity import StackId
@@ -188,3 +188,23 @@ async def test_a_stack_keeps_its_logs_bounded(tmp_path):
     keeping.cancel()
     assert old_of(path).stat().st_size == 1000 and not old_of(tmp_path / "small.log").exists()
     assert len(told) == 1 and "refused.log cannot be rotated" in told[0]
+
+
+def test_lines_of_a_level_and_what_belongs_to_them():
+    shown = LevelLines("warning")
+    lines = [
+        "2026-01-01T00:00:00.000Z INFO trainer step done",
+        "2026-01-01T00:00:00.000Z WARNING trainer slow",
+        "  a frame",
+        "2026-01-01T00:00:00.000Z DEBUG trainer detail",
+        "  its frame",
+        '{"level": "ERROR", "message": "x"}',
+        '{"level": "INFO", "message": "x"}',
+    ]
+    assert [shown.has(line) for line in lines] == [False, True, True, False, False, True, False]
+
+
+def test_events_by_level(server, capsys):
+    everything, warnings = logs(capsys, "alpha")[1], logs(capsys, "alpha", "--level", "warning")[1]
+    assert len(warnings) < len(everything) and all("warning: " in line or "rollouts fail" in line for line in warnings)
+    assert logs(capsys, "alpha", "--level", "error")[1] == []

@@ -36,7 +36,7 @@ def rl(arguments: tuple[str, ...]) -> int:
         interrupts.run(lambda signals: check_environments(prepared, server=prepared.server))
     if prepared.is_dry_run:
         look_at_models(prepared.config)
-        print_config(prepared.config)
+        print_config(prepared.config, only=prepared.shown)
         return 0
     from millrace.cli import interrupts
     from millrace.cli.address import explain_unreachable

@@ -3,11 +3,12 @@
 import json
 import os
 import secrets
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from millrace.cli.address import check_address
+from millrace.cli.address import check_address, stack_at
 from millrace.cli.errors import CliError
 from millrace.cli.evals.endpoints import find_endpoint
 from millrace.cli.evals.policies import EvalPolicy, RunPolicies, of_directory, of_run
@@ -64,7 +65,7 @@ def prepare_eval(arguments: Sequence[str], *, environ: Mapping[str, str] = os.en
     settings = Settings.from_env(environ)
     arguments = _with_environments(arguments)
     weights, of, store = (_value(arguments, f"--{name}") for name in ("weights-dir", "run", "store"))
-    run = RunPolicies.open(of, store_url=store or settings.store_url, prefix=settings.prefix) if of else None
+    run = RunPolicies.open(of, store_url=store or _store_url(settings), prefix=settings.prefix) if of else None
     begun = run.model_name if run is not None else weights
     with explained(arguments, command="eval", example=EXAMPLE):
         loaded = load(EvalRunConfig, arguments, environ, reserved=EVAL_FLAGS, base=_base(begun))
@@ -81,6 +82,9 @@ def prepare_eval(arguments: Sequence[str], *, environ: Mapping[str, str] = os.en
         check_new_name(name, option="--name" if flags.get("name") else "run.name")
     policies: list[EvalPolicy] = []
     if weights or run is not None:
+        if server is not None and "server" not in flags:
+            print(f"note: a stack of this command serves the policies, not {server} ({origin})", file=sys.stderr)
+            server = None
         _check_sweep(config, server and f"{server} ({origin})", has_both=bool(weights and run is not None))
         base, has_base = Path(config.model.name).expanduser(), flags.get("eval-base") is not False
         if run is not None:
@@ -102,6 +106,12 @@ def prepare_eval(arguments: Sequence[str], *, environ: Mapping[str, str] = os.en
         is_resumed=bool(flags.get("resume")),
         policies=tuple(policies),
     )
+
+
+def _store_url(settings: Settings) -> str | None:
+    """The store of --run: MILLRACE_STORE_URL, or that of the stack here which MILLRACE_SERVER names."""
+    stack = stack_at(settings.server) if settings.server and settings.store_url is None else None
+    return settings.store_url if stack is None else stack.text("store")
 
 
 def _with_environments(arguments: Sequence[str]) -> list[str]:
@@ -188,7 +198,7 @@ def _check_sweep(config: EvalRunConfig, server: str | None, *, has_both: bool) -
     if server is not None:
         raise CliError(
             f"policies are served by a stack of this command, not by {server}",
-            hint="leave --server out, and MILLRACE_SERVER: env -u MILLRACE_SERVER millrace eval …",
+            hint="leave --server out",
         )
 
 

@@ -12,7 +12,7 @@ import click
 
 from millrace.cli.defaults import DEFAULT_DIRECTORY
 from millrace.cli.errors import CliError
-from millrace.cli.log_files import COMPONENTS, LogTail, RunLines, files_of, stack_logs
+from millrace.cli.log_files import COMPONENTS, LevelLines, LogTail, RunLines, files_of, stack_logs
 from millrace.cli.stacks import OUTPUTS, running_stacks
 from millrace.errors import MillraceError
 from millrace.runlog import run_name
@@ -31,6 +31,8 @@ class LogQuery:
     lines: int | None = None
     """The last so many; None: all."""
     is_follow: bool = False
+    level: str | None = None
+    """Only lines of this level and worse ones."""
     is_all: bool = False
     """Also the lines of a shared stack that are not this run's."""
 
@@ -134,18 +136,19 @@ async def _print(
 ) -> None:
     """Print the logs, of several each line with its file's name, and what is added to them until `is_over`."""
     tails: dict[Path, LogTail] = {}
-    chosen: dict[Path, RunLines] = {}
+    chosen: dict[Path, list[RunLines | LevelLines]] = {}
     kept: deque[str] | None = None if query.lines is None else deque(maxlen=query.lines)
     while True:
         is_last = not query.is_follow or is_over()
         found = files()
         for path in found:
             tail = tails.setdefault(path, LogTail(path))
-            if of_run is not None:
-                chosen.setdefault(path, of_run())
+            if path not in chosen:
+                by_level = [] if query.level is None else [LevelLines(query.level)]
+                chosen[path] = [*by_level, *([] if of_run is None else [of_run()])]
             front = f"{path.stem}: " if len(found) > 1 else ""
             for line in itertools.chain(tail.read(), tail.finish() if is_last else ()):
-                if path in chosen and not chosen[path].has(line):
+                if not all(tuple(each.has(line) for each in chosen[path])):  # each sees every line
                     continue
                 if kept is None:
                     click.echo(front + line)

@@ -2,7 +2,9 @@
 
 import importlib
 import json
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -11,9 +13,9 @@ from millrace.config import RLConfig, SFTConfig
 from millrace.config.section import Document
 
 
-def print_config(config: Document) -> None:
-    """Print every key with its value as JSON (TOML cannot say null) on standard output."""
-    click.echo(json.dumps(json.loads(config.resolved_json()), indent=2))
+def print_config(config: Document, *, only: Mapping[str, Any] | None = None) -> None:
+    """Print every key with its value as JSON (TOML cannot say null) on standard output, or `only` what is set."""
+    click.echo(json.dumps(json.loads(config.resolved_json()) if only is None else only, indent=2))
 
 
 def look_at_fine_tuning(config: SFTConfig) -> None:

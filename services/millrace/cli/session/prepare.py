@@ -10,6 +10,7 @@ from typing import Any
 
 from millrace.cli.address import LOOPBACK, check_address, stack_at
 from millrace.cli.connection import environ as with_options
+from millrace.cli.errors import CliError
 from millrace.cli.session import bench
 from millrace.cli.session.config_file import explained, require_file_or_model
 from millrace.cli.session.model_path import check_models, is_path
@@ -20,6 +21,7 @@ from millrace.config import RLConfig
 from millrace.config.argv import RESERVED_FLAGS
 from millrace.config.layers import Layer, Provenance, Strength
 from millrace.config.load import Loaded, load
+from millrace.config.prime_rl.importing import merged
 from millrace.config.sections.inference import InferenceConfig
 from millrace.config.sections.shared import LogConfig
 from millrace.config.suggest import shown
@@ -41,6 +43,10 @@ class Prepared:
     name: str | None
     """The name that the user chose."""
     is_dry_run: bool
+    shown: Mapping[str, Any] | None
+    """What a dry run prints: with --set-only the keys that files, command line and environment set; None for all."""
+    labels: Mapping[str, str]
+    """Free labels of the run."""
     is_checked: bool
     """Whether its environments are to be loaded first."""
     is_plain: bool
@@ -65,12 +71,15 @@ def prepare(
     CliError where neither a file nor a model is named; `command` is what its example begins with.
     """
     settings = Settings.from_env(with_options(environ))
+    arguments, labels = take_labels(arguments)
     example = f"{command} @ examples/reverse_text/rl.toml"
     with explained(arguments, command="rl", example=example):
         reserved = {**RESERVED_FLAGS, **bench.flags("trainer.")}
         loaded = load(RLConfig, arguments, environ, base=_engine_of(environ), reserved=reserved)
     flags = loaded.flags
     bench.is_bench(flags, prefix="trainer.")
+    if flags.get("set-only") and not flags.get("dry-run"):
+        raise CliError("--set-only says what a dry run prints", hint="add --dry-run, or leave --set-only out")
     say_notes(loaded.notes)
     if not flags.get("dry-run"):
         refuse_blocked(loaded.notes)
@@ -99,10 +108,30 @@ def prepare(
         name=str(name) if name else None,
         flags=flags,
         is_dry_run=bool(flags.get("dry-run")),
+        shown=merged([layer.tree for layer in loaded.layers]) if flags.get("set-only") else None,
+        labels=labels,
         is_checked=bool(flags.get("check-environments")),
         is_plain=bool(flags.get("plain")),
         is_follow=bool(flags.get("follow")),
     )
+
+
+def take_labels(arguments: Sequence[str]) -> tuple[list[str], dict[str, str]]:
+    """The arguments without `--label KEY=VALUE`, which may be repeated, and the labels; CliError for anything else."""
+    rest: list[str] = []
+    labels: dict[str, str] = {}
+    words = iter(arguments)
+    for word in words:
+        name, equals, value = word.partition("=")
+        if name != "--label":
+            rest.append(word)
+            continue
+        text = value if equals else next(words, "")
+        key, is_pair, value = text.partition("=")
+        if not key or not is_pair:
+            raise CliError(f"--label {text} is no label", hint="write --label KEY=VALUE, once for each")
+        labels[key] = value
+    return rest, labels
 
 
 def _server_of(flags: Mapping[str, str | bool], settings: Settings, default: str | None) -> tuple[str | None, str]:

@@ -24,7 +24,9 @@ Options:
   --server ADDR   Submit to this orchestrator (also: MILLRACE_SERVER) instead of starting a local stack.
   --name NAME     Name of the run; made up if left out.
   --resume        Go on with the run of that name; --ckpt.resume_step K begins a fork of it at step K.
-  --dry-run       Print the resolved config and do nothing.
+  --label KEY=VALUE
+                  A free label of the run; may be repeated.
+  --dry-run       Print the resolved config and do nothing; with --set-only the keys that are set, without defaults.
   --check-environments
                   Load the environments first, on the orchestrator's env-servers or here; also with --dry-run.
   --plain         One line per step also on a terminal.

@@ -106,7 +106,10 @@ async def begin_remote(client: Client, prepared: Prepared, *, note: Note) -> run
 async def submit(client: Client, prepared: Prepared, *, run_id: str, request_id: str | None = None) -> run_pb2.Run:
     """Create the run; one request id per invocation, so that a retry creates no second run."""
     return await client.runs.create(
-        prepared.config.resolved_json(), run_id=run_id, request_id=request_id or str(uuid.uuid4())
+        prepared.config.resolved_json(),
+        run_id=run_id,
+        request_id=request_id or str(uuid.uuid4()),
+        labels=prepared.labels,
     )
 
 

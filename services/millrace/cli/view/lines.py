@@ -2,7 +2,7 @@
 
 import datetime
 
-from millrace.cli.view.progress import Progress, StepPoint
+from millrace.cli.view.progress import EvalPoint, Progress, StepPoint
 from millrace.cli.view.text import count, duration, printable, size
 from millrace.runlog.events.run_status import state_name
 from millrace.v1 import event_pb2
@@ -17,9 +17,9 @@ def step_line(point: StepPoint, progress: Progress) -> str:
     bound = "" if progress.staleness_bound is None else f"/{progress.staleness_bound}"
     parts = [
         f"step {point.number:>{width}}{of}",
-        f"reward {point.reward:.3f}",
-        f"staleness {point.staleness_mean:.1f}{bound}",
-        f"{count(point.tokens_per_s)} tok/s",
+        f"reward {reward(point)}",
+        f"staleness {point.staleness_mean:.1f}{bound}" if point.num_rollouts else "staleness –",
+        f"{count(point.tokens_per_s) if point.tokens_per_s else '–'} tok/s",
         f"{point.step_s:.2f}s (wait {point.wait_s:.2f}s, {point.wait_ratio:.0%})",
     ]
     if point.kl is not None:
@@ -27,6 +27,11 @@ def step_line(point: StepPoint, progress: Progress) -> str:
     if progress.eta_s is not None:
         parts.append(f"eta {duration(progress.eta_s)}")
     return "  ".join(parts)
+
+
+def reward(point: StepPoint | EvalPoint) -> str:
+    """The mean reward; none where no rollout came to one."""
+    return f"{point.reward:.3f}" if point.num_rollouts else "–"
 
 
 def progress_line(event: event_pb2.Event, progress: Progress) -> str | None:
@@ -41,6 +46,13 @@ def progress_line(event: event_pb2.Event, progress: Progress) -> str | None:
             return printable(f"{_states(change)} [{change.error.reason}]")
         case _:
             return event_line(event, progress)
+
+
+def is_of_level(event: event_pb2.Event, level: str | None) -> bool:
+    """Whether an event is as bad as that: an error ends the run, warnings and failed rollouts are warnings."""
+    is_error = event.HasField("state_changed") and event.state_changed.HasField("error")
+    is_warning = is_error or event.HasField("warning") or event.HasField("rollouts_failed")
+    return {"error": is_error, "warning": is_warning}.get(level or "", True)
 
 
 def event_line(event: event_pb2.Event, progress: Progress) -> str:
@@ -60,10 +72,11 @@ def _event_words(event: event_pb2.Event, progress: Progress) -> str:
             return step_line(progress.steps[-1], progress)
         case "eval_completed":
             done = event.eval_completed
+            mean = f"{done.reward_mean:.3f}" if done.num_rollouts else "–"
             failed = f", {done.num_failed} failed" if done.num_failed else ""
             spans = f"–v{done.policy_version_max}" if done.policy_version_max > done.policy_version else ""
             return (
-                f"eval {done.env}  policy v{done.policy_version}{spans}  reward {done.reward_mean:.3f}"
+                f"eval {done.env}  policy v{done.policy_version}{spans}  reward {mean}"
                 f"  ({done.num_rollouts + done.num_failed} rollouts{failed}, {done.seconds:.1f}s)"
             )
         case "rollouts_failed":

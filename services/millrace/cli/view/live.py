@@ -9,7 +9,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from millrace.cli.view.lines import LONG_WAIT_S, progress_line, wait_line
+from millrace.cli.view.lines import LONG_WAIT_S, progress_line, reward, wait_line
 from millrace.cli.view.progress import Progress
 from millrace.cli.view.text import count, duration, printable, sparkline
 from millrace.runlog.events.run_status import state_name
@@ -59,14 +59,15 @@ def _measures(progress: Progress) -> Table:
         last = steps[-1]
         bound = "" if progress.staleness_bound is None else f"/{progress.staleness_bound}"
         tokens = count(last.tokens_per_s)
-        table.add_row("reward", f"{last.reward:.3f}", sparkline([point.reward for point in steps]))
+        table.add_row("reward", reward(last), sparkline([point.reward for point in steps]))
         table.add_row("staleness", f"{last.staleness_mean:.1f}{bound}", sparkline([p.staleness_mean for p in steps]))
         table.add_row("tokens/s", tokens, sparkline([point.tokens_per_s for point in steps]))
         waited = f"{last.step_s:.2f}s, trainer waited {last.wait_ratio:.0%}"
         table.add_row("step time", waited, sparkline([point.step_s for point in steps]))
     for env in dict.fromkeys(point.env for point in progress.evals):
         points = [point for point in progress.evals if point.env == env]
-        shown = " → ".join(f"{point.reward:.3f} (v{point.version})" for point in dict.fromkeys((points[0], points[-1])))
+        ends = dict.fromkeys((points[0], points[-1]))
+        shown = " → ".join(f"{reward(point)} (v{point.version})" for point in ends)
         table.add_row(f"eval {env}", shown, "")
     return table
 

@@ -85,8 +85,8 @@ def run_details(
         ("step", _step(progress)),
         ("reward", _reward(run)),
         *curves,
-        ("policy", f"v{progress.policy_version}, served at least v{progress.min_inference_version}"),
-        ("rollouts", f"{progress.num_rollouts} with {count(progress.num_tokens)} tokens"),
+        ("policy", _policy(progress)),
+        ("rollouts", f"{progress.num_rollouts} with {_tokens(progress)} tokens" if progress.num_rollouts else "–"),
         *((label, text) for label, text in (("groups", _groups(progress)), ("tasks", _tasks(progress))) if text),
         *(("failed", failed_rollouts(each)) for each in progress.environments),
         ("created", _time(run.create_time.ToDatetime(datetime.UTC)) if run.HasField("create_time") else "–"),
@@ -146,8 +146,8 @@ def _row(run: run_pb2.Run, now: datetime.datetime) -> tuple[str, ...]:
         state_name(run.state),
         _step(progress),
         _reward(run),
-        f"v{progress.policy_version}",
-        count(progress.num_tokens),
+        _policy(progress).partition(",")[0],
+        _tokens(progress),
         _age(run, now),
     )
 
@@ -155,6 +155,17 @@ def _row(run: run_pb2.Run, now: datetime.datetime) -> tuple[str, ...]:
 def _reward(run: run_pb2.Run) -> str:
     """Of the newest batch; a fork has steps before it has a batch of its own."""
     return f"{run.progress.reward:.3f}" if run.progress.step and run.progress.num_rollouts else "–"
+
+
+def _policy(progress: run_pb2.RunProgress) -> str:
+    """The newest version, and the oldest that is served; version 0 is known once something was played with it."""
+    if not progress.policy_version and not progress.num_rollouts:
+        return "–"
+    return f"v{progress.policy_version}, served at least v{progress.min_inference_version}"
+
+
+def _tokens(progress: run_pb2.RunProgress) -> str:
+    return count(progress.num_tokens) if progress.num_tokens else "–"
 
 
 def _step(progress: run_pb2.RunProgress) -> str:

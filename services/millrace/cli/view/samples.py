@@ -32,8 +32,8 @@ def sample_table(samples: Sequence[SampleRecord], *, paint: Paint = PLAIN) -> st
                 f"{rollout.env}{_evaluated(rollout)}",
                 f"{rollout.ordinal}.{rollout.member}",
                 str(rollout.status),
-                f"{rollout.reward:.3f}",
-                str(rollout.num_tokens),
+                _reward(rollout),
+                str(rollout.num_tokens or "–"),
                 _cell(first),
                 _cell(last if rollout.error is None else f"{rollout.error.type}: {rollout.error.message}"),
             ]
@@ -51,8 +51,8 @@ def sample_lines(found: SampleRecord) -> Iterator[str]:
     yield (
         f"── {found.id}  step {found.step}  {rollout.env}{_evaluated(rollout)}  "
         f"task {rollout.ordinal}.{rollout.member}  {rollout.status}  "
-        f"reward {rollout.reward:.3f}  {rollout.num_tokens} tokens  {rollout.num_turns} turns  "
-        f"policy {rollout.min_version}–{rollout.max_version}  {rollout.seconds:.1f} s"
+        f"reward {_reward(rollout)}  {rollout.num_tokens or '–'} tokens  {rollout.num_turns or '–'} turns  "
+        f"policy {_versions(rollout)}  {rollout.seconds:.1f} s"
     )
     metrics = "  ".join(f"{name} {value:.3g}" for name, value in sorted(rollout.metrics.items()))
     if metrics or rollout.stop_condition:
@@ -66,6 +66,19 @@ def sample_lines(found: SampleRecord) -> Iterator[str]:
         yield f"{printable(str(message.get('role', '?')))}:"
         yield from (f"  {line}" for line in printable(content_of(message)).split("\n"))
     yield ""
+
+
+def _reward(rollout: "Rollout") -> str:
+    """One that failed has none."""
+    return f"{rollout.reward:.3f}" if rollout.error is None else "–"
+
+
+def _versions(rollout: "Rollout") -> str:
+    """The oldest and the newest version that answered; none did where no token came."""
+    if rollout.min_version is None:
+        return "–"
+    oldest, newest = f"v{rollout.min_version}", f"v{rollout.max_version}"
+    return oldest if oldest == newest else f"{oldest}–{newest}"
 
 
 def _evaluated(rollout: "Rollout") -> str:

@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from millrace.config import trl
+
 _BARE = re.compile(r"[A-Za-z0-9_-]+")
 _DOCUMENT_KEYS = {
     "rl": {"orchestrator", "trainer", "inference_gpu_ids", "trainer_gpu_ids"},
@@ -38,7 +40,7 @@ def kind_of(tree: Mapping[str, Any], name: str) -> str | None:
     found = next((kind for kind, keys in _DOCUMENT_KEYS.items() if keys & tree.keys()), None)
     if found == "trainer" and named == "sft":
         return "sft"  # `[optim]` alone
-    return found or named
+    return found or named or ("rl" if trl.is_trl(tree) else None)
 
 
 def _flat_kind(tree: Mapping[str, Any]) -> str | None:

@@ -69,8 +69,8 @@ class BatchWarnings:
         if self._truncated.note(sum(rollout.is_truncated for rollout in rollouts), len(rollouts)):
             await self._events.warning(
                 "ALL_TRUNCATED",
-                f"{self._truncated.words} up to batch {step} were cut at their token limit: the policy never ends by "
-                "itself, or has no room to; raise orchestrator.sampling.max_tokens and orchestrator.seq_len, or see "
+                f"{self._truncated.words} up to step {step + 1} were cut at their token limit: the policy never ends "
+                "by itself, or has no room to; raise orchestrator.sampling.max_tokens and orchestrator.seq_len, or see "
                 "whether the prompts use the model's own chat template",
             )
 

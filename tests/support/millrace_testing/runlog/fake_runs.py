@@ -63,7 +63,8 @@ class FakeRuns(RunServiceServicer):
 
     async def ResumeRun(self, request, context):
         run = self.runs[request.name]
-        run.state = run_pb2.RUN_STATE_QUEUED
+        if run.state in (run_pb2.RUN_STATE_PAUSED, run_pb2.RUN_STATE_FAILED):
+            run.state = run_pb2.RUN_STATE_QUEUED
         return rs.ResumeRunResponse(run=run)
 
     async def WatchRun(self, request, context):

@@ -14,6 +14,7 @@ from millrace.cli.commands.run.compare import compare
 from millrace.cli.commands.run.export import export, export_policy
 from millrace.cli.commands.run.fork import fork
 from millrace.cli.commands.run.lineage import lineage
+from millrace.cli.commands.run.panes import panes
 from millrace.cli.commands.run.pause import pause, resume
 from millrace.cli.commands.run.repair import repair
 from millrace.cli.commands.run.replay import replay
@@ -21,6 +22,7 @@ from millrace.cli.commands.run.samples import samples
 from millrace.cli.connection import ask_server
 from millrace.cli.defaults import DEFAULT_LISTEN
 from millrace.cli.errors import CliError
+from millrace.cli.log_files import LEVELS
 from millrace.cli.options import FORMAT, RUN, SERVER
 from millrace.cli.session.raw import OPTIONS_HELP, RawCommand
 
@@ -48,6 +50,7 @@ run.add_command(export)
 run.add_command(audit)
 run.add_command(attest)
 run.add_command(repair)
+run.add_command(panes)
 run.add_command(pause)
 run.add_command(resume)
 run.add_command(samples)
@@ -77,7 +80,7 @@ def submit(arguments: tuple[str, ...]) -> int:
 
         interrupts.run(lambda signals: check_environments(prepared, server=server))
     if prepared.is_dry_run:
-        print_config(prepared.config)
+        print_config(prepared.config, only=prepared.shown)
         return 0
     from millrace.cli.connection import open_client
     from millrace.cli.session.results import summary_lines
@@ -211,6 +214,9 @@ def watch(name: str, plain: bool, form: str, server: str | None) -> None:
     "-n", "--lines", type=click.IntRange(min=0), default=None, help="Of a component: only the last so many lines."
 )
 @click.option("--all", "is_all", is_flag=True, help="Of a component: also lines that are not this run's.")
+@click.option(
+    "--level", type=click.Choice(LEVELS), help="Only lines of this level and worse; of events: warnings, and failures."
+)
 @FORMAT
 @SERVER
 def logs(name: str, component: str | None, form: str, server: str | None, **options: Any) -> None:
@@ -232,7 +238,8 @@ def logs(name: str, component: str | None, form: str, server: str | None, **opti
             return
         ask_server(server, lambda client: _component_logs(client, name, query), run=name)
         return
-    ask_server(server, lambda client: _event_lines(client, name, is_follow=options["is_follow"], form=form), run=name)
+    asked = {"is_follow": options["is_follow"], "form": form, "level": options["level"]}
+    ask_server(server, lambda client: _event_lines(client, name, **asked), run=name)
 
 
 async def _component_logs(client: "Client", name: str, query: "LogQuery") -> None:
@@ -245,13 +252,15 @@ async def _component_logs(client: "Client", name: str, query: "LogQuery") -> Non
     if await show_shared(client, query, uid=found.uid, name=found.name):
         return
     click.echo(elsewhere(query.component, found.uid, is_follow=query.is_follow), err=True)
-    await _event_lines(client, found.name, is_follow=query.is_follow, writer=query.component)
+    await _event_lines(client, found.name, is_follow=query.is_follow, writer=query.component, level=query.level)
 
 
-async def _event_lines(client: "Client", name: str, *, is_follow: bool, form: str = "table", writer: str = "") -> None:
+async def _event_lines(
+    client: "Client", name: str, *, is_follow: bool, form: str = "table", writer: str = "", level: str | None = None
+) -> None:
     from millrace.cli.log_files import process_logs
     from millrace.cli.names import resolve
-    from millrace.cli.view.lines import log_line
+    from millrace.cli.view.lines import is_of_level, log_line
     from millrace.cli.view.output import message_json
     from millrace.cli.view.progress import Progress
 
@@ -271,7 +280,7 @@ async def _event_lines(client: "Client", name: str, *, is_follow: bool, form: st
 
     async for event in events():
         progress.apply(event)
-        if event.writer.startswith(writer):
+        if event.writer.startswith(writer) and is_of_level(event, level):
             click.echo(message_json(event, indent=None) if form == "json" else log_line(event, progress))
 
 
@@ -287,7 +296,10 @@ def cancel(name: str, reason: str, server: str | None) -> None:
     async def act(client: "Client") -> None:
         found = await resolve(client.runs, name)
         asked = await client.runs.cancel(found.name, reason=reason)
-        click.echo(f"{asked.name} is asked to end (now {state_name(asked.state)})")
+        if state_name(found.state) == "CANCELLED":
+            click.echo(f"{found.name} is already CANCELLED")
+        else:
+            click.echo(f"{asked.name} is asked to end (now {state_name(asked.state)})")
 
     ask_server(server, act, run=name)
 

@@ -44,7 +44,9 @@ def resume(name: str, server: str | None) -> None:
     """
 
     async def ask(client: "Client", found: "run_pb2.Run") -> str:
-        asked = await client.runs.resume(found.name)
+        asked = await client.runs.resume(found.name)  # also of one that runs: a pause may be on its way
+        if _state(found) == _state(asked) not in ("PAUSED", "FAILED"):
+            return f"{found.name} is not paused: it goes on (now {_state(asked)})"
         return f"{asked.name} is asked to go on (now {_state(asked)})"
 
     _ask(name, server, ask)
