@@ -49,7 +49,7 @@ def sample_lines(found: SampleRecord) -> Iterator[str]:
     """A sample in full."""
     rollout = found.rollout
     yield (
-        f"── {found.id}  step {found.step}  {rollout.env}{_evaluated(rollout)}  "
+        f"── {found.id}  batch {found.step} (of step {found.step + 1})  {rollout.env}{_evaluated(rollout)}  "
         f"task {rollout.ordinal}.{rollout.member}  {rollout.status}  "
         f"reward {_reward(rollout)}  {rollout.num_tokens or '–'} tokens  {rollout.num_turns or '–'} turns  "
         f"policy {_versions(rollout)}  {rollout.seconds:.1f} s"

@@ -21,7 +21,9 @@ _ORDERS = [sign + name for name in SORTS for sign in ("", "-")]
 @click.command()
 @RUN
 @click.option("--env", default="", metavar="NAME", help="Only of this environment.")
-@click.option("--step", type=click.IntRange(min=0), default=None, help="Only those that this step's batch resolved.")
+@click.option(
+    "--step", type=click.IntRange(min=0), default=None, help="Only those that this batch resolved, from 0 on."
+)
 @click.option("--task", type=click.IntRange(min=0), default=None, help="Only of this task: all members of its group.")
 @click.option("--status", default="", metavar="S", help="Only with this status, such as ok or env_error.")
 @click.option("--purpose", type=click.Choice(["train", "eval"]), default=None, help="Only training, or evaluation.")
