@@ -20,6 +20,7 @@ from millrace.rollouts.types import Rollout, Sample, TrainSample
 from millrace.rollouts.wire import decode_archive
 from millrace.runlog.names import Names
 from millrace.runlog.records.frontier import chain_hash
+from millrace.runlog.records.revisions import read_archive
 from millrace.storage import ObjectStore
 from millrace.telemetry.redact import MASK
 
@@ -57,7 +58,7 @@ class RecentArchives:
         header_bytes = self._store.get(key, max_bytes=MAX_HEADER_BYTES)
         header = decode_header(header_bytes)
         chain = chain_hash(header.previous_chain_hash, header_bytes) if len(header.previous_chain_hash) == 32 else b""
-        data = self._store.get(header.rollouts_key) if header.rollouts_key else b""
+        data = read_archive(self._store, header)
         found = BatchArchive(header, chain, decode_archive(data) if data else [])
         with self._lock:
             if len(data) <= _MAX_KEPT_BYTES:

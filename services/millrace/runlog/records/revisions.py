@@ -184,13 +184,13 @@ def read_chunk(store: ObjectStore, header: batch_pb2.BatchHeader, index: int) ->
     return data
 
 
-def read_rollouts(store: ObjectStore, header: batch_pb2.BatchHeader) -> list[Rollout]:
-    """The rollouts that a committed header resolves, none if it archives none; one archive is in memory.
+def read_archive(store: ObjectStore, header: batch_pb2.BatchHeader) -> bytes:
+    """The archive of the rollouts that a committed header resolves, as it is stored; empty if it names none.
 
-    `NotFoundError` if the archive is gone, `CorruptObjectError` if it is not what the header says.
+    `NotFoundError` if it is gone, `CorruptObjectError` if it is not what the header says.
     """
     if not header.rollouts_key:
-        return []
+        return b""
     data, where = store.get(header.rollouts_key), store.uri(header.rollouts_key)
     if hashlib.sha256(data).digest() != header.rollouts_sha256:
         raise CorruptObjectError(
@@ -198,7 +198,13 @@ def read_rollouts(store: ObjectStore, header: batch_pb2.BatchHeader) -> list[Rol
             reason="ARCHIVE_CORRUPT",
             remedy="restore the object from a replica of the bucket (`millrace run repair`)",
         )
-    return decode_archive(data)
+    return data
+
+
+def read_rollouts(store: ObjectStore, header: batch_pb2.BatchHeader) -> list[Rollout]:
+    """The rollouts that a committed header resolves, none if it archives none; raises as `read_archive`."""
+    data = read_archive(store, header)
+    return decode_archive(data) if data else []
 
 
 def has_ended(store: ObjectStore, names: Names) -> bool:
