@@ -10,6 +10,7 @@ import pytest
 
 from millrace.config.check import build
 from millrace.config.layers import Layer, Provenance, Tree
+from millrace.config.load import load
 from millrace.config.notes import Effect
 from millrace.config.prime_rl import translate
 from millrace.config.prime_rl.eval_keys import EVAL_KEYS
@@ -371,3 +372,28 @@ def test_what_a_message_promises_or_names_is_so():
     built = {*COMPARING, *PER_AGENT, "opd", "custom"}
     assert set(choices.annotation.__args__) - built <= set(UNBUILT_ALGORITHMS)
     assert not built & set(UNBUILT_ALGORITHMS)
+
+
+def test_an_endpoint_is_read_where_the_file_lists_it(tmp_path):
+    (tmp_path / "eval.toml").write_text('endpoints_path = "all.toml"\nendpoint_id = "small"\n[[eval]]\nid = "a"\n')
+    (tmp_path / "all.toml").write_text(
+        '[[endpoint]]\nendpoint_id = "small"\nmodel = "m"\nurl = "http://127.0.0.1:1/v1"\nkey = "KEY"\n'
+    )
+    config = load(EvalRunConfig, ["@", str(tmp_path / "eval.toml")], {}).config
+    assert config.client is not None
+    assert (config.model.name, config.client.base_url, config.client.api_key_var) == (
+        "m",
+        ["http://127.0.0.1:1/v1"],
+        "KEY",
+    )
+    for text, says in (
+        ("[[endpoint]]\nendpoint_id = 1", "is none of the endpoints"),
+        ("[[", "all.toml"),
+        ("", "none of"),
+    ):
+        (tmp_path / "all.toml").write_text(text)
+        with pytest.raises(InvalidSpecError, match=says):
+            load(EvalRunConfig, ["@", str(tmp_path / "eval.toml")], {})
+    (tmp_path / "all.toml").unlink()
+    with pytest.raises(InvalidSpecError, match="no such file"):
+        load(EvalRunConfig, ["@", str(tmp_path / "eval.toml")], {})

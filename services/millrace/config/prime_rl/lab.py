@@ -1,10 +1,10 @@
 """Values of Hosted Training, of verifiers' own trainer (`vf-rl`) and of `vf-eval` that are written otherwise here."""
 
 import re
-import tomllib
 from pathlib import Path as FilePath
 from typing import Any
 
+from millrace.config.files import UnreadableFileError, read_file
 from millrace.config.layers import MAX_SECTIONS, Strength
 from millrace.config.notes import Effect
 from millrace.config.prime_rl.meanings import Target
@@ -208,12 +208,14 @@ def _vf_rl(target: Target) -> None:
 def _endpoint(target: Target) -> None:
     path, name = target.deferred["endpoint_id"]
     source, listed = target.deferred.get("endpoints_path", (path, _ENDPOINTS))
-    file = FilePath(target.layer.origin.label).parent / listed
     try:
-        found = tomllib.loads(file.read_text(encoding="utf-8")).get("endpoint", [])
-    except (OSError, ValueError) as error:
-        target.refuse(source, listed, f"cannot be read ({error}): name the file with `[[endpoint]]`, or write [client]")
+        file = read_file(str(FilePath(target.layer.origin.label).parent / listed))
+    except UnreadableFileError as error:
+        message = f"{error.violation.message}; name the file with `[[endpoint]]`, or write [client]"
+        target.refuse(source, listed, message)
         return
+    found = file.tree.get("endpoint", [])
+    found = found if isinstance(found, list) else []
     named = [each for each in found if isinstance(each, dict) and each.get("endpoint_id") == name]
     if not named:
         known = ", ".join(str(each.get("endpoint_id")) for each in found if isinstance(each, dict))
