@@ -5,7 +5,7 @@ from typing import Any
 
 from millrace.algorithms.base import Algorithm, Credit, Credited, ScalarAdvantage
 from millrace.algorithms.custom import Custom
-from millrace.algorithms.filters import Filtered, count_found
+from millrace.algorithms.filters import Filtered, Thresholded, count_found
 from millrace.algorithms.grpo import Grpo
 from millrace.algorithms.hierarchical_grpo import HierarchicalGrpo
 from millrace.algorithms.max_rl import MaxRl
@@ -52,7 +52,13 @@ def make_algorithms(settings: OrchestratorConfig, code: CustomCode) -> dict[str,
 
     shared = made(settings.algo, ALGORITHMS)
     own = {**ADVANTAGES, **PER_AGENT}
-    return {env.name: made(env.algo, own) if env.algo else shared for env in settings.env}
+    algorithms = {env.name: made(env.algo, own) if env.algo else shared for env in settings.env}
+    cut: dict[tuple[int, float], Algorithm] = {}  # environments that share one and its bound are finished together
+    for env in settings.env:
+        if least := env.min_abs_advantage:
+            algorithm = algorithms[env.name]
+            algorithms[env.name] = cut.setdefault((id(algorithm), least), Thresholded(algorithm, least))
+    return algorithms
 
 
 __all__ = [
@@ -75,6 +81,7 @@ __all__ = [
     "RewardRanges",
     "Rloo",
     "ScalarAdvantage",
+    "Thresholded",
     "count_found",
     "make_algorithms",
 ]

@@ -52,6 +52,36 @@ class Filtered:
         return [item.credit if item.credit.trains_nothing else next(finished) for item in batch]
 
 
+class Thresholded:
+    """An algorithm of which tokens with too small an advantage are not trained on.
+
+    prime-rl's `min_abs_advantage` (2026-10). What an algorithm computes over a whole batch is computed of what is left.
+    """
+
+    def __init__(self, algorithm: Algorithm, least: float) -> None:
+        self._algorithm = algorithm
+        self._least = least
+
+    def credit(self, group: Sequence[Rollout]) -> list[list[Credit]]:
+        """See `Algorithm.credit`."""
+        return [[self._cut(credit) for credit in credits] for credits in self._algorithm.credit(group)]
+
+    def finish(self, batch: Sequence[Credited]) -> list[Credit]:
+        """See `Algorithm.finish`."""
+        left = [item for item in batch if not item.credit.trains_nothing]
+        finished = iter(self._algorithm.finish(left))
+        return [item.credit if item.credit.trains_nothing else self._cut(next(finished)) for item in batch]
+
+    def _cut(self, credit: Credit) -> Credit:
+        is_kept = np.abs(credit.advantages) > self._least
+        weights = np.ones_like(credit.advantages) if credit.rl_weights is None else credit.rl_weights
+        return replace(
+            credit,
+            advantages=np.where(is_kept, credit.advantages, np.float32(0)),
+            rl_weights=np.where(is_kept, weights, np.float32(0)),
+        )
+
+
 def count_found(rollouts: Sequence[Rollout], filters: Sequence[FilterConfig]) -> Counter[str]:
     """How many rollouts each filter finds, by type."""
     return Counter(each.type for rollout in rollouts for each in filters if _finds(each, rollout))

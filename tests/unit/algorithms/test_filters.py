@@ -6,11 +6,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from millrace.algorithms import Credited, Filtered, Grpo, ReinforcePlusPlus, count_found
+from millrace.algorithms import Credited, Filtered, Grpo, ReinforcePlusPlus, Thresholded, count_found, make_algorithms
 from millrace.config.load import validate_document
 from millrace.config.sections.filters import FilterConfig
+from millrace.custom_code import CustomCode
 from millrace.errors import InvalidSpecError
-from millrace.orchestrator.drive.batcher import cut
+from millrace.orchestrator.drive.batcher import cut, teaches
 from millrace.rollouts.types import Rollout
 from millrace_testing.orchestrator.builders import make_play, make_rollout
 
@@ -149,3 +150,35 @@ def test_what_an_algorithm_does_not_go_with_is_refused_for_one_environment_too()
     orchestrator = {"rollouts_per_example": 2, "env": env, "filters": filters}
     with pytest.raises(InvalidSpecError, match="max_rl divides by their mean"):
         validate_document({"model": {"name": "gpt2"}, "orchestrator": orchestrator})
+
+
+def test_tokens_with_small_advantages_are_not_trained_on_by_hand() -> None:
+    """Rewards 1, 0.5 and 0.45: the mean is 0.65, so the advantages are 0.35, -0.15 and -0.2."""
+    credits = [each[0] for each in Thresholded(Grpo(), 0.17).credit(rollouts(1.0, 0.5, 0.45, truncated=None))]
+    assert [each.trains_nothing for each in credits] == [False, True, False]
+    assert [
+        round(float(each.advantages.sum() / each.rl_weights.sum()), 6) for each in credits if not each.trains_nothing
+    ] == [
+        0.35,
+        -0.2,
+    ]
+
+
+def test_a_group_of_small_advantages_is_left_out_or_replaced() -> None:
+    group = make_play(0)
+    for rollout in rollouts(0.5, 0.55, truncated=None):
+        group.add(rollout)
+    algorithm = Thresholded(Grpo(), 0.03)
+    assert teaches(group, Grpo(), seq_len=64) and not teaches(group, algorithm, seq_len=64)
+    batch = cut([group], {group.task.env: algorithm}, step=0, filter_zero_advantages=True, seq_len=64)
+    assert batch.samples == [] and batch.resolved[0].reason == "zero_advantage"
+
+
+def test_the_bound_is_of_its_environment() -> None:
+    envs = [{"id": "a", "min_abs_advantage": 0.1}, {"id": "b"}, {"id": "c", "min_abs_advantage": 0.1}]
+    document = {"model": {"name": "m"}, "orchestrator": {"rollouts_per_example": 2, "env": envs}}
+    made = make_algorithms(validate_document(document).orchestrator, CustomCode())
+    assert isinstance(made["a"], Thresholded) and made["a"] is made["c"] and isinstance(made["b"], Grpo)
+    document["orchestrator"]["algo"] = {"type": "opd", "teacher": {"name": "t", "base_url": "http://e/v1"}}
+    with pytest.raises(InvalidSpecError, match="has no meaning for opd, which learns from every token"):
+        validate_document(document)

@@ -13,6 +13,8 @@ SAMPLED_BY_OTHERS = (
 )
 UNBUILT_ALGORITHMS = ("debug", "echo", "opsd", "sft")
 """Names of algorithms that prime-rl has and no run bears yet."""
+_NAMED = ("echo", "opsd", "sft")
+"""Those that our schema has the names of."""
 _LOSS: Path = ("trainer", "loss")
 _RATIOS = {"icepop": (0.2, 5.0), "ppo": (0.8, 1.2), "cispo": (0.0, 5.0)}
 """prime-rl's bounds of the ratio where a loss has no others, at 2026-10."""
@@ -21,9 +23,10 @@ _AUTUMN_IPO_EPS = 0.3
 
 def algorithm(target: Target, path: Path, value: Any) -> None:
     """The algorithm stays what is asked for; a run with one that is not there yet is refused when it is submitted."""
-    if isinstance(value, str) and value in UNBUILT_ALGORITHMS:
+    is_unbuilt = isinstance(value, str) and value in UNBUILT_ALGORITHMS
+    if is_unbuilt:
         target.note(path, Effect.BLOCKS, unbuilt_algorithm(value))
-    else:
+    if not is_unbuilt or value in _NAMED:  # else what another algorithm needs would be missed
         target.put(path, value, source=path)
 
 

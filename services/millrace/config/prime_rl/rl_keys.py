@@ -238,9 +238,6 @@ ONE_FILE: dict[str, Meaning] = {
     "orchestrator.env[].sampling": blocks("is one for all environments: set `orchestrator.sampling`", {}),
     "orchestrator.env[].group_size": blocks("is one for all environments: set `orchestrator.rollouts_per_example`"),
     "orchestrator.env[].select": blocks(SELECTED, {}),
-    "orchestrator.env[].min_abs_advantage": blocks(
-        "only samples without any advantage are left out: `orchestrator.filter_zero_advantages`", 0, 0.0
-    ),
     **same(
         blocks("which tasks are drawn is the run's: `[orchestrator.buffer]`", {}, {"type": "standard"}),
         "orchestrator.env[].",

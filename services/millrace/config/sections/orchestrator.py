@@ -94,6 +94,12 @@ class EnvConfig(NamedEnv):
         "How the rewards of this environment become advantages; nothing of `orchestrator.algo` counts then.",
         facts=Facts(default_text="as in `orchestrator.algo`"),
     )
+    min_abs_advantage: float = option(
+        0.0,
+        "Tokens whose advantage is no larger than this, up or down, are not trained on. A sample of such tokens alone "
+        "is left out; a group of such samples is replaced where `orchestrator.filter_zero_advantages` is `refill`.",
+        ge=0,
+    )
     reward_range: list[float] = option(
         [0.0, 1.0],
         "Lowest and highest reward of a rollout. `buffer.online_difficulty_filtering` and max_rl need it, and end the "
@@ -312,6 +318,11 @@ class OrchestratorConfig(ConfigSection):
             yield from self._teacher_rules()
         elif self.rollouts_per_example < 2:
             yield from self._group_rules()
+        if self.algo.type == "opd":
+            for index, env in enumerate(self.env):
+                if env.min_abs_advantage:
+                    message = "has no meaning for opd, which learns from every token; leave it out"
+                    yield BrokenRule(paths=(("orchestrator", "env", index, "min_abs_advantage"),), message=message)
         yield from self.algo.broken_rules("orchestrator.algo")
         for index, each in enumerate(self.filters):
             for key, other, message in each.misplaced():
