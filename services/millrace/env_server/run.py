@@ -62,7 +62,7 @@ async def run(settings: Settings, own: EnvServerSettings, confinement: Confineme
             worker_id=worker_id,
             starter=starter,
             capacity=own.capacity,
-            limits=PoolLimits(num_workers=own.num_workers, num_probes=own.num_probes),
+            limits=PoolLimits(num_workers=own.num_workers, num_probes=own.num_probes, waits_s=own.blocked_s),
             teachers=teachers,
             admits=Admits(pythons=own.pythons, image=own.image),
         )

@@ -17,6 +17,7 @@ from millrace.env_server.isolation.check import why_no_container
 from millrace.env_server.isolation.confinement import Confinement, Isolation
 from millrace.env_server.isolation.limits import NO_LIMITS, WorkerLimits
 from millrace.env_server.isolation.visible import VISIBLE_VARIABLE, covered, visible_to_workers
+from millrace.env_server.workers.worker_process import BLOCKED_VARIABLE, DEFAULT_WAITS_S
 from millrace.errors import InvalidSpecError, Violation
 from millrace.storage.scratch import SCRATCH_VARIABLE
 
@@ -101,6 +102,8 @@ class EnvServerSettings:
     """Bound of what is kept there; above it no groups are taken."""
     num_probes: int = _variable("MILLRACE_ENV_PROBES", _count, 4)
     """Tasks per environment that are played alone at once, after a worker died of one of them."""
+    blocked_s: float = _variable(BLOCKED_VARIABLE, _seconds, DEFAULT_WAITS_S)
+    """Seconds that one call of an environment may hold up its worker's event loop without computing; 0 is no limit."""
     idle_s: float = _variable("MILLRACE_ENV_IDLE_S", _seconds, 600.0)
     """Seconds that an environment keeps its workers after its last rollout."""
     idle_workers: int = _variable("MILLRACE_ENV_IDLE_WORKERS", _bound, 4)

@@ -22,6 +22,7 @@ PROCESS_MARK = "MILLRACE_STACK_PROCESS"
 KILL_WAIT_S = 5.0
 _POLL_S = 0.05
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 # Processes that start others faster than these can be ended meet only the kernel's limit.
 _MAX_ROUNDS = 100
 _ROUND_S = 0.002
@@ -119,6 +120,8 @@ class Seen(NamedTuple):
     session: int
     started: int
     rss_bytes: int
+    cpu_s: float
+    """Seconds of CPU that it and the children that it has waited for have used."""
 
 
 class Table:
@@ -133,7 +136,8 @@ class Table:
                 fields = _stat(pid)
                 if fields[0] not in (b"Z", b"X"):
                     parent, session = int(fields[1]), int(fields[3])
-                    self.seen[pid] = Seen(parent, session, int(fields[19]), int(fields[21]) * _PAGE_BYTES)
+                    cpu_s = sum(map(int, fields[11:15])) / _TICKS_PER_S
+                    self.seen[pid] = Seen(parent, session, int(fields[19]), int(fields[21]) * _PAGE_BYTES, cpu_s)
                     self._children[parent].append(pid)
                     self._sessions[session].append(pid)
 

@@ -127,6 +127,8 @@ class TrainerWorker:
         self._last_progress = clock()
         self._slowest_step_s = 0.0
         self._idle = waits.LastingWait()
+        self._tries = waits.LastingWait()
+        self._tried = ""  # the run that was worked on last
         self._news: queue.SimpleQueue[None] = queue.SimpleQueue()  # its `put` may interrupt itself in a signal handler
         self._num_turns = self._own_turn = 0
         self._turn_heard = threading.Event()
@@ -203,6 +205,7 @@ class TrainerWorker:
 
     def on_progress(self, version: int) -> None:
         """The job finished a step; health allows the next one a multiple of the slowest so far."""
+        self._tries.over()
         now = self._clock()
         self._slowest_step_s = max(self._slowest_step_s, now - self._last_progress)
         self._last_progress = now
@@ -259,6 +262,7 @@ class TrainerWorker:
         """`exit`, `work <uid>` or, after a short wait, `idle`."""
         if self.stopping.is_set():
             self._idle.over()
+            self._tries.over()
             return "exit"
         assigned = self._assigned
         if self._status.run_uid and self._status.run_uid != assigned:
@@ -267,6 +271,8 @@ class TrainerWorker:
             self._idle.over()
             return f"work {assigned}"
         reason = f"note to be taken of the end of run {assigned}" if assigned else "a run to be assigned (it is idle)"
+        if not assigned:
+            self._tries.over()
         self._idle.on(reason, waits_on="orchestrator", key=assigned)
         with contextlib.suppress(queue.Empty):
             self._news.get(timeout=IDLE_LOOK_S)
@@ -274,6 +280,9 @@ class TrainerWorker:
 
     def _work(self, uid: str, run_job: RunJob) -> None:
         """Run a job and turn its end into a status."""
+        if uid != self._tried:
+            self._tries.over()
+        self._tried = uid
         self._begin_status(uid)
         self._slowest_step_s, self._last_progress = 0.0, self._clock()
         self._board.expect_progress(PROCESS, within_s=_FIRST_STEP_WITHIN_S)
@@ -299,8 +308,8 @@ class TrainerWorker:
         except (FencedError, UnavailableError, CapacityError) as error:
             if not self._gang.is_alone:
                 raise
-            why, message, retry_s = str(error), error.message, error.retry_after_s or _RETRY_S
-            return lambda: self._try_again(uid, why, message, retry_s=retry_s)
+            why, retry_s = str(error), error.retry_after_s or _RETRY_S
+            return lambda: self._try_again(uid, why, retry_s=retry_s)
         except MillraceError as error:
             if not self._gang.is_alone:
                 self._fail_gang(error)
@@ -316,13 +325,16 @@ class TrainerWorker:
             return lambda: self._fail("INTERNAL", message, "see the trainer's log")
 
     def _finish(self) -> None:
+        self._tries.over()
         self._change(is_finished=True)
         logger.info("run finished", extra={"step": self._status.step})
 
-    def _try_again(self, uid: str, why: str, message: str, *, retry_s: float) -> None:
+    def _try_again(self, uid: str, why: str, *, retry_s: float) -> None:
+        """Wait before the next try. Tries that get to no step are one wait, which grows long and is told."""
         self._release(why)
-        with waits.waiting(f"another try of run {uid}: {message}"):
-            self.stopping.wait(retry_s)
+        with waits.of_run(uid):
+            self._tries.on(f"a try of run {uid} that makes a step; the last one ended: {why}", key=uid)
+        self.stopping.wait(retry_s)
 
     def _release(self, why: str) -> None:
         logger.info("run released", extra={"why": why, "step": self._status.step})
@@ -330,6 +342,7 @@ class TrainerWorker:
 
     def _fail(self, reason: str, message: str, remedy: str = "") -> None:
         """Report the error with every heartbeat until the assignment ends; the first one counts."""
+        self._tries.over()
         if self._status.error_reason:
             return
         logger.error("run given up", extra={"reason": reason, "error": message})

@@ -42,10 +42,12 @@ async def limited(environments_on_path: None) -> AsyncIterator[WorkerStarter]:
 
 
 @asynccontextmanager
-async def opened(starter: WorkerStarter, tasks: Sequence[dict[str, Any]]) -> AsyncIterator[EnvPool]:
+async def opened(
+    starter: WorkerStarter, tasks: Sequence[dict[str, Any]], limits: PoolLimits | None = None
+) -> AsyncIterator[EnvPool]:
     """The pool of an environment with these tasks, loaded."""
     env = EnvSpec(name="hungry", id="hungry-env", args_json=json.dumps({"tasks": tasks}))
-    pool = EnvPool(env, PoolLimits(), starter)
+    pool = EnvPool(env, limits or PoolLimits(), starter)
     pool.start()
     try:
         async with asyncio.timeout(240):
@@ -105,6 +107,23 @@ async def test_an_environment_of_which_most_tasks_kill_is_given_up(starter: Work
         late = [rollout for rollout in rollouts if rollout.status == FAILED]
         assert late and {rollout.error.type for rollout in late} == {KILLS_WORKERS}
         await until(lambda: not pool.num_workers, timeout_s=120)
+
+
+async def test_a_call_that_waits_in_the_event_loop_ends_its_worker_and_one_that_computes_does_not(
+    starter: WorkerStarter, engine: Any
+) -> None:
+    """Long before the rollouts' deadline of two minutes; the other task's rollouts are played again."""
+    tasks = [{"mode": mode, "seconds": 3.0} for mode in ("wait", "slow", "compute")]
+    async with opened(starter, tasks, PoolLimits(waits_s=2.0)) as pool:
+        began = time.monotonic()
+        waits, other = await asyncio.gather(play(pool, engine, 0), play(pool, engine, 1))
+        assert time.monotonic() - began < patient(30)
+        assert (waits.status, waits.error.type, other.status) == (RolloutStatus.TIMEOUT, "WorkerBlocked", OK)
+        assert "one call has waited for" in waits.error.message and "hungry_env.py:" in waits.error.message
+        assert "MILLRACE_ENV_BLOCKED_S" in waits.error.message and "asyncio.to_thread" in waits.error.message
+        assert len(pool.quarantined_tasks) == 1
+        num_deaths = pool.num_deaths
+        assert (await play(pool, engine, 2)).status == OK and pool.num_deaths == num_deaths
 
 
 async def test_a_worker_that_answers_for_another_run_is_ended(starter: WorkerStarter, engine: Any) -> None:

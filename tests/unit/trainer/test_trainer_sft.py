@@ -304,3 +304,15 @@ def test_what_cannot_be_saved_is_known_before_the_first_step(example: Path, tmp_
     with pytest.raises(CapacityError, match="and the model takes") as full:
         try_to_save({}, target=target, num_bytes=2**62)
     assert full.value.reason == "DISK_FULL" and [each.name for each in tmp_path.iterdir()] == ["file"]
+
+
+def test_room_for_a_checkpoint_is_asked_for_before_the_first_step(
+    example: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model_bytes = sum(path.stat().st_size for path in (example / "base").glob("*.safetensors"))
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=2 * model_bytes))
+    config = _config(example, tmp_path, ckpt={"interval": 4})
+    with pytest.raises(CapacityError, match="a checkpoint and the model take") as full:
+        run_sft(config, gang=Gang(), on_step=lambda _: pytest.fail("a step was made"))
+    assert full.value.reason == "DISK_FULL" and str(tmp_path) in str(full.value)

@@ -10,9 +10,10 @@ from collections.abc import Callable, Iterator
 import pytest
 from torch import nn
 
-from millrace.errors import FencedError, InternalError, NotFoundError
+from millrace.errors import CapacityError, FencedError, InternalError, NotFoundError
 from millrace.internal.v1.worker_service_pb2 import Assignment, HeartbeatResponse, TrainerStatus
 from millrace.rpc.health import PROCESS, HealthBoard
+from millrace.telemetry import waits
 from millrace.trainer import meters
 from millrace.trainer import worker as worker_module
 from millrace.trainer.gang.agreement import tell
@@ -21,6 +22,7 @@ from millrace.trainer.gang.roll_call import Failure
 from millrace.trainer.log.stop import StopRequested
 from millrace.trainer.publish.plan import PublishPlan, plan_publishing
 from millrace.trainer.worker import TrainerWorker
+from millrace_testing.polling import block_until
 
 
 class Clock:
@@ -73,6 +75,37 @@ def _until(worker: TrainerWorker, condition: Callable[[TrainerStatus], bool]) ->
         assert time.monotonic() < ends, f"still {status}"
         time.sleep(0.01)
     return status
+
+
+def test_tries_that_get_to_no_step_are_one_wait_with_cause_and_remedy(
+    worker: TrainerWorker, start: Callable[..., None]
+) -> None:
+    tries: list[str] = []
+    may_go_on = threading.Event()
+
+    def job(uid: str) -> None:
+        tries.append(uid)
+        if not may_go_on.is_set():
+            raise CapacityError(
+                "cannot write /there: 10 bytes are needed, 3 are free", remedy="free disk space", retry_after_s=0.01
+            )
+        worker.on_progress(1)
+
+    def found() -> list[waits.Wait]:
+        return [wait for wait in waits.snapshot("trainer-0") if "a try of run run-a" in wait.reason]
+
+    start(job)
+    _assign(worker, "run-a")
+    block_until(lambda: len(tries) > 3 and found(), timeout_s=10)
+    [wait] = found()
+    assert "10 bytes are needed, 3 are free; free disk space" in wait.reason and wait.run == "run-a"
+    num_tries = len(tries)
+    block_until(lambda: len(tries) > num_tries + 2, timeout_s=10)
+    [later] = found()
+    assert later.age_s > wait.age_s, "the same one all the time"
+    may_go_on.set()
+    _until(worker, lambda status: status.is_finished)
+    assert found() == []
 
 
 def test_a_run_is_worked_on_once_and_reported_until_the_assignment_ends(

@@ -24,6 +24,8 @@ class Usage:
     num_processes: int = 0
     rss_bytes: int = 0
     """Resident memory; pages that processes share count in each."""
+    cpu_s: float = 0.0
+    """Seconds of CPU; what a child used counts on where its parent waits for it."""
     pids: tuple[int, ...] = ()
 
 
@@ -49,7 +51,8 @@ class Census:
             ours = {leader, *self._table.children_of(leader)}
             pids = [pid for pid in pids if pid not in ours]
         rss_bytes = sum(self._table.seen[pid].rss_bytes for pid in pids)
-        return Usage(num_processes=len(pids), rss_bytes=rss_bytes, pids=tuple(pids))
+        cpu_s = sum(self._table.seen[pid].cpu_s for pid in pids)
+        return Usage(num_processes=len(pids), rss_bytes=rss_bytes, cpu_s=cpu_s, pids=tuple(pids))
 
 
 def proportional_bytes(pids: tuple[int, ...]) -> int | None:

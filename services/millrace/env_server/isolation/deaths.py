@@ -15,7 +15,7 @@ class DeathCause(Enum):
     ITSELF = "itself"
     """Its own code: an exit, a crash, a closed socket, or answers that were none."""
     BLOCKED = "blocked"
-    """We did: its event loop did not answer after a rollout's deadline."""
+    """We did: its event loop waited in one call for too long, or did not answer after a rollout's deadline."""
     LIMIT = "limit"
     """We did: the environment took more memory or started more processes than it may."""
     FROZEN = "frozen"

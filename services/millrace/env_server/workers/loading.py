@@ -8,7 +8,12 @@ from dataclasses import dataclass, field
 
 from millrace.env_server.isolation.deaths import EnvLoadError
 from millrace.env_server.workers.starter import WorkerStarter
-from millrace.env_server.workers.worker_process import DEFAULT_BLOCKED_GRACE_S, DEFAULT_FROZEN_S, WorkerProcess
+from millrace.env_server.workers.worker_process import (
+    DEFAULT_BLOCKED_GRACE_S,
+    DEFAULT_FROZEN_S,
+    DEFAULT_WAITS_S,
+    WorkerProcess,
+)
 from millrace.rollouts.requests import EnvSpec, LoadedEnv
 from millrace.telemetry import progress
 from millrace.telemetry.progress import Doing
@@ -29,6 +34,8 @@ class PoolLimits:
     load_timeout_s: float = LOAD_TIMEOUT_S
     blocked_grace_s: float = DEFAULT_BLOCKED_GRACE_S
     frozen_s: float = DEFAULT_FROZEN_S
+    waits_s: float = DEFAULT_WAITS_S
+    """Seconds that one call may hold up a worker's event loop without computing; 0 is no limit."""
     num_probes: int = 4
     probe_idle_s: float = 60.0
 
@@ -67,7 +74,12 @@ class Loader:
     async def _start(self, name: str, note: Callable[[WorkerProcess], object]) -> WorkerProcess:
         limits = self.limits
         worker = await WorkerProcess.spawn(
-            self.env, self.starter, name=name, blocked_grace_s=limits.blocked_grace_s, frozen_s=limits.frozen_s
+            self.env,
+            self.starter,
+            name=name,
+            blocked_grace_s=limits.blocked_grace_s,
+            frozen_s=limits.frozen_s,
+            waits_s=limits.waits_s,
         )
         note(worker)
         await self._wait_loaded(worker)

@@ -9,7 +9,7 @@ Every rollout ends, whatever its environment does, and one bad task does not tak
   the kernel's out-of-memory killer strikes from outside, too.
 * Suspects are replayed alone in probe workers, several tasks side by side (`probes`). A task that ends its rollout
   there is cleared, and its other rollouts go back to the shared workers. A task that kills a probe worker, alone, and
-  has been in flight in two deaths, is quarantined, and its rollouts end as QUARANTINED from then on.
+  has been in flight in two deaths, or blocks it, is quarantined, and its rollouts end as QUARANTINED from then on.
 * While an environment's tasks do so often, those that were not tried yet are probed from the start, and when most of
   them do, the environment is given up: ENV_KILLS_WORKERS names tasks and exit codes (`trials`).
 * A worker that was asked to end (SIGTERM, SIGINT, SIGHUP), wherever it played, accuses nobody: the rollout is played
@@ -37,7 +37,7 @@ from millrace.env_server.workers.loading import Loader, PoolLimits
 from millrace.env_server.workers.probes import Probes
 from millrace.env_server.workers.starter import WorkerStarter
 from millrace.env_server.workers.trials import TaskTrials
-from millrace.env_server.workers.worker_process import WorkerProcess
+from millrace.env_server.workers.worker_process import BLOCKED_REMEDY, WorkerProcess
 from millrace.rollouts.requests import EnvSpec, LoadedEnv, PlayRequest
 from millrace.rollouts.types import Rollout, RolloutStatus
 from millrace.telemetry import waits
@@ -207,7 +207,9 @@ class EnvPool:
                     num_asked += 1
                 elif self.failure is not None:
                     continue  # its workers are ended for that
-                elif is_probed and (num_deaths or task_id in self.trials.suspects):
+                elif is_probed and (
+                    num_deaths or task_id in self.trials.suspects or error.death.cause is DeathCause.BLOCKED
+                ):
                     return await self._condemn(request, task_id, error, seconds=time.monotonic() - began)
                 else:
                     num_deaths += 1
@@ -269,18 +271,20 @@ class EnvPool:
     ) -> list[Rollout]:
         play_meters.worker_died(self.env.label)
         reason = (
-            f"task {task_id} of environment {self.env.id} ended two worker processes, the second one alone ({error}); "
+            f"task {task_id} of environment {self.env.id} ended a worker process that played it alone ({error}); "
             "it is not played again until the env-server restarts: fix the environment or drop the task"
         )
         self.trials.quarantine(task_id, reason, end=error.death.how)
         logger.error("task quarantined", extra={"task": task_id, "env": self.env.id, "reason": str(error)})
+        is_blocked = error.death.cause is DeathCause.BLOCKED
         hopeless = self.trials.hopeless(num_probing=self.probes.num_probing)
         if hopeless and self.failure is None:
-            remedy = "mend the environment, or raise MILLRACE_ENV_MEMORY_BYTES if memory is what its tasks lack"
+            lacks = "raise MILLRACE_ENV_MEMORY_BYTES if memory is what its tasks lack"
+            remedy = f"mend the environment: {BLOCKED_REMEDY}" if is_blocked else f"mend the environment, or {lacks}"
             await self._fail(EnvLoadError(KILLS_WORKERS, f"environment {self.env.id}: {hopeless}", remedy=remedy))
             self.rest()
-        if error.death.cause is DeathCause.BLOCKED:
-            outcome = failed(RolloutStatus.TIMEOUT, "WorkerBlocked", str(error))
+        if is_blocked:
+            outcome = failed(RolloutStatus.TIMEOUT, "WorkerBlocked", f"{error}; {BLOCKED_REMEDY}")
         else:
             # What was stopped or asked to end is not the environment's doing; SIGKILL may be the kernel's, for memory.
             is_innocent = error.death.cause in (DeathCause.FROZEN, DeathCause.ASKED)

@@ -36,11 +36,20 @@ logger = logging.getLogger(__name__)
 # The worker answers a deadline by itself within its own cancellation grace (2 s). A worker that has not answered this
 # long after a rollout's deadline is blocked, and with it every rollout that it plays.
 DEFAULT_BLOCKED_GRACE_S = 12.0
+# One call that waits in the event loop (a sleep, a lock, a server that does not answer) holds up every rollout of the
+# worker. What computes there may be a reward that takes its time; its rollout's deadline bounds it.
+DEFAULT_WAITS_S = 20.0
+BLOCKED_VARIABLE = "MILLRACE_ENV_BLOCKED_S"
+BLOCKED_REMEDY = (
+    "what waits must be awaited (`asyncio.to_thread` makes any call awaitable) and have a time-out; "
+    f"{BLOCKED_VARIABLE} allows the env-server's workers more than {DEFAULT_WAITS_S:g} s"
+)
+_COMPUTES_SHARE = 0.1
 _CLOSE_S = 6.0
 # A worker answers an empty command with an empty report at once, unless its event loop stands still, and a byte on its
 # echo socket unless its whole process does. A worker that is silent for longer is a visible wait. A blocked loop is
-# overdue after that, but only a rollout's deadline ends it, because environments may block it for a while; a process
-# that does not run at all is killed. Imports hold the interpreter for seconds on a busy machine, so loading has a
+# overdue after that, and ended later, because environments may block it for a while; a process that does not run at
+# all is killed. Imports hold the interpreter for seconds on a busy machine, so loading has a
 # longer bound.
 _PING_S = 1.0
 _SILENT_S = 3.0
@@ -81,6 +90,7 @@ class WorkerProcess:
     name: str
     blocked_grace_s: float
     frozen_s: float
+    waits_s: float
     echo: EchoProbe
     door: Door | None = None
     """Its way out at level `container`."""
@@ -96,6 +106,8 @@ class WorkerProcess:
     _killed: tuple[DeathCause, str] | None = field(default=None, init=False)
     _places: Counter[str] = field(default_factory=Counter[str], init=False)
     _heard: float = field(default=0.0, init=False)
+    _moved: tuple[float, float] | None = field(default=None, init=False)
+    """When its loop was last seen to get ahead, and the seconds of CPU that it had used by then."""
     _listener: asyncio.Task[None] = field(init=False)
     _watch: asyncio.Task[None] = field(init=False)
 
@@ -108,6 +120,7 @@ class WorkerProcess:
         name: str,
         blocked_grace_s: float = DEFAULT_BLOCKED_GRACE_S,
         frozen_s: float = DEFAULT_FROZEN_S,
+        waits_s: float = DEFAULT_WAITS_S,
     ) -> Self:
         """Start a worker, which begins to load. In a session of its own, so that its children die with it."""
         is_container = starter.confinement.is_container
@@ -133,6 +146,7 @@ class WorkerProcess:
             name=name,
             blocked_grace_s=blocked_grace_s,
             frozen_s=frozen_s,
+            waits_s=waits_s,
             echo=EchoProbe(our_echo, stood_still_s=_PING_S + _SILENT_S),
             door=Door(control[0], started.hosts) if is_container else None,
         )
@@ -250,19 +264,33 @@ class WorkerProcess:
                 looked = now
                 if self.loaded.done():
                     self.writer.write(encode_frame(env_worker_pb2.WorkerCommand()))
-                self._weigh()
-                self._judge(wait, frozen_s=self.echo.ask(), silent_s=now - self._heard)
+                frozen_s = self.echo.ask()
+                usage = self._weigh()
+                self._bound_waits(usage.cpu_s, now=now, frozen_s=frozen_s)
+                self._judge(wait, frozen_s=frozen_s, silent_s=now - self._heard)
         finally:
             wait.over()
             self.echo.close()
 
-    def _weigh(self) -> None:
+    def _weigh(self) -> census.Usage:
         """Look at what its processes use, and kill it if that is more than it may."""
         usage = census.CENSUS.usage(self.process.pid, is_container=self.door is not None)
         self.memory_bytes = usage.rss_bytes
         self.peak_bytes = max(self.peak_bytes, usage.rss_bytes, census.peak_bytes(self.process.pid))
         if problem := self.limits.exceeded_by(usage):
             self.kill(problem, DeathCause.LIMIT)
+        return usage
+
+    def _bound_waits(self, cpu_s: float, *, now: float, frozen_s: float) -> None:
+        """Kill it if one call has held up its loop for `waits_s` and neither it nor its children computed."""
+        gets_ahead = self.echo.stuck_s < _PING_S
+        if self._moved is None or gets_ahead or not self.loaded.done() or frozen_s >= _SILENT_S:
+            self._moved = now, cpu_s
+        since, cpu_before_s = self._moved
+        waited_s = now - since
+        if self.waits_s and waited_s >= self.waits_s and cpu_s - cpu_before_s < _COMPUTES_SHARE * waited_s:
+            where = self.echo.place or "in code that is not the environment's own"
+            self.kill(f"blocked: one call has waited for {waited_s:.0f} s in its event loop ({where})")
 
     def _judge(self, wait: waits.LastingWait, *, frozen_s: float, silent_s: float) -> None:
         """Say what is wrong with the worker, and kill it if its process does not run."""

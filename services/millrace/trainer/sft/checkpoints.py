@@ -20,6 +20,7 @@ from millrace.decoding import decode_object
 from millrace.errors import InvalidSpecError, Violation
 from millrace.runlog import ZERO_CHAIN_HASH, Names
 from millrace.storage.local import LocalStore
+from millrace.storage.retry import RetryPolicy
 from millrace.trainer.checkpoint.checkpointer import Checkpointer
 from millrace.trainer.checkpoint.manifest import Author
 from millrace.trainer.checkpoint.resume import describe, resume
@@ -33,6 +34,8 @@ logger = logging.getLogger(__name__)
 _NAMES = Names("sft", "run")  # every run has a directory of its own
 _RECORD = f"{_NAMES.root}training.json"
 _MAX_RECORD_BYTES = 1 << 20
+# Only a full disk is tried again, and nothing of this command makes room there but the removal of old checkpoints.
+_RETRY = RetryPolicy(deadline_s=5.0)
 _MAY_CHANGE = (
     "max_steps",
     "max_skipped_steps",
@@ -72,7 +75,7 @@ class SFTCheckpoints:
             return
         self._training = {**_flat(_training(config)), **data}
         self._run_hash = hashlib.sha256(json.dumps(self._training, sort_keys=True).encode()).hexdigest()
-        self._store = LocalStore(directory, setting="output_dir")
+        self._store = LocalStore(directory, setting="output_dir", retry=_RETRY)
         self._checkpoints = CheckpointStore(self._store, _NAMES, gang=gang)
         self._author = Author(run_hash=self._run_hash, epoch=0, determinism="best_effort", base_digest=base_digest)
         self._checkpointer = Checkpointer(self._checkpoints, config.ckpt, gang=gang, author=self._author)
@@ -86,6 +89,14 @@ class SFTCheckpoints:
     ) -> None:
         if self._checkpointer is not None:
             self._checkpointer.__exit__(kind, error, traceback)
+
+    @property
+    def num_bytes(self) -> int:
+        """How many bytes the tensors of one checkpoint take; 0 if none is saved."""
+        if self._checkpointer is None:
+            return 0
+        tensors = state_tensors(self._model, self._optimizer, gang=self._gang).values()
+        return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
     def resume(self, *, max_steps: int | None) -> tuple[int, int, int]:
         """Fill the state from the newest checkpoint, if there is one.

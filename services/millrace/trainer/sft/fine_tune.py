@@ -57,6 +57,7 @@ from millrace.trainer.sft.rows import Source, digest_rows, load_rows, load_sourc
 from millrace.trainer.sft.saving import (
     num_bytes_of,
     require_mergeable,
+    require_room,
     save_adapter,
     save_model,
     try_to_save,
@@ -121,14 +122,14 @@ def run_sft(config: SFTConfig, *, gang: Gang, on_step: Callable[[SFTStep], None]
         seed_rank(config.seed, rank=gang.layout.draw(gang.rank))  # the adapters' dropout
     dtype = resolve_publish_dtype(config.model, device=gang.device)
     output = Path(config.output_dir) / (config.run.name or "sft")
+    model_bytes = num_bytes_of(described_tensors(built.model, dtype=dtype))
     # Before the first step, because what is trained is worth nothing if it cannot be saved.
     with agreed(gang), io_errors(output, "write", setting=None):
         output.mkdir(parents=True, exist_ok=True)
         files = policy_files(built.model, directory, dtype=dtype)
         files = with_turn_stops(files, directory, tokenizer=directory)
         if gang.is_leader:
-            num_bytes = num_bytes_of(described_tensors(built.model, dtype=dtype))
-            try_to_save(files, target=output / "model", num_bytes=num_bytes)
+            try_to_save(files, target=output / "model", num_bytes=model_bytes)
     optimizer = PolicyOptimizer(
         built.model,
         optim=config.optim,
@@ -146,6 +147,9 @@ def run_sft(config: SFTConfig, *, gang: Gang, on_step: Callable[[SFTStep], None]
         base_digest=built.base_digest,
     )
     start = checkpoints.resume(max_steps=data.num_steps)
+    with agreed(gang):
+        if gang.is_leader and (checkpoint_bytes := checkpoints.num_bytes):
+            require_room(output, checkpoint_bytes + model_bytes, what="a checkpoint and the model take")
     learner = _Learner(config, gang=gang, model=built.model, optimizer=optimizer)
     _train(config, data, learner, checkpoints, start=start, output=output, gang=gang, on_step=on_step)
     if built.adapter is not None:

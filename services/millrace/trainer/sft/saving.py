@@ -84,12 +84,18 @@ def try_to_save(files: Mapping[str, bytes], *, target: Path, num_bytes: int) -> 
     with io_errors(target, "write", setting=None):
         try:
             _write_small(fresh, files)
-            free_bytes = shutil.disk_usage(fresh).free
         finally:
             remove(fresh, what=_WHAT)
+    require_room(target.parent, num_bytes, what="the model takes")
+
+
+def require_room(directory: Path, num_bytes: int, *, what: str) -> None:
+    """CapacityError (DISK_FULL) if the disk of `directory` has no room for so many bytes, which `what` takes."""
+    with io_errors(directory, "look at", setting="output_dir"):
+        free_bytes = shutil.disk_usage(directory).free
     if free_bytes < num_bytes:
         raise CapacityError(
-            f"{target.parent} has {free_bytes} bytes free, and the model takes {num_bytes}",
+            f"{directory} has {free_bytes} bytes free, and {what} {num_bytes}",
             reason="DISK_FULL",
             remedy="free disk space, or name a directory on another disk with output_dir",
         )
