@@ -492,8 +492,9 @@ async def test_task_that_blocks_its_worker_for_ever_is_killed_and_quarantined(se
 async def test_unknown_environment(server: Any) -> None:
     opened = await server.open("no-such-env")
     assert (opened.state, opened.error_type) == (env_service_pb2.ENV_STATE_FAILED, "EnvironmentNotFound")
-    for text in ("'no-such-env'", "'no_such_env'", "pip install"):
+    for text in ("'no-such-env'", "'no_such_env'", "and its venv "):
         assert text in opened.error_message
+    assert "pip install -e DIRECTORY" in opened.error_remedy, "one of that name may be anybody's package"
 
 
 async def test_environment_that_raises_while_loading(server: Any) -> None:

@@ -40,7 +40,7 @@ async def test_a_server_over_pipes_answers_the_policy(server: Any) -> None:
 async def test_a_server_that_cannot_be_started_is_said_at_load(server: Any) -> None:
     opened = await server.open("tooled-v0", {"command": "/no/such/program"})
     assert opened.state == env_service_pb2.ENV_STATE_FAILED
-    assert "/no/such/program" in opened.error_message and "orchestrator.env.args" in opened.error_message
+    assert "/no/such/program" in opened.error_message and "orchestrator.env.args" in opened.error_remedy
 
 
 @pytest.mark.parametrize("mode", ["tools", "objects"])

@@ -397,4 +397,4 @@ async def test_a_replica_that_can_never_sleep_fails_the_run_that_needs_it_to(sta
     end = (await watch(stack, run, timeout_s=WITHIN_S))[-1].state_changed
     assert end.new_state == run_pb2.RUN_STATE_FAILED
     assert (end.error.reason, end.error.component) == ("SLEEP_NOT_ENABLED", "orchestrator")
-    assert "it cannot sleep" in end.error.message and remedy in end.error.message
+    assert end.error.message == "it cannot sleep" and end.error.remedy == remedy

@@ -66,7 +66,10 @@ async def test_a_fork_at_a_checkpoint_begins_there(parent):
     assert (manifest["run_uid"], manifest["run_hash"], manifest["step"]) == (log.uid, FORK_HASH, 1)
     assert manifest["chain_hash"] == genesis(log, parent).hex()
     assert all(item["key"].startswith(log.names.root) for item in manifest["objects"])
-    assert log.store.get(manifest["objects"][0]["key"]) == b"state 1"
+    theirs = json.loads(parent.store.get(parent.names.checkpoint_manifest(1)))
+    assert [log.store.get(item["key"]) for item in manifest["objects"]] == [
+        parent.store.get(item["key"]) for item in theirs["objects"]
+    ]
     headers, chain = await load_headers(log)
     assert headers == [] and chain == genesis(log, parent)
     assert await log.next_position(Stream.BATCHES) == 1 and await log.next_position(Stream.POLICIES) == 1
@@ -202,7 +205,9 @@ async def test_a_copy_that_is_killed_anywhere_is_invisible_and_completed_by_the_
         assert (await read_index(parent.redis, parent.store, prefix)).runs[name] == log.uid
         assert await violations(log) == []
         deaths += 1
-    assert deaths == len(parent.header(1).chunks) + 4, "a header, its chunks and archive, a shard, a manifest"
+    num_objects = len(json.loads(parent.store.get(parent.names.checkpoint_manifest(1)))["objects"])
+    wanted = len(parent.header(1).chunks) + num_objects + 3
+    assert deaths == wanted, "a header, its chunks and archive, the checkpoint's objects, a manifest"
 
 
 async def test_the_same_request_gives_the_same_run(parent):

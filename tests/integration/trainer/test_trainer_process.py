@@ -50,7 +50,7 @@ async def test_a_trainer_process_from_registration_to_sigterm(
     orchestrator.run_uid = missing.uid
     await orchestrator.until(lambda status: bool(status.error_reason))
     assert orchestrator.status.error_reason == "MODEL_NOT_FOUND"
-    assert "/nowhere/model" in orchestrator.status.error_message and "model.name" in orchestrator.status.error_message
+    assert "/nowhere/model" in orchestrator.status.error_message and "model.name" in orchestrator.status.error_remedy
     before_s = sum(psutil.Process(process.pid).cpu_times()[:2])
     process.send_signal(signal.SIGTERM)
     async with asyncio.timeout(240):

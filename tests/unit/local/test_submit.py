@@ -15,7 +15,7 @@ class Runs:
         self.refusals = refusals
         self.request_ids: list[str] = []
 
-    async def create(self, config_json: str, *, run_id: str, request_id: str) -> str:
+    async def create(self, config_json: str, *, run_id: str, request_id: str, labels: object) -> str:
         self.request_ids.append(request_id)
         if len(self.request_ids) <= self.refusals:
             raise UnavailableError("nobody listens")
@@ -30,7 +30,7 @@ def impatient(monkeypatch):
 
 async def submit(runs: Runs) -> tuple[object, list[str]]:
     notes: list[str] = []
-    prepared = SimpleNamespace(config=SimpleNamespace(resolved_json=lambda: "{}"))
+    prepared = SimpleNamespace(config=SimpleNamespace(resolved_json=lambda: "{}"), labels={})
     view = SimpleNamespace(note=notes.append)
     run = await session.submit_for_sure(SimpleNamespace(runs=runs), prepared, view, run_id="a")  # type: ignore[arg-type]
     return run, notes

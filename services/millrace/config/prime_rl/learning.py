@@ -108,11 +108,12 @@ def finish_learning(target: Target) -> None:
     if "loss.eps" in target.deferred or (loss.get("type") == "ipo" and "max_importance_ratio" in loss):
         _ipo(target, loss)
     model = _table(target, "trainer", "model") or _table(target, "model")
-    layouts = [key for key in ("cp", "ep") if isinstance(model.get(key), int) and model[key] > 1]
+    layouts = [key for key in ("tp", "cp", "ep") if isinstance(model.get(key), int) and model[key] > 1]
     if layouts and model.get("compile") is not None:
         model.pop("compile")
         path: Path = ("trainer", "model", "compile") if _table(target, "trainer", "model") else ("model", "compile")
-        text = f"nothing is compiled beside {' and '.join(layouts)}: the run learns the same, slower"
+        shared = " and ".join(layouts)
+        text = f"is left out with {shared} above 1, whose exchanges are not proved in compiled blocks: only speed changes"
         target.note(path, Effect.LATER, text)
 
 
