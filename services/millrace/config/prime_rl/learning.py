@@ -113,7 +113,7 @@ def finish_learning(target: Target) -> None:
         model.pop("compile")
         path: Path = ("trainer", "model", "compile") if _table(target, "trainer", "model") else ("model", "compile")
         shared = " and ".join(layouts)
-        text = f"is left out with {shared} above 1, whose exchanges are not proved in compiled blocks: only speed changes"
+        text = f"is left out with {shared} above 1, whose exchanges are not proved in compiled blocks: slower, no more"
         target.note(path, Effect.LATER, text)
 
 
