@@ -1,8 +1,10 @@
 """Second implementations of the workers' protocols: they speak gRPC and the run's log like the real ones."""
 
 import asyncio
+import contextlib
 import hashlib
 import json
+import math
 import random
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -309,6 +311,9 @@ class FakeTrainer:
             self.status.step = version
 
 
+_REGISTERED_WITHIN_S = 2.0
+
+
 @asynccontextmanager
 async def worker(
     orchestrator: str,
@@ -322,7 +327,7 @@ async def worker(
     slot: str = "",
     image: str = "",
 ) -> AsyncIterator[str]:
-    """A registered worker with its own gRPC server; yields its address."""
+    """A worker with its own gRPC server, registered if the orchestrator answers soon; yields its address."""
     server = grpc.aio.server()
     if servicer is not None:
         adder(servicer, server)
@@ -346,6 +351,10 @@ async def worker(
     stopping = asyncio.Event()
     task = asyncio.create_task(agent.run(stopping))
     try:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_REGISTERED_WITHIN_S):
+                while agent.silence_s == math.inf:
+                    await asyncio.sleep(0.005)
         yield address
     finally:
         stopping.set()
