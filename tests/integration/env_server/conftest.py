@@ -166,7 +166,7 @@ class FakeEngine:
             case "401":
                 return web.json_response({"error": {"message": "who are you"}}, status=401)
             case "toolong":
-                text = "This model's maximum context length is 8 tokens."
+                text = "This model's maximum context length is 8 tokens. However, your prompt has 52 tokens."
                 return web.json_response({"error": {"message": text}}, status=400)
             case "badjson":
                 return web.Response(text="{not json", content_type="application/json")

@@ -211,7 +211,7 @@ async def test_what_an_environment_cuts_off_is_counted_and_not_blamed_on_the_eng
         ("badjson", RolloutStatus.MODEL_ERROR, "InvalidModelResponseError", "not JSON"),
         ("twochoices", RolloutStatus.MODEL_ERROR, "InvalidModelResponseError", "2 choices"),
         ("empty", RolloutStatus.MODEL_ERROR, "EmptyModelResponseError", "no tokens"),
-        ("toolong", RolloutStatus.PROMPT_TOO_LONG, "PromptTooLong", "context"),
+        ("toolong", RolloutStatus.PROMPT_TOO_LONG, "PromptTooLong", "prompt has 52 tokens"),
         ("nologprobs", RolloutStatus.MISSING_TOKENS, "MissingTokens", "no token ids or log-probs"),
         ("noids", RolloutStatus.MISSING_TOKENS, "MissingTokens", "no token ids or log-probs"),
         ("noprompt", RolloutStatus.MISSING_TOKENS, "MissingTokens", "no token ids or log-probs"),

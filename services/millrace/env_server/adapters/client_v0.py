@@ -19,6 +19,7 @@ import verifiers as vf
 from millrace.env_server.adapters.samples import engine_spans
 from millrace.env_server.adapters.scoring import judges
 from millrace.env_server.adapters.span_log import MAX_ROLLOUTS, SPANS
+from millrace.env_server.adapters.too_long import sentence_of
 from millrace.env_server.asked_together import AskedTogether, Reply
 from millrace.env_server.engine_access import engine_access
 from millrace.env_server.engine_loss import (
@@ -335,7 +336,7 @@ def _status_error(url: str, status: int, raw: bytes, *, attempts: int, is_extern
     if status in REFUSED_STATUSES:
         return EngineAuthError(message)
     if status == 400 and any(phrase in text for phrase in _TOO_LONG):
-        return vf.OverlongPromptError(message)
+        return vf.OverlongPromptError(sentence_of(raw) or message)
     error = vf.ModelError(message)
     error.status_code = status  # type: ignore[attr-defined] - as other clients' errors have it
     return error

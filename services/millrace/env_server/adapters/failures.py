@@ -152,7 +152,7 @@ def _chain(error: BaseException | None, seen: set[int] | None = None) -> Iterato
 
 def _message(error: BaseException) -> str:
     try:
-        return str(error)
+        return "; ".join([str(error), *map(str, getattr(error, "__notes__", ()))])
     except Exception as problem:  # noqa: BLE001 - code of the environment, too
         return f"(its text cannot be made: {type(problem).__name__})"
 

@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from millrace.env_server.adapters.failures import role_key
 from millrace.env_server.adapters.outcome import Outcome
 
 
@@ -27,3 +28,11 @@ def merged(agents: Sequence[str], each: Sequence[Outcome]) -> Outcome:
 def _shown(agent: str, played: Outcome) -> list[Mapping[str, Any]]:
     """An agent's conversation behind a line with its name."""
     return [{"role": "note", "content": f"agent {agent}, reward {played.reward:g}"}, *played.messages]
+
+
+def timeout_remedy(message: str, trace: Any) -> str:
+    """Which of the environment's args sets the deadline."""
+    role = str(getattr(getattr(trace, "agent", None), "name", None) or "agent")
+    stages = [stage for stage in ("setup", "finalize", "scoring") if stage in message]
+    key = role_key(f"{role}.timeout.{stages[0] if stages else 'rollout'}")
+    return f"raise {key} (in seconds), or find what takes so long"

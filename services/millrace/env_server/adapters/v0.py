@@ -38,13 +38,16 @@ from millrace.env_server.adapters.samples import MissingTokensError, merge_turns
 from millrace.env_server.adapters.samples_v0 import turns_of
 from millrace.env_server.adapters.sampling_v0 import declared_by, sampling_args
 from millrace.env_server.adapters.scoring import judges
+from millrace.env_server.adapters.scoring.arguments_v0 import refuse_unknown_arguments
 from millrace.env_server.adapters.scoring.rubrics_v0 import SCORED, Scored, watch_rubrics
 from millrace.env_server.adapters.span_log import SPANS
 from millrace.env_server.adapters.tasks import TaskTable, build_task_table, no_tasks
 from millrace.env_server.adapters.text_only import not_text_error, other_part, refusal, refuse_other_parts
+from millrace.env_server.adapters.too_long import TOO_LONG, explain
 from millrace.env_server.engine_access import engine_access
 from millrace.env_server.engine_loss import ENGINE_LOST_MARK
 from millrace.env_server.library import releases
+from millrace.env_server.library.columns import tell_columns
 from millrace.env_server.library.lookups import remember_lookups
 from millrace.env_server.library.overhead_v0 import EnvExecutor
 from millrace.env_server.library.v0 import HAS_RENDERERS, Client, ClientConfig, ErrorChain, resolve_client
@@ -98,11 +101,14 @@ class V0Adapter:
         renderer = str(ours.get(RENDERER) or "")
         if renderer not in ("", NO_RENDERER) and not HAS_RENDERERS:
             raise _no_renderers(renderer)
+        tell_columns()
         # Called directly rather than through vf.load_environment, which hides the exception's class.
         env = module.load_environment(**own)
         env.env_id = env.env_id or spec.id
         env.env_args = env.env_args or own
         loaded = cls(env, renderer=renderer)
+        if table := next((each for each in (loaded.train, loaded.eval) if len(each)), None):
+            refuse_unknown_arguments(env, table.row(0))
         if spec.is_text_only:
             for tasks, table in (("training", loaded.train), ("held-out", loaded.eval)):
                 refuse_other_parts((table.row(index).get("prompt") for index in range(len(table))), tasks=tasks)
@@ -162,7 +168,7 @@ class V0Adapter:
                     is_external=request.is_external,
                     api_key=os.environ[request.api_key_var] if request.api_key_var else "",
                 )
-            self._clients[key] = client if request.is_external else _text_only(client)
+            self._clients[key] = _watched(client, is_external=request.is_external)
         return self._clients[key]
 
     def _choose_renderer(self, tokenizer_dir: str) -> str:
@@ -200,14 +206,22 @@ def fail_together(outcomes: Sequence[Outcome]) -> list[Outcome]:
     return [failed_like(error, of=each) if each.status is RolloutStatus.OK else each for each in outcomes]
 
 
-def _text_only(client: Client) -> Client:
-    """The client, of whichever route, which from now on refuses content parts that are not text."""
+def _watched(client: Client, *, is_external: bool) -> Client:
+    """The client, of whichever route, which from now on notes what it is told of prompts that are too long.
+
+    One that asks an engine of ours refuses content parts that are not text.
+    """
     stock = client.get_response
 
     async def get_response(prompt: Any, *args: Any, **kwargs: Any) -> Any:
-        if kind := other_part(prompt if isinstance(prompt, list) else ()):
+        if not is_external and (kind := other_part(prompt if isinstance(prompt, list) else ())):
             raise _NotTextError(refusal(kind))
-        return await stock(prompt, *args, **kwargs)
+        try:
+            return await stock(prompt, *args, **kwargs)
+        except vf.OverlongPromptError as error:
+            if (state := kwargs.get("state")) is not None:
+                TOO_LONG.note(str(state.get("trajectory_id") or ""), str(error))
+            raise
 
     client.get_response = get_response
     return client
@@ -303,7 +317,8 @@ def _external_outcome(output: Mapping[str, Any], of_play: Scored, client: Client
 def _judged(output: Mapping[str, Any], of_play: Scored) -> Outcome:
     """How the rollout ended, without its tokens."""
     steps = output.get("trajectory") or []
-    scored = SCORED.take(str(output.get("trajectory_id") or ""))
+    rollout_id = str(output.get("trajectory_id") or "")
+    scored, too_long = SCORED.take(rollout_id), TOO_LONG.take(rollout_id)
     played = Outcome(
         status=RolloutStatus.OK,
         metrics=scored.metrics_with(output.get("metrics") or {}),
@@ -324,8 +339,7 @@ def _judged(output: Mapping[str, Any], of_play: Scored) -> Outcome:
         first = failures[0]
         return failed(RolloutStatus.ENV_ERROR, first.type, message, of=played, frames=first.frames)
     if not steps and played.stop_condition == "prompt_too_long":
-        message = "the prompt does not fit the model's context; raise the engine's max_model_len or shorten the task"
-        return failed(RolloutStatus.PROMPT_TOO_LONG, "PromptTooLong", message, of=played)
+        return failed(RolloutStatus.PROMPT_TOO_LONG, "PromptTooLong", explain(too_long), of=played)
     try:
         return replace(played, reward=number_of(output.get("reward")))
     except NotANumberError as error:

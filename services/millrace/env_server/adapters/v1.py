@@ -31,7 +31,7 @@ from millrace.env_server.adapters.env_args import (
     split_args,
     table_of,
 )
-from millrace.env_server.adapters.failures import frames_of, our_spelling, remember_roles, role_key, trace_text
+from millrace.env_server.adapters.failures import frames_of, our_spelling, remember_roles, trace_text
 from millrace.env_server.adapters.outcome import NotANumberError, Outcome, checked, failed, failed_like, number_of
 from millrace.env_server.adapters.renderer import (
     DEFAULT,
@@ -48,7 +48,8 @@ from millrace.env_server.adapters.scoring import judges
 from millrace.env_server.adapters.span_log import SPANS
 from millrace.env_server.adapters.tasks import TaskTable, build_task_table, no_tasks
 from millrace.env_server.adapters.text_only import not_text_error, other_part, refusal, refuse_other_parts
-from millrace.env_server.adapters.traces_v1 import merged
+from millrace.env_server.adapters.too_long import explain_trace, watch_v1
+from millrace.env_server.adapters.traces_v1 import merged, timeout_remedy
 from millrace.env_server.adapters.trainable_v1 import ONE_TRACE, SEVERAL_TRACES, check_trainable, declared_sampling
 from millrace.env_server.engine_access import engine_access
 from millrace.env_server.engine_loss import ENGINE_LOST_MARK
@@ -132,6 +133,7 @@ class V1Adapter:
         _keep_whole_traces()
         _take_numbers()
         _refuse_other_parts()
+        watch_v1()
         remember_lookups()
         interception.install()
         rendering.install()
@@ -354,11 +356,10 @@ def _failure(episode: Any, trace: Any, played: Outcome) -> Outcome | None:
     says_timeout = says_timeout or (error is not None and "agent timeout" in error.message)
     if is_timeout or says_timeout or stop.endswith("_timeout"):
         message = error.message if error else f"stopped by {stop or 'a deadline'} of the environment"
-        message = f"{our_spelling(message)}; {_timeout_remedy(message, trace)}"
+        message = f"{our_spelling(message)}; {timeout_remedy(message, trace)}"
         return failed(RolloutStatus.TIMEOUT, "EnvironmentTimeout", message, of=played)
     if not played.num_turns and is_too_long(stop, error):
-        message = "the prompt does not fit the model's context; raise the engine's max_model_len or shorten the task"
-        return failed(RolloutStatus.PROMPT_TOO_LONG, "PromptTooLong", message, of=played)
+        return failed(RolloutStatus.PROMPT_TOO_LONG, "PromptTooLong", explain_trace(episode, error), of=played)
     if lost := next((each for each in errors if ENGINE_LOST_MARK in each.message), None):
         return failed(RolloutStatus.ENGINE_LOST, "EngineLostError", lost.message, of=played)
     if error is not None:
@@ -377,17 +378,10 @@ def _failure(episode: Any, trace: Any, played: Outcome) -> Outcome | None:
         message = "the episode did not complete and recorded no error"
         return failed(RolloutStatus.ENV_ERROR, "EpisodeNotOk", message, of=played)
     if missing := sorted(name for name, reward in trace.rewards.items() if reward is None):
-        message = f"rewards without a value: {', '.join(missing)}"
-        return failed(RolloutStatus.ENV_ERROR, "RewardError", message, of=played)
+        return failed(
+            RolloutStatus.ENV_ERROR, "RewardError", f"rewards without a value: {', '.join(missing)}", of=played
+        )
     return None
-
-
-def _timeout_remedy(message: str, trace: Any) -> str:
-    """Which of the environment's args sets the deadline."""
-    role = str(getattr(getattr(trace, "agent", None), "name", None) or "agent")
-    stages = [stage for stage in ("setup", "finalize", "scoring") if stage in message]
-    key = role_key(f"{role}.timeout.{stages[0] if stages else 'rollout'}")
-    return f"raise {key} (in seconds), or find what takes so long"
 
 
 def _error_status(error: Any) -> RolloutStatus:

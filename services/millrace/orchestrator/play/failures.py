@@ -32,8 +32,8 @@ REMEDIES = {
     "and the model's chat template",
     RolloutStatus.TIMEOUT: "raise orchestrator.rollout_timeout_s (or the environment's own limit, where the error "
     "names it), or lower orchestrator.sampling.max_tokens",
-    RolloutStatus.PROMPT_TOO_LONG: "raise orchestrator.seq_len and the engine's context (or the environment's own "
-    "limit, where the error names it), or shorten the prompts",
+    RolloutStatus.PROMPT_TOO_LONG: "raise orchestrator.seq_len, and inference.model.max_model_len where it is set (or "
+    "the environment's own limit, where the error names it), or shorten the prompts",
     RolloutStatus.MISSING_TOKENS: "use an engine that returns token ids and log-probs",
     RolloutStatus.WORKER_DIED: "the environment ended its own worker process (memory, a crash, an exit): see the "
     "env-server's log",
