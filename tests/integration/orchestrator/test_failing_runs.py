@@ -76,8 +76,9 @@ async def test_a_run_whose_rollouts_all_fail_ends_with_the_first_real_error(stac
     end = events[-1].state_changed
     assert end.new_state == run_pb2.RUN_STATE_FAILED and end.error.reason == "ROLLOUTS_FAILED"
     assert end.error.component == "env-server"
-    for text in ("KeyError: 'answer'", FRAMES, "'reverse-text'", remedy, "of the last 64 groups", str(status.value)):
+    for text in ("KeyError: 'answer'", FRAMES, "'reverse-text'", "of the last 64 groups", str(status.value)):
         assert text in end.error.message, text
+    assert remedy in end.error.remedy
     first = bodies(events, "rollouts_failed")[0]
     assert first.environment.num_rollouts <= 5 * 4, "within the first groups: four play at the same time"
     assert "KeyError: 'answer'" in first.message and FRAMES in first.message and remedy in first.message

@@ -197,7 +197,8 @@ def test_an_environment_that_ends_its_own_worker_counts_and_so_does_a_refusal(st
     counted = made(num_groups=1)
     played(counted, 0, *[status] * SIZE)
     assert counted.error() is not None
-    assert failures_module.REMEDIES[status] in str(counted.error())
+    error = counted.error()
+    assert error is not None and failures_module.REMEDIES[status] in (error.remedy or "")
 
 
 @pytest.mark.parametrize("status", [RolloutStatus.TIMEOUT, RolloutStatus.MODEL_ERROR, RolloutStatus.PROMPT_TOO_LONG])

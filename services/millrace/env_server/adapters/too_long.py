@@ -67,8 +67,8 @@ def explain(said: str) -> str:
 
     What to do depends on whose rollout it is, and is said there.
     """
-    numbers = f": {said[:_MAX_CHARS].rstrip(' .')}" if said else ""
-    return f"the prompt does not fit the model's context{numbers}"
+    numbers = said.partition(" Please ")[0].rstrip(" .")  # advice to whoever wrote the request
+    return numbers[:_MAX_CHARS] or "the prompt does not fit the model's context"
 
 
 def explain_trace(episode: Any, error: Any | None) -> str:

@@ -94,13 +94,19 @@ class EnvCount(GroupCount):
     def explain(self) -> str:
         """How many of how many failed, and, unless it was told before, with what error first and what to do."""
         said = f"{self.num_failed} of {self.num_rollouts} rollouts of environment {self.env!r} failed"
-        return f"{said} by now ({by_status(self.failed)})" if self.is_told_before else f"{said} {self.cause}"
+        if self.is_told_before:
+            return f"{said} by now ({by_status(self.failed)})"
+        return f"{said} {self.cause}; {self.remedy}"
 
     @property
     def cause(self) -> str:
-        """With what status they failed, with what error first, and what to do."""
-        remedy = REMEDIES.get(RolloutStatus(self.failed.most_common(1)[0][0]), "") if self.failed else ""
-        return f"({by_status(self.failed)}); the first: {self.first_error}{_at(self.frames)}; {remedy}"
+        """With what status they failed, and with what error first."""
+        return f"({by_status(self.failed)}); the first: {self.first_error}{_at(self.frames)}"
+
+    @property
+    def remedy(self) -> str:
+        """What to do about most of them."""
+        return REMEDIES.get(RolloutStatus(self.failed.most_common(1)[0][0]), "") if self.failed else ""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -264,7 +270,8 @@ class Failures:
             f"{num_failed} of {num_rollouts} rollouts of the last {len(recent)} groups failed, so the run cannot "
             f"learn: {'. '.join(f'environment {count.env!r} {count.cause}' for count in causes)}",
             reason="ROLLOUTS_FAILED",
-            remedy="orchestrator.max_failed_share and orchestrator.failure_window say how many may fail",
+            remedy="; ".join(dict.fromkeys(filter(None, (count.remedy for count in causes))))
+            + "; orchestrator.max_failed_share and orchestrator.failure_window say how many may fail",
         )
 
     def describe(self) -> str:
