@@ -8,6 +8,7 @@ import pytest
 import verifiers as vf
 from datasets import Dataset
 
+from millrace.env_server.adapters.client_v0 import LeanClient
 from millrace.env_server.adapters.failures import describe_error
 from millrace.env_server.adapters.scoring.arguments_v0 import refuse_unknown_arguments
 from millrace.env_server.library.columns import tell_columns
@@ -78,7 +79,8 @@ class Preparing(vf.SingleTurnEnv):
 
 def load(rubric: vf.Rubric, kind: type[vf.SingleTurnEnv] = vf.SingleTurnEnv) -> None:
     env = kind(dataset=Dataset.from_list([ROW, ROW]), rubric=rubric)
-    refuse_unknown_arguments(env, dict(env.get_dataset()[0]))
+    session: Any = None
+    refuse_unknown_arguments(env, dict(env.get_dataset()[0]), client=LeanClient("http://127.0.0.1", session))
 
 
 @pytest.mark.parametrize(

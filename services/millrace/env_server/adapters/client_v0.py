@@ -19,7 +19,6 @@ import verifiers as vf
 from millrace.env_server.adapters.samples import engine_spans
 from millrace.env_server.adapters.scoring import judges
 from millrace.env_server.adapters.span_log import MAX_ROLLOUTS, SPANS
-from millrace.env_server.adapters.too_long import sentence_of
 from millrace.env_server.asked_together import AskedTogether, Reply
 from millrace.env_server.engine_access import engine_access
 from millrace.env_server.engine_loss import (
@@ -33,6 +32,7 @@ from millrace.env_server.engine_loss import (
     external_pause_s,
     retry_pause_s,
 )
+from millrace.env_server.library.too_long import sentence_of
 from millrace.env_server.library.tool_calls import arguments_text
 from millrace.env_server.library.v0 import (
     ClientConfig,

@@ -43,13 +43,13 @@ from millrace.env_server.adapters.scoring.rubrics_v0 import SCORED, Scored, watc
 from millrace.env_server.adapters.span_log import SPANS
 from millrace.env_server.adapters.tasks import TaskTable, build_task_table, no_tasks
 from millrace.env_server.adapters.text_only import not_text_error, other_part, refusal, refuse_other_parts
-from millrace.env_server.adapters.too_long import TOO_LONG, explain
 from millrace.env_server.engine_access import engine_access
 from millrace.env_server.engine_loss import ENGINE_LOST_MARK
 from millrace.env_server.library import releases
 from millrace.env_server.library.columns import tell_columns
 from millrace.env_server.library.lookups import remember_lookups
 from millrace.env_server.library.overhead_v0 import EnvExecutor
+from millrace.env_server.library.too_long import TOO_LONG, explain
 from millrace.env_server.library.v0 import HAS_RENDERERS, Client, ClientConfig, ErrorChain, resolve_client
 from millrace.env_server.own_sampling import AskedSampling, OwnSamplingError
 from millrace.errors import InvalidSpecError, Violation
@@ -108,7 +108,7 @@ class V0Adapter:
         env.env_args = env.env_args or own
         loaded = cls(env, renderer=renderer)
         if table := next((each for each in (loaded.train, loaded.eval) if len(each)), None):
-            refuse_unknown_arguments(env, table.row(0))
+            refuse_unknown_arguments(env, table.row(0), client=_no_client())
         if spec.is_text_only:
             for tasks, table in (("training", loaded.train), ("held-out", loaded.eval)):
                 refuse_other_parts((table.row(index).get("prompt") for index in range(len(table))), tasks=tasks)
@@ -247,6 +247,12 @@ def _renderer_client(base_url: str, tokenizer_dir: str, renderer: str) -> Client
             extra_headers_from_state={"X-Session-ID": "trajectory_id"},
         )
     )
+
+
+def _no_client() -> LeanClient:
+    """A client for states of which no rollout is played."""
+    session: Any = None
+    return LeanClient("http://127.0.0.1", session)
 
 
 def _no_renderers(renderer: str) -> InvalidSpecError:

@@ -48,13 +48,13 @@ from millrace.env_server.adapters.scoring import judges
 from millrace.env_server.adapters.span_log import SPANS
 from millrace.env_server.adapters.tasks import TaskTable, build_task_table, no_tasks
 from millrace.env_server.adapters.text_only import not_text_error, other_part, refusal, refuse_other_parts
-from millrace.env_server.adapters.too_long import explain_trace, watch_v1
 from millrace.env_server.adapters.traces_v1 import merged, timeout_remedy
 from millrace.env_server.adapters.trainable_v1 import ONE_TRACE, SEVERAL_TRACES, check_trainable, declared_sampling
 from millrace.env_server.engine_access import engine_access
 from millrace.env_server.engine_loss import ENGINE_LOST_MARK
 from millrace.env_server.library import interception, relaying, rendering
 from millrace.env_server.library.lookups import remember_lookups
+from millrace.env_server.library.too_long import explain_trace, watch_v1
 from millrace.env_server.library.v1 import is_too_long
 from millrace.env_server.own_sampling import AskedSampling, OwnSamplingError
 from millrace.rollouts.requests import EnvSpec, LoadedEnv, PlayRequest

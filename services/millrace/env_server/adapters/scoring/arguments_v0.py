@@ -11,7 +11,6 @@ from typing import Any
 
 import verifiers as vf
 
-from millrace.env_server.adapters.client_v0 import LeanClient
 from millrace.env_server.adapters.env_groups_v0 import members_of
 from millrace.errors import InvalidSpecError, Violation
 
@@ -19,7 +18,7 @@ _PROVIDERS = ("score_object_providers", "group_score_object_providers")
 _LIBRARY = "verifiers"
 
 
-def refuse_unknown_arguments(env: vf.Environment, row: Mapping[str, Any]) -> None:
+def refuse_unknown_arguments(env: vf.Environment, row: Mapping[str, Any], *, client: Any) -> None:
     """InvalidSpecError if a reward function could never be called; `row` is a task of the environment's data set."""
     for member in members_of(env):
         if any(_own_methods(type(env))) or any(_own_methods(type(member))):
@@ -28,12 +27,14 @@ def refuse_unknown_arguments(env: vf.Environment, row: Mapping[str, Any]) -> Non
             if any(getattr(rubric, name, None) for name in _PROVIDERS):
                 continue  # code, too, and nobody says that it can be called without a rollout
             for func in rubric.funcs:
-                _check(func, member, rubric, row)
+                _check(func, member, rubric, row, client)
 
 
-def _check(func: Callable[..., Any], env: vf.Environment, rubric: vf.Rubric, row: Mapping[str, Any]) -> None:
+def _check(
+    func: Callable[..., Any], env: vf.Environment, rubric: vf.Rubric, row: Mapping[str, Any], client: Any
+) -> None:
     is_of_group = rubric._is_group_func(func)
-    offered = _offered(env, rubric, row, is_of_group=is_of_group)
+    offered = _offered(env, rubric, row, client, is_of_group=is_of_group)
     if offered is None or not (missing := _missing(func, offered)):
         return
     name = getattr(func, "__name__", repr(func))
@@ -64,7 +65,7 @@ def _missing(func: Callable[..., Any], offered: Mapping[str, Any]) -> list[str]:
 
 
 def _offered(
-    env: vf.Environment, rubric: vf.Rubric, row: Mapping[str, Any], *, is_of_group: bool
+    env: vf.Environment, rubric: vf.Rubric, row: Mapping[str, Any], client: Any, *, is_of_group: bool
 ) -> Mapping[str, Any] | None:
     """What a rubric passes to a function that takes everything; None if it cannot be told without a rollout."""
     seen: dict[str, Any] = {}
@@ -75,7 +76,7 @@ def _offered(
 
     ask._millrace_watched = True  # type: ignore[attr-defined] - it is no function of the environment's
     try:
-        state: Any = _run(env.init_state(dict(row), _no_client(), ""))  # pyright: ignore[reportArgumentType]
+        state: Any = _run(env.init_state(dict(row), client, ""))  # pyright: ignore[reportArgumentType]
         if state.get("completion") is None:
             state["completion"] = []
         if is_of_group:
@@ -96,11 +97,6 @@ def _run(coroutine: Coroutine[Any, Any, Any]) -> Any:
     finally:
         coroutine.close()
     raise RuntimeError("it waits for something")
-
-
-def _no_client() -> LeanClient:
-    session: Any = None
-    return LeanClient("http://127.0.0.1", session)
 
 
 def _rubrics_of(rubric: vf.Rubric) -> Iterator[vf.Rubric]:

@@ -7,10 +7,10 @@ from collections.abc import Callable
 from typing import Any
 
 from millrace.decoding import decode_object
-from millrace.env_server.adapters.span_log import MAX_ROLLOUTS
 from millrace.errors import CorruptObjectError
 
 _MAX_CHARS = 240
+_MAX_ROLLOUTS = 8192  # as many as `span_log` remembers, for the same reason
 
 
 class TooLongLog:
@@ -22,7 +22,7 @@ class TooLongLog:
     def note(self, rollout_id: str, said: str) -> None:
         """An engine refused a prompt of that rollout."""
         self._said[rollout_id] = said
-        while len(self._said) > MAX_ROLLOUTS:
+        while len(self._said) > _MAX_ROLLOUTS:
             self._said.popitem(last=False)
 
     def take(self, rollout_id: str) -> str:
@@ -67,7 +67,7 @@ def explain(said: str) -> str:
 
     What to do depends on whose rollout it is, and is said there.
     """
-    numbers = said.partition(" Please ")[0].rstrip(" .")  # advice to whoever wrote the request
+    numbers = said.partition(" Please ")[0].rstrip(" .")  # what follows is for the author of the request
     return numbers[:_MAX_CHARS] or "the prompt does not fit the model's context"
 
 
