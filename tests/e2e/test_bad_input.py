@@ -156,10 +156,11 @@ def test_damaged_model(warm, server, config: str, problem: str, remedy: str, rea
 
 
 def test_second_create_with_the_same_request_id(warm, server, capsys) -> None:
-    config, other = (
+    printed = (
         warm.millrace("rl", "@", warm.rl_toml, "--dry-run", "--max-steps", steps, *environments({"id": "nobody"}))
         for steps in ("1", "2")
     )
+    config, other = (text[text.index("{") :] for text in printed)  # notes about them come first
     request_id = str(uuid.uuid4())
     with SyncClient(server["MILLRACE_SERVER"]) as client:
         before = len(client.runs.list())

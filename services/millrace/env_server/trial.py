@@ -114,7 +114,7 @@ async def opened(env: EnvSpec, note_start: Callable[[], object] = lambda: None) 
             raise InvalidStateError(
                 f"environment {env.id!r} could not be loaded: {pool.failure.error_type}: {pool.failure}",
                 reason="ENV_LOAD_FAILED",
-                remedy="correct what it names, then check it again",
+                remedy=pool.failure.remedy or "correct what it names, then check it again",
             )
         assert pool.info is not None, "the loop above"
         yield LoadedTrial(env=env, loaded=pool.info, load_s=time.monotonic() - began, pool=pool)

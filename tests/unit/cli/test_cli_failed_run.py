@@ -54,7 +54,7 @@ def test_on_a_stack_of_its_own_only_the_same_command_does(tmp_path):
 def test_a_long_cause_is_told_by_its_beginning_and_its_end():
     error = run_pb2.RunError(reason="R", message=f"begins {'x' * 900} ends", component="trainer")
     cause, _, remedy = said(failed(error)[0])
-    assert len(cause) < 340 and "begins" in cause and cause.endswith(" ends")
+    assert len(cause) < 640 and "begins" in cause and cause.endswith(" ends")
     assert remedy == "  remedy: `millrace run resume mine` goes on with the run"
 
 

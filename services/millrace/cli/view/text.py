@@ -6,7 +6,7 @@ import unicodedata
 from collections.abc import Callable, Sequence
 
 _BARS = "▁▂▃▄▅▆▇█"
-_LONGEST = 300
+_LONGEST = 600
 
 
 def count(value: float) -> str:
@@ -76,7 +76,7 @@ def table(
 
 
 def shortened(text: str) -> str:
-    """The text on one line, of at most 300 characters: its beginning, and its end, where the place often stands."""
+    """The text on one line, of at most 600 characters: its beginning, and its end, where the place often stands."""
     line = " ".join(text.split())
     return line if len(line) <= _LONGEST else f"{line[: _LONGEST * 2 // 3]} … {line[-_LONGEST // 3 + 3 :]}"
 
