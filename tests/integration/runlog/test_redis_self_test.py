@@ -10,6 +10,7 @@ from millrace.errors import MillraceError, PermissionDeniedError, UnavailableErr
 from millrace.local.ports import free_port
 from millrace.local.redis import EmbeddedRedis
 from millrace.runlog import open_redis
+from millrace.runlog.redis.connection import call
 from millrace.runlog.redis.self_test import redis_self_test
 
 
@@ -100,6 +101,34 @@ async def test_a_replica_is_named(admin: redis_asyncio.Redis) -> None:
     finally:
         await admin.execute_command("REPLICAOF", "NO", "ONE")
     assert isinstance(error, UnavailableError) and error.reason == "REDIS_READ_ONLY" and "primary" in str(error)
+
+
+async def test_a_failover_amid_a_read_that_waits_is_an_outage(admin: redis_asyncio.Redis, own_url: str) -> None:
+    """Redis ends such a read with UNBLOCKED, and not with READONLY; the read goes on where there is a primary again."""
+    reader, answers = open_redis(own_url), 0
+
+    async def read() -> list[object]:
+        nonlocal answers
+        answers += 1
+        return await reader.execute_command("XREAD", "BLOCK", 60_000, "STREAMS", "pre:none", "0")
+
+    reading = asyncio.create_task(call(reader, "a read", read, block_s=60.0))
+    try:
+        async with asyncio.timeout(30):
+            while not (await admin.info("clients"))["blocked_clients"]:
+                await asyncio.sleep(0.01)
+            await admin.execute_command("REPLICAOF", "127.0.0.1", str(free_port()))
+            while answers < 2 and not reading.done():
+                await asyncio.sleep(0.01)
+            await admin.execute_command("REPLICAOF", "NO", "ONE")
+            while not (await admin.info("clients"))["blocked_clients"] and not reading.done():
+                await asyncio.sleep(0.01)
+            await admin.xadd("pre:none", {"a": "b"})
+            assert await reading
+    finally:
+        reading.cancel()
+        await admin.delete("pre:none")
+        await reader.aclose()
 
 
 ANSWERS: dict[str, tuple[dict[str, bytes], str, str]] = {

@@ -397,3 +397,13 @@ def test_an_endpoint_is_read_where_the_file_lists_it(tmp_path):
     (tmp_path / "all.toml").unlink()
     with pytest.raises(InvalidSpecError, match="no such file"):
         load(EvalRunConfig, ["@", str(tmp_path / "eval.toml")], {})
+
+
+def test_what_a_layout_or_adapters_leave_no_room_for_is_left_out_with_a_note(tmp_path):
+    (tmp_path / "sft.toml").write_text(
+        '[model]\nname = "m"\ncp = 2\ncompile = {}\noptimization_dtype = "bfloat16"\nlora = { rank = 4 }\n'
+    )
+    loaded = load(SFTConfig, ["@", str(tmp_path / "sft.toml")], {})
+    assert loaded.config.model.compile is None and loaded.config.model.optimization_dtype == "float32"
+    assert [note.path[-1] for note in loaded.notes] == ["compile", "optimization_dtype"]
+    assert all(note.effect is Effect.LATER for note in loaded.notes)

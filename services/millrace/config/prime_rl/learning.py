@@ -107,14 +107,23 @@ def finish_learning(target: Target) -> None:
         _clips(target, loss, ratios)
     if "loss.eps" in target.deferred or (loss.get("type") == "ipo" and "max_importance_ratio" in loss):
         _ipo(target, loss)
-    model = _table(target, "trainer", "model") or _table(target, "model")
+    for where in (("trainer", "model"), ("model",)):
+        _layout(target, where)
+
+
+def _layout(target: Target, where: Path) -> None:
+    """Leave out what does not go with a layout or with adapters, where the run learns the same without it."""
+    model = _table(target, *where)
     layouts = [key for key in ("tp", "cp", "ep") if isinstance(model.get(key), int) and model[key] > 1]
     if layouts and model.get("compile") is not None:
         model.pop("compile")
-        path: Path = ("trainer", "model", "compile") if _table(target, "trainer", "model") else ("model", "compile")
         shared = " and ".join(layouts)
         text = f"is left out with {shared} above 1, whose exchanges are not proved in compiled blocks: slower, no more"
-        target.note(path, Effect.LATER, text)
+        target.note((*where, "compile"), Effect.LATER, text)
+    if model.get("lora") is not None and model.get("optimization_dtype") == "bfloat16":
+        model.pop("optimization_dtype")
+        text = "is left out: adapters, which are small, are optimised in float32"
+        target.note((*where, "optimization_dtype"), Effect.LATER, text)
 
 
 def _icepop(target: Target, loss: dict[str, Any], ratios: dict[str, Any]) -> None:

@@ -146,7 +146,9 @@ async def _retry(
         except _RETRIED as error:
             failure = error
         except RedisError as error:
-            raise refusal(error, what, address=address) from error
+            if not is_read_only(error):
+                raise refusal(error, what, address=address) from error
+            failure = error
         else:
             if began:
                 logger.info("Redis at %s answers again: %s", address, what)

@@ -44,8 +44,11 @@ def known_refusal(error: Exception, what: str, *, address: str) -> MillraceError
 
 
 def is_read_only(error: Exception) -> bool:
-    """Whether a replica answers; perhaps a failover is under way, and the connection leads to the old primary."""
-    return isinstance(error, ReadOnlyError) or _says(error, "READONLY", "read only replica")
+    """Whether a replica answers; perhaps a failover is under way, and the connection leads to the old primary.
+
+    A read that waits while its server becomes a replica is ended with UNBLOCKED.
+    """
+    return isinstance(error, ReadOnlyError) or _says(error, "READONLY", "read only replica", "UNBLOCKED")
 
 
 def _of_role(error: Exception, what: str, address: str) -> MillraceError | None:
