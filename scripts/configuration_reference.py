@@ -70,7 +70,7 @@ _PRIME_RL = """
 
 Files, flags and `PRIME_*` variables of prime-rl are understood as they are, whether they are the split files of 2025,
 the one file of early 2026, or the schemas of August and October 2026: `millrace rl @ their.toml` says once how each of
-their keys was read, and no key is passed over. Tried on 118 public files of September 2025 to October 2026, 106 of
+their keys was read, and no key is passed over. Tried on 118 public files of September 2025 to October 2026, 107 of
 which import; the others are refused for what would train something else, or not at all. `millrace config import FILE…`
 writes the same as a file of Millrace. A key without effect yet is accepted with a warning; where a run would learn
 something else without it (`blocks`), `--dry-run` and the import take it, and the run is not started. A document that is

@@ -102,5 +102,5 @@ def _imported(name: str) -> ModuleType:
 
 
 def environment_module(env_id: str) -> str:
-    """The Python module of an environment id: `owner/reverse-text@1.0` → `reverse_text`."""
+    """Return the Python module of an environment id: `owner/reverse-text@1.0` → `reverse_text`."""
     return env_id.rsplit("/", 1)[-1].split("@", 1)[0].replace("-", "_")

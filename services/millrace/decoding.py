@@ -342,7 +342,7 @@ class Fields:
         return require_text(self._get(name, str), what=self._name(name), most=most)
 
     def key(self, name: str) -> str:
-        """The key of an object."""
+        """Return the key of an object."""
         return require_key(self.text(name), what=self._name(name))
 
     def hexadecimal(self, name: str, *, num_bytes: int) -> str:
@@ -382,7 +382,7 @@ class Fields:
         }
 
     def entries(self, name: str, *, most: int = MAX_ITEMS) -> dict[str, Any]:
-        """An object of at most `most` values of any type by name."""
+        """Return an object of at most `most` values of any type by name."""
         found: dict[str, Any] = self._get(name, dict)
         if len(found) > most:
             raise ValueError(f"{self._name(name)} has {len(found)} entries, and at most {most} are read")
@@ -454,7 +454,7 @@ def require_key(value: str, *, what: str) -> str:
 
 
 def is_text(value: str) -> bool:
-    """Whether a string can be encoded: the name of a file of others may be any bytes."""
+    """Return whether a string can be encoded: the name of a file of others may be any bytes."""
     return not any("\ud800" <= char <= "\udfff" for char in value)
 
 

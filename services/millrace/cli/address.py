@@ -75,7 +75,7 @@ def is_listening(address: str) -> bool:
 
 
 def stack_at(address: str, directory: Path | None = None) -> RunningStack | None:
-    """The stack of the directory, or else of one below `outputs`, that listens at this address."""
+    """Return the stack of the directory, or else of one below `outputs`, that listens at this address."""
     found = running_stacks() if directory is None else [read_stack(directory)]
     return next((stack for stack in found if stack and _place(stack.address) == _place(address)), None)
 

@@ -68,7 +68,7 @@ class LevelLines:
         self._is_shown = False
 
     def has(self, line: str) -> bool:
-        """Whether the line is of such a level, or belongs to the last one that is, as a traceback."""
+        """Return whether the line is of such a level, or belongs to the last one that is, as a traceback."""
         if line.startswith("{"):
             self._is_shown = _json_field(line, "level").upper() in self._levels
         elif _OURS.match(line):

@@ -41,7 +41,7 @@ class RunningStack:
         return self.says.get("is_durable") is True
 
     def text(self, name: str) -> str | None:
-        """What it says under this name, if that is a text."""
+        """Return what it says under this name, if that is a text."""
         found = self.says.get(name)
         return found if isinstance(found, str) else None
 
@@ -60,13 +60,13 @@ def read_stack(directory: Path) -> RunningStack | None:
 
 
 def running_stacks(root: Path = OUTPUTS) -> list[RunningStack]:
-    """The stacks that work below `root`, by directory."""
+    """Return the stacks that work below `root`, by directory."""
     paths = sorted({path for pattern in _PATTERNS for path in root.glob(pattern)})
     return [stack for path in paths if (stack := read_stack(path.parent)) is not None]
 
 
 def choose_stack(run: str = "", *, root: Path = OUTPUTS, option: str = "--server") -> RunningStack | None:
-    """The stack that a command means that names none; None if none runs here.
+    """Return the stack that a command means that names none; None if none runs here.
 
     The only one, or that of the run (`millrace rl` calls a stack's directory as its run), or the only one that several
     runs share. CliError with the list of them where it may be one or another; `option` is what names one.

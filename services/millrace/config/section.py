@@ -82,7 +82,7 @@ class Document(ConfigSection):
         return list(declared_rules(self))
 
     def remarks(self) -> list[BrokenRule]:
-        """What is allowed and may not be meant: it is told, with the keys that it is about."""
+        """Return what is allowed and may not be meant: it is told, with the keys that it is about."""
         return []
 
     def resolved_json(self) -> str:

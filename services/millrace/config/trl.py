@@ -49,7 +49,7 @@ SFT = MappingProxyType({
 
 
 def is_trl(names: Mapping[str, object]) -> bool:
-    """Whether the keys at the top of a file are TRL's, which has no tables."""
+    """Return whether the keys at the top of a file are TRL's, which has no tables."""
     return len(names.keys() & (RL.keys() | _SFT.keys())) > 1
 
 

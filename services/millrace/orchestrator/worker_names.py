@@ -34,6 +34,6 @@ class WorkerNames:
 
 
 def host_of(worker_id: str, kind: str) -> str:
-    """The host in a worker's id, which ends in a process id and a random part; "" for an id of another form."""
+    """Return the host in a worker's id, which ends in a process id and a random part; "" for an id of another form."""
     parts = worker_id.removeprefix(f"{kind}-").rsplit("-", 2)
     return parts[0] if len(parts) == 3 else ""

@@ -307,7 +307,7 @@ class WorkerRegistry:
         return list(self.by_id.values())
 
     def names(self) -> dict[str, str]:
-        """A short name for each registered worker, by its id."""
+        """Return a short name for each registered worker, by its id."""
         return self._names.of(Numbered(each.worker_id, each.kind, each.worker.slot) for each in self.by_id.values())
 
     async def keep_pulse(self) -> None:

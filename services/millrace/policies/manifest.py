@@ -127,7 +127,7 @@ class Encoding:
 
     @classmethod
     def from_json(cls, raw: object, names: tuple[str, ...]) -> "Encoding":
-        """The opposite; raises ValueError if the data is none."""
+        """Return the opposite; raises ValueError if the data is none."""
         fields = Fields(raw, what="an encoding")
         objects = tuple(
             ObjectEntry(
@@ -308,7 +308,7 @@ def whole_digest(tensors: Iterable[TensorEntry]) -> str:
 
 
 def _manifest_of(fields: Fields) -> PolicyManifest:
-    """Every field with its type and within bounds; ValueError if not."""
+    """Return every field with its type and within bounds; ValueError if not."""
     if (found := fields.integer("format")) != FORMAT:
         raise ValueError(f"its format is {found} and this version reads {FORMAT}")
     tensors = tuple(_tensor(item) for item in fields.objects("tensors", most=_MAX_TENSORS))

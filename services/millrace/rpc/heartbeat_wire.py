@@ -12,7 +12,7 @@ _NAME_CHARS = 100
 
 
 def to_proto(waits: Iterable[Wait]) -> list[event_pb2.Wait]:
-    """The waits as messages, in the same order."""
+    """Return the waits as messages, in the same order."""
     return [
         event_pb2.Wait(
             owner=wait.owner,
@@ -27,7 +27,7 @@ def to_proto(waits: Iterable[Wait]) -> list[event_pb2.Wait]:
 
 
 def from_proto(messages: Iterable[event_pb2.Wait]) -> list[Wait]:
-    """The waits that another process reports, in the same order."""
+    """Return the waits that another process reports, in the same order."""
     return [
         Wait(
             owner=message.owner,
@@ -42,7 +42,7 @@ def from_proto(messages: Iterable[event_pb2.Wait]) -> list[Wait]:
 
 
 def gpu_to_proto(gpu: GpuUse) -> worker_service_pb2.GpuUse:
-    """A GPU as a message."""
+    """Return a GPU as a message."""
     return worker_service_pb2.GpuUse(
         index=gpu.index,
         uuid=gpu.uuid,

@@ -266,7 +266,7 @@ def _report(task: asyncio.Task[None]) -> None:
 
 
 def _listen(host: str, port: int, *, field: str) -> socket.socket:
-    """A listening socket; UnavailableError if the address cannot be bound."""
+    """Return a listening socket; UnavailableError if the address cannot be bound."""
     try:
         listener = bound_socket(host, port)
         listener.listen(_BACKLOG)

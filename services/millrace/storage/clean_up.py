@@ -89,6 +89,6 @@ def _remove_tree(path: Path) -> None:
 
 
 def _why(error: OSError, path: Path) -> str:
-    """What was answered; of a directory also the first file in it that stays."""
+    """Return what was answered; of a directory also the first file in it that stays."""
     first = next((Path(at, files[0]) for at, _, files in os.walk(path) if files), None)
     return f"{error.strerror or error}" + (f" ({first} stays)" if first is not None else "")

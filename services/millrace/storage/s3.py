@@ -344,7 +344,7 @@ class S3Store:
             token = {"ContinuationToken": self._said(page, "NextContinuationToken")}
 
     def _said(self, answer: dict[str, Any], field: str) -> Any:
-        """A field of an answer that S3 always gives; InvalidStateError from a server that leaves it out."""
+        """Return a field of an answer that S3 always gives; InvalidStateError from a server that leaves it out."""
         if field not in answer:
             if "Body" in answer:
                 answer["Body"].close()  # unread: nobody else may use the connection

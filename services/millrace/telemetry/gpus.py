@@ -44,7 +44,7 @@ class GpuReader(Protocol):
     """Reads GPUs; a second implementation stands in for the driver in tests."""
 
     def read(self) -> Sequence[GpuUse]:
-        """The GPUs that this process may use, at this moment. May block as long as the driver does."""
+        """Return the GPUs that this process may use, at this moment. May block as long as the driver does."""
         ...
 
 
@@ -66,7 +66,7 @@ class Nvml:
 
     @classmethod
     def open(cls, environ: Mapping[str, str]) -> "Nvml | None":
-        """The library of this machine's driver; None where there is no driver, or it does not begin."""
+        """Return the library of this machine's driver; None where there is no driver, or it does not begin."""
         try:
             library = ctypes.CDLL(_LIBRARY)
         except OSError:
@@ -78,7 +78,7 @@ class Nvml:
         return cls(library, environ)
 
     def read(self) -> list[GpuUse]:
-        """The GPUs that `CUDA_VISIBLE_DEVICES` lets this process use."""
+        """Return the GPUs that `CUDA_VISIBLE_DEVICES` lets this process use."""
         return [self._use(index, handle) for index, handle in self._handles]
 
     def _allowed(self, visible: str | None) -> list[tuple[int, ctypes.c_void_p]]:
@@ -102,7 +102,7 @@ class Nvml:
         return found
 
     def _is(self, device: tuple[int, ctypes.c_void_p], wanted: str) -> bool:
-        """Whether a device is called so: its number, or how its id begins."""
+        """Return whether a device is called so: its number, or how its id begins."""
         if wanted.isdecimal():
             return device[0] == int(wanted)
         return wanted.startswith("GPU-") and self._text("nvmlDeviceGetUUID", device[1]).startswith(wanted)
@@ -149,7 +149,7 @@ class GpuWatch:
         self._stopping.set()
 
     def latest(self) -> tuple[GpuUse, ...]:
-        """The newest reading; nothing where there is none, or where it is old. Never blocks."""
+        """Return the newest reading; nothing where there is none, or where it is old. Never blocks."""
         read_at, found = self._latest
         return found if time.monotonic() - read_at <= OLD_S else ()
 

@@ -109,7 +109,7 @@ def prepare_eval(arguments: Sequence[str], *, environ: Mapping[str, str] = os.en
 
 
 def _store_url(settings: Settings) -> str | None:
-    """The store of --run: MILLRACE_STORE_URL, or that of the stack here which MILLRACE_SERVER names."""
+    """Return the store of --run: MILLRACE_STORE_URL, or that of the stack here which MILLRACE_SERVER names."""
     stack = stack_at(settings.server) if settings.server and settings.store_url is None else None
     return settings.store_url if stack is None else stack.text("store")
 

@@ -104,7 +104,7 @@ def store_of(name: str, url: str | None) -> "tuple[ObjectStore, str]":
 def open_run(
     name: str, url: str | None, prefix: str | None, *, is_written: bool = False
 ) -> "tuple[ObjectStore, str, str]":
-    """The store that holds the run, the prefix of its deployment there, and the run's uid.
+    """Return the store that holds the run, the prefix of its deployment there, and the run's uid.
 
     InvalidStateError if something is to be written there, and the store cannot carry runs.
     """

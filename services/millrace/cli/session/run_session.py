@@ -178,7 +178,7 @@ async def _submit_and_follow(
 
 
 def _reached(address: str, dashboard: str, *, directory: Path) -> str:
-    """How to look at the run from another terminal, while it goes on."""
+    """Return how to look at the run from another terminal, while it goes on."""
     is_found = directory.parent == OUTPUTS
     found = "`millrace run list` and the like find it here" if is_found else f"for others: MILLRACE_SERVER={address}"
     opened = "" if is_found else f" --dir {directory}"

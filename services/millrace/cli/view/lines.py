@@ -30,7 +30,7 @@ def step_line(point: StepPoint, progress: Progress) -> str:
 
 
 def reward(point: StepPoint | EvalPoint) -> str:
-    """The mean reward; none where no rollout came to one."""
+    """Return the mean reward; none where no rollout came to one."""
     return f"{point.reward:.3f}" if point.num_rollouts else "–"
 
 
@@ -49,7 +49,7 @@ def progress_line(event: event_pb2.Event, progress: Progress) -> str | None:
 
 
 def is_of_level(event: event_pb2.Event, level: str | None) -> bool:
-    """Whether an event is as bad as that: an error ends the run, warnings and failed rollouts are warnings."""
+    """Return whether an event is as bad as that: an error ends the run, warnings and failed rollouts are warnings."""
     is_error = event.HasField("state_changed") and event.state_changed.HasField("error")
     is_warning = is_error or event.HasField("warning") or event.HasField("rollouts_failed")
     return {"error": is_error, "warning": is_warning}.get(level or "", True)

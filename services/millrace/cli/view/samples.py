@@ -69,12 +69,12 @@ def sample_lines(found: SampleRecord) -> Iterator[str]:
 
 
 def _reward(rollout: "Rollout") -> str:
-    """One that failed has none."""
+    """Return the advantage as text: one that failed has none."""
     return f"{rollout.reward:.3f}" if rollout.error is None else "–"
 
 
 def _versions(rollout: "Rollout") -> str:
-    """The oldest and the newest version that answered; none did where no token came."""
+    """Return the oldest and the newest version that answered; none did where no token came."""
     if rollout.min_version is None:
         return "–"
     oldest, newest = f"v{rollout.min_version}", f"v{rollout.max_version}"

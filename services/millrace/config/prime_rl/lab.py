@@ -19,11 +19,11 @@ VF_RL_DEFAULTS: dict[Path, Any] = {
     ("trainer", "optim", "lr"): 1e-5,
     ("trainer", "optim", "weight_decay"): 0.0,
     ("trainer", "model", "lora", "rank"): 8,
-    ("trainer", "model", "lora", "alpha"): 8.0,
+    ("trainer", "model", "lora", "alpha"): 32.0,
 }
 """What verifiers' RLTrainer takes where its file is silent (verifiers 0.1.9)."""
 _ENDPOINTS = "configs/endpoints.toml"
-_ITEM = {"env_id": "id", "env_args": "args", "id": "id", "args": "args"}
+_ITEM = {"env_id": "id", "env_args": "args"}
 _PER_EVAL = (
     "model",
     "endpoint_id",

@@ -31,7 +31,7 @@ def pattern(path: Path) -> str:
 
 
 def _inner_keys(value: Any, path: Path = ()) -> Iterator[str]:
-    """Dotted names of the keys in a table or in a list of tables."""
+    """Return dotted names of the keys in a table or in a list of tables."""
     match value:
         case dict():
             for key, item in value.items():

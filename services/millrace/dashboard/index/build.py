@@ -124,7 +124,7 @@ class SampleIndex:
         return rows, bytes(texts)
 
     def _texts(self, rollout: Rollout) -> Texts:
-        """What is kept of its texts, without secrets."""
+        """Return what is kept of its texts, without secrets."""
         sample = ExportedSample(step=0, rollout=rollout, advantage=None, messages=messages_of(rollout))
         error = "" if rollout.error is None else f"{rollout.error.type}: {rollout.error.message}"
         return Texts(

@@ -212,7 +212,7 @@ class Columns:
         return kept
 
     def texts(self, rows: Sequence[int]) -> Iterator[Texts]:
-        """The texts of some rows."""
+        """Return the texts of some rows."""
         with (self.directory / _TEXTS).open("rb") as file:
             for row in rows:
                 file.seek(int(row) * TEXT_BYTES)
@@ -221,7 +221,7 @@ class Columns:
                 yield Texts(*(_text(data[end - size : end]) for end, size in zip(ends, TEXT_SIZES, strict=True)))
 
     def saying(self, words: str, rows: np.ndarray) -> np.ndarray:
-        """Those of the rows, which ascend, of which a text holds these words; ASCII letters in either case."""
+        """Return those of the rows, which ascend, of which a text holds these words; ASCII letters in either case."""
         wanted = _flat(words).encode(errors="replace").lower()
         if not (wanted and len(rows)):
             return rows
@@ -244,7 +244,7 @@ class Columns:
 
 
 def packed(texts: Texts) -> bytes:
-    """The texts as `Columns.texts` reads them again, each cut."""
+    """Return the texts as `Columns.texts` reads them again, each cut."""
     return b"".join(_cut(text, size) for text, size in zip(texts, TEXT_SIZES, strict=True))
 
 

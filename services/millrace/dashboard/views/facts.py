@@ -214,7 +214,7 @@ def _version(event: event_pb2.Event) -> int | None:
 
 
 def _matches(name: str, parts: Sequence[str]) -> bool:
-    """Whether a name consists of these parts, at least two, with any text between each two."""
+    """Return whether a name consists of these parts, at least two, with any text between each two."""
     first, *middle, last = parts
     if len(name) < len(first) + len(last) or not (name.startswith(first) and name.endswith(last)):
         return False
@@ -228,7 +228,7 @@ def _matches(name: str, parts: Sequence[str]) -> bool:
 
 
 def within(points: list[list[float]], first: int, last: int | None) -> list[list[float]]:
-    """Those of the points that stand from step `first` to step `last`."""
+    """Return those of the points that stand from step `first` to step `last`."""
     return [point for point in points if first <= point[0] and (last is None or point[0] <= last)]
 
 

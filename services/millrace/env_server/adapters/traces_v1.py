@@ -31,7 +31,7 @@ def _shown(agent: str, played: Outcome) -> list[Mapping[str, Any]]:
 
 
 def timeout_remedy(message: str, trace: Any) -> str:
-    """Which of the environment's args sets the deadline."""
+    """Return which of the environment's args sets the deadline."""
     role = str(getattr(getattr(trace, "agent", None), "name", None) or "agent")
     stages = [stage for stage in ("setup", "finalize", "scoring") if stage in message]
     key = role_key(f"{role}.timeout.{stages[0] if stages else 'rollout'}")

@@ -207,7 +207,7 @@ def fail_together(outcomes: Sequence[Outcome]) -> list[Outcome]:
 
 
 def _watched(client: Client, *, is_external: bool) -> Client:
-    """The client, of whichever route, which from now on notes what it is told of prompts that are too long.
+    """Return the client, of whichever route, which from now on notes what it is told of prompts that are too long.
 
     One that asks an engine of ours refuses content parts that are not text.
     """
@@ -250,7 +250,7 @@ def _renderer_client(base_url: str, tokenizer_dir: str, renderer: str) -> Client
 
 
 def _no_client() -> LeanClient:
-    """A client for states of which no rollout is played."""
+    """Return a client for states of which no rollout is played."""
     session: Any = None
     return LeanClient("http://127.0.0.1", session)
 

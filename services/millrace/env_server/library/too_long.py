@@ -26,7 +26,7 @@ class TooLongLog:
             self._said.popitem(last=False)
 
     def take(self, rollout_id: str) -> str:
-        """What was said of one rollout, which is forgotten here; "" if nothing was."""
+        """Return what was said of one rollout, which is forgotten here; "" if nothing was."""
         return self._said.pop(rollout_id, "")
 
 
@@ -63,7 +63,7 @@ def _noting(stock: Callable[..., Any], error_class: type[Exception]) -> Callable
 
 
 def explain(said: str) -> str:
-    """The error of a rollout whose first prompt does not fit: how long it is, and which limit there is.
+    """Return the error of a rollout whose first prompt does not fit: how long it is, and which limit there is.
 
     What to do depends on whose rollout it is, and is said there.
     """

@@ -223,7 +223,7 @@ def _error(error: run_pb2.RunError) -> dict[str, str]:
 
 
 def _worker(record: WorkerRecord, name: str) -> dict[str, Any]:
-    """A worker with the GPUs that it may use."""
+    """Return a worker with the GPUs that it may use."""
     is_silent = time.monotonic() - record.last_seen > QUIET_S
     return {
         "id": record.worker_id,

@@ -142,7 +142,7 @@ class _Graph:
 
 
 def storage_of(error: MillraceError) -> str:
-    """Whether an error is one of Redis or of the store; empty if of neither."""
+    """Return which of Redis and the store an error is of; empty if of neither."""
     if error.reason.startswith("REDIS_"):
         return REDIS
     return STORE if error.reason.startswith(("STORE_", "BUCKET_", "CLOCK_")) else ""

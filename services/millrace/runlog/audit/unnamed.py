@@ -100,7 +100,7 @@ def _may_come_late(seal: Seal | None) -> tuple[str, ...]:
 
 
 def _step_of(own: str) -> int | None:
-    """The step whose batch or archive lies under a key."""
+    """Return the step whose batch or archive lies under a key."""
     folder, _, rest = own.partition("/")
     step = rest.partition("/")[0]
     return int(step) if folder in ("batches", "rollouts") and step.isdecimal() else None

@@ -38,7 +38,7 @@ class KnownObjects:
         return {key: sha256 for key, sha256 in self._named.items() if key.startswith(prefix)}
 
     def holds(self, key: str) -> bool:
-        """Whether a whole object key is that of a chunk or an archive of a header, by its place."""
+        """Return whether a whole object key is that of a chunk or an archive of a header, by its place."""
         return key.rpartition("/")[0] in self._places
 
     def fill(self, store: ObjectStore, names: Names, header: batch_pb2.BatchHeader) -> None:

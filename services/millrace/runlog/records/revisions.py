@@ -185,7 +185,7 @@ def read_chunk(store: ObjectStore, header: batch_pb2.BatchHeader, index: int) ->
 
 
 def read_archive(store: ObjectStore, header: batch_pb2.BatchHeader) -> bytes:
-    """The archive of the rollouts that a committed header resolves, as it is stored; empty if it names none.
+    """Return the archive of the rollouts that a committed header resolves, as it is stored; empty if it names none.
 
     `NotFoundError` if it is gone, `CorruptObjectError` if it is not what the header says.
     """
@@ -202,7 +202,7 @@ def read_archive(store: ObjectStore, header: batch_pb2.BatchHeader) -> bytes:
 
 
 def read_rollouts(store: ObjectStore, header: batch_pb2.BatchHeader) -> list[Rollout]:
-    """The rollouts that a committed header resolves, none if it archives none; raises as `read_archive`."""
+    """Return the rollouts that a committed header resolves, none if it archives none; raises as `read_archive`."""
     data = read_archive(store, header)
     return decode_archive(data) if data else []
 

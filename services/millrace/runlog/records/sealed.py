@@ -58,12 +58,12 @@ class Seal:
 
 
 def seal_key(store: ObjectStore, names: Names) -> str:
-    """Where the seal of the run's present end lies (blocking): each reopening begins the next number."""
+    """Return where the seal of the run's present end lies (blocking): each reopening begins the next number."""
     return names.seal(sum(1 for _ in store.list(names.reopenings)))
 
 
 def load_seal(store: ObjectStore, names: Names) -> Seal | None:
-    """The seal of the run's present end (blocking); None if it has not ended, or is not sealed yet."""
+    """Return the seal of the run's present end (blocking); None if it has not ended, or is not sealed yet."""
     key = seal_key(store, names)
     try:
         return Seal.decode(store.get(key, max_bytes=MAX_JSON_BYTES), where=store.uri(key))
@@ -72,5 +72,5 @@ def load_seal(store: ObjectStore, names: Names) -> Seal | None:
 
 
 def is_sealed(store: ObjectStore, names: Names) -> bool:
-    """Whether the run has ended and is sealed, so that nobody writes to it any more (blocking)."""
+    """Return whether the run has ended and is sealed, so that nobody writes to it any more (blocking)."""
     return store.head(seal_key(store, names)) is not None

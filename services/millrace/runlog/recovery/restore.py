@@ -113,7 +113,7 @@ def merge_events(
 
 
 def as_sealed(restored: Restored) -> Restored:
-    """What a sealed run has: its archived events, and nothing that tells of the rebuild."""
+    """Return what a sealed run has: its archived events, and nothing that tells of the rebuild."""
     events, newest = _readable(restored, before=None)
     return Restored(meta=restored.meta | _sequences(newest), events=events, summary=restored.summary)
 

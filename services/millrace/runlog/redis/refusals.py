@@ -26,7 +26,7 @@ from millrace.errors import (
 
 
 def refusal(error: RedisError, what: str, *, address: str) -> MillraceError:
-    """The error to raise for `what`, which Redis at `address` did not do.
+    """Return the error to raise for `what`, which Redis at `address` did not do.
 
     UnavailableError where Redis may do it later without anybody changing a run; else nothing but a change helps.
     """
@@ -39,12 +39,12 @@ def refusal(error: RedisError, what: str, *, address: str) -> MillraceError:
 
 
 def known_refusal(error: Exception, what: str, *, address: str) -> MillraceError | None:
-    """As `refusal`; None for an error that says nothing of its cause."""
+    """Return the same as `refusal`; None for an error that says nothing of its cause."""
     return _of_role(error, what, address) or _of_rights_and_room(error, what, address)
 
 
 def is_read_only(error: Exception) -> bool:
-    """Whether a replica answers; perhaps a failover is under way, and the connection leads to the old primary.
+    """Return whether a replica answers; perhaps a failover is under way, and the connection leads to the old primary.
 
     A read that waits while its server becomes a replica is ended with UNBLOCKED.
     """
@@ -52,7 +52,7 @@ def is_read_only(error: Exception) -> bool:
 
 
 def _of_role(error: Exception, what: str, address: str) -> MillraceError | None:
-    """What it is that keeps it from writing."""
+    """Return what it is that keeps it from writing."""
     metadata = {"address": address}
     if is_read_only(error):
         return UnavailableError(

@@ -116,7 +116,7 @@ def _manifest(fields: Fields) -> CheckpointManifest:
 
 
 def decode_checkpoint_object(fields: Fields) -> CheckpointObject:
-    """One entry of a manifest; ValueError if it is none."""
+    """Return one entry of a manifest; ValueError if it is none."""
     name = fields.text("name", most=200)
     if not name or "/" in name or "\\" in name or "\0" in name or name.startswith("."):
         raise ValueError(f"file name {name!r} is not a plain name")

@@ -42,7 +42,7 @@ class CheckpointWeights:
         }
 
     def read(self, tensor: ShardTensor, *, dtype: str) -> Iterator[tuple[int, Bits]]:
-        """The bits of a tensor as it is published in `dtype`, and where each range of them begins, in order."""
+        """Return the bits of a tensor as it is published in `dtype`, and where each range of them begins, in order."""
         for piece in sorted(tensor.pieces, key=lambda piece: piece.start):
             for first in range(0, piece.count, _PIECE):
                 count, width = min(_PIECE, piece.count - first), tensor.element_bytes
@@ -55,7 +55,7 @@ class CheckpointWeights:
 def differences(
     store: ObjectStore, files: Mapping[str, tuple[str, int]], policy: Mapping[str, tuple[str, Bits]]
 ) -> Iterator[str]:
-    """What of a policy's tensors (number format and bits by name) is not what the checkpoint holds, in words.
+    """Return what of a policy's tensors (number format and bits by name) is not what the checkpoint holds, in words.
 
     Blocking. Holds the bits of tensors that have other names in the checkpoint, a few million elements of the others.
     """
@@ -89,7 +89,7 @@ def _count_differing(held: CheckpointWeights, tensor: ShardTensor, dtype: str, b
 
 
 def _strangers(held: CheckpointWeights, policy: Mapping[str, tuple[str, Bits]], unused: Sequence[str]) -> Iterator[str]:
-    """Those of a policy's tensors that are no range of the checkpoint's tensors of other names, in words."""
+    """Return those of a policy's tensors that are no range of the checkpoint's tensors of other names, in words."""
     wanted: dict[tuple[str, int, bytes], list[str]] = {}
     for name, (dtype, bits) in policy.items():
         wanted.setdefault((dtype, bits.size, _hash(bits)), []).append(name)
@@ -112,7 +112,7 @@ def _hash(bits: Bits) -> bytes:
 
 
 def cast(bits: Bits, source: str, target: str) -> Bits:
-    """The bits of numbers in format `source` as they are in `target`, rounded to the nearest, ties to even.
+    """Return the bits of numbers in format `source` as they are in `target`, rounded to the nearest, ties to even.
 
     `CorruptObjectError` for a pair that no trainer publishes.
     """

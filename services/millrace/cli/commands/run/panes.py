@@ -51,7 +51,7 @@ def panes(name: str, level: str | None, detach: bool, server: str | None) -> Non
 
 
 def _reached(server: str | None) -> list[str]:
-    """The options that reach the same server: panes have tmux's environment, which may be an older one."""
+    """Return the options that reach the same server: panes have tmux's environment, which may be an older one."""
     from millrace.cli.connection import OPTIONS, environ
 
     known = environ()
@@ -63,7 +63,7 @@ def _reached(server: str | None) -> list[str]:
 
 
 def _shell(words: list[str]) -> str:
-    """The command of a pane, which stays until a key is pressed, because its last lines say how it ended."""
+    """Return the command of a pane, which stays until a key is pressed, because its last lines say how it ended."""
     command = shlex.join([sys.executable, "-m", "millrace.cli", "run", *words])
     return f"{command}; printf '(ended; Enter closes)'; read _"
 

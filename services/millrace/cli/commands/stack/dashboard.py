@@ -66,7 +66,7 @@ def _page_that_leads_to(address: str) -> Path:
 
 
 def _of_stack(directory: Path | None) -> str:
-    """The address that the stack says, which is the only one here where no directory is named."""
+    """Return the address that the stack says, which is the only one here where no directory is named."""
     from millrace.cli.stacks import OUTPUTS, choose_stack, read_stack
 
     stack = choose_stack(option="--dir") if directory is None else read_stack(directory)

@@ -67,7 +67,7 @@ def _missing(func: Callable[..., Any], offered: Mapping[str, Any]) -> list[str]:
 def _offered(
     env: vf.Environment, rubric: vf.Rubric, row: Mapping[str, Any], client: Any, *, is_of_group: bool
 ) -> Mapping[str, Any] | None:
-    """What a rubric passes to a function that takes everything; None if it cannot be told without a rollout."""
+    """Return what a rubric passes to a function that takes everything; None if it cannot be told without a rollout."""
     seen: dict[str, Any] = {}
 
     async def ask(**values: Any) -> Any:
@@ -100,7 +100,7 @@ def _run(coroutine: Coroutine[Any, Any, Any]) -> Any:
 
 
 def _rubrics_of(rubric: vf.Rubric) -> Iterator[vf.Rubric]:
-    """The rubrics that call functions as the library does: those of a group, or the one that there is."""
+    """Return the rubrics that call functions as the library does: those of a group, or the one that there is."""
     if any(hasattr(vf.RubricGroup, name) for name in _own_methods(type(rubric))):
         return
     if not isinstance(rubric, vf.RubricGroup):
