@@ -16,8 +16,10 @@ PYTHONS ?= 3.12 3.13
 export OMP_NUM_THREADS ?= 1
 unexport PYTHONDONTWRITEBYTECODE # bytecode makes collecting and every start of a process cheaper by a quarter
 
-help: ## List the targets.
-	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
+##@ Begin here
+
+help: ## List the targets by what one wants to do.
+	@awk -F ':.*## ' '/^##@ / {printf "\n%s\n", substr($$0, 5)} /^[a-z-]+:.*## / {printf "  %-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 setup: ## Make .venv with what the demo needs.
 	@scripts/setup.sh
@@ -31,6 +33,15 @@ setup-vllm: ## Make .venv-vllm with real vLLM for CPUs (2.5 GB, minutes).
 demo: setup ## Train a tiny model with RL on this machine; ENGINE=vllm, ARGS="--trainer.optim.lr 0".
 	@ENGINE=$(ENGINE) scripts/demo.sh $(ARGS)
 
+##@ Every change: .ci/run has these
+
+lint: setup-dev ## ruff, import rules, types, protos.
+	.venv/bin/ruff check .
+	.venv/bin/ruff format --check .
+	PYTHONPATH=services .venv/bin/lint-imports
+	.venv/bin/pyright
+	cd proto && ../.venv/bin/buf lint
+
 test: setup-dev ## Run the default test suite, several files at a time (TEST_JOBS).
 	$(PY) -m pytest $(PYTEST_JOBS) -m "not long and not presets and not slow and not gpu and not vllm and not environments and not templates and not models and not stores and not compose and not browser"
 
@@ -38,32 +49,42 @@ test-long: setup-dev ## Run the tests of whole stacks that take long and rarely 
 	@scripts/install_prometheus.sh
 	$(PY) -m pytest $(PYTEST_JOBS) $(LONG_FILES) -m "long and not slow and not gpu and not vllm and not environments and not templates and not models and not stores and not compose"
 
-test-unit: setup-dev ## Run the tests that need no services.
-	$(PY) -m pytest tests/unit tests/contract
-
-gpu: setup-dev ## Run the tests that need NVIDIA GPUs, and write outputs/gpu.txt: what ran, and what was skipped and why.
-	@mkdir -p outputs
-	bash -o pipefail -c '$(PY) -m pytest tests/gpu -m gpu -v -rA 2>&1 | tee outputs/gpu.txt'
+fuzz: setup-dev ## Damage the inputs of every decoder and of the HTTP and gRPC APIs for FUZZ_SECONDS (60).
+	$(PY) -m millrace_testing.fuzz.run --seconds $(FUZZ_SECONDS)
 
 test-browser: setup-dev ## Run the tests of the dashboard in the distribution's Chromium, which is installed if it can be.
 	@scripts/install_chromium.sh
 	$(PY) -m pytest $(TRIES) tests/browser -m browser
 
-screenshots: setup-dev ## Take pictures of every page of the dashboard, into outputs/screenshots.
-	@scripts/install_chromium.sh
-	$(PY) tests/browser/screenshots.py outputs/screenshots
+test-vllm: setup-dev setup-vllm ## Run the tests of real vLLM; `make setup-vllm` installs it (2.5 GB, minutes).
+	$(PY) -m pytest $(TRIES) -m "vllm and not slow" -rs
+
+test-compose: setup-dev ## Build the images and test the compose stacks; gets a Docker engine on Debian as root.
+	@tests/compose/run.sh $(PY)
+
+##@ The inner loop
+
+test-unit: setup-dev ## Run the tests that need no services.
+	$(PY) -m pytest tests/unit tests/contract
+
+format: setup-dev ## Format the code.
+	.venv/bin/ruff format .
+	.venv/bin/ruff check --fix .
+
+protos: setup-dev ## Regenerate the protobuf code.
+	scripts/generate_protos.sh
+
+##@ One part of the system
+
+gpu: setup-dev ## Run the tests that need NVIDIA GPUs, and write outputs/gpu.txt: what ran, and what was skipped and why.
+	@mkdir -p outputs
+	bash -o pipefail -c '$(PY) -m pytest tests/gpu -m gpu -v -rA 2>&1 | tee outputs/gpu.txt'
 
 test-slow: setup-dev ## Run the tests that take minutes.
 	$(PY) -m pytest -m "slow and not vllm and not environments and not templates and not models and not stores and not browser"
 
-equality: setup-dev ## Print how far each layout of ranks is from one rank (MODELS: dense tied odd moe; some minutes each).
-	$(PY) -m millrace_testing.trainer.equality $(MODELS)
-
 test-presets: setup-dev ## Run every preset of docs/algorithms.md on whole stacks: exact data, kills, replay, the example.
 	$(PY) -m pytest tests/chaos/test_presets.py tests/e2e/test_algorithms.py
-
-test-vllm: setup-dev setup-vllm ## Run the tests of real vLLM; `make setup-vllm` installs it (2.5 GB, minutes).
-	$(PY) -m pytest $(TRIES) -m "vllm and not slow" -rs
 
 test-environments: setup-dev ## Train on public task packages (reasoning-gym, textarena, nemo-gym), and play with other releases of verifiers; installs them into .venv-environments, .venv-nemo-gym (Python 3.12) and .venv-verifiers-*.
 	@scripts/setup_environments.sh
@@ -81,36 +102,11 @@ test-stores: setup-dev ## Try real S3 servers, with a run on each that can carry
 	@scripts/setup_stores.sh
 	$(PY) -m pytest -m stores -rs tests/stores
 
-test-compose: setup-dev ## Build the images and test the compose stacks; gets a Docker engine on Debian as root.
-	@tests/compose/run.sh $(PY)
-
 test-pythons: setup-dev ## Run the unit and contract tests on PYTHONS (3.12 3.13), each in an environment of its own.
 	@TEST_JOBS=$(TEST_JOBS) scripts/test_pythons.sh $(PYTHONS)
 
-soak: setup-dev ## Kill processes at random for MILLRACE_SOAK_MINUTES (20), then audit the log.
-	$(PY) -m pytest tests/chaos/test_soak.py -m slow -s
-
-torture: setup-dev ## Kills, freezes, full stores, flipped bits, clock jumps at once for MILLRACE_TORTURE_MINUTES (30).
-	@scripts/install_faketime.sh
-	MILLRACE_TORTURE_REPORT=$${MILLRACE_TORTURE_REPORT:-benchmarks/results/torture.md} \
-	  $(PY) -m pytest tests/chaos/test_torture.py tests/chaos/test_clock_skew.py -m "slow or not slow" -s
-
-fuzz: setup-dev ## Damage the inputs of every decoder and of the HTTP and gRPC APIs for FUZZ_SECONDS (60).
-	$(PY) -m millrace_testing.fuzz.run --seconds $(FUZZ_SECONDS)
-
-lint: setup-dev ## ruff, import rules, types, protos.
-	.venv/bin/ruff check .
-	.venv/bin/ruff format --check .
-	PYTHONPATH=services .venv/bin/lint-imports
-	.venv/bin/pyright
-	cd proto && ../.venv/bin/buf lint
-
-format: setup-dev ## Format the code.
-	.venv/bin/ruff format .
-	.venv/bin/ruff check --fix .
-
-protos: setup-dev ## Regenerate the protobuf code.
-	scripts/generate_protos.sh
+equality: setup-dev ## Print how far each layout of ranks is from one rank (MODELS: dense tied odd moe; some minutes each).
+	$(PY) -m millrace_testing.trainer.equality $(MODELS)
 
 chart: setup-dev ## Lint the Helm chart, and render every set of values of its ci folder into outputs/chart.
 	@mkdir -p outputs/chart
@@ -121,8 +117,24 @@ chart: setup-dev ## Lint the Helm chart, and render every set of values of its c
 	  echo "outputs/chart/$$name.yaml: $$(grep -c '^kind:' outputs/chart/$$name.yaml) objects" || exit 1; \
 	done
 
+screenshots: setup-dev ## Take pictures of every page of the dashboard, into outputs/screenshots.
+	@scripts/install_chromium.sh
+	$(PY) tests/browser/screenshots.py outputs/screenshots
+
+##@ Long attacks and figures
+
+soak: setup-dev ## Kill processes at random for MILLRACE_SOAK_MINUTES (20), then audit the log.
+	$(PY) -m pytest tests/chaos/test_soak.py -m slow -s
+
+torture: setup-dev ## Kills, freezes, full stores, flipped bits, clock jumps at once for MILLRACE_TORTURE_MINUTES (30).
+	@scripts/install_faketime.sh
+	MILLRACE_TORTURE_REPORT=$${MILLRACE_TORTURE_REPORT:-benchmarks/results/torture.md} \
+	  $(PY) -m pytest tests/chaos/test_torture.py tests/chaos/test_clock_skew.py -m "slow or not slow" -s
+
 bench: setup-dev ## Run the benchmarks (minutes); see benchmarks/README.md.
 	$(PY) benchmarks/run_all.py
+
+##@ The rest
 
 clean: ## Remove what the demo wrote.
 	rm -rf outputs

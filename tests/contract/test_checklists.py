@@ -1,4 +1,4 @@
-"""What AGENTS.md asks of every new fault point and RPC, as far as it can be read from the tree."""
+"""What AGENTS.md and CONTRIBUTING.md ask of every new fault point and RPC, as far as it can be read from the tree."""
 
 from __future__ import annotations
 

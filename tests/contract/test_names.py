@@ -1,4 +1,4 @@
-"""One name for one thing, in classes and in docs/vocabulary.md; and the files that AGENTS.md names exist."""
+"""One name for one thing, in classes and in docs/vocabulary.md; the files that pages for contributors name exist."""
 
 import ast
 import re
@@ -71,9 +71,10 @@ def _files_named(text: str) -> Iterator[str]:
                 yield word
 
 
-def test_the_files_that_agents_md_names_exist() -> None:
-    names = sorted(set(_files_named((ROOT / "AGENTS.md").read_text())))
-    assert len(names) > 20
+def test_the_files_that_the_pages_for_contributors_name_exist() -> None:
+    text = "\n".join((ROOT / page).read_text() for page in ("AGENTS.md", "CONTRIBUTING.md"))
+    names = sorted(set(_files_named(text)))
+    assert len(names) > 40
     paths = [path.relative_to(ROOT).as_posix() for top in ("services", "tests") for path in (ROOT / top).rglob("*.py")]
     at_home = [ROOT, SERVICES]  # rooms are called by their name within the package
 

@@ -50,3 +50,11 @@ def test_an_event_without_cause_and_remedy_is_refused(gone: str, tmp_path: Path)
     )
     assert done.returncode == 1 and "without cause and remedy" in done.stderr
     assert gone.split('"')[1] in done.stderr
+
+
+@pytest.mark.parametrize("index", ["docs", "docs/decisions"])
+def test_an_index_names_every_page_beside_it(index: str) -> None:
+    links = re.findall(r"\]\(([^)#\s]+\.md)\)", (ROOT / index / "README.md").read_text())
+    named = {(ROOT / index / link).resolve() for link in links}
+    pages = {*(ROOT / index).glob("*.md"), *(ROOT / index).glob("guides/*.md")}
+    assert {path.name for path in pages - named} == {"README.md"}

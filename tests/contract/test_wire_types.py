@@ -1,4 +1,4 @@
-"""Which code uses which protobuf messages (docs/architecture.md, Records are messages).
+"""Which code uses which protobuf messages (docs/decisions/records_are_messages.md).
 
 Messages of calls stay at the edges: servicers, clients, the code that registers workers, and `*wire.py`. Records of the
 log are used as they are stored, by the rooms that work on the log; all other code has types of our own.
