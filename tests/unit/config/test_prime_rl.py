@@ -460,6 +460,21 @@ def test_a_document_for_a_server_has_no_key_without_effect():
         validate_document(document)
 
 
+@pytest.mark.parametrize(
+    ("flags", "instead"),
+    [
+        ("--trainer.loss.type ipo --trainer.loss.score-centering true", "trainer.loss.max_importance_ratio"),
+        ("--orchestrator.algo.continue-prob 0.5", 'orchestrator.filter_zero_advantages = "refill"'),
+        ("--orchestrator.algo.type dataset_sft", "`millrace sft`"),
+        ("--orchestrator.algo.dataset-sft.name rows", "`millrace sft`"),
+    ],
+)
+def test_what_prime_rl_has_beyond_ours_is_refused_with_what_to_write(flags, instead):
+    loaded = load(RLConfig, [*ENV, *flags.split()], {})
+    (blocked,) = [note for note in loaded.notes if note.effect is Effect.BLOCKS]
+    assert instead in blocked.text
+
+
 def test_written_toml_is_read_as_it_was():
     tree = {
         "a": 'x"\n\\é\x7f',

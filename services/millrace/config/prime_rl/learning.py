@@ -11,7 +11,11 @@ SAMPLED_BY_OTHERS = (
     "rollouts of another model are no part of a run: play them with "
     "`millrace eval --tasks train --client.base-url URL`, and train on them with `millrace sft` (docs/evaluations.md)"
 )
-UNBUILT_ALGORITHMS = ("debug", "echo", "opsd", "sft")
+ROWS_ALONE = (
+    "training on the rows of a dataset, without rollouts, is a run of its own: give the rows to `millrace sft` "
+    "(docs/guides/sft.md)"
+)
+UNBUILT_ALGORITHMS = ("dataset_sft", "debug", "echo", "opsd", "sft")
 """Names of algorithms that prime-rl has and no run bears yet."""
 _NAMED = ("echo", "opsd", "sft")
 """Those that our schema has the names of."""
@@ -33,7 +37,8 @@ def algorithm(target: Target, path: Path, value: Any) -> None:
 def unbuilt_algorithm(name: str) -> str:
     """Return what to do instead of an algorithm that is not there yet."""
     there = f"{', '.join((*COMPARING, *PER_AGENT))} and opd are"
-    return SAMPLED_BY_OTHERS if name == "sft" else f"{name} is not there yet; {there}"
+    instead = {"sft": SAMPLED_BY_OTHERS, "dataset_sft": ROWS_ALONE}
+    return instead.get(name, f"{name} is not there yet; {there}")
 
 
 def length_weighted(target: Target, path: Path, value: Any) -> None:

@@ -113,12 +113,17 @@ def algo_keys(prefix: str) -> dict[str, Meaning]:
         f"{prefix}loss_aggregation": blocks(
             "tokens weigh as `trainer.loss.aggregation` says: the mean of each group's is not there", "token"
         ),
-        f"{prefix}continue_prob": blocks("groups are not played on until they have a success", 0, 0.0),
+        f"{prefix}continue_prob": blocks(
+            "groups are not played on until they have a success: leave it out, and have groups of equal rewards "
+            'replaced with `orchestrator.filter_zero_advantages = "refill"`',
+            *(0, 0.0),
+        ),
+        f"{prefix}dataset_sft": blocks(learning.ROWS_ALONE),
         f"{prefix}sampling": blocks(learning.SAMPLED_BY_OTHERS, {}, {"source": "policy"}),
         **same(
             blocks("belongs to an algorithm that is not there yet"),
             prefix,
-            "length_penalty roles filter demo_key template renderer advantage dataset_sft",
+            "length_penalty roles filter demo_key template renderer advantage",
         ),
     }
 
@@ -252,7 +257,11 @@ ONE_FILE: dict[str, Meaning] = {
     "teacher_gpu_ids": nothing("start the teacher yourself"),
     "trainer.loss.type": only(LOSS, *LOSS_TYPES, other={"icepop": learning.icepop}),
     **same(converted(learning.loss_part), "trainer.loss.", "eps ratio_low ratio_high"),
-    "trainer.loss.score_centering": blocks("the correction by the sampling mask is not there", False),
+    "trainer.loss.score_centering": blocks(
+        "needs the engine's probability of every token that could be sampled, and the log keeps that of the sampled "
+        "one alone: leave it out; `trainer.loss.max_importance_ratio` and `trainer.loss.correction` bound what drifts",
+        False,
+    ),
     **same(
         blocks("belongs to a loss that is not there yet"),
         "trainer.loss.",
