@@ -58,6 +58,11 @@ EVENTS: Texts = {
     "policy_published": ("the trainer made a version durable, in full or as a delta", NOTHING),
     "checkpoint_saved": ("`ckpt.interval`, or the run ends or is paused", NOTHING),
     "token_log_stored": ("`trainer.token_log.share`: the log-probs of a step's tokens are durable", NOTHING),
+    "training_resumed": (
+        "a trainer takes a run that was begun before: from which checkpoint it goes on, and how the training before "
+        "it ended (it gave the run back, its process ended, it was silent)",
+        "nothing if you stopped or resumed it; else see the log of the trainer that it names, and its memory",
+    ),
     "warning": ("something needs a person; the run goes on", "see the reasons below"),
     "wait_reported": (
         "no step for 20 s, then 60, 300, 900 s; or one wait is older than its deadline",

@@ -22,6 +22,14 @@ def test_a_kill_loses_and_repeats_nothing(chaos: ChaosStack, row: str) -> None:
     assert record["pid"] == before, f"{victim} was to be killed"
     chaos.finish(run)
     assert chaos.pid(victim) != before
+    resumed = [event.training_resumed for event in run.of("training_resumed")]
+    assert [each.epoch for each in resumed] == ([2] if victim == "trainer" else [])
+    if resumed:
+        (told,) = resumed
+        assert told.step <= told.published <= 4 and told.start == (
+            f"checkpoint {told.step}" if told.step else "the start of the run"
+        )
+        assert "ended without giving the run back" in told.reason or "was killed" in told.reason
     print(f"{row}: {run.require_recovery(record['time'])}")
 
 

@@ -116,9 +116,13 @@ class Names:
         """String with the holder of a role; expires."""
         return f"{self._key}:lease:{role}"
 
+    def lease_end(self, role: str) -> str:
+        """String with the last words of the last holder of a role that gave it back; expires."""
+        return f"{self.lease(role)}:end"
+
     @property
     def all_keys(self) -> tuple[str, ...]:
-        """Every Redis key of the run but the leases, which expire by themselves."""
+        """Every Redis key of the run but the leases and their ends, which expire by themselves."""
         return (*(self.stream(stream) for stream in Stream), self.meta)
 
     # Objects.

@@ -8,7 +8,7 @@ from typing import Any
 from millrace.config.sections.rl import RLConfig
 from millrace.custom_code import CustomCode
 from millrace.decoding import MAX_JSON_BYTES
-from millrace.errors import CorruptObjectError, UnavailableError
+from millrace.errors import CorruptObjectError, MillraceError, UnavailableError
 from millrace.models.adapter_files import ADAPTER_CONFIG
 from millrace.models.vocabulary import check_tokenizer, plays_conversations
 from millrace.policies.adapter import base_model_name
@@ -52,6 +52,7 @@ from millrace.trainer.publish.target import PublishTarget
 from millrace.trainer.reporter import Reporter
 from millrace.trainer.silence import SilenceTeller
 from millrace.trainer.training import Position, Training
+from millrace.v1 import event_pb2
 
 _PEER_OPENS_WITHIN_S = 120.0
 
@@ -70,6 +71,8 @@ class JobContext:
     should_stop: Callable[[], bool]
     on_epoch: Callable[[int], None]
     on_progress: Callable[[int], None]
+    why_stopped: Callable[[], str] = lambda: "it was asked to"
+    """Why `should_stop` said so, in words."""
     damage: Callable[[], DamageReport | None] = lambda: None
     desk: Desk | None = None
     """Where devices are asked for that replicas share; without one they are this trainer's own."""
@@ -97,13 +100,21 @@ def run_job(context: JobContext, uid: str) -> None:
         gang=context.gang,
         should_stop=context.should_stop,
     )
+    why = "its training was broken off"
     try:
         client.begin()
         with context.silence.reporting_to(client.write), shortage_named("train the run"):
             (context.train or train)(prepare(context, names, client, record))
             client.flush()
+        why = "it had trained the run to its end"
+    except StopRequested:
+        why = context.why_stopped()
+        raise
+    except Exception as error:  # notes it for the trainer that goes on, and raises it again
+        why = f"{error.message} [{error.reason}]" if isinstance(error, MillraceError) else repr(error)
+        raise
     finally:
-        client.close()
+        client.close(why)
 
 
 def hold_run(context: JobContext, client: LogClient) -> None:
@@ -157,6 +168,7 @@ def prepare(context: JobContext, names: Names, client: LogClient, record: bytes)
     skips_from = gang.from_leader(lambda: last_reopened(context.store, names))
     position.num_skipped = min(position.num_skipped, max(position.version - skips_from, 0))
     plan = plan_versions(context, names, learner, found, position, lineage=lineage, reporter=reporter)
+    tell_resumed(context, names, client, found, reporter)
     publisher = make_publisher(context, names, client, learner, directory=directory, plan=plan)
     mender = Mender(publisher.mend, context.damage, publisher.raise_failure)
     return Training(
@@ -202,6 +214,19 @@ def begin(context: JobContext, names: Names, record: bytes, found: Resumed, repo
         lineage = found.manifest.lineage
     require_batches(context.store, names, found, first=position.version, gang=context.gang)
     return position, lineage
+
+
+def tell_resumed(context: JobContext, names: Names, client: LogClient, found: Resumed, reporter: Reporter) -> None:
+    """Report from which step a run goes on that was begun before, and why it begins again. Collective in a gang."""
+    with agreed(context.gang):
+        if not context.gang.is_leader or not client.before:
+            return
+        step = 0 if found.manifest is None else found.manifest.step
+        _, published = newest_published(context.store, names) or (0, step)
+        body = event_pb2.TrainingResumed(
+            step=step, start=found.start, reason=client.before, published=max(published, step), epoch=client.epoch
+        )
+        reporter.resumed(body)
 
 
 def require_whole_history(names: Names, origin: RunOrigin, found: Resumed) -> None:

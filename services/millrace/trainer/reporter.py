@@ -125,6 +125,11 @@ class Reporter:
             },
         )
 
+    def resumed(self, body: event_pb2.TrainingResumed) -> None:
+        """Report from which step a run goes on that was begun before."""
+        logger.info("training goes on", extra={"step": body.step, "start": body.start, "why": body.reason})
+        self._write(event_pb2.Event(training_resumed=body))
+
     def checkpoint_saved(self, saved: SavedCheckpoint) -> None:
         """Report a durable checkpoint."""
         body = event_pb2.CheckpointSaved(

@@ -122,6 +122,7 @@ def _work(
             slot=slot,
             silence=silence,
             should_stop=worker.should_stop,
+            why_stopped=worker.why_stopped,
             on_epoch=worker.on_epoch,
             on_progress=worker.on_progress,
             damage=worker.damage,

@@ -194,6 +194,16 @@ class TrainerWorker:
             return self._assigned != working_on
         return self._clock() - self._assigned_at > _UNASSIGNED_GRACE_S
 
+    def why_stopped(self) -> str:
+        """Why the job shall release the run, in words."""
+        if self.stopping.is_set():
+            return "its process was told to end"
+        if self._status.run_uid in self._unwanted:
+            return "the run was paused, cancelled or over"
+        if self._assigned:
+            return "the orchestrator gave it another run"
+        return f"the orchestrator had no work for it for {_UNASSIGNED_GRACE_S:.0f} s"
+
     def damage(self) -> tuple[PolicyEntry, int] | None:
         """The policy of the run that replicas found damaged last, and how often they did; None if there is none."""
         damage = self._damage

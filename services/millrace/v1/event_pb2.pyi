@@ -11,7 +11,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class Event(_message.Message):
-    __slots__ = ("cursor", "time", "writer", "writer_sequence", "state_changed", "step_completed", "eval_completed", "policy_published", "checkpoint_saved", "warning", "wait_reported", "score_completed", "batch_committed", "policy_served", "rollouts_failed", "token_log_stored")
+    __slots__ = ("cursor", "time", "writer", "writer_sequence", "state_changed", "step_completed", "eval_completed", "policy_published", "checkpoint_saved", "warning", "wait_reported", "score_completed", "batch_committed", "policy_served", "rollouts_failed", "token_log_stored", "training_resumed")
     CURSOR_FIELD_NUMBER: _ClassVar[int]
     TIME_FIELD_NUMBER: _ClassVar[int]
     WRITER_FIELD_NUMBER: _ClassVar[int]
@@ -28,6 +28,7 @@ class Event(_message.Message):
     POLICY_SERVED_FIELD_NUMBER: _ClassVar[int]
     ROLLOUTS_FAILED_FIELD_NUMBER: _ClassVar[int]
     TOKEN_LOG_STORED_FIELD_NUMBER: _ClassVar[int]
+    TRAINING_RESUMED_FIELD_NUMBER: _ClassVar[int]
     cursor: str
     time: _timestamp_pb2.Timestamp
     writer: str
@@ -44,7 +45,8 @@ class Event(_message.Message):
     policy_served: PolicyServed
     rollouts_failed: RolloutsFailed
     token_log_stored: TokenLogStored
-    def __init__(self, cursor: _Optional[str] = ..., time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., writer: _Optional[str] = ..., writer_sequence: _Optional[int] = ..., state_changed: _Optional[_Union[StateChanged, _Mapping]] = ..., step_completed: _Optional[_Union[StepCompleted, _Mapping]] = ..., eval_completed: _Optional[_Union[EvalCompleted, _Mapping]] = ..., policy_published: _Optional[_Union[PolicyPublished, _Mapping]] = ..., checkpoint_saved: _Optional[_Union[CheckpointSaved, _Mapping]] = ..., warning: _Optional[_Union[Warning, _Mapping]] = ..., wait_reported: _Optional[_Union[WaitReported, _Mapping]] = ..., score_completed: _Optional[_Union[ScoreCompleted, _Mapping]] = ..., batch_committed: _Optional[_Union[BatchCommitted, _Mapping]] = ..., policy_served: _Optional[_Union[PolicyServed, _Mapping]] = ..., rollouts_failed: _Optional[_Union[RolloutsFailed, _Mapping]] = ..., token_log_stored: _Optional[_Union[TokenLogStored, _Mapping]] = ...) -> None: ...
+    training_resumed: TrainingResumed
+    def __init__(self, cursor: _Optional[str] = ..., time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., writer: _Optional[str] = ..., writer_sequence: _Optional[int] = ..., state_changed: _Optional[_Union[StateChanged, _Mapping]] = ..., step_completed: _Optional[_Union[StepCompleted, _Mapping]] = ..., eval_completed: _Optional[_Union[EvalCompleted, _Mapping]] = ..., policy_published: _Optional[_Union[PolicyPublished, _Mapping]] = ..., checkpoint_saved: _Optional[_Union[CheckpointSaved, _Mapping]] = ..., warning: _Optional[_Union[Warning, _Mapping]] = ..., wait_reported: _Optional[_Union[WaitReported, _Mapping]] = ..., score_completed: _Optional[_Union[ScoreCompleted, _Mapping]] = ..., batch_committed: _Optional[_Union[BatchCommitted, _Mapping]] = ..., policy_served: _Optional[_Union[PolicyServed, _Mapping]] = ..., rollouts_failed: _Optional[_Union[RolloutsFailed, _Mapping]] = ..., token_log_stored: _Optional[_Union[TokenLogStored, _Mapping]] = ..., training_resumed: _Optional[_Union[TrainingResumed, _Mapping]] = ...) -> None: ...
 
 class StateChanged(_message.Message):
     __slots__ = ("old_state", "new_state", "reason", "error", "chain_hash")
@@ -193,6 +195,20 @@ class TokenLogStored(_message.Message):
     sha256: str
     size_bytes: int
     def __init__(self, step: _Optional[int] = ..., key: _Optional[str] = ..., sha256: _Optional[str] = ..., size_bytes: _Optional[int] = ...) -> None: ...
+
+class TrainingResumed(_message.Message):
+    __slots__ = ("step", "start", "reason", "published", "epoch")
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    START_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    PUBLISHED_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    step: int
+    start: str
+    reason: str
+    published: int
+    epoch: int
+    def __init__(self, step: _Optional[int] = ..., start: _Optional[str] = ..., reason: _Optional[str] = ..., published: _Optional[int] = ..., epoch: _Optional[int] = ...) -> None: ...
 
 class BatchCommitted(_message.Message):
     __slots__ = ("step", "num_trained", "dropped", "num_tokens", "chain_hash", "filtered", "num_easy_tasks", "num_normal_tasks", "num_hard_tasks", "metrics")

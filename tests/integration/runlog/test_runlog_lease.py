@@ -6,6 +6,7 @@ import pytest
 
 from millrace.errors import FencedError, LogGoneError
 from millrace.runlog import Lease, RunLog
+from millrace.runlog.redis.lease import last_end
 from millrace_testing.leases import lease_holder
 
 
@@ -24,6 +25,26 @@ async def test_one_holder_until_released(log, other):
     assert not lease.may_write
     assert await lease_holder(log, "orchestrator") is None
     assert await Lease.acquire(other, "orchestrator", "b", 30) is not None
+
+
+async def test_who_gives_it_back_may_leave_words_for_the_next_holder(log, other):
+    lease = await Lease.acquire(log, "trainer", "a", 30)
+    assert lease is not None and await last_end(log, "trainer") is None
+    await lease.renew(epoch=3)
+    await lease.release("its process was told to end")
+    assert await last_end(other, "trainer") == ("a", 3, "its process was told to end")
+    assert 0 < await log.redis.pttl(log.names.lease_end("trainer")) <= 7 * 24 * 3600 * 1000
+    await lease.release("a second time")
+    assert await last_end(other, "trainer") == ("a", 3, "its process was told to end"), "only who holds it says so"
+    await log.redis.set(log.names.lease_end("trainer"), b"\xff{")
+    assert await last_end(other, "trainer") is None
+
+
+async def test_a_lease_says_whose_it_was_if_nobody_gave_it_back(log, other):
+    lease = await Lease.acquire(log, "trainer", "a", 30, slot="host/1")
+    heir = await Lease.acquire(other, "trainer", "b", 30, slot="host/1")
+    assert lease is not None and lease.taken_from == ""
+    assert heir is not None and heir.taken_from == "a"
 
 
 async def test_renewal_keeps_it_beyond_its_ttl_and_tells_the_epoch(log, other):

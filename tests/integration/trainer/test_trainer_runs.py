@@ -125,6 +125,9 @@ def test_stop_and_resume_equals_an_unbroken_run(
     assert broken.digests() == unbroken.digests()
     assert before.items() <= broken.digests().items()
     assert broken.checkpoints() == [2, 3, 4, 5]
+    (told,) = [event.training_resumed for event in broken.events() if event.HasField("training_resumed")]
+    assert (told.step, told.start, told.published, told.epoch) == (3, "checkpoint 3", 3, 2)
+    assert told.reason == "trainer-test gave the run back: it was asked to"
     kls = [event.step_completed.metrics for event in unbroken.events() if event.HasField("step_completed")]
     if keys:
         assert kls[0]["reference_kl/mean"] == 0 and all(step["reference_kl/mean"] > 0 for step in kls[1:])

@@ -117,6 +117,19 @@ def test_failure_is_told():
     assert lines == ["STARTING -> FAILED [ENV_LOAD_FAILED]"]
 
 
+def test_a_training_that_goes_on_says_behind_which_step_and_why():
+    body = event_pb2.TrainingResumed(step=4, start="checkpoint 4", published=6, epoch=2, reason="a gave it back: b")
+    goes_on = at(5, "trainer-2", training_resumed=body)
+    said = "training goes on behind step 4 (checkpoint 4), steps 5 to 6 are trained again: a gave it back: b"
+    assert plain_lines([goes_on]) == [said]
+    first = event_pb2.TrainingResumed(start="the start of the run", published=1, reason="a gave it back: b")
+    assert plain_lines([at(5, training_resumed=first)]) == [
+        "training goes on from the start of the run, step 1 is trained again: a gave it back: b"
+    ]
+    assert progress_of([goes_on, step(5, 6, reward=0.5)]).resumed == body, "not as far as it was"
+    assert progress_of([goes_on, step(6, 7, reward=0.5)]).resumed is None
+
+
 def test_log_lines_carry_time_and_writer_for_every_kind_of_event():
     progress = progress_of([])
     for event in recorded():

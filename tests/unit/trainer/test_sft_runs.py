@@ -247,3 +247,22 @@ def test_metrics_that_a_kill_has_torn_do_not_stop_the_resume(example: Path, tmp_
     path.write_text(path.read_text() + '{"step": 4, "lo')
     assert steps_of(make_config(example, tmp_path, max_steps=6)) == [4, 5]
     assert [line["step"] for line in lines_of(tmp_path)] == list(range(6)), "nothing is missing or there twice"
+
+
+def test_a_run_that_goes_on_says_behind_which_step(
+    example: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    steps_of(make_config(example, tmp_path))
+    assert not any("fine-tuning" in message for message in caplog.messages), "it began, and was never broken off"
+    shutil.rmtree(tmp_path / "sft" / "checkpoints" / str(4), ignore_errors=True)
+    newest = max((tmp_path / "sft" / "checkpoints").rglob("manifest.json"), key=lambda path: str(path.parent))
+    newest.unlink()
+    steps_of(make_config(example, tmp_path, max_steps=6))
+    assert (
+        "fine-tuning goes on behind step 2 (checkpoint 2): the run had ended behind step 4, and steps 3 to 4 are made "
+        "again" in caplog.messages
+    )
+    steps_of(make_config(example, tmp_path / "none", ckpt=None))
+    steps_of(make_config(example, tmp_path / "none", ckpt=None))
+    assert any("begins at step 1 again, without a checkpoint (the config has no [ckpt])" in m for m in caplog.messages)

@@ -251,6 +251,13 @@ def test_an_orchestrator_that_restarts_does_not_cost_the_run(
     assert not worker.should_stop()
     clock.ahead_s += 60
     assert worker.should_stop()
+    assert worker.why_stopped() == "the orchestrator had no work for it for 30 s"
+    _assign(worker, "run-b")
+    assert worker.should_stop() and worker.why_stopped() == "the orchestrator gave it another run"
+    worker.stopping.set()
+    assert worker.why_stopped() == "its process was told to end"
+    worker.stopping.clear()
+    _assign(worker, "run-a")
     release.set()
 
 

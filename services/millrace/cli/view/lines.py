@@ -4,7 +4,7 @@ import datetime
 
 from millrace.cli.view.progress import EvalPoint, Progress, StepPoint
 from millrace.cli.view.text import count, duration, printable, size
-from millrace.runlog.events.run_status import state_name
+from millrace.runlog.events.run_status import resumed_words, state_name
 from millrace.v1 import event_pb2
 
 LONG_WAIT_S = 10.0  # shorter waits are ordinary and no news
@@ -93,6 +93,8 @@ def _event_words(event: event_pb2.Event, progress: Progress) -> str:
         case "checkpoint_saved":
             saved = event.checkpoint_saved
             return f"checkpoint of step {saved.step} saved  {size(saved.size_bytes)}  {saved.uri}"
+        case "training_resumed":
+            return resumed_words(event.training_resumed)
         case "score_completed":
             done = event.score_completed
             return (

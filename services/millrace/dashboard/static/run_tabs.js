@@ -25,7 +25,7 @@ export function config(place, memory) {
 
 const json = (value) => (value === null ? "–" : typeof value === "string" ? value : JSON.stringify(value));
 
-const KINDS = [["", "all events"], ["warning,rollouts_failed", "warnings"], ["state_changed", "states"], ["step_completed", "steps"], ["policy_published,policy_served", "policies"], ["eval_completed,score_completed", "evaluations"], ["checkpoint_saved", "checkpoints"], ["wait_reported", "waits"]];
+const KINDS = [["", "all events"], ["warning,rollouts_failed", "warnings"], ["state_changed,training_resumed", "states"], ["step_completed", "steps"], ["policy_published,policy_served", "policies"], ["eval_completed,score_completed", "evaluations"], ["checkpoint_saved", "checkpoints"], ["wait_reported", "waits"]];
 
 export async function events(page, name, place, memory) {
   const found = await memory.ask(get(`${of(name)}/events`, { kinds: memory.kinds, size: memory.size || 100 }, page.signal));

@@ -12,7 +12,7 @@ from millrace.orchestrator.explain.chain import REDIS, SILENT_S, STORE, Chain, C
 from millrace.orchestrator.runs.run_view import RunView
 from millrace.orchestrator.workers import WorkerKind, WorkerRecord, WorkerRegistry
 from millrace.rpc.heartbeat_wire import to_proto
-from millrace.runlog.events.run_status import state_name
+from millrace.runlog.events.run_status import resumed_words, state_name
 from millrace.telemetry import waits
 from millrace.telemetry.standstill import METER, Meter
 from millrace.telemetry.waits import Wait
@@ -165,6 +165,8 @@ def _summary(
     parts = [_failing(count) for count in view.status.environments.values() if _is_failing(count)]
     stale = {env: found for env, found in sorted(view.status.staleness.items()) if found.is_much}
     parts += [f"environment {env!r} is behind: {found.lost}" for env, found in stale.items()]
+    if view.status.resumed is not None:
+        parts.append(resumed_words(view.status.resumed))
     if said := stood_still(owner):
         parts.append(said)
     if not any(component.kind == "trainer" for component in found):

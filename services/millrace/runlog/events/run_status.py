@@ -26,6 +26,17 @@ def is_terminal(state: run_pb2.RunState) -> bool:
     return state in TERMINAL
 
 
+def resumed_words(body: event_pb2.TrainingResumed) -> str:
+    """`training goes on behind step 4 (checkpoint 4), step 5 is trained again: trainer-1 gave the run back: …`."""
+    begins = f"behind step {body.step} ({body.start})" if body.step else f"from {body.start}"
+    again = ""
+    if body.published == body.step + 1:
+        again = f", step {body.published} is trained again"
+    elif body.published > body.step:
+        again = f", steps {body.step + 1} to {body.published} are trained again"
+    return f"training goes on {begins}{again}: {body.reason}"
+
+
 def version_names(steps: Sequence[int]) -> str:
     """Return the names of the first few versions, and how many there are."""
     shown = ", ".join(f"v{step}" for step in steps[:_SHOWN_VERSIONS])
@@ -101,6 +112,8 @@ class RunStatus:
     """By environment."""
     batches: BatchAge = field(default_factory=BatchAge)
     """On the clocks of the events' writers."""
+    resumed: event_pb2.TrainingResumed | None = None
+    """How training began again, until it is as far as it was before."""
     last_time: float = 0.0
     """Of the newest event, on its writer's clock (seconds since the epoch)."""
     spoke_at: dict[str, float] = field(default_factory=dict)
@@ -167,6 +180,11 @@ class RunStatus:
                 self.batches.committed(self.last_time, is_last=0 < self.max_steps <= batch.step + 1)
             case "step_completed":
                 self._add_step(event.step_completed)
+                if self.resumed is not None and event.step_completed.step >= self.resumed.published:
+                    self.resumed = None
+            case "training_resumed":
+                self.resumed = event_pb2.TrainingResumed()
+                self.resumed.CopyFrom(event.training_resumed)
             case "rollouts_failed":
                 count = run_pb2.EnvRollouts()
                 count.CopyFrom(event.rollouts_failed.environment)

@@ -20,6 +20,8 @@ from millrace.runlog.redis.log import RunLog
 
 logger = logging.getLogger(__name__)
 
+_KEEP_END_S = 7 * 24 * 3600.0  # a run that is paused for longer begins again without the words of who paused it
+_MAX_WORDS = 2000
 _MAX_TAKEOVERS = 3  # each repetition means that the dead holder's value changed meanwhile: somebody else was faster
 
 
@@ -30,6 +32,14 @@ class LeaseHolder(NamedTuple):
     epoch: int
     slot: str
     """The holder's place, such as `host/address`; empty if it has no lasting one."""
+
+
+class LeaseEnd(NamedTuple):
+    """The last words of a holder that gave its lease back."""
+
+    owner: str
+    epoch: int
+    why: str
 
 
 class Lease:
@@ -44,6 +54,8 @@ class Lease:
         self._epoch = 0
         self._renewed = renewed
         self._is_released = False
+        self.taken_from = ""
+        """The owner in the same slot that had not given it back; empty if it was free."""
         self.role = role
         self.owner = owner
         self.slot = slot
@@ -58,7 +70,7 @@ class Lease:
         """
         token, expected = secrets.token_hex(8), b""
         value = _value(owner, token, 0, slot)
-        keys = [log.names.lease(role), log.names.meta]
+        keys, taken_from = [log.names.lease(role), log.names.meta], ""
         for _ in range(_MAX_TAKEOVERS):
             began = time.monotonic()
             args = [log.generation, value, _milliseconds(ttl_s), expected]
@@ -70,7 +82,9 @@ class Lease:
             if answer == "LOGGONE":
                 raise log_gone(f"lease of {role} of run {log.uid}")
             if answer == "OK" or as_text(held) == value:  # equal: our own call, whose answer was lost
-                return cls(log, role=role, owner=owner, ttl_s=ttl_s, token=token, renewed=began, slot=slot)
+                lease = cls(log, role=role, owner=owner, ttl_s=ttl_s, token=token, renewed=began, slot=slot)
+                lease.taken_from = taken_from
+                return lease
             try:
                 holder = _decode(held, role, log.uid)
             except CorruptObjectError as error:
@@ -78,7 +92,7 @@ class Lease:
                 return None
             if not slot or holder.slot != slot:
                 return None
-            expected = held
+            expected, taken_from = held, holder.owner
         return None
 
     @property
@@ -125,14 +139,31 @@ class Lease:
         self._renewed = -math.inf
         return False
 
-    async def release(self) -> None:
-        """Give the lease back if we still hold it."""
+    async def release(self, why: str = "") -> None:
+        """Give the lease back if we still hold it; `why` is kept for who holds it next."""
         self._is_released = True
         self._renewed = -math.inf
+        words = json.dumps({"owner": self.owner, "epoch": self._epoch, "why": why[:_MAX_WORDS]}) if why else ""
+        keys = [self._key, self._log.names.lease_end(self.role)]
+        args = [self._token, words, _milliseconds(_KEEP_END_S)]
         await self._log.call(
             f"releasing the lease of {self.role}",
-            lambda: script.RELEASE_LEASE.run(self._log.redis, [self._key], [self._token]),
+            lambda: script.RELEASE_LEASE.run(self._log.redis, keys, args),
         )
+
+
+async def last_end(run_log: RunLog, role: str) -> LeaseEnd | None:
+    """The last words of the last holder that gave a role back; None without any, and for what is no such words."""
+    key = run_log.names.lease_end(role)
+    found = await run_log.call(f"reading the end of the lease of {role}", lambda: run_log.redis.get(key))
+    if found is None:
+        return None
+    try:
+        fields = Fields(decode_object(found, what="it", reason="LEASE_CORRUPT", max_bytes=64 << 10))
+        return LeaseEnd(fields.text("owner"), fields.integer("epoch"), fields.text("why"))
+    except (CorruptObjectError, ValueError) as error:  # it is for people: what it says decides nothing
+        logger.warning("the last words of a lease's holder cannot be read", extra=_fields(key, error))
+        return None
 
 
 async def _expire(run_log: RunLog, role: str, held: bytes, ttl_s: float, error: CorruptObjectError) -> None:
@@ -149,7 +180,7 @@ async def _expire(run_log: RunLog, role: str, held: bytes, ttl_s: float, error: 
         )
 
 
-def _fields(key: str, error: CorruptObjectError) -> dict[str, object]:
+def _fields(key: str, error: Exception) -> dict[str, object]:
     return {"key": key, "error": str(error)}
 
 

@@ -278,13 +278,16 @@ return 0
 """
 )
 
-# Give our lease back. KEYS: lease. ARGV: token.
+# Give our lease back. KEYS: lease, its end. ARGV: token, last words and for how many ms to keep them ("": none).
 RELEASE_LEASE = Script.of(
     _HELD
     + _IS_OURS
     + """
 local held = read(KEYS[1])
-if held and is_ours(held, ARGV[1]) then return redis.call('DEL', KEYS[1]) end
+if held and is_ours(held, ARGV[1]) then
+  if ARGV[2] ~= '' then redis.call('SET', KEYS[2], ARGV[2], 'PX', ARGV[3]) end
+  return redis.call('DEL', KEYS[1])
+end
 return 0
 """
 )

@@ -90,6 +90,11 @@ class LogClient:
         """The fencing epoch that this trainer holds."""
         return self._held.epoch.number
 
+    @property
+    def before(self) -> str:
+        """How the training before this one ended, in words; empty if this is the run's first."""
+        return self._held.before
+
     # BatchLog
 
     def is_stop_requested(self) -> bool:
@@ -164,15 +169,18 @@ class LogClient:
                     raise
                 logger.warning("events not written; trying again", extra={"error": str(error)})
 
-    def close(self) -> None:
-        """End reading, write what is queued, give the lease back. Logs what fails: the caller is leaving anyway."""
+    def close(self, why: str) -> None:
+        """End reading, write what is queued, give the lease back; `why` is for the trainer that holds it next.
+
+        Logs what fails: the caller is leaving anyway.
+        """
         self._is_closed = True
         self._cancel_reading()
         for future in (self._opening, self._keeping):
             if future is not None:
                 future.cancel()
         try:
-            self._call(self._close(), "closing the log", _WRITE_TIMEOUT_S)
+            self._call(self._close(why), "closing the log", _WRITE_TIMEOUT_S)
         except (MillraceError, OSError) as error:  # OSError: also a TimeoutError of the coroutine itself
             logger.warning("the run's log was not closed in order", extra={"error": str(error) or repr(error)})
 
@@ -200,7 +208,7 @@ class LogClient:
             return await self._hold.outlasting(read)
         return await outlasting(read, reopen=lambda: reopened(run_log))
 
-    async def _close(self) -> None:
+    async def _close(self, why: str) -> None:
         if self._log is None:
             return
         try:
@@ -208,7 +216,7 @@ class LogClient:
                 await self._events.close(timeout_s=_CLOSE_S)
             if self._hold is not None:
                 async with asyncio.timeout(_CLOSE_S):
-                    await self._hold.release()
+                    await self._hold.release(why)
         finally:
             await self._log.redis.aclose()
 

@@ -18,7 +18,8 @@ from millrace.decoding import decode_message
 from millrace.errors import CapacityError, FencedError, InternalError, LogGoneError, MillraceError, UnavailableError
 from millrace.internal.v1 import policy_pb2
 from millrace.runlog import AppendResult, Epoch, Lease, RunLog, Stream, reappend_policies
-from millrace.runlog.records.epochs import latest_epoch
+from millrace.runlog.records.epochs import epoch_owner, latest_epoch
+from millrace.runlog.redis.lease import last_end
 from millrace.telemetry import waits
 
 logger = logging.getLogger(__name__)
@@ -42,13 +43,15 @@ class Hold:
         self._present = asyncio.Event()  # Redis holds the log, as far as is known
         self._present.set()
         self.epoch = epoch
+        self.before = ""
+        """How the hold before this one ended, in words; empty if this is the run's first."""
         self.lost: MillraceError | None = None
         """Why it is no longer renewed; it never comes back."""
 
     @classmethod
     async def take(cls, run_log: RunLog, *, owner: str, slot: str) -> Self:
         """Wait for the log and for the lease, then take a new epoch. Ends by cancellation if nobody wants it."""
-        wait, lease = waits.LastingWait(), None
+        wait, lease, has_waited = waits.LastingWait(), None, False
         try:
             while True:
                 try:
@@ -59,8 +62,10 @@ class Hold:
                         hold = cls(run_log, lease, await run_log.acquire_epoch(ROLE, owner))
                         # A predecessor may have died between a policy's manifest and its announcement.
                         await hold._follow_log()
+                        hold.before = await _end_before(run_log, hold.epoch, lease, has_waited=has_waited)
                         logger.info("holding the run", extra={"run": run_log.uid, "epoch": hold.epoch.number})
                         return hold
+                    has_waited = True
                     wait.on(f"lease of the trainer of run {run_log.uid}", waits_on="trainer", key="lease")
                 except (UnavailableError, CapacityError) as error:
                     _wait_for(wait, error)
@@ -137,10 +142,10 @@ class Hold:
 
         return await outlasting(checked, reopen=present)
 
-    async def release(self) -> None:
-        """Give the lease back, unless it is another's."""
+    async def release(self, why: str) -> None:
+        """Give the lease back, unless it is another's; `why` is for who holds it next."""
         if not isinstance(self.lost, FencedError):
-            await self._lease.release()
+            await self._lease.release(why)
 
     async def _renew(self) -> None:
         if not await self._lease.renew(epoch=self.epoch.number):
@@ -193,6 +198,21 @@ class Hold:
             known = decode_message(policy_pb2.PolicyEntry, found.d, what=what, reason="LOG_ENTRY_CORRUPT")
             return (known.lineage, known.digest) == (entry.lineage, entry.digest)
         return False
+
+
+async def _end_before(run_log: RunLog, epoch: Epoch, lease: Lease, *, has_waited: bool) -> str:
+    """How the hold before `epoch` ended, as far as its last words and its lease tell; empty for the first epoch."""
+    before = epoch.number - 1
+    if not before:
+        return ""
+    owner = await asyncio.to_thread(epoch_owner, run_log.store, run_log.names, ROLE, before) or "the trainer before it"
+    end = await last_end(run_log, ROLE)
+    if end is not None and end.epoch == before:
+        return f"{owner} gave the run back: {end.why}"
+    if lease.taken_from:
+        return f"the process of {owner} ended without giving the run back: it was killed, ran out of memory or crashed"
+    silent = f"{owner} did not give the run back and renewed its lease no longer: its process or machine was "
+    return silent + ("killed, frozen or cut off" if has_waited else "killed, or cut off from Redis")
 
 
 def require_newest(newest: int, *, held: int, uid: str) -> None:

@@ -147,6 +147,8 @@ def run_sft(config: SFTConfig, *, gang: Gang, on_step: Callable[[SFTStep], None]
         base_digest=built.base_digest,
     )
     start = checkpoints.resume(max_steps=data.num_steps)
+    if gang.is_leader:
+        _tell_start(output, start[0], saves=config.ckpt is not None)
     with agreed(gang):
         if gang.is_leader and (checkpoint_bytes := checkpoints.num_bytes):
             require_room(output, checkpoint_bytes + model_bytes, what="a checkpoint and the model take")
@@ -407,15 +409,38 @@ def _open_metrics(output: Path, start: int, *, gang: Gang) -> IO[str]:
     return path.open("a", encoding="utf-8")
 
 
+def _tell_start(output: Path, step: int, *, saves: bool) -> None:
+    """Log from which step a run goes on that was begun before, and how far it had come."""
+    path = output / "metrics.jsonl"
+    lines = path.read_text(errors="replace").splitlines() if path.is_file() else []
+    steps = [step for step, metrics in map(_metrics_of, lines) if "loss/mean" in metrics]
+    made = max(steps, default=-1) + 1
+    if step:
+        begins = f"fine-tuning goes on behind step {step} (checkpoint {step})"
+    elif made:
+        without = "the run had saved none yet" if saves else "the config has no [ckpt]"
+        begins = f"fine-tuning begins at step 1 again, without a checkpoint ({without})"
+    else:
+        return
+    again = f": the run had ended behind step {made}, and steps {step + 1} to {made} are made again"
+    logger.info(begins + (again if made > step else ""), extra={"step": step, "made": made})
+
+
 def _is_before(line: str, start: int) -> bool:
     """Whether a line of metrics is of what is kept: a step before `start`, or the validation behind the last one."""
+    step, metrics = _metrics_of(line)
+    return bool(metrics) and (step < start or (step == start and "loss/mean" not in metrics))
+
+
+def _metrics_of(line: str) -> tuple[int, dict[str, Any]]:
+    """The step of a line of metrics, and what it says; nothing for a line that a kill has torn."""
     try:
         metrics = decode_json(line, what="a line of metrics.jsonl", reason="METRICS_CORRUPT")
     except CorruptObjectError:
-        return False  # torn by a kill
+        return 0, {}
     if not isinstance(metrics, dict) or not isinstance(step := metrics.get("step"), int):
-        return False
-    return step < start or (step == start and "loss/mean" not in metrics)
+        return 0, {}
+    return step, metrics
 
 
 def _write_line(file: IO[str], metrics: dict[str, float | int]) -> None:
