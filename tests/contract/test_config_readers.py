@@ -24,6 +24,8 @@ UNREAD = {
     "wandb.log_extras.interval": "as wandb.project",
     "data.loss_mask.system": "read by the name of the message's role",
     "data.loss_mask.tool": "as data.loss_mask.system",
+    "val.data.loss_mask.system": "as data.loss_mask.system",
+    "val.data.loss_mask.tool": "as data.loss_mask.system",
     **{f"{key}.columns.{name}": "read by the name of the column" for key in ("data", "val.data") for name in COLUMNS},
     "seq_len": "only fills the services' keys",
     "algo.preset": "only fills the keys of both sides",

@@ -145,6 +145,24 @@ name = "rows.jsonl"
 micro_batch_size = 2
 [optim]
 weight_decay = "auto"
+[val]
+interval = 5
+eval_on_start = true
+[val.data]
+type = "sft"
+name = "others"
+subsets = ["a", "b"]
+splits = ["t", "u"]
+probabilities = [0.5, 0.25]
+stopping_strategy = "first_exhausted"
+shuffle = true
+seed = 3
+batch_size = 16
+seq_len = 64
+micro_batch_size = 2
+num_workers = 2
+[val.data.loss_mask]
+user = true
 [eval]
 interval = 3
 [renderer]

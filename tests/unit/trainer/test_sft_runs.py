@@ -175,6 +175,43 @@ def test_validation_is_at_the_interval_and_at_the_end(example: Path, tmp_path: P
     assert lines_of(tmp_path / "rows")[0]["loss/mean"] == pytest.approx(losses[0], rel=1e-6)
 
 
+def val_loss(example: Path, output: Path, **data: Any) -> float:
+    """The loss of the start model on the rows of `output`'s parent, under these keys of `val.data`."""
+    val = {"interval": 9, "eval_on_start": True, "data": {"name": str(output.parent / "rows"), **data}}
+    steps_of(make_config(example, output, val=val, max_steps=1, ckpt=None))
+    return next(line["val/loss"] for line in lines_of(output))
+
+
+def step_loss(example: Path, output: Path, *, rows: list[str], **data: Any) -> float:
+    """The loss of the first step, which takes all of these rows."""
+    output.mkdir()
+    (output / "rows.jsonl").write_text("\n".join(rows) + "\n")
+    data = {"name": str(output / "rows.jsonl"), "batch_size": len(rows), "seq_len": 64, **data}
+    steps_of(make_config(example, output, data=data, max_steps=1, ckpt=None))
+    return lines_of(output)[0]["loss/mean"]
+
+
+def test_validation_has_a_length_roles_and_a_mixture_of_its_own(example: Path, tmp_path: Path) -> None:
+    rows = (example / "sft.jsonl").read_text().splitlines()
+    (tmp_path / "rows").mkdir()
+    (tmp_path / "rows" / "a.jsonl").write_text("\n".join(rows[:2]) + "\n")
+    (tmp_path / "rows" / "b.jsonl").write_text("\n".join(rows[2:7]) + "\n")
+    both = {"subsets": ["a", "b"]}
+    same = val_loss(example, tmp_path / "same", **both)
+    assert same == pytest.approx(step_loss(example, tmp_path / "once", rows=rows[:7]), rel=1e-6)
+    cut = val_loss(example, tmp_path / "cut", seq_len=30)
+    assert cut == pytest.approx(step_loss(example, tmp_path / "short", rows=rows[:7], seq_len=30), rel=1e-6) != same
+    mask = {"user": True, "assistant": False}
+    asked = val_loss(example, tmp_path / "asked", loss_mask=mask)
+    assert asked == pytest.approx(step_loss(example, tmp_path / "user", rows=rows[:7], loss_mask=mask), rel=1e-6)
+    turns = val_loss(example, tmp_path / "turns", **both, stopping_strategy="first_exhausted")
+    assert turns == pytest.approx(step_loss(example, tmp_path / "four", rows=rows[:4]), rel=1e-6)
+    drawn = [val_loss(example, tmp_path / f"drawn{at}", **both, probabilities=[1, 9], seed=at) for at in (0, 0, 5)]
+    assert drawn[0] == drawn[1] != drawn[2] != same
+    with pytest.raises(InvalidSpecError, match=r"set val\.data\.seq_len to \d+ to cut no row"):
+        val_loss(example, tmp_path / "nothing", seq_len=3)
+
+
 def test_packed_steps_take_as_much_as_fits_and_continue_where_they_were(example: Path, tmp_path: Path) -> None:
     data = {"name": str(example / "sft.jsonl"), "batch_size": 4, "seq_len": 128, "pack_function": "cat"}
     steps_of(make_config(example, tmp_path / "one", data=data))

@@ -24,6 +24,9 @@ from millrace.config.sections.trainer import (
 )
 from millrace.config.tree import Facts
 
+Stopping = Literal["all_exhausted", "first_exhausted"]
+"""When a pass over several subsets or splits ends."""
+
 
 class SFTModelConfig(ModelLayoutConfig):
     """The model that is trained."""
@@ -76,6 +79,11 @@ class DataSourceConfig(ConfigSection):
         "the n-th split is read of the n-th subset.",
     )
     columns: ColumnsConfig = table(ColumnsConfig, "What the columns are called in the data.")
+    probabilities: list[float] | None = option(
+        None,
+        "How often each subset or split is drawn, one number above 0 for each; they are scaled to the sum of 1. "
+        "If left out they take turns.",
+    )
 
     @field_validator("subsets", "splits")
     @classmethod
@@ -85,16 +93,28 @@ class DataSourceConfig(ConfigSection):
             raise ValueError("must name at least one, and no name may be empty; leave it out for the whole data set")
         return names
 
+    @field_validator("probabilities")
+    @classmethod
+    def _above_zero(cls, values: list[float] | None) -> list[float] | None:
+        """Refuse a share of nothing, whose rows a pass could never exhaust."""
+        if values is not None and not (values and all(value > 0 for value in values)):
+            raise ValueError("must be numbers above 0; leave a subset out that is not wanted")
+        return values
+
     @property
     def num_sources(self) -> int:
         """How many subsets or splits are mixed."""
         return len(self.subsets or self.splits or [""])
 
     def broken_source_rules(self, prefix: str) -> Iterator[BrokenRule]:
-        """Subsets and splits that do not pair up; `prefix` is the table of this section."""
+        """Subsets, splits and probabilities that do not pair up; `prefix` is the table of this section."""
         if self.subsets and self.splits and len(self.subsets) != len(self.splits):
             message = f"has {len(self.splits)} names, `{prefix}.subsets` has {len(self.subsets)}; give one per subset"
             yield broken(message, f"{prefix}.splits", f"{prefix}.subsets")
+        if self.probabilities and len(self.probabilities) != self.num_sources:
+            given = len(self.probabilities)
+            message = f"has {given} numbers for {self.num_sources} subsets or splits; give one for each"
+            yield broken(message, f"{prefix}.probabilities", f"{prefix}.subsets", f"{prefix}.splits")
 
 
 class LossMaskConfig(ConfigSection):
@@ -109,12 +129,7 @@ class LossMaskConfig(ConfigSection):
 class SFTDataConfig(DataSourceConfig):
     """The rows that are trained on, and how steps take them."""
 
-    probabilities: list[float] | None = option(
-        None,
-        "How often each subset or split is drawn, one number above 0 for each; they are scaled to the sum of 1. "
-        "If left out they take turns.",
-    )
-    stopping_strategy: Literal["all_exhausted", "first_exhausted"] = option(
+    stopping_strategy: Stopping = option(
         "all_exhausted",
         "When a pass over several subsets or splits ends: once the rows of all were taken (those of small ones are "
         "repeated), or once the rows of one were.",
@@ -135,21 +150,52 @@ class SFTDataConfig(DataSourceConfig):
     shuffle: bool = option(True, "Draw the rows in a random order, a new one in every pass.")
     seed: int = option(0, "Seed of the order.", facts=Facts(follows="seed", default_text="`seed`"), ge=0)
 
-    @field_validator("probabilities")
-    @classmethod
-    def _above_zero(cls, values: list[float] | None) -> list[float] | None:
-        """Refuse a share of nothing, whose rows a pass could never exhaust."""
-        if values is not None and not (values and all(value > 0 for value in values)):
-            raise ValueError("must be numbers above 0; leave a subset out that is not wanted")
-        return values
+
+class SFTValDataConfig(DataSourceConfig):
+    """The rows that are validated, all of them each time."""
+
+    probabilities: list[float] | None = option(
+        None,
+        "How often each subset or split is drawn for a mixed set, as `data.probabilities`; each row counts once if "
+        "this and `stopping_strategy` are left out.",
+    )
+    stopping_strategy: Stopping | None = option(
+        None,
+        "When a mixed set of several subsets or splits is whole, as `data.stopping_strategy`. If left out, each row "
+        "counts once, or, with `probabilities`, as all_exhausted.",
+    )
+    loss_mask: LossMaskConfig | None = option(
+        None, "Messages of which roles count.", facts=Facts(default_text="`data.loss_mask`")
+    )
+    seq_len: int = option(
+        128,
+        "Longest sample in tokens; a longer one is cut.",
+        facts=Facts(follows="data.seq_len", default_text="`data.seq_len`"),
+        ge=2,
+    )
+    seed: int = option(
+        0,
+        "Seed of the draws.",
+        facts=Facts(
+            follows="data.seed",
+            default_text="`data.seed`",
+            needs=("val.data.probabilities", "all rows are taken, and their order changes nothing"),
+        ),
+        ge=0,
+    )
+
+    @property
+    def is_mixed(self) -> bool:
+        """Whether its sources are mixed as those of training are; else each row counts once."""
+        return self.probabilities is not None or self.stopping_strategy is not None
 
 
 class SFTValConfig(ConfigSection):
-    """The mean loss on rows that are not trained on, as `val/loss`. Roles, `seq_len` and cuts are those of `data`."""
+    """The mean loss on rows that are not trained on, as `val/loss`."""
 
     interval: int = option(50, "Steps between two validations; the trained model is validated always.", ge=1)
     eval_on_start: bool = option(False, "Validate the model before the first step, too.")
-    data: DataSourceConfig = table(DataSourceConfig, "The rows, all of which are taken each time.")
+    data: SFTValDataConfig = table(SFTValDataConfig, "The rows, all of which are taken each time.")
 
 
 class SFTConfig(Document):
@@ -200,10 +246,12 @@ class SFTConfig(Document):
         yield from data.broken_source_rules("data")
         if self.val is not None:
             yield from self.val.data.broken_source_rules("val.data")
-        if data.probabilities and len(data.probabilities) != data.num_sources:
-            message = (
-                f"has {len(data.probabilities)} numbers for {data.num_sources} subsets or splits; give one for each"
-            )
-            yield broken(message, "data.probabilities", "data.subsets", "data.splits")
-        if not any(data.loss_mask.model_dump().values()):
-            yield broken("trains on no role; set one of its keys to true", "data.loss_mask")
+        for key, mask in self._loss_masks().items():
+            if not any(mask.model_dump().values()):
+                yield broken("trains on no role; set one of its keys to true", key)
+
+    def _loss_masks(self) -> dict[str, LossMaskConfig]:
+        masks = {"data.loss_mask": self.data.loss_mask}
+        if self.val is not None and self.val.data.loss_mask is not None:
+            masks["val.data.loss_mask"] = self.val.data.loss_mask
+        return masks

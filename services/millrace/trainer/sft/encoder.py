@@ -37,9 +37,19 @@ class RowEncoder:
     """
 
     def __init__(
-        self, tokenizer: Any, *, seq_len: int, loss_mask: LossMaskConfig | None = None, stops: TurnStops | None = None
+        self,
+        tokenizer: Any,
+        *,
+        seq_len: int,
+        loss_mask: LossMaskConfig | None = None,
+        stops: TurnStops | None = None,
+        key: str = "data",
     ) -> None:
-        """Encode with a tokenizer and its chat template; `stops` are known to the tokenizer if left out."""
+        """Encode with a tokenizer and its chat template; `stops` are known to the tokenizer if left out.
+
+        `key` is the table of the config that names the rows, for messages.
+        """
+        self._key = key
         self._tokenizer = tokenizer
         self._stops = stops or turn_stops(tokenizer)
         self._seq_len = seq_len
@@ -57,7 +67,7 @@ class RowEncoder:
         try:
             token_ids, trained = self._encode(row)
         except BadRowError as error:
-            self._note_bad(Violation(field="data.name", message=str(error), source=place or None))
+            self._note_bad(Violation(field=f"{self._key}.name", message=str(error), source=place or None))
             return None
         if self._conversations.lost and self._conversations.num_poor == 1:
             what = {"row": place, "lost": self._conversations.lost}
@@ -107,20 +117,22 @@ class RowEncoder:
             raise InvalidSpecError([self._first_bad], remedy=_BAD_REMEDY)
         if self.longest > self._seq_len:
             problem = Violation(
-                field="data.seq_len",
+                field=f"{self._key}.seq_len",
                 value=str(self._seq_len),
                 message=f"leaves no completion token in any of {self.num_rows} rows, so there is nothing to train on; "
                 f"the longest row has {self.longest} tokens",
             )
-            raise InvalidSpecError([problem], remedy=f"set data.seq_len to {self.longest} to cut no row")
-        problem = Violation(field="data.name", message=f"none of {self.num_rows} rows has a completion token")
-        raise InvalidSpecError([problem], remedy="give the rows completions, or train on other roles (data.loss_mask)")
+            raise InvalidSpecError([problem], remedy=f"set {self._key}.seq_len to {self.longest} to cut no row")
+        problem = Violation(field=f"{self._key}.name", message=f"none of {self.num_rows} rows has a completion token")
+        raise InvalidSpecError(
+            [problem], remedy=f"give the rows completions, or train on other roles ({self._key}.loss_mask)"
+        )
 
     def warn_of_losses(self) -> None:
         """Log how many rows were cut, dropped, left out, shown no tools or marked by the template so far, if any."""
         if self.num_cut or self.num_dropped:
             logger.warning(
-                "rows were cut at data.seq_len, or dropped because no completion token was left",
+                f"rows were cut at {self._key}.seq_len, or dropped because no completion token was left",
                 extra={
                     "rows": self.num_rows,
                     "cut": self.num_cut,
@@ -153,7 +165,11 @@ class RowEncoder:
         prompt, completion = row.get("prompt"), row.get("completion")
         if not isinstance(prompt, str) or not isinstance(completion, str) or row.get("messages") is not None:
             raise InvalidSpecError(
-                [Violation(field="data.name", message="has chat messages, but the tokenizer has no chat template")],
+                [
+                    Violation(
+                        field=f"{self._key}.name", message="has chat messages, but the tokenizer has no chat template"
+                    )
+                ],
                 remedy="give the tokenizer a chat template, or use text",
             )
         return self._encode_text(prompt, completion)

@@ -5,7 +5,6 @@ trained, and `metrics.jsonl`, one line per step. With `[ckpt]` it saves checkpoi
 that is started again.
 """
 
-import hashlib
 import json
 import logging
 import math
@@ -13,7 +12,6 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
@@ -25,7 +23,7 @@ from millrace.config.sections.sft import SFTConfig
 from millrace.decoding import decode_json
 from millrace.errors import CorruptObjectError, InvalidStateError
 from millrace.models.vocabulary import require_tokenizer
-from millrace.policies.stops import TurnStops, turn_stops
+from millrace.policies.stops import turn_stops
 from millrace.rollouts.types import TrainSample
 from millrace.storage.disk import io_errors
 from millrace.trainer.gang.agreement import agreed
@@ -51,9 +49,7 @@ from millrace.trainer.model.pretrained import (
 )
 from millrace.trainer.model.published import described_tensors
 from millrace.trainer.sft.checkpoints import SFTCheckpoints
-from millrace.trainer.sft.encoder import RowEncoder
-from millrace.trainer.sft.order import Order, mix, take_full, take_rows
-from millrace.trainer.sft.rows import Source, digest_rows, load_rows, load_sources
+from millrace.trainer.sft.data import FineTuningData
 from millrace.trainer.sft.saving import (
     num_bytes_of,
     require_mergeable,
@@ -113,7 +109,7 @@ def run_sft(config: SFTConfig, *, gang: Gang, on_step: Callable[[SFTStep], None]
     set_determinism(determinism, seed=config.seed, device=gang.device)
     directory = resolve_model_directory(config.model.name)
     tokenizer = require_tokenizer(directory, model=directory, needs_template=False)  # rows of text do without one
-    data = _Data(config, tokenizer, stops=turn_stops(tokenizer, directory))
+    data = FineTuningData(config, tokenizer, stops=turn_stops(tokenizer, directory))
     built = build_model(
         config.model, directory, gang=gang, seed=config.seed, prefix="model", context_length=config.data.seq_len
     )
@@ -169,7 +165,7 @@ def run_sft(config: SFTConfig, *, gang: Gang, on_step: Callable[[SFTStep], None]
 
 def _train(
     config: SFTConfig,
-    data: "_Data",
+    data: FineTuningData,
     learner: "_Learner",
     checkpoints: SFTCheckpoints,
     *,
@@ -216,86 +212,6 @@ def _require_learning(config: SFTConfig, step: int, num_skipped: int) -> None:
     )
 
 
-class _Data:
-    """The rows that are trained on, and what each step takes of them."""
-
-    def __init__(self, config: SFTConfig, tokenizer: object, *, stops: TurnStops) -> None:
-        data = config.data
-        sources = load_sources(data)
-        mixed = mix(
-            [len(source.rows) for source in sources],
-            probabilities=data.probabilities,
-            stop_at_first=data.stopping_strategy == "first_exhausted",
-            seed=data.seed,
-        )
-        self._sizes = [len(source.rows) for source in sources]
-        self.train = Source(
-            rows=[row for source in sources for row in source.rows],
-            places=[place for source in sources for place in source.places],
-        )
-        self.validation = None if config.val is None else load_rows(config.val.data, key="val.data")
-        self._order = Order(mixed, batch_size=data.batch_size, shuffle=data.shuffle, seed=data.seed)
-        self._is_full = data.pack_function == "cat"
-        self._max_steps = config.max_steps
-        self._tokenizer, self._stops, self._data = tokenizer, stops, data
-        self._encoder = self._new_encoder()
-        self._take = (
-            partial(take_full, count=data.batch_size, seq_len=data.seq_len)
-            if self._is_full
-            else partial(take_rows, count=data.batch_size)
-        )
-        taken = self._order.first_pass(max_steps=None if self._is_full else config.max_steps)
-        self._encoder.require_completion((self.train.rows[index], self.train.place(index)) for index in taken)
-
-    @property
-    def identity(self) -> dict[str, Any]:
-        """What training on other data than these rows, under this template, would differ in."""
-        template = getattr(self._tokenizer, "chat_template", None)
-        return {
-            "the rows of each source": self._sizes,
-            "the SHA-256 of the rows": digest_rows(self.train.rows),
-            "the SHA-256 of the chat template": hashlib.sha256(json.dumps(template).encode()).hexdigest(),
-        }
-
-    @property
-    def num_steps(self) -> int | None:
-        """Steps of the run: `max_steps`, or those of one pass; None if that is known only when it is over."""
-        return self._max_steps or (None if self._is_full else self._order.steps_per_pass)
-
-    def expect_steps(self, step: int, following: int) -> int:
-        """Steps of the run; where they are not known, as many as at the pace of those up to `step`."""
-        return self.num_steps or max(round(self._order.rows_per_pass * (step + 1) / following), step + 1)
-
-    def is_over(self, step: int, position: int) -> bool:
-        """Whether all steps were made, or, if no number was asked for, one pass over the rows."""
-        return position >= self._order.rows_per_pass if self._max_steps is None else step >= self._max_steps
-
-    def take(self, position: int) -> tuple[list[TrainSample], int]:
-        """The samples of the step that begins at a position, and the position behind it."""
-        return self._take(self._order, self._encode, position)
-
-    def validation_samples(self) -> list[TrainSample]:
-        """The samples of all rows of the validation set; InvalidSpecError if there are none."""
-        assert self.validation is not None
-        rows, encoder = self.validation, self._new_encoder()
-        encoder.require_completion((row, rows.place(index)) for index, row in enumerate(rows.rows))
-        samples = [encoder.encode(row, place=rows.place(index)) for index, row in enumerate(rows.rows)]
-        encoder.warn_of_losses()
-        return [sample for sample in samples if sample is not None]
-
-    def warn_of_losses(self, position: int, following: int, *, is_first: bool) -> None:
-        """Log what became of the rows, early and when every one was seen."""
-        if is_first or position < self._order.rows_per_pass <= following:
-            self._encoder.warn_of_losses()
-
-    def _new_encoder(self) -> RowEncoder:
-        data = self._data
-        return RowEncoder(self._tokenizer, seq_len=data.seq_len, loss_mask=data.loss_mask, stops=self._stops)
-
-    def _encode(self, index: int) -> TrainSample | None:
-        return self._encoder.encode(self.train.rows[index], place=self.train.place(index))
-
-
 class _Learner:
     """Computes losses of samples, and steps the model."""
 
@@ -305,7 +221,9 @@ class _Learner:
         self._model = model
         self._optimizer = optimizer
         dtype = resolve_compute_dtype(config.model, device=gang.device)
-        self._packing = packing_of(model, config.pack, longest=config.data.seq_len, compute_dtype=dtype, gang=gang)
+        validated = 0 if config.val is None else config.val.data.seq_len
+        self._longest = max(config.data.seq_len, validated)
+        self._packing = packing_of(model, config.pack, longest=self._longest, compute_dtype=dtype, gang=gang)
         self._utilization = Utilization.of(
             model,
             tflops=config.peak_tflops,
@@ -377,14 +295,14 @@ class _Learner:
             build_micro_batch(
                 [samples[index] for row in rows for index in row],
                 rows=in_order(rows),
-                seq_len=self._config.data.seq_len,
+                seq_len=self._longest,
                 device=self._gang.device,
             )
             for rows in plan[self._gang.data_rank]
         ]
 
 
-def _validation(config: SFTConfig, data: _Data, learner: _Learner) -> Callable[..., float | None]:
+def _validation(config: SFTConfig, data: FineTuningData, learner: _Learner) -> Callable[..., float | None]:
     """What gives the validation loss of the weights before a step, or behind the last one, where it is due."""
     if config.val is None:
         return lambda step, is_last=False: None

@@ -1,6 +1,6 @@
 """A look at a fine-tuning's first rows before anything starts, and at what its model would be trained on of them."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,7 +30,7 @@ class FirstRows:
         return any(map(is_conversation, self.source.rows))
 
 
-def tables(config: SFTConfig) -> dict[str, DataSourceConfig]:
+def tables(config: SFTConfig) -> Mapping[str, DataSourceConfig]:
     """Return the tables of a config that name data, by their keys."""
     return {"data": config.data} | ({} if config.val is None else {"val.data": config.val.data})
 
@@ -49,11 +49,13 @@ def look_at_rows(config: SFTConfig, found: FirstRows, *, directory: Path) -> Ite
     InvalidSpecError as a run that starts, if these are all rows: of others a run may find enough that are good.
     """
     tokenizer = require_tokenizer(directory, model=directory, needs_template=found.have_conversations)
+    data = config.data if config.val is None or found.key == "data" else config.val.data
     encoder = RowEncoder(
         tokenizer,
-        seq_len=config.data.seq_len,
-        loss_mask=config.data.loss_mask,
+        seq_len=data.seq_len,
+        loss_mask=data.loss_mask or config.data.loss_mask,
         stops=turn_stops(tokenizer, directory),
+        key=found.key,
     )
     places = [found.source.place(index) for index in range(len(found.source.rows))]
     rows = list(zip(found.source.rows, places, strict=True))
@@ -67,7 +69,7 @@ def look_at_rows(config: SFTConfig, found: FirstRows, *, directory: Path) -> Ite
         yield f"of the first {len(rows)} rows: {error}"
         return
     counts = {
-        f"cut at data.seq_len = {config.data.seq_len}": encoder.num_cut,
+        f"cut at {found.key}.seq_len = {data.seq_len}": encoder.num_cut,
         "dropped, because no token that is trained on is left": encoder.num_dropped,
         "left out, because they cannot be encoded": encoder.num_bad,
     }

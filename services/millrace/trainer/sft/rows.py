@@ -55,7 +55,11 @@ def load_sources(config: DataSourceConfig, *, key: str = "data", most: int | Non
 
 def load_rows(config: DataSourceConfig, *, key: str = "data", most: int | None = None) -> Source:
     """Return the rows of all sources, one source after the other; `most` as in `load_sources`."""
-    sources = load_sources(config, key=key, most=most)
+    return joined(load_sources(config, key=key, most=most))
+
+
+def joined(sources: Sequence[Source]) -> Source:
+    """Return the rows of sources as those of one, in their order."""
     return Source(
         rows=[row for source in sources for row in source.rows],
         places=[place for source in sources for place in source.places],
