@@ -11,7 +11,7 @@ from millrace.storage.retry import RetryPolicy
 from millrace.storage.s3 import S3Store
 from millrace_testing.repository import REPOSITORY
 from millrace_testing.stores.servers import BUCKET, CEPH, SERVERS, origin, serving
-from millrace_testing.stores.trials import judged, outcomes, shortened
+from millrace_testing.stores.trials import judged, outcomes, put_s, shortened
 
 RESULTS = REPOSITORY / "outputs" / "stores"
 
@@ -31,8 +31,9 @@ def test_a_server_carries_a_run_or_is_refused_by_reason(
             monkeypatch.setenv(variable, value)
         store = S3Store(bucket=BUCKET, prefix="trials", endpoint=endpoint)
         store.ensure_bucket()
-        reason, message, self_test_s = judged(store)
         quick = RetryPolicy(deadline_s=10, max_attempts=3)
+        one_s = put_s(S3Store(bucket=BUCKET, prefix="trials", endpoint=endpoint, retry=quick))
+        reason, message, (self_test_s, all_s) = judged(store)
         tried = outcomes(S3Store(bucket=BUCKET, prefix="trials", endpoint=endpoint, retry=quick), tmp_path)
         began = time.monotonic()
         env["MILLRACE_STORE_URL"] = f"s3://{BUCKET}/runs?endpoint={endpoint}"
@@ -45,8 +46,8 @@ def test_a_server_carries_a_run_or_is_refused_by_reason(
     RESULTS.mkdir(parents=True, exist_ok=True)
     today = datetime.datetime.now(datetime.UTC).date().isoformat()
     row = {"title": title, "from": source, "version": version, "date": today, "reason": reason, "run": run}
-    row |= {"message": shortened(message)}
-    (RESULTS / f"{name}.json").write_text(json.dumps(row | {"self_test_s": self_test_s, "tried": tried}, indent=1))
+    row |= {"message": shortened(message), "put_s": one_s, "self_test_s": self_test_s, "all_s": all_s}
+    (RESULTS / f"{name}.json").write_text(json.dumps(row | {"tried": tried}, indent=1))
     if refused:
         assert refused in message, message
         assert code and refused in output and "Traceback" not in output, output

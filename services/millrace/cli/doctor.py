@@ -147,5 +147,6 @@ async def _store(url: str, prefix: str) -> str:
     except ImportError:
         return "not looked at: boto3 is not installed here"
     store = open_store(url)
-    await asyncio.to_thread(self_test, store, prefix=prefix)
+    answered = await asyncio.to_thread(self_test, store, prefix=prefix)
+    await asyncio.wrap_future(answered)
     return f"{store.describe()} keeps its promises"

@@ -1,6 +1,7 @@
 """Checks of what the user named and we do not start: a Redis and an object store of their own."""
 
 import asyncio
+from concurrent.futures import Future
 from urllib.parse import parse_qsl, urlsplit
 
 from millrace.errors import UnavailableError
@@ -35,13 +36,16 @@ async def check_redis(url: str, *, prefix: str) -> None:
             await client.aclose()
 
 
-async def check_store(url: str, *, prefix: str) -> None:
-    """UnavailableError naming the store if it does not answer; InvalidStateError if it cannot carry runs."""
+async def check_store(url: str, *, prefix: str) -> Future[None]:
+    """Raise UnavailableError naming the store if it does not answer; InvalidStateError if it cannot carry runs.
+
+    The future is that of `self_test`: what it raises may come later.
+    """
     with waits.waiting("the object store to answer", waits_on="store", deadline_s=STORE_TIMEOUT_S):
         try:
             await _connect(url)
             async with asyncio.timeout(STORE_TIMEOUT_S):
-                await asyncio.to_thread(_test, url, prefix)
+                return await asyncio.to_thread(_test, url, prefix)
         except TimeoutError:
             raise UnavailableError(
                 f"the object store {redact(url)} (MILLRACE_STORE_URL) does not answer within {STORE_TIMEOUT_S:g} s",
@@ -72,5 +76,5 @@ async def _connect(url: str) -> None:
     writer.close()
 
 
-def _test(url: str, prefix: str) -> None:
-    require_tested(open_store(url), prefix=prefix)
+def _test(url: str, prefix: str) -> Future[None]:
+    return require_tested(open_store(url), prefix=prefix)

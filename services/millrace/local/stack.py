@@ -17,6 +17,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Coroutine, Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass, field, fields, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -138,6 +139,7 @@ class LocalStack:
         self._where: dict[str, object] = {}
         self._dashboard = ""
         self._log_sizes: dict[str, int] = {}
+        self._store_answered: Future[None] | None = None
         self.keeper: Keeper | None = None
         self._keeping: asyncio.Task[NoReturn] | None = None
 
@@ -216,6 +218,9 @@ class LocalStack:
             self._log_sizes[name] = path.stat().st_size if path.exists() else 0
             await self.supervisor.start(self.service_spec(name, addresses, http, exported, redis_url, store_url))
         await self._wait_ready(addresses)
+        if self._store_answered is not None:
+            with waits.waiting("the last answers of the store's self-test", waits_on="store"):
+                await asyncio.wrap_future(self._store_answered)
         scheme = "https" if self.options.access.tls_cert else "http"
         self._where = {
             "address": self.address,
@@ -241,7 +246,7 @@ class LocalStack:
         if store_url := self.options.store_url:
             from millrace.local.preflight import check_store
 
-            await check_store(store_url, prefix=self.options.prefix)
+            self._store_answered = await check_store(store_url, prefix=self.options.prefix)
             return store_url
         directory = self.directory / "store"
         directory.mkdir(exist_ok=True)

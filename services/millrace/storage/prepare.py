@@ -31,7 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         store = open_store(settings.require("store_url"))
         if options.create_bucket and isinstance(store, S3Store):
             _until_it_answers(store, timeout_s=options.timeout)
-        self_test(store, prefix=settings.prefix)
+        self_test(store, prefix=settings.prefix).result()
     except MillraceError as error:
         print(f"Error: {error}", file=sys.stderr)
         return error.exit_code

@@ -153,11 +153,11 @@ def test_the_first_error_is_told_and_not_that_of_the_clean_up(server: tuple[type
 def test_a_store_is_tested_once_under_each_address(server: tuple[type[Server], int]) -> None:
     handler, port = server
     handler.refuses["DELETE"] = (403, "AccessDenied", "", "")  # what cannot be deleted is no reason to refuse it
-    require_tested(store_at(port), prefix="p")
+    require_tested(store_at(port), prefix="p").result()
     assert [kind for kind, _ in handler.seen].count("create") > 16
     [passed] = [name for name in handler.stored if f"/b/p/self-test/passed-{FORMAT}-" in name]
     handler.seen.clear()
-    require_tested(store_at(port), prefix="p")
+    require_tested(store_at(port), prefix="p").result()
     assert handler.seen == [("HEAD", passed)], "remembered"
-    require_tested(store_at(port, "localhost"), prefix="p")
+    require_tested(store_at(port, "localhost"), prefix="p").result()
     assert len(handler.seen) > 16

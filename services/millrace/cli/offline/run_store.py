@@ -112,7 +112,7 @@ def open_run(
 
     (objects, meant), deployment = store_of(name, url), store_prefix(prefix)
     if is_written:
-        require_tested(objects, prefix=deployment)
+        require_tested(objects, prefix=deployment).result()
     return objects, deployment, find_uid(objects, deployment, meant)
 
 

@@ -34,6 +34,7 @@ from millrace.rpc.worker import new_worker_id
 from millrace.runlog import open_redis
 from millrace.runlog.redis.self_test import redis_self_test
 from millrace.storage import ObjectStore, open_store
+from millrace.storage.retry import QUIET_S
 from millrace.storage.self_test import require_tested
 from millrace.telemetry import waits
 from millrace.telemetry.settings import Settings, join_address, parse_address
@@ -183,7 +184,7 @@ async def serve_orchestrator(
 
 
 async def _test_stores(process: _Process, tested: asyncio.Event) -> None:
-    """Try out what runs rest on, Redis and the object store; `tested` is set behind one try.
+    """Try out what runs rest on, Redis and the object store; `tested` is set behind one try, before its last answers.
 
     InvalidStateError if one of them cannot carry runs. One that does not answer, or is no primary now, is tried again.
     """
@@ -191,7 +192,10 @@ async def _test_stores(process: _Process, tested: asyncio.Event) -> None:
     for failures in itertools.count(1):
         try:
             await redis_self_test(process.redis, prefix=prefix)
-            await asyncio.to_thread(require_tested, process.store, prefix=prefix)
+            answered = await asyncio.to_thread(require_tested, process.store, prefix=prefix)
+            tested.set()
+            with waits.waiting("the last answers of the store's self-test", waits_on="object store", quiet_s=QUIET_S):
+                await asyncio.wrap_future(answered)
             return
         except MillraceError as error:
             if isinstance(error, InvalidStateError):

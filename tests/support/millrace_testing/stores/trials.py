@@ -1,6 +1,8 @@
 """What is tried on a server, beside the self-test: each thing by itself, so that a page can say what it can do."""
 
+import contextlib
 import hashlib
+import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -106,14 +108,32 @@ def outcomes(store: S3Store, directory: Path) -> dict[str, str]:
     return found
 
 
-def judged(store: S3Store) -> tuple[str, str, float]:
-    """Run the self-test; returns the reason and message of a refusal (empty if it passes) and the seconds it took."""
+def put_s(store: S3Store) -> float:
+    """Return the seconds that a conditional PUT takes while nobody else writes: the middle one of nine."""
+    times = []
+    for number in range(9):
+        began = time.monotonic()
+        with contextlib.suppress(MillraceError):
+            store.create(f"timed/{number}", b"x")
+        times.append(time.monotonic() - began)
+    return statistics.median(times)
+
+
+def judged(store: S3Store) -> tuple[str, str, tuple[float, float]]:
+    """Run the self-test; return the reason and message of a refusal (empty if it passes) and the seconds it took.
+
+    These are until it is known whether runs may begin, and until the last writer has its answer.
+    """
     began = time.monotonic()
+    known_s = None
     try:
-        self_test(store, prefix="judged")
+        answered = self_test(store, prefix="judged")
+        known_s = time.monotonic() - began
+        answered.result()
     except MillraceError as error:
-        return error.reason, error.message, time.monotonic() - began
-    return "", "", time.monotonic() - began
+        took_s = time.monotonic() - began
+        return error.reason, error.message, (known_s or took_s, took_s)
+    return "", "", (known_s, time.monotonic() - began)
 
 
 def _short(error: Exception) -> str:

@@ -64,7 +64,7 @@ def _repair(
 
     (objects, meant), deployment = store_of(name, store), store_prefix(prefix)
     if is_applied:
-        require_tested(objects, prefix=deployment)
+        require_tested(objects, prefix=deployment).result()
     with naming("--from"):
         replica = None if backup is None else open_store(backup)
     try:
