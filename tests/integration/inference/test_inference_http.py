@@ -49,7 +49,7 @@ async def test_chat_gives_tokens_logprobs_and_spans_that_train(served, client, r
         logprobs=True,
         max_completion_tokens=24,
         temperature=0.7,
-        extra_body={"return_token_ids": True, "unknown_field": {"is": "ignored"}, "ignore_eos": True},
+        extra_body={"return_token_ids": True, "ignore_eos": True},
     )
     choice = response.choices[0]
     prompt, ids = response.prompt_token_ids, choice.token_ids
@@ -195,7 +195,20 @@ async def test_a_prompt_that_is_too_long_is_what_verifiers_call_overlong(client)
         ({"extra_body": {"repetition_penalty": 0}}, "repetition_penalty"),
         ({"extra_body": {"logit_bias": {"3": 1}}}, "logit_bias"),
         ({"tool_choice": "required"}, "tool_choice"),
+        ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice"),
         ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"functions": [{"name": "f"}]}, "functions"),
+        ({"parallel_tool_calls": False}, "parallel_tool_calls"),
+        ({"reasoning_effort": "high"}, "reasoning_effort"),
+        ({"modalities": ["text", "audio"]}, "modalities"),
+        ({"extra_body": {"chat_template": "{{ messages }}"}}, "chat_template"),
+        ({"extra_body": {"documents": [{"text": "x"}]}}, "documents"),
+        ({"extra_body": {"truncate_prompt_tokens": 8}}, "truncate_prompt_tokens"),
+        ({"extra_body": {"tempature": 0.5}}, "tempature"),
+        ({"stream": True, "stream_options": {"continuous_usage_stats": True}}, "continuous_usage_stats"),
+        ({"tools": [{"name": "f"}]}, r"tools\[0\]"),
+        ({"tools": [{"type": "function", "function": {"name": ""}}]}, "function.name"),
+        ({"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "array"}}}]}, "parameters"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, "text parts"),
         ({"messages": []}, "messages"),
     ],
@@ -204,6 +217,20 @@ async def test_what_cannot_be_honoured_is_refused_by_name(client, change, messag
     with pytest.raises(openai.BadRequestError, match=message) as caught:
         await client.chat.completions.create(**{"model": "policy", "messages": MESSAGES, **change})
     assert caught.value.body["code"] == 400
+
+
+async def test_what_is_refused_is_named_as_the_parameter(client):
+    with pytest.raises(openai.BadRequestError) as caught:
+        await client.chat.completions.create(model="policy", messages=MESSAGES, reasoning_effort="low")
+    assert caught.value.param == "reasoning_effort"
+
+
+async def test_what_asks_for_what_happens_anyway_is_answered(client):
+    neutral = {"parallel_tool_calls": True, "response_format": {"type": "text"}, "modalities": ["text"], "store": True}
+    answer = await client.chat.completions.create(
+        model="policy", messages=MESSAGES, max_tokens=2, user="someone", metadata={"a": "b"}, **neutral
+    )
+    assert answer.usage.completion_tokens > 0
 
 
 async def test_choices_by_lines_have_no_log_probs_of_the_prompt(client):

@@ -42,7 +42,8 @@ class Completed:
 def error_body(error: MillraceError) -> tuple[int, dict[str, Any]]:
     """HTTP status and OpenAI's error object."""
     status, kind = next((entry for cls, *entry in _STATUS if isinstance(error, cls)), (500, "InternalServerError"))
-    return status, {"error": {"message": str(error), "type": kind, "param": None, "code": status}}
+    param = error.violations[0].field if isinstance(error, InvalidSpecError) else None
+    return status, {"error": {"message": str(error), "type": kind, "param": param, "code": status}}
 
 
 _STATUS: list[Any] = [

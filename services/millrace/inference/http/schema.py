@@ -1,33 +1,14 @@
-"""Bodies of the HTTP requests. Unknown fields are ignored; known ones that this engine cannot honour are refused."""
+"""Bodies of the HTTP requests. What would change an answer and is not honoured is refused (`rollouts.parameters`)."""
 
-from typing import Annotated, Any
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from millrace.inference.engine import SamplingParams
 from millrace.inference.http.limits import MAX_CHOICES, check_stops
-
-_MAX_SHOWN_CHARS = 200
-
-# Fields that change what is sampled and that this engine does not implement: refused unless neutral.
-_NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "logit_bias": ({},),
-    "bad_words": ([],),
-    "allowed_token_ids": (),
-    "use_beam_search": (False,),
-    "best_of": (1,),
-    "suffix": ("",),
-    "echo": (False,),
-    "response_format": ({"type": "text"},),
-    "structured_outputs": (),
-    "guided_json": (),
-    "guided_regex": (),
-    "guided_choice": (),
-    "guided_grammar": (),
-    "prompt_logprobs": (0, False),
-    "top_logprobs": (0,),
-    "audio": (),
-}
+from millrace.rollouts import parameters
+from millrace.rollouts.parameters import Parameter, check_parameters, check_tool_choice, check_tools
 
 # The bounds below are those of the engine's columns (embedded/rows.py): what passes here must not overflow there.
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
@@ -44,17 +25,15 @@ MIN_TEMPERATURE = 1e-6  # below it, logits divided by it leave float32
 class Body(BaseModel):
     """Base of all bodies."""
 
-    model_config = ConfigDict(extra="ignore", protected_namespaces=())
+    model_config = ConfigDict(extra="allow", protected_namespaces=())
+    parameters: ClassVar[Mapping[str, Parameter]] = {}
+    """Those of its API, which has more than this engine answers."""
 
-    @model_validator(mode="before")
-    @classmethod
-    def _refuse_what_would_be_ignored(cls, data: Any) -> Any:
-        for name, neutral in _NEUTRAL.items():
-            value = data.get(name) if isinstance(data, dict) else None
-            if value is not None and value not in neutral:
-                shown = repr(value)[:_MAX_SHOWN_CHARS]
-                raise ValueError(f"{name}={shown} is not supported by this engine; leave it out")
-        return data
+    @model_validator(mode="after")
+    def _refuse_what_would_be_ignored(self) -> Self:
+        # An error of ours passes through pydantic, and keeps the names of what is wrong.
+        check_parameters(self.model_extra or {}, self.parameters, answered=False)
+        return self
 
 
 class SamplingBody(Body):
@@ -114,6 +93,8 @@ class SamplingBody(Body):
 class StreamOptions(Body):
     """`stream_options`."""
 
+    parameters = parameters.STREAM_OPTIONS
+
     include_usage: bool = False
 
 
@@ -138,6 +119,8 @@ class CompletionCommon(SamplingBody):
 class ChatBody(CompletionCommon):
     """`POST /v1/chat/completions`."""
 
+    parameters = parameters.CHAT
+
     messages: Objects = Field(min_length=1)
     tools: Objects | None = None
     tool_choice: str | dict[str, Any] | None = None
@@ -150,9 +133,14 @@ class ChatBody(CompletionCommon):
     @field_validator("tool_choice")
     @classmethod
     def _free_choice_only(cls, choice: str | dict[str, Any] | None) -> str | dict[str, Any] | None:
-        if choice not in (None, "auto", "none"):
-            raise ValueError("only 'auto' and 'none' are supported: the engine does not constrain what is sampled")
+        check_tool_choice(choice)
         return choice
+
+    @field_validator("tools")
+    @classmethod
+    def _tools_only(cls, tools: list[dict[str, Any]] | None) -> list[dict[str, Any]] | None:
+        check_tools(tools or [])
+        return tools
 
     @property
     def offered_tools(self) -> list[dict[str, Any]]:
@@ -162,6 +150,8 @@ class ChatBody(CompletionCommon):
 
 class CompletionBody(CompletionCommon):
     """`POST /v1/completions`."""
+
+    parameters = parameters.COMPLETIONS
 
     prompt: str | Tokens | Texts | Annotated[list[Tokens], Field(fail_fast=True)]
     logprobs: int | None = Field(default=None, ge=0, le=1)
@@ -178,6 +168,8 @@ class CompletionBody(CompletionCommon):
 class GenerateSampling(SamplingBody):
     """`sampling_params` of `/inference/v1/generate`."""
 
+    parameters = parameters.GENERATE_SAMPLING
+
     n: int = Field(default=1, ge=1, le=MAX_CHOICES)
     logprobs: int | None = Field(default=None, ge=0, le=1)
     prompt_logprobs: PromptLogprobs = None
@@ -185,6 +177,8 @@ class GenerateSampling(SamplingBody):
 
 class GenerateBody(Body):
     """`POST /inference/v1/generate`: tokens in, tokens out."""
+
+    parameters = parameters.GENERATE
 
     model: str | None = None
     token_ids: Tokens
@@ -203,6 +197,8 @@ class GenerateBody(Body):
 class TokenizeBody(Body):
     """`POST /tokenize`: of a prompt or of a chat."""
 
+    parameters = parameters.TOKENIZE
+
     model: str | None = None
     prompt: str | None = None
     messages: Objects | None = None
@@ -212,6 +208,12 @@ class TokenizeBody(Body):
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     return_token_strs: bool = False
+
+    @field_validator("tools")
+    @classmethod
+    def _tools_only(cls, tools: list[dict[str, Any]] | None) -> list[dict[str, Any]] | None:
+        check_tools(tools or [])
+        return tools
 
     @model_validator(mode="after")
     def _one_input(self) -> "TokenizeBody":

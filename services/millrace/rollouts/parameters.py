@@ -1,0 +1,289 @@
+"""What becomes of every parameter of a model request: answered, refused by name, or without an effect on the answer.
+
+One table for each API that is spoken: OpenAI's chats, completions and responses, and Anthropic's messages. Requests are
+read by it, and what it does not have is refused: nothing that changes an answer is ignored.
+`tests/unit/rollouts/test_parameters.py` walks the signatures of the SDKs of both vendors.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+from millrace.errors import InvalidSpecError, Violation
+
+_SHOWN_CHARS = 200
+_MAX_VIOLATIONS = 20
+
+
+class Fate(StrEnum):
+    """What becomes of a parameter."""
+
+    ANSWERED = "answered"
+    REFUSED = "refused"
+    HARMLESS = "harmless"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parameter:
+    """One of a request's parameters."""
+
+    fate: Fate
+    why: str = ""
+    """Why it is refused, or harmless; of an answered one what is particular about it."""
+    neutral: Sequence[Any] = ()
+    """Values of a refused one that ask for what happens anyway."""
+
+
+def _answered(why: str = "") -> Parameter:
+    return Parameter(fate=Fate.ANSWERED, why=why)
+
+
+def _refused(why: str, *neutral: Any) -> Parameter:
+    return Parameter(fate=Fate.REFUSED, why=why, neutral=neutral)
+
+
+def _harmless(why: str) -> Parameter:
+    return Parameter(fate=Fate.HARMLESS, why=why)
+
+
+_FREE = "what is sampled is not constrained"
+_NO_OTHER = "the policy gives text alone"
+_STATELESS = "nothing is kept between requests; send the whole conversation"
+_TEMPLATE = "set the variables of the chat template by `chat_template_kwargs`"
+_LABEL = _harmless("a label for whoever keeps the provider's logs")
+_CACHE = _harmless("says what a provider may keep for later; an answer is the same without")
+_PLACE = _harmless("says where and how soon a provider computes")
+_CLIENTS = _harmless("an argument of the client's own; it changes what is sent, not what is answered")
+_IN_BODY = _refused("clients send its fields by themselves", {})
+_TOOL_CHOICE = '"auto" and "none" are answered; a forced call is refused: ' + _FREE
+
+_SAMPLING: dict[str, Parameter] = {
+    **{name: _answered() for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")},
+    **{name: _answered() for name in ("presence_penalty", "frequency_penalty", "min_tokens", "seed", "max_tokens")},
+    **{name: _answered() for name in ("stop", "stop_token_ids", "ignore_eos", "skip_special_tokens")},
+    "include_stop_str_in_output": _answered(),
+    "logit_bias": _refused("log-probs of biased tokens cannot be trained on", {}),
+    "bad_words": _refused(_FREE, []),
+    "allowed_token_ids": _refused(_FREE, []),
+    "logits_processors": _refused(_FREE, []),
+    "use_beam_search": _refused("a beam is not a sample", False),
+    "best_of": _refused("ask for `n` answers and choose", 1),
+    "length_penalty": _refused("is one of beam search", 1, 1.0),
+    "structured_outputs": _refused(_FREE),
+    **{f"guided_{kind}": _refused(_FREE) for kind in ("json", "regex", "choice", "grammar")},
+    "guided_decoding_backend": _refused(_FREE),
+    "guided_whitespace_pattern": _refused(_FREE),
+    "truncate_prompt_tokens": _refused("cutting a prompt is its sender's", 0),
+    "spaces_between_special_tokens": _refused("text is decoded with them", True),
+    "thinking_token_budget": _refused(_FREE),
+    "vllm_xargs": _refused("there are no plugins of vLLM", {}),
+    "kv_transfer_params": _refused("caches are not passed on", {}),
+    "mm_processor_kwargs": _refused(_NO_OTHER, {}),
+    "cache_salt": _CACHE,
+    "priority": _PLACE,
+    "request_id": _LABEL,
+    "routed_experts_prompt_start": _harmless("says from where routes of experts are wanted; none are given"),
+    **dict.fromkeys(("extra_headers", "extra_query", "timeout"), _CLIENTS),
+    "extra_body": _IN_BODY,
+}
+"""What requests of all routes of OpenAI's and vLLM's kind have."""
+
+_COMPLETION: dict[str, Parameter] = {
+    **_SAMPLING,
+    **{name: _answered() for name in ("model", "n", "stream", "stream_options", "logprobs")},
+    **{name: _answered() for name in ("return_token_ids", "return_tokens_as_token_ids", "stream_choices")},
+    "prompt_logprobs": _refused("there are log-probs of the prompt's own tokens, of /v1/completions alone", False),
+    "user": _LABEL,
+}
+
+CHAT: Mapping[str, Parameter] = {
+    **_COMPLETION,
+    **{name: _answered() for name in ("messages", "tools", "max_completion_tokens", "chat_template_kwargs")},
+    **{name: _answered() for name in ("add_generation_prompt", "continue_final_message")},
+    "tool_choice": _answered(_TOOL_CHOICE),
+    "top_logprobs": _refused("there are log-probs of sampled tokens alone", 0),
+    "audio": _refused(_NO_OTHER),
+    "modalities": _refused(_NO_OTHER, ["text"]),
+    "functions": _refused("send `tools`", []),
+    "function_call": _refused("send `tools` and `tool_choice`", "none"),
+    "parallel_tool_calls": _refused("the model calls as many tools as it likes: " + _FREE, True),
+    "prediction": _refused("nothing is predicted"),
+    "moderation": _refused("nothing is moderated"),
+    "response_format": _refused(_FREE, {"type": "text"}),
+    "reasoning_effort": _refused(_TEMPLATE),
+    "thinking": _refused(_TEMPLATE),
+    "enable_thinking": _refused(_TEMPLATE),
+    "include_reasoning": _refused("what the model thought is given where its parser finds it", True),
+    "verbosity": _refused("say it in the prompt", "medium"),
+    "web_search_options": _refused("nothing is searched for; give the model a tool"),
+    "chat_template": _refused("the template is the policy's own"),
+    "chat_template_content_format": _refused("the template is the policy's own", "auto"),
+    "documents": _refused("put them into a message", []),
+    "echo": _refused("a chat is answered with the reply alone", False),
+    "add_special_tokens": _refused("the template adds what belongs there", False),
+    "media_io_kwargs": _refused(_NO_OTHER, {}),
+    **dict.fromkeys(("store", "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention"), _CACHE),
+    **dict.fromkeys(("metadata", "safety_identifier"), _LABEL),
+    "service_tier": _PLACE,
+}
+"""`POST /v1/chat/completions`."""
+
+COMPLETIONS: Mapping[str, Parameter] = {
+    **_COMPLETION,
+    **{name: _answered() for name in ("prompt", "add_special_tokens", "prompt_logprobs")},
+    "suffix": _refused("text goes on where the prompt ends", ""),
+    "echo": _refused("a prompt is answered with what follows it alone", False),
+    "response_format": _refused(_FREE, {"type": "text"}),
+    "prompt_embeds": _refused("prompts are text or tokens"),
+}
+"""`POST /v1/completions`."""
+
+GENERATE_SAMPLING: Mapping[str, Parameter] = {
+    **_SAMPLING,
+    **{name: _answered() for name in ("n", "logprobs", "prompt_logprobs")},
+    "detokenize": _harmless("tokens are answered, and no text"),
+    "output_kind": _harmless("the answer comes as one"),
+    "response_format": _refused(_FREE, {"type": "text"}),
+}
+"""`sampling_params` of `POST /inference/v1/generate`."""
+
+GENERATE: Mapping[str, Parameter] = {
+    **{name: _answered() for name in ("model", "token_ids", "sampling_params", "request_id", "stream")},
+    "cache_salt": _CACHE,
+    "priority": _PLACE,
+    "features": _refused(_NO_OTHER, {}, []),
+    "stream_options": _harmless("there are no streams on this route"),
+    "kv_transfer_params": _refused("caches are not passed on", {}),
+}
+"""`POST /inference/v1/generate`."""
+
+TOKENIZE: Mapping[str, Parameter] = {
+    **{name: _answered() for name in ("model", "prompt", "messages", "tools", "chat_template_kwargs")},
+    **{name: _answered() for name in ("add_special_tokens", "add_generation_prompt", "continue_final_message")},
+    "return_token_strs": _answered(),
+    "chat_template": _refused("the template is the policy's own"),
+    "mm_processor_kwargs": _refused(_NO_OTHER, {}),
+}
+"""`POST /tokenize`."""
+
+STREAM_OPTIONS: Mapping[str, Parameter] = {
+    "include_usage": _answered(),
+    "include_obfuscation": _harmless("pads events against who counts their bytes"),
+    "continuous_usage_stats": _refused("usage comes with the last event", False),
+}
+"""`stream_options` of chats, completions and responses."""
+
+RESPONSES: Mapping[str, Parameter] = {
+    **{name: _answered() for name in ("input", "instructions", "model", "max_output_tokens", "temperature", "top_p")},
+    **{name: _answered() for name in ("stream", "stream_options", "tools")},
+    "tool_choice": _answered(_TOOL_CHOICE),
+    "parallel_tool_calls": CHAT["parallel_tool_calls"],
+    "top_logprobs": CHAT["top_logprobs"],
+    "reasoning": _refused(_TEMPLATE, {}),
+    "text": _refused(_FREE, {}, {"format": {"type": "text"}}),
+    "truncation": _refused("cutting a prompt is its sender's", "disabled"),
+    "background": _refused("an answer comes while one waits", False),
+    "conversation": _refused(_STATELESS),
+    "previous_response_id": _refused(_STATELESS),
+    "prompt": _refused("there are no stored prompts"),
+    "context_management": _refused("the agent shortens its conversation itself", []),
+    "max_tool_calls": _refused("tools are called by the agent"),
+    "include": _refused("what the policy said is given, and no more", [], ["reasoning.encrypted_content"]),
+    "image": _refused(_NO_OTHER),
+    "moderation": CHAT["moderation"],
+    "access_programs": _refused("there are none"),
+    **dict.fromkeys(("store", "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention"), _CACHE),
+    **dict.fromkeys(("metadata", "safety_identifier", "user"), _LABEL),
+    "service_tier": _PLACE,
+    **dict.fromkeys(("extra_headers", "extra_query", "timeout"), _CLIENTS),
+    "extra_body": _IN_BODY,
+}
+"""`POST /v1/responses`."""
+
+MESSAGES: Mapping[str, Parameter] = {
+    **{name: _answered() for name in ("messages", "system", "model", "max_tokens", "stop_sequences")},
+    **{name: _answered() for name in ("temperature", "top_p", "top_k", "stream", "tools")},
+    "tool_choice": _answered(_TOOL_CHOICE),
+    "thinking": _refused(_TEMPLATE, {"type": "disabled"}),
+    "output_config": _refused(_FREE, {}),
+    "container": _refused("nothing is run for the agent"),
+    "mcp_servers": _refused("tools are called by the agent", []),
+    "context_management": _refused("the agent shortens its conversation itself", {}),
+    "diagnostics": _refused("there are none"),
+    "speed": _refused("there is one", "standard"),
+    "cache_control": _CACHE,
+    "metadata": _LABEL,
+    "user_profile_id": _LABEL,
+    "workspace_id": _LABEL,
+    "service_tier": _PLACE,
+    "inference_geo": _PLACE,
+    "betas": _harmless("names what a client can read"),
+    **dict.fromkeys(("extra_headers", "extra_query", "timeout"), _CLIENTS),
+    "extra_body": _IN_BODY,
+}
+"""`POST /v1/messages`, Anthropic's."""
+
+
+def check_parameters(
+    said: Mapping[str, Any], known: Mapping[str, Parameter], *, where: str = "", answered: bool = True
+) -> None:
+    """Refuse what a request asks for and would not get; null says nothing.
+
+    `where` is put before names. `answered = False` is for fields that are left once a schema has taken its own: what
+    the table calls answered is none of its. Raises InvalidSpecError with the names of all that is wrong.
+    """
+    wrong = [
+        Violation(field=f"{where}{name}", value=_shown(value), message=problem)
+        for name, value in said.items()
+        if value is not None and (problem := _problem(value, known.get(name), answered=answered))
+    ]
+    if wrong:
+        raise InvalidSpecError(wrong[:_MAX_VIOLATIONS], reason="REQUEST_INVALID")
+
+
+def _problem(value: Any, parameter: Parameter | None, *, answered: bool) -> str:
+    if parameter is None or (parameter.fate is Fate.ANSWERED and not answered):
+        return "is not known here, and what is not known is not ignored; leave it out"
+    is_neutral = any(value == each and type(value) is type(each) for each in parameter.neutral)
+    if parameter.fate is not Fate.REFUSED or is_neutral:
+        return ""
+    return f"is not supported: {parameter.why}; leave it out"
+
+
+def check_tools(tools: Any, *, field: str = "tools") -> None:
+    """Refuse tools that are none, which a chat template would write down as they are. Raises InvalidSpecError."""
+    if not isinstance(tools, list):
+        raise _wrong(field, tools, "must be a list of functions")
+    names: set[str] = set()
+    for index, tool in enumerate(tools):
+        where = f"{field}[{index}]"
+        function = tool.get("function") if isinstance(tool, Mapping) else None
+        if not isinstance(function, Mapping) or tool.get("type", "function") != "function":
+            raise _wrong(where, tool, 'must be {"type": "function", "function": {"name": …}}')
+        name = function.get("name")
+        if not isinstance(name, str) or not name:
+            raise _wrong(f"{where}.function.name", name, "must be a text")
+        if name in names:
+            raise _wrong(f"{where}.function.name", name, "is the name of two tools")
+        names.add(name)
+        if not isinstance(function.get("description") or "", str):
+            raise _wrong(f"{where}.function.description", function["description"], "must be a text")
+        schema = function.get("parameters") or {}
+        if not isinstance(schema, Mapping) or schema.get("type", "object") != "object":
+            raise _wrong(f"{where}.function.parameters", schema, "must be a JSON schema of an object")
+
+
+def check_tool_choice(choice: Any) -> None:
+    """Refuse a choice that would force a call. Raises InvalidSpecError."""
+    if choice not in (None, "auto", "none"):
+        raise _wrong("tool_choice", choice, f'must be "auto" or "none": {_FREE}')
+
+
+def _wrong(field: str, value: Any, message: str) -> InvalidSpecError:
+    return InvalidSpecError([Violation(field=field, value=_shown(value), message=message)], reason="REQUEST_INVALID")
+
+
+def _shown(value: Any) -> str:
+    return json.dumps(value, default=str)[:_SHOWN_CHARS]
