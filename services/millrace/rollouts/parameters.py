@@ -1,8 +1,8 @@
 """What becomes of every parameter of a model request: answered, refused by name, or without an effect on the answer.
 
 One table for each API that is spoken: OpenAI's chats, completions and responses, and Anthropic's messages. Requests are
-read by it, and what it does not have is refused: nothing that changes an answer is ignored.
-`tests/unit/rollouts/test_parameters.py` walks the signatures of the SDKs of both vendors.
+read by it, and what it does not have is refused: nothing that changes an answer is ignored. A test walks the signatures
+of the SDKs of both vendors.
 """
 
 import json
