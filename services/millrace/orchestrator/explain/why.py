@@ -12,7 +12,7 @@ from millrace.orchestrator.explain.chain import REDIS, SILENT_S, STORE, Chain, C
 from millrace.orchestrator.runs.run_view import RunView
 from millrace.orchestrator.workers import WorkerKind, WorkerRecord, WorkerRegistry
 from millrace.rpc.heartbeat_wire import to_proto
-from millrace.runlog.events.run_status import resumed_words, state_name
+from millrace.runlog.events.run_status import ended_words, resumed_words
 from millrace.telemetry import waits
 from millrace.telemetry.standstill import METER, Meter
 from millrace.telemetry.waits import Wait
@@ -38,11 +38,10 @@ def explain(
     A run that has ended has waits as long as this orchestrator still holds it (`is_held`): its exports write the rest.
     """
     if view.is_terminal:
-        ended = f"run {view.record.name} has ended as {state_name(view.status.state)}"
-        if (error := view.status.error) is not None:
-            ended += f": {error.message} [{error.reason}]" + (f"; {error.remedy}" if error.remedy else "")
         last = _last_waits(view.record.uid, owner) if is_held else []
-        ended = "; ".join([ended, *(f"{wait.owner} waits for {wait.reason}" for wait in last)])
+        ended = "; ".join(
+            [ended_words(view.record.name, view.status), *(f"{wait.owner} waits for {wait.reason}" for wait in last)]
+        )
         return run_service_pb2.ExplainRunResponse(waits=to_proto(last), summary=ended)
     uid = view.record.uid
     found = components(uid, registry, owner=owner)

@@ -48,6 +48,14 @@ def state_name(state: run_pb2.RunState) -> str:
     return run_pb2.RunState.Name(state).removeprefix("RUN_STATE_")
 
 
+def ended_words(name: str, status: "RunStatus") -> str:
+    """Say how a run has ended: its state, and of one that failed the error and its remedy."""
+    words = f"run {name} has ended as {state_name(status.state)}"
+    if (error := status.error) is not None:
+        words += f": {error.message} [{error.reason}]" + (f"; {error.remedy}" if error.remedy else "")
+    return words
+
+
 class BatchAge:
     """When a run last got ahead: its last batch, or the time from which it could make one; on any clock, in seconds.
 

@@ -21,13 +21,15 @@ from millrace.cli.commands.run.replay import replay
 from millrace.cli.commands.run.samples import samples
 from millrace.cli.connection import ask_server
 from millrace.cli.defaults import DEFAULT_LISTEN
-from millrace.cli.errors import CliError
+from millrace.cli.errors import EXIT_FAILED, CliError
 from millrace.cli.log_files import LEVELS
 from millrace.cli.options import FORMAT, RUN, SERVER
 from millrace.cli.session.raw import OPTIONS_HELP, RawCommand
 
 if TYPE_CHECKING:
+    from millrace.cli.offline.ended import EndedRun
     from millrace.cli.session.component_logs import LogQuery
+    from millrace.cli.view.progress import Progress
     from millrace.client import Client
     from millrace.v1 import event_pb2, run_pb2
 
@@ -133,6 +135,7 @@ def list_runs(states: tuple[str, ...], limit: int, form: str, server: str | None
 def show(name: str, form: str, server: str | None) -> None:
     """Show one run; on a terminal with its curves."""
     from millrace.cli.names import resolve
+    from millrace.cli.offline.ended import ask_or_read
     from millrace.cli.view.output import message_json, run_details
     from millrace.cli.view.paint import Paint
     from millrace.cli.view.view import is_fancy
@@ -147,7 +150,14 @@ def show(name: str, form: str, server: str | None) -> None:
         now = datetime.datetime.now(datetime.UTC)
         click.echo(run_details(found, saved, now=now, curves=curves, paint=Paint.of(sys.stdout)))
 
-    ask_server(server, act, run=name)
+    def read(ended: "EndedRun") -> None:
+        if form == "json":
+            click.echo(message_json(ended.run))
+            return
+        now = datetime.datetime.now(datetime.UTC)
+        click.echo(run_details(ended.run, [], now=now, paint=Paint.of(sys.stdout)))
+
+    ask_or_read(server, act, read, run=name)
 
 
 async def _curves(client: "Client", run: "run_pb2.Run") -> list[tuple[str, str]]:
@@ -182,25 +192,41 @@ def watch(name: str, plain: bool, form: str, server: str | None) -> None:
     import json
 
     from millrace.cli.names import resolve
+    from millrace.cli.offline.ended import ask_or_read
     from millrace.cli.session.follow import require_success
     from millrace.cli.session.results import summary_lines, watched_summary
     from millrace.cli.session.run_session import follow_or_detach
     from millrace.cli.view.json_view import JsonView
     from millrace.cli.view.progress import Progress
     from millrace.cli.view.view import make_view
+    from millrace.runlog.events.run_status import is_terminal
 
     async def act(client: "Client") -> None:
         found = await resolve(client.runs, name)
         progress = Progress.of(found)
         with JsonView() if form == "json" else make_view(progress, plain=plain, stream=sys.stdout) as view:
             await follow_or_detach(client, progress, view)
+        end(progress)
+        require_success(progress)
+
+    def read(ended: "EndedRun") -> None:
+        progress = Progress.of(ended.run)
+        with JsonView() if form == "json" else make_view(progress, plain=True, stream=sys.stdout) as view:
+            for event in ended.events:
+                progress.apply(event)
+                view.show(event)
+        end(progress)
+        if not is_terminal(progress.state):
+            raise CliError(ended.explain(), exit_code=EXIT_FAILED)
+        require_success(progress, logs=ended.directory / "logs")
+
+    def end(progress: "Progress") -> None:
         if form == "json":
             click.echo(json.dumps({"summary": watched_summary(progress)}))
         elif progress.steps:
             click.echo("\n".join(["", *summary_lines(watched_summary(progress), with_plot=False)]))
-        require_success(progress)
 
-    ask_server(server, act, run=name)
+    ask_or_read(server, act, read, run=name)
 
 
 @run.command()
@@ -226,7 +252,9 @@ def logs(name: str, component: str | None, form: str, server: str | None, **opti
     services elsewhere it says which command shows them, and prints what the component told the run's log.
     """
     from millrace.cli import interrupts
+    from millrace.cli.offline.ended import ask_or_read
     from millrace.cli.session.component_logs import LogQuery, own_logs, require_component, show_own
+    from millrace.cli.view.progress import Progress
 
     if component is not None and form == "json":
         raise click.UsageError("--format json prints events; a component's lines are printed as it wrote them")
@@ -239,7 +267,25 @@ def logs(name: str, component: str | None, form: str, server: str | None, **opti
         ask_server(server, lambda client: _component_logs(client, name, query), run=name)
         return
     asked = {"is_follow": options["is_follow"], "form": form, "level": options["level"]}
-    ask_server(server, lambda client: _event_lines(client, name, **asked), run=name)
+
+    def read(ended: "EndedRun") -> None:
+        progress = Progress.of(ended.run)
+        for event in ended.events:
+            _show_event(event, progress, form=form, level=options["level"])
+
+    ask_or_read(server, lambda client: _event_lines(client, name, **asked), read, run=name)
+
+
+def _show_event(
+    event: "event_pb2.Event", progress: "Progress", *, form: str, level: str | None, writer: str = ""
+) -> None:
+    """Take an event in, and print it if it is asked for."""
+    from millrace.cli.view.lines import is_of_level, log_line
+    from millrace.cli.view.output import message_json
+
+    progress.apply(event)
+    if event.writer.startswith(writer) and is_of_level(event, level):
+        click.echo(message_json(event, indent=None) if form == "json" else log_line(event, progress))
 
 
 async def _component_logs(client: "Client", name: str, query: "LogQuery") -> None:
@@ -260,8 +306,6 @@ async def _event_lines(
 ) -> None:
     from millrace.cli.log_files import process_logs
     from millrace.cli.names import resolve
-    from millrace.cli.view.lines import is_of_level, log_line
-    from millrace.cli.view.output import message_json
     from millrace.cli.view.progress import Progress
 
     found = await resolve(client.runs, name)
@@ -279,9 +323,7 @@ async def _event_lines(
                 yield event
 
     async for event in events():
-        progress.apply(event)
-        if event.writer.startswith(writer) and is_of_level(event, level):
-            click.echo(message_json(event, indent=None) if form == "json" else log_line(event, progress))
+        _show_event(event, progress, form=form, level=level, writer=writer)
 
 
 @run.command()
@@ -291,6 +333,7 @@ async def _event_lines(
 def cancel(name: str, reason: str, server: str | None) -> None:
     """Ask a run to end; it ends as CANCELLED at its next step boundary."""
     from millrace.cli.names import resolve
+    from millrace.cli.offline.ended import ask_or_read, refuse
     from millrace.runlog.events.run_status import state_name
 
     async def act(client: "Client") -> None:
@@ -301,7 +344,7 @@ def cancel(name: str, reason: str, server: str | None) -> None:
         else:
             click.echo(f"{asked.name} is asked to end (now {state_name(asked.state)})")
 
-    ask_server(server, act, run=name)
+    ask_or_read(server, act, refuse, run=name)
 
 
 @run.command()
@@ -311,8 +354,14 @@ def cancel(name: str, reason: str, server: str | None) -> None:
 def why(name: str, form: str, server: str | None) -> None:
     """Say what every service of a run waits for right now, and what holds it up."""
     from millrace.cli.names import resolve
+    from millrace.cli.offline.ended import ask_or_read
     from millrace.cli.view.output import explanation, message_json
     from millrace.errors import NotFoundError
+    from millrace.v1 import run_service_pb2
+
+    def read(ended: "EndedRun") -> None:
+        answer = run_service_pb2.ExplainRunResponse(summary=ended.explain())
+        click.echo(message_json(answer) if form == "json" else explanation(answer))
 
     async def act(client: "Client") -> None:
         try:  # the orchestrator knows its runs by heart: it answers also while nothing can be looked up
@@ -322,7 +371,7 @@ def why(name: str, form: str, server: str | None) -> None:
             answer = await client.runs.explain(found.name)
         click.echo(message_json(answer) if form == "json" else explanation(answer))
 
-    ask_server(server, act, run=name)
+    ask_or_read(server, act, read, run=name)
 
 
 def _state(text: str) -> "run_pb2.RunState":

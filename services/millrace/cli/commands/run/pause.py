@@ -5,7 +5,6 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from millrace.cli.connection import ask_server
 from millrace.cli.options import RUN, SERVER
 
 if TYPE_CHECKING:
@@ -60,8 +59,9 @@ def _state(run: "run_pb2.Run") -> str:
 
 def _ask(name: str, server: str | None, ask: "Callable[[Client, run_pb2.Run], Coroutine[Any, Any, str]]") -> None:
     from millrace.cli.names import resolve
+    from millrace.cli.offline.ended import ask_or_read, refuse
 
-    async def find_and_ask(client: "Client") -> str:
-        return await ask(client, await resolve(client.runs, name))
+    async def find_and_ask(client: "Client") -> None:
+        click.echo(await ask(client, await resolve(client.runs, name)))
 
-    click.echo(ask_server(server, find_and_ask, run=name))
+    ask_or_read(server, find_and_ask, refuse, run=name)

@@ -1,0 +1,186 @@
+"""Runs whose own stack has ended: found by the directory that they worked in, told from the log that is there."""
+
+from collections.abc import Callable, Coroutine, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from millrace.cli.defaults import DEFAULT_DIRECTORY
+from millrace.cli.errors import EXIT_FAILED, CliError
+from millrace.cli.stacks import OUTPUTS, read_stack
+from millrace.decoding import decode_object
+from millrace.errors import CorruptObjectError, NotFoundError, UnavailableError
+from millrace.runlog import run_name
+
+if TYPE_CHECKING:
+    from millrace.client import Client
+    from millrace.runlog.events.run_status import RunStatus
+    from millrace.storage import ObjectStore
+    from millrace.v1 import event_pb2, run_pb2
+
+_PATTERNS = ("*/store", "*/*/store", "*/stack.json", "*/*/stack.json")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EndedRun:
+    """A run that no server answers for, as its store has it."""
+
+    directory: Path
+    run: "run_pb2.Run"
+    events: "list[event_pb2.Event]"
+    status: "RunStatus"
+    """That of the last event."""
+
+    @property
+    def note(self) -> str:
+        """Where what is shown comes from."""
+        return f"note: the stack of {self.run.name} has ended; read from its log in {self.directory}"
+
+    def explain(self) -> str:
+        """Say how the run ended; if only its stack did, that it may go on."""
+        from millrace.runlog.events.run_status import ended_words, is_terminal, resumed_words, state_name
+
+        status = self.status
+        name = self.run.name.removeprefix("runs/")
+        if is_terminal(status.state):
+            go_on = f"; the same command with --name {name} --resume goes on with it"
+            return ended_words(name, status) + (go_on if status.error is not None else "")
+        words = f"run {name} has not ended, and nothing works on it: its stack was stopped or killed while it was "
+        words += f"{state_name(status.state)}, behind step {status.num_steps}"
+        if status.resumed is not None:
+            words += f"; {resumed_words(status.resumed)}"
+        return f"{words}; it goes on with the command that it was started with, and --name {name} --resume"
+
+
+def ask_or_read(
+    server: str | None,
+    work: "Callable[[Client], Coroutine[Any, Any, None]]",
+    read: Callable[[EndedRun], None],
+    *,
+    run: str,
+) -> None:
+    """Do the work with a server, or read the run that is meant if its own stack has ended.
+
+    A server that is named, by option or environment, is asked alone. UnavailableError and NotFoundError say where else
+    was looked; CliError lists the directories where several have a run of that name.
+    """
+    from millrace.cli.address import is_listening, server_address
+    from millrace.cli.connection import ask_server
+
+    try:
+        address, origin = server_address(server, run=run)
+    except CliError:  # several stacks run here, and none of them is the run's alone
+        if (ended := find_ended(run)) is None:
+            raise
+        return _show(ended, read)
+    if origin in ("--server", "MILLRACE_SERVER"):
+        return ask_server(server, work, run=run)
+    if not is_listening(address) and (ended := find_ended(run)) is not None:
+        return _show(ended, read)
+    try:
+        return ask_server(server, work, run=run)
+    except (NotFoundError, UnavailableError) as error:
+        if error.reason not in ("RUN_NOT_FOUND", "UNREACHABLE"):
+            raise
+        if (ended := find_ended(run)) is None:
+            raise type(error)(
+                f"{error.message}; and none of the ended local runs below {OUTPUTS}/ is {run!r}",
+                reason=error.reason,
+                remedy=f"{error.remedy}; a local run that wrote elsewhere is named by its directory",
+                metadata=error.metadata,
+            ) from error
+        return _show(ended, read)
+
+
+def refuse(ended: EndedRun) -> None:
+    """CliError: nothing works on the run, so there is nobody to ask for anything."""
+    raise CliError(ended.explain(), exit_code=EXIT_FAILED)
+
+
+def _show(ended: EndedRun, read: Callable[[EndedRun], None]) -> None:
+    import click
+
+    click.echo(ended.note, err=True)
+    read(ended)
+
+
+def find_ended(text: str, *, root: Path = OUTPUTS) -> EndedRun | None:
+    """Return the ended run that is meant; None if no directory of one is there.
+
+    By its directory, by its name or the unique beginning of one, or as the newest (`-`).
+    """
+    directory = _directory_of(text, root)
+    return None if directory is None else read_ended(directory)
+
+
+def _directory_of(text: str, root: Path) -> Path | None:
+    if text != "-" and _is_ended(Path(text)):
+        return Path(text)
+    paths = sorted({path.parent for pattern in _PATTERNS for path in root.glob(pattern)})
+    found: dict[str, list[Path]] = {}
+    for path in paths:
+        if path != DEFAULT_DIRECTORY and _is_ended(path):
+            found.setdefault(path.name, []).append(path)
+    if text == "-":
+        newest = [path for same in found.values() for path in same]
+        return max(newest, key=lambda path: path.stat().st_mtime, default=None)
+    try:
+        meant = found[run_name.resolve(text, {name: name for name in found})]
+    except NotFoundError:
+        return None
+    if len(meant) > 1:
+        lines = "\n".join(f"  - {path}" for path in meant)
+        raise CliError(
+            f"{len(meant)} ended local runs are called {meant[0].name!r}:\n{lines}",
+            hint=f"name one by its directory, such as {meant[0]}",
+        )
+    return meant[0]
+
+
+def _is_ended(directory: Path) -> bool:
+    """Whether a stack worked in the directory, and does no longer."""
+    has_worked = (directory / "stack.json").is_file() or (directory / "store").is_dir()
+    return has_worked and read_stack(directory) is None
+
+
+def read_ended(directory: Path) -> EndedRun:
+    """The run of a directory, from its store; MillraceError if that has none."""
+    from millrace.cli.offline.run_store import find_uid
+    from millrace.decoding import MAX_JSON_BYTES
+    from millrace.runlog.events.archive import load_archived_events
+    from millrace.runlog.events.reader import readable_event
+    from millrace.runlog.events.run_status import RunStatus
+    from millrace.runlog.names import Names
+    from millrace.runlog.records.run_record import RunRecord
+
+    store, prefix = _store_of(directory)
+    uid = find_uid(store, prefix, directory.resolve().name)
+    names = Names(prefix, uid)
+    record = RunRecord.decode(store.get(names.run_json, max_bytes=MAX_JSON_BYTES), where=store.uri(names.run_json))
+    events = [readable_event(entry) for entry in load_archived_events(store, names)]
+    run = record.describe()
+    known, status = [event for event in events if event is not None], RunStatus.begin(run)
+    for event in known:
+        status.apply(event)
+    status.fill(run)
+    return EndedRun(directory=directory, run=run, events=known, status=status)
+
+
+def _store_of(directory: Path) -> "tuple[ObjectStore, str]":
+    """The store of an ended stack, and the prefix of its deployment there."""
+    from millrace.cli.offline.run_store import store_prefix
+    from millrace.storage import open_store
+
+    own = directory / "store"
+    url = own.resolve().as_uri() if own.is_dir() else _said(directory).get("store")
+    if not isinstance(url, str):
+        raise CliError(f"{directory}/stack.json names no store", hint="read it where it is: millrace run audit --store")
+    return open_store(url), store_prefix(None)
+
+
+def _said(directory: Path) -> Mapping[str, Any]:
+    path = directory / "stack.json"
+    try:
+        return decode_object(path.read_bytes(), what=str(path), reason="STACK_FILE_CORRUPT")
+    except (CorruptObjectError, OSError):
+        return {}
