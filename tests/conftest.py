@@ -31,6 +31,7 @@ _PUBLIC_ENVIRONMENTS = _REPOSITORY / ".venv-environments"
 _TEMPLATE_PACKAGES = _REPOSITORY / ".venv-templates"
 _TRANSFORMERS_4 = _REPOSITORY / ".venv-transformers-4"
 _VENV_NEMO_GYM = _REPOSITORY / ".venv-nemo-gym"
+_VLLM_WHEELS = _REPOSITORY / ".venv-vllm-wheels"
 _WAITS_END_S = 5.0  # threads that were told to stop are given that long
 
 # Shared machines are slow at times; that is no finding. No example database: a test run leaves nothing in the tree.
@@ -147,6 +148,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         names = getattr(item, "fixturenames", ())
         if "vllm_python" in names:
             item.add_marker(pytest.mark.vllm)
+        if "vllm_wheels" in names:
+            item.add_marker(pytest.mark.vllm_wheels)
         if not {"public_environments", "pinned_pythons", "nemo_gym_python"}.isdisjoint(names):
             item.add_marker(pytest.mark.environments)
         if "template_packages" in names:
@@ -205,6 +208,14 @@ def vllm_python() -> str:
         )
     except NotFoundError:
         pytest.skip("no vLLM: run scripts/setup_vllm.sh, or name an interpreter that has it in MILLRACE_VLLM_PYTHON")
+
+
+@pytest.fixture(scope="session")
+def vllm_wheels() -> Path:
+    """The directory with the sources of vLLM's releases."""
+    if not _VLLM_WHEELS.is_dir():
+        pytest.skip("no wheels of vLLM: run scripts/setup_vllm_wheels.sh")
+    return _VLLM_WHEELS
 
 
 @pytest.fixture(scope="session")

@@ -126,8 +126,8 @@ def engine_python(engine: str, environ: Mapping[str, str]) -> str:
         f"there is no vLLM: {PYTHON_VARIABLE} is not set, {DEFAULT_PYTHON} does not exist in {Path.cwd()}, and "
         f"{sys.executable} cannot import vllm",
         reason="VLLM_NOT_INSTALLED",
-        remedy="run scripts/setup_vllm.sh (CPU), or install vllm==0.32.0 and millrace[vllm] into an environment and "
-        f"name its python in {PYTHON_VARIABLE}",
+        remedy=f"run scripts/setup_vllm.sh (CPU), or install millrace[vllm] into an environment and name its python in "
+        f"{PYTHON_VARIABLE}",
     )
 
 

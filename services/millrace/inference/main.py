@@ -6,6 +6,7 @@ server (`launch/launcher.py`), in the interpreter that has vLLM, which may be an
 
 import asyncio
 import importlib.util
+import logging
 import os
 import sys
 from typing import NoReturn
@@ -13,10 +14,13 @@ from typing import NoReturn
 from millrace.errors import NotFoundError
 from millrace.inference import launch_env
 from millrace.inference.settings import InferenceSettings
+from millrace.inference.vllm import releases
 from millrace.processes.service import run_service
 from millrace.telemetry.logging import setup
 from millrace.telemetry.settings import Settings
 from millrace.telemetry.startup import without_gc
+
+logger = logging.getLogger(__name__)
 
 _ENTERED = "MILLRACE_VLLM_ENTERED"
 """Names the interpreter that this program has become: a wrapper (pyenv's shims) never is its own `sys.executable`."""
@@ -43,8 +47,7 @@ def _enter_vllm_interpreter() -> None:
         raise NotFoundError(
             f"{wanted} cannot import vllm",
             reason="VLLM_NOT_INSTALLED",
-            remedy=f"install vllm==0.32.0 and millrace[vllm] there, or name another python in "
-            f"{launch_env.PYTHON_VARIABLE}",
+            remedy=f"install millrace[vllm] there, or name another python in {launch_env.PYTHON_VARIABLE}",
         )
 
 
@@ -59,6 +62,8 @@ def _run() -> None:
 
 async def _serve(settings: Settings, own: InferenceSettings) -> None:
     if own.engine == "vllm":
+        if warning := releases.require_tried(releases.installed(), may_be_untried=own.vllm_untried):
+            logger.warning(warning)
         from millrace.inference.launch.launcher import Launcher
 
         await Launcher(settings, own).run()

@@ -138,3 +138,17 @@ async def test_an_interpreter_that_is_a_wrapper_is_entered_once(tmp_path: Path):
     code, errors = await finish(await start(MILLRACE_ENGINE="vllm", MILLRACE_VLLM_PYTHON=str(wrapper)))
     assert errors.count("entered") == 1
     assert code == 3 and f"{wrapper} cannot import vllm" in errors, errors
+
+
+async def test_a_vllm_that_was_not_tried_is_refused_by_name(tmp_path: Path):
+    """Before anything of it is imported: that would end in a chain of errors."""
+    (tmp_path / "vllm").mkdir()
+    (tmp_path / "vllm/__init__.py").write_text("raise AttributeError('imported')\n")
+    (tmp_path / "vllm-0.31.2.dist-info").mkdir()
+    (tmp_path / "vllm-0.31.2.dist-info/METADATA").write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 0.31.2\n")
+    listens = {"MILLRACE_LISTEN": "127.0.0.1:0", "MILLRACE_HTTP_LISTEN": "127.0.0.1:0"}
+    given = {"MILLRACE_STORE_URL": f"file://{tmp_path}", "MILLRACE_ORCHESTRATOR": "127.0.0.1:1"}
+    process = await start(MILLRACE_ENGINE="vllm", PYTHONPATH=str(tmp_path), **listens, **given)
+    code, errors = await finish(process)
+    assert code == 2 and "vLLM 0.31.2 is installed, and Millrace was tried with 0.32.0 and 0.33.0" in errors, errors
+    assert "MILLRACE_VLLM_UNTRIED=1" in errors and "Traceback" not in errors and "imported" not in errors

@@ -104,7 +104,7 @@ class InferenceConfig(ConfigSection):
     engine: Literal["auto", "embedded", "vllm"] = option(
         "auto",
         "Which engine. auto: vllm where one of its keys is set, or where a GPU and vLLM are there; else embedded. "
-        "embedded is transformers-based, for laptops and tests; vllm is vLLM 0.32, from the Python "
+        "embedded is transformers-based, for laptops and tests; vllm is vLLM 0.32 or 0.33, from the Python "
         "environment that MILLRACE_VLLM_PYTHON names.",
     )
     model: InferenceModelConfig = table(InferenceModelConfig, "The model.")

@@ -269,6 +269,7 @@ class Launcher:
             *others,
             "--enable-scale-out",
             "--logprobs-mode=processed_logprobs",
+            "--tool-strict-level=auto",  # in vLLM 0.33 some parsers of tools force calls into a grammar by default
             *([] if has_limits else [_NO_LIMIT]),
             f"--worker-extension-cls={WORKER_EXTENSION}",
             *([] if is_scheduled else ["--scheduling-policy=priority"]),  # a policy's probe goes before all that waits

@@ -10,6 +10,7 @@ import torch
 import torch.nn.attention.varlen  # defines the operation that is named below
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy
+from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from millrace.config.sections.trainer import ActivationCheckpointConfig, ModelMemoryConfig
@@ -96,8 +97,9 @@ def whole_gradients(model: nn.Module) -> Iterator[torch.Tensor]:
     for module in model.modules():
         group = module._get_fsdp_state()._fsdp_param_group if isinstance(module, FSDPModule) else None
         for each in () if group is None else group.fsdp_params:
-            if each.unsharded_accumulated_grad is not None:
-                yield each.unsharded_accumulated_grad_data
+            gradient = each.unsharded_accumulated_grad
+            if gradient is not None:
+                yield gradient.to_local() if isinstance(gradient, DTensor) else gradient
 
 
 def give_up_whole(model: nn.Module) -> None:

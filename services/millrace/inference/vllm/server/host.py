@@ -7,6 +7,7 @@ into vLLM's OpenAI server when the launcher says with which model. See `handover
 import os
 import sys
 from importlib.metadata import entry_points
+from types import ModuleType
 
 from millrace.inference.launch_env import PLUGIN_NAME, PYTHON_VARIABLE
 from millrace.inference.vllm.handover import PARENT_VARIABLE, Line, line
@@ -41,13 +42,21 @@ def main() -> None:
 def _work_for_head() -> None:
     """This node's workers of a replica whose head is elsewhere, until one of them ends."""
     from vllm.entrypoints.cli.serve import run_headless  # pyright: ignore[reportMissingImports]
-    from vllm.entrypoints.launchers.cli_args import make_arg_parser  # pyright: ignore[reportMissingImports]
     from vllm.utils.argparse_utils import FlexibleArgumentParser  # pyright: ignore[reportMissingImports]
 
-    args = make_arg_parser(FlexibleArgumentParser()).parse_args([*sys.argv[1:], "--headless"])
+    args = _cli_args().make_arg_parser(FlexibleArgumentParser()).parse_args([*sys.argv[1:], "--headless"])
     args.api_server_count = 0
     run_headless(args)
     sys.exit("a worker of this node has ended")  # vLLM returns when one does
+
+
+def _cli_args() -> ModuleType:
+    """The module with the parser of vLLM's server."""
+    try:
+        from vllm.entrypoints.common import cli_args  # pyright: ignore[reportMissingImports]
+    except ImportError:  # vLLM 0.32
+        from vllm.entrypoints.launchers import cli_args  # pyright: ignore[reportMissingImports]
+    return cli_args
 
 
 def _missing_plugins() -> list[dict[str, str | None]]:
@@ -63,21 +72,18 @@ def _check(to_launcher: Line, problems: list[dict[str, str | None]]) -> list[str
     """The arguments that say what the launcher's flags say; None if something is wrong with them, which is told."""
     given = to_launcher.receive()["flags"]
     with without_gc():
-        from vllm.entrypoints.launchers.cli_args import (  # pyright: ignore[reportMissingImports]
-            make_arg_parser,
-            validate_parsed_serve_args,
-        )
+        cli_args = _cli_args()
         from vllm.platforms import current_platform  # pyright: ignore[reportMissingImports]
         from vllm.utils.argparse_utils import FlexibleArgumentParser  # pyright: ignore[reportMissingImports]
 
     from millrace.inference.vllm.server.flags import to_argv
 
-    parser = make_arg_parser(FlexibleArgumentParser())
+    parser = cli_args.make_arg_parser(FlexibleArgumentParser())
     argv, violations = to_argv(parser, given, can_sleep=current_platform.is_sleep_mode_available())
     problems = problems + [{"field": one.field, "value": one.value, "message": one.message} for one in violations]
     if not problems:
         try:
-            validate_parsed_serve_args(parser.parse_args(argv))
+            cli_args.validate_parsed_serve_args(parser.parse_args(argv))
         except (TypeError, ValueError) as error:
             text = " ".join(str(error).removeprefix("Error: ").split())
             problems = [*problems, {"field": "inference.vllm", "value": None, "message": f"vLLM refuses it: {text}"}]

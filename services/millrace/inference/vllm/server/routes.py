@@ -198,7 +198,13 @@ def _room(request: Request) -> int:
 
 
 def _stops(asked: Any, request: Request) -> tuple[Any, Any]:
-    """Its stop strings and stop tokens, with special tokens by their ids where the text leaves them out."""
+    """Its stop strings and stop tokens, with special tokens by their ids where the text leaves them out.
+
+    A request that says nothing leaves them out: vLLM 0.33 has None there, and would do what the model's generation
+    config says.
+    """
+    if asked.skip_special_tokens is None:
+        asked.skip_special_tokens = True
     model = _replica(request).slot.current
     if not asked.stop or not asked.skip_special_tokens or model is None or model.tokenizer is None:
         return asked.stop, asked.stop_token_ids

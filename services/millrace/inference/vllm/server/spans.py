@@ -35,10 +35,14 @@ def add_last_spans(chunk: dict[str, Any], calls: Calls, *, per_call: int) -> Non
 
 
 def name_tokens(body: dict[str, Any]) -> None:
-    """Name the log-probs of `/inference/v1/generate` as its clients want them: `token_id:N`."""
+    """Name the log-probs of `/inference/v1/generate` as its clients want them: `token_id:N`.
+
+    Those of an answer that is asked for as text have the texts of their tokens, and keep them.
+    """
     for choice in body.get("choices") or []:
         for entry in (choice.get("logprobs") or {}).get("content") or []:
-            entry["token"] = f"token_id:{entry['token_id']}"
+            if "token_id" in entry:
+                entry["token"] = f"token_id:{entry['token_id']}"
 
 
 async def rewritten(events: AsyncGenerator[str, None], change: Callable[[dict[str, Any]], None]) -> AsyncIterator[str]:

