@@ -307,6 +307,10 @@ FAILURES: Texts = {
         "see `docs/guides/first_environment.md`",
     ),
     "ENV_NOT_FOUND": ("no such module on the env-servers", "install the environment's package there"),
+    "ENV_SELECT_INVALID": (
+        "`select` names tasks that the environment does not have, leaves none, or evaluates what is trained on",
+        "correct `select` of the environment: the message says what there is",
+    ),
     "ENV_WITHOUT_TASKS": (
         "an environment to train on has no training tasks",
         "see what its `args` select; one that has held-out tasks alone belongs under `orchestrator.eval.env`",

@@ -168,7 +168,7 @@ def _follow(tree: Tree, node: SchemaKey) -> None:
     if any(table and table.is_optional and not isinstance(tree.get(table.path), dict) for table in above):
         return
     if is_list and isinstance(value, list):  # tables of another kind: with the keys that they have in common
-        known = node.children
+        known = {key for key, child in node.children.items() if not child.facts.is_own}
         value = [{key: item[key] for key in item if key in known} if isinstance(item, dict) else item for item in value]
     if isinstance(value, list) or not is_list:
         tree.fill(node.path, value, source)

@@ -60,7 +60,7 @@ class Facts:
     that it fills may have different values where it is left out. ``follows`` is the key whose value is taken where this
     one is left out. ``needs`` is a key without which this one has no effect, and why. ``default_from`` makes the
     default from the raw table that the key is in. Keys are written with dots from the top of the document, or from the
-    table that holds the field with a dot in front.
+    table that holds the field with a dot in front. ``is_own``: tables that follow others do not take the key over.
     """
 
     aliases: tuple[str, ...] = ()
@@ -72,6 +72,7 @@ class Facts:
     default_from: Callable[[Mapping[str, Any]], Any] | None = None
     limit: Limit | None = None
     only_for: OnlyFor | None = None
+    is_own: bool = False
 
 
 _NO_FACTS = Facts()

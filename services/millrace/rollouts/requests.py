@@ -33,6 +33,8 @@ class EnvSpec:
     """Interpreter that its workers run in; empty: the env-server's own."""
     image: str = ""
     """Container image that its env-servers run; empty: any of those that announce none."""
+    select_json: str = ""
+    """Which of its tasks are played (`env_server/adapters/selection.py`); empty: all."""
 
     @property
     def label(self) -> str:
@@ -43,7 +45,7 @@ class EnvSpec:
     def loaded_as(self) -> tuple[object, ...]:
         """What its workers load and keep to, apart from the arguments: not what the run calls it."""
         kept = (self.takes_several_traces, self.is_text_only, self.judge_max_concurrent, self.judge_timeout_s)
-        return (self.id, self.python, *kept)
+        return (self.id, self.python, self.select_json, *kept)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from millrace.config.sections.select import SelectConfig, selection_json
 from millrace.internal.v1 import env_service_pb2, rollout_pb2
 from millrace.rollouts.types import OWN_SAMPLING, PolicySpan, Rollout, RolloutStatus
 
@@ -49,6 +50,26 @@ def assert_failed(rollout: Rollout, status: RolloutStatus, error_type: str, text
     assert text in rollout.error.message
     assert rollout.samples == ()
     assert rollout.reward == 0.0
+
+
+async def test_a_selection_is_a_set_of_its_own_and_one_that_overlaps_is_refused(server: Any) -> None:
+    def spec(**selected: Any) -> Any:
+        made = server.spec("rev-text-v1", {"num_examples": 8})
+        made.select_json = selection_json(
+            **{name: SelectConfig.model_validate(each) for name, each in selected.items()}
+        )
+        return made
+
+    some = await server.open_spec(spec(train={"include": {"idx": "2:"}}, evaluated={"limit": 2}))
+    assert (some.train.num_tasks, some.eval.num_tasks) == (6, 2), some
+    request = server.request("rev-text-v1", 1)
+    request.env.CopyFrom(spec(train={"include": {"idx": "2:"}}, evaluated={"limit": 2}))
+    [third] = await server.play(request)
+    whole = await server.play_one("rev-text-v1", 3, args={"num_examples": 8})
+    assert third.task_id == whole.task_id and third.task_index == 1, "positions count in what is selected"
+    wrong = await server.open_spec(spec(train={"include": {"idx": "2:", "names": ["x"]}}))
+    assert wrong.state == env_service_pb2.ENV_STATE_FAILED and "have no names" in wrong.error_message
+    assert "correct `select`" in wrong.error_remedy and "selection.py" not in wrong.error_message
 
 
 async def test_v1_taskset_plays_with_exact_tokens_and_spans(server: Any, tokenizer: Any) -> None:

@@ -46,6 +46,7 @@ async def _check_here(prepared: Prepared, steps: "Steps") -> None:
     evaluated = [] if settings.eval is None else settings.eval.env
     trained = {env.name: settings.takes_several_traces(env) for env in settings.env}
     known: set[str] = set()
+    selected = settings.selections()
     for env in [*settings.env, *evaluated]:
         if env.name in known:
             continue
@@ -61,6 +62,7 @@ async def _check_here(prepared: Prepared, steps: "Steps") -> None:
             judge_key_var=env.judge.api_key_var or "",
             python=env.python or "",
             image=env.image or "",
+            select_json=selected[env.name],
         )
         if problem := api_key_problem(spec.judge_key_var):
             wrong = Violation(field=f"judge.api_key_var of {env.name}", value=spec.judge_key_var, message=problem)

@@ -12,7 +12,7 @@ EVAL_KEYS: Mapping[str, Meaning] = {
     "eval": converted(lab.environments),
     "env": converted(sources.eval_defaults, form=dict),
     "select": converted(sources.selected),
-    "env[].select": converted(sources.selected),
+    "env[].select": converted(sources.selected, is_native=True),
     **same(converted(lab.endpoint), "", "endpoint_id endpoints_path"),
     "api_base_url": moved("client.base_url"),
     "api_key_var": moved("client.api_key_var"),

@@ -41,7 +41,6 @@ BUFFER_TYPE = (
     "prime-rl's {value} buffer is not here: for difficulty-pool leave the type out and write easy_threshold and "
     "hard_threshold, for online-difficulty write online_difficulty_filtering = true"
 )
-SELECTED = "chooses the tasks that are trained on, which only the environment's own `args` do here"
 VISION = "models with images are not trained yet"
 
 
@@ -242,7 +241,6 @@ ONE_FILE: dict[str, Meaning] = {
     **source_keys("orchestrator.eval.env[]."),
     "orchestrator.env[].sampling": blocks("is one for all environments: set `orchestrator.sampling`", {}),
     "orchestrator.env[].group_size": blocks("is one for all environments: set `orchestrator.rollouts_per_example`"),
-    "orchestrator.env[].select": blocks(SELECTED, {}),
     **same(
         blocks("which tasks are drawn is the run's: `[orchestrator.buffer]`", {}, {"type": "standard"}),
         "orchestrator.env[].",
@@ -251,7 +249,7 @@ ONE_FILE: dict[str, Meaning] = {
     "orchestrator.env[].curriculum.gates": nothing("groups without any advantage are left out all the same"),
     **algo_keys("orchestrator.env[].algo."),
     "orchestrator.eval.env[].sampling": later("is one for all evaluations: `orchestrator.eval.sampling`", {}),
-    "orchestrator.eval.env[].select": converted(sources.selected),
+    "orchestrator.eval.env[].select": converted(sources.selected, is_native=True),
     "orchestrator.eval.env[].skip_verification": nothing("nothing is verified beforehand"),
     "teacher_inference": blocks("start the teacher yourself, and name it in `orchestrator.algo.teacher`"),
     "teacher_gpu_ids": nothing("start the teacher yourself"),
@@ -279,7 +277,7 @@ HEAD: dict[str, Meaning] = {
     "orchestrator.train.source": converted(sources.train_sources),
     "orchestrator.train.env": converted(sources.train_env),
     "orchestrator.train.algo": moved("orchestrator.algo"),
-    "orchestrator.train.select": blocks(SELECTED, {}),
+    "orchestrator.train.select": converted(sources.train_select),
     "orchestrator.train.sampling": moved("orchestrator.sampling"),
     "orchestrator.train.filter_zero_advantages": moved("orchestrator.filter_zero_advantages"),
     "orchestrator.train.group_size": moved("orchestrator.rollouts_per_example"),

@@ -45,19 +45,83 @@ def eval_defaults(target: Target, path: Path, value: Any) -> None:
 
 
 def selected(target: Target, path: Path, value: Any) -> None:
-    """`select = { limit = n }` is `num_examples = n`."""
-    if not isinstance(value, dict):
+    """`select` of an evaluation; `{ limit = n }` alone is `num_examples = n`, where training selects nothing."""
+    if isinstance(value, dict):
+        target.deferred[f"select of {dotted(path[:-1])}"] = (path, value)
+    else:
         target.refuse(path, value, "must be a table, such as { limit = 16 }")
-        return
-    chosen = {key: each for key, each in value.items() if each not in ({}, False, None)}
+
+
+def train_select(target: Target, path: Path, value: Any) -> None:
+    """`orchestrator.train.select` as `select` of each environment that has none."""
+    if isinstance(value, dict):
+        target.deferred["train.select"] = (path, value)
+    else:
+        target.refuse(path, value, "must be a table, such as { limit = 16 }")
+
+
+def _select(target: Target) -> None:
+    """Give each environment its selection: its own, or else the one that stands for all."""
+    if "train.select" in target.deferred:
+        path, value = target.deferred["train.select"]
+        _select_all(target, path, value, TRAIN_ENVS)
+    envs = EVAL_ENVS if target.schema.child("orchestrator") is not None else ("env",)
+    is_split = any(env.get("select") for env in _envs(target, TRAIN_ENVS))
+    if shared := target.deferred.get(f"select of {dotted(envs[:-1])}"):
+        if _is_count(shared[1]) and not is_split:
+            _selected(target, *shared, envs[:-1], is_split=is_split)
+        else:
+            _select_all(target, *shared, envs)
+    for index, env in enumerate(_envs(target, envs)):
+        if own := target.deferred.get(f"select of {dotted((*envs, index))}"):
+            if shared and _is_count(shared[1]) and not is_split and "num_examples" not in env:
+                target.put((*envs, index, "num_examples"), -1, source=own[0])
+            _selected(target, *own, (*envs, index), is_split=is_split)
+
+
+def _selected(target: Target, path: Path, value: dict[str, Any], to: Path, *, is_split: bool) -> None:
+    chosen = _chosen(value)
     if not chosen.keys() - {"seed"}:
         target.note(path, Effect.SAME, "", value=value)
-    elif chosen.keys() == {"limit"}:
+    elif _is_count(value) and not is_split:
         target.note(path, Effect.MEANS, "is `num_examples` here", value=value)
-        target.put((*path[:-1], "num_examples"), chosen["limit"], source=(*path, "limit"))
+        target.put((*to, "num_examples"), chosen["limit"], source=(*path, "limit"))
     else:
-        text = "held-out tasks are taken in their order, `num_examples` of them: choose others in the `args`"
-        target.note(path, Effect.LATER, text, value=value)
+        target.put((*to, "select"), value, source=path)
+
+
+def _is_count(value: dict[str, Any]) -> bool:
+    """Whether a selection is nothing but a number of tasks, or none at all."""
+    return not _chosen(value).keys() - {"limit"}
+
+
+def _chosen(value: dict[str, Any]) -> dict[str, Any]:
+    neutral = {"skip": 0, "seed": 0, "shuffle": False, "limit": None, "include": {}, "exclude": {}}
+    return {key: each for key, each in value.items() if key not in neutral or each != neutral[key]}
+
+
+def _select_all(target: Target, path: Path, value: dict[str, Any], envs: Path) -> None:
+    """Give each environment the selection that stands for all, unless it has one."""
+    listed = _envs(target, envs)
+    if not listed and envs == EVAL_ENVS:  # the training environments are evaluated
+        kept = ("id", "name", "args", "judge", "python", "image")
+        listed = [{key: env[key] for key in kept if key in env} for env in _envs(target, TRAIN_ENVS)]
+        target.put(envs, listed, source=path)
+    if not listed:
+        target.refuse(path, value, "chooses tasks of the environments of the same file, and there are none")
+        return
+    for index, env in enumerate(listed):
+        if "select" not in env and f"select of {dotted((*envs, index))}" not in target.deferred:
+            target.put((*envs, index, "select"), value, source=path)
+    text = f"is `select` of each `[[{dotted(envs)}]]` here that has none of its own"
+    target.note(path, Effect.MEANS, text, value=value)
+
+
+def _envs(target: Target, path: Path) -> list[dict[str, Any]]:
+    found: Any = target.layer.tree
+    for part in path:
+        found = found.get(part) if isinstance(found, dict) else None
+    return found if isinstance(found, list) and all(isinstance(each, dict) for each in found) else []
 
 
 def _sources(target: Target, path: Path, value: Any, *, to: Path, later: tuple[str, ...]) -> None:
@@ -121,6 +185,7 @@ def finish_sources(target: Target) -> None:
             _algorithms(target, sources)
         if f"{group}.env" in target.deferred:
             _inherited(target, *target.deferred[f"{group}.env"], envs)
+    _select(target)
 
 
 def _for_all(target: Target, sources: _Sources, key: str, to: Path) -> None:

@@ -7,6 +7,7 @@ from millrace.config.section import ConfigSection, Document, FreeTable, option, 
 from millrace.config.sections.client import ClientConfig
 from millrace.config.sections.orchestrator import EvalEnvConfig, env_names
 from millrace.config.sections.sampling import extra_body_rules
+from millrace.config.sections.select import selection_json
 from millrace.config.sections.shared import LogConfig, RunConfig
 from millrace.config.tree import Facts
 
@@ -62,6 +63,11 @@ class EvalRunConfig(Document):
     def with_model(self, name: str) -> Self:
         """The same evaluation of another model."""
         return self.model_copy(update={"model": FixedModelConfig(name=name)})
+
+    def selections(self) -> dict[str, str]:
+        """By environment, which tasks are played, as env-servers are told it."""
+        kind = "train" if self.tasks == "train" else "evaluated"
+        return {env.name: selection_json(**{kind: env.select}) for env in self.env}
 
     def broken_rules(self) -> list[BrokenRule]:
         """Rules over several keys that do not hold."""

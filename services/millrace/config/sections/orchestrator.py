@@ -20,6 +20,7 @@ from millrace.config.sections.sampling import (
     bias_rules,
     sampling_rules,
 )
+from millrace.config.sections.select import SelectConfig, selection_json
 from millrace.config.sections.shared import DEFAULT_MODEL, SHARED_MODEL
 from millrace.config.sections.trainer import DEFAULT_SEQ_LEN
 from millrace.config.tree import Facts, Limit, Path, dotted
@@ -83,6 +84,11 @@ class NamedEnv(ConfigSection):
 class EnvConfig(NamedEnv):
     """One training environment."""
 
+    select: SelectConfig | None = option(
+        None,
+        "Which of its training tasks are drawn. Where an evaluation has a `select`, too, it may name none of them.",
+        facts=Facts(default_text="all", is_own=True),
+    )
     weight: float = option(
         1.0,
         "Share of the tasks drawn from it, relative to the other environments.",
@@ -115,6 +121,12 @@ class EvalEnvConfig(NamedEnv):
     One with the name of a training environment is that environment: `id` and `args` have to be the same.
     """
 
+    select: SelectConfig | None = option(
+        None,
+        "Which of its held-out tasks are played; of all its tasks where none are held out. `num_examples` is taken "
+        "from what is selected.",
+        facts=Facts(default_text="all", is_own=True),
+    )
     num_examples: int | None = option(
         None, "Tasks of this environment: -1 for all held-out tasks.", facts=Facts(default_text=_AS_FOR_ALL), ge=-1
     )
@@ -256,6 +268,21 @@ class OrchestratorConfig(ConfigSection):
     def groups_per_step(self) -> int:
         """Groups that make a batch."""
         return self.batch_size // self.rollouts_per_example
+
+    def selections(self) -> dict[str, str]:
+        """By environment, which tasks are played, as env-servers are told it."""
+        evaluated = {} if self.eval is None else {env.name: env for env in self.eval.env}
+        trained = {env.name: env for env in self.env}
+        found: dict[str, str] = {}
+        for name in {**trained, **evaluated}:
+            env, other = trained.get(name), evaluated.get(name)
+            found[name] = selection_json(
+                train=env and env.select,
+                evaluated=other and other.select,
+                num_evaluated=(other and other.num_examples) or (self.eval.num_examples if self.eval else -1),
+                trained=[each.select for each in self.env if other and (each.id, each.args) == (other.id, other.args)],
+            )
+        return found
 
     @model_validator(mode="before")
     @classmethod

@@ -1,15 +1,18 @@
-"""The environments behind a v0 environment: the children of a group, or itself."""
+"""The environments behind a v0 environment, the children of a group or itself, and their tasks."""
 
+import functools
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import verifiers as vf
 
 from millrace.env_server.adapters.env_args import RENDERER
+from millrace.env_server.adapters.selection import EveryTask
 from millrace.errors import InvalidSpecError, Violation
 
 _COMPLETION = "completion"  # `message_type` of environments
+_ROWS_KEPT = 1024  # a group's members play the same task, and finding a row takes the dataset 0.2 ms
 
 
 def completes_text(env: vf.Environment, *, renderer: str) -> bool:
@@ -45,6 +48,36 @@ def member_of(env: vf.Environment, row: Any) -> vf.Environment:
         name, row, _ = env._route_child_input(row)
         env = env.get_env_for_name(name)
     return env
+
+
+def tasks_of(env: vf.Environment, *, is_eval: bool) -> EveryTask | None:
+    """One of the environment's task sets; None if it has none.
+
+    `get_eval_dataset` would fall back to the training tasks: not held out.
+    """
+    dataset: Any = env.build_eval_dataset() if is_eval else env.build_dataset()
+    if dataset is None:
+        return None
+
+    def row(index: int) -> dict[str, Any]:
+        return dict(dataset[index])
+
+    @functools.cache
+    def ids() -> list[Any]:
+        column = next((each for each in ("id", "example_id") if each in dataset.column_names), None)
+        return dataset[column][:] if column else []
+
+    def named(index: int, kind: str) -> Iterable[str]:
+        return (str(ids()[index]),) if kind == "ids" and ids() else ()
+
+    # The library copies a row before a rollout may change it.
+    return EveryTask(
+        size=len(dataset),
+        row=functools.lru_cache(_ROWS_KEPT)(row),
+        content=row,
+        named=named,
+        mixed=of_every_child(env, dataset) if isinstance(env, vf.EnvGroup) else None,
+    )
 
 
 def of_every_child(env: vf.EnvGroup, dataset: Any) -> list[int]:

@@ -16,7 +16,6 @@ Endpoints that are not ours are asked to chat, whatever the environment says: ma
 """
 
 import asyncio
-import functools
 import inspect
 import os
 from collections.abc import Mapping, Sequence
@@ -31,7 +30,7 @@ from pydantic import BaseModel
 
 from millrace.env_server.adapters.client_v0 import LeanClient, LeanCompletionsClient
 from millrace.env_server.adapters.env_args import NO_RENDERER, RENDERER, split_args
-from millrace.env_server.adapters.env_groups_v0 import completes_text, member_of, members_of, of_every_child
+from millrace.env_server.adapters.env_groups_v0 import completes_text, member_of, members_of, tasks_of
 from millrace.env_server.adapters.failures import frames_of, is_engine_fault
 from millrace.env_server.adapters.outcome import NotANumberError, Outcome, checked, failed, failed_like, number_of
 from millrace.env_server.adapters.samples import MissingTokensError, merge_turns
@@ -40,8 +39,8 @@ from millrace.env_server.adapters.sampling_v0 import declared_by, sampling_args
 from millrace.env_server.adapters.scoring import judges
 from millrace.env_server.adapters.scoring.arguments_v0 import refuse_unknown_arguments
 from millrace.env_server.adapters.scoring.rubrics_v0 import SCORED, Scored, watch_rubrics
+from millrace.env_server.adapters.selection import NO_TASKS, selected_tables
 from millrace.env_server.adapters.span_log import SPANS
-from millrace.env_server.adapters.tasks import TaskTable, build_task_table, no_tasks
 from millrace.env_server.adapters.text_only import not_text_error, other_part, refusal, refuse_other_parts
 from millrace.env_server.engine_access import engine_access
 from millrace.env_server.engine_loss import ENGINE_LOST_MARK
@@ -61,7 +60,6 @@ _MODEL_ERRORS = frozenset({"ModelError", "InvalidModelResponseError", "EmptyMode
 _API_KEY_VARIABLE = "MILLRACE_ENGINE_API_KEY"
 # The library hops to threads per turn; two cores' default of six threads would queue them.
 _ENV_THREADS = 32
-_ROWS_KEPT = 1024  # a group's members play the same task, and finding a row takes the dataset 0.2 ms
 RETRIES_METRIC = "endpoint_retries"
 """Metric of rollouts of external endpoints: tries of model calls that were in vain."""
 # As a column the error is the exception itself, and not what the library writes of it.
@@ -74,7 +72,7 @@ _NotTextError = not_text_error(vf.Error)
 class V0Adapter:
     """A loaded v0 environment."""
 
-    def __init__(self, env: vf.Environment, *, renderer: str) -> None:
+    def __init__(self, env: vf.Environment, *, renderer: str, select_json: str = "") -> None:
         self._env = env
         self._renderer = renderer
         self._completes_text = completes_text(env, renderer="" if renderer == NO_RENDERER else renderer)
@@ -82,8 +80,11 @@ class V0Adapter:
         self._clients: dict[tuple[str, bool, str, str], Client] = {}
         watch_rubrics(vf.Rubric)
         remember_lookups()
-        self.eval = _table(env, is_eval=True, is_mixed=True)
-        self.train = _table(env, is_eval=False, is_mixed=not len(self.eval))  # evaluations play these then
+        held_out, train = tasks_of(env, is_eval=True), tasks_of(env, is_eval=False)
+        has_others = held_out is not None and held_out.size > 0
+        self.train, self.eval = selected_tables(
+            select_json, train=train or NO_TASKS, held_out=held_out if has_others else None, is_mixed=not has_others
+        )
         # A group of environments does not say so itself.
         self.requires_group = any(member.requires_group_rollouts for member in members_of(env))
         self._declared = declared_by(env)
@@ -106,7 +107,7 @@ class V0Adapter:
         env = module.load_environment(**own)
         env.env_id = env.env_id or spec.id
         env.env_args = env.env_args or own
-        loaded = cls(env, renderer=renderer)
+        loaded = cls(env, renderer=renderer, select_json=spec.select_json)
         if table := next((each for each in (loaded.train, loaded.eval) if len(each)), None):
             refuse_unknown_arguments(env, table.row(0), client=_no_client())
         if spec.is_text_only:
@@ -261,24 +262,6 @@ def _no_renderers(renderer: str) -> InvalidSpecError:
         f'leave the key out, set it to "{NO_RENDERER}", or install verifiers 0.3.1 with `renderers`'
     )
     return InvalidSpecError([Violation(field=f"args.{RENDERER}", value=renderer, message=message)])
-
-
-def _table(env: vf.Environment, *, is_eval: bool, is_mixed: bool) -> TaskTable:
-    """One of the environment's task sets. `get_eval_dataset` would fall back to the training tasks: not held out.
-
-    Where it `is_mixed`, the first tasks of a group of environments are of all of them.
-    """
-    dataset = env.build_eval_dataset() if is_eval else env.build_dataset()
-    if dataset is None:
-        return no_tasks()
-
-    order = of_every_child(env, dataset) if is_mixed and isinstance(env, vf.EnvGroup) else range(len(dataset))
-
-    def row(index: int) -> dict[str, Any]:
-        return dict(dataset[order[index]])
-
-    # The library copies a row before a rollout may change it.
-    return build_task_table(len(dataset), row=functools.lru_cache(_ROWS_KEPT)(row), content=row)
 
 
 def _outcome(output: Mapping[str, Any], of_play: Scored, asked: AskedSampling) -> Outcome:

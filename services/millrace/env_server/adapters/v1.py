@@ -8,7 +8,6 @@ the policy's own tokenizer and asks the engine for exact tokens. Args of the env
 import asyncio
 import contextlib
 import functools
-import itertools
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -45,8 +44,9 @@ from millrace.env_server.adapters.runtimes_v1 import check_default_runtime, chec
 from millrace.env_server.adapters.samples import MissingTokensError
 from millrace.env_server.adapters.samples_v1 import branch_samples
 from millrace.env_server.adapters.scoring import judges
+from millrace.env_server.adapters.selection import selected_tables, stop_of, tasks_of
 from millrace.env_server.adapters.span_log import SPANS
-from millrace.env_server.adapters.tasks import TaskTable, build_task_table, no_tasks
+from millrace.env_server.adapters.tasks import TaskTable
 from millrace.env_server.adapters.text_only import not_text_error, other_part, refusal, refuse_other_parts
 from millrace.env_server.adapters.traces_v1 import merged, timeout_remedy
 from millrace.env_server.adapters.trainable_v1 import ONE_TRACE, SEVERAL_TRACES, check_trainable, declared_sampling
@@ -84,15 +84,14 @@ class V1Adapter:
     """A loaded v1 environment."""
 
     def __init__(
-        self, env: Any, *, eval_taskset: Any | None, renderer: str, num_tasks: int, traces: "ExpectedTraces"
+        self, env: Any, *, tables: tuple[TaskTable, TaskTable], renderer: str, traces: "ExpectedTraces"
     ) -> None:
         self._env = env
         self._traces = traces
         self._renderer = renderer
         self._has_tools = bool(tool_servers(env))
         self._stack = contextlib.AsyncExitStack()
-        self.train = _table(env.taskset, num_tasks)
-        self.eval = no_tasks() if eval_taskset is None else _table(eval_taskset, num_tasks)
+        self.train, self.eval = tables
         # v1 has no group rewards: every trace is scored alone.
         self.loaded = LoadedEnv(api="v1", requires_group=False, train=self.train, eval=self.eval)
 
@@ -109,15 +108,18 @@ class V1Adapter:
         renderer = str(ours.get(RENDERER) or "")
         extra = table_of(ours.get(V1_ENV), where=where)
         eval_args = ours.get(V1_EVAL_ARGS)
-        num_tasks = int(ours.get(V1_NUM_TASKS, _DEFAULT_NUM_TASKS))
+        num_tasks = int(ours.get(V1_NUM_TASKS, max(_DEFAULT_NUM_TASKS, stop_of(spec.select_json))))
         env = vf.load_environment(_config(spec.id, own, extra, where=where))
         check_runtimes(env, where=where)
         trained = check_trainable(env, takes_several=takes_several, where=where)
         traces = ExpectedTraces(takes_several=takes_several, has_several=trained.has_several)
-        eval_taskset = None
+        held_out = None
         if eval_args is not None:
-            eval_taskset = vf.load_taskset(_config(spec.id, {**own, **eval_args}, extra, where=where).taskset)
-        loaded = cls(env, eval_taskset=eval_taskset, renderer=renderer, num_tasks=num_tasks, traces=traces)
+            taskset = vf.load_taskset(_config(spec.id, {**own, **eval_args}, extra, where=where).taskset)
+            held_out = tasks_of(taskset, num_tasks)
+        train = tasks_of(env.taskset, num_tasks)
+        tables = selected_tables(spec.select_json, train=train, held_out=held_out, is_mixed=False)
+        loaded = cls(env, tables=tables, renderer=renderer, traces=traces)
         loaded.loaded = replace(loaded.loaded, declared=declared_sampling(env, trained, where=where))
         if len(loaded.train):
             check_default_runtime(env, loaded.train.row(0), extra, where=where)
@@ -258,13 +260,6 @@ def _refuse_other_parts() -> None:
         return await stock(self, dialect, body, *args, **kwargs)
 
     TrainClient.get_response = get_response
-
-
-def _table(taskset: Any, num_tasks: int) -> TaskTable:
-    tasks = list(itertools.islice(taskset, num_tasks) if taskset.INFINITE else taskset)
-    return build_task_table(
-        len(tasks), row=tasks.__getitem__, content=lambda index: tasks[index].data.model_dump(mode="json")
-    )
 
 
 def _outcome(episode: Any, expected: ExpectedTraces, asked: AskedSampling | None) -> Outcome:

@@ -266,14 +266,23 @@ def _failures(config: RLConfig | EvalRunConfig) -> Failures:
 
 def env_specs(config: RLConfig | EvalRunConfig) -> list[EnvSpec]:
     """Environments to train on, then those that are only evaluated."""
-    if isinstance(config, EvalRunConfig):
-        is_ours = config.client is None
-        return [env_spec(env, takes_several_traces=True, is_text_only=is_ours) for env in config.env]
-    settings = config.orchestrator
-    trained = {env.name: settings.takes_several_traces(env) for env in settings.env}
-    evaluated = [] if settings.eval is None else settings.eval.env
-    envs = [*settings.env, *(env for env in evaluated if env.name not in trained)]
-    return [env_spec(env, takes_several_traces=trained.get(env.name, True), is_text_only=True) for env in envs]
+    settings = config if isinstance(config, EvalRunConfig) else config.orchestrator
+    selected = settings.selections()
+    if isinstance(settings, EvalRunConfig):
+        envs, several, is_text_only = [*settings.env], dict.fromkeys(selected, True), settings.client is None
+    else:
+        several = {env.name: settings.takes_several_traces(env) for env in settings.env}
+        evaluated = [] if settings.eval is None else settings.eval.env
+        envs, is_text_only = [*settings.env, *(env for env in evaluated if env.name not in several)], True
+    return [
+        env_spec(
+            env,
+            takes_several_traces=several.get(env.name, True),
+            is_text_only=is_text_only,
+            select_json=selected[env.name],
+        )
+        for env in envs
+    ]
 
 
 def failure_window_of(groups_per_step: int) -> int:

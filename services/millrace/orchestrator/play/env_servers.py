@@ -360,7 +360,9 @@ def _to_load(spec: EnvSpec) -> str:
     return f"environment {spec.name} to load"
 
 
-def env_spec(env: NamedEnv, *, takes_several_traces: bool = False, is_text_only: bool) -> EnvSpec:
+def env_spec(
+    env: NamedEnv, *, takes_several_traces: bool = False, is_text_only: bool, select_json: str = ""
+) -> EnvSpec:
     """What env-servers are told of an environment of the run config."""
     return EnvSpec(
         name=env.name,
@@ -373,6 +375,7 @@ def env_spec(env: NamedEnv, *, takes_several_traces: bool = False, is_text_only:
         judge_key_var=env.judge.api_key_var or "",
         python=env.python or "",
         image=env.image or "",
+        select_json=select_json,
     )
 
 

@@ -1,0 +1,183 @@
+"""Which tasks of an environment are played: `select` of the run config, applied to the tasks that were loaded.
+
+Every name and every position has to be there, and what is evaluated may not be trained on: else a typing error would
+train on other tasks than those that were meant, and nothing would say so.
+"""
+
+import itertools
+import random
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from millrace.decoding import decode_object
+from millrace.env_server.adapters.env_args import MAX_ARGS_BYTES
+from millrace.env_server.adapters.tasks import TaskTable, build_task_table, no_tasks
+from millrace.errors import InvalidSpecError, Violation
+
+_SHOWN = 3
+_IDENTITIES = ("ids", "keys", "names")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EveryTask:
+    """All tasks of one set, in the environment's order."""
+
+    size: int
+    row: Callable[[int], Any]
+    content: Callable[[int], Any]
+    """What task i is, as plain data: its id is a digest of it."""
+    named: Callable[[int, str], Iterable[str]] = lambda index, kind: ()
+    """By what task i is known: its `ids`, `keys` or `names`."""
+    mixed: Sequence[int] | None = None
+    """Another order, in which the first tasks are of every environment of a group."""
+
+    def table(self, positions: Sequence[int]) -> TaskTable:
+        """The table of some of its tasks."""
+        return build_task_table(
+            len(positions),
+            row=lambda index: self.row(positions[index]),
+            content=lambda index: self.content(positions[index]),
+        )
+
+    def names_of(self, kind: str, ids: Sequence[str]) -> list[set[str]]:
+        """By position, what each task is called; the ids of a table of all are keys, too."""
+        own = [{str(name) for name in self.named(index, kind)} for index in range(self.size)]
+        return [names | {ids[index]} for index, names in enumerate(own)] if kind == "keys" else own
+
+
+NO_TASKS = EveryTask(size=0, row=lambda index: index, content=lambda index: index)
+"""The set of an environment without tasks."""
+
+
+def selected_tables(
+    text: str, *, train: EveryTask, held_out: EveryTask | None, is_mixed: bool
+) -> tuple[TaskTable, TaskTable]:
+    """The tables of training tasks and of evaluated ones, as `EnvSpec.select_json` chooses them.
+
+    `is_mixed`: training tasks stand in the order `mixed`, because evaluations play them. Raises InvalidSpecError.
+    """
+    said = decode_object(text or "{}", what="select", reason="ENV_ARGS_INVALID", max_bytes=MAX_ARGS_BYTES)
+    every = list(train.mixed if train.mixed is not None and (is_mixed or said) else range(train.size))
+    whole = train.table(every)
+    if not said:
+        return whole, no_tasks() if held_out is None else held_out.table(_order(held_out))
+    ids = train.table(range(train.size)).ids if train.mixed is not None else whole.ids
+    chosen = [_choose(train, said[key], ids, of="training tasks") for key in ("train",) if key in said]
+    trained = train.table(chosen[0]) if chosen else whole
+    if "eval" not in said:
+        return trained, no_tasks() if held_out is None else held_out.table(_order(held_out))
+    source, of = (train, "tasks") if held_out is None else (held_out, "held-out tasks")
+    known = ids if held_out is None else held_out.table(range(held_out.size)).ids
+    evaluated = source.table(_choose(source, said["eval"], known, of=of, key="orchestrator.eval.env.select"))
+    for other in said.get("apart_from", ()):
+        _require_apart(evaluated, {ids[at] for at in _choose(train, other, ids, of="training tasks")})
+    return trained, evaluated
+
+
+def stop_of(text: str) -> int:
+    """One past the last position that a selection names in a slice with an end; 0 if it names none."""
+    said = decode_object(text or "{}", what="select", reason="ENV_ARGS_INVALID", max_bytes=MAX_ARGS_BYTES)
+    selections = [said[key] for key in ("train", "eval") if key in said] + said.get("apart_from", [])
+    return max((stop or 0 for each in selections for _, stop, _ in each["include"]["idx"]), default=0)
+
+
+def tasks_of(taskset: Any, num_tasks: int) -> EveryTask:
+    """All tasks of a v1 taskset, or the first `num_tasks` of an endless one."""
+    tasks = list(itertools.islice(taskset, num_tasks) if taskset.INFINITE else taskset)
+
+    def named(index: int, kind: str) -> Iterable[str]:
+        task = tasks[index]
+        found = {"ids": getattr(task.data, "id", None), "keys": getattr(task, "key", None), "names": task.data.name}
+        return (str(found[kind]),) if found[kind] is not None else ()
+
+    return EveryTask(
+        size=len(tasks),
+        row=tasks.__getitem__,
+        content=lambda index: tasks[index].data.model_dump(mode="json"),
+        named=named,
+    )
+
+
+def _order(whole: EveryTask) -> Sequence[int]:
+    return range(whole.size) if whole.mixed is None else whole.mixed
+
+
+def _choose(
+    whole: EveryTask, select: Mapping[str, Any], ids: Sequence[str], *, of: str, key: str = "orchestrator.env.select"
+) -> list[int]:
+    """The positions that a selection has, in the order in which they are played. Raises InvalidSpecError."""
+    kept, dropped = (_matched(whole, select[side], ids, of=of, key=f"{key}.{side}") for side in ("include", "exclude"))
+    left = [at for at in _order(whole) if (kept is None or at in kept) and not (dropped and at in dropped)]
+    if select["shuffle"]:
+        left.sort()
+        random.Random(select["seed"]).shuffle(left)
+    limit = select["limit"]
+    chosen = left[select["skip"] :][:limit]
+    if not chosen:
+        counts = {"include": whole.size if kept is None else len(kept), "exclude": len(dropped or ())}
+        message = (
+            f"leaves none of the {whole.size} {of}: include keeps {counts['include']}, exclude names "
+            f"{counts['exclude']}, skip drops {select['skip']} of the {len(left)} that are left"
+        )
+        raise _refused([Violation(field=key, message=message)])
+    return chosen
+
+
+def _matched(whole: EveryTask, match: Mapping[str, Any], ids: Sequence[str], *, of: str, key: str) -> set[int] | None:
+    """The positions that any list names; None if all lists are empty. InvalidSpecError for what is not there."""
+    if not any(match.values()):
+        return None
+    found: set[int] = set()
+    wrong: list[Violation] = []
+    for start, stop, step in match["idx"]:
+        last = start if stop is None else range(start, stop, step)[-1]
+        if last >= whole.size:
+            shown = f"{last}" if stop is None or stop == start + 1 else f"{start} to {last}"
+            message = f"names positions {shown}, and there are {whole.size} {of}: {_positions(whole.size)}"
+            wrong.append(Violation(field=f"{key}.idx", value=shown, message=message))
+        found.update(range(start, whole.size if stop is None else min(stop, whole.size), step))
+    for kind in _IDENTITIES:
+        if not (wanted := match[kind]):
+            continue
+        names = whole.names_of(kind, ids)
+        there = set().union(*names)
+        if missing := [name for name in wanted if name not in there]:
+            message = f"names {len(missing)} of {len(wanted)} tasks that are not there: {_shown(missing)}; " + (
+                f"the {whole.size} {of} have {kind} such as {_shown(sorted(there))}" if there else _nameless(kind)
+            )
+            wrong.append(Violation(field=f"{key}.{kind}", value=_shown(missing), message=message))
+        found.update(at for at, own in enumerate(names) if own & set(wanted))
+    if wrong:
+        raise _refused(wrong)
+    return found
+
+
+def _require_apart(evaluated: TaskTable, trained: set[str]) -> None:
+    """InvalidSpecError if what is evaluated is trained on."""
+    if shared := list(dict.fromkeys(task for task in evaluated.ids if task in trained)):
+        message = (
+            f"chooses {len(shared)} of its {len(evaluated)} tasks that are trained on, too: the first are "
+            f"{_shown(shared)}; leave these out here, or write what is chosen here as "
+            "`orchestrator.env.select.exclude`"
+        )
+        raise _refused([Violation(field="orchestrator.eval.env.select", message=message)])
+
+
+def _refused(wrong: Sequence[Violation]) -> InvalidSpecError:
+    return InvalidSpecError(
+        wrong, reason="ENV_SELECT_INVALID", remedy="correct `select` of the environment, then submit the run again"
+    )
+
+
+def _positions(size: int) -> str:
+    return f"0 to {size - 1}" if size else "none"
+
+
+def _nameless(kind: str) -> str:
+    return f"the tasks of this environment have no {kind}: choose by `idx` or `keys`"
+
+
+def _shown(names: Sequence[str]) -> str:
+    more = ", …" if len(names) > _SHOWN else ""
+    return ", ".join(map(repr, names[:_SHOWN])) + more

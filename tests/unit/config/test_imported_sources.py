@@ -1,0 +1,102 @@
+"""Sources of prime-rl: what each says of its tasks, its sampling and its groups."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from millrace.config import EvalRunConfig, RLConfig, load
+from millrace.errors import InvalidSpecError
+
+BASE = """\
+max_steps = 2
+[model]
+name = "m"
+[orchestrator]
+batch_size = 8
+group_size = 2
+"""
+
+
+def read(tmp_path: Path, text: str, *, model: Any = RLConfig, base: str = BASE) -> Any:
+    (tmp_path / "a.toml").write_text(base + text)
+    return load(model, ["@", "a.toml"], {}, cwd=tmp_path)
+
+
+def selections(envs: Any) -> list[dict[str, Any]]:
+    return [env.select.model_dump(exclude_defaults=True) if env.select else {} for env in envs]
+
+
+SOURCES = """\
+[[orchestrator.train.source]]
+env.taskset.id = "a"
+[[orchestrator.train.source]]
+env.taskset.id = "b"
+{own}
+"""
+
+
+def test_a_selection_of_all_sources_is_that_of_each_without_its_own(tmp_path: Path) -> None:
+    shared = '[orchestrator.train]\nselect = { include = { idx = "0:5" } }\n'
+    evaluated = '[orchestrator.eval]\nselect = { exclude = { idx = "0:5" }, limit = 3 }\n'
+    text = shared + SOURCES.format(own="select = { shuffle = true, limit = 4 }") + evaluated
+    config = read(tmp_path, text).config.orchestrator
+    assert selections(config.env) == [{"include": {"idx": ["0:5"]}}, {"shuffle": True, "limit": 4}]
+    rest = {"exclude": {"idx": ["0:5"]}, "limit": 3}
+    assert [env.id for env in config.eval.env] == ["a", "b"] and selections(config.eval.env) == [rest, rest]
+
+
+def test_a_number_of_tasks_is_num_examples_where_training_takes_all(tmp_path: Path) -> None:
+    evaluated = """\
+[orchestrator.eval]
+select = { limit = 3 }
+[[orchestrator.eval.source]]
+env.taskset.id = "a"
+[[orchestrator.eval.source]]
+env.taskset.id = "b"
+select = { limit = 5 }
+[[orchestrator.eval.source]]
+env.taskset.id = "c"
+select = { skip = 4 }
+"""
+    config = read(tmp_path, SOURCES.format(own="") + evaluated).config.orchestrator.eval
+    assert (config.num_examples, [env.num_examples for env in config.env]) == (3, [None, 5, -1])
+    assert selections(config.env) == [{}, {}, {"skip": 4}]
+    config = read(tmp_path, SOURCES.format(own="select = { skip = 9 }") + evaluated).config.orchestrator.eval
+    assert (config.num_examples, [env.num_examples for env in config.env]) == (-1, [None, None, None])
+    assert selections(config.env) == [{"limit": 3}, {"limit": 5}, {"skip": 4}], "not of those that are trained on"
+
+
+def test_an_evaluation_of_its_own_selects(tmp_path: Path) -> None:
+    text = """\
+model = "m"
+select = { include = { ids = ["x"] } }
+[client]
+base_url = "http://127.0.0.1:1/v1"
+[[source]]
+env.taskset.id = "a"
+[[source]]
+env.taskset.id = "b"
+select = { limit = 2 }
+"""
+    config = read(tmp_path, text, model=EvalRunConfig, base="").config
+    assert selections(config.env) == [{"include": {"ids": ["x"]}}, {}]
+    assert [env.num_examples for env in config.env] == [None, 2]
+
+
+@pytest.mark.parametrize(
+    ("own", "words"),
+    [
+        ("select = { limitt = 4 }", ["orchestrator.env[1].select.limitt", "did you mean limit"]),
+        ("select = { limit = 0 }", ["orchestrator.env[1].select.limit", "must be at least 1", ":11"]),
+        ("select = { include = { idx = '9:3' } }", ["select.include.idx", "slice '9:3' is empty", ":11"]),
+        ("select = 3", ["orchestrator.env[1].select", "table"]),
+    ],
+)
+def test_a_wrong_selection_is_told_with_its_place(tmp_path: Path, own: str, words: list[str]) -> None:
+    with pytest.raises(InvalidSpecError) as caught:
+        read(tmp_path, SOURCES.format(own=own))
+    assert all(word in str(caught.value) for word in words), caught.value
+    evaluated = f"[[orchestrator.eval.source]]\nenv.taskset.id = 'a'\n{own}\n"
+    with pytest.raises(InvalidSpecError, match=r"orchestrator\.eval\.(env|source)\[0\]\.(select|num_examples)"):
+        read(tmp_path, SOURCES.format(own="") + evaluated)
