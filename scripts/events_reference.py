@@ -14,7 +14,14 @@ SERVICES = ROOT / "services" / "millrace"
 PROTO = ROOT / "proto" / "millrace" / "v1" / "event.proto"
 
 # Where the errors arise that end a run. What another orchestrator or trainer may do better (`_HANDED_OVER`) ends none.
-_ROOMS = ("algorithms", "env_server/adapters", "env_server/teacher", "orchestrator/drive", "orchestrator/play")
+_ROOMS = (
+    "algorithms",
+    "env_server/adapters",
+    "env_server/adapters/tasks",
+    "env_server/teacher",
+    "orchestrator/drive",
+    "orchestrator/play",
+)
 _ROOMS += ("trainer", "trainer/checkpoint", "trainer/learning", "trainer/model", "trainer/publish", "models")
 _HANDED_OVER = ("CapacityError", "ConflictError", "FencedError", "LogGoneError", "UnavailableError", "Warning")
 _BY_VALUE = {

@@ -225,9 +225,20 @@ class Tree:
             self.violations.append(Violation(field=dotted(path), message=message, source=origin.locate(path)))
             items = items[:1]
         return [
-            self._normalised(item, node, (*path, index), origin) if isinstance(item, dict) else item
+            self._normalised_item(item, node, (*path, index), origin) if isinstance(item, dict) else item
             for index, item in enumerate(items)
         ]
+
+    def _normalised_item(
+        self, table: dict[str, Any], node: SchemaKey, path: Path, origin: Provenance
+    ) -> dict[str, Any]:
+        """A table of a list, with the tables in it: it is laid as a whole."""
+        clean = self._normalised(table, node, path, origin)
+        for key, value in clean.items():
+            child = node.children[key]
+            if child.kind is Kind.SECTION and isinstance(value, dict):
+                clean[key] = self._normalised_item(value, child, (*path, key), origin)
+        return clean
 
     def _unknown(self, key: str, value: Any, node: SchemaKey, path: Path, origin: Provenance) -> None:
         """Report a key that is not in the schema."""

@@ -11,7 +11,7 @@ import grpc.aio
 from millrace.env_server import play_meters
 from millrace.env_server.adapters.env_args import parse_args
 from millrace.env_server.adapters.outcome import failed, make_rollout
-from millrace.env_server.adapters.tasks import canonical_json
+from millrace.env_server.adapters.tasks.tables import canonical_json
 from millrace.env_server.groups import Groups, PlayingGroup, group_key
 from millrace.env_server.image import require_image
 from millrace.env_server.interpreters.allowed import require_allowed

@@ -34,7 +34,7 @@ class EnvSpec:
     image: str = ""
     """Container image that its env-servers run; empty: any of those that announce none."""
     select_json: str = ""
-    """Which of its tasks are played (`env_server/adapters/selection.py`); empty: all."""
+    """Which of its tasks are played (`env_server/adapters/tasks/selection.py`); empty: all."""
 
     @property
     def label(self) -> str:

@@ -25,7 +25,7 @@ from millrace.env_server.adapters.outcome import (
     finite_metrics,
     make_rollout,
 )
-from millrace.env_server.adapters.tasks import build_task_table, canonical_json, no_tasks
+from millrace.env_server.adapters.tasks.tables import build_task_table, canonical_json, no_tasks
 from millrace.env_server.groups import GroupKey, Groups, PlayingGroup
 from millrace.env_server.isolation.confinement import Confinement, Isolation
 from millrace.env_server.isolation.deaths import describe_exit

@@ -30,7 +30,6 @@ from pydantic import BaseModel
 
 from millrace.env_server.adapters.client_v0 import LeanClient, LeanCompletionsClient
 from millrace.env_server.adapters.env_args import NO_RENDERER, RENDERER, split_args
-from millrace.env_server.adapters.env_groups_v0 import completes_text, member_of, members_of, tasks_of
 from millrace.env_server.adapters.failures import frames_of, is_engine_fault
 from millrace.env_server.adapters.outcome import NotANumberError, Outcome, checked, failed, failed_like, number_of
 from millrace.env_server.adapters.samples import MissingTokensError, merge_turns
@@ -39,8 +38,9 @@ from millrace.env_server.adapters.sampling_v0 import declared_by, sampling_args
 from millrace.env_server.adapters.scoring import judges
 from millrace.env_server.adapters.scoring.arguments_v0 import refuse_unknown_arguments
 from millrace.env_server.adapters.scoring.rubrics_v0 import SCORED, Scored, watch_rubrics
-from millrace.env_server.adapters.selection import NO_TASKS, selected_tables
 from millrace.env_server.adapters.span_log import SPANS
+from millrace.env_server.adapters.tasks.groups_v0 import completes_text, member_of, members_of, tasks_of
+from millrace.env_server.adapters.tasks.selection import NO_TASKS, selected_tables
 from millrace.env_server.adapters.text_only import not_text_error, other_part, refusal, refuse_other_parts
 from millrace.env_server.engine_access import engine_access
 from millrace.env_server.engine_loss import ENGINE_LOST_MARK

@@ -44,9 +44,9 @@ from millrace.env_server.adapters.runtimes_v1 import check_default_runtime, chec
 from millrace.env_server.adapters.samples import MissingTokensError
 from millrace.env_server.adapters.samples_v1 import branch_samples
 from millrace.env_server.adapters.scoring import judges
-from millrace.env_server.adapters.selection import selected_tables, stop_of, tasks_of
 from millrace.env_server.adapters.span_log import SPANS
-from millrace.env_server.adapters.tasks import TaskTable
+from millrace.env_server.adapters.tasks.selection import selected_tables, stop_of, tasks_of
+from millrace.env_server.adapters.tasks.tables import TaskTable
 from millrace.env_server.adapters.text_only import not_text_error, other_part, refusal, refuse_other_parts
 from millrace.env_server.adapters.traces_v1 import merged, timeout_remedy
 from millrace.env_server.adapters.trainable_v1 import ONE_TRACE, SEVERAL_TRACES, check_trainable, declared_sampling

@@ -11,7 +11,7 @@ from typing import Any
 
 import verifiers as vf
 
-from millrace.env_server.adapters.env_groups_v0 import members_of
+from millrace.env_server.adapters.tasks.groups_v0 import members_of
 from millrace.errors import InvalidSpecError, Violation
 
 _PROVIDERS = ("score_object_providers", "group_score_object_providers")

@@ -8,7 +8,7 @@ from typing import Any
 import verifiers as vf
 
 from millrace.env_server.adapters.env_args import RENDERER
-from millrace.env_server.adapters.selection import EveryTask
+from millrace.env_server.adapters.tasks.selection import EveryTask
 from millrace.errors import InvalidSpecError, Violation
 
 _COMPLETION = "completion"  # `message_type` of environments

@@ -12,7 +12,7 @@ from typing import Any
 
 from millrace.decoding import decode_object
 from millrace.env_server.adapters.env_args import MAX_ARGS_BYTES
-from millrace.env_server.adapters.tasks import TaskTable, build_task_table, no_tasks
+from millrace.env_server.adapters.tasks.tables import TaskTable, build_task_table, no_tasks
 from millrace.errors import InvalidSpecError, Violation
 
 _SHOWN = 3
