@@ -87,7 +87,10 @@ select = { limit = 2 }
 @pytest.mark.parametrize(
     ("own", "words"),
     [
-        ("select = { limitt = 4 }", ["orchestrator.env[1].select.limitt", "did you mean `orchestrator.env[1].select.limit`"]),
+        (
+            "select = { limitt = 4 }",
+            ["orchestrator.env[1].select.limitt", "did you mean `orchestrator.env[1].select.limit`"],
+        ),
         ("select = { limit = 0 }", ["orchestrator.env[1].select.limit", "must be at least 1", ":11"]),
         ("select = { include = { idx = '9:3' } }", ["select.include.idx", "slice '9:3' is empty", ":11"]),
         ("select = 3", ["orchestrator.env[1].select", "table"]),
