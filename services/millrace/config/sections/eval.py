@@ -66,8 +66,11 @@ class EvalRunConfig(Document):
 
     def selections(self) -> dict[str, str]:
         """By environment, which tasks are played, as env-servers are told it."""
-        kind = "train" if self.tasks == "train" else "evaluated"
-        return {env.name: selection_json(**{kind: env.select}) for env in self.env}
+        is_train = self.tasks == "train"
+        return {
+            env.name: selection_json(train=env.select if is_train else None, evaluated=None if is_train else env.select)
+            for env in self.env
+        }
 
     def broken_rules(self) -> list[BrokenRule]:
         """Rules over several keys that do not hold."""
