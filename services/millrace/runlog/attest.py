@@ -22,7 +22,7 @@ from millrace.runlog.names import Names
 from millrace.runlog.records.numbered import create_next
 from millrace.storage import ObjectStore
 
-FORMAT = 1
+FORMAT = 2
 MIN_KEY_BYTES = 32
 MAX_KEY_BYTES = 64 << 10
 _DOMAIN = b"millrace attestation 1\0"
@@ -69,6 +69,8 @@ class SigningKey:
 class Attestation:
     """What was signed. Times are ISO 8601 with a zone."""
 
+    number: int
+    """From 1, in the order of their making: which object of the run it is."""
     run_uid: str
     run: str
     step: int
@@ -97,14 +99,12 @@ class Attestation:
         """Parse one; `CorruptObjectError` if it is none."""
         raw = decode_object(data, what=where, reason="ATTESTATION_CORRUPT", max_bytes=1 << 20)
         fields = {name: raw.get(name) for name in cls.__slots__}
-        texts = [value for name, value in fields.items() if name != "step"]
-        step = fields["step"]
+        texts = [value for name, value in fields.items() if name not in ("number", "step")]
         if (
             raw.get("format") != FORMAT
             or set(raw) != {"format", *fields}
             or not all(isinstance(text, str) for text in texts)
-            or not isinstance(step, int)
-            or isinstance(step, bool)
+            or any(type(fields[name]) is not int for name in ("number", "step"))
         ):
             raise CorruptObjectError(f"{where} is no attestation", reason="ATTESTATION_CORRUPT")
         return cls(**fields)  # type: ignore[arg-type]
@@ -131,24 +131,28 @@ def load_key(path: Path) -> SigningKey:
 
 def write_attestation(store: ObjectStore, names: Names, attestation: Attestation, key: SigningKey) -> Attestation:
     """Sign and store one under the next free number (blocking); returns it signed."""
-    signed = replace(attestation, algorithm=key.algorithm, key_id=key.key_id)
-    signed = replace(signed, signature=key.sign(signed.message()))
+
+    def signed(number: int) -> Attestation:
+        draft = replace(attestation, number=number, algorithm=key.algorithm, key_id=key.key_id)
+        return replace(draft, signature=key.sign(draft.message()))
+
     last = sum(1 for _ in store.list(names.attestations))
-    create_next(
+    number = create_next(
         store,
         names,
-        signed.encode(),
+        lambda number: signed(number).encode(),
         key_of=names.attestation,
         last=last,
         what="an attestation",
         reason="ATTESTATION_CONTENDED",
     )
-    return signed
+    return signed(number)
 
 
 def unsigned(names: Names, *, run: str, step: int, chain: bytes, seal_sha256: str) -> Attestation:
     """What there is to sign of a run now; `seal_sha256` (hex) is empty if it has not ended."""
     return Attestation(
+        number=0,
         run_uid=names.uid,
         run=run,
         step=step,

@@ -182,11 +182,6 @@ def test_what_is_added_to_a_sealed_run_is_named_and_not_exported(scene, case: st
     assert [each.step for each in read_samples(scene.store, scene.names)] == samples
 
 
-def test_an_attestation_is_no_addition(scene) -> None:
-    copied(scene, scene.names.attestation(1), scene.names.attestation(2))
-    assert list(scene.audit("deep").violations) == []
-
-
 def test_other_times_of_objects_are_no_tampering(scene, recorded) -> None:
     for path in recorded.directory.rglob("*"):
         os.utime(path, (1, 1))

@@ -7,9 +7,11 @@ from typing import Any
 import pytest
 
 from millrace.errors import InvalidStateError, MillraceError, PermissionDeniedError
+from millrace.storage.clean_up import delete
 from millrace.storage.retry import RetryPolicy
 from millrace.storage.s3 import S3Store
 from millrace.storage.self_test import FORMAT, require_tested, self_test
+from millrace.telemetry.leftovers import LEFTOVERS
 from millrace_testing.s3_answers import Server, s3_answers
 
 
@@ -148,6 +150,25 @@ def test_the_first_error_is_told_and_not_that_of_the_clean_up(server: tuple[type
     handler.refuses = {"create": denied}
     with pytest.raises(PermissionDeniedError):
         self_test(store_at(port), prefix="p")
+
+
+@pytest.mark.parametrize("answer", [(403, "AccessDenied", "", ""), (405, "MethodNotAllowed", "", "")])
+def test_a_bucket_without_delete_holds_nothing_up(
+    server: tuple[type[Server], int], answer: tuple[int, str, str, str], caplog: pytest.LogCaptureFixture
+) -> None:
+    """One request, one warning and one count for each object; who asks again meanwhile sends none."""
+    handler, port = server
+    handler.refuses["DELETE"] = answer
+    store, kind = store_at(port), f"object that {answer[1]} keeps"
+    keys = [f"{answer[1]}/{number}" for number in (1, 2)]
+    for key in keys:
+        store.put(key, b"x")
+        left = delete(store, key, what=kind)
+        assert left is not None and answer[1] in str(left)
+        assert delete(store, key, what=kind) is not None
+    assert [kind for kind, _ in handler.seen].count("DELETE") == 2
+    assert LEFTOVERS.failures()[kind] == 2
+    assert [caplog.text.count(store.uri(key)) > 0 for key in keys] == [True, True]
 
 
 def test_a_store_is_tested_once_under_each_address(server: tuple[type[Server], int]) -> None:

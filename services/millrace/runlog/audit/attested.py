@@ -31,6 +31,10 @@ def check_attestations(
         except CorruptObjectError as error:
             findings.violation("ATTESTATION_CORRUPT", error.message)
             continue
+        if info.key != names.attestation(stored[-1].number):
+            findings.violation(
+                "ATTESTATION_MISNAMED", f"{where} is attestation {stored[-1].number}, and stands elsewhere"
+            )
         _check(audit, stored[-1], where, chains, closings, key=key)
     for number, attestation in enumerate(kept, start=1):
         where = f"kept attestation {number} ({attestation.time:.40})"

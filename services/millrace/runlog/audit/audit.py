@@ -147,7 +147,9 @@ def _audit_store(
             takeovers=takeovers,
         )
         check_attestations(audit, headers.chains, headers.closings, key=depth.key, kept=depth.attestations)
-        check_unnamed(audit, seal=derived.seals.in_force, key=derived.seals.key, blind=headers.blind)
+        check_unnamed(
+            audit, seal=derived.seals.in_force, key=derived.seals.key, blind=headers.blind, closing=headers.closing
+        )
         if depth.is_deep:
             check_other_names(audit, own=own_names)
         _look_deeper(audit, derived, depth)

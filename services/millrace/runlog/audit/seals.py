@@ -54,7 +54,7 @@ class SealCheck:
                     self._note_checkpoint(key, sha256)
 
     def compare(self, told: Told, *, closings: list[bytes], closing_key: str, now: float) -> None:
-        """Compare with the closing headers' chain hashes (the newest last) and with the end that events tell of.
+        """Compare with the closing headers' chain hashes (in their order) and with the end that events tell of.
 
         `closing_key` is that of the closing header in force, empty if there is none.
         """
@@ -63,11 +63,12 @@ class SealCheck:
         for key, seal in self._seals.items():
             if seal.run_uid != names.uid:
                 findings.violation("SEAL_CHANGED", f"{self._audit.uri(key)} is that of run {seal.run_uid!r}")
-            if seal.chain_hash not in {chain.hex() for chain in closings}:
+            ends = [chain.hex() for end, chain in enumerate(closings) if names.seal(end) == key]
+            if seal.chain_hash not in ends:
                 findings.violation(
                     "SEAL_CHAIN_MISMATCH",
                     f"{self._audit.uri(key)} seals the chain {seal.chain_hash[:16]}…, the headers give "
-                    f"{closings[-1].hex()[:16] if closings else 'no end'}…",
+                    f"{f'{ends[0][:16]}…' if ends else 'no such end'}",
                 )
         wanted = self.key = seal_key(self._audit.store, names)
         self._audit.report.seal_sha256 = self._hashes.get(wanted, "")

@@ -5,13 +5,19 @@ left over   listed by the seal and named by nobody: of writers that died, or mad
 new         neither: somebody has added it
 """
 
+import functools
+import hashlib
+import re
 from collections.abc import Collection
 from concurrent.futures import ThreadPoolExecutor
 
+from millrace.decoding import decode_object
 from millrace.errors import CorruptObjectError, NotFoundError
+from millrace.internal.v1 import batch_pb2
 from millrace.runlog.audit.findings import Audit
 from millrace.runlog.audit.named import kind_of
 from millrace.runlog.names import Deployment
+from millrace.runlog.records.epochs import latest_epoch
 from millrace.runlog.records.sealed import Seal
 
 _AT_ONCE = 16  # objects fetched at once
@@ -19,18 +25,17 @@ _SHOWN = 8
 _PLACES = ("run.json", "epochs/", "generations/", "intents/", "events/", "policies/", "policy-files/", "checkpoints/")
 _PLACES += ("scores/", "reopened/", "seals/", "attestations/", "batches/", "rollouts/", "token_logs/", "quarantine/")
 """Beginnings of the keys of a run, behind its prefix."""
-_BY_TRAINER = ("policies/", "policy-files/", "checkpoints/", "token_logs/")
-"""What a trainer may still write when its run has failed or was cancelled: nobody waits for it then."""
-_BY_RESUME = ("intents/", "epochs/orchestrator/")
-"""What `run resume` of a failed run writes before the record of the reopening: it may have died in between."""
 
 
-def check_unnamed(audit: Audit, *, seal: Seal | None, key: str, blind: Collection[int]) -> None:
+def check_unnamed(
+    audit: Audit, *, seal: Seal | None, key: str, blind: Collection[int], closing: batch_pb2.BatchHeader | None
+) -> None:
     """Name every object of the run that is not accounted for.
 
-    `seal` is that of its present end, `key` its own. Of the steps `blind` the headers cannot be read.
+    `seal` is that of its present end, `key` its own. Of the steps `blind` the headers cannot be read. `closing` is the
+    closing header.
     """
-    late = _may_come_late(seal)
+    late = _Late(audit, seal, closing)
     left_over: list[str] = []
     for info in audit.store.list(audit.names.root):
         own = info.key.removeprefix(audit.names.root)
@@ -55,7 +60,7 @@ def check_unnamed(audit: Audit, *, seal: Seal | None, key: str, blind: Collectio
                     f"{audit.uri(info.key)} has {info.size_bytes} bytes, and had {seal.others[own]} at the seal",
                 )
             left_over.append(own)
-        elif own.startswith(("reopened/", *late)):
+        elif own.startswith("reopened/") or late.may_be(own):
             audit.findings.note("WRITTEN_BEHIND_SEAL", f"{audit.uri(info.key)} came behind the seal of the run")
         else:
             audit.findings.violation(
@@ -92,11 +97,76 @@ def check_other_names(audit: Audit, *, own: Collection[str]) -> None:
                     )
 
 
-def _may_come_late(seal: Seal | None) -> tuple[str, ...]:
-    """Beginnings of the keys of what may come behind a seal by itself."""
-    if seal is None or seal.state == "SUCCEEDED":
-        return ()
-    return (*_BY_TRAINER, *_BY_RESUME) if seal.state == "FAILED" else _BY_TRAINER
+class _Late:
+    """What may come behind the seal of a run that failed or was cancelled, by itself.
+
+    Nobody waits for its trainer, which may write what it had in hand: versions, checkpoints and log-probs of committed
+    steps behind the newest that the seal has. And `run resume` of a failed run may have died behind its intent.
+    """
+
+    def __init__(self, audit: Audit, seal: Seal | None, closing: batch_pb2.BatchHeader | None) -> None:
+        self._audit = audit
+        self._state = "SUCCEEDED" if seal is None or closing is None else seal.state
+        self._closing = closing
+        sealed = [] if seal is None else [*seal.objects, *(seal.others or ())]
+        whole = [own for own in sealed if own.endswith("/manifest.json") or own.startswith("token_logs/")]
+        self._newest = max(filter(None, map(_version_of, whole)), default=("0000", -1))
+        self._newest_by_step: dict[str, int] = {}
+        for folder, step in filter(None, map(_step_of_trainer, whole)):
+            self._newest_by_step[folder] = max(self._newest_by_step.get(folder, -1), step)
+
+    def may_be(self, own: str) -> bool:
+        """Return whether the object under a key behind the run's prefix may have come by itself."""
+        if self._closing is None or self._state == "SUCCEEDED":
+            return False
+        if own.startswith("policy-files/"):
+            epoch = latest_epoch(self._audit.store, self._audit.names, "trainer")
+            return own.startswith(f"policy-files/e{epoch}-")  # one that starts writes them before all else
+        if version := _version_of(own):
+            lineage, newest = self._newest
+            return version[0] == lineage and newest < version[1] <= self._closing.step
+        if place := _step_of_trainer(own):
+            folder, step = place
+            newest = self._newest_by_step.get(folder, -1)
+            if folder == "token_logs":
+                return newest <= step < self._closing.step  # one trainer writes several of a step
+            return newest < step <= self._closing.step
+        if self._state != "FAILED":
+            return False
+        return self._is_resumed if own.startswith("epochs/orchestrator/") else self._asks_to_resume(own)
+
+    @functools.cached_property
+    def _is_resumed(self) -> bool:
+        root, intents = self._audit.names.root, self._audit.store.list(self._audit.names.intents)
+        return any(self._asks_to_resume(info.key.removeprefix(root)) for info in intents)
+
+    def _asks_to_resume(self, own: str) -> bool:
+        """Return whether this is an intent that asks to open the present end again."""
+        names, closing = self._audit.names, self._closing
+        if closing is None or not own.startswith("intents/"):
+            return False
+        header = self._audit.get(names.batch_header(closing.step, closing.revision), what="closing header")
+        data = self._audit.get(names.root + own, what="intent")
+        if header is None or data is None:
+            return False
+        try:
+            asked = decode_object(data, what="intent", reason="INTENT_CORRUPT")
+        except CorruptObjectError:
+            return False  # told where intents are read
+        payload, wanted = asked.get("payload"), hashlib.sha256(header).hexdigest()
+        return asked.get("kind") == "reopen" and isinstance(payload, dict) and payload.get("closing_sha256") == wanted
+
+
+def _version_of(own: str) -> tuple[str, int] | None:
+    """Return lineage and version of the policy whose object lies under a key."""
+    place = re.match(r"policies/([0-9]+)-([0-9]+)/", own)
+    return None if place is None else (place[1], int(place[2]))
+
+
+def _step_of_trainer(own: str) -> tuple[str, int] | None:
+    """Return the folder and the step of the checkpoint or the log-probs under a key."""
+    place = re.match(r"(checkpoints|token_logs)/([0-9]+)/", own)
+    return None if place is None else (place[1], int(place[2]))
 
 
 def _step_of(own: str) -> int | None:

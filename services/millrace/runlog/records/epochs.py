@@ -70,7 +70,7 @@ async def create_epoch(store: ObjectStore, names: Names, role: str, owner: str) 
         create_next,
         store,
         names,
-        data,
+        lambda _: data,
         key_of=partial(names.epoch, role),
         last=last,
         what=f"an epoch of {role}",

@@ -34,7 +34,14 @@ async def write_intent(store: ObjectStore, names: Names, kind: str, payload: Map
     data = json.dumps(body, sort_keys=True).encode()
     last = await asyncio.to_thread(_last_sequence, store, names)
     sequence = await asyncio.to_thread(
-        create_next, store, names, data, key_of=names.intent, last=last, what="an intent", reason="INTENT_CONTENDED"
+        create_next,
+        store,
+        names,
+        lambda _: data,
+        key_of=names.intent,
+        last=last,
+        what="an intent",
+        reason="INTENT_CONTENDED",
     )
     return Intent(sequence=sequence, kind=kind, payload=dict(payload), time=time)
 

@@ -10,14 +10,22 @@ _MAX_ATTEMPTS = 100  # as many rivals would have to win in between; something el
 
 
 def create_next(
-    store: ObjectStore, names: Names, data: bytes, *, key_of: Callable[[int], str], last: int, what: str, reason: str
+    store: ObjectStore,
+    names: Names,
+    data_of: Callable[[int], bytes],
+    *,
+    key_of: Callable[[int], str],
+    last: int,
+    what: str,
+    reason: str,
 ) -> int:
     """Create the object behind number `last` under the first number that is free, and return it (blocking).
 
-    Exactly one caller ever gets each number. `what` and `reason` are for the error.
+    Exactly one caller ever gets each number, from which `data_of` makes what is stored. `what` and `reason` are for the
+    error.
     """
     for number in range(last + 1, last + 1 + _MAX_ATTEMPTS):
-        if store.create(key_of(number), data):
+        if store.create(key_of(number), data_of(number)):
             return number
     raise UnavailableError(
         f"lost {_MAX_ATTEMPTS} races for {what} of run {names.uid}",

@@ -224,10 +224,14 @@ def _log_objects() -> Iterator[tuple[str, bytes]]:
 
     now, hexes = "2026-01-01T00:00:00+00:00", "0" * 64
     objects = {"run.json": hexes}
-    yield "seal", Seal(run_uid="u", state="FAILED", chain_hash=hexes, objects=objects, by="o", time=now).encode()
+    yield (
+        "seal",
+        Seal(run_uid="u", state="FAILED", chain_hash=hexes, objects=objects, others={}, by="o", time=now).encode(),
+    )
     yield (
         "attestation",
         Attestation(
+            number=1,
             run_uid="u",
             run="a",
             step=3,

@@ -223,11 +223,12 @@ async def record(
     seed: int = 0,
     scored: bool = False,
     name: str = "demo",
+    ends: str = "SUCCEEDED",
 ) -> Recorded:
     """Two groups of two members a step (ordinals 3 n and 3 n + 1), and one that is dropped (3 n + 2).
 
-    `seed` changes weights and rewards; `scored`: a teacher has scored the rollouts, and log-probs of the trainer
-    are stored.
+    `seed` changes weights and rewards; `scored`: a teacher has scored the rollouts, log-probs of the trainer are
+    stored, and each step has tokens of its own. `ends` is the state in which it ends, if it `closes`.
     """
     run = Recorded(log=log, redis=redis, store=store, chain=load_origin(store, log.names).chain_hash, seed=seed)
     store.create(Deployment(log.names.prefix).name_object(name), log.uid.encode())
@@ -262,7 +263,7 @@ async def record(
         for ordinal in (3 * step, 3 * step + 1):
             for member in range(MEMBERS):
                 fields = {"ordinal": ordinal, "member": member, "dispatched_after": "0-0", "reward": member}
-                fields["first_token"] = seed
+                fields["first_token"] = seed + (step if scored else 0)
                 one = rollout(log.uid, **fields)
                 entry_id = await append_rollout(run, one)
                 one = rollout(log.uid, **fields, entry_id=entry_id)
@@ -293,12 +294,12 @@ async def record(
     if closes:
         frontier = frontier.resolve([3 * steps])
         header = batch_pb2.BatchHeader(kind=batch_pb2.BATCH_KIND_CLOSE, step=steps, final_version=steps)
-        header.outcome = batch_pb2.RUN_OUTCOME_SUCCEEDED
+        header.outcome = batch_pb2.RunOutcome.Value(f"RUN_OUTCOME_{ends}")
         header.resolutions.append(_resolution(3 * steps, "run_ended"))
         await commit(header, [], [])
         end = event_pb2.Event()
         end.time.FromSeconds(ENDED_AT)
-        end.state_changed.new_state = run_pb2.RUN_STATE_SUCCEEDED
+        end.state_changed.new_state = run_pb2.RunState.Value(f"RUN_STATE_{ends}")
         end.state_changed.chain_hash = run.chain.hex()
         await reports.flush()
         await events.write(end)
@@ -306,7 +307,7 @@ async def record(
     await reports.close()
     await archive.archive()
     if closes:
-        assert write_seal(store, log.names, log.names.seal(0), known, chain=run.chain, state="SUCCEEDED", by="test")
+        assert write_seal(store, log.names, log.names.seal(0), known, chain=run.chain, state=ends, by="test")
     return run
 
 

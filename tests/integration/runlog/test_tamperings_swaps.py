@@ -1,0 +1,204 @@
+"""Two objects of one run that change places, and an older one in the place of a newer: found, for every kind of object.
+
+Each is whole and of its run, so that only a hash that names it, or what it says itself, tells that it stands elsewhere.
+"""
+
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from millrace.internal.v1 import batch_pb2
+from millrace.runlog import chain_hash, commit_batch
+from millrace.runlog.attest import unsigned, write_attestation
+from millrace.runlog.names import Names
+from millrace.runlog.records.epochs import create_epoch
+from millrace.runlog.records.intents import write_intent
+from millrace.runlog.records.known import KnownObjects
+from millrace.runlog.records.revisions import find_closing, reopen
+from millrace.runlog.recovery.rebuild import open_reopened
+from millrace.runlog.seal import write_seal
+from millrace.storage.local import LocalStore
+from millrace_testing.runlog.recorded_log import STEPS as FEW_STEPS
+from millrace_testing.runlog.recorded_log import Recorded, audit, record, violations
+from millrace_testing.runlog.scene import PREFIX, STEPS, Scene, first, read_header, record_scene
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory, redis_url) -> Scene:
+    return record_scene(tmp_path_factory.mktemp("recorded"), redis_url)
+
+
+@pytest.fixture(scope="module")
+def untouched(recorded) -> dict[str, bytes]:
+    return {info.key: recorded.store.get(info.key) for info in recorded.store.list(PREFIX)}
+
+
+@pytest.fixture
+def scene(recorded, untouched) -> Iterator[Scene]:
+    yield recorded
+    now = {info.key for info in recorded.store.list(PREFIX)}
+    for key in now - untouched.keys():
+        recorded.store.delete(key)
+    for key, data in untouched.items():
+        if key not in now or recorded.store.get(key) != data:
+            recorded.store.put(key, data)
+
+
+def under(prefix: Callable[[Names], str], ending: str = "") -> Callable[[LocalStore, Names], tuple[str, str]]:
+    """The first and the last object below a prefix whose bytes differ."""
+
+    def pair(store: LocalStore, names: Names) -> tuple[str, str]:
+        keys = [info.key for info in store.list(prefix(names)) if info.key.endswith(ending)]
+        return keys[0], next(key for key in reversed(keys) if store.get(key) != store.get(keys[0]))
+
+    return pair
+
+
+PAIRS: dict[str, Callable[[LocalStore, Names], tuple[str, str]]] = {
+    "epochs of two roles": lambda store, names: (names.epoch("trainer", 1), names.epoch("orchestrator", 1)),
+    "intents": under(lambda names: names.intents),
+    "event archives": under(lambda names: names.event_archive),
+    "headers": lambda store, names: (names.batch_header(3), names.batch_header(4)),
+    "last headers": lambda store, names: (names.batch_header(STEPS - 1), names.batch_header(STEPS)),
+    "chunks of two steps": lambda store, names: (
+        read_header(store, names, 3).chunks[0].key, read_header(store, names, 4).chunks[0].key
+    ),
+    "archives": lambda store, names: (
+        read_header(store, names, 3).rollouts_key, read_header(store, names, 4).rollouts_key
+    ),
+    "scores": under(lambda names: names.root + "scores/"),
+    "policy manifests": lambda store, names: (names.policy_manifest(0, 3), names.policy_manifest(0, 4)),
+    "anchors": lambda store, names: (
+        first(store, names.policy(0, 0), ".safetensors"), first(store, names.policy(0, 8), ".safetensors")
+    ),
+    "deltas": lambda store, names: (first(store, names.policy(0, 6), ".bin"), first(store, names.policy(0, 7), ".bin")),
+    "a delta and a skip delta": lambda store, names: (
+        first(store, names.policy(0, 8) + "e", "delta-00000004-00001.bin"),
+        first(store, names.policy(0, 8) + "e", "delta-00000007-00001.bin"),
+    ),
+    "checkpoint manifests": lambda store, names: (names.checkpoint_manifest(5), names.checkpoint_manifest(10)),
+    "checkpoint objects": lambda store, names: (
+        first(store, names.checkpoint(5) + "e", ".bin"), first(store, names.checkpoint(10) + "e", ".bin")
+    ),
+    "token logs": lambda store, names: (names.token_log(4, 0), names.token_log(5, 0)),
+}  # fmt: skip
+
+
+NEEDS_BYTES = {"anchors", "deltas", "checkpoint objects", "token logs"}
+"""Other bytes under a name whose object has as many: only who reads large objects sees it."""
+
+
+def change_places(store: LocalStore, one: str, two: str) -> None:
+    first, second = store.get(one), store.get(two)
+    store.put(one, second)
+    store.put(two, first)
+
+
+def put_older(store: LocalStore, one: str, two: str) -> None:
+    store.put(two, store.get(one))
+
+
+WAYS = [change_places, put_older]
+
+
+@pytest.mark.parametrize("kind", PAIRS)
+@pytest.mark.parametrize("way", WAYS)
+def test_objects_of_one_kind_that_change_places_are_found(scene, kind: str, way) -> None:
+    one, two = PAIRS[kind](scene.store, scene.names)
+    assert scene.store.get(one) != scene.store.get(two)
+    way(scene.store, one, two)
+    scene.store.delete(scene.names.attestation(1))  # it would tell of most of these by itself
+    assert list(scene.audit("deep" if kind in NEEDS_BYTES else "fast").violations)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_attestations_that_change_places_are_found_without_the_key(scene, way) -> None:
+    names, kept = scene.names, scene.kept
+    chain = bytes.fromhex(kept.chain_hash)
+    draft = unsigned(names, run="demo", step=STEPS, chain=chain, seal_sha256=kept.seal_sha256)
+    write_attestation(scene.store, names, draft, scene.key)
+    assert list(scene.audit("deep").violations) == [], "an attestation is no addition"
+    way(scene.store, names.attestation(1), names.attestation(2))
+    assert {each.check for each in scene.audit("fast").violations} == {"ATTESTATION_MISNAMED"}
+
+
+# A run that failed, was reopened and failed again, sealed both times.
+
+
+async def close(run: Recorded, step: int, revision: int, *, number: int) -> None:
+    """Commit a closing header of a failed run, and seal it."""
+    epoch = await run.log.acquire_epoch("orchestrator", "o")
+    header = batch_pb2.BatchHeader(run_uid=run.log.uid, run_hash=run.log.run_hash, kind=batch_pb2.BATCH_KIND_CLOSE)
+    header.step, header.revision, header.final_version = step, revision, step
+    header.writer_epoch, header.previous_chain_hash = epoch.number, run.chain
+    ordinal = run.headers[-1].resolved_below
+    header.resolved_below, header.outcome = ordinal + 1, batch_pb2.RUN_OUTCOME_FAILED
+    header.resolutions.add(ordinal=ordinal, outcome=batch_pb2.ORDINAL_OUTCOME_DROPPED, reason="run_failed")
+    stored = await commit_batch(run.log, epoch, header, [], b"", known=KnownObjects(run.headers))
+    run.chain = chain_hash(run.chain, stored)
+    run.headers.append(batch_pb2.BatchHeader.FromString(stored))
+    known, key = KnownObjects(run.headers), run.names.seal(number)
+    assert write_seal(run.store, run.names, key, known, chain=run.chain, state="FAILED", by="test")
+
+
+@pytest.fixture
+async def failed(log, redis, local_store) -> Recorded:
+    """One that has failed once."""
+    return await record(log, redis, local_store, checkpoints=(1,), ends="FAILED")
+
+
+@pytest.mark.parametrize("way", WAYS)
+async def test_seals_that_change_places_are_found(failed: Recorded, redis, local_store, way) -> None:
+    run, names = failed, failed.names
+    found = find_closing(local_store, names)
+    assert found is not None
+    epoch = await create_epoch(local_store, names, "orchestrator", "o")
+    assert reopen(local_store, names, found, epoch=epoch.number, owner="o")
+    run.log = await open_reopened(redis, local_store, prefix=names.prefix, uid=run.log.uid, owner="o")
+    await close(run, FEW_STEPS, 1, number=1)
+    before = await violations(run, offline=True)
+    assert "SEAL_CHAIN_MISMATCH" not in before
+    way(local_store, names.seal(0), names.seal(1))
+    assert "SEAL_CHAIN_MISMATCH" in await violations(run, offline=True)
+
+
+# What comes behind the seal of a run that failed.
+
+
+async def test_behind_the_seal_of_a_failed_run_only_what_was_in_hand_is_a_note(failed: Recorded) -> None:
+    """What its trainer may still write, and what a reopening that died has written."""
+    run, store, names = failed, failed.store, failed.names
+    assert await violations(run, offline=True) == set()
+    manifest = store.get(names.policy_manifest(0, FEW_STEPS))
+    for key in (
+        names.policy_manifest(0, FEW_STEPS + 1),  # of a batch that was never committed
+        names.policy(0, 1) + "e00000001-ffff/more.bin",  # of a version that the seal names
+        names.policy_manifest(1, FEW_STEPS),
+        names.checkpoint_manifest(FEW_STEPS + 1),
+        names.checkpoint_manifest(0),  # older than the newest
+        names.token_log(FEW_STEPS, 0),
+        names.root + "policy-files/e9-abcdef012345/config.json",  # of a trainer that there never was
+        names.intent(1),
+        names.epoch("orchestrator", 2),
+    ):
+        assert store.create(key, manifest)
+        found = [
+            each.message for each in (await audit(run, offline=True)).violations if each.check.endswith("_UNNAMED")
+        ]
+        assert any(key in message for message in found), key
+        store.delete(key)
+    closing = find_closing(store, names)
+    assert closing is not None
+    intent = await write_intent(store, names, "reopen", {"request_id": "", "closing_sha256": closing.sha256})
+    await create_epoch(store, names, "orchestrator", "o")
+    in_hand = [
+        names.checkpoint(FEW_STEPS) + "e00000001-abcd/rank-00000.bin",
+        names.token_log(FEW_STEPS - 1, 0),
+        names.root + "policy-files/e1-abcdef012345/config.json",
+    ]
+    for key in in_hand:
+        assert store.create(key, b"x")
+    report = await audit(run, offline=True)
+    assert not [each for each in report.violations if each.check.endswith("_UNNAMED")]
+    notes = [each.message for each in report.notes if each.check == "WRITTEN_BEHIND_SEAL"]
+    assert all(any(key in note for note in notes) for key in [*in_hand, names.intent(intent.sequence)])
