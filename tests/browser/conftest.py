@@ -29,27 +29,50 @@ def browser() -> Iterator:
         found.close()
 
 
-@pytest.fixture
-def run_writer(tmp_path: Path) -> RunWriter:
-    """A run with hostile completions, of which the first steps are written."""
-    writer = RunWriter(store=LocalStore(tmp_path / "store"), members=len(HOSTILE) + 1)
+def write_run(directory: Path) -> RunWriter:
+    """Write the first steps of a run with hostile completions."""
+    writer = RunWriter(store=LocalStore(directory), members=len(HOSTILE) + 1)
     for step in range(STEPS):
         writer.step(step, HOSTILE)
     return writer
 
 
+def serve(writer: RunWriter, index: Path) -> ServedInThread:
+    """Return a dashboard over that live run and one that has ended; it runs while it is entered."""
+    ended = known_run("ended-1", state="SUCCEEDED", step=STEPS, max_steps=STEPS)
+    return ServedInThread(writer.store, index, source=KnownRuns([known_run(step=STEPS), ended]))
+
+
+@pytest.fixture
+def run_writer(tmp_path: Path) -> RunWriter:
+    """A run with hostile completions, of which the first steps are written."""
+    return write_run(tmp_path / "store")
+
+
 @pytest.fixture
 def served(run_writer: RunWriter, tmp_path: Path) -> Iterator[Served]:
     """A dashboard over a live run and one that has ended."""
-    ended = known_run("ended-1", state="SUCCEEDED", step=STEPS, max_steps=STEPS)
-    source = KnownRuns([known_run(step=STEPS), ended])
-    with ServedInThread(run_writer.store, tmp_path / "index", source=source) as found:
+    with serve(run_writer, tmp_path / "index") as found:
+        yield found
+
+
+@pytest.fixture(scope="session")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """The same dashboard for all tests that only look at it."""
+    directory = tmp_path_factory.mktemp("shared")
+    writer = write_run(directory / "store")
+    with serve(writer, directory / "index") as found:
         yield found
 
 
 @pytest.fixture
-def page(browser, served: Served) -> Iterator:
-    """A page that fails the test for whatever the browser complains of."""
+def page(browser, request: pytest.FixtureRequest) -> Iterator:
+    """A page that fails the test for whatever the browser complains of.
+
+    It is of a dashboard of the test's own only where the test asks for `served` or `run_writer`, to change them.
+    """
+    is_changed = {"served", "run_writer"} & set(request.fixturenames)
+    served: Served = request.getfixturevalue("served" if is_changed else "shared")
     context = browser.new_context(viewport={"width": 1280, "height": 900})
     context.set_default_timeout(WAIT_MS)
     found = context.new_page()

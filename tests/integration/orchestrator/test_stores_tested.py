@@ -34,6 +34,21 @@ async def test_an_orchestrator_ends_on_a_store_that_cannot_carry_runs(
     assert raised.value.reason == "STORE_SEMANTICS"
 
 
+async def test_an_orchestrator_ends_when_a_second_winner_is_told_late(
+    redis_url, careless: tuple[type[Server], str], tmp_path, monkeypatch
+):
+    monkeypatch.setenv("MILLRACE_SCRATCH_DIR", str(tmp_path))
+    handler, url = careless
+    handler.has_conditions, handler.second_winners_after_s = True, 1.0
+    settings = Settings(
+        redis_url=redis_url, store_url=url, prefix=tmp_path.name, listen="127.0.0.1:0", drain_s=0.0, grace_s=1.0
+    )
+    with pytest.raises(InvalidStateError, match=r"[2-4] of [24] create-only PUTs"):
+        async with asyncio.timeout(60):
+            await serve_orchestrator(settings, handle_signals=False)
+    assert not [key for key in handler.stored if "passed" in key]
+
+
 async def test_a_stack_does_not_start_on_one(careless: tuple[type[Server], str]):
     with pytest.raises(InvalidStateError) as raised:
         await check_store(careless[1], prefix="p")

@@ -3,6 +3,7 @@
 import contextlib
 import http.server
 import threading
+import time
 import urllib.parse
 from collections.abc import Iterator
 
@@ -24,6 +25,8 @@ class Server(http.server.BaseHTTPRequestHandler):
     has_conditions = True
     has_lengths = True
     """Whether an answer says how long its body is."""
+    second_winners_after_s = 0.0
+    """When a writer that has lost a race is told that it has won, if it is."""
     is_cut = False
     """Whether a listing says that more follows, and not how to ask for it."""
 
@@ -40,7 +43,9 @@ class Server(http.server.BaseHTTPRequestHandler):
             self.times[kind] = self.times.get(kind, 0) - 1
             status, code, message, rest = self.refuses[kind]
             return self.answer(status, XML.format(code, message, rest).encode())
-        if kind == "create" and path in self.stored:
+        if kind == "create" and path in self.stored and self.second_winners_after_s and body != b"late":
+            time.sleep(self.second_winners_after_s)
+        elif kind == "create" and path in self.stored:
             return self.answer(412, XML.format("PreconditionFailed", "", "").encode())
         if self.command == "PUT":
             self.stored[path] = body
