@@ -74,10 +74,29 @@ def test_the_reward_is_in_view_on_a_phone(page, served: Served):
     assert "Reward" in page.locator("figure.chart").first.inner_text()
 
 
+@pytest.mark.parametrize("width", [1280, 390])
+def test_plots_below_a_heading_are_of_one_height(page, run_writer, width):
+    evaluate(run_writer, 0.25, 0.5, **{"pass@1": 0.5, "pass@2": 0.6, "pass@4": 0.7, "pass^2": 0.25})  # a longer legend
+    page.set_viewport_size({"width": width, "height": 844})
+    opened(page, f"/runs/{RUN}", "text=pass@k")
+    heights = page.eval_on_selector_all(
+        ".charts",
+        "all => all.map((each) => [...each.children].map((plot) => Math.round(plot.getBoundingClientRect().height)))",
+    )
+    assert max(map(len, heights)) > 3 and all(len(set(each)) <= 1 for each in heights), heights
+
+
 @pytest.mark.parametrize("num_steps", [1, 2, 3])
 def test_every_axis_has_two_labels(page, num_steps):
     opened(page, "/", "text=ended-1")
-    for values in ([0.3, 2.64, 1.0], [5.0, 5.0, 5.0], [-1e-7, 3e-7, 0.0], [2.1e6, 9.04e6, 4e6], [0.6, 2.64, 0.7]):
+    for values in (
+        [0.3, 2.64, 1.0],
+        [5.0, 5.0, 5.0],
+        [-1e-7, 3e-7, 0.0],
+        [2.1e6, 9.04e6, 4e6],
+        [0.6, 2.64, 0.7],
+        [0.0] * 3,
+    ):
         for is_log in (False, True):
             found = page.evaluate(
                 """async ([points, log]) => {
@@ -98,6 +117,7 @@ def test_every_axis_has_two_labels(page, num_steps):
             bottom = max(heights, key=float)
             assert heights.count(bottom) >= 2, (values, found)
             assert len(heights) - heights.count(bottom) >= 2, (values, is_log, found)
+            assert min(values) < 0 or not any(text.startswith("-") for text, _ in found), "nothing was below 0"
     assert page.complaints == []
 
 
@@ -225,6 +245,10 @@ def test_samples_are_found_by_their_texts_and_coloured_by_their_advantages(page)
     page.keyboard.press("Enter")
     page.wait_for_selector("text=1–1 of 1 samples")
     assert page.url.endswith("step=3&text=JAVASCRIPT%3Awindow")
+    page.goto(f"{page.base}/runs/{RUN}/samples?step=3&outcome=failed")
+    page.wait_for_selector("text=batches are indexed")
+    page.wait_for_selector("table.samples .tag.bad")
+    assert "null" not in page.inner_text(".pager") and not page.query_selector(".scale"), "none has an advantage"
     page.goto(f"{page.base}/runs/{RUN}/samples/3-1")
     page.wait_for_selector(".token")
     reply, answer = (page.locator(f".pair .message.{kind}").bounding_box() for kind in ("assistant", "expected"))

@@ -141,7 +141,8 @@ function extent(curves, options) {
     if (options.zero || options.share) low = Math.min(0, low);
     if (options.share || (options.zero && low === high)) high = Math.max(low + 1, high);
     const rounding = 1e-9 * Math.max(Math.abs(low), Math.abs(high)); // 0.3 and 0.1 + 0.2 are no curve, and have no ticks between them
-    if (high - low <= rounding) [low, high] = [low - Math.abs(low || 1) * 0.1, high + Math.abs(high || 1) * 0.1];
+    if (low === 0 && high === 0) high = 1;
+    else if (high - low <= rounding) [low, high] = [low - Math.abs(low || 1) * 0.1, high + Math.abs(high || 1) * 0.1];
   }
   const xs = [...new Set(all.map((point) => point.x))].sort((a, b) => a - b);
   let [first, final] = view.range || (xs.length ? [xs[0], xs[xs.length - 1]] : [0, 1]);

@@ -1,6 +1,6 @@
 // The samples of a run: filters, order, pages. What is filtered stands in the address, so that it can be sent to others.
 import { get, newest, of, trouble } from "./api.js";
-import { fill, h, heads, link, number, table, visible } from "./dom.js";
+import { append, fill, h, heads, link, number, table, visible } from "./dom.js";
 import { advantage, scale } from "./advantage.js";
 import { tabs } from "./page_run.js";
 
@@ -80,7 +80,7 @@ function drawPage(body, run, found, asked, change) {
     h("td", { class: "said answer", dir: "auto" }, visible(each.answer) || "–"),
     h("td", { class: "num" }, number(each.sampled)), h("td", { class: "num" }, number(each.turns)), h("td", { class: "num" }, version(each)),
     h("td", {}, visible(each.stop), " ", each.is_truncated ? h("span", { class: "tag warn" }, "cut off") : null)));
-  pager.append(scale(largest));
+  append(pager, [scale(largest)]);
   fill(body, pager, rows.length ? table(columns, rows, { class: "rows samples" }) : null, unreadable(found.index));
 }
 
