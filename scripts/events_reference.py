@@ -328,6 +328,10 @@ FAILURES: Texts = {
     ),
     "GANG_MESSAGE_INVALID": ("the ranks of one trainer run different releases", "install the same one on every rank"),
     "HEADER_CORRUPT": ("the log's last header cannot be read", "`millrace run repair RUN`"),
+    "HINT_NOT_RENDERED": (
+        "the model's chat template writes no system message alone, which the teacher of opsd is told its hint by",
+        "take a model with such a template, or opd with a teacher of its own",
+    ),
     "MODEL_CONFIG_INVALID": (
         "the `config.json` of the model is damaged or no JSON object",
         "restore the file of the model that `model.name` says",

@@ -20,7 +20,7 @@ STEPS = 5
 KILLS = {Point.ORCHESTRATOR_AFTER_HEADER: {"step": 2}, Point.TRAINER_AFTER_STEP: {"step": 3}}
 """The trainer dies behind checkpoint 2, so that its successor computes version 3 again."""
 SAMPLING = ("--orchestrator.sampling.temperature=0.8", "--orchestrator.sampling.top-p=0.9")
-"""What is trained is the distribution that was sampled from. Refused for opd: its teacher scores with its own."""
+"""What is trained is the distribution that was sampled from. Refused for opd and opsd, whose teachers score alike."""
 
 
 @pytest.mark.parametrize(
@@ -34,6 +34,8 @@ def test_a_preset_trains_on_exact_data_and_alike_through_kills(chaos: ChaosStack
     if preset == "opd":  # a teacher that knows less than the student differs from it as well
         with teachers.serving(chaos.workplace, tmp_path, model="base") as url:
             _prove(chaos, preset, *teachers.flags(url))
+    elif preset == "opsd":
+        _prove(chaos, preset, "--orchestrator.algo.demo-key=answer")
     else:
         _prove(chaos, preset, *SAMPLING)
 

@@ -50,7 +50,7 @@ ALLOWED = {
     "env_server/adapters/renderer.py:choose_renderer": "a tokenizer config, in a worker, which ends with what it loads",
     "env_server/adapters/renderer.py:generate_with_spans": ANSWER,
     "env_server/asked_together.py:_take": ANSWER,
-    "env_server/teacher/client.py:_once": ANSWER,
+    "env_server/teacher/client.py:answer_object": ANSWER,
     "rollouts/requests.py:parameters": CHECKED,
     "inference/settings.py:_json_table": USERS,
     "inference/vllm/model_config.py:_config": "the config of a model that vLLM itself has loaded",

@@ -29,7 +29,7 @@ ADVANTAGES: dict[str, type[ScalarAdvantage]] = {
 """Those with a formula over rewards, which an environment may have one of its own of (`[[orchestrator.env]] algo`)."""
 PER_AGENT: dict[str, type[Rae | HierarchicalGrpo]] = {"rae": Rae, "hierarchical_grpo": HierarchicalGrpo}
 """Those that give each trained agent of a rollout an advantage of its own; they may be of an environment, too."""
-ALGORITHMS: dict[str, type[Algorithm]] = {**ADVANTAGES, **PER_AGENT, "opd": Opd}
+ALGORITHMS: dict[str, type[Algorithm]] = {**ADVANTAGES, **PER_AGENT, "opd": Opd, "opsd": Opd}
 """From `[orchestrator.algo] type` to the class. A new algorithm is one file, one line here, one test."""
 
 

@@ -1,6 +1,10 @@
-"""On-policy distillation: the policy samples, a frozen teacher says how likely each of its tokens is.
+"""On-policy distillation: the policy samples, a teacher says how likely each of its tokens is.
+
+The teacher of `opd` is another, frozen model; that of `opsd` is the policy itself, told a demonstration of the task
+besides. Who scored makes no difference here.
 
 Source: Thinking Machines Lab, "On-Policy Distillation" (2025); Agarwal et al., arXiv 2306.13649; PRIME-RL's `opd`.
+Self-distillation: arXiv 2601.19897; PRIME-RL's `opsd` (2026-10).
 """
 
 from collections.abc import Sequence
@@ -44,7 +48,7 @@ class Opd:
             raise InternalError(
                 f"sample {index} of ordinal {rollout.ordinal}, member {rollout.member} has no teacher_logprobs",
                 reason="SCORES_MISSING",
-                remedy="env-servers score rollouts of opd before they append them; update those of an older release",
+                remedy="env-servers score rollouts before they append them; update those of an older release",
             )
         advantages = np.float32(self._kl_coef) * (sample.teacher_logprobs - sample.inference_logprobs)
         advantages = np.where(sample.loss_mask == 1, advantages, np.float32(0.0)).astype(np.float32)

@@ -25,6 +25,7 @@ PRESETS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "reinforce_pp": ({"type": "reinforce_pp"}, {"type": "ppo"}),
     "max_rl": ({"type": "max_rl"}, {"type": "importance_sampling"}),
     "opd": ({"type": "opd"}, {"type": "importance_sampling"}),
+    "opsd": ({"type": "opsd"}, {"type": "importance_sampling"}),
 }
 """Of each preset, the keys of `[orchestrator.algo]` and of `[trainer.loss]`; a path stands for the value there."""
 _MORE: dict[str, dict[Path, Any]] = {"dapo": {("orchestrator", "filter_zero_advantages"): "refill"}}

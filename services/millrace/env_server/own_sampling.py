@@ -183,7 +183,9 @@ class AskedSampling:
         if name == "temperature" and not MIN_TEMPERATURE <= value <= MAX_TEMPERATURE:
             return f"must be {MIN_TEMPERATURE:g} to {MAX_TEMPERATURE:g}: what is trained on is sampled"
         if self.is_plain and value != NEUTRAL[name] and not (name == "top_k" and value < 0):
-            return AS_TEACHER if name == "temperature" else UNCUT_AS_TEACHER
+            is_temperature = name == "temperature"
+            must, why = ("1.0", AS_TEACHER) if is_temperature else ("off", UNCUT_AS_TEACHER)
+            return f"must be {must} for opd and opsd: {why}"
         return ""
 
 

@@ -145,11 +145,13 @@ class Generation:
 class PromptScores:
     """How likely the tokens of a prompt of T tokens are: of each but the first given those before it, [T - 1].
 
-    `logprobs` float32 at temperature 1; `ranks` int32, 1 for the likeliest token of its place.
+    `logprobs` float32 at temperature 1; `ranks` int32, 1 for the likeliest token of its place. `policy` is whose they
+    are, None where that is not known.
     """
 
     logprobs: NDArray[np.float32]
     ranks: NDArray[np.int32]
+    policy: PolicyIdentity | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

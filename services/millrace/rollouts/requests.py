@@ -120,6 +120,7 @@ class PlayRequest:
     dispatched_after: str = ""
     is_external: bool = False
     api_key_var: str = ""
+    demo_key: str = ""
 
     @property
     def is_training(self) -> bool:

@@ -1,39 +1,56 @@
 """A teacher's log-probs of one rollout as stored bytes: what on-policy distillation adds to a rollout of the log.
 
-They lie in an object of their own that is named by the digest of the rollout's samples and written before the rollout
-is appended. So a reader of the entry has the scores as well, and scores are never those of other tokens.
+They lie in an object of their own that is named by the digest of what was scored and written before the rollout is
+appended. So a reader of the entry has the scores as well, and scores are never those of other tokens. Where the policy
+is its own teacher, the object says which version of it that was, and which tokens it read before the sample.
 """
 
 import hashlib
+import json
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import numpy as np
 
+from millrace.decoding import Fields, decode_json
 from millrace.errors import CorruptObjectError
-from millrace.rollouts.types import Float32Array, Rollout, Sample
+from millrace.rollouts.types import Float32Array, Rollout, Sample, Taught
 from millrace.rollouts.wire import check_column, column_from_bytes, column_to_bytes
 
-_MAGIC = b"MRSCORE1"
+_MAGIC = b"MRSCORE2"
 _HEAD_BYTES = len(_MAGIC) + hashlib.sha256().digest_size
+_SIZE_BYTES = 4
+_MAX_TOKEN_ID = (1 << 31) - 1
+_CORRUPT = "SCORES_CORRUPT"
+_REMEDY = "restore the object from a replica of the bucket, or play the task again"
+_TAUGHT = "how a teacher's scores came about"
 
 
-def scored_digest(samples: Sequence[Sample]) -> str:
-    """Hex sha256 over what was sampled: ids, masks and log-probs of every sample, each with its length."""
+def scored_digest(rollout: Rollout) -> str:
+    """Hex sha256 over what is scored: ids, masks and log-probs of every sample, each with its length, and the hint."""
     whole = hashlib.sha256()
-    for sample in samples:
+    for sample in rollout.samples:
         whole.update(len(sample.token_ids).to_bytes(8, "little"))
         whole.update(column_to_bytes(sample.token_ids, "<i4"))
         whole.update(column_to_bytes(sample.loss_mask, "u1"))
         whole.update(column_to_bytes(sample.inference_logprobs, "<f4"))
+    whole.update(rollout.demonstration.encode())
     return whole.hexdigest()
 
 
-def encode_scores(samples: Sequence[Sample], scores: Sequence[Float32Array]) -> bytes:
-    """The object: a mark, the sha256 of what follows, then the columns one after the other, float32 little-endian."""
+def encode_scores(
+    samples: Sequence[Sample], scores: Sequence[Float32Array], taught: Sequence[Taught | None] | None = None
+) -> bytes:
+    """The object: a mark, the sha256 of what follows, the size of a JSON list, the list, then the columns.
+
+    The list has for each sample what `taught` says, null where another model is the teacher, as it is by default. The
+    columns are float32 little-endian, one after the other; the size is a uint32.
+    """
     for index, (sample, column) in enumerate(zip(samples, scores, strict=True)):
         _check(sample, column, where=f"scores[{index}]")
-    body = b"".join(column_to_bytes(column, "<f4") for column in scores)
+    told = json.dumps([each and asdict(each) for each in taught or [None] * len(samples)]).encode()
+    columns = b"".join(column_to_bytes(column, "<f4") for column in scores)
+    body = len(told).to_bytes(_SIZE_BYTES, "little") + told + columns
     return _MAGIC + hashlib.sha256(body).digest() + body
 
 
@@ -42,16 +59,37 @@ def with_scores(rollout: Rollout, data: bytes, *, where: str) -> Rollout:
     head, body = data[:_HEAD_BYTES], data[_HEAD_BYTES:]
     if head != _MAGIC + hashlib.sha256(body).digest():
         raise _corrupt(where, f"{len(data)} bytes", "is damaged: its sha256 does not hold")
-    values = column_from_bytes(body, "<f4", where)
+    begin = _SIZE_BYTES + int.from_bytes(body[:_SIZE_BYTES], "little")
+    taught = _read_taught(body[_SIZE_BYTES:begin], len(rollout.samples), where=where)
+    values = column_from_bytes(body[begin:], "<f4", where)
     if len(values) != rollout.num_tokens:
         raise _corrupt(where, len(values), f"scores, but the rollout has {rollout.num_tokens} tokens")
     samples, start = [], 0
-    for sample in rollout.samples:
+    for sample, told in zip(rollout.samples, taught, strict=True):
         column = values[start : start + sample.num_tokens]
         _check(sample, column, where=where)
-        samples.append(replace(sample, teacher_logprobs=column))
+        samples.append(replace(sample, teacher_logprobs=column, taught=told))
         start += sample.num_tokens
     return replace(rollout, samples=tuple(samples))
+
+
+def _read_taught(data: bytes, count: int, *, where: str) -> list[Taught | None]:
+    listed = decode_json(data, what=_TAUGHT, reason=_CORRUPT, remedy=_REMEDY)
+    if not isinstance(listed, list) or len(listed) != count:
+        raise _corrupt(where, _TAUGHT, f"is no list of {count}")
+    try:
+        return [None if each is None else _taught(Fields(each, what=_TAUGHT)) for each in listed]
+    except ValueError as error:
+        raise _corrupt(where, _TAUGHT, f"cannot be read: {error}") from error
+
+
+def _taught(told: Fields) -> Taught:
+    return Taught(
+        lineage=told.integer("lineage"),
+        version=told.integer("version"),
+        hint_ids=told.integers("hint_ids", largest=_MAX_TOKEN_ID),
+        skipped=told.integer("skipped", most=1),
+    )
 
 
 def _check(sample: Sample, column: np.ndarray, *, where: str) -> None:
@@ -65,7 +103,7 @@ def _check(sample: Sample, column: np.ndarray, *, where: str) -> None:
 def _corrupt(where: str, value: object, problem: str) -> CorruptObjectError:
     return CorruptObjectError(
         f"teacher scores {where} = {value} {problem}",
-        reason="SCORES_CORRUPT",
-        remedy="restore the object from a replica of the bucket, or play the task again",
+        reason=_CORRUPT,
+        remedy=_REMEDY,
         metadata={"object": where},
     )

@@ -22,6 +22,7 @@ MAX_ERROR_MESSAGE_CHARS = 2000  # bound of `RolloutError.message`, stated in rol
 MAX_ERROR_FRAMES_CHARS = 1000  # bound of `RolloutError.frames`, stated in rollout.proto
 MAX_MESSAGES_JSON_BYTES = 64 * 1024  # bound of `Rollout.messages_json`, stated in rollout.proto
 MAX_TASK_JSON_BYTES = 8 * 1024  # bound of `Rollout.task_json`, stated in rollout.proto
+MAX_DEMONSTRATION_BYTES = 256 << 10  # bound of `Rollout.demonstration`, stated in rollout.proto
 MAX_SAMPLING_JSON_CHARS = 64 << 10
 MAX_AGENT_CHARS = 256
 OWN_SAMPLING = "OwnSampling"
@@ -150,6 +151,17 @@ class _TokenColumns:
         return int(np.count_nonzero(self.loss_mask))
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Taught:
+    """Which policy scored a sample as its own teacher, and what it read: `hint_ids`, then the sample from `skipped`."""
+
+    lineage: int
+    version: int
+    hint_ids: tuple[int, ...]
+    skipped: int = 0
+    """Tokens of the sample that the hint has already: 1 where both begin with the beginning of a text, else 0."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Sample(_TokenColumns):
     """One token sequence for the loss, cut from a rollout. All columns have the length T.
@@ -168,6 +180,8 @@ class Sample(_TokenColumns):
     """Its model calls, in order, where the environment gave any turn of the rollout a reward of its own."""
     teacher_logprobs: Float32Array | None = None
     """float32 [T] of the teacher of a distillation, 0 where the mask is 0; kept beside the log (`scores.py`)."""
+    taught: Taught | None = None
+    """How the policy itself scored it as its teacher; None where another model did. Kept with `teacher_logprobs`."""
 
     @property
     def unrewarded_turns(self) -> tuple[TurnReward, ...]:
@@ -251,6 +265,8 @@ class Rollout:
     """In the archive only: its member was there already, so it was discarded."""
     traces: tuple[Trace, ...] = ()
     """What each of several trained agents did, their samples in this order; empty where one agent did everything."""
+    demonstration: str = ""
+    """What only the teacher of opsd is told of the task; empty for other algorithms."""
 
     @property
     def agent_traces(self) -> tuple[Trace, ...]:

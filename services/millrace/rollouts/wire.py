@@ -21,6 +21,7 @@ from millrace.internal.v1 import batch_pb2, rollout_pb2
 from millrace.rollouts.types import (
     FULL,
     MAX_AGENT_CHARS,
+    MAX_DEMONSTRATION_BYTES,
     MAX_ERROR_FRAMES_CHARS,
     MAX_ERROR_MESSAGE_CHARS,
     MAX_MESSAGES_JSON_BYTES,
@@ -249,6 +250,8 @@ def _validate_fields(rollout: Rollout) -> None:
         raise _corrupt("messages_json", len(rollout.messages_json), f"is above {MAX_MESSAGES_JSON_BYTES} bytes")
     if len(rollout.task_json.encode()) > MAX_TASK_JSON_BYTES:
         raise _corrupt("task_json", len(rollout.task_json), f"is above {MAX_TASK_JSON_BYTES} bytes")
+    if len(rollout.demonstration.encode()) > MAX_DEMONSTRATION_BYTES:
+        raise _corrupt("demonstration", len(rollout.demonstration), f"is above {MAX_DEMONSTRATION_BYTES} bytes")
     _validate_traces(rollout)
 
 

@@ -24,7 +24,7 @@ from millrace.algorithms import (
 from millrace.algorithms.overlong import OverlongPenalty
 from millrace.config.load import validate_document
 from millrace.config.presets import PRESETS
-from millrace.config.sections.algo import COMPARING, PER_AGENT, AlgoConfig
+from millrace.config.sections.algo import COMPARING, DISTILLING, PER_AGENT, AlgoConfig
 from millrace.errors import InvalidSpecError
 from millrace.rollouts.types import Rollout, Sample
 from millrace_testing.orchestrator.builders import make_rollout
@@ -112,7 +112,7 @@ def test_advantages_are_those_of_the_formula(name: str, group: Group) -> None:
 
 
 def test_every_algorithm_has_a_formula() -> None:
-    assert tuple(ADVANTAGES) == COMPARING and ALGORITHMS.keys() == {*COMPARING, *PER_AGENT, "opd"}
+    assert tuple(ADVANTAGES) == COMPARING and ALGORITHMS.keys() == {*COMPARING, *PER_AGENT, *DISTILLING}
     assert {type(algorithm) for algorithm, _ in FORMULAS.values()} == set(ADVANTAGES.values())
 
 
@@ -140,11 +140,11 @@ OF_PRESETS = {
     "reinforce_pp": grpo,  # before it is whitened over the batch, below
     "max_rl": max_rl,
 }
-"""As docs/algorithms.md says of each preset; opd compares no rewards (test_opd.py)."""
+"""As docs/algorithms.md says of each preset; opd and opsd compare no rewards (test_opd.py)."""
 
 
 def test_every_preset_has_a_formula() -> None:
-    assert {*OF_PRESETS, "opd"} == PRESETS.keys()
+    assert {*OF_PRESETS, *DISTILLING} == PRESETS.keys()
 
 
 @pytest.mark.parametrize("preset", OF_PRESETS)

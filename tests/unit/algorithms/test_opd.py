@@ -1,5 +1,6 @@
 """On-policy distillation: credit by hand, config rules, and scores that belong to one rollout only."""
 
+import hashlib
 from dataclasses import replace
 from typing import Any
 
@@ -11,9 +12,9 @@ from millrace.config.load import validate_document
 from millrace.config.sections.algo import AlgoConfig
 from millrace.errors import CorruptObjectError, InternalError, InvalidSpecError, NotFoundError
 from millrace.rollouts.scores import encode_scores, with_scores
-from millrace.rollouts.types import PolicySpan, Purpose, Rollout, RolloutStatus, Sample
+from millrace.rollouts.types import PolicySpan, Purpose, Rollout, RolloutStatus, Sample, Taught
 from millrace.runlog.names import Names
-from millrace.runlog.records.scores import load_scores, store_scores
+from millrace.runlog.records.scores import load_scores, name_scores, store_scores
 from millrace.storage.local import LocalStore
 
 TEACHER = {"name": "big", "base_url": "http://localhost:8001/v1/", "api_key_var": "TEACHER_KEY"}
@@ -90,6 +91,10 @@ def test_config_makes_the_algorithm() -> None:
             "`orchestrator.algo.teacher.api_key_var`",
         ),
         ({"type": "opd", "teacher": {"base_url": "http://h/v1"}}, {}, "orchestrator.algo.teacher.name", "is required"),
+        ({"type": "opsd", "teacher": TEACHER}, {}, "orchestrator.algo.teacher", "has no meaning for opsd"),
+        ({"type": "opsd"}, {"top_p": 0.9}, "orchestrator.sampling.top_p", "must be off for opsd: the teacher's"),
+        ({"type": "opsd", "template": "told"}, {}, "orchestrator.algo.template", "must have `{demonstration}`"),
+        ({"type": "grpo", "demo_key": "hint"}, {}, "orchestrator.algo.demo_key", "has no meaning for grpo"),
         ({"type": "opd", "teacher": TEACHER, "kl_coef": 0.0}, {}, "orchestrator.algo.kl_coef", "above 0"),
     ],
 )
@@ -118,6 +123,32 @@ def test_scores_are_kept_beside_the_log_and_belong_to_one_rollout(local_store: L
         load_scores(local_store, names, replace(bare, samples=bare.samples[:1]))
 
 
+def test_which_policy_scored_its_own_tokens_behind_what_hint_is_kept_with_the_scores(local_store: LocalStore) -> None:
+    names = Names("test", "r1")
+    bare = replace(rollout(sample([0, 1], [0, -1], None), sample([0, 0], [0, 0], None)), demonstration="the answer")
+    taught = [Taught(lineage=1, version=7, hint_ids=(5, 6, 7), skipped=1), None]
+    scores = [np.array([0, -4], np.float32), np.zeros(2, np.float32)]
+    store_scores(local_store, names, bare, scores, taught)
+    found = load_scores(local_store, names, bare)
+    assert [each.taught for each in found.samples] == taught
+    [named] = name_scores(names, [found])
+    assert hashlib.sha256(local_store.get(names.root + named.key)).digest() == named.sha256, "as the header names it"
+    with pytest.raises(NotFoundError):  # the same tokens, taught by another hint
+        load_scores(local_store, names, replace(bare, demonstration="another answer"))
+
+
+@pytest.mark.parametrize(
+    "told", ["7", '{"lineage": 1}', '{"lineage": 1, "version": -1, "hint_ids": [], "skipped": 0}', "[1]", "x"]
+)
+def test_what_is_told_of_scores_is_read_strictly(told: str) -> None:
+    bare = rollout(sample([0, 1], [0, -1], None))
+    good = encode_scores(bare.samples, [np.array([0, -4], np.float32)])
+    text = f"[{told}]".encode()
+    body = len(text).to_bytes(4, "little") + text + good[-8:]
+    with pytest.raises(CorruptObjectError, match="how a teacher's scores came about"):
+        with_scores(bare, good[:8] + hashlib.sha256(body).digest() + body, where="o")
+
+
 def test_damaged_scores_are_refused() -> None:
     bare = rollout(sample([0, 1], [0, -1], None))
     data = encode_scores(bare.samples, [np.array([0, -4], np.float32)])
@@ -125,6 +156,8 @@ def test_damaged_scores_are_refused() -> None:
         with pytest.raises(CorruptObjectError):
             with_scores(bare, damaged, where="o")
     with pytest.raises(CorruptObjectError, match="2 scores, but the rollout has 4 tokens"):
+        with_scores(rollout(sample([0, 1, 1, 1], [0, -1, -1, -1], None)), data, where="o")
+    with pytest.raises(CorruptObjectError, match="no list of 2"):
         with_scores(replace(bare, samples=bare.samples * 2), data, where="o")
     with pytest.raises(CorruptObjectError, match="loss_mask"):
         encode_scores(bare.samples, [np.array([-1, -4], np.float32)])

@@ -17,7 +17,7 @@ from millrace.config.prime_rl.eval_keys import EVAL_KEYS
 from millrace.config.prime_rl.learning import UNBUILT_ALGORITHMS
 from millrace.config.prime_rl.rl_keys import RL_KEYS
 from millrace.config.prime_rl.sft_keys import SFT_KEYS
-from millrace.config.sections.algo import COMPARING, PER_AGENT
+from millrace.config.sections.algo import COMPARING, DISTILLING, PER_AGENT
 from millrace.config.sections.eval import EvalRunConfig
 from millrace.config.sections.rl import RLConfig
 from millrace.config.sections.sft import SFTConfig
@@ -387,7 +387,7 @@ def test_what_a_message_promises_or_names_is_so():
             for named in re.findall(r"`\[?\[?((?:orchestrator|trainer|inference|data)\.[a-z0-9_.]+)\b", said):
                 assert any(_is_key(schema, tuple(named.split("."))) for schema in schemas) or named in keys, name
     (choices,) = [node for node in schema_tree(RLConfig).walk() if node.path == ("orchestrator", "algo", "type")]
-    built = {*COMPARING, *PER_AGENT, "opd", "custom"}
+    built = {*COMPARING, *PER_AGENT, *DISTILLING, "custom"}
     assert set(choices.annotation.__args__) - built <= set(UNBUILT_ALGORITHMS)
     assert not built & set(UNBUILT_ALGORITHMS)
 

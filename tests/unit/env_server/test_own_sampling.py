@@ -158,7 +158,7 @@ def test_what_the_trainer_computes_may_be_declared() -> None:
     for says, _ in COMPUTED.values():
         AskedSampling.by(EnvSpec(id="talk"), Sampling(temperature=0.7)).require_declared({"here": flat(says)})
     plain = AskedSampling.by(EnvSpec(id="talk"), Sampling(temperature=1.0, is_plain=True))
-    with pytest.raises(OwnSamplingError, match="for opd: the teacher"):
+    with pytest.raises(OwnSamplingError, match="for opd and opsd: the teacher"):
         plain.require_declared({"here": {"temperature": 0.3}})
 
 

@@ -196,6 +196,7 @@ OF_PRESETS: dict[str, tuple[Objective, str]] = {
     "reinforce_pp": (clipped(0.2, 0.2), "token"),
     "max_rl": (importance, "token"),
     "opd": (importance, "token"),
+    "opsd": (importance, "token"),
 }
 """Objective and aggregation as docs/algorithms.md says of each preset; `constant` divides by `seq_len`."""
 

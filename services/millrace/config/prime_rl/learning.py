@@ -4,7 +4,7 @@ from typing import Any
 
 from millrace.config.notes import Effect
 from millrace.config.prime_rl.meanings import Target
-from millrace.config.sections.algo import COMPARING, PER_AGENT
+from millrace.config.sections.algo import COMPARING, DISTILLING, PER_AGENT
 from millrace.config.tree import Path, dotted
 
 SAMPLED_BY_OTHERS = (
@@ -15,9 +15,9 @@ ROWS_ALONE = (
     "training on the rows of a dataset, without rollouts, is a run of its own: give the rows to `millrace sft` "
     "(docs/guides/sft.md)"
 )
-UNBUILT_ALGORITHMS = ("dataset_sft", "debug", "echo", "opsd", "sft")
+UNBUILT_ALGORITHMS = ("dataset_sft", "debug", "echo", "sft")
 """Names of algorithms that prime-rl has and no run bears yet."""
-_NAMED = ("echo", "opsd", "sft")
+_NAMED = ("echo", "sft")
 """Those that our schema has the names of."""
 _LOSS: Path = ("trainer", "loss")
 _RATIOS = {"icepop": (0.2, 5.0), "ppo": (0.8, 1.2), "cispo": (0.0, 5.0)}
@@ -36,7 +36,7 @@ def algorithm(target: Target, path: Path, value: Any) -> None:
 
 def unbuilt_algorithm(name: str) -> str:
     """Return what to do instead of an algorithm that is not there yet."""
-    there = f"{', '.join((*COMPARING, *PER_AGENT))} and opd are"
+    there = f"{', '.join((*COMPARING, *PER_AGENT))}, {' and '.join(DISTILLING)} are"
     instead = {"sft": SAMPLED_BY_OTHERS, "dataset_sft": ROWS_ALONE}
     return instead.get(name, f"{name} is not there yet; {there}")
 

@@ -122,8 +122,9 @@ def algo_keys(prefix: str) -> dict[str, Meaning]:
         **same(
             blocks("belongs to an algorithm that is not there yet"),
             prefix,
-            "length_penalty roles filter demo_key template renderer advantage",
+            "length_penalty roles filter advantage",
         ),
+        f"{prefix}renderer": nothing("the engine writes the hint of opsd with the model's own chat template", {}),
     }
 
 
@@ -248,6 +249,7 @@ ONE_FILE: dict[str, Meaning] = {
     ),
     "orchestrator.env[].curriculum.gates": nothing("groups without any advantage are left out all the same"),
     **algo_keys("orchestrator.env[].algo."),
+    **same(blocks("belongs to opsd, the algorithm of a whole run"), "orchestrator.env[].algo.", "demo_key template"),
     "orchestrator.eval.env[].sampling": later("is one for all evaluations: `orchestrator.eval.sampling`", {}),
     "orchestrator.eval.env[].select": converted(sources.selected, is_native=True),
     "orchestrator.eval.env[].skip_verification": nothing("nothing is verified beforehand"),

@@ -10,6 +10,7 @@ from millrace.config.layers import MAX_SECTIONS
 from millrace.config.notes import Effect
 from millrace.config.prime_rl.learning import UNBUILT_ALGORITHMS, unbuilt_algorithm
 from millrace.config.prime_rl.meanings import Target
+from millrace.config.sections.algo import DISTILLING
 from millrace.config.tree import Path, dotted
 
 TRAIN_ENVS: Path = ("orchestrator", "env")
@@ -214,8 +215,9 @@ def _algorithms(target: Target, sources: _Sources) -> None:
             inherited = orchestrator.get("algo") if "type" not in value else None
             value = {"type": "grpo", **(inherited or {}), **value} if "type" not in value else value
         name = value.get("type") if isinstance(value, dict) else None
-        if name in (*UNBUILT_ALGORITHMS, "opd"):
-            text = "opd is the algorithm of a whole run" if name == "opd" else unbuilt_algorithm(str(name))
+        if name in (*UNBUILT_ALGORITHMS, *DISTILLING):
+            is_there = name in DISTILLING
+            text = f"{name} is the algorithm of a whole run" if is_there else unbuilt_algorithm(str(name))
             target.note((*path, "algo"), Effect.BLOCKS, text, value=value)
         else:
             target.move((*path, "algo"), value, (*TRAIN_ENVS, path[-1], "algo"))

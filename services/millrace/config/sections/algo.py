@@ -31,6 +31,11 @@ COMPARING = ("grpo", "rloo", "opo", "reinforce_pp", "max_rl")
 """Algorithms that compare the rewards of rollouts of the same task."""
 PER_AGENT = ("rae", "hierarchical_grpo")
 """Algorithms that give each trained agent of a rollout an advantage of its own."""
+DISTILLING = ("opd", "opsd")
+"""Algorithms whose advantages are a teacher's log-probabilities minus the policy's."""
+HINT = "{demonstration}"
+"""Stands for a task's demonstration in the template of opsd."""
+_OPSD_ONLY = Facts(only_for=OnlyFor(".type", ("opsd",)))
 _SHAPED = ("grpo", "rloo", "opo", "reinforce_pp", "custom")
 """Those that may compare shaped rewards: max_rl divides by their mean, which has to stay a pass rate."""
 
@@ -141,14 +146,37 @@ class AlgoConfig(AdvantageConfig):
         "opd: on-policy distillation, per token the "
         "teacher's log-probability minus the policy's; rewards only show. rae: r minus a moving average of the rewards "
         "of the same agent (role) in the same environment, for self-play. hierarchical_grpo: r minus the mean over the "
-        "traces of the same agent. Only these two take environments with several trained agents. The others are not "
-        "there yet: runs with them are refused at submission.",
+        "traces of the same agent. Only these two take environments with several trained agents. opsd: as opd, with "
+        "the policy itself as the teacher, which is told the task's demonstration (`demo_key`) besides. The others are "
+        "not there yet: runs with them are refused at submission.",
+    )
+    demo_key: str = option(
+        "demonstration",
+        "opsd only: the field of a task that holds the demonstration, a text such as an expert's answer: a name in its "
+        "`info` (v0) or in its own data (v1), or `answer`. At most 256 KiB.",
+        facts=_OPSD_ONLY,
+        min_length=1,
+        max_length=200,
+    )
+    template: str = option(
+        f"The task below was solved before, with this result:\n\n{HINT}",
+        "opsd only: the system message that the teacher reads before what the policy has read and sampled, with "
+        f"`{HINT}` in the place of the demonstration.",
+        facts=_OPSD_ONLY,
+        max_length=20_000,
     )
     teacher: TeacherConfig | None = option(
         None,
-        "The teacher of opd, required there; off for the others.",
+        "The teacher of opd, required there; off for the others (that of opsd is the policy).",
         facts=Facts(only_for=OnlyFor(".type", ("opd",))),
     )
     kl_coef: float = option(
-        1.0, "opd only: multiplies every advantage.", facts=Facts(only_for=OnlyFor(".type", ("opd",))), gt=0
+        1.0, "opd and opsd: multiplies every advantage.", facts=Facts(only_for=OnlyFor(".type", DISTILLING)), gt=0
     )
+
+    def broken_rules(self, where: str) -> Iterator[BrokenRule]:
+        """Rules over several keys that do not hold; `where` is the path of this table."""
+        yield from super().broken_rules(where)
+        if self.type == "opsd" and HINT not in self.template:
+            message = f"must have `{HINT}` where the demonstration of a task is to stand"
+            yield broken(message, f"{where}.template")

@@ -7,7 +7,7 @@ from pydantic import model_validator
 
 from millrace.config.rules import BrokenRule, broken
 from millrace.config.section import IDENTIFIER_PATTERN, IMAGE_PATTERN, ConfigSection, FreeTable, option, required, table
-from millrace.config.sections.algo import COMPARING, PER_AGENT, AdvantageConfig, AlgoConfig, EnvAlgoConfig
+from millrace.config.sections.algo import COMPARING, DISTILLING, PER_AGENT, AdvantageConfig, AlgoConfig, EnvAlgoConfig
 from millrace.config.sections.buffer import BufferConfig
 from millrace.config.sections.filters import FilterConfig
 from millrace.config.sections.judge import JudgeConfig
@@ -31,7 +31,7 @@ _AS_FOR_ALL = "as for all environments"
 _GROUP = "orchestrator.rollouts_per_example"
 _ALGO = "orchestrator.algo.type"
 _UNPENALISED = {
-    "opd": "lowers rewards, and opd has none; use mask or drop",
+    **{name: f"lowers rewards, and {name} has none; use mask or drop" for name in DISTILLING},
     "max_rl": "lowers rewards, and max_rl divides by their mean, which has to stay a pass rate; use mask or drop",
 }
 _ROLLOUTS = Facts(aliases=("group_size",))
@@ -312,9 +312,11 @@ class OrchestratorConfig(ConfigSection):
             yield broken(message, "orchestrator.batch_size", _GROUP)
         yield from self._algo_rules()
         yield from self.buffer.broken_rules(num_envs=len(self.env))
-        if self.algo.type == "opd" and (self.buffer.online_difficulty_filtering or self.buffer.has_pools):
+        if self.distils and (self.buffer.online_difficulty_filtering or self.buffer.has_pools):
             key = "online_difficulty_filtering" if self.buffer.online_difficulty_filtering else "easy_threshold"
-            message = "has no meaning for opd: it learns from every task, whatever its reward; leave it out"
+            message = (
+                f"has no meaning for {self.algo.type}: it learns from every task, whatever its reward; leave it out"
+            )
             yield broken(message, f"orchestrator.buffer.{key}", _ALGO)
         yield from sampling_rules(self.sampling, "orchestrator.sampling", is_training=True)
         yield from self._sampling_rules()
@@ -323,9 +325,14 @@ class OrchestratorConfig(ConfigSection):
             yield from sampling_rules(self.eval.sampling, "orchestrator.eval.sampling")
             yield from self._eval_rules(self.eval)
 
+    @property
+    def distils(self) -> bool:
+        """Whether a teacher scores what is trained on."""
+        return self.algo.type in DISTILLING
+
     def _sampling_rules(self) -> Iterator[BrokenRule]:
         """What is sampled is what the trainer computes, and a schedule of temperatures has an end."""
-        yield from bias_rules(self.sampling, has_teacher=self.algo.type == "opd")
+        yield from bias_rules(self.sampling, teacher_of=self.algo.type if self.distils else None)
         schedule, where = self.sampling.temp_scheduler, "orchestrator.sampling.temp_scheduler"
         if schedule is None:
             return
@@ -335,20 +342,20 @@ class OrchestratorConfig(ConfigSection):
         if self.sampling.temperature != 1.0:
             message = "has no effect beside `temp_scheduler`; leave it out"
             yield broken(message, "orchestrator.sampling.temperature", where)
-        if self.algo.type == "opd":
-            message = "has no meaning for opd: the teacher's log-probabilities are those of temperature 1; leave it out"
-            yield broken(message, where, _ALGO)
+        if self.distils:
+            message = "the teacher's log-probabilities are those of temperature 1; leave it out"
+            yield broken(f"has no meaning for {self.algo.type}: {message}", where, _ALGO)
 
     def _algo_rules(self) -> Iterator[BrokenRule]:
         """Algorithms that compare have something to compare; what they need is there."""
-        if self.algo.type == "opd":
+        if self.distils:
             yield from self._teacher_rules()
         elif self.rollouts_per_example < 2:
             yield from self._group_rules()
-        if self.algo.type == "opd":
+        if self.distils:
             for index, env in enumerate(self.env):
                 if env.min_abs_advantage:
-                    message = "has no meaning for opd, which learns from every token; leave it out"
+                    message = f"has no meaning for {self.algo.type}, which learns from every token; leave it out"
                     yield BrokenRule(paths=(("orchestrator", "env", index, "min_abs_advantage"),), message=message)
         yield from self.algo.broken_rules("orchestrator.algo")
         for index, each in enumerate(self.filters):
@@ -369,9 +376,9 @@ class OrchestratorConfig(ConfigSection):
             if env.algo is None:
                 continue
             yield from env.algo.broken_rules(f"orchestrator.env[{index}].algo")
-            if self.algo.type == "opd":
+            if self.distils:
                 where: Path = ("orchestrator", "env", index, "algo")
-                message = "has no meaning for opd: it distils on every environment; leave it out"
+                message = f"has no meaning for {self.algo.type}: it distils on every environment; leave it out"
                 yield BrokenRule(paths=(where, ("orchestrator", "algo", "type")), message=message)
 
     def _algorithms(self) -> Iterator[tuple[Path, str]]:
@@ -394,24 +401,24 @@ class OrchestratorConfig(ConfigSection):
     def _teacher_rules(self) -> Iterator[BrokenRule]:
         """A teacher, and a policy whose log-probs mean the same as the teacher's."""
         teacher = "orchestrator.algo.teacher"
-        if self.algo.teacher is None:
+        if self.algo.teacher is not None:
+            yield from self.algo.teacher.broken_rules(teacher)
+        elif self.algo.type == "opd":
             message = (
                 "is required for opd: name the model and the base_url of the server that scores the policy's tokens"
             )
             yield broken(message, teacher, _ALGO)
-        else:
-            yield from self.algo.teacher.broken_rules(teacher)
         taken = [value for name in TAKEN_OVER if isinstance(value := self.sampling.extra_body.get(name), int | float)]
         if self.sampling.top_p < 1 or max(self.sampling.top_k, self.sampling.min_p, *taken) > 0:
             yield broken(
-                UNCUT_AS_TEACHER,
+                f"must be off for {self.algo.type}: {UNCUT_AS_TEACHER}",
                 "orchestrator.sampling.top_p",
                 "orchestrator.sampling.top_k",
                 "orchestrator.sampling.min_p",
                 _ALGO,
             )
         if self.sampling.temperature != 1.0:
-            yield broken(AS_TEACHER, "orchestrator.sampling.temperature", _ALGO)
+            yield broken(f"must be 1.0 for {self.algo.type}: {AS_TEACHER}", "orchestrator.sampling.temperature", _ALGO)
 
     def _eval_rules(self, evaluation: EvalConfig) -> Iterator[BrokenRule]:
         """A task count that means something; one name is one environment, which a run loads as training says."""

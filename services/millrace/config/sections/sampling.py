@@ -147,10 +147,9 @@ BIASED = (
 )
 SAME_TOKENS = "would give all rollouts of a group the same tokens; leave it out"
 AS_TEACHER = (
-    "must be 1.0 for opd: the teacher's log-probabilities are those of temperature 1, and the two would be of "
-    "different distributions"
+    "the teacher's log-probabilities are those of temperature 1, and the two would be of different distributions"
 )
-UNCUT_AS_TEACHER = "must be off for opd: the teacher's log-probabilities are those of its full distribution"
+UNCUT_AS_TEACHER = "the teacher's log-probabilities are those of its full distribution"
 
 
 def sampling_rules(
@@ -163,11 +162,16 @@ def sampling_rules(
     yield from extra_body_rules(sampling, where, is_training=is_training)
 
 
-def bias_rules(sampling: SamplingConfig, *, has_teacher: bool) -> Iterator[BrokenRule]:
-    """What is sampled is what the trainer computes, unless it is allowed to differ, which a teacher's never may."""
+def bias_rules(sampling: SamplingConfig, *, teacher_of: str | None) -> Iterator[BrokenRule]:
+    """What is sampled is what the trainer computes, unless it is allowed to differ, which a teacher's never may.
+
+    `teacher_of` is the algorithm that has a teacher, None if there is none.
+    """
     for name in (name for name, neutral in BIASING.items() if getattr(sampling, name) != neutral):
-        if has_teacher:
-            message = "has no meaning for opd: the teacher's log-probabilities are those without it; leave it out"
+        if teacher_of:
+            message = (
+                f"has no meaning for {teacher_of}: the teacher's log-probabilities are those without it; leave it out"
+            )
             yield broken(message, f"orchestrator.sampling.{name}")
         elif not sampling.allow_biased_sampling:
             yield broken(BIASED, f"orchestrator.sampling.{name}")

@@ -93,7 +93,7 @@ class CheckpointConfig(ConfigSection):
     )
 
 
-Preset = Literal["grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "opo", "reinforce_pp", "max_rl", "opd"]
+Preset = Literal["grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "opo", "reinforce_pp", "max_rl", "opd", "opsd"]
 
 
 class PresetConfig(ConfigSection):

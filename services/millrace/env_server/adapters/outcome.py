@@ -13,6 +13,7 @@ from millrace.rollouts.given import bounded_object, shortened, storable
 from millrace.rollouts.requests import PlayRequest
 from millrace.rollouts.rewards import MAX_REWARD
 from millrace.rollouts.types import (
+    MAX_DEMONSTRATION_BYTES,
     MAX_ERROR_FRAMES_CHARS,
     MAX_ERROR_MESSAGE_CHARS,
     MAX_MESSAGES_JSON_BYTES,
@@ -23,6 +24,9 @@ from millrace.rollouts.types import (
     Sample,
     Trace,
 )
+
+_DEMO_KEY = "`orchestrator.algo.demo_key`"
+_SHOWN_NAMES = 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,6 +52,8 @@ class Outcome:
     """What the task's author gave to score it with."""
     traces: Sequence[Trace] = ()
     """What each of several trained agents did; empty where one agent did everything."""
+    demonstration: str = ""
+    """What only the teacher of opsd is told of the task."""
     sent_instead: Sequence[Mapping[str, Any]] = ()
     """What the environment's requests said in place of the run's sampling, each way once."""
 
@@ -85,6 +91,28 @@ def failed_like(error: Outcome, *, of: Outcome) -> Outcome:
         reward=0.0,
         traces=(),
     )
+
+
+def demonstrated(outcome: Outcome, key: str) -> Outcome:
+    """Add the demonstration that the task has under `key`, or fail the outcome: without it there is no teacher."""
+    if outcome.status is not RolloutStatus.OK:
+        return outcome
+    value = outcome.task.get(key)
+    if value is None or value == "":
+        names = ", ".join(sorted(map(str, outcome.task))[:_SHOWN_NAMES]) or "nothing"
+        problem = f"the task has no `{key}` to show the teacher (it has {names}); name another field in"
+        return failed(RolloutStatus.ENV_ERROR, "DemonstrationMissing", f"{problem} {_DEMO_KEY}", of=outcome)
+    if isinstance(value, bool | int | float):
+        value = str(value)
+    if not isinstance(value, str):
+        problem = f"the task's `{key}` is a {type(value).__name__}, and a demonstration is text; let the environment"
+        problem = f"{problem} write it as text, or name another field in {_DEMO_KEY}"
+        return failed(RolloutStatus.ENV_ERROR, "DemonstrationNotText", problem, of=outcome)
+    text = storable(value)
+    if (size := len(text.encode())) > MAX_DEMONSTRATION_BYTES:
+        problem = f"the task's `{key}` has {size} bytes, and a demonstration at most {MAX_DEMONSTRATION_BYTES}; cut it"
+        return failed(RolloutStatus.ENV_ERROR, "DemonstrationTooLarge", problem, of=outcome)
+    return replace(outcome, demonstration=text)
 
 
 class NotANumberError(TypeError):
@@ -223,4 +251,5 @@ def make_rollout(
         task_json=bounded_object(outcome.task),
         dispatched_after=request.dispatched_after,
         traces=tuple(outcome.traces) if is_ok else (),
+        demonstration=outcome.demonstration if is_ok else "",
     )

@@ -326,17 +326,18 @@ def _played(trace: Any) -> Outcome:
         num_turns=int(trace.num_turns),
         model_s=float(sum(call.time.duration for call in trace.calls)),
         messages=[message.model_dump(mode="json", exclude_none=True) for message in shown],
-        task=_given(trace.task.data),
+        task=_given(trace),
     )
 
 
-def _given(data: Any) -> dict[str, Any]:
-    """What a task's data has beyond what every task's has: its answer, and what else its class adds."""
-    return {
+def _given(trace: Any) -> dict[str, Any]:
+    """What a task's data has beyond what every task's has (its answer, and what else its class adds), and `info`."""
+    own = {
         name: value
-        for name, value in data.model_dump().items()
+        for name, value in trace.task.data.model_dump().items()
         if name not in vf.TaskData.model_fields and value is not None
     }
+    return own | (trace.info or {})
 
 
 def _failure(episode: Any, trace: Any, played: Outcome) -> Outcome | None:

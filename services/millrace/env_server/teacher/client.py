@@ -109,7 +109,7 @@ class TeacherClient:
             async with self._lane:
                 tries = EXTERNAL_MAX_ATTEMPTS if attempts is None else attempts
                 reply = await self._try(orjson.dumps(body), first_url, tries)
-        return _parse(reply, token_ids, of=self.describe())
+        return parse_scores(reply, token_ids, of=self.describe())
 
     async def _try(self, body: bytes, first_url: int, attempts: int) -> Mapping[str, Any]:
         # unregistered wait: `score` around it is the registered wait
@@ -142,13 +142,7 @@ class TeacherClient:
         if reply.status != 200:
             sent = f" (it was sent {self._key_source})" if reply.status in _ABOUT_THE_KEY else ""
             raise TeacherRefusedError(f"{method} {url} answered {reply.status}{sent}: {shown}", status=reply.status)
-        try:
-            parsed = orjson.loads(raw)
-        except orjson.JSONDecodeError as error:
-            raise TeacherRefusedError(f"{method} {url} answered with what is not JSON ({error}): {shown}") from error
-        if not isinstance(parsed, Mapping):
-            raise TeacherRefusedError(f"{method} {url} answered with no JSON object: {shown}")
-        return parsed
+        return answer_object(raw, of=f"{method} {url}")
 
 
 class _PassingError(TeacherLostError):
@@ -159,8 +153,23 @@ class _PassingError(TeacherLostError):
         self.retry_after = retry_after
 
 
-def _parse(reply: Mapping[str, Any], token_ids: Sequence[int], *, of: str) -> Float32Array:
-    """vLLM's `prompt_logprobs`: per token a table from id to `{logprob, rank, decoded_token}`, null for the first."""
+def answer_object(raw: bytes, *, of: str) -> Mapping[str, Any]:
+    """Read the JSON object that a request was answered with. Raises TeacherRefusedError."""
+    shown = raw[:_SHOWN_CHARS].decode("utf-8", "replace")
+    try:
+        parsed = orjson.loads(raw)
+    except orjson.JSONDecodeError as error:
+        raise TeacherRefusedError(f"{of} answered with what is not JSON ({error}): {shown}") from error
+    if not isinstance(parsed, Mapping):
+        raise TeacherRefusedError(f"{of} answered with no JSON object: {shown}")
+    return parsed
+
+
+def parse_scores(reply: Mapping[str, Any], token_ids: Sequence[int], *, of: str) -> Float32Array:
+    """Read vLLM's `prompt_logprobs`: per token a table from id to `{logprob, rank, decoded_token}`, null for the first.
+
+    Returns float32 [T - 1]. Raises TeacherRefusedError.
+    """
     choices = reply.get("choices")
     choice = choices[0] if isinstance(choices, list) and choices and isinstance(choices[0], Mapping) else {}
     rows = choice.get("prompt_logprobs")

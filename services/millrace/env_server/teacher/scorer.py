@@ -16,20 +16,31 @@ import contextlib
 import logging
 import os
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
+from numpy.typing import NDArray
 
 from millrace.backoff import Backoff
-from millrace.config.sections.algo import AlgoConfig, TeacherConfig
+from millrace.config.sections.algo import DISTILLING, AlgoConfig
 from millrace.decoding import MAX_JSON_BYTES
 from millrace.env_server.teacher.check import ABOUT_THE_TOKENS, IS_ANOTHER, TEACHER, check_teacher, refusal
 from millrace.env_server.teacher.client import TeacherClient, TeacherLostError, TeacherRefusedError
+from millrace.env_server.teacher.self_teacher import HintTooLongError, SelfTeacher
 from millrace.env_server.tokenizer_files import TokenizerFiles
 from millrace.errors import CapacityError, InvalidSpecError, NotFoundError, UnavailableError
 from millrace.rollouts.requests import PlayRequest
-from millrace.rollouts.types import MAX_ERROR_MESSAGE_CHARS, Float32Array, Rollout, RolloutError, RolloutStatus, Sample
+from millrace.rollouts.types import (
+    MAX_ERROR_MESSAGE_CHARS,
+    Float32Array,
+    Rollout,
+    RolloutError,
+    RolloutStatus,
+    Sample,
+    Taught,
+)
 from millrace.runlog.names import Names
 from millrace.runlog.records.run_record import RunRecord
 from millrace.runlog.records.scores import store_scores
@@ -38,6 +49,8 @@ from millrace.telemetry import waits
 
 logger = logging.getLogger(__name__)
 
+TEACHER_VERSION = "teacher_version"
+"""Metric of rollouts that the policy scored itself: the oldest version that did."""
 REVERSE_KL = "teacher_reverse_kl"
 """Metric of scored rollouts: mean over sampled tokens of the policy's minus the teacher's log-prob."""
 # PlayGroup answers before its caller stops to listen (5 s); what takes longer goes on and is asked for again.
@@ -53,7 +66,7 @@ _SCORE_S = 20.0
 class _Scoring:
     """What a run's config says of its teacher."""
 
-    teacher: TeacherConfig
+    algo: AlgoConfig
     seq_len: int
 
 
@@ -67,7 +80,7 @@ class _RunTeacher:
         """Whether it was checked before: then a refusal is taken for temporary, unless the server has become another
         teacher."""
         self.scoring: _Scoring | None = None
-        self.client: TeacherClient | None = None
+        self.client: TeacherClient | SelfTeacher | None = None
         self.asked_at = 0.0
         self.problem = ""
 
@@ -123,7 +136,11 @@ class Teachers:
         run = self._runs.get(part.run_uid)
         if not part.is_training or run is None or run.scoring is None or run.client is None:
             return rollouts
-        scorer = _Scorer(self._store, Names(self._prefix, part.run_uid), run.client, run.scoring.seq_len)
+        names, seq_len = Names(self._prefix, part.run_uid), run.scoring.seq_len
+        if isinstance(run.client, SelfTeacher):
+            scorer = _SelfScorer(self._store, names, run.client, part, seq_len=seq_len)
+        else:
+            scorer = _TeacherScorer(self._store, names, run.client, seq_len=seq_len)
         timeout_s = part.rollout_timeout_seconds
         results = await asyncio.gather(*(scorer.score(rollout, timeout_s=timeout_s) for rollout in rollouts))
         if scorer.is_lost and run.is_ready:
@@ -159,23 +176,37 @@ class Teachers:
         with waits.of_run(request.run_uid):
             if run.scoring is None:
                 run.scoring = await asyncio.to_thread(self._read_scoring, request.run_uid)
-            if run.scoring is not None:
+            if run.scoring is not None and run.scoring.algo.teacher is None:
+                await self._check_policy(request, run, run.scoring)
+            elif run.scoring is not None:
                 await self._await_teacher(request, run, run.scoring)
             run.is_ready, run.was_ready, run.problem = True, True, ""
 
+    async def _check_policy(self, request: PlayRequest, run: _RunTeacher, scoring: _Scoring) -> None:
+        """Look at the replica of a request, which the next one replaces if it is away."""
+        client = run.client if isinstance(run.client, SelfTeacher) else SelfTeacher(scoring.algo)
+        run.client = client
+        try:
+            # unregistered wait: `SelfTeacher.check`, which registers its own wait
+            await client.check(request)
+        except TeacherLostError as error:
+            raise CapacityError(str(error), reason="TEACHER_UNREACHABLE", remedy="ask again") from error
+
     async def _await_teacher(self, request: PlayRequest, run: _RunTeacher, scoring: _Scoring) -> None:
-        teacher = scoring.teacher
+        teacher = scoring.algo.teacher
+        assert teacher is not None, "the caller has looked"
         variable = teacher.api_key_var or ""
         if problem := self._key_problem(variable):
             raise refusal(f"{TEACHER}.api_key_var", teacher, f"{variable} {problem}", reason="TEACHER_KEY_MISSING")
-        if run.client is None:
-            run.client = TeacherClient(teacher, api_key=os.environ[variable] if variable else "")
+        client = run.client if isinstance(run.client, TeacherClient) else None
+        if client is None:
+            client = run.client = TeacherClient(teacher, api_key=os.environ[variable] if variable else "")
         tokenizer_dir = await self._tokenizers.directory(request.tokenizer_manifest_key)
         num_failed = 0
-        with waits.waiting(f"{run.client.describe()} to answer", waits_on=teacher.base_url[0]) as wait:
+        with waits.waiting(f"{client.describe()} to answer", waits_on=teacher.base_url[0]) as wait:
             while True:
                 try:
-                    await check_teacher(run.client, teacher, tokenizer_dir=tokenizer_dir, seq_len=scoring.seq_len)
+                    await check_teacher(client, teacher, tokenizer_dir=tokenizer_dir, seq_len=scoring.seq_len)
                     return
                 except TeacherLostError as error:
                     run.problem = str(error)
@@ -183,7 +214,7 @@ class Teachers:
                     if not run.was_ready or error.reason in IS_ANOTHER:
                         raise
                     run.problem = error.violations[0].message
-                wait.update(reason=f"{run.client.describe()} to answer: {run.problem}")
+                wait.update(reason=f"{client.describe()} to answer: {run.problem}")
                 logger.warning("the teacher does not answer", extra={"problem": run.problem})
                 if time.monotonic() - run.asked_at > _NOBODY_ASKS_S:
                     raise UnavailableError(f"the run's teacher did not answer: {run.problem}", reason="TEACHER_LOST")
@@ -198,22 +229,29 @@ class Teachers:
             return None
         record = RunRecord.parse(data, where=f"run.json of run {run_uid}")
         orchestrator = (record.config or {}).get("orchestrator", {})
-        if not orchestrator.get("algo", {}).get("teacher"):
+        if orchestrator.get("algo", {}).get("type") not in DISTILLING:
             return None
         algo = AlgoConfig.model_validate(orchestrator["algo"])
-        assert algo.teacher is not None, "seen above"
-        return _Scoring(teacher=algo.teacher, seq_len=int(orchestrator["seq_len"]))
+        return _Scoring(algo=algo, seq_len=int(orchestrator["seq_len"]))
 
 
-class _Scorer:
+class _Scorer(ABC):
     """Scores rollouts of one play."""
 
-    def __init__(self, store: ObjectStore, names: Names, client: TeacherClient, seq_len: int) -> None:
+    def __init__(self, store: ObjectStore, names: Names, *, seq_len: int) -> None:
         self._store = store
         self._names = names
-        self._client = client
         self._seq_len = seq_len
         self.is_lost = False
+        """Whether the teacher has to be checked again."""
+
+    @abstractmethod
+    async def _scored(self, rollout: Rollout) -> tuple[list[Float32Array], list[Taught | None]]:
+        """Return the scores of each sample, float32 [T], and how the policy itself made them if it did."""
+
+    @abstractmethod
+    async def _failure(self, rollout: Rollout, error: TeacherLostError | TeacherRefusedError | TimeoutError) -> Rollout:
+        """Return the rollout as a failure."""
 
     async def score(self, rollout: Rollout, *, timeout_s: float) -> Rollout:
         """The rollout, scored or failed; takes until its deadline, and `_SCORE_S` at least."""
@@ -222,20 +260,46 @@ class _Scorer:
         budget_s = max(_SCORE_S, timeout_s - rollout.seconds)
         try:
             async with asyncio.timeout(budget_s):
-                scores = [await self._score_sample(sample, rollout) for sample in rollout.samples]
-            await asyncio.to_thread(store_scores, self._store, self._names, rollout, scores)
-        except TeacherLostError as error:
-            return self._lost(rollout, "TeacherLost", str(error))
+                scores, taught = await self._scored(rollout)
+            await asyncio.to_thread(store_scores, self._store, self._names, rollout, scores, taught)
         except TimeoutError:
-            problem = f"{self._client.describe()} did not score it within {budget_s:g} s"
-            return self._lost(rollout, "TeacherLost", problem)
-        except TeacherRefusedError as error:
-            if await self._refuses_all(error, rollout):
-                return self._lost(rollout, "TeacherRefused", str(error))
-            return _failed(rollout, RolloutStatus.MODEL_ERROR, "TeacherRefused", str(error))
+            return await self._failure(rollout, TimeoutError(f"did not score it within {budget_s:g} s"))
+        except (TeacherLostError, TeacherRefusedError) as error:
+            return await self._failure(rollout, error)
         except (UnavailableError, CapacityError) as error:
             return _failed(rollout, RolloutStatus.ENGINE_LOST, "ScoresNotStored", str(error))
-        return replace(rollout, metrics={**rollout.metrics, REVERSE_KL: _reverse_kl(rollout, scores)})
+        metrics = {**rollout.metrics, REVERSE_KL: _reverse_kl(rollout, scores)}
+        if versions := [each.version for each in taught if each is not None]:
+            metrics[TEACHER_VERSION] = float(min(versions))
+        return replace(rollout, metrics=metrics)
+
+    def _places(self, sample: Sample) -> NDArray[np.intp]:
+        """Which tokens are scored: the sampled ones before seq_len, behind which no batch holds any."""
+        places = np.flatnonzero((sample.loss_mask == 1)[: self._seq_len])
+        if len(places) and places[0] == 0:
+            raise TeacherRefusedError("the sample begins with a sampled token: nobody can score what nothing precedes")
+        return places
+
+
+class _TeacherScorer(_Scorer):
+    """By another model."""
+
+    def __init__(self, store: ObjectStore, names: Names, client: TeacherClient, *, seq_len: int) -> None:
+        super().__init__(store, names, seq_len=seq_len)
+        self._client = client
+
+    async def _scored(self, rollout: Rollout) -> tuple[list[Float32Array], list[Taught | None]]:
+        scores = [await self._score_sample(sample, rollout) for sample in rollout.samples]
+        return scores, [None] * len(scores)
+
+    async def _failure(self, rollout: Rollout, error: TeacherLostError | TeacherRefusedError | TimeoutError) -> Rollout:
+        if isinstance(error, TimeoutError):
+            return self._lost(rollout, "TeacherLost", f"{self._client.describe()} {error}")
+        if isinstance(error, TeacherLostError):
+            return self._lost(rollout, "TeacherLost", str(error))
+        if await self._refuses_all(error, rollout):
+            return self._lost(rollout, "TeacherRefused", str(error))
+        return _failed(rollout, RolloutStatus.MODEL_ERROR, "TeacherRefused", str(error))
 
     async def _refuses_all(self, error: TeacherRefusedError, rollout: Rollout) -> bool:
         """Whether the teacher takes no request at all any more, not even of two tokens."""
@@ -250,14 +314,10 @@ class _Scorer:
         return False
 
     async def _score_sample(self, sample: Sample, rollout: Rollout) -> Float32Array:
-        """float32 [T]; behind seq_len, which no batch holds, the policy's own log-probs: no credit."""
-        scores = sample.inference_logprobs.copy()
-        is_sampled = sample.loss_mask == 1
-        places = np.flatnonzero(is_sampled[: self._seq_len])
+        """float32 [T]; behind seq_len the policy's own log-probs: no credit."""
+        scores, places = sample.inference_logprobs.copy(), self._places(sample)
         if not len(places):
             return scores
-        if places[0] == 0:
-            raise TeacherRefusedError("the sample begins with a sampled token: nobody can score what nothing precedes")
         end = int(places[-1]) + 1
         found = await self._client.score(sample.token_ids[:end].tolist(), first_url=rollout.ordinal)
         scores[places] = found[places - 1]
@@ -266,6 +326,40 @@ class _Scorer:
     def _lost(self, rollout: Rollout, error_type: str, problem: str) -> Rollout:
         self.is_lost = True
         return _failed(rollout, RolloutStatus.ENGINE_LOST, error_type, problem)
+
+
+class _SelfScorer(_Scorer):
+    """By the policy, told the demonstration of the task."""
+
+    def __init__(
+        self, store: ObjectStore, names: Names, client: SelfTeacher, part: PlayRequest, *, seq_len: int
+    ) -> None:
+        super().__init__(store, names, seq_len=seq_len)
+        self._client, self._part = client, part
+
+    async def _scored(self, rollout: Rollout) -> tuple[list[Float32Array], list[Taught | None]]:
+        scores: list[Float32Array] = []
+        taught: list[Taught | None] = []
+        hint = await self._client.hint(self._part, rollout.demonstration)
+        for sample in rollout.samples:
+            column, places, told = sample.inference_logprobs.copy(), self._places(sample), None
+            if len(places):
+                tokens = sample.token_ids[: int(places[-1]) + 1].tolist()
+                found, told = await self._client.score(self._part, hint, tokens, num_prompt=int(places[0]))
+                column[places] = found[places - 1]
+            scores.append(column)
+            taught.append(told)
+        return scores, taught
+
+    async def _failure(self, rollout: Rollout, error: TeacherLostError | TeacherRefusedError | TimeoutError) -> Rollout:
+        """A replica that is away is the orchestrator's to replace: the next play has another one."""
+        if isinstance(error, HintTooLongError):
+            status = RolloutStatus.PROMPT_TOO_LONG if error.is_hopeless else RolloutStatus.MODEL_ERROR
+            return _failed(rollout, status, "HintTooLong", str(error))
+        if isinstance(error, TeacherRefusedError):
+            return _failed(rollout, RolloutStatus.MODEL_ERROR, "TeacherRefused", str(error))
+        problem = f"the replica at {self._part.base_url} {error}" if isinstance(error, TimeoutError) else str(error)
+        return _failed(rollout, RolloutStatus.ENGINE_LOST, "TeacherLost", problem)
 
 
 def _reverse_kl(rollout: Rollout, scores: Sequence[Float32Array]) -> float:

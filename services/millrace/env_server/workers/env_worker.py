@@ -23,7 +23,7 @@ from millrace.decoding import decode_object
 from millrace.env_server import standing
 from millrace.env_server.adapters.adapter import EnvAdapter, load_adapter
 from millrace.env_server.adapters.failures import describe_error, frames_of, own_line
-from millrace.env_server.adapters.outcome import Outcome, failed, make_rollout
+from millrace.env_server.adapters.outcome import Outcome, demonstrated, failed, make_rollout
 from millrace.env_server.interpreters.examine import go_over, require_usable
 from millrace.env_server.isolation.confinement import Confinement
 from millrace.env_server.wire import loaded_to_wire
@@ -261,6 +261,8 @@ class _Worker:
 def answer_of(request: PlayRequest, member: int, task_id: str, outcome: Outcome, seconds: float) -> rollout_pb2.Rollout:
     """What the parent is told of a member, whatever the environment left in its outcome: an answer there must be."""
     try:
+        if request.demo_key and request.is_training:
+            outcome = demonstrated(outcome, request.demo_key)
         rollout = make_rollout(request, member=member, task_id=task_id, outcome=outcome, seconds=seconds)
         return rollout_to_proto(rollout)
     except CorruptObjectError as error:

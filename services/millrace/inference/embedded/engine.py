@@ -16,7 +16,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -180,7 +180,12 @@ class EmbeddedEngine:
         """See `Engine.score`; generation stands still meanwhile."""
         self._held()
         self._check_prompt(token_ids)
-        return await self._in_thread(lambda: self._held_weights().score(token_ids))
+
+        def scored() -> PromptScores:
+            scores = self._held_weights().score(token_ids)
+            return replace(scores, policy=self._held().identity)
+
+        return await self._in_thread(scored)
 
     async def abort(self, request_id: str) -> None:
         """See `Engine.abort`."""

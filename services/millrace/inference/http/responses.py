@@ -185,6 +185,13 @@ def prompt_logprobs(
     return rows
 
 
+def scored(prompt: Sequence[int], scores: PromptScores, tokenizer: PreTrainedTokenizerBase | None) -> dict[str, Any]:
+    """Return the fields of a prompt's scores: vLLM's, and the policy that they are of."""
+    policy = scores.policy
+    whose = None if policy is None else {"lineage": policy.lineage, "version": policy.version}
+    return {"prompt_logprobs": prompt_logprobs(prompt, scores, tokenizer), "prompt_policy": whose}
+
+
 def stream_chunks(whole: dict[str, Any], *, wants_usage: bool) -> Iterator[bytes]:
     """A finished body as server-sent events: two chunks per choice, then the usage, then [DONE].
 

@@ -186,14 +186,14 @@ class HttpApi:
         if body.stream_choices:
             return self._lines(model, prompts, body, text_of, max_tokens=wanted, status=status)
         completed = await self._complete(model, prompts, body, n=body.n, max_tokens=wanted, status=status)
-        scored: list[Any] = []
+        scored: list[dict[str, Any]] = []
         if body.prompt_logprobs is not None:
             scored = [row for prompt in prompts for row in [await self._score(model, prompt)] * body.n]
 
         def whole() -> dict[str, Any]:
             made = text_of(completed)
-            for choice, rows in zip(made["choices"], scored, strict=False):  # none where they were not asked for
-                choice["prompt_logprobs"] = rows
+            for choice, scores in zip(made["choices"], scored, strict=False):  # none where they were not asked for
+                choice.update(scores)
             return made
 
         answer = await self._respond(completed, whole, stream=body if body.stream else None)
@@ -207,13 +207,13 @@ class HttpApi:
         completed = await self._complete(
             model, [body.token_ids], sampling, n=sampling.n, max_tokens=sampling.max_tokens, status=status
         )
-        scored = None
+        scored: dict[str, Any] = {}
         if sampling.prompt_logprobs is not None:
             scored = await self._score(model, body.token_ids)
 
         def whole() -> dict[str, Any]:
             request_id = body.request_id or self._ids.next("gen")
-            return responses.generate_body(request_id, body, completed) | {"prompt_logprobs": scored}
+            return responses.generate_body(request_id, body, completed) | scored
 
         return await self._respond(completed, whole, stream=None)
 
@@ -432,10 +432,10 @@ class HttpApi:
             raise HTTPException(408, f"the body did not arrive within {limits.BODY_S:.0f} s") from None
         return await self._beside(lambda: _validated(body, data), size=len(data))
 
-    async def _score(self, model: ServedModel, prompt: list[int]) -> list[dict[str, Any] | None]:
-        """`prompt_logprobs` of a prompt."""
+    async def _score(self, model: ServedModel, prompt: list[int]) -> dict[str, Any]:
+        """`prompt_logprobs` of a prompt, and whose they are as `prompt_policy`."""
         self._require_still(model)
-        return responses.prompt_logprobs(prompt, await self._engine.score(tuple(prompt)), model.tokenizer)
+        return responses.scored(prompt, await self._engine.score(tuple(prompt)), model.tokenizer)
 
     def _require_still(self, model: ServedModel) -> None:
         """UnavailableError if the engine may hold another model by now than the one that a prompt was made for."""

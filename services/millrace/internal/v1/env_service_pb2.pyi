@@ -110,7 +110,7 @@ class Sampling(_message.Message):
     def __init__(self, temperature: _Optional[float] = ..., max_tokens: _Optional[int] = ..., top_p: _Optional[float] = ..., extra_body_json: _Optional[str] = ..., top_k: _Optional[int] = ..., min_p: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., allows_bias: bool = ..., is_plain: bool = ..., holds_temperature: bool = ...) -> None: ...
 
 class PlayGroupRequest(_message.Message):
-    __slots__ = ("run_uid", "purpose", "eval_id", "ordinal", "attempt", "members", "group_size", "env", "use_train_tasks", "task_index", "base_url", "model", "sampling", "rollout_timeout_seconds", "epoch", "generation", "planned_step", "tokenizer_manifest_key", "dispatched_after", "is_external", "api_key_var")
+    __slots__ = ("run_uid", "purpose", "eval_id", "ordinal", "attempt", "members", "group_size", "env", "use_train_tasks", "task_index", "base_url", "model", "sampling", "rollout_timeout_seconds", "epoch", "generation", "planned_step", "tokenizer_manifest_key", "dispatched_after", "is_external", "api_key_var", "demo_key")
     RUN_UID_FIELD_NUMBER: _ClassVar[int]
     PURPOSE_FIELD_NUMBER: _ClassVar[int]
     EVAL_ID_FIELD_NUMBER: _ClassVar[int]
@@ -132,6 +132,7 @@ class PlayGroupRequest(_message.Message):
     DISPATCHED_AFTER_FIELD_NUMBER: _ClassVar[int]
     IS_EXTERNAL_FIELD_NUMBER: _ClassVar[int]
     API_KEY_VAR_FIELD_NUMBER: _ClassVar[int]
+    DEMO_KEY_FIELD_NUMBER: _ClassVar[int]
     run_uid: str
     purpose: _rollout_pb2.Purpose
     eval_id: str
@@ -153,7 +154,8 @@ class PlayGroupRequest(_message.Message):
     dispatched_after: str
     is_external: bool
     api_key_var: str
-    def __init__(self, run_uid: _Optional[str] = ..., purpose: _Optional[_Union[_rollout_pb2.Purpose, str]] = ..., eval_id: _Optional[str] = ..., ordinal: _Optional[int] = ..., attempt: _Optional[int] = ..., members: _Optional[_Iterable[int]] = ..., group_size: _Optional[int] = ..., env: _Optional[_Union[EnvSpec, _Mapping]] = ..., use_train_tasks: bool = ..., task_index: _Optional[int] = ..., base_url: _Optional[str] = ..., model: _Optional[str] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., rollout_timeout_seconds: _Optional[float] = ..., epoch: _Optional[int] = ..., generation: _Optional[int] = ..., planned_step: _Optional[int] = ..., tokenizer_manifest_key: _Optional[str] = ..., dispatched_after: _Optional[str] = ..., is_external: bool = ..., api_key_var: _Optional[str] = ...) -> None: ...
+    demo_key: str
+    def __init__(self, run_uid: _Optional[str] = ..., purpose: _Optional[_Union[_rollout_pb2.Purpose, str]] = ..., eval_id: _Optional[str] = ..., ordinal: _Optional[int] = ..., attempt: _Optional[int] = ..., members: _Optional[_Iterable[int]] = ..., group_size: _Optional[int] = ..., env: _Optional[_Union[EnvSpec, _Mapping]] = ..., use_train_tasks: bool = ..., task_index: _Optional[int] = ..., base_url: _Optional[str] = ..., model: _Optional[str] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., rollout_timeout_seconds: _Optional[float] = ..., epoch: _Optional[int] = ..., generation: _Optional[int] = ..., planned_step: _Optional[int] = ..., tokenizer_manifest_key: _Optional[str] = ..., dispatched_after: _Optional[str] = ..., is_external: bool = ..., api_key_var: _Optional[str] = ..., demo_key: _Optional[str] = ...) -> None: ...
 
 class PlayGroupResponse(_message.Message):
     __slots__ = ("already_playing",)

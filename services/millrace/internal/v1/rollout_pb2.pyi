@@ -124,7 +124,7 @@ class Trace(_message.Message):
     def __init__(self, agent: _Optional[str] = ..., reward: _Optional[float] = ..., num_samples: _Optional[int] = ..., num_turns: _Optional[int] = ...) -> None: ...
 
 class Rollout(_message.Message):
-    __slots__ = ("run_uid", "purpose", "ordinal", "member", "attempt", "group_size", "env", "task_index", "task_id", "status", "error", "samples", "reward", "metrics", "stop_condition", "is_truncated", "num_turns", "seconds", "model_seconds", "temperature", "env_server", "planned_step", "eval_id", "messages_json", "dispatched_after", "entry_id", "is_duplicate", "truncation", "sampling_json", "traces", "task_json")
+    __slots__ = ("run_uid", "purpose", "ordinal", "member", "attempt", "group_size", "env", "task_index", "task_id", "status", "error", "samples", "reward", "metrics", "stop_condition", "is_truncated", "num_turns", "seconds", "model_seconds", "temperature", "env_server", "planned_step", "eval_id", "messages_json", "dispatched_after", "entry_id", "is_duplicate", "truncation", "sampling_json", "traces", "task_json", "demonstration")
     class MetricsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -163,6 +163,7 @@ class Rollout(_message.Message):
     SAMPLING_JSON_FIELD_NUMBER: _ClassVar[int]
     TRACES_FIELD_NUMBER: _ClassVar[int]
     TASK_JSON_FIELD_NUMBER: _ClassVar[int]
+    DEMONSTRATION_FIELD_NUMBER: _ClassVar[int]
     run_uid: str
     purpose: Purpose
     ordinal: int
@@ -194,7 +195,8 @@ class Rollout(_message.Message):
     sampling_json: str
     traces: _containers.RepeatedCompositeFieldContainer[Trace]
     task_json: str
-    def __init__(self, run_uid: _Optional[str] = ..., purpose: _Optional[_Union[Purpose, str]] = ..., ordinal: _Optional[int] = ..., member: _Optional[int] = ..., attempt: _Optional[int] = ..., group_size: _Optional[int] = ..., env: _Optional[str] = ..., task_index: _Optional[int] = ..., task_id: _Optional[str] = ..., status: _Optional[_Union[RolloutStatus, str]] = ..., error: _Optional[_Union[RolloutError, _Mapping]] = ..., samples: _Optional[_Iterable[_Union[Sample, _Mapping]]] = ..., reward: _Optional[float] = ..., metrics: _Optional[_Mapping[str, float]] = ..., stop_condition: _Optional[str] = ..., is_truncated: bool = ..., num_turns: _Optional[int] = ..., seconds: _Optional[float] = ..., model_seconds: _Optional[float] = ..., temperature: _Optional[float] = ..., env_server: _Optional[str] = ..., planned_step: _Optional[int] = ..., eval_id: _Optional[str] = ..., messages_json: _Optional[str] = ..., dispatched_after: _Optional[str] = ..., entry_id: _Optional[str] = ..., is_duplicate: bool = ..., truncation: _Optional[_Union[Truncation, _Mapping]] = ..., sampling_json: _Optional[str] = ..., traces: _Optional[_Iterable[_Union[Trace, _Mapping]]] = ..., task_json: _Optional[str] = ...) -> None: ...
+    demonstration: str
+    def __init__(self, run_uid: _Optional[str] = ..., purpose: _Optional[_Union[Purpose, str]] = ..., ordinal: _Optional[int] = ..., member: _Optional[int] = ..., attempt: _Optional[int] = ..., group_size: _Optional[int] = ..., env: _Optional[str] = ..., task_index: _Optional[int] = ..., task_id: _Optional[str] = ..., status: _Optional[_Union[RolloutStatus, str]] = ..., error: _Optional[_Union[RolloutError, _Mapping]] = ..., samples: _Optional[_Iterable[_Union[Sample, _Mapping]]] = ..., reward: _Optional[float] = ..., metrics: _Optional[_Mapping[str, float]] = ..., stop_condition: _Optional[str] = ..., is_truncated: bool = ..., num_turns: _Optional[int] = ..., seconds: _Optional[float] = ..., model_seconds: _Optional[float] = ..., temperature: _Optional[float] = ..., env_server: _Optional[str] = ..., planned_step: _Optional[int] = ..., eval_id: _Optional[str] = ..., messages_json: _Optional[str] = ..., dispatched_after: _Optional[str] = ..., entry_id: _Optional[str] = ..., is_duplicate: bool = ..., truncation: _Optional[_Union[Truncation, _Mapping]] = ..., sampling_json: _Optional[str] = ..., traces: _Optional[_Iterable[_Union[Trace, _Mapping]]] = ..., task_json: _Optional[str] = ..., demonstration: _Optional[str] = ...) -> None: ...
 
 class RolloutArchive(_message.Message):
     __slots__ = ("rollouts",)

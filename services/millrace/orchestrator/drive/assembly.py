@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from millrace.algorithms import Algorithm, Baselines
 from millrace.config import EvalRunConfig, RLConfig
+from millrace.config.sections.algo import DISTILLING
 from millrace.config.sections.orchestrator import MAX_FAILURE_WINDOW, EnvConfig
 from millrace.errors import InvalidStateError
 from millrace.orchestrator.drive.batch_writer import BatchWriter
@@ -92,7 +93,7 @@ def assemble(context: RunContext, config: RLConfig | EvalRunConfig, *, reported_
         trainer = NoTrainer()
     else:
         training, evaluation = config, of_training(config.orchestrator)
-        is_scored = config.orchestrator.algo.teacher is not None
+        is_scored = config.orchestrator.algo.type in DISTILLING
         policies = PolicyDriver(
             run_uid=uid,
             epoch=epoch,

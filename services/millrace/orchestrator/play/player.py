@@ -184,6 +184,7 @@ class Player:
             dispatched_after=self._stream.newest,
             is_external=settings.is_external,
             api_key_var=settings.api_key_var,
+            demo_key=settings.demo_key,
         )
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from millrace.config import EvalRunConfig, OrchestratorConfig
+from millrace.config.sections.algo import DISTILLING
 from millrace.config.sections.eval import FixedSamplingConfig
 from millrace.config.sections.sampling import EvalSamplingConfig, SamplingConfig
 from millrace.rollouts.requests import Sampling
@@ -34,6 +35,8 @@ class PlaySettings:
     is_external: bool = False
     """The engines are endpoints that are not ours."""
     api_key_var: str = ""
+    demo_key: str = ""
+    """Field of a task with the demonstration that its teacher is told; empty if it is told none."""
     timeout_s: float = math.inf
     """Time after which a play counts as lost."""
     rest_timeout_s: float = math.inf
@@ -90,7 +93,7 @@ def plays_of_training(config: OrchestratorConfig) -> PlaySettings:
         sampling=replace(
             _sampling(config.sampling),
             allows_bias=config.sampling.allow_biased_sampling,
-            is_plain=config.algo.type == "opd",
+            is_plain=config.algo.type in DISTILLING,
             holds_temperature=config.sampling.temp_scheduler is not None,
         ),
         timeout_s=config.rollout_timeout_s + PLAY_SLACK_S,
@@ -98,6 +101,7 @@ def plays_of_training(config: OrchestratorConfig) -> PlaySettings:
         replica_grace_s=REPLICA_GRACE_S,
         hopeless=frozenset({RolloutStatus.PROMPT_TOO_LONG, RolloutStatus.QUARANTINED}),
         temperature_at=_temperature_at(config),
+        demo_key=config.algo.demo_key if config.algo.type == "opsd" else "",
     )
 
 

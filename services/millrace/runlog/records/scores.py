@@ -9,14 +9,20 @@ from collections.abc import Iterable
 
 from millrace.internal.v1 import batch_pb2
 from millrace.rollouts.scores import encode_scores, scored_digest, with_scores
-from millrace.rollouts.types import Float32Array, Rollout
+from millrace.rollouts.types import Float32Array, Rollout, Taught
 from millrace.runlog.names import Names
 from millrace.storage.base import ObjectStore
 
 
-def store_scores(store: ObjectStore, names: Names, rollout: Rollout, scores: list[Float32Array]) -> None:
+def store_scores(
+    store: ObjectStore,
+    names: Names,
+    rollout: Rollout,
+    scores: list[Float32Array],
+    taught: list[Taught | None] | None = None,
+) -> None:
     """Keep the scores of a rollout's samples (blocking); a second play of the same tokens keeps the first ones."""
-    store.create(names.scores(scored_digest(rollout.samples)), encode_scores(rollout.samples, scores))
+    store.create(names.scores(scored_digest(rollout)), encode_scores(rollout.samples, scores, taught))
 
 
 def name_scores(names: Names, rollouts: Iterable[Rollout]) -> list[batch_pb2.ObjectRef]:
@@ -25,13 +31,13 @@ def name_scores(names: Names, rollouts: Iterable[Rollout]) -> list[batch_pb2.Obj
     for rollout in rollouts:
         scores = [sample.teacher_logprobs for sample in rollout.samples if sample.teacher_logprobs is not None]
         if scores and len(scores) == len(rollout.samples):
-            key = names.scores(scored_digest(rollout.samples)).removeprefix(names.root)
-            data = encode_scores(rollout.samples, scores)
+            key = names.scores(scored_digest(rollout)).removeprefix(names.root)
+            data = encode_scores(rollout.samples, scores, [sample.taught for sample in rollout.samples])
             found[key] = batch_pb2.ObjectRef(key=key, sha256=hashlib.sha256(data).digest())
     return [found[key] for key in sorted(found)]
 
 
 def load_scores(store: ObjectStore, names: Names, rollout: Rollout) -> Rollout:
     """The rollout with its scores (blocking); NotFoundError if none were kept, CorruptObjectError if damaged."""
-    key = names.scores(scored_digest(rollout.samples))
+    key = names.scores(scored_digest(rollout))
     return with_scores(rollout, store.get(key), where=key)

@@ -267,6 +267,7 @@ def corpus() -> Iterator[tuple[str, bytes]]:
     from google.protobuf.timestamp_pb2 import Timestamp
 
     from millrace.rollouts.scores import encode_scores
+    from millrace.rollouts.types import Taught
     from millrace.rollouts.wire import encode_archive, encode_rollout, rollout_to_proto
     from millrace.runlog.redis.entry import FORMAT_MAJOR
     from millrace.v1 import event_pb2, run_pb2
@@ -277,7 +278,9 @@ def corpus() -> Iterator[tuple[str, bytes]]:
     header, chunk = _batch()
     yield "batch_header", header
     yield "batch_chunk", chunk
-    yield "scores", encode_scores(good.samples, [np.array([0, 0, -1, -1, -1], np.float32)])
+    columns = [np.array([0, 0, -1, -1, -1], np.float32)]
+    yield "scores", encode_scores(good.samples, columns)
+    yield "scores", encode_scores(good.samples, columns, [Taught(lineage=0, version=1, hint_ids=(1, 2))])
     yield "token_log", _token_log()
     changed = event_pb2.StateChanged(new_state=run_pb2.RUN_STATE_RUNNING)
     event = event_pb2.Event(writer="w", writer_sequence=3, time=Timestamp(seconds=5), state_changed=changed)
