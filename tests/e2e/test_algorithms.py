@@ -61,7 +61,8 @@ def test_the_example_runs_with_every_preset(warm: Workplace, tmp_path: Path, pre
         with teachers.serving(warm, tmp_path, model="base") as url:
             summary, output = warm.train(*argv, *teachers.flags(url), timeout_s=WITHIN_S)
     else:
-        told = ["--orchestrator.algo.demo-key", "answer"] if preset == "opsd" else []
+        short = ["--orchestrator.algo.template", "{demonstration}"]  # the example's model reads 64 bytes
+        told = ["--orchestrator.algo.demo-key", "answer", *short] if preset == "opsd" else []
         summary, output = warm.train(*argv, *told, timeout_s=WITHIN_S)
     print(f"{preset}: reward {summary['reward_before']:.3f} to {summary['reward_after']:.3f}")
     assert summary["steps"] == STEPS and output.count("\nstep ") == STEPS

@@ -11,7 +11,7 @@ samples are the final evaluation's rollouts, and scoring them shows how far trai
 
 import logging
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 import torch
 
@@ -149,12 +149,18 @@ def forward_backward(
         counts[1] += micro_batch.num_rl_samples
         counts[2] += micro_batch.num_ce_tokens
     num_rl_tokens, num_rl_samples, num_ce_tokens = (int(count) for count in run.gang.sum_of_data(counts))
-    rl_divisor = divisor(run.config.loss, num_tokens=num_rl_tokens, num_samples=num_rl_samples)
+    groups = _tokens_of_groups(run, batch, minibatch)
+    num_groups = None if groups is None else sum(count > 0 for count in groups.values())
+    counted = {"num_tokens": num_rl_tokens, "num_samples": num_rl_samples, "num_groups": num_groups}
+    rl_divisor = divisor(run.config.loss, **counted)
     version = batch.step if minibatch is batch.minibatches[0] else None
     metrics, not_finite = StepMetrics(batch.header.envs, version=version), list[NotFinite]()
     with run.learning():
         for micro_batch, samples in run.micro_batches(minibatch):
             inputs, logprobs_BT, entropy_BT = run.loss_inputs(micro_batch)
+            if groups is not None:
+                counts = [groups[ordinal] for ordinal in micro_batch.ordinal_B] or [1]
+                inputs = replace(inputs, group_tokens=torch.tensor(counts, device=logprobs_BT.device)[:, None])
             losses = (loss_of or run.loss_of)(inputs, run.config.loss)
             loss = total_loss(losses, rl_divisor=rl_divisor, num_ce_tokens=num_ce_tokens)
             loss.backward()
@@ -174,6 +180,18 @@ def forward_backward(
         return reduced, []
     everywhere = run.gang.agree(lambda: [asdict(each) for each in not_finite])
     return reduced, sorted({NotFinite(**each) for part in everywhere for each in part})
+
+
+def _tokens_of_groups(run: Learner, batch: Batch, minibatch: Minibatch) -> dict[int, int] | None:
+    """Of each group, by its ordinal, the rl tokens of the minibatch over all ranks; None where nothing needs them."""
+    if run.config.loss.aggregation != "prompt":
+        return None
+    counts = dict.fromkeys(sorted({sample.ordinal for sample in batch.header.samples}), 0)
+    for micro_batch in minibatch.micro_batches:
+        for ordinal, count in micro_batch.tokens_by_group().items():
+            counts[ordinal] += count
+    totals = run.gang.sum_of_data([float(count) for count in counts.values()])
+    return {ordinal: int(total) for ordinal, total in zip(counts, totals, strict=True)}
 
 
 def require_learning(run: Training, learned: Learned | None = None) -> None:

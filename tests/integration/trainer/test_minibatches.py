@@ -40,7 +40,9 @@ def parts_of(samples: list[Any], count: int) -> list[list[Any]]:
     return [samples[first::count] for first in range(count)]
 
 
-@pytest.mark.parametrize("loss", [{"type": "ppo"}, {"type": "gspo"}, {"kl": {"coef": 0.1}, "entropy_coef": 0.01}])
+@pytest.mark.parametrize(
+    "loss", [{"type": "ppo"}, {"type": "gspo"}, {"kl": {"coef": 0.1}, "entropy_coef": 0.01, "aggregation": "prompt"}]
+)
 def test_a_batch_of_two_is_two_batches_of_one(
     new_recorder: Callable[[], Recorder], make_config: MakeConfig, loss: dict[str, Any]
 ) -> None:
@@ -59,6 +61,24 @@ def test_a_batch_of_two_is_two_batches_of_one(
     twice, once = one.digests(), two.digests()
     assert [twice[version] for version in range(3)] == [once[0], once[2], once[4]]
     assert len({*once.values()}) == 5
+
+
+def test_tasks_weigh_the_same_where_their_rollouts_share_a_weight(
+    new_recorder: Callable[[], Recorder], make_config: MakeConfig
+) -> None:
+    """Groups of one are samples; in groups of three, with rollouts of several lengths, a token weighs otherwise."""
+
+    def trained(aggregation: str, group: int) -> str:
+        recorder = new_recorder()
+        recorder.create(make_config(loss={"type": "importance_sampling", "aggregation": aggregation}))
+        samples = recorder.make_samples(0)
+        recorder.commit(0, [replace(sample, ordinal=sample.ordinal // group) for sample in samples])
+        recorder.commit(1, [], closing=True)
+        assert recorder.train() == 1
+        return recorder.digests()[1]
+
+    assert trained("prompt", 1) == trained("sequence", 1)
+    assert len({trained(aggregation, 3) for aggregation in ("prompt", "sequence", "token")}) == 3
 
 
 def test_decoupled_ppo_needs_the_policy_before_the_batch(

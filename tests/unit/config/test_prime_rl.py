@@ -460,6 +460,15 @@ def test_a_document_for_a_server_has_no_key_without_effect():
         validate_document(document)
 
 
+@pytest.mark.parametrize("key", ["orchestrator.algo", "orchestrator.train.algo"])
+def test_loss_aggregation_is_the_trainers(key):
+    loaded = load(RLConfig, [*ENV, f"--{key}.loss-aggregation", "prompt"], {})
+    assert loaded.config.trainer.loss.aggregation == "prompt"
+    assert load(RLConfig, [*ENV, f"--{key}.loss-aggregation", "token"], {}).config.trainer.loss.aggregation == "token"
+    with pytest.raises(InvalidSpecError, match='must be "token" or "prompt"'):
+        load(RLConfig, [*ENV, f"--{key}.loss-aggregation", "group"], {})
+
+
 @pytest.mark.parametrize(
     ("flags", "instead"),
     [

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -45,10 +46,17 @@ def inputs_of(rows: Rows, *, width: int = 6) -> LossInputs:
     )
 
 
+def group_tokens(rows: Rows) -> list[int]:
+    """Of each row the tokens of its group: that of the first two rows, or of all the others."""
+    sizes = [sum(map(len, rows[:2])), sum(map(len, rows[2:]))]
+    return [sizes[min(at // 2, 1)] for at in range(len(rows))]
+
+
 def found(rows: Rows, config: LossConfig) -> tuple[float, list[list[float]]]:
     """The loss of a batch, and its gradient at every token."""
-    inputs = inputs_of(rows)
-    counted = divisor(config, num_tokens=sum(map(len, rows)), num_samples=len(rows))
+    tokens = group_tokens(rows)
+    inputs = replace(inputs_of(rows), group_tokens=torch.tensor(tokens)[:, None])
+    counted = divisor(config, num_tokens=sum(map(len, rows)), num_samples=len(rows), num_groups=len(rows) // 2)
     loss = total_loss(token_losses(inputs, config), rl_divisor=counted, num_ce_tokens=0)
     loss.backward()
     gradient = inputs.trainer_logprobs.grad
@@ -133,6 +141,8 @@ def expected(rows: Rows, objective: Objective, *, aggregation: str, constant: in
                 loss = -each.sum() / sum(map(len, rows))
             case "sequence":
                 loss = -each.mean() / len(rows)
+            case "prompt":
+                loss = -each.sum() / (group_tokens(rows)[len(gradients)] * (len(rows) // 2))
             case _:
                 loss = -each.sum() / (constant * len(rows))
         (gradient,) = torch.autograd.grad(loss, t)
@@ -166,6 +176,8 @@ CASES: list[tuple[dict[str, Any], Objective]] = [
     ),
     ({"type": "importance_sampling"}, importance),
     ({"type": "importance_sampling", "aggregation": "sequence"}, importance),
+    ({"type": "importance_sampling", "aggregation": "prompt"}, importance),
+    ({"type": "gspo", "aggregation": "prompt", "clip_low": 0.2, "clip_high": 0.2}, gspo(0.2, 0.2)),
     ({"type": "importance_sampling", "correction": [{"type": "token_tis"}]}, reinforce_tis(2.0)),
     ({"type": "ppo", "correction": [{"type": "token_tis", "high": 1.5}]}, reinforce_tis(1.5)),
 ]
@@ -271,9 +283,11 @@ def test_no_layout_of_the_batch_changes_the_gradient(
     """Other orders of the samples, and the batch in two micro-batches or on two ranks."""
     config = LossConfig.model_validate(case[0])
     whole = dict(enumerate(found(ROWS, config)[1]))
-    counted = divisor(config, num_tokens=sum(map(len, ROWS)), num_samples=len(ROWS))
+    counted = divisor(config, num_tokens=sum(map(len, ROWS)), num_samples=len(ROWS), num_groups=len(ROWS) // 2)
+    tokens = group_tokens(ROWS)
     for part in (order[:cut], order[cut:]):
         inputs = inputs_of([ROWS[at] for at in part], width=9)
+        inputs = replace(inputs, group_tokens=torch.tensor([tokens[at] for at in part])[:, None])
         total_loss(token_losses(inputs, config), rl_divisor=counted, num_ce_tokens=0).backward()
         assert inputs.trainer_logprobs.grad is not None
         for row, at in enumerate(part):
@@ -289,7 +303,7 @@ def document(**loss: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("loss", "says"),
     [
-        ({"type": "gspo", "aggregation": "token"}, "must be sequence or constant for gspo"),
+        ({"type": "gspo", "aggregation": "token"}, "must be sequence, constant or prompt for gspo"),
         ({"type": "gspo", "correction": [{"type": "token_mask"}]}, "corrects single tokens, and gspo has one ratio"),
         ({"type": "cispo", "correction": [{"type": "token_tis"}]}, "corrects twice: cispo"),
         ({"correction": [{"type": "icepop"}]}, "corrects twice: default"),

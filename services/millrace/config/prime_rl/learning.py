@@ -49,6 +49,20 @@ def length_weighted(target: Target, path: Path, value: Any) -> None:
         target.refuse(path, value, "must be true or false")
 
 
+def loss_aggregation(target: Target, path: Path, value: Any) -> None:
+    """`loss_aggregation = "prompt"` is `trainer.loss.aggregation = "prompt"`: every task weighs the same."""
+    to: Path = (*_LOSS, "aggregation")
+    if value == "token":
+        target.note(path, Effect.SAME, "", value=value)
+    elif value != "prompt":
+        target.refuse(path, value, 'must be "token" or "prompt"')
+    elif target.schema.find(to):
+        target.note(path, Effect.MEANS, f'is `{dotted(to)} = "prompt"` here')
+        target.put(to, value, source=path)
+    else:
+        target.note(path, Effect.BLOCKS, f'is the trainer\'s here: give it `{dotted(to)} = "prompt"`')
+
+
 def as_list(target: Target, path: Path, value: Any) -> None:
     """One URL is a list of one."""
     target.put(path, [value] if isinstance(value, str) else value, source=path)

@@ -109,9 +109,7 @@ def algo_keys(prefix: str) -> dict[str, Meaning]:
         f"{prefix}type": converted(learning.algorithm, is_native=True),
         f"{prefix}length_weighted_baseline": converted(learning.length_weighted),
         f"{prefix}failsafe_min_members": nothing("a group is trained on once all of its rollouts have ended"),
-        f"{prefix}loss_aggregation": blocks(
-            "tokens weigh as `trainer.loss.aggregation` says: the mean of each group's is not there", "token"
-        ),
+        f"{prefix}loss_aggregation": converted(learning.loss_aggregation),
         f"{prefix}continue_prob": blocks(
             "groups are not played on until they have a success: leave it out, and have groups of equal rewards "
             'replaced with `orchestrator.filter_zero_advantages = "refill"`',

@@ -156,10 +156,11 @@ class LossConfig(ConfigSection):
     )
     kl: KlConfig | None = option(None, "Keep the policy near its start model; off if left out.")
     entropy_coef: float = option(0.0, "Factor of an entropy bonus.", ge=0)
-    aggregation: Literal["token", "sequence", "constant"] = option(
+    aggregation: Literal["token", "sequence", "constant", "prompt"] = option(
         "token",
         "token: every token of the batch weighs the same. sequence: every sample does, its tokens share its weight. "
-        "constant: the sum over a sample's tokens divided by `constant_tokens` (Dr. GRPO).",
+        "constant: the sum over a sample's tokens divided by `constant_tokens` (Dr. GRPO). prompt: every task weighs "
+        "the same, the tokens of its rollouts share its weight.",
         facts=Facts(default_from=_by_type({"gspo": "sequence"}, "token"), default_text="token; sequence for gspo"),
     )
     constant_tokens: int | None = option(
@@ -186,7 +187,7 @@ class LossConfig(ConfigSection):
             )
             yield broken(message, f"{where}.kl.estimator", f"{where}.kl.place")
         if self.type == "gspo" and self.aggregation == "token":
-            message = "must be sequence or constant for gspo: its ratio is that of a whole sample"
+            message = "must be sequence, constant or prompt for gspo: its ratio is that of a whole sample"
             yield broken(message, f"{where}.aggregation", f"{where}.type")
         weights = [each.type for each in self.correction if each.type in _WEIGHTS]
         for index, each in enumerate(self.correction):

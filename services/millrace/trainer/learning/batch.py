@@ -135,6 +135,8 @@ class MicroBatch:
     reference_kl_B: torch.Tensor
     env_B: tuple[str, ...]
     versions_B: tuple[tuple[int, int], ...]
+    ordinal_B: tuple[int, ...] = ()
+    """Of each row the ordinal of its group; empty for the row of padding alone."""
     proximal_logprobs_BT: torch.Tensor | None = None
 
     @property
@@ -176,6 +178,14 @@ class MicroBatch:
             entropy=entropy_BT,
             reference_logprobs=reference_logprobs_BT,
         )
+
+    def tokens_by_group(self) -> dict[int, int]:
+        """Of each group, by its ordinal, the rl tokens that are here."""
+        counts = dict[int, int]()
+        rows = (self.loss_mask_BT & (self.rl_weights_BT != 0)).sum(dim=-1).tolist()
+        for ordinal, count in zip(self.ordinal_B, rows, strict=False):  # the row of padding has no ordinal
+            counts[ordinal] = counts.get(ordinal, 0) + count
+        return counts
 
     @property
     def num_ce_tokens(self) -> int:
@@ -256,6 +266,7 @@ def build_micro_batch(
         reference_kl_B=tensor(np.array([s.reference_kl for s in samples] or [0.0], np.float32)),
         env_B=tuple(sample.env for sample in samples) or ("",),
         versions_B=tuple((sample.min_version, sample.max_version) for sample in samples) or ((0, 0),),
+        ordinal_B=tuple(sample.ordinal for sample in samples),
     )
 
 

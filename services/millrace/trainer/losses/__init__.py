@@ -59,7 +59,7 @@ def policy_losses(inputs: LossInputs, config: LossConfig) -> TokenLosses:
             weight = correction(inputs, each)
             factor = torch.where(weight == 0, 0.0, factor * weight)  # a dropped token's ratio may be infinite
         factor = -config.adv_tau * inputs.advantages * factor
-        weights = token_weights(rl_members, config, dtype=inputs.advantages.dtype)
+        weights = token_weights(inputs, config)
         if weights is not None:
             factor = factor * weights
         mismatch_kl = k3(log_ratio)

@@ -3,22 +3,33 @@
 import torch
 
 from millrace.config.sections.loss import LossConfig
+from millrace.trainer.losses.base import LossInputs
 
 
-def token_weights(rl_members: torch.Tensor, config: LossConfig, *, dtype: torch.dtype) -> torch.Tensor | None:
+def token_weights(inputs: LossInputs, config: LossConfig) -> torch.Tensor | None:
     """The weight of every token of rows [B, T]; None where all weigh 1.
 
     token: 1 / tokens of the batch. sequence: 1 / (samples of the batch * tokens of the sample). constant (Dr. GRPO,
-    arXiv:2503.20783): 1 / (samples of the batch * constant_tokens). `divisor` has the batch's part of it.
+    arXiv:2503.20783): 1 / (samples of the batch * constant_tokens). prompt (arXiv:2510.13786): 1 / (groups of the batch
+    * tokens of the group). `divisor` has the batch's part of it.
     """
+    rl_members, dtype = inputs.rl_members, inputs.advantages.dtype
     if config.aggregation == "token":
         return None
     if config.aggregation == "constant":
         tokens = 1 if config.constant_tokens is None else config.constant_tokens
         return torch.full_like(rl_members, 1.0 / tokens, dtype=dtype)
-    return rl_members.sum(-1, keepdim=True).clamp_min(1).to(dtype).reciprocal().expand_as(rl_members)
+    counts = rl_members.sum(-1, keepdim=True) if config.aggregation == "sequence" else inputs.group_tokens
+    if counts is None:  # each row a group of its own
+        counts = rl_members.sum(-1, keepdim=True)
+    return counts.clamp_min(1).to(dtype).reciprocal().expand_as(rl_members)
 
 
-def divisor(config: LossConfig, *, num_tokens: int, num_samples: int) -> int:
-    """What the sum over the batch is divided by: its rl tokens, or its samples with any."""
-    return num_tokens if config.aggregation == "token" else num_samples
+def divisor(config: LossConfig, *, num_tokens: int, num_samples: int, num_groups: int | None = None) -> int:
+    """What the sum over the batch is divided by: its rl tokens, or its samples or groups with any.
+
+    Without `num_groups` each sample is a group of its own.
+    """
+    if config.aggregation == "token":
+        return num_tokens
+    return num_samples if config.aggregation != "prompt" or num_groups is None else num_groups

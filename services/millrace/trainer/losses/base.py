@@ -26,6 +26,7 @@ class LossInputs:
     `proximal_logprobs` are those of the policy before the batch where it is another one than the trainer's and the loss
     asks for it: from the second optimizer step of a batch on. `entropy` of the policy is there, with its gradient,
     where it has a part in the loss; `reference_logprobs` are those of the start model where the run compares with it.
+    `group_tokens` [B, 1] are the rl tokens of each row's group in the batch, where tokens are weighed by them.
     """
 
     trainer_logprobs: torch.Tensor
@@ -37,6 +38,7 @@ class LossInputs:
     proximal_logprobs: torch.Tensor | None = None
     entropy: torch.Tensor | None = None
     reference_logprobs: torch.Tensor | None = None
+    group_tokens: torch.Tensor | None = None
 
     @property
     def rl_members(self) -> torch.Tensor:

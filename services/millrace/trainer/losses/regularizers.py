@@ -22,7 +22,7 @@ def regularized(loss_of: LossFunction, inputs: LossInputs, config: LossConfig) -
     if not terms:
         return losses
     members = inputs.rl_members
-    weights = token_weights(members, config, dtype=inputs.advantages.dtype)
+    weights = token_weights(inputs, config)
     term = sum(terms) * inputs.rl_weights * (1.0 if weights is None else weights)
     return replace(losses, rl=losses.rl + torch.where(members, term, 0.0))
 
