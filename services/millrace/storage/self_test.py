@@ -102,11 +102,12 @@ def _await_most(races: _Races) -> None:
 def _judge(store: ObjectStore, key: str, race: dict[bytes, Future[bool]]) -> None:
     """Raise unless, as far as answers are there, one writer has won, and its bytes are what lies there."""
     won = [body for body, outcome in race.items() if outcome.done() and outcome.result()]
-    if len(won) != 1 or store.get(key) != won[0]:
-        raise cannot_carry_runs(
-            store.describe(),
-            f"{len(won)} of {len(race)} create-only PUTs (If-None-Match: *) of one new object succeeded",
-        )
+    create_only = "create-only PUTs (If-None-Match: *) of one new object"
+    if len(won) != 1:
+        raise cannot_carry_runs(store.describe(), f"{len(won)} of {len(race)} {create_only} succeeded")
+    if store.get(key) != won[0]:
+        problem = f"one of {len(race)} {create_only} succeeded, and the object holds other bytes than it wrote"
+        raise cannot_carry_runs(store.describe(), problem)
 
 
 def _write_alone(store: ObjectStore, key: str) -> None:

@@ -76,6 +76,20 @@ def test_real_stores_pass_and_keep_nothing(make_store) -> None:
     assert list(store.list("p/")) == []
 
 
+class Overwriting(LocalStore):
+    """A server that tells losers that they have lost, when it has written what they sent."""
+
+    def create(self, key: str, data: bytes) -> bool:
+        is_first = super().create(key, data)
+        self.put(key, b"lost" if is_first else data)
+        return is_first
+
+
+def test_what_the_winner_wrote_must_lie_there(tmp_path) -> None:
+    with pytest.raises(InvalidStateError, match=r"one of [24] create-only PUTs .* other bytes than it wrote"):
+        self_test(Overwriting(tmp_path / "store"), prefix="p")
+
+
 @pytest.mark.parametrize("broken", [Forgetful, Racy])
 def test_a_store_without_create_only_puts_is_refused(tmp_path, broken) -> None:
     with pytest.raises(InvalidStateError, match="create-only"):

