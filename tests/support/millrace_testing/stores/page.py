@@ -19,7 +19,8 @@ What runs need of an S3 server, and which real ones have it. `make test-stores` 
 registries have (`requirements/stores.txt`), starts each on this machine, tries out what stands below, and has
 `millrace rl` train three steps on it and `millrace run audit --deep` read all of it. This page is made from its result,
 of {date}, at a load average of up to {load:.0f}. Whether a server that is not here will do, every orchestrator,
-`millrace rl`, `millrace up` and `millrace doctor` find out by themselves before anything trains ([operations](operations.md)).
+`millrace rl`, `millrace up` and `millrace doctor` find out by themselves before anything trains
+([operations](operations.md)).
 
 | server | from | version | verdict | one PUT | self-test | its last answer | three steps and audit |
 |---|---|---|---|---|---|---|---|
