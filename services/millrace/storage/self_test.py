@@ -71,7 +71,7 @@ def self_test(store: ObjectStore, *, prefix: str, passed: Callable[[], None] | N
         alone.result()
         _list_back(store, base, [*races, single])
         return pool.submit(_conclude, store, races, single, passed)
-    except BaseException:
+    except BaseException:  # cleans up, and raises it again
         wait(writer for race in races.values() for writer in race.values())
         _clean_up(store, [*races, single])
         raise
