@@ -1,5 +1,5 @@
 # `make demo` runs the main job, `make test` the tests; both set up .venv first.
-.PHONY: help setup setup-dev setup-vllm demo test test-long test-unit test-vllm test-vllm-next test-environments test-templates test-models test-stores test-compose gpu test-browser screenshots test-slow equality test-presets test-pythons soak torture fuzz lint format types protos bench chart clean
+.PHONY: help setup setup-dev setup-vllm demo test test-long test-unit test-vllm test-vllm-next test-torch test-environments test-templates test-models test-stores test-compose gpu test-browser screenshots test-slow equality test-presets test-pythons soak torture fuzz lint format types protos bench chart clean
 
 PY := .venv/bin/python
 ENGINE ?= embedded
@@ -13,6 +13,8 @@ PYTEST_JOBS = --durations=40 --durations-min=5 -p millrace_testing.cpu_by_file $
 LONG_FILES = $(shell grep -rl --include='test_*.py' 'mark\.long\|one_by_default' tests)
 FUZZ_SECONDS ?= 60
 PYTHONS ?= 3.12 3.13
+TORCH ?= 2.15.0
+TRANSFORMERS ?= 5.24.0
 export OMP_NUM_THREADS ?= 1
 unexport PYTHONDONTWRITEBYTECODE # bytecode makes collecting and every start of a process cheaper by a quarter
 
@@ -89,6 +91,9 @@ test-presets: setup-dev ## Run every preset of docs/algorithms.md on whole stack
 test-vllm-next: setup-dev ## Look for what Millrace takes of vLLM in the wheels of every release that it was tried with; downloads them (350 MB each), and needs no GPU.
 	@scripts/setup_vllm_wheels.sh
 	$(PY) -m pytest -m vllm_wheels -rs tests/integration/inference_vllm/test_vllm_names.py
+
+test-torch: ## Run what depends on torch and transformers with TORCH (2.15.0) and TRANSFORMERS (5.24.0), in an environment of its own (6.5 GB).
+	@TEST_JOBS=$(TEST_JOBS) scripts/test_torch.sh $(TORCH) $(TRANSFORMERS)
 
 test-environments: setup-dev ## Train on public task packages (reasoning-gym, textarena, nemo-gym), and play with other releases of verifiers; installs them into .venv-environments, .venv-nemo-gym (Python 3.12) and .venv-verifiers-*.
 	@scripts/setup_environments.sh

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Makes .venv with everything that the demo (and with `dev` the tests) needs. Idempotent and quick when nothing changed.
-# usage: [PYTHON=python3.12] [MILLRACE_VENV=.venv-3.12] scripts/setup.sh [dev]
+# usage: [PYTHON=python3.12] [MILLRACE_VENV=.venv-3.12] [MILLRACE_CONSTRAINTS=FILE] scripts/setup.sh [dev]
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -18,8 +18,9 @@ if [ -z "$python" ]; then
 fi
 
 venv=${MILLRACE_VENV:-.venv}
+constraints=${MILLRACE_CONSTRAINTS:-constraints.txt}
 stamp=$venv/.millrace-setup
-wanted=$(cat pyproject.toml constraints.txt environments/*/pyproject.toml tests/support/pyproject.toml scripts/setup.sh | sha256sum | cut -d' ' -f1)-${1:-demo}
+wanted=$(cat pyproject.toml "$constraints" environments/*/pyproject.toml tests/support/pyproject.toml scripts/setup.sh | sha256sum | cut -d' ' -f1)-${1:-demo}
 have=$(cat "$stamp" 2>/dev/null || true)
 if [ "$have" = "$wanted" ] || [ "$have" = "${wanted%-demo}-dev" ]; then
   exit 0
@@ -45,7 +46,7 @@ while IFS= read -r line; do
   name=${line%%=*}
   [ -z "$name" ] || [ -n "${!name-}" ] || export "${line?}" # what uv is told itself counts more
 done <<< "$variables"
-uv=("$venv/bin/python" -m uv pip install ${quiet[@]+"${quiet[@]}"} ${MILLRACE_NO_INDEX:+--no-index} --python "$venv/bin/python" --constraint constraints.txt)
+uv=("$venv/bin/python" -m uv pip install ${quiet[@]+"${quiet[@]}"} ${MILLRACE_NO_INDEX:+--no-index} --python "$venv/bin/python" --constraint "$constraints")
 echo "  millrace and what it needs"
 "${uv[@]}" --editable '.[local]'
 "${uv[@]}" --no-deps --editable environments/reverse_text --editable environments/code_lookup

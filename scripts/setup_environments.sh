@@ -36,6 +36,16 @@ for release in 0.1 0.4; do
     setup "$target" "requirements/verifiers-$release.txt" --python "$target/bin/python"
   fi
 done
+# 0.3.1 as a user's new environment has it: with the newest of everything else, and what the refusal of a run prints.
+needed='from millrace.env_server.interpreters.examine import needed_with; print(*(n + b for n, b in needed_with("0.3.1").items()))'
+if [ ! -f .venv-verifiers-0.3/.millrace-setup ] || [ -n "$(find .venv-verifiers-0.3/.millrace-setup -mtime +0)" ]; then
+  echo "Setting up .venv-verifiers-0.3: verifiers 0.3.1 with the newest of everything else"
+  rm -rf .venv-verifiers-0.3
+  "$python" -m uv venv --quiet --python "$python" .venv-verifiers-0.3
+  # shellcheck disable=SC2046 # one word for each package
+  "$python" -m uv pip install --quiet --python .venv-verifiers-0.3/bin/python 'verifiers==0.3.1' $("$python" -c "$needed")
+  touch .venv-verifiers-0.3/.millrace-setup
+fi
 if ! newer=$(scripts/find_python.sh 3.12); then
   echo "Left out: nemo-gym needs Python 3.12, which is not on this machine"
 elif ! is_done .venv-nemo-gym requirements/nemo-gym.txt; then

@@ -185,7 +185,7 @@ def transformers_4() -> Path:
 @pytest.fixture(scope="session")
 def pinned_pythons() -> dict[str, str]:
     """Interpreters with other releases of verifiers than ours, by release."""
-    places = {release: _REPOSITORY / f".venv-verifiers-{release}" for release in ("0.1", "0.4")}
+    places = {release: _REPOSITORY / f".venv-verifiers-{release}" for release in ("0.1", "0.3", "0.4")}
     if not all((place / ".millrace-setup").exists() for place in places.values()):
         pytest.skip("no other releases of verifiers: run scripts/setup_environments.sh")
     return {release: str(place / "bin" / "python") for release, place in places.items()}

@@ -1,5 +1,6 @@
 """Other releases of `verifiers` than ours, in virtual environments of their own, through the whole env-server."""
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -36,8 +37,9 @@ async def opened(server: Any, env_id: str, python: str, **args: Any) -> tuple[An
     return await server.open(env_id, args), args
 
 
-async def test_v0_of_0_1_plays_with_exact_tokens_and_spans(server: Any, pins: dict[str, str]) -> None:
-    answer, args = await opened(server, "faulty-v0", pins["0.1"])
+@pytest.mark.parametrize("release", ["0.1", "0.3"])
+async def test_v0_plays_with_exact_tokens_and_spans(server: Any, pins: dict[str, str], release: str) -> None:
+    answer, args = await opened(server, "faulty-v0", pins[release])
     assert answer.state == env_service_pb2.ENV_STATE_READY and answer.api == "v0", answer
     rollout = await server.play_one("faulty-v0", 0, args=args)
     assert rollout.status is RolloutStatus.OK, rollout.error
@@ -85,8 +87,10 @@ async def test_v0_of_0_1_turns_no_reward_that_goes_wrong_into_0(server: Any, pin
     assert found["fine"][0].metrics["depth"] == 1.5
 
 
-async def test_v1_of_0_4_plays_with_exact_tokens_and_spans(server: Any, pins: dict[str, str]) -> None:
-    answer, args = await opened(server, "rev-text-v1", pins["0.4"], num_examples=8)
+@pytest.mark.parametrize("release", ["0.3", "0.4"])
+async def test_v1_plays_with_exact_tokens_and_spans(server: Any, pins: dict[str, str], release: str) -> None:
+    """0.3 is 0.3.1 with the newest of everything else that pip takes for it and for what the refusal names."""
+    answer, args = await opened(server, "rev-text-v1", pins[release], num_examples=8)
     assert answer.state == env_service_pb2.ENV_STATE_READY and answer.api == "v1", answer
     rollout = await server.play_one("rev-text-v1", 2, args=args)
     assert rollout.status is RolloutStatus.OK, rollout.error
@@ -111,6 +115,24 @@ async def test_v1_of_0_4_calls_the_tools_of_mcp_servers(server: Any, pins: dict[
     changes = {"purpose": rollout_pb2.PURPOSE_EVAL, "eval_id": "tools", "is_external": True, "use_train_tasks": True}
     rollout = await server.play_one("tooled-v1", 2, args=args, mode=mode, **changes)
     assert rollout.status is RolloutStatus.OK and rollout.reward == 1.0 and rollout.num_turns == 2, rollout.error
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        ("podman", "needs the command `podman` where the env-server runs"),
+        ("apptainer", "needs the command `apptainer` where the env-server runs"),
+        ("e2b", "must be 'subprocess', 'docker', 'podman' or 'apptainer': a sandbox of a provider"),
+    ],
+)
+async def test_a_runtime_of_0_4_that_is_not_here_is_refused_with_its_reason(
+    server: Any, pins: dict[str, str], kind: str, said: str
+) -> None:
+    if shutil.which(kind):
+        pytest.skip(f"{kind} is here")
+    answer, _ = await opened(server, "rev-text-v1", pins["0.4"], env={"agent": {"runtime": {"type": kind}}})
+    assert answer.state == env_service_pb2.ENV_STATE_FAILED
+    assert f"args.env.agent.runtime.type: {said}" in answer.error_message, answer.error_message
 
 
 @pytest.mark.parametrize(

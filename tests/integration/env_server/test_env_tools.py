@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import subprocess
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -63,7 +64,7 @@ async def test_tools_need_a_renderer_that_knows_how_the_model_calls_them(server:
 
 
 def no_engine() -> bool:
-    return bool(runtimes_v1.problem_of(runtimes_v1.CONTAINERS))
+    return bool(runtimes_v1.problem_of("docker"))
 
 
 @pytest.mark.parametrize(
@@ -114,8 +115,22 @@ async def test_a_tool_server_that_needs_a_container_is_named(server: Any) -> Non
 
 async def test_what_is_missing_for_containers_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
     monkeypatch.setattr(shutil, "which", lambda name: None)
-    assert "needs the command `docker`" in runtimes_v1.problem_of(runtimes_v1.CONTAINERS)
+    assert "needs the command `docker`" in runtimes_v1.problem_of("docker")
     monkeypatch.setattr(shutil, "which", lambda name: f"/bin/{name}")
     monkeypatch.setattr(runtimes_v1, "ENGINE_SOCKET", str(tmp_path / "docker.sock"))
-    assert f"none answers at {tmp_path}" in runtimes_v1.problem_of(runtimes_v1.CONTAINERS)
+    assert f"none answers at {tmp_path}" in runtimes_v1.problem_of("docker")
     assert runtimes_v1.problem_of(runtimes_v1.LOCAL) == ""
+
+
+@pytest.mark.parametrize("kind", ["podman", "apptainer"])
+async def test_a_program_for_containers_is_asked_whether_it_works(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, kind: str
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert f"needs the command `{kind}` where the env-server runs" in runtimes_v1.problem_of(kind)
+    program = tmp_path / kind
+    program.write_text("#!/bin/sh\necho first >&2\necho 'no user namespaces' >&2\nexit 125\n")
+    program.chmod(0o755)
+    assert f"`{kind} version` fails there: no user namespaces" in runtimes_v1.problem_of(kind)
+    program.write_text("#!/bin/sh\nexit 0\n")
+    assert runtimes_v1.problem_of(kind) == ""

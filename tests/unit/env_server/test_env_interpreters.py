@@ -186,3 +186,18 @@ def test_releases_say_in_their_own_words_that_a_prompt_does_not_fit(
 def test_fields_of_the_mcp_library_are_found_by_either_name() -> None:
     assert v1.mcp_field(SimpleNamespace(inputSchema=1), "inputSchema") == 1
     assert v1.mcp_field(SimpleNamespace(input_schema=2), "inputSchema") == 2
+
+
+def test_what_the_package_of_an_environment_asks_for_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    place = tmp_path / "newer_tasks-1.2.dist-info"
+    place.mkdir()
+    needs = "Requires-Dist: verifiers-extras\nRequires-Dist: verifiers[ta]>=0.4.0; python_version > '3'\n"
+    (place / "METADATA").write_text(f"Metadata-Version: 2.1\nName: newer-tasks\nVersion: 1.2\n{needs}")
+    (place / "top_level.txt").write_text("newer_tasks\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    said = str(releases.unfit("org/newer-tasks", ImportError("no name 'select'")))
+    assert "no name 'select'. Its package newer-tasks asks for verifiers[ta]>=0.4.0. Millrace plays" in said
+    assert "orchestrator.env.python" in said and "Its package" not in str(releases.unfit("others", ImportError("x")))
+    monkeypatch.setattr(releases, "installed", lambda: "0.1.0")
+    with pytest.raises(InvalidSpecError, match=r"asks for verifiers\[ta\]>=0.4.0. To play it, install a release"):
+        releases.require("v1", "newer-tasks")

@@ -9,8 +9,9 @@ import dis
 import inspect
 import shutil
 import socket
+import subprocess
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, get_args
 
 import verifiers.v1 as vf
 from verifiers.v1.configs.agent import AgentConfig
@@ -19,10 +20,13 @@ from verifiers.v1.utils.loaders import default_harness_id
 from millrace.env_server.adapters.env_args import table_of
 from millrace.errors import InvalidSpecError, Violation
 
-LOCAL, CONTAINERS = "subprocess", "docker"
+LOCAL = "subprocess"
+CONTAINERS = ("docker", "podman", "apptainer")
+"""Runtimes of this machine that give each rollout a container; 0.3.1 has the first alone."""
 ENGINE_SOCKET = "/var/run/docker.sock"
 _TOOLS = "args (the runtime of tool server {!r})"
 _ANSWER_S = 5.0
+_SHOWN_CHARS = 300
 _NO_HARNESS = "bash"  # what the library takes for a taskset that brings none
 _CHAT_LOOP = "null"  # the library's chat loop, which is a program; ours does the same in this process
 _NOT_PLAYED = ("validate",)
@@ -68,7 +72,7 @@ def check_runtimes(env: Any, *, where: str) -> None:
     asked = [*kinds, *((_TOOLS.format(tools.server_name), str(tools.config.runtime.type)) for tools in started)]
     wrong = [Violation(field=key, value=kind, message=why) for key, kind in asked if (why := problem_of(kind))]
     if not wrong and getattr(task_class, "NEEDS_CONTAINER", False):
-        message = f"must be {CONTAINERS!r}: tasks of {task_class.__name__} need a container"
+        message = f"must be {_either(_containers())}: tasks of {task_class.__name__} need a container"
         wrong = [Violation(field=key, value=kind, message=message) for key, kind in kinds if kind == LOCAL]
     if wrong := wrong or [*_unfit_harnesses(env, dict(roles), where=where)]:
         raise InvalidSpecError(wrong)
@@ -78,7 +82,7 @@ def _unfit_harnesses(env: Any, roles: Mapping[str, AgentConfig], *, where: str) 
     for name, config in env.config.agent_harnesses().items():
         harness, kind = vf.load_harness(config), str(roles[name].runtime.type)
         if harness.NEEDS_CONTAINER and kind == LOCAL:
-            message = f"must be {CONTAINERS!r}: the harness {config.id!r} needs a container"
+            message = f"must be {_either(_containers())}: the harness {config.id!r} needs a container"
             yield Violation(field=f"{where}.{name}.runtime.type", value=kind, message=message)
         if not harness.SUPPORTS_MCP and tool_servers(env):
             message = "must be a harness that takes tool servers, which the taskset has; leave it out for ours"
@@ -96,9 +100,9 @@ def check_default_runtime(env: Any, task: Any, said: Mapping[str, Any], *, where
     if not hook or not roles:
         return
     message = (
-        f"must be said: `{hook}` of {type(task).__name__} works on the machine of its rollout; {CONTAINERS!r} gives "
-        f"each rollout one of its own, and {LOCAL!r} is this machine, where rollouts at the same time share every path "
-        "that is not relative"
+        f"must be said: `{hook}` of {type(task).__name__} works on the machine of its rollout; "
+        f"{_either(_containers())} gives each rollout one of its own, and {LOCAL!r} is this machine, where rollouts at "
+        "the same time share every path that is not relative"
     )
     wrong = [Violation(field=f"{where}.{name}.runtime.type", value="", message=message) for name in roles]
     raise InvalidSpecError(wrong)
@@ -137,13 +141,17 @@ def problem_of(kind: str) -> str:
     """Why nothing of that kind can run here, or ""."""
     if kind == LOCAL:
         return ""
-    if kind != CONTAINERS:
+    if kind not in CONTAINERS:
         return (
-            f"must be {LOCAL!r} or {CONTAINERS!r}: a sandbox of a provider would have to reach into this env-server "
-            "through a public tunnel, which Millrace does not open"
+            f"must be {_either((LOCAL, *_containers()))}: a sandbox of a provider would have to reach into this "
+            "env-server through a public tunnel, which Millrace does not open"
         )
-    if shutil.which("docker") is None:
-        return f"needs the command `docker` where the env-server runs, which is not there; install it, or use {LOCAL!r}"
+    if shutil.which(kind) is None:
+        return f"needs the command `{kind}` where the env-server runs, which is not there; install it, or use {LOCAL!r}"
+    return _problem_of_engine() if kind == "docker" else _problem_of_command(kind)
+
+
+def _problem_of_engine() -> str:
     with socket.socket(socket.AF_UNIX) as engine:
         engine.settimeout(_ANSWER_S)
         try:
@@ -154,3 +162,37 @@ def problem_of(kind: str) -> str:
                 f"({error.strerror or error}); start one, let workers reach it (docs/security.md), or use {LOCAL!r}"
             )
     return ""
+
+
+def _problem_of_command(command: str) -> str:
+    """Why a program that makes containers without an engine is of no use here, or "" (blocking, a moment)."""
+    try:
+        asked = subprocess.run(
+            [command, "version"], capture_output=True, stdin=subprocess.DEVNULL, timeout=_ANSWER_S, check=False
+        )
+    except subprocess.TimeoutExpired:
+        said = f"it did not answer within {_ANSWER_S:g} s"
+    except OSError as error:
+        said = error.strerror or str(error)
+    else:
+        said = asked.stderr.decode(errors="replace").strip().rpartition("\n")[2] or f"exit code {asked.returncode}"
+        if asked.returncode == 0:
+            return ""
+    return f"needs `{command}` where workers run, and `{command} version` fails there: {said[:_SHOWN_CHARS]}"
+
+
+def _containers() -> tuple[str, ...]:
+    """The kinds of containers that the installed library has."""
+    known: set[str] = set()
+    parts = [AgentConfig.model_fields["runtime"].annotation]
+    while parts:
+        part = parts.pop()
+        parts += get_args(part)
+        if "type" in (fields := getattr(part, "model_fields", {})):
+            known.add(str(fields["type"].default))
+    return tuple(kind for kind in CONTAINERS if kind in known)
+
+
+def _either(kinds: tuple[str, ...]) -> str:
+    *most, last = map(repr, kinds)
+    return f"{', '.join(most)} or {last}" if most else last

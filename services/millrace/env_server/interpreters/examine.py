@@ -99,7 +99,7 @@ def _problem_of(python: str) -> str:
 
 def _missing(python: str, versions: Mapping[str, str]) -> str:
     """What it lacks, and the command that installs it."""
-    needed = {**NEEDED, **COMPANIONS.get(versions.get(LIBRARY, ""), {})}
+    needed = needed_with(versions.get(LIBRARY, ""))
     lacking = [f"{name}{bounds}" for name, bounds in needed.items() if not _is_within(versions.get(name, ""), bounds)]
     if LIBRARY not in versions:
         lacking.append(LIBRARY)
@@ -110,6 +110,11 @@ def _missing(python: str, versions: Mapping[str, str]) -> str:
     )
     install = " ".join(f"'{each}'" for each in lacking)
     return f"lacks what a worker needs: {names}; run `{python} -m pip install {install}`, then try again"
+
+
+def needed_with(release: str) -> dict[str, str]:
+    """What workers need beside that release of the library: bounds by package."""
+    return {**NEEDED, **COMPANIONS.get(release, {})}
 
 
 def _name(requirement: str) -> str:

@@ -6,7 +6,7 @@ refused at load by a sentence, where its imports would fail with a name that say
 
 import functools
 import re
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import PackageNotFoundError, packages_distributions, requires, version
 
 from millrace.errors import InvalidSpecError, Violation
 
@@ -54,11 +54,11 @@ def problem_of(generation: str, release: str) -> str:
 
 def unfit(env_id: str, error: BaseException) -> InvalidSpecError:
     """What is said of an environment whose imports fail in this process's release."""
-    release = installed()
+    release, asks = installed(), _asked_by_its_package(env_id)
     hosted = " and ".join(f"{generation} with {text}" for generation, (_, text) in _TEXT.items())
     message = (
-        f"cannot be imported with verifiers {release or '(none)'}, which is installed with it: {error}. Millrace plays "
-        f"{hosted}; {_REMEDY}"
+        f"cannot be imported with verifiers {release or '(none)'}, which is installed with it: {error}. "
+        f"{asks}Millrace plays {hosted}; {_REMEDY}"
     )
     return InvalidSpecError([Violation(field=_FIELD, value=env_id, message=message)], reason=_REASON)
 
@@ -66,5 +66,16 @@ def unfit(env_id: str, error: BaseException) -> InvalidSpecError:
 def require(generation: str, env_id: str) -> None:
     """InvalidSpecError unless this process's release hosts environments of that generation (v0, v1)."""
     if problem := problem_of(generation, installed()):
-        wrong = Violation(field=_FIELD, value=env_id, message=f"{problem}; {_REMEDY}")
+        message = f"{problem}. {_asked_by_its_package(env_id)}To play it, {_REMEDY}"
+        wrong = Violation(field=_FIELD, value=env_id, message=message)
         raise InvalidSpecError([wrong], reason=_REASON)
+
+
+def _asked_by_its_package(env_id: str) -> str:
+    """A sentence with what the environment's package says of the release that it needs; "" if it says nothing."""
+    module = env_id.rpartition("/")[2].replace("-", "_").partition(".")[0]
+    for package in packages_distributions().get(module, ()):
+        for requirement in requires(package) or ():
+            if re.match(r"verifiers(?![\w-])", requirement):
+                return f"Its package {package} asks for {requirement.partition(';')[0].strip()}. "
+    return ""
