@@ -10,7 +10,7 @@ import logging
 import secrets
 import time
 from collections.abc import Callable
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed, wait
 from datetime import UTC, datetime
 
 from millrace.errors import InvalidStateError
@@ -87,16 +87,14 @@ def _begin_race(store: ObjectStore, pool: ThreadPoolExecutor, key: str, writers:
 
 def _await_most(races: _Races) -> None:
     """Wait for a winner of each race, and for the rest as long again, `_PATIENCE_S` at least."""
-    began, decided_s = time.monotonic(), None
-    pending = {writer for race in races.values() for writer in race.values()}
-    while pending:
-        left_s = None
-        if all(any(writer.done() and writer.result() for writer in race.values()) for race in races.values()):
-            decided_s = decided_s or time.monotonic() - began
-            left_s = began + max(_PATIENCE_S, 2 * decided_s) - time.monotonic()
-            if left_s <= 0:
-                return
-        _, pending = wait(pending, timeout=left_s, return_when=FIRST_COMPLETED)
+    began = time.monotonic()
+    writers = [writer for race in races.values() for writer in race.values()]
+    for writer in as_completed(writers):
+        writer.result()
+        if all(any(each.done() and each.result() for each in race.values()) for race in races.values()):
+            break
+    took_s = time.monotonic() - began
+    wait(writers, timeout=max(_PATIENCE_S, 2 * took_s) - took_s)
 
 
 def _judge(store: ObjectStore, key: str, race: dict[bytes, Future[bool]]) -> None:
