@@ -6,7 +6,7 @@ from typing import Self
 
 import numpy as np
 
-from millrace.config.sections.orchestrator import EnvConfig
+from millrace.config.sections.environments import EnvConfig
 from millrace.errors import InvalidSpecError, Violation
 from millrace.rollouts.rewards import are_equal, reaches
 from millrace.rollouts.types import Rollout

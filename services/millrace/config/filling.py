@@ -6,6 +6,7 @@ other spellings of weaker ones: command line > files > environment. All files ar
 between two of them is the user's to solve. Filling a filled tree changes nothing, so a resolved config loads unchanged.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, Literal
@@ -180,15 +181,26 @@ def _clamp(tree: Tree, node: SchemaKey) -> None:
     other = tree.schema.find(node.other(limit.key)) if limit and limit.is_clamped else None
     if limit is None or other is None:
         return
-    value, bound = tree.get(node.path), tree.get(other.path)
+    bound = tree.get(other.path)
     bound = other.default if bound is ABSENT else bound
-    if type(value) is not int or value != bound or value < 2:
-        return
-    if tree.is_written(node.path):
-        tree.note(
-            node.path, Effect.MEANS, f"is {value - 1}: it must be {limit.words} `{dotted(other.path)}`{limit.why}"
-        )
-    put(tree.values, node.path, value - 1)
+    for path in _places(tree, node.path):
+        value = tree.get(path)
+        if type(value) is not int or value != bound or value < 2:
+            continue
+        if tree.is_written(path):
+            text = f"is {value - 1}: it must be {limit.words} `{dotted(other.path)}`{limit.why}"
+            tree.note(path, Effect.MEANS, text)
+        put(tree.values, path, value - 1)
+
+
+def _places(tree: Tree, path: Path) -> Iterator[Path]:
+    """Where a key of the schema stands: the path itself, or one in each table of the lists that it is below."""
+    for at in range(1, len(path)):
+        if isinstance(path[at], str) and isinstance(items := tree.get(path[:at]), list):
+            for index in range(len(items)):
+                yield from _places(tree, (*path[:at], index, *path[at:]))
+            return
+    yield path
 
 
 def _note_without_effect(tree: Tree, node: SchemaKey) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from millrace.config.sections.orchestrator import NamedEnv
+from millrace.config.sections.environments import NamedEnv
 from millrace.config.sections.rl import RLConfig
 from millrace.errors import InvalidStateError, NotFoundError
 from millrace.models.configs import read_tokenizer

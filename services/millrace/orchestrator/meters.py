@@ -4,6 +4,7 @@ Series of a run that are looked up are there only while this orchestrator drives
 the drive. The time since its last commit is also exported between two drives.
 """
 
+import math
 import time
 from collections import Counter as Count
 from collections.abc import Collection
@@ -13,7 +14,7 @@ from prometheus_client import CollectorRegistry, Counter
 from millrace.config import OrchestratorConfig
 from millrace.orchestrator.drive.assembly import RunParts
 from millrace.orchestrator.manager import RunManager
-from millrace.orchestrator.play.play import PlayState
+from millrace.orchestrator.play.play import PlayState, num_rollouts
 from millrace.orchestrator.run_meters import COUNTED, seconds_since, seen
 from millrace.orchestrator.runs.catalog import RunCatalog
 from millrace.orchestrator.workers import QUIET_S, WorkerKind, WorkerRecord, WorkerRegistry
@@ -180,16 +181,16 @@ def _read_training(sheet: Sheet, parts: RunParts, settings: OrchestratorConfig) 
     since = parts.context.events.meters.seconds_since_batch
     if since is not None and book.step < parts.max_steps:
         sheet.put(SINCE_BATCH, since, run)
-    need = settings.groups_per_step
+    need = settings.batch_size
     states = Count(play.state for play in book.plays.values())
-    have = states[PlayState.WHOLE]
+    have = num_rollouts(play for play in book.plays.values() if play.state is PlayState.WHOLE)
     for state, count in (
         ("playing", states[PlayState.PLACED]),
         ("unplaced", states[PlayState.UNPLACED]),
-        ("finished", have),
+        ("finished", states[PlayState.WHOLE]),
     ):
         sheet.put(GROUPS, count, run, state)
-    sheet.put(WAITED_FOR, max(0, need - have), run)
+    sheet.put(WAITED_FOR, math.ceil(max(0, need - have) / max(settings.group_sizes.values())), run)
     sheet.put(FILL, min(1.0, have / need), run)
     shares = {env.name: 0.0 for env in settings.env}
     shares |= {count.env: count.recent_share for count in parts.failures.environments()}

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from collections import Counter
 
 import pytest
 
@@ -73,6 +74,29 @@ async def test_the_temperature_follows_the_step_that_a_rollout_is_planned_for(st
     assert {step for step, _ in asked} >= {0, 1, 2} and all(t == [1.0, 0.75, 0.5][min(step, 2)] for step, t in asked)
     trained = {sample.temperature for header in trainer.headers[:-1] for sample in header.samples}
     assert trained == {1.0, 0.75, 0.5}, "the trainer divides by each rollout's own"
+
+
+async def test_environments_have_temperatures_and_groups_of_their_own(stack) -> None:
+    env, _, trainer = await stack.env_server(), await stack.inference(), await stack.trainer()
+    envs = [
+        {"id": "reverse-text", "name": "cool", "sampling": {"temperature": 0.5, "max_tokens": 7}},
+        {"id": "reverse-text", "name": "wide", "rollouts_per_example": 4, "args": {"n": 1}},
+    ]
+    run = await create(stack, env=envs, batch_size=6, rollouts_per_example=2, sampling={"temperature": 1.5})
+    events = await watch(stack, run)
+    assert events[-1].state_changed.new_state == run_pb2.RUN_STATE_SUCCEEDED
+    asked = {
+        (each.env.name, each.group_size, each.sampling.temperature, each.sampling.max_tokens == 7)
+        for each in env.requests
+        if each.purpose == TRAIN
+    }
+    assert asked == {("cool", 2, 0.5, True), ("wide", 4, 1.5, False)}
+    for header in trainer.headers[:-1]:
+        pairs = {(header.envs[sample.env], sample.temperature) for sample in header.samples}
+        assert pairs <= {("cool", 0.5), ("wide", 1.5)}
+        assert 6 <= header.num_rollouts < 6 + 4
+        trained = Counter(each.env for each in header.resolutions if each.outcome == batch_pb2.ORDINAL_OUTCOME_TRAINED)
+        assert 2 * trained["cool"] + 4 * trained["wide"] <= header.num_rollouts
 
 
 async def test_an_ended_run_is_sealed_also_where_that_failed_at_its_end(stack, monkeypatch) -> None:

@@ -23,7 +23,7 @@ def document(sampling: dict[str, Any], evaluation: dict[str, Any] | None = None)
 
 
 def trained(config: OrchestratorConfig) -> Sampling:
-    return settings.plays_of_training(config).sampling
+    return settings.plays_of_training(config, config.env[0]).sampling
 
 
 def evaluated(config: OrchestratorConfig) -> Sampling:
@@ -111,7 +111,8 @@ def test_stop_texts_need_no_leave_and_are_those_of_evaluations_too() -> None:
 @pytest.mark.parametrize(("kind", "middle"), [("linear", 0.75), ("cosine", 0.75)])
 def test_a_schedule_of_temperatures_by_hand(kind: str, middle: float) -> None:
     schedule = {"type": kind, "start_temperature": 1.0, "end_temperature": 0.5, "total_steps": 5}
-    at = settings.plays_of_training(validate_document(document({"temp_scheduler": schedule})).orchestrator).sampling_at
+    config = validate_document(document({"temp_scheduler": schedule})).orchestrator
+    at = settings.plays_of_training(config, config.env[0]).sampling_at
     assert [at(step).temperature for step in (0, 2, 4, 9)] == pytest.approx([1.0, middle, 0.5, 0.5])
     assert at(1).temperature == pytest.approx(0.875 if kind == "linear" else 0.75 + 0.25 * 0.5**0.5)
 

@@ -103,3 +103,29 @@ def test_a_wrong_selection_is_told_with_its_place(tmp_path: Path, own: str, word
     evaluated = f"[[orchestrator.eval.source]]\nenv.taskset.id = 'a'\n{own}\n"
     with pytest.raises(InvalidSpecError, match=r"orchestrator\.eval\.(env|source)\[0\]\.(select|num_examples)"):
         read(tmp_path, SOURCES.format(own="") + evaluated)
+
+
+def test_sources_keep_the_sampling_and_the_group_size_that_differ(tmp_path: Path) -> None:
+    text = """\
+[orchestrator.train.sampling]
+temperature = 0.9
+[[orchestrator.train.source]]
+env.taskset.id = "a"
+group_size = 4
+sampling = { temperature = 0.5, max_completion_tokens = 8, reasoning_effort = "low" }
+[[orchestrator.train.source]]
+env.taskset.id = "b"
+"""
+    settings = read(tmp_path, text).config.orchestrator
+    first, second = (settings.sampling_of(env) for env in settings.env)
+    assert settings.group_sizes == {"a": 4, "b": 2}
+    assert (first.temperature, first.max_tokens, first.extra_body) == (0.5, 8, {"reasoning_effort": "low"})
+    assert (second.temperature, second.max_tokens, second.extra_body) == (0.9, None, {})
+
+
+def test_what_all_sources_say_is_the_runs(tmp_path: Path) -> None:
+    both = "group_size = 4\nsampling = { temperature = 0.5 }\n"
+    text = "".join(f'[[orchestrator.train.source]]\nenv.taskset.id = "{name}"\n{both}' for name in "ab")
+    settings = read(tmp_path, text, base=BASE.replace("group_size = 2\n", "")).config.orchestrator
+    assert settings.rollouts_per_example == 4 and settings.sampling.temperature == 0.5
+    assert [env.rollouts_per_example for env in settings.env] == [None, None]

@@ -9,7 +9,7 @@ from millrace.orchestrator.play.admission import AdmissionRule
 
 def rule(*, groups: int = 4, level: int = 1, off_policy: int = 8, factor: float = 1.0, max_steps: int | None = None):
     return AdmissionRule(
-        groups_per_step=groups,
+        rollouts_per_step=groups,
         async_level=level,
         max_off_policy_steps=off_policy,
         oversampling_factor=factor,

@@ -29,7 +29,7 @@ def test_the_failed_groups_of_the_parent_do_not_end_a_fork(writer_epoch: int, fa
         kind=batch_pb2.BATCH_KIND_TRAIN, step=0, writer_epoch=writer_epoch, orchestrator_state=state
     )
     nothing: Any = SimpleNamespace(log=None)
-    failures = Failures(num_groups=GROUPS, group_size=SIZE, max_share=0.9)
+    failures = Failures(num_groups=GROUPS, group_sizes={"reverse-text": SIZE}, max_share=0.9)
     writer = BatchWriter(nothing, book=Book(), envs=nothing, stream=nothing, failures=failures, seq_len=1)
     committed = Committed(headers=[header], chain=bytes(32), is_reopened=False)
     writer.restore(committed, origin=RunOrigin())

@@ -8,7 +8,7 @@ import pytest
 
 from millrace.config import RLConfig
 from millrace.config.load import validate_document
-from millrace.config.sections.orchestrator import NamedEnv
+from millrace.config.sections.environments import NamedEnv
 from millrace.errors import InvalidSpecError, InvalidStateError, UnauthenticatedError, Violation
 from millrace.internal.v1 import env_service_pb2, worker_service_pb2
 from millrace.orchestrator.api.environments import check_environments

@@ -2,6 +2,7 @@
 
 import json
 import time
+from collections import defaultdict
 
 import pytest
 
@@ -51,7 +52,7 @@ def played(counted: Failures, ordinal: int, *statuses: RolloutStatus, env: str =
 
 
 def made(num_groups: int = 3, max_share: float = 0.9) -> Failures:
-    return Failures(num_groups=num_groups, group_size=SIZE, max_share=max_share)
+    return Failures(num_groups=num_groups, group_sizes=defaultdict(lambda: SIZE), max_share=max_share)
 
 
 def successor(of: Failures, *, is_reopened: bool = False, **options) -> Failures:

@@ -194,7 +194,8 @@ def _value(config: RLConfig, key: str) -> Any:
 
 def _say_what_the_engine_ignores(config: RLConfig) -> None:
     """Name the fields of `extra_body` that the embedded engine does not have."""
-    body = config.orchestrator.sampling.extra_body
+    loop = config.orchestrator
+    body = {name: each for env in loop.env for name, each in loop.sampling_of(env).extra_body.items()}
     if not body or config.inference.engine == "vllm" or config.inference.needs_vllm:
         return
     try:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-from millrace.config import RLConfig
+from millrace.config import OrchestratorConfig, RLConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,8 +83,16 @@ def lines(config: RLConfig, found: Mapping[str, Any], *, engine: str) -> list[st
         ("  environment", f"{rest:.3f} s  {1 - share:4.0%}"),
     ]
     return [
-        f"{config.model.name}: {loop.groups_per_step} × {loop.rollouts_per_example} rollouts a step, async level "
+        f"{config.model.name}: {_rollouts(loop)} rollouts a step, async level "
         f"{loop.async_level}, {engine} engine; medians of {found['steps']} steps after {1 + loop.async_level} that "
         "warm up",
         *(f"{name:<18} {value}" for name, value in rows),
     ]
+
+
+def _rollouts(loop: OrchestratorConfig) -> str:
+    """The rollouts of a step, by groups."""
+    sizes = sorted(set(loop.group_sizes.values()))
+    if len(sizes) == 1:
+        return f"{loop.groups_per_step} × {sizes[0]}"
+    return f"{loop.batch_size}, in groups of {' and '.join(map(str, sizes))},"

@@ -238,8 +238,7 @@ ONE_FILE: dict[str, Meaning] = {
     **source_keys("orchestrator.env[]."),
     "orchestrator.env[].timeout": nothing("a rollout has `orchestrator.rollout_timeout_s`"),
     **source_keys("orchestrator.eval.env[]."),
-    "orchestrator.env[].sampling": blocks("is one for all environments: set `orchestrator.sampling`", {}),
-    "orchestrator.env[].group_size": blocks("is one for all environments: set `orchestrator.rollouts_per_example`"),
+    **same(converted(sources.thinking), "orchestrator.env[].sampling.", "reasoning_effort enable_thinking"),
     **same(
         blocks("which tasks are drawn is the run's: `[orchestrator.buffer]`", {}, {"type": "standard"}),
         "orchestrator.env[].",

@@ -17,13 +17,20 @@ TRAIN_ENVS: Path = ("orchestrator", "env")
 EVAL_ENVS: Path = ("orchestrator", "eval", "env")
 _HARNESS, _RUNTIME = {"id": "null"}, {"type": "subprocess"}
 _FOR_ALL = {"train": {"sampling": "sampling", "group_size": "rollouts_per_example"}, "eval": {"sampling": "sampling"}}
-"""Keys of a source that stand for the whole run here, where all sources agree; the key of ours."""
+"""Keys of a source that are the run's here where all sources agree; the key of ours."""
 _Sources = list[tuple[Path, dict[str, Any]]]
 
 
 def train_sources(target: Target, path: Path, value: Any) -> None:
     """`[[orchestrator.train.source]]` as `[[orchestrator.env]]`."""
     _sources(target, path, value, to=TRAIN_ENVS, later=("algo", *_FOR_ALL["train"]))
+
+
+def thinking(target: Target, path: Path, value: Any) -> None:
+    """How an environment's policy thinks, in `extra_body` of its sampling."""
+    to = {"reasoning_effort": ("reasoning_effort",), "enable_thinking": ("chat_template_kwargs", "enable_thinking")}
+    target.note(path, Effect.MEANS, f"is `{dotted((*path[:-1], 'extra_body', *to[str(path[-1])]))}` here")
+    target.put((*path[:-1], "extra_body", *to[str(path[-1])]), value, source=path)
 
 
 def eval_sources(target: Target, path: Path, value: Any) -> None:
@@ -190,10 +197,14 @@ def finish_sources(target: Target) -> None:
 
 
 def _for_all(target: Target, sources: _Sources, key: str, to: Path) -> None:
-    """Set for the run what all sources say alike; what they say differently is not there."""
+    """Set for the run what all sources say alike; what they say differently stays with each that is trained on."""
     said = [((*path, key), item[key]) for path, item in sources if key in item]
     is_one = len(said) == len(sources) and all(value == said[0][1] for _, value in said)
-    effect = Effect.MEANS if is_one else Effect.LATER if "eval" in to else Effect.BLOCKS
+    if not is_one and "eval" not in to:
+        for path, value in said:
+            target.move(path, value, (*TRAIN_ENVS, path[-2], to[-1]))
+        return
+    effect = Effect.MEANS if is_one else Effect.LATER
     for path, value in said:
         text = f"is `{dotted(to)}` here" if is_one else f"is one for all environments: set `{dotted(to)}`"
         target.note(path, effect, text, value=value)

@@ -1,35 +1,32 @@
 """`[orchestrator]`: environments, sampling, batches, staleness, evaluation."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any, Literal
 
 from pydantic import model_validator
 
 from millrace.config.rules import BrokenRule, broken
-from millrace.config.section import IDENTIFIER_PATTERN, IMAGE_PATTERN, ConfigSection, FreeTable, option, required, table
-from millrace.config.sections.algo import COMPARING, DISTILLING, PER_AGENT, AdvantageConfig, AlgoConfig, EnvAlgoConfig
+from millrace.config.section import ConfigSection, option, required, table
+from millrace.config.sections.algo import COMPARING, DISTILLING, PER_AGENT, AdvantageConfig, AlgoConfig
 from millrace.config.sections.buffer import BufferConfig
+from millrace.config.sections.environments import EnvConfig, PeriodicEvalEnvConfig, env_names
 from millrace.config.sections.filters import FilterConfig
-from millrace.config.sections.judge import JudgeConfig
 from millrace.config.sections.sampling import (
-    AS_TEACHER,
-    TAKEN_OVER,
-    UNCUT_AS_TEACHER,
     EvalSamplingConfig,
     SamplingConfig,
     bias_rules,
     sampling_rules,
+    teacher_sampling_rules,
 )
-from millrace.config.sections.select import SelectConfig, selection_json
+from millrace.config.sections.select import selection_json
 from millrace.config.sections.shared import DEFAULT_MODEL, SHARED_MODEL
 from millrace.config.sections.trainer import DEFAULT_SEQ_LEN
-from millrace.config.tree import Facts, Limit, Path, dotted
+from millrace.config.tree import Facts, Limit, Path
 
-_UNNAMED = "unnamed"
 _ALL = "all"
-_AS_FOR_ALL = "as for all environments"
 _GROUP = "orchestrator.rollouts_per_example"
 _ALGO = "orchestrator.algo.type"
+_SAMPLING = "orchestrator.sampling"
 _UNPENALISED = {
     **{name: f"lowers rewards, and {name} has none; use mask or drop" for name in DISTILLING},
     "max_rl": "lowers rewards, and max_rl divides by their mean, which has to stay a pass rate; use mask or drop",
@@ -40,110 +37,6 @@ ZeroAdvantageFilter = Literal[True, False, "refill", "shrink"]
 """What happens to samples without an advantage; true means shrink."""
 MAX_FAILURE_WINDOW = 4096
 """Most groups of a failure window: every batch header carries it, a few bytes a group."""
-
-
-class NamedEnv(ConfigSection):
-    """What training and evaluation environments share."""
-
-    id: str = required(
-        "Id of an installed `verifiers` environment package, for example `reverse-text`.", pattern=IDENTIFIER_PATTERN
-    )
-    name: str = option(
-        _UNNAMED,
-        "Name in metrics and logs, unique in its list, not `all`.",
-        facts=Facts(default_text="the id"),
-        pattern=IDENTIFIER_PATTERN,
-    )
-    args: FreeTable = table(dict, "Arguments of the environment's loader, passed on as they are.")
-    judge: JudgeConfig = table(JudgeConfig, "Endpoints that its reward functions ask.")
-    python: str | None = option(
-        None,
-        "Python interpreter of a virtual environment of its own, on the machine of the env-server: workers of this "
-        "environment run in it, with its `verifiers` and packages. Only where the env-server's "
-        "`MILLRACE_ENV_PYTHONS` allows it.",
-        facts=Facts(default_text="that of the env-server"),
-        min_length=1,
-    )
-    image: str | None = option(
-        None,
-        "Container image that its env-servers run, as their `MILLRACE_ENV_IMAGE` announces it: it is played there "
-        "alone. Env-servers that announce one play no other environment.",
-        facts=Facts(default_text="env-servers that announce none"),
-        pattern=IMAGE_PATTERN,
-    )
-
-    @model_validator(mode="before")
-    @classmethod
-    def _name_is_id(cls, data: Any) -> Any:
-        """Name an environment by its id when it has no name of its own."""
-        if isinstance(data, dict) and data.get("name") is None:
-            return {**data, "name": data.get("id", _UNNAMED)}
-        return data
-
-
-class EnvConfig(NamedEnv):
-    """One training environment."""
-
-    select: SelectConfig | None = option(
-        None,
-        "Which of its training tasks are drawn. Where an evaluation has a `select`, too, it may name none of them.",
-        facts=Facts(default_text="all", is_own=True),
-    )
-    weight: float = option(
-        1.0,
-        "Share of the tasks drawn from it, relative to the other environments.",
-        facts=Facts(aliases=("ratio",)),
-        gt=0,
-    )
-    algo: EnvAlgoConfig | None = option(
-        None,
-        "How the rewards of this environment become advantages; nothing of `orchestrator.algo` counts then.",
-        facts=Facts(default_text="as in `orchestrator.algo`"),
-    )
-    min_abs_advantage: float = option(
-        0.0,
-        "Tokens whose advantage is no larger than this, up or down, are not trained on. A sample of such tokens alone "
-        "is left out; a group of such samples is replaced where `orchestrator.filter_zero_advantages` is `refill`.",
-        ge=0,
-    )
-    reward_range: list[float] = option(
-        [0.0, 1.0],
-        "Lowest and highest reward of a rollout. `buffer.online_difficulty_filtering` and max_rl need it, and end the "
-        "run with the first reward outside of it; nothing else does.",
-        min_length=2,
-        max_length=2,
-    )
-
-
-class EvalEnvConfig(NamedEnv):
-    """One evaluation environment. Its held-out tasks are played.
-
-    One with the name of a training environment is that environment: `id` and `args` have to be the same.
-    """
-
-    select: SelectConfig | None = option(
-        None,
-        "Which of its held-out tasks are played; of all its tasks where none are held out. `num_examples` is taken "
-        "from what is selected.",
-        facts=Facts(default_text="all", is_own=True),
-    )
-    num_examples: int | None = option(
-        None, "Tasks of this environment: -1 for all held-out tasks.", facts=Facts(default_text=_AS_FOR_ALL), ge=-1
-    )
-    rollouts_per_example: int | None = option(
-        None,
-        "Rollouts per task of this environment.",
-        facts=Facts(aliases=("group_size",), default_text=_AS_FOR_ALL),
-        ge=1,
-    )
-
-
-class PeriodicEvalEnvConfig(EvalEnvConfig):
-    """One environment that is evaluated during training."""
-
-    interval: int | None = option(
-        None, "Steps between evaluations on this environment.", facts=Facts(default_text=_AS_FOR_ALL), ge=1
-    )
 
 
 class EvalConfig(ConfigSection):
@@ -265,9 +158,19 @@ class OrchestratorConfig(ConfigSection):
         return {env.name: self.algo_of(env).decay for env in self.env if self.algo_of(env).type == "rae"}
 
     @property
+    def group_sizes(self) -> dict[str, int]:
+        """Rollouts per task, by environment."""
+        return {env.name: env.rollouts_per_example or self.rollouts_per_example for env in self.env}
+
+    @property
     def groups_per_step(self) -> int:
-        """Groups that make a batch."""
-        return self.batch_size // self.rollouts_per_example
+        """Groups that make a batch; where they differ in size, the fewest that do."""
+        sizes = set(self.group_sizes.values())
+        return self.batch_size // max(sizes) if len(sizes) == 1 else -(-self.batch_size // max(sizes))
+
+    def sampling_of(self, env: EnvConfig) -> SamplingConfig:
+        """How the policy is sampled in an environment's training rollouts."""
+        return env.sampling.over(self.sampling)
 
     def selections(self) -> dict[str, str]:
         """By environment, which tasks are played, as env-servers are told it."""
@@ -304,12 +207,7 @@ class OrchestratorConfig(ConfigSection):
 
     def broken_rules(self) -> Iterator[BrokenRule]:
         """Rules over several keys of this section that do not hold."""
-        size, group = self.batch_size, self.rollouts_per_example
-        if size % group:
-            lower, upper = size // group * group, -(-size // group) * group
-            near = f"{lower} or {upper}" if lower else f"{upper}"
-            message = f"must be a multiple of `{_GROUP}`, which is {group}; use {near}"
-            yield broken(message, "orchestrator.batch_size", _GROUP)
+        yield from self._size_rules()
         yield from self._algo_rules()
         yield from self.buffer.broken_rules(num_envs=len(self.env))
         if self.distils and (self.buffer.online_difficulty_filtering or self.buffer.has_pools):
@@ -319,7 +217,15 @@ class OrchestratorConfig(ConfigSection):
             )
             yield broken(message, f"orchestrator.buffer.{key}", _ALGO)
         yield from sampling_rules(self.sampling, "orchestrator.sampling", is_training=True)
-        yield from self._sampling_rules()
+        yield from self._sampling_rules(self.sampling)
+        for index, env in enumerate(self.env):
+            own = env.sampling.written
+            rules = [*sampling_rules(self.sampling_of(env), _SAMPLING, is_training=True)] if own else []
+            for rule in (*rules, *(self._sampling_rules(self.sampling_of(env)) if own else ())):
+                if any(path[:3] in own for path in rule.paths):
+                    there = ("orchestrator", "env", index)
+                    paths = tuple((*there, *path[1:]) if path[:3] in own else path for path in rule.paths)
+                    yield BrokenRule(paths=paths, message=rule.message)
         yield from env_names(self.env, ("orchestrator", "env"), reserved=(_ALL,))
         if self.eval:
             yield from sampling_rules(self.eval.sampling, "orchestrator.eval.sampling")
@@ -330,16 +236,36 @@ class OrchestratorConfig(ConfigSection):
         """Whether a teacher scores what is trained on."""
         return self.algo.type in DISTILLING
 
-    def _sampling_rules(self) -> Iterator[BrokenRule]:
+    def _size_rules(self) -> Iterator[BrokenRule]:
+        """A batch is of whole groups."""
+        size, sizes = self.batch_size, self.group_sizes
+        group, keys = max(sizes.values()), [_GROUP] if None in [env.rollouts_per_example for env in self.env] else []
+        own = tuple(("orchestrator", "env", index, "rollouts_per_example") for index in self._own_sizes())
+        paths = (("orchestrator", "batch_size"), *(tuple(key.split(".")) for key in keys), *own)
+        if len(set(sizes.values())) > 1:
+            if size < group:
+                yield BrokenRule(paths=paths, message=f"must be at least the largest group, which is {group}; raise it")
+        elif size % group:
+            lower, upper = size // group * group, -(-size // group) * group
+            near = f"{lower} or {upper}" if lower else f"{upper}"
+            where = f"`{_GROUP}`" if keys else "`rollouts_per_example` of the environments"
+            yield BrokenRule(paths=paths, message=f"must be a multiple of {where}, which is {group}; use {near}")
+
+    def _own_sizes(self) -> list[int]:
+        return [index for index, env in enumerate(self.env) if env.rollouts_per_example is not None]
+
+    def _sampling_rules(self, sampling: SamplingConfig) -> Iterator[BrokenRule]:
         """What is sampled is what the trainer computes, and a schedule of temperatures has an end."""
-        yield from bias_rules(self.sampling, teacher_of=self.algo.type if self.distils else None)
-        schedule, where = self.sampling.temp_scheduler, "orchestrator.sampling.temp_scheduler"
+        yield from bias_rules(sampling, teacher_of=self.algo.type if self.distils else None)
+        if self.distils:
+            yield from teacher_sampling_rules(sampling, self.algo.type)
+        schedule, where = sampling.temp_scheduler, "orchestrator.sampling.temp_scheduler"
         if schedule is None:
             return
         if schedule.total_steps is None and self.max_steps is None:
             message = "is required without `max_steps`: set it to the last step of the schedule"
             yield broken(message, f"{where}.total_steps")
-        if self.sampling.temperature != 1.0:
+        if sampling.temperature != 1.0:
             message = "has no effect beside `temp_scheduler`; leave it out"
             yield broken(message, "orchestrator.sampling.temperature", where)
         if self.distils:
@@ -350,7 +276,7 @@ class OrchestratorConfig(ConfigSection):
         """Algorithms that compare have something to compare; what they need is there."""
         if self.distils:
             yield from self._teacher_rules()
-        elif self.rollouts_per_example < 2:
+        else:
             yield from self._group_rules()
         if self.distils:
             for index, env in enumerate(self.env):
@@ -390,13 +316,21 @@ class OrchestratorConfig(ConfigSection):
 
     def _group_rules(self) -> Iterator[BrokenRule]:
         """Of algorithms that compare, with groups of one."""
-        for path, algorithm in self._algorithms():
-            if algorithm in (*COMPARING, "hierarchical_grpo"):
+        told: set[Path] = set()
+        for index, env in enumerate(self.env):
+            there: Path = ("orchestrator", "env", index)
+            algorithm = self.algo_of(env).type
+            path: Path = (*there, "algo", "type") if env.algo else ("orchestrator", "algo", "type")
+            has_own = env.rollouts_per_example is not None
+            size: Path = (*there, "rollouts_per_example") if has_own else tuple(_GROUP.split("."))
+            is_compared = algorithm in (*COMPARING, "hierarchical_grpo")
+            if is_compared and self.group_sizes[env.name] < 2 and (size + path) not in told:
+                told.add(size + path)
                 message = (
                     f"must be at least 2 for {algorithm}: it compares rollouts of the same task, so with one every "
                     "advantage is 0; set it to 8 or 16"
                 )
-                yield BrokenRule(paths=(tuple(_GROUP.split(".")), path), message=message)
+                yield BrokenRule(paths=(size, path), message=message)
 
     def _teacher_rules(self) -> Iterator[BrokenRule]:
         """A teacher, and a policy whose log-probs mean the same as the teacher's."""
@@ -408,17 +342,6 @@ class OrchestratorConfig(ConfigSection):
                 "is required for opd: name the model and the base_url of the server that scores the policy's tokens"
             )
             yield broken(message, teacher, _ALGO)
-        taken = [value for name in TAKEN_OVER if isinstance(value := self.sampling.extra_body.get(name), int | float)]
-        if self.sampling.top_p < 1 or max(self.sampling.top_k, self.sampling.min_p, *taken) > 0:
-            yield broken(
-                f"must be off for {self.algo.type}: {UNCUT_AS_TEACHER}",
-                "orchestrator.sampling.top_p",
-                "orchestrator.sampling.top_k",
-                "orchestrator.sampling.min_p",
-                _ALGO,
-            )
-        if self.sampling.temperature != 1.0:
-            yield broken(f"must be 1.0 for {self.algo.type}: {AS_TEACHER}", "orchestrator.sampling.temperature", _ALGO)
 
     def _eval_rules(self, evaluation: EvalConfig) -> Iterator[BrokenRule]:
         """A task count that means something; one name is one environment, which a run loads as training says."""
@@ -444,18 +367,3 @@ class OrchestratorConfig(ConfigSection):
                         message=f"must be equal to `orchestrator.env[{first}].{key}`, because both environments are "
                         f"called `{env.name}`; leave [[orchestrator.eval.env]] out, or give this one another `name`",
                     )
-
-
-def env_names(envs: Sequence[NamedEnv], path: Path, *, reserved: tuple[str, ...] = ()) -> Iterator[BrokenRule]:
-    """Names that metrics cannot tell apart."""
-    first: dict[str, int] = {}
-    for index, env in enumerate(envs):
-        where, same = (*path, index, "name"), first.setdefault(env.name, index)
-        if env.name in reserved:
-            yield BrokenRule(
-                paths=(where,), message=f"must not be `{env.name}`: metrics over all environments are called so"
-            )
-        elif same != index:
-            other = f"`{dotted((*path, same))}` is called `{env.name}` too"
-            message = f"must be unique, but {other}; give one of them another `name`"
-            yield BrokenRule(paths=(where, (*path, same, "name")), message=message)

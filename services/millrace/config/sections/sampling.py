@@ -80,6 +80,52 @@ class SamplingConfig(ConfigSection):
     )
 
 
+def _own(name: str, **bounds: Any) -> Any:
+    """A key of one environment that is that of the run where it is left out."""
+    aliases = ("max_completion_tokens",) if name == "max_tokens" else ()
+    facts = Facts(
+        default_text="as in `orchestrator.sampling`", aliases=aliases, limit=_ROOM if name == "max_tokens" else None
+    )
+    return option(None, f"As `orchestrator.sampling.{name}`.", facts=facts, **bounds)
+
+
+class EnvSamplingConfig(ConfigSection):
+    """How the policy is sampled in the training rollouts of one environment."""
+
+    temperature: float | None = _own("temperature", gt=0)
+    temp_scheduler: TemperatureSchedule | None = _own("temp_scheduler")
+    max_tokens: int | None = _own("max_tokens", ge=1)
+    top_p: float | None = _own("top_p", gt=0, le=1)
+    top_k: int | None = _own("top_k", ge=-1, lt=2**31)
+    min_p: float | None = _own("min_p", ge=0, le=1)
+    repetition_penalty: float | None = _own("repetition_penalty", gt=0, le=100)
+    presence_penalty: float | None = _own("presence_penalty", ge=-2, le=2)
+    frequency_penalty: float | None = _own("frequency_penalty", ge=-2, le=2)
+    min_tokens: int | None = _own("min_tokens", ge=0, lt=2**31)
+    stop: list[str] = table(list, "As `orchestrator.sampling.stop`; that of the run if it is empty.")
+    extra_body: FreeTable = table(dict, "More fields of the request to the engine, beside and over those of the run.")
+
+    @property
+    def written(self) -> set[tuple[str, ...]]:
+        """The keys that it has in the place of the run's, as paths of `orchestrator.sampling`."""
+        values = {name: getattr(self, name) for name in type(self).model_fields}
+        return {("orchestrator", "sampling", name) for name, value in values.items() if value not in (None, [], {})}
+
+    def over(self, run: SamplingConfig) -> SamplingConfig:
+        """Return the run's sampling with what this environment has of its own.
+
+        A temperature of its own takes the place of the run's schedule, and a schedule that of the run's temperature.
+        """
+        own: dict[str, Any] = {name: getattr(self, name) for *_, name in self.written}
+        if self.temperature is not None:
+            own.setdefault("temp_scheduler", None)
+        elif self.temp_scheduler is not None:
+            own["temperature"] = 1.0
+        if self.extra_body:
+            own["extra_body"] = {**run.extra_body, **self.extra_body}
+        return run.model_copy(update=own) if own else run
+
+
 class EvalSamplingConfig(ConfigSection):
     """How the policy is sampled in evaluations. What is left out is taken from `orchestrator.sampling`."""
 
@@ -175,6 +221,17 @@ def bias_rules(sampling: SamplingConfig, *, teacher_of: str | None) -> Iterator[
             yield broken(message, f"orchestrator.sampling.{name}")
         elif not sampling.allow_biased_sampling:
             yield broken(BIASED, f"orchestrator.sampling.{name}")
+
+
+def teacher_sampling_rules(sampling: SamplingConfig, algorithm: str) -> Iterator[BrokenRule]:
+    """A policy whose log-probs mean the same as those of its teacher."""
+    algo, where = "orchestrator.algo.type", "orchestrator.sampling"
+    taken = [value for name in TAKEN_OVER if isinstance(value := sampling.extra_body.get(name), int | float)]
+    if sampling.top_p < 1 or max(sampling.top_k, sampling.min_p, *taken) > 0:
+        message = f"must be off for {algorithm}: {UNCUT_AS_TEACHER}"
+        yield broken(message, f"{where}.top_p", f"{where}.top_k", f"{where}.min_p", algo)
+    if sampling.temperature != 1.0:
+        yield broken(f"must be 1.0 for {algorithm}: {AS_TEACHER}", f"{where}.temperature", algo)
 
 
 def extra_body_rules(sampling: Any, where: str, *, is_training: bool = False) -> Iterator[BrokenRule]:

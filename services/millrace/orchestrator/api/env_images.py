@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from millrace.config import EvalRunConfig, RLConfig
-from millrace.config.sections.orchestrator import NamedEnv
+from millrace.config.sections.environments import NamedEnv
 from millrace.errors import InvalidSpecError, Violation
 from millrace.orchestrator.play.env_servers import IMAGE_REMEDY, images_in_words
 from millrace.orchestrator.workers import WorkerKind, WorkerRegistry

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from millrace.algorithms import Algorithm, Baselines
 from millrace.config import EvalRunConfig, RLConfig
 from millrace.config.sections.algo import DISTILLING
-from millrace.config.sections.orchestrator import MAX_FAILURE_WINDOW, EnvConfig
+from millrace.config.sections.environments import EnvConfig
+from millrace.config.sections.orchestrator import MAX_FAILURE_WINDOW
 from millrace.errors import InvalidStateError
 from millrace.orchestrator.drive.batch_writer import BatchWriter
 from millrace.orchestrator.drive.damage import DamageBook
@@ -144,8 +145,8 @@ def trained_envs(config: RLConfig | EvalRunConfig) -> dict[str, Sampling]:
     """Return how the environments that are trained on are sampled, by name."""
     if isinstance(config, EvalRunConfig):
         return {}
-    sampling = plays_of_training(config.orchestrator).sampling
-    return {env.name: sampling for env in config.orchestrator.env}
+    settings = config.orchestrator
+    return {env.name: plays_of_training(settings, env).sampling for env in settings.env}
 
 
 def task_sources(parts: RunParts, config: RLConfig) -> list[TaskSource]:
@@ -169,14 +170,15 @@ def make_loop(
     if settings.buffer.has_pools:
         writer.pool_sizes = buffer.sizes
     rule = _rule(config)
-    plays = plays_of_training(settings)
+    plays = {env.name: plays_of_training(settings, env) for env in settings.env}
+    sizes = settings.group_sizes
 
     def make_play(ordinal: int, planned_step: int) -> Play:
         task = buffer.task(ordinal)
         return Play(
             task=task,
-            group_size=settings.rollouts_per_example,
-            settings=plays,
+            group_size=sizes[task.env],
+            settings=plays[task.env],
             planned_step=planned_step,
             min_version=rule.min_version(planned_step=planned_step),
             is_scored_whole=opened[task.env].requires_group,
@@ -196,7 +198,7 @@ def make_loop(
         events=parts.context.events,
         algorithms=algorithms,
         settings=settings,
-        timeout_s=plays.timeout_s,
+        timeout_s=max(each.timeout_s for each in plays.values()),
         is_stopping=is_stopping,
     )
 
@@ -245,7 +247,7 @@ def _writer(
 def _rule(config: RLConfig) -> AdmissionRule:
     settings = config.orchestrator
     return AdmissionRule(
-        groups_per_step=settings.groups_per_step,
+        rollouts_per_step=settings.batch_size,
         async_level=settings.async_level,
         max_off_policy_steps=settings.max_off_policy_steps,
         oversampling_factor=settings.oversampling_factor,
@@ -256,11 +258,11 @@ def _rule(config: RLConfig) -> AdmissionRule:
 def _failures(config: RLConfig | EvalRunConfig) -> Failures:
     """What counts the rollouts that fail; an evaluation counts its own."""
     if isinstance(config, EvalRunConfig):
-        return Failures(num_groups=1, group_size=1, max_share=1.0)
+        return Failures(num_groups=1, group_sizes={}, max_share=1.0)
     settings = config.orchestrator
     return Failures(
         num_groups=settings.failure_window or failure_window_of(settings.groups_per_step),
-        group_size=settings.rollouts_per_example,
+        group_sizes=settings.group_sizes,
         max_share=settings.max_failed_share,
     )
 

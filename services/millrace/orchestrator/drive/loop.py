@@ -2,16 +2,16 @@
 
     tasks ──(admitted?)──▶ player ────PlayGroup────▶ env-server ──HTTP──▶ inference
                                ▲                         │ rollout stream        ▲
-       open + finished < (v + L + 1 - c)·G·f             ▼                       │ UpdatePolicy(newest)
+       open + finished < (v + L + 1 - c)·B·f             ▼                       │ UpdatePolicy(newest)
                                │            collect: members → whole groups   policies ◀── policy stream ◀── trainer
                                │                         ▼                                                      ▲
-                               └──────── c += 1 ◀── cut: G eligible groups → advantages → commit ──▶ batch stream
+                               └──────── c += 1 ◀── cut: B eligible rollouts → advantages → commit ──▶ batch stream
 
 | part       | waits for                                  | unblocked by                          |
 |------------|--------------------------------------------|---------------------------------------|
 | admission  | room under the formula above               | a cut step, a newly served version    |
 | collect    | the rollout stream                         | env-servers                           |
-| cut        | G finished groups that are fresh enough    | collect                               |
+| cut        | B rollouts of groups that are fresh enough | collect                               |
 | policies   | the policy stream, then each replica       | the trainer, then the replica         |
 | finish     | version `max_steps`, the last evaluation   | the trainer                           |
 
@@ -23,6 +23,7 @@ its end: what the log holds is never generated twice.
 """
 
 import asyncio
+import itertools
 import math
 import time
 from collections import Counter
@@ -42,7 +43,7 @@ from millrace.orchestrator.play.book import Book
 from millrace.orchestrator.play.durations import Durations
 from millrace.orchestrator.play.failures import Failures, by_status
 from millrace.orchestrator.play.intake import MakePlay
-from millrace.orchestrator.play.play import Play, PlayState
+from millrace.orchestrator.play.play import Play, PlayState, num_rollouts
 from millrace.orchestrator.play.player import Player
 from millrace.orchestrator.play.routing import Policies
 from millrace.runlog.events.staleness import MUCH
@@ -95,7 +96,7 @@ class RolloutLoop:
     def __post_init__(self) -> None:
         self.warnings = BatchWarnings(self.settings, self.events)
         self.ranges = RewardRanges.of(self.settings.env)
-        self.durations = Durations(window=max(WINDOW_STEPS * self.rule.groups_per_step, MIN_WINDOW))
+        self.durations = Durations(window=max(WINDOW_STEPS * self.settings.groups_per_step, MIN_WINDOW))
 
     async def run(self) -> None:
         """Cut and commit batches until `max_steps` or until the run is asked to stop."""
@@ -128,12 +129,13 @@ class RolloutLoop:
         """Start new groups while there is room and an env-server for them; after failed groups, pause first."""
         plays = self.book.plays
         while (served := self.policies.served_version()) is not None:
+            ahead = num_rollouts(plays.values())
             if self.failures.not_before > time.monotonic():
                 return  # groups may fail, and leave room again, while others are asked for
             room = self.rule.num_allowed(step=self.book.step, served_version=served)
-            if len(plays) >= room:
+            if ahead >= room:
                 return
-            planned = self.rule.planned_step(step=self.book.step, num_ahead=len(plays))
+            planned = self.rule.planned_step(step=self.book.step, num_ahead=ahead)
             ordinal = self.book.next_ordinal()
             if self.is_exhausted(ordinal):
                 self.require_groups()
@@ -144,7 +146,7 @@ class RolloutLoop:
 
     def require_groups(self) -> None:
         """InvalidStateError if every task is retired and what is there makes no batch."""
-        if not self.book.open and len(self.book.whole) < self.rule.groups_per_step:
+        if not self.book.open and num_rollouts(self.book.whole) < self.rule.rollouts_per_step:
             raise InvalidStateError(
                 f"no task is left to draw for batch {self.book.step}: every one is easy or hard",
                 reason="NO_TASKS_LEFT",
@@ -179,7 +181,7 @@ class RolloutLoop:
         """Tell of environments many of whose groups are dropped as stale: the first time, and at each doubling."""
         for env, found in self.durations.stale_shares().items():
             number, told = self.durations.num_stale[env], self.num_stale_told.get(env, 0)
-            is_much = found.share >= MUCH and found.num_stale >= self.rule.groups_per_step
+            is_much = found.share >= MUCH and found.num_stale >= self.settings.groups_per_step
             if not is_much or number < max(2 * told, 1):
                 continue
             self.num_stale_told[env] = number
@@ -223,7 +225,7 @@ class RolloutLoop:
             await self.drop([group], reason=reason)
             self.num_equal_in_a_row += 1
             self.filtered_in_a_row[reason] += 1
-            if self.num_equal_in_a_row % self.rule.groups_per_step == 0:
+            if self.num_equal_in_a_row % self.settings.groups_per_step == 0:
                 rollouts, replaced = group.rollouts(), self.filtered_in_a_row
                 found = count_found(rollouts, self.settings.filters)
                 await self.writer.count_empty(filtered=found, num_rollouts=len(rollouts), replaced=replaced)
@@ -241,14 +243,23 @@ class RolloutLoop:
 
     def take(self) -> list[Play]:
         """The groups of the next batch in order of arrival, or nothing if there are not enough."""
-        served, need = self.policies.served_version(), self.rule.groups_per_step
+        served = self.policies.served_version()
         if served is None or not self.rule.may_cut(step=self.book.step, served_version=served):
             return []
         ready = [group for group in self.book.whole if self.is_eligible(group)]
         if self.is_refilling:  # a group may have become whole since they were looked at
             ready = [group for group in ready if group.ordinal in self.teaching]
-        batch = sorted(ready, key=self.last_step)[:need]  # those that grow too old first, else in order of arrival
-        return [] if len(batch) < need or self.awaited(batch) else batch
+        batch = self.first_of(ready)
+        return [] if not batch or self.awaited(batch) else batch
+
+    def first_of(self, ready: Sequence[Play]) -> list[Play]:
+        """The groups that make a batch, or none: those that grow too old first, else in order of arrival."""
+        batch: list[Play] = []
+        for group in sorted(ready, key=self.last_step):
+            batch.append(group)
+            if num_rollouts(batch) >= self.rule.rollouts_per_step:
+                return batch
+        return []
 
     def last_step(self, group: Play) -> float:
         """The last step that may train on a group; infinite while its versions are not known."""
@@ -258,17 +269,18 @@ class RolloutLoop:
     def awaited(self, batch: Sequence[Play]) -> list[Play]:
         """The open groups that a cut of `batch` would leave without a step, though they take no longer than others do.
 
-        A cut waits for them: else batches would be made of quick tasks alone. By step d no more groups can be trained
-        than (d - step) * G behind this cut. Not at async level 0, where a step's surplus is dropped, and not where more
-        groups are played than are needed, so that the slowest are dropped.
+        A cut waits for them: else batches would be made of quick tasks alone. By step d no more than (d - step) * B
+        rollouts can be trained behind this cut. Not at async level 0, where a step's surplus is dropped, and not where
+        more groups are played than are needed, so that the slowest are dropped.
         """
         if self.rule.async_level == 0 or self.rule.oversampling_factor > 1:
             return []
         slow = [each for each in self.book.open if each.state is PlayState.PLACED and self.is_in_time(each)]
         taken = {group.ordinal for group in batch}
         left = sorted((each for each in (*self.book.whole, *slow) if each.ordinal not in taken), key=self.last_step)
-        for count, group in enumerate(left, start=1):
-            if count > (self.last_step(group) - self.book.step) * self.rule.groups_per_step:
+        sizes = itertools.accumulate(group.group_size for group in left)
+        for count, (group, size) in enumerate(zip(left, sizes, strict=True), start=1):
+            if size > (self.last_step(group) - self.book.step) * self.rule.rollouts_per_step:
                 return [each for each in left[:count] if each.is_open]
         return []
 
@@ -307,17 +319,17 @@ class RolloutLoop:
 
     async def wait_for_change(self) -> None:
         """Sleep until a group finishes, a version is served or a worker changes; the wait has a name and an age."""
-        step, have, need = self.book.step, len(self.book.whole), self.rule.groups_per_step
+        step, have, need = self.book.step, num_rollouts(self.book.whole), self.rule.rollouts_per_step
         if self.policies.served_version() is None:
             self.wait.on(
                 "a replica that serves this run's policy", waits_on="inference", key="replica", deadline_s=SLOW_S
             )
-        elif have >= need and (slow := self.awaited(sorted(self.book.whole, key=self.last_step)[:need])):
+        elif have >= need and (slow := self.awaited(self.first_of(self.book.whole))):
             counts = Counter(group.task.env for group in slow)
             reason = f"slow groups that batch {step} would leave too old: {by_status(counts)}"
             self.wait.on(reason, waits_on="env-server", key=f"slow {step}", deadline_s=self.timeout_s)
         elif have < need and self.book.open:
-            reason = f"{need - have} of {need} groups for batch {step}"
+            reason = f"{self.missing(need - have, of=need)} for batch {step}"
             if outage := self.failures.outage:
                 reason = f"{reason}; {outage}"
             self.wait.on(reason, waits_on="env-server", key=f"groups {step}", deadline_s=self.timeout_s)
@@ -329,6 +341,14 @@ class RolloutLoop:
             reason = f"policy {version} to be served{until}"
             self.wait.on(reason, waits_on=up_to, key=f"policy {version}", deadline_s=SLOW_S)
         await self.tick()
+
+    def missing(self, count: int, *, of: int) -> str:
+        """How many rollouts are missing, in groups where all are of one size."""
+        sizes = set(self.settings.group_sizes.values())
+        if len(sizes) > 1:
+            return f"{count} of {of} rollouts"
+        size = max(sizes)
+        return f"{count // size} of {of // size} groups"
 
     async def tick(self) -> None:
         """Sleep until something changes, `TICK_S` has passed, or the pause after failed groups is over."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import grpc
 
 from millrace.backoff import Backoff
-from millrace.config.sections.orchestrator import NamedEnv
+from millrace.config.sections.environments import NamedEnv
 from millrace.errors import (
     CapacityError,
     InternalError,

@@ -10,7 +10,7 @@ lost (an engine, a worker, a restart) says nothing about the environment and is 
 
 import time
 from collections import Counter, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -145,9 +145,13 @@ class Losses:
 class Failures:
     """Counts what is taken, group by group."""
 
-    def __init__(self, *, num_groups: int, group_size: int, max_share: float) -> None:
-        """The run has failed once `max_share` of the rollouts of the last `num_groups` groups have."""
-        self._num_groups, self._group_size, self._max_share = num_groups, group_size, max_share
+    def __init__(self, *, num_groups: int, group_sizes: Mapping[str, int], max_share: float) -> None:
+        """The run has failed once `max_share` of the rollouts of the last `num_groups` groups have.
+
+        `group_sizes` are the rollouts of a group by environment; 1 of one that it does not name.
+        """
+        self._num_groups, self._group_sizes, self._max_share = num_groups, group_sizes, max_share
+        self._largest_group = max(group_sizes.values(), default=1)
         self._open: dict[int, GroupCount] = {}
         self._closed: deque[GroupCount] = deque(maxlen=num_groups)
         self._totals: dict[str, EnvCount] = {}
@@ -238,14 +242,14 @@ class Failures:
     @property
     def outage(self) -> str:
         """What the infrastructure lost since a rollout last came back OK; empty if less than a group."""
-        return self._losses.explain() if self._losses.statuses.total() >= self._group_size else ""
+        return self._losses.explain() if self._losses.statuses.total() >= self._largest_group else ""
 
     def outage_report(self) -> str:
         """The outage to tell of now: at the first group that is lost, then whenever the number has doubled."""
         count = self._losses.statuses.total()
         if count < self._num_losses_told:
             self._num_losses_told = 0
-        if count < max(self._group_size, 2 * self._num_losses_told):
+        if count < max(self._largest_group, 2 * self._num_losses_told):
             return ""
         self._num_losses_told = count
         return self._losses.explain()
@@ -302,7 +306,8 @@ class Failures:
 
     def _recent(self) -> list[GroupCount]:
         """The last groups, of those that are resolved, or of which every member came back once."""
-        answered = [group for group in self._open.values() if len(group.members) >= self._group_size]
+        sizes = self._group_sizes
+        answered = [group for group in self._open.values() if len(group.members) >= sizes.get(group.env, 1)]
         return [*self._closed, *answered][-self._num_groups :]
 
 

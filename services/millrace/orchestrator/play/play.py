@@ -276,3 +276,8 @@ def load_of(plays: Iterable[Play]) -> Counter[str]:
         if play.replica:
             load[play.replica] += play.num_playing
     return load
+
+
+def num_rollouts(groups: Iterable[Play]) -> int:
+    """Rollouts that groups have once they are whole."""
+    return sum(group.group_size for group in groups)

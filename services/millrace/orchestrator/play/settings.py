@@ -8,8 +8,9 @@ from typing import Any
 
 from millrace.config import EvalRunConfig, OrchestratorConfig
 from millrace.config.sections.algo import DISTILLING
+from millrace.config.sections.environments import EnvConfig
 from millrace.config.sections.eval import FixedSamplingConfig
-from millrace.config.sections.sampling import EvalSamplingConfig, SamplingConfig
+from millrace.config.sections.sampling import EvalSamplingConfig, SamplingConfig, TemperatureSchedule
 from millrace.rollouts.requests import Sampling
 from millrace.rollouts.types import Purpose, RolloutStatus
 
@@ -85,32 +86,32 @@ class EvalSettings:
     """The run is nothing but this evaluation: a successor goes on with it instead of beginning anew."""
 
 
-def plays_of_training(config: OrchestratorConfig) -> PlaySettings:
-    """How what is trained on is played."""
+def plays_of_training(config: OrchestratorConfig, env: EnvConfig) -> PlaySettings:
+    """How what is trained on is played in an environment."""
+    sampling = config.sampling_of(env)
     return PlaySettings(
         purpose=Purpose.TRAIN,
         rollout_timeout_s=config.rollout_timeout_s,
         sampling=replace(
-            _sampling(config.sampling),
-            allows_bias=config.sampling.allow_biased_sampling,
+            _sampling(sampling),
+            allows_bias=sampling.allow_biased_sampling,
             is_plain=config.algo.type in DISTILLING,
-            holds_temperature=config.sampling.temp_scheduler is not None,
+            holds_temperature=sampling.temp_scheduler is not None,
         ),
         timeout_s=config.rollout_timeout_s + PLAY_SLACK_S,
         rest_timeout_s=PLAY_SLACK_S,
         replica_grace_s=REPLICA_GRACE_S,
         hopeless=frozenset({RolloutStatus.PROMPT_TOO_LONG, RolloutStatus.QUARANTINED}),
-        temperature_at=_temperature_at(config),
+        temperature_at=_temperature_at(sampling.temp_scheduler, max_steps=config.max_steps),
         demo_key=config.algo.demo_key if config.algo.type == "opsd" else "",
     )
 
 
-def _temperature_at(config: OrchestratorConfig) -> Callable[[int], float] | None:
+def _temperature_at(schedule: TemperatureSchedule | None, *, max_steps: int | None) -> Callable[[int], float] | None:
     """A function of the planned step alone; every rollout records its own, and the trainer divides by that."""
-    schedule = config.sampling.temp_scheduler
     if schedule is None:
         return None
-    steps = config.max_steps if schedule.total_steps is None else schedule.total_steps
+    steps = max_steps if schedule.total_steps is None else schedule.total_steps
     last = 1 if steps is None else max(steps - 1, 1)
 
     def at(step: int) -> float:

@@ -1,0 +1,146 @@
+"""`[[orchestrator.env]]`, `[[orchestrator.eval.env]]` and `[[env]]` of evaluations: one environment each."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from pydantic import model_validator
+
+from millrace.config.rules import BrokenRule
+from millrace.config.section import IDENTIFIER_PATTERN, IMAGE_PATTERN, ConfigSection, FreeTable, option, required, table
+from millrace.config.sections.algo import EnvAlgoConfig
+from millrace.config.sections.judge import JudgeConfig
+from millrace.config.sections.sampling import EnvSamplingConfig
+from millrace.config.sections.select import SelectConfig
+from millrace.config.tree import Facts, Path, dotted
+
+_UNNAMED = "unnamed"
+_AS_FOR_ALL = "as for all environments"
+
+
+class NamedEnv(ConfigSection):
+    """What training and evaluation environments share."""
+
+    id: str = required(
+        "Id of an installed `verifiers` environment package, for example `reverse-text`.", pattern=IDENTIFIER_PATTERN
+    )
+    name: str = option(
+        _UNNAMED,
+        "Name in metrics and logs, unique in its list, not `all`.",
+        facts=Facts(default_text="the id"),
+        pattern=IDENTIFIER_PATTERN,
+    )
+    args: FreeTable = table(dict, "Arguments of the environment's loader, passed on as they are.")
+    judge: JudgeConfig = table(JudgeConfig, "Endpoints that its reward functions ask.")
+    python: str | None = option(
+        None,
+        "Python interpreter of a virtual environment of its own, on the machine of the env-server: workers of this "
+        "environment run in it, with its `verifiers` and packages. Only where the env-server's "
+        "`MILLRACE_ENV_PYTHONS` allows it.",
+        facts=Facts(default_text="that of the env-server"),
+        min_length=1,
+    )
+    image: str | None = option(
+        None,
+        "Container image that its env-servers run, as their `MILLRACE_ENV_IMAGE` announces it: it is played there "
+        "alone. Env-servers that announce one play no other environment.",
+        facts=Facts(default_text="env-servers that announce none"),
+        pattern=IMAGE_PATTERN,
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _name_is_id(cls, data: Any) -> Any:
+        """Name an environment by its id when it has no name of its own."""
+        if isinstance(data, dict) and data.get("name") is None:
+            return {**data, "name": data.get("id", _UNNAMED)}
+        return data
+
+
+class EnvConfig(NamedEnv):
+    """One training environment."""
+
+    select: SelectConfig | None = option(
+        None,
+        "Which of its training tasks are drawn. Where an evaluation has a `select`, too, it may name none of them.",
+        facts=Facts(default_text="all", is_own=True),
+    )
+    weight: float = option(
+        1.0,
+        "Share of the tasks drawn from it, relative to the other environments.",
+        facts=Facts(aliases=("ratio",)),
+        gt=0,
+    )
+    algo: EnvAlgoConfig | None = option(
+        None,
+        "How the rewards of this environment become advantages; nothing of `orchestrator.algo` counts then.",
+        facts=Facts(default_text="as in `orchestrator.algo`"),
+    )
+    sampling: EnvSamplingConfig = table(
+        EnvSamplingConfig, "How the policy is sampled there; what is left out is taken from `orchestrator.sampling`."
+    )
+    rollouts_per_example: int | None = option(
+        None,
+        "Rollouts per task of this environment. Batches are cut in whole groups then: of `orchestrator.batch_size` "
+        "rollouts, or of those that complete the last group.",
+        facts=Facts(aliases=("group_size",), default_text=_AS_FOR_ALL),
+        ge=1,
+    )
+    min_abs_advantage: float = option(
+        0.0,
+        "Tokens whose advantage is no larger than this, up or down, are not trained on. A sample of such tokens alone "
+        "is left out; a group of such samples is replaced where `orchestrator.filter_zero_advantages` is `refill`.",
+        ge=0,
+    )
+    reward_range: list[float] = option(
+        [0.0, 1.0],
+        "Lowest and highest reward of a rollout. `buffer.online_difficulty_filtering` and max_rl need it, and end the "
+        "run with the first reward outside of it; nothing else does.",
+        min_length=2,
+        max_length=2,
+    )
+
+
+class EvalEnvConfig(NamedEnv):
+    """One evaluation environment. Its held-out tasks are played.
+
+    One with the name of a training environment is that environment: `id` and `args` have to be the same.
+    """
+
+    select: SelectConfig | None = option(
+        None,
+        "Which of its held-out tasks are played; of all its tasks where none are held out. `num_examples` is taken "
+        "from what is selected.",
+        facts=Facts(default_text="all", is_own=True),
+    )
+    num_examples: int | None = option(
+        None, "Tasks of this environment: -1 for all held-out tasks.", facts=Facts(default_text=_AS_FOR_ALL), ge=-1
+    )
+    rollouts_per_example: int | None = option(
+        None,
+        "Rollouts per task of this environment.",
+        facts=Facts(aliases=("group_size",), default_text=_AS_FOR_ALL, is_own=True),
+        ge=1,
+    )
+
+
+class PeriodicEvalEnvConfig(EvalEnvConfig):
+    """One environment that is evaluated during training."""
+
+    interval: int | None = option(
+        None, "Steps between evaluations on this environment.", facts=Facts(default_text=_AS_FOR_ALL), ge=1
+    )
+
+
+def env_names(envs: Sequence[NamedEnv], path: Path, *, reserved: tuple[str, ...] = ()) -> Iterator[BrokenRule]:
+    """Names that metrics cannot tell apart."""
+    first: dict[str, int] = {}
+    for index, env in enumerate(envs):
+        where, same = (*path, index, "name"), first.setdefault(env.name, index)
+        if env.name in reserved:
+            yield BrokenRule(
+                paths=(where,), message=f"must not be `{env.name}`: metrics over all environments are called so"
+            )
+        elif same != index:
+            other = f"`{dotted((*path, same))}` is called `{env.name}` too"
+            message = f"must be unique, but {other}; give one of them another `name`"
+            yield BrokenRule(paths=(where, (*path, same, "name")), message=message)
