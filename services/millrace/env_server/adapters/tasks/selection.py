@@ -79,7 +79,8 @@ def stop_of(text: str) -> int:
     """One past the last position that a selection names in a slice with an end; 0 if it names none."""
     said = decode_object(text or "{}", what="select", reason="ENV_ARGS_INVALID", max_bytes=MAX_ARGS_BYTES)
     selections = [said[key] for key in ("train", "eval") if key in said] + said.get("apart_from", [])
-    return max((stop or 0 for each in selections for _, stop, _ in each["include"]["idx"]), default=0)
+    stops = [stop for each in selections for _, stop, _ in each["include"]["idx"] if stop is not None]
+    return max(stops, default=0)
 
 
 def tasks_of(taskset: Any, num_tasks: int) -> EveryTask:
