@@ -2,7 +2,6 @@
 
 import json
 import time
-from collections import defaultdict
 
 import pytest
 
@@ -52,7 +51,9 @@ def played(counted: Failures, ordinal: int, *statuses: RolloutStatus, env: str =
 
 
 def made(num_groups: int = 3, max_share: float = 0.9) -> Failures:
-    return Failures(num_groups=num_groups, group_sizes=defaultdict(lambda: SIZE), max_share=max_share)
+    return Failures(
+        num_groups=num_groups, group_sizes=dict.fromkeys(("math", "code", "good"), SIZE), max_share=max_share
+    )
 
 
 def successor(of: Failures, *, is_reopened: bool = False, **options) -> Failures:
