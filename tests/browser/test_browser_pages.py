@@ -158,7 +158,7 @@ def test_tokens_are_coloured_by_the_difference_of_trainer_and_engine(page, run_w
     assert "trainer -0.250 (+0.2500), entropy 1.500" in page.inner_text(".readout")
     opened(page, f"/runs/{RUN}/samples/2-0", ".token")
     page.select_option("select[aria-label='Colour tokens by']", "difference")
-    page.wait_for_selector("text=No difference to show: of step 2, 1 of 8 rollouts are stored")
+    page.wait_for_selector("text=No difference to show: of batch 2, 1 of 8 rollouts are stored")
     page.click(".note a:has-text('2-1')")
     page.wait_for_selector("h1:has-text('Sample 2-1')")
     assert page.complaints == []
@@ -318,7 +318,7 @@ def test_runs_are_found_by_their_configs(page):
 
 def test_lineage_names_batches_and_tokens(page):
     opened(page, f"/runs/{RUN}/lineage?sample=3-1", "text=made 3 of its tokens")
-    page.click("text=made from the batch of step 1")
+    page.click("text=made from batch 1")
     page.wait_for_selector("table.samples tbody tr")
     assert page.url.endswith("/samples?step=1")
 

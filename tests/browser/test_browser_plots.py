@@ -140,7 +140,7 @@ def test_plots_are_smoothed_scaled_and_laid_on_other_axes(page):
     loss.locator("svg").focus()
     page.keyboard.press("ArrowLeft")
     tip = loss.locator(".tip").inner_text()
-    assert "72.0 tokens, step 5" in tip.replace("72 tokens", "72.0 tokens") and "smoothed" in tip
+    assert "72.0 tokens, batch 5 (step 6)" in tip.replace("72 tokens", "72.0 tokens") and "smoothed" in tip
     page.reload()
     page.wait_for_selector("figure svg text.tick")
     assert page.input_value("[aria-label='The x axis']") == "tokens" and page.is_checked(

@@ -205,7 +205,7 @@ class RunsClient:
             response = await self._read_log(self._stub.ListRollouts, request, on_note)
             if not request.page_token and on_note is not None:
                 for each in response.unreadable:
-                    on_note(f"the rollouts of step {each.step} are missing: {each.problem}")
+                    on_note(f"the rollouts of batch {each.step} are missing: {each.problem}")
             found.extend(response.rollouts)
             request.page_token = response.next_page_token
             if not request.page_token or (limit and len(found) >= limit):

@@ -314,7 +314,7 @@ class RunManager:
         uid = view.record.uid
         run_log = await self._catalog.open_reopened(uid)
         records = await asyncio.to_thread(load_reopenings, self._store, run_log.names)
-        reason = f"reopened: it goes on at step {records[-1].step}, at which it had failed"
+        reason = f"reopened: it goes on with step {records[-1].step + 1}, at which it had failed"
         await self._queue(view, run_log, reason, was=run_pb2.RUN_STATE_FAILED)
         faults.reach(faults.Point.ORCHESTRATOR_REOPEN_TOLD, step=records[-1].step)
         self._forget_end(uid)

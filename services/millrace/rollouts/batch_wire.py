@@ -152,7 +152,7 @@ def verify_chunk(header: batch_pb2.BatchHeader, index: int, data: bytes) -> None
     """Raise `CorruptObjectError` unless `data` has the size and sha256 that the header names for chunk `index`."""
     ref = header.chunks[index]
     if len(data) != ref.size_bytes or hashlib.sha256(data).digest() != ref.sha256:
-        raise _corrupt(f"chunks[{index}] of step {header.step}", f"{len(data)} bytes", "has not the header's sha256")
+        raise _corrupt(f"chunks[{index}] of batch {header.step}", f"{len(data)} bytes", "has not the header's sha256")
 
 
 def unpack_batch(
@@ -168,7 +168,7 @@ def unpack_batch(
         if number not in columns:
             if number not in chunks:
                 raise InvalidStateError(
-                    f"chunk {number} of step {header.step} is needed for sample {index} and was not given",
+                    f"chunk {number} of batch {header.step} is needed for sample {index} and was not given",
                     reason="CHUNK_MISSING",
                     remedy="fetch the chunks that chunks_for() names",
                 )

@@ -108,7 +108,7 @@ def encode_token_log(log: TokenLog) -> bytes:
     ).SerializeToString(deterministic=True)
     if len(body) + _HEAD_BYTES > MAX_TOKEN_LOG_BYTES:
         raise CapacityError(
-            f"the log-probs of step {log.step} have {len(body)} bytes, and at most {MAX_TOKEN_LOG_BYTES} are stored",
+            f"the log-probs of batch {log.step} have {len(body)} bytes, and at most {MAX_TOKEN_LOG_BYTES} are stored",
             reason="TOKEN_LOG_TOO_LARGE",
             remedy=f"lower trainer.token_log.share, which is {log.share:g}",
         )

@@ -177,7 +177,7 @@ class _Copy:
         header = decode_header(data)
         if header.previous_chain_hash != chain or (header.step, header.revision) != (step, revision):
             where = self.store.uri(self.source.batch_header(step, revision))
-            raise chain_broken(self.source, step, f"{where} does not continue the chain of step {step - 1}")
+            raise chain_broken(self.source, step, f"{where} does not continue the chain of batch {step - 1}")
         return header
 
     def _verify_follower(self, step: int, chain: bytes) -> None:

@@ -196,7 +196,7 @@ def _tokens_of_groups(run: Learner, batch: Batch, minibatch: Minibatch) -> dict[
 
 def require_learning(run: Training, learned: Learned | None = None) -> None:
     """InvalidStateError, behind the policy of the last step, if too many steps in a row changed nothing."""
-    last, num_skipped = run.position.version - 1, run.position.num_skipped
+    last, num_skipped = run.position.version, run.position.num_skipped
     if num_skipped < run.config.max_skipped_steps:
         return
     run.publisher.finish()
@@ -205,7 +205,7 @@ def require_learning(run: Training, learned: Learned | None = None) -> None:
         f"the run cannot learn: {which}, because loss, entropy or gradient was not finite (trainer.max_skipped_steps = "
         f"{run.config.max_skipped_steps})" + (f"; last, {learned.cause}" if learned is not None else ""),
         reason="TOO_MANY_SKIPPED_STEPS",
-        remedy=f"fork the run before step {last + 1 - num_skipped} with a lower trainer.optim.lr, or see "
+        remedy=f"fork the run before it (--step {last - num_skipped}) with a lower trainer.optim.lr, or see "
         "docs/troubleshooting.md",
     )
 
@@ -255,22 +255,22 @@ def _warn(run: Training, batch: Batch, learned: Learned) -> None:
     if learned.not_finite and not report.was_skipped:
         run.reporter.warning(
             name,
-            f"{report.num_skipped} of the {report.num_steps} minibatches of step {batch.step} changed nothing: "
+            f"{report.num_skipped} of the {report.num_steps} minibatches of step {batch.step + 1} changed nothing: "
             f"{learned.cause}; lower trainer.optim.lr, or look at the batch's samples",
         )
     elif learned.not_finite:
         run.reporter.warning(
             name,
-            f"step {batch.step} was skipped: {learned.cause}; version {batch.step + 1} has the weights of version "
+            f"step {batch.step + 1} was skipped: {learned.cause}; version {batch.step + 1} has the weights of version "
             f"{batch.step}. The run ends after {run.config.max_skipped_steps} such steps in a row, this is number "
             f"{run.position.num_skipped}; lower trainer.optim.lr, or look at the batch's samples",
         )
     if learned.not_finite:
         return
     values = learned.metrics.values()
-    if problem := run.disagreement.add(batch.step, values):
+    if problem := run.disagreement.add(batch.step + 1, values):
         run.reporter.warning("ENGINE_DISAGREES", problem)
-    trend = run.kl_trend.add(batch.step, values.get("mismatch_kl/mean", 0.0))
+    trend = run.kl_trend.add(batch.step + 1, values.get("mismatch_kl/mean", 0.0))
     if trend and not run.disagreement.is_large:
         run.reporter.warning(
             "KL_EXPLODING",

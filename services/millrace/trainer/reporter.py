@@ -114,7 +114,7 @@ class Reporter:
         logger.info(
             "step completed",
             extra={
-                "step": header.step,
+                "step": header.step + 1,
                 "reward": round(header.reward_mean, 4),
                 "loss": round(metrics.get("loss/mean", 0.0), 5),
                 "mismatch_kl": round(metrics.get("mismatch_kl/mean", 0.0), 7),

@@ -73,7 +73,11 @@ def test_a_page_of_tokens_has_its_own_and_the_mean_of_all(served: Served) -> Non
 @pytest.mark.parametrize(
     ("sample", "reason", "words"),
     [
-        ("0-1", "NOT_CHOSEN", "of step 0, 1 of 3 rollouts are stored, and this one is not: trainer.token_log.share is"),
+        (
+            "0-1",
+            "NOT_CHOSEN",
+            "of batch 0, 1 of 3 rollouts are stored, and this one is not: trainer.token_log.share",
+        ),
         ("0-3", None, "a rollout that failed has no tokens"),
         ("2-2", "OBJECT_DAMAGED", "token_logs/00000002/0000.bin"),
         ("3-2", "OTHER_HISTORY", "is of another batch"),

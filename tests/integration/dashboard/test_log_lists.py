@@ -166,10 +166,10 @@ async def test_lineage_leads_back_and_forward(deployment):
 
 async def test_lineage_says_why_there_is_none(deployment):
     runs = deployment.client.runs
-    with pytest.raises(NotFoundError, match="the batch of step 3 resolved 4 samples") as caught:
+    with pytest.raises(NotFoundError, match="batch 3 resolved 4 samples") as caught:
         await runs.lineage("runs/letters-1", rollout="3-17")
     assert caught.value.reason == "SAMPLE_NOT_FOUND" and "run samples" in (caught.value.remedy or "")
-    with pytest.raises(NotFoundError, match="no batch of step 99 is committed, the newest is that of step 4"):
+    with pytest.raises(NotFoundError, match="no batch 99 is committed, the newest is 4"):
         await runs.lineage("runs/letters-1", rollout="99-0")
     with pytest.raises(InvalidSpecError, match="12-3"):
         await runs.lineage("runs/letters-1", rollout="twelve")

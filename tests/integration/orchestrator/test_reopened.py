@@ -85,7 +85,7 @@ async def test_an_environment_that_did_not_load_is_mended(stack) -> None:
     events = await watch(stack, run)
     assert states(events) == ["STARTING", "FAILED", "QUEUED", "STARTING", "RUNNING", "STOPPING", "SUCCEEDED"]
     reopened = bodies(events, "state_changed")[2]
-    assert reopened.old_state == FAILED and reopened.reason.startswith("reopened: it goes on at step 0")
+    assert reopened.old_state == FAILED and reopened.reason.startswith("reopened: it goes on with step 1")
     found = await get(stack, run)
     assert not found.HasField("error") and found.progress.max_steps == 3
     headers = await require_all_steps(stack, run, max_steps=3)

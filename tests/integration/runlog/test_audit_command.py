@@ -52,7 +52,7 @@ def test_a_damaged_run_exits_1(run, run_command, redis_url):
     with redis.Redis.from_url(redis_url) as client:
         client.hset(run.names.meta, "epoch:trainer", "7")
     code, out, _ = run_command("audit", run)
-    assert code == 1 and "VIOLATION CHUNK_CORRUPT: chunk 0 of step 2" in out and "EPOCH_AHEAD" not in out
+    assert code == 1 and "VIOLATION CHUNK_CORRUPT: chunk 0 of batch 2" in out and "EPOCH_AHEAD" not in out
     code, out, _ = run_command("audit", run, "--redis", redis_url)
     assert code == 1 and "VIOLATION EPOCH_AHEAD" in out and out.endswith("audit found 2 violations\n")
 

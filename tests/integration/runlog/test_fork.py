@@ -278,7 +278,7 @@ async def test_a_parent_with_a_broken_chain(parent):
     header = parent.header(1)
     header.reward_mean = 0.9
     parent.store.put(parent.names.batch_header(1), header.SerializeToString(deterministic=True))
-    with pytest.raises(CorruptObjectError, match="does not continue the chain of step 1"):
+    with pytest.raises(CorruptObjectError, match="does not continue the chain of batch 1"):
         await fork(parent, 2)  # the last header that is copied: the one behind it says that it was another
 
 

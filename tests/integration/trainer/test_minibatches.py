@@ -165,7 +165,7 @@ def test_a_half_that_is_not_finite_is_skipped_alone(
     ((reason, message),) = [(e.warning.reason, e.warning.message) for e in events if e.HasField("warning")]
     assert reason == "LOSS_NOT_FINITE" and f"in 1 of its 12 samples ({bad[0]})" in message
     if len(bad) == 1:
-        assert message.startswith("1 of the 2 minibatches of step 0 changed nothing: the loss of batch 0")
+        assert message.startswith("1 of the 2 minibatches of step 1 changed nothing: the loss of batch 0")
     else:
         assert "version 1 has the weights of version 0" in message
     assert (digests[1] == digests[0]) == (len(bad) == 2) and digests[2] != digests[1]

@@ -130,7 +130,7 @@ def test_too_many_in_a_row_end_the_run_and_a_resumed_trainer_says_the_same(
         with pytest.raises(InvalidStateError) as raised:
             recorder.train()
         assert raised.value.reason == "TOO_MANY_SKIPPED_STEPS"
-        assert "steps 3 to 4 were skipped" in raised.value.message
+        assert "steps 4 to 5 were skipped" in raised.value.message
         assert "trainer.max_skipped_steps = 2" in raised.value.message
         assert "the loss of batch 4 is not finite in 1 of its 12 samples" in raised.value.message
         assert max(recorder.digests()) == 5, "the version of the last skipped step is published"
@@ -140,9 +140,9 @@ def test_too_many_in_a_row_end_the_run_and_a_resumed_trainer_says_the_same(
 
 def test_skipped_steps_before_a_reopening_count_no_more(recorder: Recorder, make_config: MakeConfig) -> None:
     record(recorder, make_config(ckpt={"interval": 1}, max_skipped_steps=1), steps=3, bad=(1,))
-    with pytest.raises(InvalidStateError, match="step 1 was skipped"):
+    with pytest.raises(InvalidStateError, match="step 2 was skipped"):
         recorder.train()
-    with pytest.raises(InvalidStateError, match="step 1 was skipped"):
+    with pytest.raises(InvalidStateError, match="step 2 was skipped"):
         recorder.train()  # from checkpoint 2, before any batch
     failed = Reopening(step=2, revision=0, closing_sha256="ab" * 32, epoch=1, owner="test", time="")
     recorder.store.create(recorder.log.names.reopened(1), failed.encode())

@@ -58,7 +58,7 @@ def test_every_step_is_recomputed_bit_for_bit_and_nothing_is_written(
     before = _objects(trained)
     assert _replay(trained, step) == 0
     out, err = capsys.readouterr()
-    assert f"recomputed step {step} of tiny-run ({trained.uid}) from version {start}" in out
+    assert f"recomputed step {step + 1} (batch {step}) of tiny-run ({trained.uid}) from version {start}" in out
     assert f"equal: version {step + 1} has digest {trained.digests()[step + 1]}" in out
     assert [line for line in err.splitlines() if "steps" in line] == [
         f"replaying tiny-run: {done} of {step + 1 - start} steps" for done in range(step + 2 - start)
@@ -97,7 +97,7 @@ def test_metrics_under_another_loss_beside_the_originals(trained: Recorder, caps
     assert _replay(trained, 3, "--loss", f"{LOSSES}:doubled") == 0
     lines = capsys.readouterr().out.splitlines()
     assert any(line.startswith("equal:") for line in lines)  # trying a loss leaves the step itself as it was
-    header = next(index for index, line in enumerate(lines) if line.startswith("METRIC OF STEP 3"))
+    header = next(index for index, line in enumerate(lines) if line.startswith("METRIC OF STEP 4"))
     assert lines[header].split()[-1] == f"{LOSSES}:doubled"
     metrics = {row[0]: row[1:] for row in (line.split() for line in lines[header + 1 :])}
     mine, other = (float(value) for value in metrics["loss/mean"])
@@ -184,7 +184,7 @@ def test_a_step_that_was_not_taken_names_the_range(
     trained: Recorder, capsys: pytest.CaptureFixture[str], step: int
 ) -> None:
     assert _replay(trained, step) == 2
-    assert f"step {step} of run {trained.uid} is not there (yet): the run has 5 steps" in capsys.readouterr().err
+    assert f"batch {step} of run {trained.uid} is not there (yet): it has 5, counted from 0" in capsys.readouterr().err
 
 
 def test_steps_before_the_oldest_checkpoint_end_with_their_batches(
@@ -194,7 +194,7 @@ def test_steps_before_the_oldest_checkpoint_end_with_their_batches(
         trained.store.delete(info.key)
     assert _replay(trained, 1) == 2
     assert "is too old to be recomputed" in (err := capsys.readouterr().err)
-    assert "keeps what is needed for steps 2 to 4" in err
+    assert "keeps what is needed for batches 2 to 4" in err
     assert _replay(trained, 2) == 0
 
 

@@ -49,9 +49,9 @@ def test_a_sample_leads_to_what_made_it_and_what_came_of_it(outputs: Path, capsy
     lines = shown(capsys, "lineage", "letters-1", "--sample", "2-1").splitlines()
     assert lines[0].startswith("sample 2-1  letters  task 2.1  ok  reward 0.500  advantage +0.000  5 tokens")
     assert lines[lines.index("made by") + 1].startswith("  policy v1  3 tokens  published 2023-")
-    assert "  step 2: 4 rollouts, 3 trained on, mean reward 0.500" in lines
+    assert "  step 3, batch 2: 4 rollouts, 3 trained on, mean reward 0.500" in lines
     assert lines[lines.index("which made") + 1].startswith("  policy v3  published")
-    assert any(line.startswith("    made from   the batch of step 0  millrace/runs/") for line in lines)
+    assert any(line.startswith("    made from   batch 0  millrace/runs/") for line in lines)
     untrained = shown(capsys, "lineage", "outputs/letters-1", "--sample", "2-3")
     assert "no policy: nothing of it was sampled" in untrained and "not trained on in" in untrained
     assert "which made" not in untrained
@@ -60,9 +60,9 @@ def test_a_sample_leads_to_what_made_it_and_what_came_of_it(outputs: Path, capsy
 def test_a_version_leads_both_ways(outputs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     lines = shown(capsys, "lineage", "-", "--version", "1").splitlines()
     assert lines[0].startswith("  policy v1  published")
-    assert lines[lines.index("made from") + 1].startswith("  step 0: 4 rollouts, 3 trained on")
+    assert lines[lines.index("made from") + 1].startswith("  step 1, batch 0: 4 rollouts, 3 trained on")
     assert lines[lines.index("sampled tokens of") + 1 :][:2] == [
-        "  3 rollouts: 2-0, 2-1, 2-2", "  trained on in step 2",
+        "  3 rollouts: 2-0, 2-1, 2-2", "  trained on in step 3",
     ]  # fmt: skip
     assert lines[lines.index("next") + 1].startswith("  policy v2")
     assert "  version 4 is not there" in shown(capsys, "lineage", "-", "--version", "3")
@@ -93,8 +93,8 @@ def test_ids_of_samples_are_those_of_lineage(outputs: Path, capsys: pytest.Captu
 @pytest.mark.parametrize(
     ("argv", "code", "words"),
     [
-        (("--sample", "2-17"), 3, ("the batch of step 2 resolved 4 samples", "millrace run samples")),
-        (("--sample", "50-1"), 3, ("no batch of step 50 is committed, the newest is that of step 2", "run samples")),
+        (("--sample", "2-17"), 3, ("batch 2 resolved 4 samples", "millrace run samples")),
+        (("--sample", "50-1"), 3, ("no batch 50 is committed, the newest is 2", "run samples")),
         (("--sample", "abc"), 2, ("such as 12-3",)),
         (("--version", "40"), 3, ("no policy version 40", "from 0, the start policy, to 3")),
         ((), 2, ("one of --sample and --version", "run samples")),

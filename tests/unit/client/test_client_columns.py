@@ -83,7 +83,7 @@ async def test_rollouts_of_all_pages_and_their_limit(lists):
         )
         assert found["id"] == [f"{n}-0" for n in range(STEPS)] and found["reward"] == [None, 0.25, 0.5, 0.75, 1.0]
         assert dict(servicer.asked[0].filter) == {"env": "letters", "min_reward": "0.5"}
-        assert told == ["the rollouts of step 9 are missing: damaged"], "once, and not for every page"
+        assert told == ["the rollouts of batch 9 are missing: damaged"], "once, and not for every page"
         servicer.asked.clear()
         assert (await client.runs.rollouts("runs/x", limit=3))["step"] == [0, 1, 2]
         assert [each.page_size for each in servicer.asked] == [3, 1]

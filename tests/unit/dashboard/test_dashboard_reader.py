@@ -217,7 +217,7 @@ def test_a_link_to_a_sample_waits_for_its_batch_to_be_read(written, tmp_path, qu
     store.gate.set()
     settled(reader, 3)
     assert reader.ask(question, UID, params)
-    with pytest.raises(NotFoundError, match="no batch of step 7"):
+    with pytest.raises(NotFoundError, match="no batch 7"):
         reader.ask("sample", UID, {"id": "7-1"})
     reader.close()
 

@@ -188,7 +188,7 @@ def test_columns_that_contradict_the_number_of_tokens_are_refused(match, damage)
 
 def test_a_missing_chunk_is_named():
     header, _ = _pack([_sample()])
-    with pytest.raises(InvalidStateError, match="chunk 0 of step 3"):
+    with pytest.raises(InvalidStateError, match="chunk 0 of batch 3"):
         batch_wire.unpack_batch(header, {})
 
 

@@ -1,4 +1,4 @@
-"""`millrace config`: files of prime-rl in Millrace's own words."""
+"""`millrace config`: files of prime-rl and of TRL in Millrace's own words."""
 
 from pathlib import Path
 
@@ -21,6 +21,9 @@ def config() -> None:
 @click.option("--out", "-o", metavar="FILE", type=click.Path(dir_okay=False, path_type=Path), help="Write it here.")
 def import_files(files: tuple[str, ...], kind: str | None, out: Path | None) -> int:
     """Translate config files of prime-rl (September 2025 to October 2026) into one of Millrace.
+
+    Or one of TRL's GRPO or SFT trainer: YAML, JSON, or a script that calls GRPOConfig or SFTConfig, which is read and
+    not run. What TRL takes where its file is silent is written out.
 
     Several files are parts of one run, as in `rl --trainer @ … --orchestrator @ …`. The result is printed, or written
     to --out; standard error says of every key what became of it. Nothing is written if a key has no meaning here.

@@ -40,7 +40,7 @@ def _of_version(found: lineage_pb2.VersionLineage) -> Iterator[str]:
     yield "sampled tokens of"
     yield from _some(found.made)
     if found.trained_steps:
-        steps = ", ".join(map(str, found.trained_steps[:_MOST_STEPS]))
+        steps = ", ".join(str(batch + 1) for batch in found.trained_steps[:_MOST_STEPS])
         more = " …" if len(found.trained_steps) > _MOST_STEPS else ""
         yield f"  trained on in step{'s' if len(found.trained_steps) > 1 else ''} {steps}{more}"
     yield "next"
@@ -63,7 +63,7 @@ def _version(each: lineage_pb2.TracedVersion, *, with_batch: bool = False) -> It
         saved = each.checkpoint
         yield f"    checkpoint  step {saved.step}  {size(saved.size_bytes)}  {saved.uri}"
     if with_batch and each.HasField("batch"):
-        yield f"    made from   the batch of step {each.batch.step}  {each.batch.key or '(not there)'}"
+        yield f"    made from   batch {each.batch.step}  {each.batch.key or '(not there)'}"
 
 
 def _published(each: lineage_pb2.TracedVersion) -> str:
@@ -75,11 +75,12 @@ def _published(each: lineage_pb2.TracedVersion) -> str:
 
 def _batch(each: lineage_pb2.TracedBatch) -> Iterator[str]:
     if not each.key:
-        yield f"  step {each.step}, whose batch is not there"
+        yield f"  step {each.step + 1}, whose batch {each.step} is not there"
         return
     reward = f", mean reward {each.reward_mean:.3f}" if each.HasField("reward_mean") else ""
     done = "" if each.is_done else "  (the step is not done)"
-    yield f"  step {each.step}: {each.num_rollouts} rollouts, {each.num_trained} trained on{reward}{done}"
+    which = f"step {each.step + 1}, batch {each.step}"
+    yield f"  {which}: {each.num_rollouts} rollouts, {each.num_trained} trained on{reward}{done}"
     if each.dropped:
         dropped = ", ".join(f"{count} {reason}" for reason, count in sorted(each.dropped.items()))
         yield f"    groups dropped: {printable(dropped)}"

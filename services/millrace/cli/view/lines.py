@@ -89,7 +89,7 @@ def _event_words(event: event_pb2.Event, progress: Progress) -> str:
             return f"policy v{new.version} served by {new.replica}  paused {new.pause_seconds:.3f}s{fetched}"
         case "token_log_stored":
             stored = event.token_log_stored
-            return f"log-probs of step {stored.step} are stored ({size(stored.size_bytes)})"
+            return f"log-probs of step {stored.step + 1} are stored ({size(stored.size_bytes)})"
         case "checkpoint_saved":
             saved = event.checkpoint_saved
             return f"checkpoint of step {saved.step} saved  {size(saved.size_bytes)}  {saved.uri}"

@@ -29,7 +29,7 @@ export function chart(title, series, options = {}) {
     return figure;
   }
   const box = svg("svg", { role: "img", tabindex: "0", height: HEIGHT,
-    "aria-label": `${title}: ${drawn.map((each, at) => `${each.name} ${number(last[at][1])} at ${options.x || "step"} ${last[at][0]}`).join(", ")}` });
+    "aria-label": `${title}: ${drawn.map((each, at) => `${each.name} ${number(last[at][1])} at ${placed(options, last[at][0])}`).join(", ")}` });
   const tip = h("div", { class: "tip", hidden: true });
   figure.append(h("div", { class: "plot" }, box, tip));
   legend.append(saver(title, drawn, box));
@@ -163,10 +163,15 @@ function frame(box, drawn, width, options) {
     box.append(svg("text", { class: "tick", x: from - 6, y: y.at(value) + 4, "text-anchor": "end" }, text));
   }
   for (const [value, text] of labelsOf(x, first, final)) box.append(svg("text", { class: "tick", x: x.at(value), y: bottom + 15, "text-anchor": value === first ? "start" : value === final ? "end" : "middle" }, text));
-  box.append(svg("text", { class: "tick", x: to, y: HEIGHT - 4, "text-anchor": "end" }, view.x === "step" ? options.x || "step" : xAxis().name));
+  box.append(svg("text", { class: "tick", x: to, y: HEIGHT - 4, "text-anchor": "end" }, view.x === "step" ? options.x || "batch" : xAxis().name));
   const place = (value) => (view.log && !(value > 0) ? bottom : Math.max(PAD.top - 40, Math.min(HEIGHT + 40, y.at(value))));
   for (const each of curves) line(box, each, (point, name) => `${x.at(point.x).toFixed(1)},${place(point[name]).toFixed(1)}`, options);
   return { x, y, xs, curves, height: HEIGHT, width };
+}
+
+// Where a point stands, in words: step n + 1 is that of batch n.
+function placed(options, value) {
+  return options.x ? `${options.x} ${value}` : `batch ${value} (step ${value + 1})`;
 }
 
 // Of whole steps there is nothing in between; where few are shown, the ends are labels.
@@ -198,7 +203,7 @@ function showTip(box, tip, { x, curves, height, width }, value, options) {
   box.querySelector(".cursor")?.remove();
   box.append(svg("line", { class: "cursor", x1: x.at(value), x2: x.at(value), y1: PAD.top, y2: height - PAD.bottom }));
   const found = curves.map((each) => [each, each.points.find((point) => point.x === value)]).filter(([, point]) => point);
-  const step = `${options.x || "step"} ${found[0]?.[1].step}`;
+  const step = placed(options, found[0]?.[1].step);
   tip.replaceChildren(h("b", {}, view.x === "step" ? step : `${xAxis().text(value)}${view.x === "tokens" ? " tokens" : ""}, ${step}`));
   for (const [each, point] of found) {
     const spread = point.low === null ? "" : ` (${number(point.low)} … ${number(point.high)})`;

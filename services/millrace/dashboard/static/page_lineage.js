@@ -42,8 +42,8 @@ function ofVersion(base, found) {
   return h("div", { class: "flow" }, before, versionBox(base, found.version, true), arrow("sampled"),
     panel(`${number(found.made.num_samples)} samples with tokens of v${here}`, few.length ? h("ul", { class: "few" }, few) : h("p", { class: "none" }, "none is resolved yet"),
       found.made.num_samples > few.length ? link(`${base}/samples?version=${here}`, "all of them") : null,
-      found.made.steps.length ? h("p", {}, "Steps that trained on them: ", found.made.steps.slice(0, 24).map((step) => [link(`${base}/lineage?version=${step + 1}`, String(step)), " "])) : null),
-    arrow(`step ${here} made`), found.next.is_known ? versionBox(base, found.next) : panel("The next version", h("p", { class: "none" }, "is not there")));
+      found.made.steps.length ? h("p", {}, "Steps that trained on them: ", found.made.steps.slice(0, 24).map((step) => [link(`${base}/lineage?version=${step + 1}`, String(step + 1)), " "])) : null),
+    arrow(`step ${here + 1} made`), found.next.is_known ? versionBox(base, found.next) : panel("The next version", h("p", { class: "none" }, "is not there")));
 }
 
 function versionBox(base, each, isHere) {
@@ -51,7 +51,7 @@ function versionBox(base, each, isHere) {
     each.published ? `published ${moment(each.published)}, ${bytes(each.size_bytes || 0)} (${each.codec || "?"})` : each.version === 0 ? "the start policy" : "not published",
     ...each.served.map((served) => `served by ${served.replica} from ${moment(served.time)}${served.proof ? ` (${served.proof})` : ""}`),
     each.tokens ? `made ${number(each.tokens)} of its tokens` : null,
-    each.batch ? link(`${base}/samples?step=${each.batch.step}`, `made from the batch of step ${each.batch.step}`) : null,
+    each.batch ? link(`${base}/samples?step=${each.batch.step}`, `made from batch ${each.batch.step}`) : null,
     each.checkpoint ? `checkpoint of step ${each.checkpoint.step}, ${bytes(each.checkpoint.size_bytes || 0)}` : null,
   ].filter(Boolean);
   return h("section", { class: `panel version${isHere ? " here" : ""}` }, h("h2", {}, link(`${base}/lineage?version=${each.version}`, `Policy v${each.version}`)),
@@ -60,7 +60,7 @@ function versionBox(base, each, isHere) {
 
 function stepBox(base, each) {
   const dropped = Object.entries(each.dropped_groups || {}).map(([why, count]) => `${count} ${visible(why)}`).join(", ");
-  return panel(`Step ${each.step}`, each.problem ? h("p", { class: "problem" }, each.problem) : null, h("ul", {},
+  return panel(`Step ${each.step + 1}, batch ${each.step}`, each.problem ? h("p", { class: "problem" }, each.problem) : null, h("ul", {},
     each.trained === null ? h("li", {}, "its batch is not there") : h("li", {}, link(`${base}/samples?step=${each.step}`, `${number(each.rollouts)} rollouts`), `, ${number(each.trained)} trained on, reward ${number(each.reward)}`),
     dropped ? h("li", {}, `groups dropped: ${dropped}`) : null,
     each.tokens ? h("li", {}, `${number(each.tokens)} tokens, epoch ${each.epoch}`) : null),

@@ -21,7 +21,7 @@ export async function samplePage(page, run, id) {
   page.keys = { j: to(at + 1), k: to(at - 1), g: () => page.go(other) };
   const facts = [
     ["reward", number(found.reward)], ["advantage", number(found.advantage)], ["what came of it", outcome(found)], ["policy", link(`${base}/lineage?sample=${found.id}`, version(found))],
-    ["step", link(`${base}/samples?step=${found.step}`, String(found.step))], ["environment", visible(found.env)], ...(found.eval_id ? [["evaluation", visible(found.eval_id)]] : []), ["task", visible(found.task_id) || String(found.task_index)],
+    ["batch", link(`${base}/samples?step=${found.step}`, String(found.step))], ["environment", visible(found.env)], ...(found.eval_id ? [["evaluation", visible(found.eval_id)]] : []), ["task", visible(found.task_id) || String(found.task_index)],
     ["stopped by", visible(found.stop) || "–"], ["tokens", `${number(found.sampled)} of ${number(found.tokens)}`], ["turns", number(found.turns)],
     ["time", `${seconds(found.seconds)}, ${seconds(found.model_seconds)} in the engine`], ["temperature", number(found.temperature, 2)], ["attempt", String(found.attempt)], ["env-server", worker(found.env_server)],
   ];

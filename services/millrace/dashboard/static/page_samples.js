@@ -6,7 +6,7 @@ import { tabs } from "./page_run.js";
 
 const SIZE = 50;
 const SORTS = [["-step", "newest first"], ["step", "oldest first"], ["-reward", "highest reward"], ["reward", "lowest reward"], ["-advantage", "highest advantage"], ["advantage", "lowest advantage"], ["-sampled", "longest"], ["sampled", "shortest"], ["-seconds", "slowest"], ["-turns", "most turns"]];
-const NUMBERS = [["step", "Step"], ["version", "Version"], ["min_reward", "Reward ≥"], ["max_reward", "≤"], ["min_advantage", "Advantage ≥"], ["max_advantage", "≤"], ["min_sampled", "Tokens ≥"], ["max_sampled", "≤"], ["ordinal", "Task"]];
+const NUMBERS = [["step", "Batch"], ["version", "Version"], ["min_reward", "Reward ≥"], ["max_reward", "≤"], ["min_advantage", "Advantage ≥"], ["max_advantage", "≤"], ["min_sampled", "Tokens ≥"], ["max_sampled", "≤"], ["ordinal", "Task"]];
 const CHOICES = [["outcome", "What came of it", ["trained", "dropped", "failed", "evaluated"]], ["env", "Environment", []], ["status", "Status", []], ["stop", "Stopped by", []], ["reason", "Dropped as", []]];
 
 export async function samplesPage(page, name) {
@@ -69,7 +69,7 @@ function drawPage(body, run, found, asked, change) {
     h("span", {}, found.total ? `${number(at + 1)}–${number(to)} of ${number(found.total)} samples` : "no sample passes"),
     h("button", { type: "button", disabled: to >= found.total, onclick: () => change("offset", String(at + SIZE)) }, "Next →"),
     h("span", { class: "note" }, growth(found.index)));
-  const columns = heads("Step#", "Environment", "Reward#", "Advantage#", "What came of it", "Prompt", "Reply", "Answer", "Tokens#", "Turns#", "Version#", "Stopped by");
+  const columns = heads("Batch#", "Environment", "Reward#", "Advantage#", "What came of it", "Prompt", "Reply", "Answer", "Tokens#", "Turns#", "Version#", "Stopped by");
   const largest = Math.max(0, ...found.samples.map((each) => Math.abs(each.advantage ?? 0)));
   const base = `/runs/${encodeURIComponent(run)}/samples/`;
   const rows = found.samples.map((each) => h("tr", {},
@@ -90,7 +90,7 @@ function growth(index) {
 }
 
 function unreadable(index) {
-  return index.unreadable.length ? h("p", { class: "panel warned" }, `Of ${number(index.num_unreadable)} batches the rollouts cannot be read (pruned or damaged), the last: step ${index.unreadable.at(-1).step}: ${index.unreadable.at(-1).problem}`) : null;
+  return index.unreadable.length ? h("p", { class: "panel warned" }, `Of ${number(index.num_unreadable)} batches the rollouts cannot be read (pruned or damaged), the last: batch ${index.unreadable.at(-1).step}: ${index.unreadable.at(-1).problem}`) : null;
 }
 
 export const version = (each) => (each.version_min === null ? "–" : each.version_min === each.version_max ? `v${each.version_min}` : `v${each.version_min}–${each.version_max}`);

@@ -90,12 +90,12 @@ class Details:
         segment = next((each for each in segments if (each.step, each.revision) == (step, revision)), None)
         if segment is None:
             newest = max((each.step for each in segments), default=-1)
-            why = f"the newest is that of step {newest}" if segments else "there is none yet"
-            raise _no_sample(sample, f"no batch of step {step}{f'r{revision}' if revision else ''} is committed, {why}")
+            why = f"the newest is {newest}" if segments else "there is none yet"
+            raise _no_sample(sample, f"no batch {step}{f'r{revision}' if revision else ''} is committed, {why}")
         rows = self._columns.rows()[segment.first : segment.first + segment.count]
         found = np.flatnonzero(rows["place"] == place)
         if not len(found):
-            what = segment.problem or f"the batch of step {step} resolved {segment.count} samples, and not this one"
+            what = segment.problem or f"batch {step} resolved {segment.count} samples, and not this one"
             raise _no_sample(sample, what)
         return segment.first + int(found[0])
 
@@ -206,7 +206,7 @@ class Details:
         archive = self._archives.read(self._segment(row).key)
         if not 0 <= row["place"] < len(archive.rollouts):
             raise CorruptObjectError(
-                f"the archive of step {row['step']} has no rollout {row['place']} any more",
+                f"the archive of batch {row['step']} has no rollout {row['place']} any more",
                 reason="INDEX_CORRUPT",
                 remedy="`millrace run audit` says whether the archive is what was written",
             )

@@ -117,7 +117,7 @@ def _take(window: _Window, event: event_pb2.Event) -> None:
                 window.pauses[new.replica] = window.pauses.get(new.replica, 0.0) + new.pause_seconds
         case "batch_committed":
             window.committed.setdefault(event.batch_committed.step, at)
-            text = f"batch of step {event.batch_committed.step} is committed"
+            text = f"batch of step {event.batch_committed.step + 1} is committed"
             window.span(event.writer, "commit", at, at, text, group="orchestrator")
         case "warning" | "rollouts_failed" | "state_changed":
             _mark(window, event, at)

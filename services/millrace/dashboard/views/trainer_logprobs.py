@@ -64,7 +64,7 @@ class TrainerLogprobs:
         if log is None:
             return self._without_object(asked.step)
         if (log.run_uid, log.step, log.chain_hash) != (self._names.uid, asked.step, asked.chain_hash):
-            return _none("OTHER_HISTORY", f"what is stored of step {asked.step} is of another batch than this one")
+            return _none("OTHER_HISTORY", f"what is stored for step {asked.step + 1} is of another batch than this one")
         found = samples_by_part(log, asked.rollout)[asked.part]
         if found is not None:
             return _columns(found, asked)
@@ -147,7 +147,7 @@ def _not_chosen(log: TokenLog, asked: Asked) -> dict[str, Any]:
     """The answer for a rollout that is none of the share."""
     logged = {each.key for each in log.samples}
     places = [place for place, each in enumerate(asked.rollouts) if _key(each) in logged and not each.is_duplicate]
-    said = f"of step {asked.step}, {len(logged)} of {log.num_rollouts} rollouts are stored, and this one is not"
+    said = f"of batch {asked.step}, {len(logged)} of {log.num_rollouts} rollouts are stored, and this one is not"
     return _none("NOT_CHOSEN", f"{said}: trainer.token_log.share is {log.share:g}") | {"places": places[:_MAX_NAMED]}
 
 

@@ -44,6 +44,7 @@ from millrace.env_server.adapters.runtimes_v1 import check_default_runtime, chec
 from millrace.env_server.adapters.samples import MissingTokensError
 from millrace.env_server.adapters.samples_v1 import branch_samples
 from millrace.env_server.adapters.scoring import judges
+from millrace.env_server.adapters.scoring.arguments_v1 import refuse_unknown_arguments
 from millrace.env_server.adapters.span_log import SPANS
 from millrace.env_server.adapters.tasks.selection import selected_tables, stop_of, tasks_of
 from millrace.env_server.adapters.tasks.tables import TaskTable
@@ -121,6 +122,8 @@ class V1Adapter:
         tables = selected_tables(spec.select_json, train=train, held_out=held_out, is_mixed=False)
         loaded = cls(env, tables=tables, renderer=renderer, traces=traces)
         loaded.loaded = replace(loaded.loaded, declared=declared_sampling(env, trained, where=where))
+        tables = [table for table in (loaded.train, loaded.eval) if len(table)]
+        refuse_unknown_arguments(table.row(0) for table in tables)
         if len(loaded.train):
             check_default_runtime(env, loaded.train.row(0), extra, where=where)
         if spec.is_text_only:

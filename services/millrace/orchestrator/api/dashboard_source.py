@@ -244,7 +244,7 @@ def _worker(record: WorkerRecord, name: str) -> dict[str, Any]:
 def _does(record: WorkerRecord) -> str:
     match record.kind:
         case WorkerKind.TRAINER:
-            return f"trains step {record.trainer.step}" if record.trainer is not None and record.run_uid else "free"
+            return f"trains step {record.trainer.step + 1}" if record.trainer is not None and record.run_uid else "free"
         case WorkerKind.INFERENCE:
             is_serving = record.policy is not None and record.policy.has_version
             return (

@@ -224,12 +224,12 @@ class BatchWriter:
         if is_told(self.num_empty):
             await self._context.events.warning(
                 "ZERO_ADVANTAGE",
-                f"{self.num_empty} batches in a row at step {step} had no advantage: {why}; the run fails after "
+                f"{self.num_empty} batches in a row up to batch {step} had no advantage: {why}; the run fails after "
                 f"{MAX_EMPTY_BATCHES}. {remedy[0].upper()}{remedy[1:]}",
             )
         if self.num_empty >= MAX_EMPTY_BATCHES:
             raise InternalError(
-                f"{MAX_EMPTY_BATCHES} batches in a row at step {step} had no advantage: {why}",
+                f"{MAX_EMPTY_BATCHES} batches in a row up to batch {step} had no advantage: {why}",
                 reason="NO_ADVANTAGE",
                 remedy=remedy,
             )
@@ -284,7 +284,7 @@ class BatchWriter:
         lease = self._context.lease
         if not lease.may_write and not await lease.renew():
             raise FencedError(
-                f"the lease of run {self._log.uid} is another orchestrator's: step {self._book.step} is not committed "
+                f"the lease of run {self._log.uid} is another orchestrator's: batch {self._book.step} is not committed "
                 "here",
                 reason="LEASE_LOST",
                 remedy="that one continues the run",

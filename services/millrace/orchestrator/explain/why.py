@@ -137,7 +137,7 @@ def _of_run(found: Iterable[Wait], uid: str) -> list[Wait]:
 def _activity(record: WorkerRecord) -> str:
     """What a worker that waits for nobody says that it does."""
     if record.trainer is not None:
-        return f"works on step {record.trainer.step}" if record.trainer.run_uid else "is about to take the run"
+        return f"works on step {record.trainer.step + 1}" if record.trainer.run_uid else "is about to take the run"
     if record.policy is not None:
         held = f"serves policy {record.policy.version}" if record.policy.has_version else "holds no policy"
         return f"{held}, {record.policy.num_requests} requests are open"

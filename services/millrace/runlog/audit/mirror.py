@@ -145,7 +145,7 @@ class Mirror:
     def _compare_chunk(self, header: batch_pb2.BatchHeader, index: int, entry: Entry) -> None:
         if index >= len(header.chunks) or hashlib.sha256(entry.d).digest() != header.chunks[index].sha256:
             self._audit.findings.violation(
-                "MIRROR_DIFFERS", f"chunk {index} of step {header.step} in Redis is not the one that its header names"
+                "MIRROR_DIFFERS", f"chunk {index} of batch {header.step} in Redis is not the one that its header names"
             )
 
     def _compare_policy(self, entry: Entry) -> None:

@@ -77,7 +77,7 @@ class Archives:
             if rollout.ordinal not in resolved:
                 self._audit.findings.violation(
                     "ARCHIVE_STRANGER",
-                    f"the archive of step {header.step} has a rollout of ordinal {rollout.ordinal}, which it does not "
+                    f"the archive of batch {header.step} has a rollout of ordinal {rollout.ordinal}, which it does not "
                     "resolve",
                 )
             elif is_trainable(rollout):
@@ -97,7 +97,7 @@ class Archives:
                 self._check_regeneration(ordinal, member, self._in_redis[ordinal, member], scored_whole)
 
     def _load(self, header: batch_pb2.BatchHeader, trained: set[int]) -> list[Rollout] | None:
-        what = f"archive of step {header.step}"
+        what = f"archive of batch {header.step}"
         if not header.rollouts_key:
             if trained:
                 self._audit.findings.violation(

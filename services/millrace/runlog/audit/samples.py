@@ -34,7 +34,7 @@ def check_chunks(audit: Audit, header: batch_pb2.BatchHeader, *, must_exist: boo
     """Read every chunk and compare size and sha256; returns how many were right and how many are gone for good."""
     verified = gone = 0
     for index, chunk in enumerate(header.chunks):
-        where = f"chunk {index} of step {header.step} ({audit.uri(chunk.key) if chunk.key else 'without a key'})"
+        where = f"chunk {index} of batch {header.step} ({audit.uri(chunk.key) if chunk.key else 'without a key'})"
         if not chunk.key:
             audit.findings.violation("CHUNK_MISSING", f"{where}: the header names no object")
             continue

@@ -137,6 +137,6 @@ class ToldSteps:
         if told != (num_trained, dict(dropped)):
             self._findings.violation(
                 "EVENT_DIFFERS",
-                f"the event of step {step} says {told[0]} trained, dropped {told[1]}; its header says {num_trained} "
+                f"the event of batch {step} says {told[0]} trained, dropped {told[1]}; its header says {num_trained} "
                 f"trained, dropped {dict(dropped)}",
             )

@@ -194,7 +194,7 @@ def read_archive(store: ObjectStore, header: batch_pb2.BatchHeader) -> bytes:
     data, where = store.get(header.rollouts_key), store.uri(header.rollouts_key)
     if hashlib.sha256(data).digest() != header.rollouts_sha256:
         raise CorruptObjectError(
-            f"the archive of step {header.step} ({where}) has not the sha256 that its header names",
+            f"the archive of batch {header.step} ({where}) has not the sha256 that its header names",
             reason="ARCHIVE_CORRUPT",
             remedy="restore the object from a replica of the bucket (`millrace run repair`)",
         )

@@ -182,7 +182,7 @@ async def _why_stale(log: RunLog) -> str:
         id_ = f"{record.step}-1"
         held = await log.read_range(Stream.BATCHES, id_, id_)
         if [entry.h for entry in held] == [record.closing_sha256]:
-            return f"the run was reopened at step {record.step}, and Redis had the closing header of its end"
+            return f"the run was reopened at step {record.step + 1}, and Redis had the closing header of its end"
     if log.generation > max(installed, 1):  # its rebuilder died before it could
         await asyncio.to_thread(log.store.create, log.names.generation(log.generation), b"")
     return ""

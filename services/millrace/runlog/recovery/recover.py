@@ -89,7 +89,7 @@ def _next_header(log: RunLog, step: int, revision: int, data: bytes, chain: byte
     header = decode_stored(log.store, log.names, step, revision, data)
     if (header.step, header.revision) != (step, revision) or header.previous_chain_hash != chain:
         where = log.store.uri(log.names.batch_header(step, revision))
-        raise chain_broken(log.names, step, f"{where} does not continue the chain of step {step - 1}")
+        raise chain_broken(log.names, step, f"{where} does not continue the chain of batch {step - 1}")
     return header
 
 

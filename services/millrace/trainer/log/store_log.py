@@ -20,7 +20,7 @@ class KeptRange:
     last: int
 
     def __str__(self) -> str:
-        return f"steps {self.first} to {self.last}" if self.first <= self.last else "no step"
+        return f"batches {self.first} to {self.last}" if self.first <= self.last else "no batch"
 
 
 class StoreLog:
@@ -77,23 +77,23 @@ class StoreLog:
         kept = self.kept()
         if step > kept.last:
             return InvalidStateError(
-                f"step {step} of run {self._names.uid} is not there (yet): the run has {kept.last + 1} steps",
+                f"batch {step} of run {self._names.uid} is not there (yet): it has {kept.last + 1}, counted from 0",
                 reason="STEP_NOT_COMMITTED",
-                remedy=f"choose one of {kept}" if kept.first <= kept.last else "wait for its first steps",
+                remedy=f"choose one of {kept}" if kept.first <= kept.last else "wait for its first batches",
                 metadata={"uid": self._names.uid, "step": str(step)},
             )
         return InvalidStateError(
-            f"step {step} of run {self._names.uid} is too old to be recomputed: {self._store.describe()} keeps "
+            f"batch {step} of run {self._names.uid} is too old to be recomputed: {self._store.describe()} keeps "
             f"what is needed for {kept}",
             reason="STEP_NOT_KEPT",
-            remedy="choose a step of that range; [ckpt] keep_last and keep_interval decide what later runs keep",
+            remedy="choose a batch of that range; [ckpt] keep_last and keep_interval decide what later runs keep",
             metadata={"uid": self._names.uid, "step": str(step)},
         )
 
     def _header(self, step: int) -> batch_pb2.BatchHeader:
         found = load_step(self._store, self._names, step)
         if found is None:
-            raise NotFoundError(f"step {step} of run {self._names.uid} was deleted just now", reason="RUN_NOT_FOUND")
+            raise NotFoundError(f"batch {step} of run {self._names.uid} was deleted just now", reason="RUN_NOT_FOUND")
         return decode_header(found.revisions[-1])
 
     def _has_data(self, step: int) -> bool:

@@ -99,7 +99,7 @@ class TokenLogWriter(BackgroundWriter):
                 return
             stored = store_token_log(self._store, self._names, log)
             if stored.is_another:
-                logger.warning("the step's log-probs are not those that were stored before", extra={"step": step})
+                logger.warning("the step's log-probs are not those that were stored before", extra={"step": step + 1})
             self._on_stored(stored)
         except Exception as error:  # noqa: BLE001 - a thread's edge: the training does not depend on this
             self._tell(step, error)
@@ -123,15 +123,15 @@ class TokenLogWriter(BackgroundWriter):
 
     def _tell(self, step: int, error: Exception) -> None:
         """Say why a step's log-probs are not stored; once, until one is stored again."""
-        logger.warning("the step's log-probs were not stored", extra={"step": step, "error": repr(error)})
+        logger.warning("the step's log-probs were not stored", extra={"step": step + 1, "error": repr(error)})
         if self._has_problem or not self._gang.is_leader:
             return
         self._has_problem = True
         cause = str(error) if isinstance(error, MillraceError) else f"{type(error).__name__}: {error}"
         try:
             self._on_problem(
-                f"the trainer's log-probs of step {step} were not stored: {cause}. The training goes on; the dashboard "
-                "cannot compare trainer and engine at this step, nor at those behind it as long as this lasts",
+                f"the trainer's log-probs of step {step + 1} were not stored: {cause}. The training goes on; the "
+                "dashboard cannot compare trainer and engine at this step, nor behind it as long as this lasts",
             )
         except Exception as failure:  # noqa: BLE001 - a thread's edge: a lost log is met by the step's own report
             logger.warning("the warning was not written", extra={"error": repr(failure)})

@@ -50,7 +50,8 @@ def report_lines(report: ReplayReport) -> list[str]:
     """The report in words."""
     version = report.step + 1
     lineage = f" (lineage {report.lineage})" if report.lineage else ""
-    first = f"recomputed step {report.step} of {report.run_name} ({report.run_uid}) from version {report.start}"
+    which = f"step {version} (batch {report.step}) of {report.run_name} ({report.run_uid})"
+    first = f"recomputed {which} from version {report.start}"
     lines = [first, *(f"note: {note}" for note in report.notes)]
     if not report.published_digest:
         lines.append(f"version {version} is not published; recomputed digest {report.computed_digest}")
@@ -77,7 +78,7 @@ def _row(difference: TensorDifference) -> tuple[str, str, str]:
 def _metric_lines(report: ReplayReport) -> list[str]:
     names = sorted({*report.metrics, *report.other_metrics})
     rows = [(name, _number(report.metrics.get(name)), _number(report.other_metrics.get(name))) for name in names]
-    return _table([(f"METRIC OF STEP {report.step}", "THE RUN'S LOSS", report.other_loss), *rows])
+    return _table([(f"METRIC OF STEP {report.step + 1}", "THE RUN'S LOSS", report.other_loss), *rows])
 
 
 def _number(value: float | None) -> str:

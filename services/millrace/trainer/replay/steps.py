@@ -213,7 +213,7 @@ def _learner_at(
     notes = (f"damaged checkpoints are left aside: {describe(found)}",) if found.damaged else ()
     if found.manifest is None and origin.base_step:
         raise CorruptObjectError(
-            f"step {step} of run {names.uid} cannot be recomputed: {describe(found)}",
+            f"batch {step} of run {names.uid} cannot be recomputed: {describe(found)}",
             reason="CHECKPOINTS_DAMAGED",
             remedy="restore the checkpoint from a replica of the bucket, or replay the parent of this fork",
         )

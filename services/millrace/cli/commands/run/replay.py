@@ -20,7 +20,13 @@ OnStep = Callable[[int, int], None]
 
 @click.command()
 @RUN
-@click.option("--step", type=click.IntRange(min=0), required=True, help="The step: it turns version K into K + 1.")
+@click.option(
+    "--step",
+    type=click.IntRange(min=0),
+    required=True,
+    metavar="K",
+    help="The batch: step K + 1, which turns version K into K + 1.",
+)
 @click.option(
     "--loss",
     metavar="MODULE:FUNCTION",

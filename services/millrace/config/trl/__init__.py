@@ -1,0 +1,1 @@
+"""Configs of TRL: what its keys are called here, and its files translated."""

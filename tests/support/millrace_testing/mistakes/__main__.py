@@ -1,0 +1,146 @@
+"""`python -m millrace_testing.mistakes PLACE > docs/first_mistakes.md`: make every mistake, and print the table.
+
+PLACE is an empty directory, or one of an earlier run. Exit code 1 where a mistake took longer than a minute to be told,
+was told without a remedy, or ended with a traceback; standard error names it.
+"""
+
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from millrace_testing.mistakes.catalog import ALL, DONE, MODEL, RL, SFT, SMALL, Mistake, taken_port
+
+ROOT = Path(__file__).resolve().parents[4]
+_LIMIT_S = 180.0
+_LONGEST = 420
+_HEAD = """# Mistakes of a first day, and what they are answered with
+
+<!-- .venv/bin/python -m millrace_testing.mistakes PLACE > docs/first_mistakes.md -->
+
+Each was made for real, with the tiny model of `examples/reverse_text` on a CPU. Seconds are those from the command to
+the message, on a machine with two cores that did other work, too: what begins with services takes their start, 10 s.
+[`troubleshooting.md`](troubleshooting.md) goes by symptom, [`events.md`](events.md) by reason.
+
+| mistake | command | seconds | exit code | message |
+|---|---|---|---|---|
+"""
+
+
+@dataclass(frozen=True)
+class Told:
+    """What became of a mistake: the message, seconds to its first line, and the exit code."""
+
+    message: str
+    seconds: float
+    code: int
+    output: str
+
+
+def main() -> int:
+    """Make all mistakes whose text has one of the words of the command line, or every one."""
+    place, words = Path(sys.argv[1]).resolve(), sys.argv[2:]
+    prepare(place)
+    print(_HEAD, end="")
+    has_failed = False
+    with taken_port() as port:
+        busy = Mistake(what="a port that is in use", command=f"{RL}{SMALL} --inference.server.port {port}")
+        for mistake in (*ALL, busy):
+            if words and not any(word in mistake.what for word in words):
+                continue
+            told = make(mistake, place)
+            print(row(mistake, told, place), flush=True)
+            if why := fault(mistake, told):
+                has_failed = True
+                print(f"{mistake.what}: {why}\n{told.output[-2000:]}\n", file=sys.stderr, flush=True)
+    return int(has_failed)
+
+
+def prepare(place: Path) -> None:
+    """The example, its model, and a run that has succeeded."""
+    place.mkdir(parents=True, exist_ok=True)
+    shutil.copytree(ROOT / "examples", place / "examples", dirs_exist_ok=True)
+    if not (place / MODEL / "config.json").is_file():
+        subprocess.run([sys.executable, "examples/reverse_text/make_model.py"], cwd=place, check=True, stdout=2)
+        _run(f"{SFT} --max-steps 20", place)
+    if not (place / "outputs" / DONE / "summary.json").is_file():
+        _run(f"{RL}{SMALL} --name {DONE}", place)
+
+
+def _run(command: str, place: Path) -> None:
+    argv = [sys.executable, "-m", "millrace.cli", *shlex.split(command)]
+    subprocess.run(argv, cwd=place, check=True, stdout=2, env=_environ({}))
+
+
+def make(mistake: Mistake, place: Path) -> Told:
+    """Make it, and note when the message came."""
+    mistake.prepare(place)
+    argv = [sys.executable, "-m", "millrace.cli", *shlex.split(mistake.command)]
+    began, first, lines = time.monotonic(), 0.0, list[str]()
+    process = subprocess.Popen(
+        argv, cwd=place, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=_environ(mistake.env)
+    )
+    ending = threading.Timer(_LIMIT_S, process.kill)
+    ending.start()
+    assert process.stdout is not None
+    for line in process.stdout:
+        if not first and line.startswith("note:" if mistake.is_note else ("Error:", "Usage:")):
+            first = time.monotonic() - began
+        lines.append(line)
+    code = process.wait()
+    ending.cancel()
+    output = "".join(lines)
+    found = re.search(r"^(note:|Error:)" if mistake.is_note else r"^Error:", output, re.M)
+    return Told(output[found.start() :] if found else "", first or time.monotonic() - began, code, output)
+
+
+def _environ(more: dict[str, str] | object) -> dict[str, str]:
+    left = {name: value for name, value in os.environ.items() if not name.startswith(("MILLRACE_", "AWS_"))}
+    return {**left, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", **dict(more)}  # type: ignore[call-overload]
+
+
+def fault(mistake: Mistake, told: Told) -> str:
+    """What is wrong with how it was told; empty if nothing is."""
+    if "Traceback" in told.output:
+        return "a traceback"
+    if not told.message:
+        return "no message"
+    if told.seconds > mistake.limit_s:
+        return f"{told.seconds:.0f} s to the message"
+    if mistake.is_note:
+        return ""
+    if told.code == 0:
+        return "exit code 0"
+    # A key that is wrong says in one sentence what it must be; where it stands is the line behind it.
+    is_helped = any(text in told.message for text in ("remedy: ", "\n  at: ", "--help")) or "  [" in told.message
+    return "" if is_helped else "no remedy"
+
+
+def row(mistake: Mistake, told: Told, place: Path) -> str:
+    """A line of the table."""
+    command = mistake.command.replace(SMALL, " …")
+    variables = "".join(f"{name}={value} " for name, value in mistake.env.items() if not name.startswith("AWS_"))
+    lines = [line.strip() for line in told.message.strip().splitlines()]
+    message = "<br>".join(_cut(_plain(line, place)) for line in lines[:5])
+    shown = f"`{_plain(variables, place)}millrace {command}`"
+    return f"| {mistake.what} | {shown} | {told.seconds:.1f} | {told.code} | {message} |"
+
+
+def _plain(text: str, place: Path) -> str:
+    """Without this machine's paths, and without what ends a cell."""
+    text = text.replace(str(place), "DIR").replace(sys.prefix, "VENV").replace(str(ROOT), "REPOSITORY")
+    return text.replace("|", "\\|").replace("<", "&lt;")
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 1]}…"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,252 @@
+"""The mistakes: a sentence, the command, and what has to be there before it."""
+
+import json
+import shutil
+import socket
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from safetensors.torch import load_file, save_file
+
+Prepare = Callable[[Path], object]
+
+RL = "rl @ examples/reverse_text/rl.toml"
+SFT = "sft @ examples/reverse_text/sft.toml"
+SMALL = (
+    " --max-steps 2 --orchestrator.batch-size 32 --orchestrator.rollouts-per-example 8"
+    " --orchestrator.eval.num-examples 4 --orchestrator.eval.skip-first-step"
+)
+MODEL = Path("outputs/reverse-text/sft/model")
+DONE = "done"
+"""A run that has SUCCEEDED, in the place where the mistakes are made."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mistake:
+    """One mistake. `prepare` is called in the place; what it returns is kept until the command has ended."""
+
+    what: str
+    command: str
+    """Behind `millrace`."""
+    prepare: Prepare = lambda place: None
+    env: Mapping[str, str] = field(default_factory=dict)
+    is_note: bool = False
+    """It is no error: a note says what will come of it."""
+    limit_s: float = 60.0
+
+
+def _write(name: str, text: str) -> Prepare:
+    return lambda place: (place / name).write_text(text)
+
+
+def _model(name: str, *left_out: str, change: Callable[[Path], object] = lambda model: None) -> Prepare:
+    """A copy of the trained model without some of its files."""
+
+    def make(place: Path) -> None:
+        copy = place / name
+        shutil.rmtree(copy, ignore_errors=True)
+        shutil.copytree(place / MODEL, copy, ignore=shutil.ignore_patterns(*left_out))
+        change(copy)
+
+    return make
+
+
+def _without_template(model: Path) -> None:
+    path = model / "tokenizer_config.json"
+    config = json.loads(path.read_text())
+    config.pop("chat_template", None)
+    path.write_text(json.dumps(config))
+
+
+def _not_finite(model: Path) -> None:
+    tensors = load_file(model / "model.safetensors")
+    name = next(iter(tensors))
+    tensors[name] = tensors[name].float() * float("nan")
+    save_file(tensors, model / "model.safetensors", {"format": "pt"})
+
+
+def _cut(model: Path) -> None:
+    path = model / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-1000])
+
+
+@contextmanager
+def taken_port() -> Iterator[int]:
+    """A port of this machine that somebody listens on."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield server.getsockname()[1]
+
+
+ENVIRONMENT = """
+import verifiers as vf
+from datasets import Dataset
+def load_environment():
+{body}
+    rows = Dataset.from_list([{{"question": "a", "answer": "b"}}] * 64)
+    def hard(completion, {argument}) -> float:
+        {reward}
+    return vf.SingleTurnEnv(dataset=rows, eval_dataset=rows, rubric=vf.Rubric(funcs=[hard]))
+"""
+ENVIRONMENT_V1 = """
+import verifiers.v1 as vf
+class WantsTask(vf.Task[vf.TaskData]):
+    @vf.reward
+    async def hard(self, trace: vf.Trace, difficulty: int) -> float:
+        return 1.0
+class WantsTaskset(vf.Taskset[WantsTask, vf.TasksetConfig]):
+    def load(self):
+        return [WantsTask(vf.TaskData(idx=i, prompt="a"), self.config.task) for i in range(64)]
+"""
+
+
+def _environment(name: str, *, body: str = "    pass", argument: str = "answer", reward: str = "return 1.0") -> Prepare:
+    return _write(f"{name}.py", ENVIRONMENT.format(body=body, argument=argument, reward=reward))
+
+
+def env(name: str, **args: object) -> str:
+    """The option that names one environment."""
+    return f" --orchestrator.env '{json.dumps([{'id': name, 'args': args}])}'"
+
+
+def _rows(name: str, rows: list[dict[str, str]]) -> Prepare:
+    return _write(name, "".join(json.dumps(row) + "\n" for row in rows))
+
+
+_PAIR = {"prompt": "a", "completion": "b"}
+
+CONFIGS = (
+    Mistake(what="a key is misspelt", command=f"{RL} --trainer.optim.lrr 1"),
+    Mistake(what="a value of another kind", command=f"{RL} --trainer.optim.lr fast"),
+    Mistake(what="a name of TRL's", command=f"{RL} --num_generations 8"),
+    Mistake(what="the config file is not there", command="rl @ rl.tmol"),
+    Mistake(
+        what="the config file is malformed",
+        command="rl @ malformed.toml",
+        prepare=_write("malformed.toml", "max_steps = 3\nseq_len 64\n"),
+    ),
+    Mistake(what="a config of `sft` given to `rl`", command="rl @ examples/reverse_text/sft.toml"),
+    Mistake(what="a group of one rollout", command=f"{RL} --orchestrator.rollouts-per-example 1"),
+    Mistake(what="a batch that is not whole groups", command=f"{RL} --orchestrator.batch-size 100"),
+    Mistake(what="a seed beyond 64 bits", command=f"{RL} --seed 99999999999999999999 --dry-run"),
+    Mistake(
+        what="all steps are warm-up",
+        command=f"{RL} --max-steps 3 --trainer.scheduler.warmup-steps 3 --dry-run --set-only",
+        is_note=True,
+    ),
+    Mistake(what="a prompt has no room", command=f"{RL} --seq-len 8{SMALL}"),
+    Mistake(what="a GPU that is not there", command=f"{RL} --trainer-gpu-ids 0{SMALL}"),
+    Mistake(what="vLLM, which is not installed", command=f"{RL} --inference.engine vllm{SMALL}"),
+)
+MODELS = (
+    Mistake(what="a model's path is wrong", command=f"{RL} --model.name outputs/nobody"),
+    Mistake(
+        what="a model without a tokenizer",
+        command=f"{RL} --model.name m-tokenizer{SMALL}",
+        prepare=_model("m-tokenizer", "tokenizer*", "vocab*", "merges*", "special*", "chat_template*"),
+    ),
+    Mistake(
+        what="a model without a chat template",
+        command=f"{RL} --model.name m-template{SMALL}",
+        prepare=_model("m-template", "chat_template*", change=_without_template),
+    ),
+    Mistake(
+        what="a model's weights are cut off",
+        command=f"{RL} --model.name m-cut{SMALL}",
+        prepare=_model("m-cut", change=_cut),
+    ),
+    Mistake(
+        what="a model's weights are not numbers",
+        command=f"{RL} --model.name m-nan{SMALL}",
+        prepare=_model("m-nan", change=_not_finite),
+    ),
+)
+DATA = (
+    Mistake(what="the data is not there (SFT)", command=f"{SFT} --data.name rows.jsonl"),
+    Mistake(
+        what="a column is missing (SFT)",
+        command=f"{SFT} --data.name columns.jsonl",
+        prepare=_rows("columns.jsonl", [{"question": "a", "answer": "b"}] * 8),
+    ),
+    Mistake(
+        what="no row fits the length (SFT)",
+        command=f"{SFT} --data.name long.jsonl --data.seq-len 4",
+        prepare=_rows("long.jsonl", [{"prompt": "a" * 60, "completion": "b"}] * 8),
+    ),
+    Mistake(
+        what="a row is malformed (SFT)",
+        command=f"{SFT} --data.name torn.jsonl",
+        prepare=_write("torn.jsonl", json.dumps(_PAIR) + '\n{"prompt": "a", "compl\n'),
+    ),
+)
+ENVIRONMENTS = (
+    Mistake(what="the environment is not there", command=f"{RL}{SMALL}{env('reverse-txt')}"),
+    Mistake(
+        what="a reward wants what is not passed (v0)",
+        command=f"{RL}{SMALL}{env('wants')}",
+        prepare=_environment("wants", argument="difficulty"),
+    ),
+    Mistake(
+        what="a reward wants what is not passed (v1)",
+        command=f"{RL}{SMALL}{env('wants-v1')}",
+        prepare=_write("wants_v1.py", ENVIRONMENT_V1),
+    ),
+    Mistake(
+        what="the environment raises when it loads",
+        command=f"{RL}{SMALL}{env('raises')}",
+        prepare=_environment("raises", body='    {}["rows"]'),
+    ),
+    Mistake(
+        what="arguments that it does not have",
+        command=f"{RL}{SMALL}{env('takes-none', level=3)}",
+        prepare=_environment("takes_none"),
+    ),
+    Mistake(
+        what="the reward raises",
+        command=f"{RL}{SMALL}{env('reward-raises')}",
+        prepare=_environment("reward_raises", reward="return 1 / 0"),
+    ),
+    Mistake(
+        what="the reward is no number",
+        command=f"{RL}{SMALL}{env('reward-nan')}",
+        prepare=_environment("reward_nan", reward='return float("nan")'),
+    ),
+)
+PLACES = (
+    Mistake(
+        what="the output directory is a file",
+        command=f"{RL}{SMALL} --output-dir a-file/x",
+        prepare=_write("a-file", ""),
+    ),
+    Mistake(what="an output directory that cannot be written", command=f"{RL}{SMALL} --output-dir /proc/x"),
+    Mistake(what="the same (SFT)", command=f"{SFT} --output-dir /proc/x"),
+    Mistake(what="a wrong Redis address", command=f"{RL}{SMALL}", env={"MILLRACE_REDIS_URL": "redis://127.0.0.1:1/0"}),
+    Mistake(
+        what="a wrong store address",
+        command=f"{RL}{SMALL}",
+        env={
+            "MILLRACE_STORE_URL": "s3://bucket?endpoint=http://127.0.0.1:1",
+            "AWS_ACCESS_KEY_ID": "x",
+            "AWS_SECRET_ACCESS_KEY": "y",
+        },
+    ),
+    Mistake(what="a store that is no URL", command=f"{RL}{SMALL}", env={"MILLRACE_STORE_URL": "bucket/prefix"}),
+)
+COMMANDS = (
+    Mistake(what="no server runs", command="run list"),
+    Mistake(what="a wrong server address", command="run list --server 127.0.0.1:1"),
+    Mistake(what="an address that is none", command="run list --server localhost"),
+    Mistake(what="a token's file is not there", command="run list --token-file nobody.token --server 127.0.0.1:1"),
+    Mistake(what="a run that is not there", command="run why nobody"),
+    Mistake(what="a run begun a second time", command=f"{RL}{SMALL} --name {DONE}"),
+    Mistake(what="resume of a run that is not there", command=f"{RL}{SMALL} --name nobody --resume"),
+    Mistake(what="resume of a run that has succeeded", command=f"run resume {DONE}"),
+    Mistake(what="cancel of a run that has ended", command=f"run cancel {DONE}"),
+    Mistake(what="an evaluation of a step that is not there", command=f"eval --run {DONE} --steps 99"),
+    Mistake(what="an evaluation of a run that is not there", command="eval --run nobody --steps 1"),
+    Mistake(what="samples of a run that is not there", command="run samples nobody"),
+    Mistake(what="a fork of a step that is not there", command=f"{RL}{SMALL} --name {DONE} --ckpt.resume-step 99"),
+    Mistake(what="a command that there is not", command="run wathc done"),
+)
+ALL = (*CONFIGS, *MODELS, *DATA, *ENVIRONMENTS, *PLACES, *COMMANDS)
