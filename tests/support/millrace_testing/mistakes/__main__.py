@@ -126,7 +126,8 @@ def row(mistake: Mistake, told: Told, place: Path) -> str:
     """A line of the table."""
     command = mistake.command.replace(SMALL, " …")
     variables = "".join(f"{name}={value} " for name, value in mistake.env.items() if not name.startswith("AWS_"))
-    lines = [line.strip() for line in told.message.strip().splitlines()]
+    message, _, _ = told.message.partition("\n{")  # of `--dry-run` the config comes behind the note
+    lines = [line.strip() for line in message.strip().splitlines()]
     message = "<br>".join(_cut(_plain(line, place)) for line in lines[:5])
     shown = f"`{_plain(variables, place)}millrace {command}`"
     return f"| {mistake.what} | {shown} | {told.seconds:.1f} | {told.code} | {message} |"

@@ -136,7 +136,7 @@ CONFIGS = (
         is_note=True,
     ),
     Mistake(what="a prompt has no room", command=f"{RL} --seq-len 8{SMALL}"),
-    Mistake(what="a GPU that is not there", command=f"{RL} --trainer-gpu-ids 0{SMALL}"),
+    Mistake(what="a GPU that is not there", command=f"{RL} --trainer-gpu-ids '[0]'{SMALL}"),
     Mistake(what="vLLM, which is not installed", command=f"{RL} --inference.engine vllm{SMALL}"),
 )
 MODELS = (
