@@ -101,7 +101,8 @@ def test_unknown_environment(warm, server) -> None:
     code, output = rl(warm, *environments({"id": "reverse-txt"}), "--name", "unknown", env=server)
     assert code == 1
     assert "Error: runs/unknown failed: environment 'reverse-txt'" in output
-    assert "'reverse-txt' was not found: no Python module 'reverse_txt' in " in output, "how it was looked up"
+    looked = f"'reverse-txt' was not found: no Python module 'reverse_txt' in {warm.path} and its venv "
+    assert looked in output, "where it was looked for"
     assert "remedy: put reverse_txt.py into this directory of the env-server" in output
     assert "at: env-server [ENV_LOAD_FAILED], details: millrace run why unknown" in output
 

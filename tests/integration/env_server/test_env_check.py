@@ -86,6 +86,7 @@ def test_what_is_wrong_with_it_is_named() -> None:
     assert 'in one: raise ValueError("reward bug")' in raising.stdout and "assistant:" in raising.stdout
     assert failing.returncode == 2 and "KeyError: 'no such thing while loading' (at " in failing.stderr
     assert missing.returncode == 2 and "no Python module 'no_such_env'" in missing.stderr
+    assert "env-workers" not in missing.stderr, "where a worker works is no place to put anything"
     assert "pip install -e DIRECTORY" in missing.stderr, "one of that name may be anybody's package"
     assert beyond.returncode == 2 and "the environment has 1 training tasks (got 9)" in beyond.stderr
     assert keyless.returncode == 2 and "start it with NO_SUCH_KEY=<the endpoint's API key>" in keyless.stderr

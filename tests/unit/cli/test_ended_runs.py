@@ -76,7 +76,14 @@ def test_a_stack_that_was_killed_leaves_a_run_that_may_go_on(capsys: pytest.Capt
     assert "--name one --resume" in capsys.readouterr().err
     for command in ("resume", "pause", "cancel"):
         assert main(["run", command, "one"]) == 1
-        assert "nothing works on it" in capsys.readouterr().err
+        said = capsys.readouterr().err
+        assert "nothing works on it" in said and "remedy: the command that it was started with" in said
+
+
+def test_a_run_that_is_not_there_is_told_with_those_that_are(capsys: pytest.CaptureFixture[str]) -> None:
+    store_run(Path("outputs/one"))
+    assert main(["run", "samples", "nobody"]) == 3
+    assert "none of the runs below outputs/ is 'nobody': there is one\n" in capsys.readouterr().err
 
 
 def test_several_of_one_name_are_listed(capsys: pytest.CaptureFixture[str]) -> None:

@@ -94,7 +94,10 @@ def ask_or_read(
 
 def refuse(ended: EndedRun) -> None:
     """CliError: nothing works on the run, so there is nobody to ask for anything."""
-    raise CliError(ended.explain(), exit_code=EXIT_FAILED)
+    name = ended.run.name.removeprefix("runs/")
+    hint = f"the command that it was started with, and --name {name} --resume, goes on with a run that is not done; "
+    hint += "--ckpt.resume_step K begins a fork of it at step K"
+    raise CliError(ended.explain(), hint=hint, exit_code=EXIT_FAILED)
 
 
 def _show(ended: EndedRun, read: Callable[[EndedRun], None]) -> None:

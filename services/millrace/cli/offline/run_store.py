@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 _UID = re.compile(r"[a-z0-9]{20,60}")
 
 _OUTPUTS = Path("outputs")
+_MOST_NAMED = 8
 DEFAULT_STORE = DEFAULT_DIRECTORY / "store"
 """Where `millrace up` keeps its objects, seen from the directory that it is started in."""
 
@@ -98,6 +99,15 @@ def store_of(name: str, url: str | None) -> "tuple[ObjectStore, str]":
 
     if url is None and (directory := directory_of(name)) is not None:
         return open_store((directory / "store").resolve().as_uri()), directory.resolve().name
+    local = sorted(path.parent.name for path in _OUTPUTS.glob("*/store") if path.parent.name != "local")
+    if url is None and local and not DEFAULT_STORE.is_dir() and Settings.from_env(os.environ).store_url is None:
+        more = ", …" if len(local) > _MOST_NAMED else ""
+        raise NotFoundError(
+            f"none of the runs below {_OUTPUTS}/ is {name!r}: there {'is' if len(local) == 1 else 'are'} "
+            f"{', '.join(local[:_MOST_NAMED])}{more}",
+            reason="RUN_NOT_FOUND",
+            remedy="name one of them, a run's directory elsewhere, or the store that holds it: --store URL",
+        )
     return open_run_store(url), name
 
 

@@ -2,6 +2,7 @@
 
 import importlib
 import importlib.util
+import os
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -96,10 +97,13 @@ def load_adapter(env: EnvSpec) -> EnvAdapter:
             remedy="name a verifiers environment package",
         )
     name = environment_module(env.id)
-    packages = (path for path in (Path("environments") / name, Path(name)) if (path / "pyproject.toml").is_file())
+    # A worker has a directory of its own: where its env-server looks stands first in what it is given to search.
+    place = Path(next(filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)), os.getcwd()))
+    beside = (Path("environments") / name, Path(name))
+    packages = (path for path in beside if (place / path / "pyproject.toml").is_file())
     install = f"pip install -e {next(packages, 'DIRECTORY')}"
     raise NotFoundError(
-        f"environment {env.id!r} was not found: no Python module {name!r} in {Path.cwd()} and its venv {sys.prefix}",
+        f"environment {env.id!r} was not found: no Python module {name!r} in {place} and its venv {sys.prefix}",
         reason="ENV_NOT_FOUND",
         remedy=f"put {name}.py into this directory of the env-server, or install it into this venv ({install})",
     )

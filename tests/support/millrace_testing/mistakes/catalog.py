@@ -91,6 +91,7 @@ def load_environment():
 """
 ENVIRONMENT_V1 = """
 import verifiers.v1 as vf
+__all__ = ["WantsTaskset"]
 class WantsTask(vf.Task[vf.TaskData]):
     @vf.reward
     async def hard(self, trace: vf.Trace, difficulty: int) -> float:
@@ -243,8 +244,14 @@ COMMANDS = (
     Mistake(what="resume of a run that is not there", command=f"{RL}{SMALL} --name nobody --resume"),
     Mistake(what="resume of a run that has succeeded", command=f"run resume {DONE}"),
     Mistake(what="cancel of a run that has ended", command=f"run cancel {DONE}"),
-    Mistake(what="an evaluation of a step that is not there", command=f"eval --run {DONE} --steps 99"),
-    Mistake(what="an evaluation of a run that is not there", command="eval --run nobody --steps 1"),
+    Mistake(
+        what="an evaluation of a step that is not there",
+        command=f'eval --run {DONE} --steps 99 --env \'[{{"id": "reverse-text"}}]\'',
+    ),
+    Mistake(
+        what="an evaluation of a run that is not there",
+        command='eval --run nobody --steps 1 --env \'[{"id": "reverse-text"}]\'',
+    ),
     Mistake(what="samples of a run that is not there", command="run samples nobody"),
     Mistake(what="a fork of a step that is not there", command=f"{RL}{SMALL} --name {DONE} --ckpt.resume-step 99"),
     Mistake(what="a command that there is not", command="run wathc done"),
