@@ -25,6 +25,8 @@ RL_DEFAULTS: Mapping[str, Any] = {
 SFT_DEFAULTS: Mapping[str, Any] = {**_COMMON, "learning_rate": 2e-5, "max_length": 1024, "packing": False}
 ENVIRONMENT = "your-environment"
 """What stands for the environment, which TRL has in pieces: a data set and functions in Python."""
+_PROMPT = 512
+"""Tokens that are assumed for a prompt where the file has no limit."""
 _AGGREGATION = {"dapo": "token", "bnpo": "token", "grpo": "sequence", "dr_grpo": "constant", "cispo": "token"}
 _OF_ENVIRONMENT = (
     *("dataset_name", "dataset_config", "dataset_train_split", "dataset_test_split", "reward_funcs", "reward_weights"),
@@ -297,13 +299,16 @@ def _sampling(reading: _Reading) -> None:
     longest = reading.whole("max_completion_length")
     reading.put("orchestrator.sampling.max_tokens", longest)
     reading.note("max_completion_length", Effect.MEANS, "is `orchestrator.sampling.max_tokens` here")
-    prompt = reading.take("max_prompt_length")
-    context = reading.take("vllm_max_model_length")
-    together = context or (prompt or 512) + longest
+    prompt = reading.whole("max_prompt_length") if reading.given("max_prompt_length") is not None else None
+    context = reading.whole("vllm_max_model_length") if reading.given("vllm_max_model_length") is not None else None
+    together = (_PROMPT if prompt is None else prompt) + longest if context is None else context
     reading.put("seq_len", together)
-    said = "max_prompt_length" if prompt else "vllm_max_model_length"
-    what = "prompt and reply together" if prompt or context else "TRL has no limit for prompts: 512 tokens are assumed"
+    said = "max_prompt_length" if context is None else "vllm_max_model_length"
+    is_guess = prompt is None and context is None
+    what = f"TRL has no limit for prompts: {_PROMPT} tokens are assumed" if is_guess else "prompt and reply together"
     reading.note(said, Effect.MEANS, f"`seq_len` is {together}: {what}")
+    for name in ("max_prompt_length", "vllm_max_model_length"):
+        reading.drop(name)
     for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty"):
         reading.move(name, f"orchestrator.sampling.{name}")
     scaled = reading.take("scale_rewards")
