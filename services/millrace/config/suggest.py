@@ -6,8 +6,8 @@ import re
 from collections.abc import Iterable
 from typing import Any, get_origin
 
+from millrace.config import trl_names as trl
 from millrace.config.tree import Kind, Path, SchemaKey, dotted
-from millrace.config.trl import names as trl
 
 _CUTOFF = 0.6
 _CUTOFF_ELSEWHERE = 0.8

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from millrace.config.trl import names as trl
+from millrace.config import trl_names as trl
 
 _BARE = re.compile(r"[A-Za-z0-9_-]+")
 _DOCUMENT_KEYS = {

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from millrace.config.files import MAX_FILE_BYTES, UnreadableFileError, read_file
-from millrace.config.trl.names import is_trl
+from millrace.config.trl_names import is_trl
 
 _CONFIGS = {"GRPOConfig": "rl", "SFTConfig": "sft"}
 _BESIDE = {"GRPOTrainer", "SFTTrainer", "ModelConfig", "ScriptArguments", "LoraConfig"}
