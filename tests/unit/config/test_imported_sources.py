@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from millrace.cli.session.import_config import import_config
 from millrace.config import EvalRunConfig, RLConfig, load
 from millrace.errors import InvalidSpecError
 
@@ -129,3 +130,13 @@ def test_what_all_sources_say_is_the_runs(tmp_path: Path) -> None:
     settings = read(tmp_path, text, base=BASE.replace("group_size = 2\n", "")).config.orchestrator
     assert settings.rollouts_per_example == 4 and settings.sampling.temperature == 0.5
     assert [env.rollouts_per_example for env in settings.env] == [None, None]
+
+
+def test_an_import_says_which_loss_is_taken_where_none_is_named(tmp_path: Path) -> None:
+    (tmp_path / "a.toml").write_text(BASE + SOURCES.format(own=""))
+    notes = import_config([str(tmp_path / "a.toml")], kind=None, out=None)[1]
+    (said,) = [str(note) for note in notes if note.path == ("trainer", "loss", "type")]
+    assert "`default` is taken" in said and 'type = "ipo"' in said and "October 2026" in said
+    (tmp_path / "a.toml").write_text(BASE + SOURCES.format(own="") + '[trainer.loss]\ntype = "ipo"\n')
+    notes = import_config([str(tmp_path / "a.toml")], kind=None, out=None)[1]
+    assert all(note.path != ("trainer", "loss", "type") for note in notes)

@@ -19,6 +19,11 @@ from millrace.config.trl.reading import Arguments, read_arguments
 from millrace.config.trl.translate import ENVIRONMENT, translate
 from millrace.errors import InvalidSpecError
 
+NO_LOSS = (
+    "is not named: `default` is taken (DPPO), prime-rl's default until August 2026. Since October 2026 that is ipo: "
+    'write `[trainer.loss]` with `type = "ipo"`, `ipo_threshold = 0.3`, `kl_tau = 0.0` and '
+    "`max_importance_ratio = 1e4` for that"
+)
 _WHOLE = {"rl": RLConfig, "sft": SFTConfig, "eval": EvalRunConfig}
 
 
@@ -39,11 +44,21 @@ def import_config(files: Sequence[str], *, kind: str | None, out: Path | None) -
         command = parts[0] if len(parts) == 1 else "rl"
         words = [word for name, each in zip(files, kinds, strict=True) for word in _words(name, each)]
         loaded = load(_WHOLE[command], words, {})
-    text = toml(merged([layer.tree for layer in loaded.layers]))
-    unbuilt = [note for note in loaded.notes if note.effect in (Effect.LATER, Effect.BLOCKS)]
+    tree = merged([layer.tree for layer in loaded.layers])
+    text = toml(tree)
+    notes = [*loaded.notes, *_unnamed_loss(tree, files, parts)]
+    unbuilt = [note for note in notes if note.effect in (Effect.LATER, Effect.BLOCKS)]
     head = [f"# {', '.join(Path(name).name for name in files)}, in Millrace's schema", *_comments(unbuilt)]
     how = f"millrace {command} @ {out or 'FILE'}"
-    return "\n".join([*head, "", text]), loaded.notes, how
+    return "\n".join([*head, "", text]), notes, how
+
+
+def _unnamed_loss(tree: dict[str, Any], files: Sequence[str], parts: Sequence[str]) -> list[Note]:
+    """Say which loss is taken where files of training name none: prime-rl's default is another one in each release."""
+    trainer = tree.get("trainer", tree)
+    if not {"rl", "trainer"} & set(parts) or "preset" in tree or "type" in trainer.get("loss", {}):
+        return []
+    return [Note(path=("trainer", "loss", "type"), source=Path(files[-1]).name, effect=Effect.MEANS, text=NO_LOSS)]
 
 
 def _read_trl(files: Sequence[str]) -> Arguments | None:
