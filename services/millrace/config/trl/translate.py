@@ -44,8 +44,8 @@ _NOTHING = (
 
 
 @dataclass(slots=True)
-class Translation:
-    """A file of TRL in our schema; with `violations` it means nothing here."""
+class OfTrl:
+    """What a file of TRL is in our schema; with `violations` it means nothing here."""
 
     kind: str
     tree: dict[str, Any] = field(default_factory=dict)
@@ -53,9 +53,9 @@ class Translation:
     violations: list[Violation] = field(default_factory=list)
 
 
-def translate(arguments: Arguments, kind: str, *, source: str) -> Translation:
+def translate(arguments: Arguments, kind: str, *, source: str) -> OfTrl:
     """Translate the arguments of a GRPO (`rl`) or SFT (`sft`) trainer."""
-    reading = _Reading(arguments, Translation(kind), source, RL_DEFAULTS if kind == "rl" else SFT_DEFAULTS)
+    reading = _Reading(arguments, OfTrl(kind), source, RL_DEFAULTS if kind == "rl" else SFT_DEFAULTS)
     (_rl if kind == "rl" else _sft)(reading)
     reading.finish()
     return reading.out
@@ -64,7 +64,7 @@ def translate(arguments: Arguments, kind: str, *, source: str) -> Translation:
 class _Reading:
     """Takes the arguments one by one, and says of those that are left that nobody knows them."""
 
-    def __init__(self, arguments: Arguments, out: Translation, source: str, defaults: Mapping[str, Any]) -> None:
+    def __init__(self, arguments: Arguments, out: OfTrl, source: str, defaults: Mapping[str, Any]) -> None:
         self._left = dict(arguments.values)
         self._given = arguments
         self._defaults = defaults
