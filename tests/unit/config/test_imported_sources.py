@@ -140,3 +140,11 @@ def test_an_import_says_which_loss_is_taken_where_none_is_named(tmp_path: Path) 
     (tmp_path / "a.toml").write_text(BASE + SOURCES.format(own="") + '[trainer.loss]\ntype = "ipo"\n')
     notes = import_config([str(tmp_path / "a.toml")], kind=None, out=None)[1]
     assert all(note.path != ("trainer", "loss", "type") for note in notes)
+
+
+def test_retries_and_timeouts_of_sources_are_notes(tmp_path: Path) -> None:
+    own = "retries = { rollout = 2 }\ntimeout = 60"
+    loaded = read(tmp_path, SOURCES.format(own=own) + f"[[orchestrator.eval.source]]\nenv.taskset.id = 'a'\n{own}\n")
+    said = [str(note) for note in loaded.notes]
+    for key in ("env[1].retries", "env[1].timeout", "eval.env[0].retries", "eval.env[0].timeout"):
+        assert any(f"orchestrator.{key}" in each for each in said), said

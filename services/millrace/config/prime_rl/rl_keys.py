@@ -236,6 +236,11 @@ ONE_FILE: dict[str, Meaning] = {
         "skip_eval_on_restart retrigger_on_resume",
     ),
     **source_keys("orchestrator.env[]."),
+    **{
+        f"orchestrator.{each}env[].retries": nothing("what is lost is played again; what fails by itself is not")
+        for each in ("", "eval.")
+    },
+    "orchestrator.eval.env[].timeout": nothing("a rollout has `orchestrator.rollout_timeout_s`"),
     "orchestrator.env[].timeout": nothing("a rollout has `orchestrator.rollout_timeout_s`"),
     **source_keys("orchestrator.eval.env[]."),
     **same(converted(sources.thinking), "orchestrator.env[].sampling.", "reasoning_effort enable_thinking"),
