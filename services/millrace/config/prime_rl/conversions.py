@@ -100,6 +100,15 @@ def logprob_offset(target: Target, path: Path, value: Any) -> None:
         target.refuse(path, value, "must be a number")
 
 
+def output_dir(target: Target, path: Path, value: Any) -> None:
+    """`output_dir` of a service is that of the whole run; a service by itself writes into the object store."""
+    if target.schema.find(("output_dir",)) is not None:
+        target.note(path, Effect.MEANS, "is `output_dir` here")
+        target.move(path, value, ("output_dir",))
+    else:
+        target.note(path, Effect.NOTHING, "a service by itself writes into the object store alone")
+
+
 def eval_base_model(target: Target, path: Path, value: Any) -> None:
     """`eval_base_model = false` leaves out the evaluation before the first step."""
     target.put(("orchestrator", "eval", "skip_first_step"), value is False, source=path)

@@ -144,7 +144,7 @@ def process_keys(prefix: str) -> dict[str, Meaning]:
         f"{prefix}monitor.wandb": moved("wandb"),
         f"{prefix}monitors.wandb": moved("wandb"),
         f"{prefix}wandb": moved("wandb"),
-        f"{prefix}output_dir": moved("output_dir"),
+        f"{prefix}output_dir": converted(conversions.output_dir),
         f"{prefix}env_vars": nothing(ENVIRON, {}),
         f"{prefix}slurm": nothing(SLURM),
         f"{prefix}bench": nothing("write --bench on the command line", False),

@@ -178,6 +178,9 @@ def _role(target: Target, path: Path, settings: Any, to: Path) -> None:
     same = {key: each for key, each in settings.items() if each == defaults.get(key)}
     if same or not settings:
         target.note(path, Effect.SAME, "", value=same)
+    if "harness" in settings and "harness" not in same and "runtime" not in settings:
+        text = "runs in a subprocess of the env-server here, where prime-rl takes a sandbox: write `runtime` to choose"
+        target.note((*path, "harness"), Effect.MEANS, text)
     for key, each in settings.items():
         if key not in same:
             target.put((*to, key), each, source=(*path, key))
