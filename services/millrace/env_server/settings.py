@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
+from millrace.env_server.agents.listen import AgentListen
 from millrace.env_server.image import IMAGE_VARIABLE, parse_image
 from millrace.env_server.interpreters.allowed import PYTHONS_VARIABLE, parse_pythons
 from millrace.env_server.isolation import landlock, namespaces
@@ -144,6 +145,7 @@ class EnvServerSettings:
                 violations.append(Violation(field=name, value=text, message=str(error), source="environment"))
         if violations:
             raise InvalidSpecError(violations, reason="SETTINGS_INVALID")
+        AgentListen.from_environ(environ)  # workers read it
         return cls(**values)
 
     def confinement(self) -> Confinement:

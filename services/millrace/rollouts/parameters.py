@@ -23,6 +23,8 @@ class Fate(StrEnum):
     ANSWERED = "answered"
     REFUSED = "refused"
     HARMLESS = "harmless"
+    OVERRULED = "the run's"
+    """The run says it in the place of an agent, which is told so in its answer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,6 +50,10 @@ def _harmless(why: str) -> Parameter:
     return Parameter(fate=Fate.HARMLESS, why=why)
 
 
+def _overruled(why: str) -> Parameter:
+    return Parameter(fate=Fate.OVERRULED, why=why)
+
+
 _FREE = "what is sampled is not constrained"
 _NO_OTHER = "the policy gives text alone"
 _STATELESS = "nothing is kept between requests; send the whole conversation"
@@ -57,6 +63,7 @@ _CACHE = _harmless("says what a provider may keep for later; an answer is the sa
 _PLACE = _harmless("says where and how soon a provider computes")
 _CLIENTS = _harmless("an argument of the client's own; it changes what is sent, not what is answered")
 _IN_BODY = _refused("clients send its fields by themselves", {})
+_RUNS = _overruled("the policy is trained on what the run's own sampling draws")
 _TOOL_CHOICE = '"auto" and "none" are answered; a forced call is refused: ' + _FREE
 
 _SAMPLING: dict[str, Parameter] = {
@@ -130,6 +137,31 @@ CHAT: Mapping[str, Parameter] = {
 }
 """`POST /v1/chat/completions`."""
 
+_SAME = "members of a group would say the same"
+_WHOLE = "an agent is answered with text; what is trained on is kept beside it"
+
+AGENT_CHAT: Mapping[str, Parameter] = {
+    **CHAT,
+    **dict.fromkeys(("temperature", "top_p", "top_k", "min_p"), _RUNS),
+    "repetition_penalty": _refused("log-probs of it cannot be trained on", 1, 1.0),
+    "presence_penalty": _refused("log-probs of it cannot be trained on", 0, 0.0),
+    "frequency_penalty": _refused("log-probs of it cannot be trained on", 0, 0.0),
+    "min_tokens": _refused("log-probs of it cannot be trained on", 0),
+    "seed": _refused(_SAME),
+    "stop_token_ids": _refused("send texts as `stop`", []),
+    "ignore_eos": _refused("a reply ends where the policy ends it", False),
+    "skip_special_tokens": _refused(_WHOLE, True),
+    "include_stop_str_in_output": _refused(_WHOLE, False),
+    "logprobs": _refused(_WHOLE, False),
+    "return_token_ids": _refused(_WHOLE, False),
+    "return_tokens_as_token_ids": _refused(_WHOLE, False),
+    "stream_choices": _refused(_WHOLE, False),
+    "chat_template_kwargs": _refused("set them for the run: `orchestrator.sampling.extra_body`", {}),
+    "add_generation_prompt": _refused(_WHOLE, True),
+    "continue_final_message": _refused(_WHOLE, False),
+}
+"""`POST /v1/chat/completions` at the address of an agent."""
+
 COMPLETIONS: Mapping[str, Parameter] = {
     **_COMPLETION,
     **{name: _answered() for name in ("prompt", "add_special_tokens", "prompt_logprobs")},
@@ -176,8 +208,9 @@ STREAM_OPTIONS: Mapping[str, Parameter] = {
 """`stream_options` of chats, completions and responses."""
 
 RESPONSES: Mapping[str, Parameter] = {
-    **{name: _answered() for name in ("input", "instructions", "model", "max_output_tokens", "temperature", "top_p")},
+    **{name: _answered() for name in ("input", "instructions", "model", "max_output_tokens")},
     **{name: _answered() for name in ("stream", "stream_options", "tools")},
+    **dict.fromkeys(("temperature", "top_p"), _RUNS),
     "tool_choice": _answered(_TOOL_CHOICE),
     "parallel_tool_calls": CHAT["parallel_tool_calls"],
     "top_logprobs": CHAT["top_logprobs"],
@@ -204,7 +237,8 @@ RESPONSES: Mapping[str, Parameter] = {
 
 MESSAGES: Mapping[str, Parameter] = {
     **{name: _answered() for name in ("messages", "system", "model", "max_tokens", "stop_sequences")},
-    **{name: _answered() for name in ("temperature", "top_p", "top_k", "stream", "tools")},
+    **{name: _answered() for name in ("stream", "tools")},
+    **dict.fromkeys(("temperature", "top_p", "top_k"), _RUNS),
     "tool_choice": _answered(_TOOL_CHOICE),
     "thinking": _refused(_TEMPLATE, {"type": "disabled"}),
     "output_config": _refused(_FREE, {}),

@@ -113,20 +113,26 @@ def check_turn(turn: Turn, *, index: int, requires_spans: bool) -> None:
         )
 
 
-def merge_turns(turns: Sequence[Turn], *, requires_spans: bool) -> tuple[Sample, ...]:
-    """Merge the turns of one rollout, in order, into its samples. Raises MissingTokensError."""
+def merge_turns(turns: Sequence[Turn], *, requires_spans: bool, is_agent: bool = False) -> tuple[Sample, ...]:
+    """Merge the turns of one rollout, in order, into its samples. Raises MissingTokensError.
+
+    An agent (`is_agent`) may have several conversations at the same time: there a turn extends whichever sample it can.
+    """
     if not turns:
         raise MissingTokensError("the rollout made no model call")
     has_rewards = any(turn.reward is not None for turn in turns)
     builders: list[_SampleBuilder] = []
     for index, turn in enumerate(turns):
         check_turn(turn, index=index, requires_spans=requires_spans)
-        if not builders or not builders[-1].is_extended_by(turn.prompt_ids):
-            builders.append(_SampleBuilder())
-        builders[-1].add(turn)
+        extended = reversed(builders if is_agent else builders[-1:])
+        builder = next((each for each in extended if each.is_extended_by(turn.prompt_ids)), None)
+        if builder is None:
+            builder = _SampleBuilder()
+            builders.append(builder)
+        builder.add(turn)
         if has_rewards:
             earned = 0.0 if turn.reward is None else turn.reward
-            builders[-1].turns.append(TurnReward(end=len(builders[-1].token_ids), reward=earned))
+            builder.turns.append(TurnReward(end=len(builder.token_ids), reward=earned))
     return tuple(builder.build() for builder in builders)
 
 

@@ -12,7 +12,10 @@ from typing import Any
 from millrace.env_server.adapters.outcome import NotANumberError, number_of
 from millrace.env_server.adapters.samples import MissingTokensError, Turn
 from millrace.env_server.adapters.span_log import Spans, clipped
+from millrace.env_server.agents.branches import LEFT_OUT_METRIC
+from millrace.env_server.agents.v0 import IS_TRAINED
 from millrace.env_server.own_sampling import AskedSampling
+from millrace.rollouts.types import CUT_METRIC
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,6 +27,16 @@ class KeptTurns:
     """Sampled tokens that were cut off."""
     why_cut: str
     """Why nothing is left of the last turn of which that is so; empty if there is none."""
+    num_left_out: int = 0
+    """Model calls of an agent whose branch is not trained on."""
+    is_agent: bool = False
+    """Whether an agent with a loop of its own made them."""
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """Return what the rollout tells of tokens and calls that are not trained on."""
+        counts = {CUT_METRIC: self.num_cut, LEFT_OUT_METRIC: self.num_left_out}
+        return {name: float(count) for name, count in counts.items() if count}
 
     @property
     def are_all_cut(self) -> bool:
@@ -34,7 +47,8 @@ class KeptTurns:
 def turns_of(steps: Sequence[Mapping[str, Any]], spans: Spans, asked: AskedSampling) -> KeptTurns:
     """Return the turns of a rollout's steps. Raises MissingTokensError, NotANumberError and OwnSamplingError."""
     kept: list[Turn] = []
-    num_cut, why = 0, ""
+    num_cut, num_left_out, why = 0, 0, ""
+    is_agent = False
     carried: float | None = None
     for index, step in enumerate(steps):
         tokens = step.get("tokens")
@@ -46,6 +60,11 @@ def turns_of(steps: Sequence[Mapping[str, Any]], spans: Spans, asked: AskedSampl
         prompt, whole = _answered(step, tokens)
         completion_ids = tokens["completion_ids"]
         call = spans.find(whole)
+        extras = step.get("extras") or {}
+        is_agent = is_agent or IS_TRAINED in extras
+        if not extras.get(IS_TRAINED, True):
+            num_left_out += 1
+            continue
         own_way, reward = asked.own_way(call.sent), _step_reward(step.get("reward"), number=index + 1)
         num_cut += len(whole) - len(completion_ids)
         if whole and not completion_ids:
@@ -66,7 +85,7 @@ def turns_of(steps: Sequence[Mapping[str, Any]], spans: Spans, asked: AskedSampl
                 reward=reward,
             )
         )
-    return KeptTurns(kept=kept, num_cut=num_cut, why_cut=why)
+    return KeptTurns(kept=kept, num_cut=num_cut, why_cut=why, num_left_out=num_left_out, is_agent=is_agent)
 
 
 def _both(first: float | None, second: float | None) -> float | None:

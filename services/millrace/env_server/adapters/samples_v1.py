@@ -1,6 +1,6 @@
 """Branches of a v1 trace → samples. A branch is a root-to-leaf path of message nodes that carry their own tokens."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -8,16 +8,49 @@ import numpy as np
 
 from millrace.env_server.adapters.samples import MissingTokensError, OwnRanges, Turn, check_turn
 from millrace.env_server.adapters.span_log import Call, Spans
+from millrace.env_server.agents.branches import Made, trained_calls
 from millrace.env_server.own_sampling import AskedSampling
 from millrace.rollouts.types import PolicySpan, Sample
 
 
+def kept_nodes(trace: Any, mode: str) -> set[int]:
+    """Return the ids (of Python) of sampled nodes whose calls are trained on (`agents.branches`)."""
+    nodes = list(trace.nodes)
+    sampled = [index for index, node in enumerate(nodes) if node.sampled]
+    if mode == "all" or len(trace.branches) < 2:
+        return {id(nodes[index]) for index in sampled}
+    made = [
+        Made(prompt=_before(nodes, index), reply=_plain(nodes[index]), num_tokens=sum(nodes[index].mask))
+        for index in sampled
+    ]
+    return {id(nodes[sampled[at]]) for at in trained_calls(made, mode)}
+
+
+def _before(nodes: Sequence[Any], index: int) -> list[dict[str, Any]]:
+    path: list[dict[str, Any]] = []
+    at = nodes[index].parent
+    while at is not None:
+        path.append(_plain(nodes[at]))
+        at = nodes[at].parent
+    return path[::-1]
+
+
+def _plain(node: Any) -> dict[str, Any]:
+    return dict(node.message.model_dump(mode="json", exclude_none=True))
+
+
 def branch_samples(
-    branches: Sequence[Any], spans: Spans, *, requires_spans: bool, asked: AskedSampling | None = None
+    branches: Sequence[Any],
+    spans: Spans,
+    *,
+    requires_spans: bool,
+    asked: AskedSampling | None = None,
+    kept: Collection[int] | None = None,
 ) -> tuple[Sample, ...]:
     """One sample per trainable branch; tokens that they share are trained once, in the first of them.
 
-    Raises MissingTokensError, and OwnSamplingError where calls are held against what was `asked`.
+    Of the sampled nodes those are trained that are `kept`, by the ids of Python; None is all of them. Raises
+    MissingTokensError, and OwnSamplingError where calls are held against what was `asked`.
     """
     if not branches:
         raise MissingTokensError("the rollout made no model call")
@@ -34,7 +67,7 @@ def branch_samples(
         own = OwnRanges()
         for node in branch.nodes:
             num_sampled = sum(node.mask)
-            is_new = bool(node.sampled) and id(node) not in trained
+            is_new = bool(node.sampled) and id(node) not in trained and (kept is None or id(node) in kept)
             if is_new:
                 turn = _turn(node, noted[id(node)], call=len(trained), requires_spans=requires_spans, asked=asked)
                 trained.add(id(node))

@@ -29,7 +29,7 @@ import verifiers as vf
 from pydantic import BaseModel
 
 from millrace.env_server.adapters.client_v0 import LeanClient, LeanCompletionsClient
-from millrace.env_server.adapters.env_args import NO_RENDERER, RENDERER, split_args
+from millrace.env_server.adapters.env_args import BRANCHES, NO_RENDERER, RENDERER, split_args
 from millrace.env_server.adapters.failures import frames_of, is_engine_fault
 from millrace.env_server.adapters.outcome import NotANumberError, Outcome, checked, failed, failed_like, number_of
 from millrace.env_server.adapters.samples import MissingTokensError, merge_turns
@@ -42,6 +42,8 @@ from millrace.env_server.adapters.span_log import SPANS
 from millrace.env_server.adapters.tasks.groups_v0 import completes_text, member_of, members_of, tasks_of
 from millrace.env_server.adapters.tasks.selection import NO_TASKS, selected_tables
 from millrace.env_server.adapters.text_only import not_text_error, other_part, refusal, refuse_other_parts
+from millrace.env_server.agents.server import agent_server
+from millrace.env_server.agents.v0 import choose_branches
 from millrace.env_server.engine_access import engine_access
 from millrace.env_server.engine_loss import ENGINE_LOST_MARK
 from millrace.env_server.library import releases
@@ -53,7 +55,7 @@ from millrace.env_server.library.v0 import HAS_RENDERERS, Client, ClientConfig, 
 from millrace.env_server.own_sampling import AskedSampling, OwnSamplingError
 from millrace.errors import InvalidSpecError, Violation
 from millrace.rollouts.requests import EnvSpec, LoadedEnv, PlayRequest
-from millrace.rollouts.types import CUT_METRIC, RolloutStatus
+from millrace.rollouts.types import RolloutStatus
 
 _MODEL_ERRORS = frozenset({"ModelError", "InvalidModelResponseError", "EmptyModelResponseError", "EngineAuthError"})
 # Engines inside the deployment take no key; the SDK of the renderer client insists on one.
@@ -98,7 +100,7 @@ class V0Adapter:
         """Call the module's `load_environment` with the args that are not ours. Its exceptions pass through."""
         judges.JudgeGate(max_concurrent=spec.judge_max_concurrent, timeout_s=spec.judge_timeout_s).install()
         options = inspect.signature(module.load_environment).parameters
-        own, ours = split_args(args, keys=(RENDERER,), options=options)
+        own, ours = split_args(args, keys=(RENDERER, BRANCHES), options=options)
         renderer = str(ours.get(RENDERER) or "")
         if renderer not in ("", NO_RENDERER) and not HAS_RENDERERS:
             raise _no_renderers(renderer)
@@ -107,6 +109,7 @@ class V0Adapter:
         env = module.load_environment(**own)
         env.env_id = env.env_id or spec.id
         env.env_args = env.env_args or own
+        choose_branches(members_of(env), ours.get(BRANCHES))
         loaded = cls(env, renderer=renderer, select_json=spec.select_json)
         if table := next((each for each in (loaded.train, loaded.eval) if len(each)), None):
             refuse_unknown_arguments(env, table.row(0), client=_no_client())
@@ -122,7 +125,8 @@ class V0Adapter:
         self._session = engine_access().session()
 
     async def close(self) -> None:
-        """Close it."""
+        """Close it, and the address of agents."""
+        await agent_server().close()
         await engine_access().close()
 
     async def play(self, request: PlayRequest, *, tokenizer_dir: str) -> Sequence[Outcome]:
@@ -277,11 +281,10 @@ def _outcome(output: Mapping[str, Any], of_play: Scored, asked: AskedSampling) -
             asked.require(spans.refused)
             return played
         turns = turns_of(output.get("trajectory") or [], spans, asked)
-        if turns.num_cut:
-            played = replace(played, metrics={**played.metrics, CUT_METRIC: float(turns.num_cut)})
+        played = replace(played, metrics={**played.metrics, **turns.metrics})
         if turns.are_all_cut:
             return failed(RolloutStatus.PROMPT_TOO_LONG, "PromptTooLong", turns.why_cut, of=played)
-        samples = merge_turns(turns.kept, requires_spans=asked.is_training)
+        samples = merge_turns(turns.kept, requires_spans=asked.is_training, is_agent=turns.is_agent)
     except OwnSamplingError as error:
         return failed(RolloutStatus.ENV_ERROR, error.error_type, str(error), of=played)
     except MissingTokensError as error:

@@ -5,23 +5,19 @@ the policy's own tokenizer and asks the engine for exact tokens. Args of the env
 `renderer`, `env`, `eval_args` and `num_tasks` where the taskset has no such option (see `env_args`).
 """
 
-import asyncio
 import contextlib
-import functools
 import os
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
 import verifiers.v1 as vf
-from verifiers.v1.clients.train import TrainClient
 from verifiers.v1.utils.loaders import taskset_config_type
 
-from millrace.env_server import standing
-from millrace.env_server.adapters import harness_v1
+from millrace.env_server.adapters import harness_v1, watched_v1
 from millrace.env_server.adapters.env_args import (
+    BRANCHES,
     OURS,
     RENDERER,
     V1_ENV,
@@ -30,8 +26,8 @@ from millrace.env_server.adapters.env_args import (
     split_args,
     table_of,
 )
-from millrace.env_server.adapters.failures import frames_of, our_spelling, remember_roles, trace_text
-from millrace.env_server.adapters.outcome import NotANumberError, Outcome, checked, failed, failed_like, number_of
+from millrace.env_server.adapters.failures import frames_of, our_spelling, remember_roles
+from millrace.env_server.adapters.outcome import Outcome, checked, failed, failed_like
 from millrace.env_server.adapters.renderer import (
     DEFAULT,
     MISSING_TOKENS_MARK,
@@ -42,15 +38,18 @@ from millrace.env_server.adapters.renderer import (
 )
 from millrace.env_server.adapters.runtimes_v1 import check_default_runtime, check_runtimes, tool_servers, with_roles
 from millrace.env_server.adapters.samples import MissingTokensError
-from millrace.env_server.adapters.samples_v1 import branch_samples
+from millrace.env_server.adapters.samples_v1 import branch_samples, kept_nodes
 from millrace.env_server.adapters.scoring import judges
 from millrace.env_server.adapters.scoring.arguments_v1 import refuse_unknown_arguments
 from millrace.env_server.adapters.span_log import SPANS
 from millrace.env_server.adapters.tasks.selection import selected_tables, stop_of, tasks_of
 from millrace.env_server.adapters.tasks.tables import TaskTable
-from millrace.env_server.adapters.text_only import not_text_error, other_part, refusal, refuse_other_parts
+from millrace.env_server.adapters.text_only import refuse_other_parts
 from millrace.env_server.adapters.traces_v1 import merged, timeout_remedy
 from millrace.env_server.adapters.trainable_v1 import ONE_TRACE, SEVERAL_TRACES, check_trainable, declared_sampling
+from millrace.env_server.agents import v1 as agents
+from millrace.env_server.agents.branches import LEFT_OUT_METRIC, parse_mode
+from millrace.env_server.agents.programs import cause_first
 from millrace.env_server.engine_access import engine_access
 from millrace.env_server.engine_loss import ENGINE_LOST_MARK
 from millrace.env_server.library import interception, relaying, rendering
@@ -62,15 +61,11 @@ from millrace.rollouts.requests import EnvSpec, LoadedEnv, PlayRequest
 from millrace.rollouts.types import RolloutStatus, Trace
 
 _API_KEY_VARIABLE = "MILLRACE_ENGINE_API_KEY"
-_OUR_ARGS = (RENDERER, V1_ENV, V1_EVAL_ARGS, V1_NUM_TASKS)
+_OUR_ARGS = (RENDERER, BRANCHES, V1_ENV, V1_EVAL_ARGS, V1_NUM_TASKS)
 # Of an endless taskset; a run needs a number.
 _DEFAULT_NUM_TASKS = 10_000
 # Rollouts that share one tokenizer copy of about 80 MB; more than a worker plays at once.
 _MAX_ROLLOUTS_PER_RENDERER = 256
-
-_NotTextError = not_text_error(vf.TaskError)
-_JUDGE_ERRORS = {kind: type(kind, (vf.TaskError,), {}) for kind in judges.TYPES}
-"""What the library is told of a judge that failed: it keeps an error's type and text alone."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,6 +74,8 @@ class ExpectedTraces:
 
     takes_several: bool
     has_several: bool
+    branches: str
+    """Which model calls of a trace are trained on (`agents.branches`)."""
 
 
 class V1Adapter:
@@ -101,7 +98,7 @@ class V1Adapter:
         """Build the environment. Its exceptions pass through."""
         takes_several = spec.takes_several_traces
         judges.JudgeGate(max_concurrent=spec.judge_max_concurrent, timeout_s=spec.judge_timeout_s).install()
-        _mark_scoring()
+        watched_v1.mark_scoring()
         options = taskset_config_type(spec.id).model_fields
         own, ours = split_args(args, keys=_OUR_ARGS, options=options)
         where = f"args.{OURS}.{V1_ENV}" if V1_ENV in options else f"args.{V1_ENV}"
@@ -113,7 +110,8 @@ class V1Adapter:
         env = vf.load_environment(_config(spec.id, own, extra, where=where))
         check_runtimes(env, where=where)
         trained = check_trainable(env, takes_several=takes_several, where=where)
-        traces = ExpectedTraces(takes_several=takes_several, has_several=trained.has_several)
+        branches = parse_mode(ours.get(BRANCHES), where=f"args.{BRANCHES}")
+        traces = ExpectedTraces(takes_several=takes_several, has_several=trained.has_several, branches=branches)
         held_out = None
         if eval_args is not None:
             taskset = vf.load_taskset(_config(spec.id, {**own, **eval_args}, extra, where=where).taskset)
@@ -135,12 +133,13 @@ class V1Adapter:
         """Start the interception server and shared tools, for the life of the process."""
         os.environ.setdefault(_API_KEY_VARIABLE, "EMPTY")
         install_span_capture()
-        _keep_whole_traces()
-        _take_numbers()
-        _refuse_other_parts()
+        watched_v1.keep_whole_traces()
+        watched_v1.take_numbers()
+        watched_v1.refuse_other_parts_of_chats()
         watch_v1()
         remember_lookups()
         interception.install()
+        agents.install()
         rendering.install()
         relaying.install()
         self._stack.push_async_callback(engine_access().close)
@@ -199,72 +198,6 @@ def _config(env_id: str, taskset_args: Mapping[str, Any], extra: Mapping[str, An
     return vf.resolve_env_config(with_roles(base, harness=harness_v1.register(), where=where))
 
 
-def _keep_whole_traces() -> None:
-    """Have recorded errors tell what began them.
-
-    The library wraps what a task's code raises in an error that it does not raise, or whose cause it overwrites.
-    """
-    stock_init, stock_record = vf.TaskError.__init__, vf.Trace.record_error
-
-    def init(self: Any, *args: object) -> None:
-        stock_init(self, *args)
-        self.__context__ = sys.exc_info()[1]
-
-    def record_error(self: Any, error: Exception) -> None:
-        stock_record(self, error)
-        if self.errors[-1].traceback:
-            self.errors[-1].traceback = trace_text(error)
-
-    vf.TaskError.__init__, vf.Trace.record_error = init, record_error
-
-
-def _take_numbers() -> None:
-    """Have traces take numbers for rewards: the library makes one of a text that looks like one."""
-    stock = vf.Trace.record_reward
-
-    def record_reward(self: Any, name: str, value: Any, weight: float = 1.0) -> None:
-        try:
-            number = number_of(value)
-        except NotANumberError as error:
-            raise TypeError(f"reward {name!r} is {error}") from error
-        stock(self, name, number, weight)
-
-    vf.Trace.record_reward = record_reward
-
-
-def _mark_scoring() -> None:
-    """Have what a task's rewards and judges ask pass the gate of judges, and errors say that it began there."""
-    stock = vf.Task.score
-
-    @functools.wraps(stock)
-    async def score(self: Any, *args: Any, **kwargs: Any) -> None:
-        try:
-            with judges.scoring(), standing.at("the task's rewards"):
-                await stock(self, *args, **kwargs)
-        except vf.TaskError as error:
-            if not (kind := judges.failure_type(error)):
-                raise
-            raise _JUDGE_ERRORS[kind](judges.with_remedy(kind, str(error))) from error
-        except (SystemExit, KeyboardInterrupt, asyncio.CancelledError) as error:
-            if judges.is_being_cancelled(error):
-                raise
-            raise vf.TaskError(f"the task's rewards raised {type(error).__name__}: {error}") from error
-
-    vf.Task.score = score
-
-
-def _refuse_other_parts() -> None:
-    """Have the train client refuse content parts that are not text; the relaying one takes them."""
-    stock = TrainClient.get_response
-
-    async def get_response(self: Any, dialect: Any, body: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-        if kind := other_part(body.get("messages") or ()):
-            raise _NotTextError(refusal(kind))
-        return await stock(self, dialect, body, *args, **kwargs)
-
-    TrainClient.get_response = get_response
-
-
 def _outcome(episode: Any, expected: ExpectedTraces, asked: AskedSampling | None) -> Outcome:
     """The usable-for-training rule: `ok` everywhere, no timeout, every reward there, exact tokens.
 
@@ -290,9 +223,18 @@ def _outcome(episode: Any, expected: ExpectedTraces, asked: AskedSampling | None
     if len(traces) != 1 and not expected.takes_several:
         message = f"the episode has {len(traces)} trainable traces, and {ONE_TRACE}; {SEVERAL_TRACES}"
         return failed(RolloutStatus.ENV_ERROR, "MultipleTraces", message, of=played)
+    kept = {trace.id: kept_nodes(trace, expected.branches) for trace in traces}
+    if left_out := sum(sum(node.sampled for node in trace.nodes) - len(kept[trace.id]) for trace in traces):
+        played = replace(played, metrics={**played.metrics, LEFT_OUT_METRIC: float(left_out)})
     try:
         samples = [
-            branch_samples(trace.branches, spans[trace.id], requires_spans=asked.is_training, asked=asked)
+            branch_samples(
+                trace.branches,
+                spans[trace.id],
+                requires_spans=asked.is_training,
+                asked=asked,
+                kept=kept[trace.id],
+            )
             if asked is not None
             else ()
             for trace in traces
@@ -368,7 +310,7 @@ def _failure(episode: Any, trace: Any, played: Outcome) -> Outcome | None:
         return failed(
             _error_status(error),
             error.type,
-            our_spelling(error.message),
+            our_spelling(cause_first(error.message)),
             of=played,
             frames=frames,
             is_infrastructure=is_fault,

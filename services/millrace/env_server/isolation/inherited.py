@@ -17,6 +17,7 @@ from dataclasses import fields
 from fnmatch import fnmatchcase
 
 from millrace.config.sections.client import WITHHELD_KEY_PREFIX
+from millrace.env_server.agents.listen import HOST_VARIABLE, LISTEN_VARIABLE
 from millrace.storage.scratch import SCRATCH_VARIABLE
 from millrace.telemetry.settings import Settings, variable_name
 
@@ -24,6 +25,7 @@ PASS_VARIABLE = "MILLRACE_ENV_PASS"
 SPOOL_VARIABLE = "MILLRACE_SPOOL_DIR"
 _OURS = "MILLRACE_"
 _TOLD = {"MILLRACE_LOG_LEVEL", "MILLRACE_LOG_JSON", "MILLRACE_STACK_ID", "MILLRACE_STACK_PROCESS"}
+_TOLD |= {LISTEN_VARIABLE, HOST_VARIABLE}
 _PLACEMENT = {variable_name(part.name) for part in fields(Settings)} - _TOLD
 # Profiles and role files lead to the same keys; an environment that needs a store of its own gets it by its args.
 _STORE_CREDENTIALS = "AWS_"

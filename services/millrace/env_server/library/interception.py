@@ -37,13 +37,14 @@ class CallAnswer:
         return self.body.decode("utf-8", "replace")
 
 
-class _Request(dict[Any, Any]):
+class InProcessRequest(dict[Any, Any]):
     """As much of an aiohttp request as the handler reads, which also keeps things in it."""
 
-    def __init__(self, secret: str, body: Mapping[str, Any]) -> None:
+    def __init__(self, secret: str, body: Mapping[str, Any], headers: Mapping[str, str]) -> None:
         super().__init__()
         self.path = _PATH
-        self.headers = CIMultiDict({"Authorization": f"Bearer {secret}", "Content-Type": "application/json"})
+        own = {"Authorization": f"Bearer {secret}", "Content-Type": "application/json"}
+        self.headers = CIMultiDict({**headers, **own})
         self._read_bytes: bytes | None = json.dumps(body).encode()  # the handler forgets it once it has read it
 
     async def read(self) -> bytes:
@@ -70,11 +71,13 @@ def install() -> None:
     InterceptionServer.register, InterceptionServer.unregister = register, unregister
 
 
-async def ask(secret: str, body: Mapping[str, Any]) -> CallAnswer:
-    """Make a model call for the rollout with this secret."""
+async def ask(secret: str, body: Mapping[str, Any], *, headers: Mapping[str, str] | None = None) -> CallAnswer:
+    """Make a model call for the rollout with this secret; `headers` are those of the program that asks, if one does."""
     handler: Any = servers[secret].handle_request
     # A task of its own, as in a server: the library cancels what still answers when the rollout is over.
-    answering = asyncio.create_task(handler(_Request(secret, body), _CHAT), name="model call of a v1 rollout")
+    answering = asyncio.create_task(
+        handler(InProcessRequest(secret, body, headers or {}), _CHAT), name="model call of a v1 rollout"
+    )
     await asyncio.wait({answering})
     if answering.cancelled():
         return CallAnswer(status=499, body=b"the rollout ended before the model call did")

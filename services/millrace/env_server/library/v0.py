@@ -13,17 +13,37 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING or importlib.util.find_spec("verifiers.legacy") is not None:
     from verifiers.legacy.clients import Client, OpenAIChatCompletionsClient, OpenAICompletionsClient, resolve_client
-    from verifiers.legacy.types import ClientConfig, Response, ResponseMessage, ResponseTokens, ToolCall, Usage
+    from verifiers.legacy.types import (
+        ClientConfig,
+        Response,
+        ResponseMessage,
+        ResponseTokens,
+        TimeSpan,
+        Tool,
+        ToolCall,
+        Usage,
+    )
     from verifiers.legacy.utils import response_utils
     from verifiers.legacy.utils.error_utils import ErrorChain
+    from verifiers.legacy.utils.message_utils import normalize_messages
     from verifiers.legacy.utils.save_utils import state_to_output
 
     RENDERER_CLIENT = "verifiers.legacy.clients.renderer_client"
 else:
     from verifiers.clients import Client, OpenAIChatCompletionsClient, OpenAICompletionsClient, resolve_client
-    from verifiers.types import ClientConfig, Response, ResponseMessage, ResponseTokens, ToolCall, Usage
+    from verifiers.types import (
+        ClientConfig,
+        Response,
+        ResponseMessage,
+        ResponseTokens,
+        TimeSpan,
+        Tool,
+        ToolCall,
+        Usage,
+    )
     from verifiers.utils import response_utils
     from verifiers.utils.error_utils import ErrorChain
+    from verifiers.utils.message_utils import normalize_messages
     from verifiers.utils.save_utils import state_to_output
 
     RENDERER_CLIENT = "verifiers.clients.renderer_client"
@@ -42,8 +62,11 @@ __all__ = [
     "Response",
     "ResponseMessage",
     "ResponseTokens",
+    "TimeSpan",
+    "Tool",
     "ToolCall",
     "Usage",
+    "normalize_messages",
     "resolve_client",
     "response_utils",
     "state_to_output",

@@ -1,0 +1,146 @@
+"""Which model calls of an agent are trained on: agents ask aside, start over, and shorten their own conversations.
+
+| `branches` | trained |
+|---|---|
+| `used` | what went into the last call: its conversation, and calls whose reply it quotes (a summary, a helper) |
+| `last` | the conversation that ended with the last call |
+| `longest` | the conversation in which most was sampled |
+| `all` | every call |
+
+A conversation goes on where a request begins with an earlier one and its reply, compared as messages: what the policy
+thought, ids of calls and the spelling of their arguments do not matter. A call of a tool is quoted, too, where its id is
+that no other call has.
+"""
+
+import json
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from millrace.decoding import decode_json
+from millrace.errors import CorruptObjectError, InvalidSpecError, Violation
+
+MODES = ("used", "last", "longest", "all")
+DEFAULT = "used"
+LEFT_OUT_METRIC = "agent_calls_left_out"
+"""Metric of rollouts: model calls that are not trained on because their branch is not."""
+_TELLING_CHARS, _TELLING_ID_CHARS = 20, 8
+"""A shorter reply may stand in a message by chance; it has to be the whole of it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Made:
+    """A model call, in the order in which they ended."""
+
+    prompt: Sequence[Mapping[str, Any]]
+    reply: Mapping[str, Any]
+    num_tokens: int
+
+
+def parse_mode(value: Any, *, where: str) -> str:
+    """Return the mode that args name, the default for none. Raises InvalidSpecError."""
+    if value is None:
+        return DEFAULT
+    if value not in MODES:
+        message = f"must be one of {', '.join(MODES)}"
+        raise InvalidSpecError([Violation(field=where, value=f"{value!r:.100}", message=message)])
+    return str(value)
+
+
+def trained_calls(calls: Sequence[Made], mode: str) -> set[int]:
+    """Return the indices of the calls that are trained on."""
+    if mode == "all" or not calls:
+        return set(range(len(calls)))
+    parents = _parents(calls)
+    if mode == "longest":
+        lengths = [0] * len(calls)
+        for index, call in enumerate(calls):
+            parent = parents[index]
+            lengths[index] = call.num_tokens + (0 if parent is None else lengths[parent])
+        # Of equal ones the later: an agent that starts over goes on with that.
+        last = max(range(len(calls)), key=lambda index: (lengths[index], index))
+        return _conversation(last, parents)
+    found = _conversation(len(calls) - 1, parents)
+    if mode == "last":
+        return found
+    counts = Counter(name for call in calls for name in _ids(call.reply))
+    own_ids = [[name for name in _ids(call.reply) if counts[name] == 1] for call in calls]
+    fresh = set(found)
+    while fresh:
+        quoting = [message for index in fresh for message in calls[index].prompt]
+        others = [index for index in range(len(calls)) if index not in found]
+        fresh = set()
+        for index in others:
+            is_quoted = _is_quoted(_text(calls[index].reply), quoting) or _is_named(own_ids[index], quoting)
+            if index not in found and is_quoted:
+                fresh |= _conversation(index, parents) - found
+                found |= fresh
+    return found
+
+
+def _parents(calls: Sequence[Made]) -> list[int | None]:
+    """For each call the latest earlier one that its conversation goes on from."""
+    ends: dict[int, int] = {}
+    parents: list[int | None] = []
+    for index, call in enumerate(calls):
+        parent, chain = None, 0
+        for message in call.prompt:
+            chain = hash((chain, _key(message)))
+            parent = ends.get(chain, parent)
+        parents.append(parent)
+        ends[hash((chain, _key(call.reply)))] = index
+    return parents
+
+
+def _conversation(last: int, parents: Sequence[int | None]) -> set[int]:
+    found: set[int] = set()
+    at: int | None = last
+    while at is not None:
+        found.add(at)
+        at = parents[at]
+    return found
+
+
+def _is_quoted(text: str, messages: Sequence[Mapping[str, Any]]) -> bool:
+    if len(text) >= _TELLING_CHARS:
+        return any(text in _text(message) for message in messages)
+    # What the policy said itself may be the same short text.
+    return bool(text) and any(text == _text(message) and message.get("role") != "assistant" for message in messages)
+
+
+def _is_named(ids: Sequence[str], messages: Sequence[Mapping[str, Any]]) -> bool:
+    """Return whether a call is answered, or told of in a text, by the id that it alone has."""
+    return any(
+        name == message.get("tool_call_id") or (len(name) >= _TELLING_ID_CHARS and name in _text(message))
+        for name in ids
+        for message in messages
+    )
+
+
+def _ids(reply: Mapping[str, Any]) -> list[str]:
+    return [str(call["id"]) for call in reply.get("tool_calls") or () if call.get("id")]
+
+
+def _key(message: Mapping[str, Any]) -> tuple[Any, ...]:
+    calls = [_called(call) for call in message.get("tool_calls") or ()]
+    return (message.get("role"), _text(message), tuple(calls))
+
+
+def _called(call: Mapping[str, Any]) -> tuple[str, str]:
+    function = call.get("function") or call
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        try:
+            arguments = decode_json(arguments or "{}", what="arguments", reason="REQUEST_INVALID")
+        except CorruptObjectError:
+            return str(function.get("name")), str(arguments)
+    return str(function.get("name")), json.dumps(arguments, sort_keys=True, default=str)
+
+
+def _text(message: Mapping[str, Any]) -> str:
+    content = message.get("content")
+    if isinstance(content, list | tuple):
+        parts = (part.get("text") if isinstance(part, Mapping) else part for part in content)
+        content = "\n".join(str(part) for part in parts if part is not None)
+    return str(content or "").strip()

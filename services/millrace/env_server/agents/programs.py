@@ -1,0 +1,115 @@
+"""An agent that is a program, run with the variables by which it finds the policy; of a failure the cause is told."""
+
+import asyncio
+import re
+import subprocess
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from millrace.env_server.agents.sessions import AgentAddress, program_environ
+from millrace.processes.sessions import describe_exit, kill_group, start
+
+_MAX_OUTPUT_BYTES = 1 << 20
+_FRAME = re.compile(r'^[ |]*File "[^"]+", line \d+')
+_EXIT = re.compile(r"\A(?P<what>[^\n]*? exited -?\d+|[^\n]*?\(exit -?\d+\)): (?P<said>.+)\Z", re.S)
+_CAUSE_CHARS, _SHOWN_CHARS = 400, 1200
+
+
+class AgentFailedError(Exception):
+    """The agent's program ended with another status than 0."""
+
+    def __init__(self, message: str, *, said: str = "") -> None:
+        """`said` is what it wrote."""
+        super().__init__(message)
+        self.said = said
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ran:
+    """What a program wrote."""
+
+    stdout: str
+    stderr: str
+
+
+async def run_program(
+    argv: Sequence[str],
+    address: AgentAddress,
+    *,
+    stdin: str = "",
+    env: Mapping[str, str] | None = None,
+    cwd: Path | None = None,
+) -> Ran:
+    """Run an agent to its end; what it started ends with it, and when this is cancelled.
+
+    It gets this worker's variables, those of the address, and `env`. Raises AgentFailedError with the last line of its
+    traceback first, and OSError if it cannot be started.
+    """
+    process = await start(
+        argv,
+        env={**program_environ(address), **(env or {})},
+        cwd=cwd,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    try:
+        # unregistered wait: in an environment worker, all of whose rollouts are one wait of the env-server
+        stdout, stderr, _, _ = await asyncio.gather(
+            _tail(process.stdout), _tail(process.stderr), _feed(process.stdin, stdin), process.wait()
+        )
+    finally:
+        kill_group(process.pid)
+    ran = Ran(stdout=stdout.decode("utf-8", "replace"), stderr=stderr.decode("utf-8", "replace"))
+    if process.returncode:
+        said = (ran.stderr or ran.stdout).strip()
+        shown = f": {cause_of(said)}\n{said[-_SHOWN_CHARS:]}" if said else ", and said nothing"
+        how = f"{Path(argv[0]).name} ended with {describe_exit(process.returncode)}"
+        raise AgentFailedError(how + shown, said=said)
+    return ran
+
+
+async def _tail(stream: asyncio.StreamReader | None) -> bytes:
+    """Read to the end, and keep the last part."""
+    kept = b""
+    while stream is not None and (part := await stream.read(1 << 16)):
+        kept = (kept + part)[-_MAX_OUTPUT_BYTES:]
+    return kept
+
+
+async def _feed(stream: asyncio.StreamWriter | None, text: str) -> None:
+    if stream is None:
+        return
+    try:
+        stream.write(text.encode())
+        await stream.drain()
+    except (BrokenPipeError, ConnectionResetError):
+        pass  # it has ended, or reads nothing
+    finally:
+        stream.close()
+
+
+def cause_of(text: str) -> str:
+    """Return the line of a program's output that says why it failed.
+
+    It is the error behind the last frame of a traceback, and without one the last line that says something.
+    """
+    lines = [line.rstrip() for line in text.splitlines() if any(char.isalnum() for char in line)]
+    frames = [at for at, line in enumerate(lines) if _FRAME.match(line)]
+    if frames:
+        for line in lines[frames[-1] + 1 :]:
+            if not line.lstrip("| ").startswith(("^", "~")) and not line.lstrip("|").startswith("  "):
+                return line.lstrip("| ")[:_CAUSE_CHARS]
+    return lines[-1].strip()[:_CAUSE_CHARS] if lines else ""
+
+
+def cause_first(message: str) -> str:
+    """Return the library's message about a program that failed, with the cause before the rest of what it wrote.
+
+    Messages are cut at their ends, and the cause is what a traceback ends with.
+    """
+    found = _EXIT.match(message)
+    if found is None or "\n" not in found["said"]:
+        return message
+    return f"{found['what']}: {cause_of(found['said'])}\n{found['said']}"

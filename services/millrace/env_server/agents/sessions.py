@@ -1,0 +1,253 @@
+"""One rollout as its agent reaches it: a token, limits, and model calls that are answered in the API of the request."""
+
+import asyncio
+import hashlib
+import logging
+import os
+import secrets
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import orjson
+from aiohttp import web
+
+from millrace.decoding import decode_object
+from millrace.env_server.agents.asked import Api, Asked, Said
+from millrace.env_server.agents.branches import Made
+from millrace.env_server.agents.chats import Chats
+from millrace.env_server.agents.messages import Messages
+from millrace.env_server.agents.responses import Responses
+from millrace.errors import CorruptObjectError, InvalidSpecError, MillraceError, Violation
+
+logger = logging.getLogger(__name__)
+
+CHATS = Chats()
+ROUTES: Mapping[str, Api] = {
+    "/v1/chat/completions": CHATS,
+    "/v1/responses": Responses(),
+    "/v1/messages": Messages(),
+}
+NOT_APPLIED_HEADER = "X-Millrace-Not-Applied"
+"""Header of an answer: parameters of its request that did not count."""
+_RETRY_HEADERS = ("x-stainless-retry-count", "x-retry-count")
+_KEPT_ANSWERS = 64
+_MAX_JSON_BYTES = 64 << 20
+
+Ask = Callable[[Asked], Awaitable[Mapping[str, Any]]]
+"""Makes one model call of a rollout: a chat's completion with one choice. Raises CallRefusedError."""
+
+
+class CallRefusedError(Exception):
+    """The policy did not answer: an HTTP status of at least 400, and why."""
+
+    def __init__(self, status: int, message: str, *, param: str | None = None) -> None:
+        """`param` is the parameter that is the cause."""
+        super().__init__(message)
+        self.status = status
+        self.param = param
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AgentLimits:
+    """What an agent may do with its address; 0 is no limit."""
+
+    max_requests: int = 0
+    """Model calls; one with `n` choices is that many."""
+    max_tokens: int = 0
+    """Sampled tokens of all of them."""
+    max_concurrent: int = 16
+    """Model calls at once; more wait."""
+    max_body_bytes: int = 16 << 20
+    """Of one request."""
+    deadline_s: float = 0.0
+    """Seconds from the opening of the address."""
+
+    def __post_init__(self) -> None:
+        """Refuse what is no limit. Raises InvalidSpecError."""
+        for name in ("max_requests", "max_tokens", "max_concurrent", "max_body_bytes", "deadline_s"):
+            value = getattr(self, name)
+            if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value < 2**40:
+                message = "must be a number of at least 0; 0 is no limit"
+                raise InvalidSpecError([Violation(field=f"limits.{name}", value=f"{value!r:.100}", message=message)])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AgentAddress:
+    """Where an agent finds the policy of its rollout."""
+
+    base_url: str
+    """Of OpenAI's APIs; it ends with `/v1`."""
+    api_key: str
+    """The token that names the rollout; worth nothing once the rollout has ended."""
+    model: str
+    """What to ask for; other names are answered as well."""
+
+    def environ(self) -> dict[str, str]:
+        """Return the variables by which the SDKs of OpenAI and Anthropic, and what is built on them, find it."""
+        root = self.base_url.removesuffix("/v1")
+        return {
+            **dict.fromkeys(("OPENAI_BASE_URL", "OPENAI_API_BASE"), self.base_url),
+            **dict.fromkeys(("OPENAI_API_KEY", "ANTHROPIC_API_KEY", "ANTHROPIC_AUTH_TOKEN"), self.api_key),
+            **dict.fromkeys(("OPENAI_MODEL", "OPENAI_DEFAULT_MODEL"), self.model),
+            "ANTHROPIC_BASE_URL": root,
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """What is sent back: JSON, or a stream's events."""
+
+    status: int
+    body: bytes
+    streams: bool = False
+    headers: Mapping[str, str] = field(default_factory=dict)
+
+
+class AgentSession:
+    """Model calls of one rollout, from `ask`."""
+
+    def __init__(
+        self,
+        ask: Ask,
+        *,
+        model: str,
+        limits: AgentLimits | None = None,
+        drops: Sequence[str] = (),
+    ) -> None:
+        """`drops` are parameters that the author of the environment lets go: they do not count, and answers say so."""
+        self.token = secrets.token_urlsafe(24)
+        self.limits = limits or AgentLimits()
+        self.made: list[Made] = []
+        """Calls that were answered."""
+        self.last_refusal = ""
+        """Why the last refused call was refused."""
+        self.is_closed = False
+        self._ask = ask
+        self.model = model
+        self._drops = tuple(drops)
+        self._begun = time.monotonic()
+        self._num_calls = 0
+        self._num_tokens = 0
+        self._free = asyncio.Semaphore(self.limits.max_concurrent or 2**31)
+        self._answers: dict[bytes, asyncio.Task[Answer]] = {}
+
+    @property
+    def is_late(self) -> bool:
+        """Return whether its deadline has passed."""
+        return bool(self.limits.deadline_s) and time.monotonic() - self._begun > self.limits.deadline_s
+
+    def close(self) -> None:
+        """Answer nothing any more, and stop what is being asked."""
+        self.is_closed = True
+        for task in self._answers.values():
+            task.cancel()
+
+    async def read_and_answer(self, api: Api, request: web.Request) -> Answer:
+        """Answer an HTTP request, whose body is not read if it says that it is too long."""
+        size, limit = request.content_length or 0, self.limits.max_body_bytes
+        raw = b"" if limit and size > limit else await request.read()
+        if limit and max(size, len(raw)) > limit:
+            return self.refused(api, 413, f"the body has more than {limit} bytes")
+        return await self.answer(api, raw, request.headers)
+
+    async def answer(self, api: Api, raw: bytes, headers: Mapping[str, str]) -> Answer:
+        """Answer a request. A client's repetition of one that it gave up gets the answer of the first."""
+        key = hashlib.blake2b(api.name.encode() + raw, digest_size=16).digest()
+        known = self._answers.get(key)
+        if known is None or known.cancelled() or not _is_repeated(headers) or _has_failed(known):
+            known = asyncio.create_task(self._answer(api, raw, headers), name="model call of an agent")
+            self._answers.pop(key, None)
+            self._answers[key] = known
+            while len(self._answers) > _KEPT_ANSWERS and (old := _done(self._answers)) is not None:
+                del self._answers[old]
+        # A client that hangs up leaves the call alone: its tokens are sampled, and its repetition gets them.
+        await asyncio.wait({known})
+        return self._ended(api) if known.cancelled() else known.result()
+
+    async def _answer(self, api: Api, raw: bytes, headers: Mapping[str, str]) -> Answer:
+        try:
+            self._require_open()
+            body = decode_object(raw, what="the request", reason="REQUEST_INVALID", max_bytes=_MAX_JSON_BYTES)
+            asked = replace(api.read(body, drops=self._drops), headers=headers)
+            self._require_left(asked.n)
+            self._num_calls += asked.n
+            said = await self._say(asked)
+            model = body.get("model")
+            return _written(api, asked, said, model if isinstance(model, str) and model else self.model)
+        except InvalidSpecError as error:
+            return self.refused(api, 400, str(error), param=error.violations[0].field)
+        except (CorruptObjectError, MillraceError) as error:
+            return self.refused(api, 400, str(error))
+        except CallRefusedError as error:
+            return self.refused(api, error.status, str(error), param=error.param)
+
+    async def _say(self, asked: Asked) -> list[Said]:
+        # They are made one after the other: each is a turn of the rollout.
+        said: list[Said] = []
+        for _ in range(asked.n):
+            async with self._free:
+                self._require_open()
+                one = Said.of(await self._ask(asked))
+            self._num_tokens += one.num_tokens
+            self.made.append(Made(prompt=asked.messages, reply=one.message, num_tokens=one.num_tokens))
+            said.append(one)
+        return said
+
+    def _require_open(self) -> None:
+        if self.is_closed:
+            raise CallRefusedError(410, "the rollout of this token has ended")
+        if self.is_late:
+            raise CallRefusedError(410, f"the deadline of this address has passed ({self.limits.deadline_s:g} s)")
+
+    def _require_left(self, count: int) -> None:
+        limits = self.limits
+        if limits.max_requests and self._num_calls + count > limits.max_requests:
+            raise CallRefusedError(403, f"the rollout may make {limits.max_requests} model calls, and has made them")
+        if limits.max_tokens and self._num_tokens >= limits.max_tokens:
+            raise CallRefusedError(403, f"the rollout may sample {limits.max_tokens} tokens, and has sampled them")
+
+    def _ended(self, api: Api) -> Answer:
+        return self.refused(api, 410, "the rollout of this token has ended")
+
+    def refused(self, api: Api, status: int, message: str, *, param: str | None = None) -> Answer:
+        """Return a refusal, which is kept in mind for the error of an agent that ends because of it."""
+        self.last_refusal = f"{status}: {message}"
+        return refusal(api, status, message, param=param)
+
+
+def refusal(api: Api, status: int, message: str, *, param: str | None = None) -> Answer:
+    """Return a refusal in the words of an API."""
+    return Answer(status=status, body=orjson.dumps(api.error(status, message, param)))
+
+
+def program_environ(address: AgentAddress) -> dict[str, str]:
+    """Return this process's variables with those of an address, for a program that is an agent."""
+    ours = {name: value for name, value in os.environ.items() if not name.startswith("MILLRACE_")}
+    return {**ours, **address.environ()}
+
+
+def _written(api: Api, asked: Asked, said: Sequence[Said], model: str) -> Answer:
+    headers = {NOT_APPLIED_HEADER: ", ".join(asked.not_applied)} if asked.not_applied else {}
+    if not asked.streams:
+        return Answer(status=200, body=orjson.dumps(api.body(asked, said, model)), headers=headers)
+    events = b"".join(_event(kind, data) for kind, data in api.events(asked, said, model))
+    return Answer(status=200, body=events, streams=True, headers=headers)
+
+
+def _event(kind: str, data: Mapping[str, Any] | None) -> bytes:
+    name = f"event: {kind}\n".encode() if kind else b""
+    return name + b"data: " + (b"[DONE]" if data is None else orjson.dumps(data)) + b"\n\n"
+
+
+def _is_repeated(headers: Mapping[str, str]) -> bool:
+    return any(headers.get(name, "0") not in ("", "0") for name in _RETRY_HEADERS)
+
+
+def _has_failed(task: "asyncio.Task[Answer]") -> bool:
+    return task.done() and (task.cancelled() or task.exception() is not None or task.result().status >= 400)
+
+
+def _done(answers: "Mapping[bytes, asyncio.Task[Answer]]") -> bytes | None:
+    return next((key for key, task in answers.items() if task.done()), None)

@@ -1,0 +1,161 @@
+"""Environments of v0 whose rollouts are played by an agent with a loop of its own."""
+
+import asyncio
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import verifiers as vf
+
+from millrace.env_server.agents.asked import Asked
+from millrace.env_server.agents.branches import DEFAULT, parse_mode, trained_calls
+from millrace.env_server.agents.programs import AgentFailedError
+from millrace.env_server.agents.server import agent_server
+from millrace.env_server.agents.sessions import AgentAddress, AgentLimits, AgentSession, CallRefusedError
+from millrace.env_server.engine_loss import ENGINE_LOST_MARK
+from millrace.env_server.library.v0 import TimeSpan, Tool, normalize_messages
+from millrace.errors import InvalidSpecError, Violation
+
+IS_TRAINED = "is_trained"
+"""Of a step's `extras`: false where its branch is not trained on."""
+_PROBLEM = "agent_problem"
+ENDED = "agent_ended"
+"""Stop condition of a rollout whose agent ended by itself."""
+
+
+class AgentError(vf.Error):
+    """The agent failed."""
+
+
+class AgentEnv(vf.MultiTurnEnv):
+    """Opens an address for the agent of each rollout and calls `run_agent`; each model call is a step of the rollout.
+
+    Rewards are those of any other environment: the rubric sees `state["trajectory"]` and the last conversation as
+    `completion`, and what `run_agent` has put into `state`.
+    """
+
+    branches = DEFAULT
+    """Which calls are trained on (`agents.branches`), by `branches` of the args."""
+
+    def __init__(self, *, limits: AgentLimits | None = None, drops: Sequence[str] = (), **kwargs: Any) -> None:
+        """`drops` are parameters of requests that do not count, such as `tool_choice`, in place of a refusal."""
+        super().__init__(**kwargs)
+        self.limits = limits or AgentLimits()
+        self.drops = tuple(drops)
+
+    async def run_agent(self, address: AgentAddress, state: vf.State) -> None:
+        """Run the agent to its end (override): it finds the policy at `address`, until this returns."""
+        raise NotImplementedError(f"{type(self).__name__} has no run_agent(address, state)")
+
+    async def env_response(self, messages: Any, state: vf.State, **kwargs: Any) -> Any:
+        """Return nothing: the agent has the conversation."""
+        return []
+
+    async def rollout(  # type: ignore[override] - final for the library's loop, which this one is not
+        self, input: Any, client: Any, model: str, sampling_args: dict[str, Any] | None = None
+    ) -> vf.State:
+        """Play a task."""
+        state = await self.init_state(input, client, model, sampling_args)
+        state["timing"].generation.start = time.time()
+        deadline = asyncio.timeout(self.timeout_seconds)
+        try:
+            async with deadline:
+                await self.setup_state(state)
+                ask = partial(self._ask, state)
+                async with agent_server().opened(ask, model=model, limits=self.limits, drops=self.drops) as opened:
+                    await self._run(*opened, state)
+        except TimeoutError:
+            if not deadline.expired():
+                raise
+            self.mark_timed_out(state)
+        except vf.Error as error:
+            state["error"] = error
+        finally:
+            state["is_completed"] = True
+            await self.cleanup(state)
+        return state
+
+    async def _run(self, address: AgentAddress, session: AgentSession, state: vf.State) -> None:
+        problem: Exception | None = None
+        try:
+            await self.run_agent(address, state)
+        except AgentFailedError as error:
+            refused = f" (the last refused request: {session.last_refusal})" if session.last_refusal else ""
+            problem = AgentError(f"{error}{refused}")
+            problem.__cause__ = error
+        finally:
+            session.close()
+            kept = trained_calls(session.made, self.branches)
+            for index, step in enumerate(state["trajectory"]):
+                step["extras"][IS_TRAINED] = index in kept
+        # What the policy's side failed with is the cause of what the agent then said.
+        problem = state.get(_PROBLEM) or problem
+        if isinstance(problem, vf.OverlongPromptError):
+            state["prompt_too_long"] = state["is_truncated"] = True
+            state["stop_condition"] = "prompt_too_long"
+        elif problem is not None:
+            raise problem
+        elif session.is_late:
+            self.mark_timed_out(state)
+        else:
+            state["stop_condition"] = ENDED
+
+    async def _ask(self, state: vf.State, asked: Asked) -> Mapping[str, Any]:
+        prompt = normalize_messages(list(asked.messages), field_name="messages")
+        tools = [Tool(**tool["function"]) for tool in asked.tools]
+        begun = time.time()
+        try:
+            response = await self.get_model_response(
+                state, prompt, tool_defs=tools, sampling_args=_sampling(state["sampling_args"] or {}, asked)
+            )
+        except vf.Error as error:
+            state[_PROBLEM] = error
+            raise _refused(error) from error
+        state[_PROBLEM] = None
+        state["timing"].model.spans.append(TimeSpan(start=begun, end=time.time()))
+        await self.add_model_response(state, prompt, response)
+        return _completion(response)
+
+
+def choose_branches(members: Iterable[Any], value: Any) -> None:
+    """Have agents be trained on as `branches` of the args says. Raises InvalidSpecError, also where there is none."""
+    mode = parse_mode(value, where="args.branches")
+    agents = [member for member in members if isinstance(member, AgentEnv)]
+    if value is not None and not agents:
+        message = "is of environments whose rollouts an agent plays (AgentEnv); leave it out"
+        raise InvalidSpecError([Violation(field="args.branches", value=str(value), message=message)])
+    for member in agents:
+        member.branches = mode
+
+
+def _sampling(run: Mapping[str, Any], asked: Asked) -> dict[str, Any]:
+    """Return the run's sampling with what an agent may say of its own: an earlier end."""
+    args = dict(run)
+    limits = [limit for limit in (args.get("max_tokens"), asked.max_tokens) if limit]
+    if limits:
+        args["max_tokens"] = min(limits)
+    if asked.stop:
+        own = args.get("stop") or []
+        args["stop"] = [*([own] if isinstance(own, str) else own), *asked.stop]
+    return args
+
+
+def _refused(error: Exception) -> CallRefusedError:
+    if isinstance(error, vf.OverlongPromptError):
+        return CallRefusedError(400, f"context_length_exceeded: {error}", param="messages")
+    if ENGINE_LOST_MARK in str(error):
+        return CallRefusedError(503, "the engine went away; the rollout will be played again")
+    return CallRefusedError(502, f"{type(error).__name__}: {error}")
+
+
+def _completion(response: Any) -> dict[str, Any]:
+    message, usage = response.message, response.usage
+    calls = [
+        {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+        for call in message.tool_calls or ()
+    ]
+    finish = message.finish_reason or ("tool_calls" if calls else "stop")
+    said = {"content": message.content, "reasoning_content": message.reasoning_content, "tool_calls": calls}
+    counts = {} if usage is None else {name: getattr(usage, name) for name in ("prompt_tokens", "completion_tokens")}
+    return {"choices": [{"message": said, "finish_reason": finish}], "usage": counts}

@@ -1,0 +1,122 @@
+"""The library's interception of v1 rollouts, which answers agents by the rules of `sessions`.
+
+A harness gives its agent the endpoint and the secret that `launch` gets. The library itself answers chats alone where
+tokens are wanted, and some releases no streams; it ignores most of what a request says. Requests to an engine of ours
+are read here, asked as plain chats, and answered in the API that they came by. What endpoints of others are asked
+(`millrace eval --client.base-url`) goes through as it is.
+"""
+
+import hashlib
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import orjson
+from aiohttp import web
+from verifiers.v1.clients.train import TrainClient
+from verifiers.v1.interception import InterceptionServer
+
+from millrace.env_server.agents.asked import Asked
+from millrace.env_server.agents.server import shown_token, web_response
+from millrace.env_server.agents.sessions import (
+    CHATS,
+    ROUTES,
+    AgentLimits,
+    AgentSession,
+    CallRefusedError,
+    refusal,
+)
+from millrace.env_server.library import interception
+
+ENDS = "millrace_ends"
+"""Field of a chat between this module and the train client: when the agent wants the reply to end."""
+_ENDED_KEPT = 4096
+# What is of the connection, or of the client's repetition, which is answered here.
+_OWN_HEADERS = frozenset(
+    {"host", "connection", "accept", "accept-encoding", "authorization", "x-api-key", "api-key", "transfer-encoding"}
+    | {"content-length", "content-type", "content-encoding", "x-stainless-retry-count", "x-retry-count"}
+    | {"idempotency-key"}
+)
+
+_sessions: dict[str, AgentSession] = {}
+_rules: dict[str, tuple[AgentLimits | None, Sequence[str]]] = {}
+_ended: OrderedDict[bytes, None] = OrderedDict()
+
+
+def govern(secret: str, *, limits: AgentLimits | None = None, drops: Sequence[str] = ()) -> None:
+    """Set the limits of a rollout's agent, and what of its requests does not count, before it is started.
+
+    `secret` is what `Harness.launch` is given.
+    """
+    _rules[secret] = (limits, drops)
+
+
+def install() -> None:
+    """Have every interception server of this process answer so. Idempotent."""
+    if getattr(InterceptionServer.handle_request, "_is_millraces", False):
+        return
+    stock_handle: Any = InterceptionServer.handle_request
+    stock_unregister = InterceptionServer.unregister
+
+    async def handle_request(self: Any, request: Any, dialect: Any) -> web.StreamResponse:
+        if isinstance(request, interception.InProcessRequest):
+            return await stock_handle(self, request, dialect)
+        api = ROUTES.get(request.path)
+        secret = shown_token(request.headers)
+        session = self.sessions.get(secret)
+        if session is None:
+            has_ended = _digest(secret) in _ended
+            message = "the rollout of this token has ended" if has_ended else "this is the token of no rollout"
+            return web_response(refusal(api or CHATS, 410 if has_ended else 401, message))
+        if api is None or not isinstance(session.client, TrainClient):
+            return await stock_handle(self, request, dialect)
+        agent = _sessions.get(secret)
+        if agent is None:
+            limits, drops = _rules.pop(secret, (None, ()))
+            ask = partial(_ask, secret)
+            agent = _sessions[secret] = AgentSession(ask, model=session.ctx.model, limits=limits, drops=drops)
+        return web_response(await agent.read_and_answer(api, request))
+
+    def unregister(self: Any, model_secret: str, state_secret: str) -> None:
+        stock_unregister(self, model_secret, state_secret)
+        _rules.pop(model_secret, None)
+        if (agent := _sessions.pop(model_secret, None)) is not None:
+            agent.close()
+        _ended[_digest(model_secret)] = None
+        while len(_ended) > _ENDED_KEPT:
+            _ended.popitem(last=False)
+
+    handle_request._is_millraces = True  # type: ignore[attr-defined]
+    InterceptionServer.handle_request, InterceptionServer.unregister = handle_request, unregister
+
+
+def ends_of(body: dict[str, Any], sampling: Any) -> Any:
+    """Return the run's sampling with the earlier end that an agent asks for, which is taken out of the body."""
+    ends: Mapping[str, Any] = body.pop(ENDS, None) or {}
+    if not ends:
+        return sampling
+    limits = [limit for limit in (sampling.max_tokens, ends.get("max_tokens")) if limit]
+    own = getattr(sampling, "stop", None) or []
+    stops = [*([own] if isinstance(own, str) else own), *ends.get("stop", ())]
+    changes = {"max_tokens": min(limits)} if limits else {}
+    return sampling.model_copy(update={**changes, **({"stop": stops} if stops else {})})
+
+
+async def _ask(secret: str, asked: Asked) -> Mapping[str, Any]:
+    body: dict[str, Any] = {"model": "policy", "messages": list(asked.messages)}
+    if asked.tools:
+        body["tools"] = list(asked.tools)
+    ends = {"max_tokens": asked.max_tokens, "stop": list(asked.stop)}
+    body[ENDS] = {name: value for name, value in ends.items() if value}
+    passed = {name: value for name, value in asked.headers.items() if name.lower() not in _OWN_HEADERS}
+    reply = await interception.ask(secret, body, headers=passed)
+    if reply.status != 200:
+        status = {409: 410, 499: 410}.get(reply.status, reply.status)
+        raise CallRefusedError(status, reply.text[:2000])
+    answer: Mapping[str, Any] = orjson.loads(reply.body)
+    return answer
+
+
+def _digest(secret: str) -> bytes:
+    return hashlib.blake2b(secret.encode(), digest_size=16).digest()
