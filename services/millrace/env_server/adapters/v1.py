@@ -15,7 +15,7 @@ from typing import Any, Self
 import verifiers.v1 as vf
 from verifiers.v1.utils.loaders import taskset_config_type
 
-from millrace.env_server.adapters import harness_v1, watched_v1
+from millrace.env_server.adapters import harness_v1
 from millrace.env_server.adapters.env_args import (
     BRANCHES,
     OURS,
@@ -39,7 +39,7 @@ from millrace.env_server.adapters.renderer import (
 from millrace.env_server.adapters.runtimes_v1 import check_default_runtime, check_runtimes, tool_servers, with_roles
 from millrace.env_server.adapters.samples import MissingTokensError
 from millrace.env_server.adapters.samples_v1 import branch_samples, kept_nodes
-from millrace.env_server.adapters.scoring import judges
+from millrace.env_server.adapters.scoring import judges, watched_v1
 from millrace.env_server.adapters.scoring.arguments_v1 import refuse_unknown_arguments
 from millrace.env_server.adapters.span_log import SPANS
 from millrace.env_server.adapters.tasks.selection import selected_tables, stop_of, tasks_of

@@ -1,6 +1,6 @@
 """A request of an agent in whichever API, as one thing; and the policy's answer to it, which each API tells in its way.
 
-`chats`, `responses` and `messages` read requests into `Asked` and write `Said` as bodies and as events of a stream.
+`chats`, `responses` and `messages` read requests into `AgentRequest`, and write `PolicyReply` as bodies and as events.
 """
 
 import secrets
@@ -16,7 +16,7 @@ MAX_CHOICES = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
+class AgentRequest:
     """What an agent asks for."""
 
     messages: Sequence[dict[str, Any]]
@@ -35,7 +35,7 @@ class Asked:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Said:
+class PolicyReply:
     """One answer of the policy."""
 
     content: str
@@ -47,7 +47,7 @@ class Said:
     num_tokens: int
 
     @classmethod
-    def of(cls, completion: Mapping[str, Any]) -> "Said":
+    def of(cls, completion: Mapping[str, Any]) -> "PolicyReply":
         """That of a chat's completion with one choice."""
         choice = completion["choices"][0]
         message, usage = choice["message"], completion.get("usage") or {}
@@ -72,21 +72,25 @@ class Said:
         }
 
 
+Events = Iterator[tuple[str, dict[str, Any] | None]]
+"""Of a stream: type ("" for none) and data (None for the mark at the end)."""
+
+
 class Api(Protocol):
     """One API."""
 
     name: str
 
-    def read(self, body: Mapping[str, Any], *, drops: Sequence[str]) -> Asked:
+    def read(self, body: Mapping[str, Any], *, drops: Sequence[str]) -> AgentRequest:
         """Read a request. Raises InvalidSpecError with the names of what would not be honoured."""
         ...
 
-    def body(self, asked: Asked, said: Sequence[Said], model: str) -> dict[str, Any]:
+    def body(self, asked: AgentRequest, said: Sequence[PolicyReply], model: str) -> dict[str, Any]:
         """Write the answer."""
         ...
 
-    def events(self, asked: Asked, said: Sequence[Said], model: str) -> Iterator[tuple[str, dict[str, Any] | None]]:
-        """Write the answer as events: type ("" for none) and data (None for the mark at the end)."""
+    def events(self, asked: AgentRequest, said: Sequence[PolicyReply], model: str) -> Events:
+        """Write the answer as events of a stream."""
         ...
 
     def error(self, status: int, message: str, param: str | None) -> dict[str, Any]:

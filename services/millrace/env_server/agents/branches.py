@@ -8,8 +8,8 @@
 | `all` | every call |
 
 A conversation goes on where a request begins with an earlier one and its reply, compared as messages: what the policy
-thought, ids of calls and the spelling of their arguments do not matter. A call of a tool is quoted, too, where its id is
-that no other call has.
+thought, ids of calls and the spelling of their arguments do not matter. A call of a tool is quoted, too, by its id,
+if no other call has that.
 """
 
 import json

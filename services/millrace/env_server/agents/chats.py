@@ -5,8 +5,9 @@ from typing import Any
 
 from millrace.env_server.agents.asked import (
     MAX_CHOICES,
-    Asked,
-    Said,
+    AgentRequest,
+    Events,
+    PolicyReply,
     applied,
     count_of,
     flag,
@@ -31,7 +32,7 @@ class Chats:
 
     name = "chats"
 
-    def read(self, body: Mapping[str, Any], *, drops: Sequence[str]) -> Asked:
+    def read(self, body: Mapping[str, Any], *, drops: Sequence[str]) -> AgentRequest:
         """Read a request. Raises InvalidSpecError."""
         said, gone = applied(body, AGENT_CHAT, drops=drops)
         options = said.get("stream_options") or {}
@@ -39,7 +40,7 @@ class Chats:
             raise wrong("stream_options", "must be a table")
         check_parameters(options, STREAM_OPTIONS, where="stream_options.")
         limits = [count_of(said[name], name) for name in ("max_tokens", "max_completion_tokens") if name in said]
-        return Asked(
+        return AgentRequest(
             messages=read_messages(said.get("messages")),
             tools=offered(said.get("tools"), said.get("tool_choice")),
             max_tokens=min(limits, default=None),
@@ -50,7 +51,7 @@ class Chats:
             not_applied=[*gone, *_not_strict(said.get("tools") or ())],
         )
 
-    def body(self, asked: Asked, said: Sequence[Said], model: str) -> dict[str, Any]:
+    def body(self, asked: AgentRequest, said: Sequence[PolicyReply], model: str) -> dict[str, Any]:
         """Write the answer."""
         choices = [
             {"index": index, "message": each.message, "finish_reason": each.finish, "logprobs": None}
@@ -58,7 +59,7 @@ class Chats:
         ]
         return {**_head("chat.completion", model), "choices": choices, "usage": _usage(said)}
 
-    def events(self, asked: Asked, said: Sequence[Said], model: str) -> Iterator[tuple[str, dict[str, Any] | None]]:
+    def events(self, asked: AgentRequest, said: Sequence[PolicyReply], model: str) -> Events:
         """Write the answer as events."""
         head = _head("chat.completion.chunk", model)
         for index, each in enumerate(said):
@@ -140,6 +141,6 @@ def _head(kind: str, model: str) -> dict[str, Any]:
     return {"id": new_id("chatcmpl"), "object": kind, "created": now(), "model": model}
 
 
-def _usage(said: Sequence[Said]) -> dict[str, int]:
+def _usage(said: Sequence[PolicyReply]) -> dict[str, int]:
     prompt, sampled = said[0].num_prompt, sum(each.num_tokens for each in said)
     return {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled}

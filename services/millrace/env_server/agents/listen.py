@@ -1,7 +1,7 @@
 """Where workers listen for agents: variables of the env-server, which its workers are told, too.
 
-`MILLRACE_AGENT_LISTEN` is `HOST` or `HOST:FIRST-LAST`, with a port for each worker; `MILLRACE_AGENT_HOST` is the name by
-which agents in containers or on other hosts reach it. The connection is not encrypted.
+`MILLRACE_AGENT_LISTEN` is `HOST` or `HOST:FIRST-LAST`, with a port for each worker; `MILLRACE_AGENT_HOST` is the name
+by which agents in containers or on other hosts reach it. The connection is not encrypted.
 """
 
 from collections.abc import Mapping, Sequence

@@ -6,8 +6,9 @@ from typing import Any
 
 from millrace.decoding import decode_object
 from millrace.env_server.agents.asked import (
-    Asked,
-    Said,
+    AgentRequest,
+    Events,
+    PolicyReply,
     applied,
     count_of,
     flag,
@@ -29,7 +30,7 @@ class Messages:
 
     name = "messages"
 
-    def read(self, body: Mapping[str, Any], *, drops: Sequence[str]) -> Asked:
+    def read(self, body: Mapping[str, Any], *, drops: Sequence[str]) -> AgentRequest:
         """Read a request. Raises InvalidSpecError."""
         said, gone = applied(body, MESSAGES, drops=drops)
         value = said.get("messages")
@@ -42,7 +43,7 @@ class Messages:
         if not isinstance(tools, list):
             raise wrong("tools", "must be a list of tools")
         limit = said.get("max_tokens")
-        return Asked(
+        return AgentRequest(
             messages=messages,
             tools=offered([_tool(tool, index) for index, tool in enumerate(tools)], _choice(said.get("tool_choice"))),
             max_tokens=None if limit is None else count_of(limit, "max_tokens"),
@@ -51,7 +52,7 @@ class Messages:
             not_applied=gone,
         )
 
-    def body(self, asked: Asked, said: Sequence[Said], model: str) -> dict[str, Any]:
+    def body(self, asked: AgentRequest, said: Sequence[PolicyReply], model: str) -> dict[str, Any]:
         """Write the answer."""
         [each] = said
         return {
@@ -65,7 +66,7 @@ class Messages:
             "usage": {"input_tokens": each.num_prompt, "output_tokens": each.num_tokens},
         }
 
-    def events(self, asked: Asked, said: Sequence[Said], model: str) -> Iterator[tuple[str, dict[str, Any] | None]]:
+    def events(self, asked: AgentRequest, said: Sequence[PolicyReply], model: str) -> Events:
         """Write the answer as events."""
         whole = self.body(asked, said, model)
         begun = {**whole, "content": [], "stop_reason": None, "usage": {**whole["usage"], "output_tokens": 0}}
@@ -137,7 +138,7 @@ def _choice(choice: Any) -> Any:
     return choice["type"] if choice.get("type") in ("auto", "none") else dict(choice)
 
 
-def _blocks(said: Said) -> list[dict[str, Any]]:
+def _blocks(said: PolicyReply) -> list[dict[str, Any]]:
     blocks: list[dict[str, Any]] = []
     if said.reasoning:
         blocks.append({"type": "thinking", "thinking": said.reasoning, "signature": ""})

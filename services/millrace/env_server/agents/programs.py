@@ -55,7 +55,6 @@ async def run_program(
         stderr=subprocess.PIPE,
     )
     try:
-        # unregistered wait: in an environment worker, all of whose rollouts are one wait of the env-server
         stdout, stderr, _, _ = await asyncio.gather(
             _tail(process.stdout), _tail(process.stderr), _feed(process.stdin, stdin), process.wait()
         )

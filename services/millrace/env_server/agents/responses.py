@@ -4,8 +4,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from millrace.env_server.agents.asked import (
-    Asked,
-    Said,
+    AgentRequest,
+    Events,
+    PolicyReply,
     applied,
     count_of,
     flag,
@@ -26,7 +27,7 @@ class Responses:
 
     name = "responses"
 
-    def read(self, body: Mapping[str, Any], *, drops: Sequence[str]) -> Asked:
+    def read(self, body: Mapping[str, Any], *, drops: Sequence[str]) -> AgentRequest:
         """Read a request. Raises InvalidSpecError."""
         said, gone = applied(body, RESPONSES, drops=drops)
         options = said.get("stream_options") or {}
@@ -43,7 +44,7 @@ class Responses:
             f"tools[{at}].strict" for at, tool in enumerate(tools) if isinstance(tool, dict) and tool.get("strict")
         ]
         limit = said.get("max_output_tokens")
-        return Asked(
+        return AgentRequest(
             messages=messages,
             tools=offered([_tool(tool, index) for index, tool in enumerate(tools)], said.get("tool_choice")),
             max_tokens=None if limit is None else count_of(limit, "max_output_tokens"),
@@ -51,7 +52,7 @@ class Responses:
             not_applied=[*gone, *strict],
         )
 
-    def body(self, asked: Asked, said: Sequence[Said], model: str) -> dict[str, Any]:
+    def body(self, asked: AgentRequest, said: Sequence[PolicyReply], model: str) -> dict[str, Any]:
         """Write the answer."""
         [each] = said
         is_cut = each.finish == "length"
@@ -69,7 +70,7 @@ class Responses:
             },
         }
 
-    def events(self, asked: Asked, said: Sequence[Said], model: str) -> Iterator[tuple[str, dict[str, Any] | None]]:
+    def events(self, asked: AgentRequest, said: Sequence[PolicyReply], model: str) -> Events:
         """Write the answer as events."""
         whole = self.body(asked, said, model)
         begun = {**whole, "status": "in_progress", "output": [], "usage": None, "incomplete_details": None}
@@ -148,7 +149,7 @@ def _tool(tool: Any, index: int) -> dict[str, Any]:
     return {"type": "function", "function": {key: tool.get(key) for key in ("name", "description", "parameters")}}
 
 
-def _head(asked: Asked, model: str) -> dict[str, Any]:
+def _head(asked: AgentRequest, model: str) -> dict[str, Any]:
     tools = [{"type": "function", "strict": False, **tool["function"]} for tool in asked.tools]
     return {
         "id": new_id("resp"),
@@ -166,7 +167,7 @@ def _head(asked: Asked, model: str) -> dict[str, Any]:
     }
 
 
-def _items(said: Said) -> list[dict[str, Any]]:
+def _items(said: PolicyReply) -> list[dict[str, Any]]:
     items: list[dict[str, Any]] = []
     if said.reasoning:
         content = [{"type": "reasoning_text", "text": said.reasoning}]

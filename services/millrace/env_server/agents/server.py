@@ -20,9 +20,9 @@ from millrace.env_server.agents.sessions import (
     CHATS,
     ROUTES,
     AgentAddress,
+    AgentAnswer,
     AgentLimits,
     AgentSession,
-    Answer,
     Ask,
     refusal,
 )
@@ -102,7 +102,7 @@ class AgentServer:
     def _handler(self, api: Api) -> "web.Handler":  # type: ignore[name-defined]
         async def handle(request: web.Request) -> web.StreamResponse:
             found = self._session(api, request)
-            if isinstance(found, Answer):
+            if isinstance(found, AgentAnswer):
                 return web_response(found)
             return web_response(await found.read_and_answer(api, request))
 
@@ -110,12 +110,12 @@ class AgentServer:
 
     async def _models(self, request: web.Request) -> web.StreamResponse:
         found = self._session(CHATS, request)
-        if isinstance(found, Answer):
+        if isinstance(found, AgentAnswer):
             return web_response(found)
         card = {"id": found.model, "object": "model", "created": 0, "owned_by": "millrace"}
         return web.json_response({"object": "list", "data": [card]})
 
-    def _session(self, api: Api, request: web.Request) -> AgentSession | Answer:
+    def _session(self, api: Api, request: web.Request) -> AgentSession | AgentAnswer:
         token = shown_token(request.headers)
         if not token:
             return refusal(api, 401, "the token of a rollout is required, as a bearer token or `x-api-key`")
@@ -132,7 +132,7 @@ def shown_token(headers: Mapping[str, str]) -> str:
     return token.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", headers.get("api-key", "")).strip()
 
 
-def web_response(answer: Answer) -> web.Response:
+def web_response(answer: AgentAnswer) -> web.Response:
     """Return it as aiohttp sends it."""
     kind = "text/event-stream" if answer.streams else "application/json"
     headers = {**answer.headers, "Content-Type": kind, "Cache-Control": "no-cache"}

@@ -14,7 +14,7 @@ import orjson
 from aiohttp import web
 
 from millrace.decoding import decode_object
-from millrace.env_server.agents.asked import Api, Asked, Said
+from millrace.env_server.agents.asked import AgentRequest, Api, PolicyReply
 from millrace.env_server.agents.branches import Made
 from millrace.env_server.agents.chats import Chats
 from millrace.env_server.agents.messages import Messages
@@ -35,7 +35,7 @@ _RETRY_HEADERS = ("x-stainless-retry-count", "x-retry-count")
 _KEPT_ANSWERS = 64
 _MAX_JSON_BYTES = 64 << 20
 
-Ask = Callable[[Asked], Awaitable[Mapping[str, Any]]]
+Ask = Callable[[AgentRequest], Awaitable[Mapping[str, Any]]]
 """Makes one model call of a rollout: a chat's completion with one choice. Raises CallRefusedError."""
 
 
@@ -96,7 +96,7 @@ class AgentAddress:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
+class AgentAnswer:
     """What is sent back: JSON, or a stream's events."""
 
     status: int
@@ -131,7 +131,7 @@ class AgentSession:
         self._num_calls = 0
         self._num_tokens = 0
         self._free = asyncio.Semaphore(self.limits.max_concurrent or 2**31)
-        self._answers: dict[bytes, asyncio.Task[Answer]] = {}
+        self._answers: dict[bytes, asyncio.Task[AgentAnswer]] = {}
 
     @property
     def is_late(self) -> bool:
@@ -144,7 +144,7 @@ class AgentSession:
         for task in self._answers.values():
             task.cancel()
 
-    async def read_and_answer(self, api: Api, request: web.Request) -> Answer:
+    async def read_and_answer(self, api: Api, request: web.Request) -> AgentAnswer:
         """Answer an HTTP request, whose body is not read if it says that it is too long."""
         size, limit = request.content_length or 0, self.limits.max_body_bytes
         raw = b"" if limit and size > limit else await request.read()
@@ -152,7 +152,7 @@ class AgentSession:
             return self.refused(api, 413, f"the body has more than {limit} bytes")
         return await self.answer(api, raw, request.headers)
 
-    async def answer(self, api: Api, raw: bytes, headers: Mapping[str, str]) -> Answer:
+    async def answer(self, api: Api, raw: bytes, headers: Mapping[str, str]) -> AgentAnswer:
         """Answer a request. A client's repetition of one that it gave up gets the answer of the first."""
         key = hashlib.blake2b(api.name.encode() + raw, digest_size=16).digest()
         known = self._answers.get(key)
@@ -166,7 +166,7 @@ class AgentSession:
         await asyncio.wait({known})
         return self._ended(api) if known.cancelled() else known.result()
 
-    async def _answer(self, api: Api, raw: bytes, headers: Mapping[str, str]) -> Answer:
+    async def _answer(self, api: Api, raw: bytes, headers: Mapping[str, str]) -> AgentAnswer:
         try:
             self._require_open()
             body = decode_object(raw, what="the request", reason="REQUEST_INVALID", max_bytes=_MAX_JSON_BYTES)
@@ -183,13 +183,13 @@ class AgentSession:
         except CallRefusedError as error:
             return self.refused(api, error.status, str(error), param=error.param)
 
-    async def _say(self, asked: Asked) -> list[Said]:
+    async def _say(self, asked: AgentRequest) -> list[PolicyReply]:
         # They are made one after the other: each is a turn of the rollout.
-        said: list[Said] = []
+        said: list[PolicyReply] = []
         for _ in range(asked.n):
             async with self._free:
                 self._require_open()
-                one = Said.of(await self._ask(asked))
+                one = PolicyReply.of(await self._ask(asked))
             self._num_tokens += one.num_tokens
             self.made.append(Made(prompt=asked.messages, reply=one.message, num_tokens=one.num_tokens))
             said.append(one)
@@ -208,18 +208,18 @@ class AgentSession:
         if limits.max_tokens and self._num_tokens >= limits.max_tokens:
             raise CallRefusedError(403, f"the rollout may sample {limits.max_tokens} tokens, and has sampled them")
 
-    def _ended(self, api: Api) -> Answer:
+    def _ended(self, api: Api) -> AgentAnswer:
         return self.refused(api, 410, "the rollout of this token has ended")
 
-    def refused(self, api: Api, status: int, message: str, *, param: str | None = None) -> Answer:
+    def refused(self, api: Api, status: int, message: str, *, param: str | None = None) -> AgentAnswer:
         """Return a refusal, which is kept in mind for the error of an agent that ends because of it."""
         self.last_refusal = f"{status}: {message}"
         return refusal(api, status, message, param=param)
 
 
-def refusal(api: Api, status: int, message: str, *, param: str | None = None) -> Answer:
+def refusal(api: Api, status: int, message: str, *, param: str | None = None) -> AgentAnswer:
     """Return a refusal in the words of an API."""
-    return Answer(status=status, body=orjson.dumps(api.error(status, message, param)))
+    return AgentAnswer(status=status, body=orjson.dumps(api.error(status, message, param)))
 
 
 def program_environ(address: AgentAddress) -> dict[str, str]:
@@ -228,12 +228,12 @@ def program_environ(address: AgentAddress) -> dict[str, str]:
     return {**ours, **address.environ()}
 
 
-def _written(api: Api, asked: Asked, said: Sequence[Said], model: str) -> Answer:
+def _written(api: Api, asked: AgentRequest, said: Sequence[PolicyReply], model: str) -> AgentAnswer:
     headers = {NOT_APPLIED_HEADER: ", ".join(asked.not_applied)} if asked.not_applied else {}
     if not asked.streams:
-        return Answer(status=200, body=orjson.dumps(api.body(asked, said, model)), headers=headers)
+        return AgentAnswer(status=200, body=orjson.dumps(api.body(asked, said, model)), headers=headers)
     events = b"".join(_event(kind, data) for kind, data in api.events(asked, said, model))
-    return Answer(status=200, body=events, streams=True, headers=headers)
+    return AgentAnswer(status=200, body=events, streams=True, headers=headers)
 
 
 def _event(kind: str, data: Mapping[str, Any] | None) -> bytes:
@@ -245,9 +245,9 @@ def _is_repeated(headers: Mapping[str, str]) -> bool:
     return any(headers.get(name, "0") not in ("", "0") for name in _RETRY_HEADERS)
 
 
-def _has_failed(task: "asyncio.Task[Answer]") -> bool:
+def _has_failed(task: "asyncio.Task[AgentAnswer]") -> bool:
     return task.done() and (task.cancelled() or task.exception() is not None or task.result().status >= 400)
 
 
-def _done(answers: "Mapping[bytes, asyncio.Task[Answer]]") -> bytes | None:
+def _done(answers: "Mapping[bytes, asyncio.Task[AgentAnswer]]") -> bytes | None:
     return next((key for key, task in answers.items() if task.done()), None)

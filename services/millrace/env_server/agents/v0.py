@@ -8,7 +8,7 @@ from typing import Any
 
 import verifiers as vf
 
-from millrace.env_server.agents.asked import Asked
+from millrace.env_server.agents.asked import AgentRequest
 from millrace.env_server.agents.branches import DEFAULT, parse_mode, trained_calls
 from millrace.env_server.agents.programs import AgentFailedError
 from millrace.env_server.agents.server import agent_server
@@ -101,7 +101,7 @@ class AgentEnv(vf.MultiTurnEnv):
         else:
             state["stop_condition"] = ENDED
 
-    async def _ask(self, state: vf.State, asked: Asked) -> Mapping[str, Any]:
+    async def _ask(self, state: vf.State, asked: AgentRequest) -> Mapping[str, Any]:
         prompt = normalize_messages(list(asked.messages), field_name="messages")
         tools = [Tool(**tool["function"]) for tool in asked.tools]
         begun = time.time()
@@ -129,7 +129,7 @@ def choose_branches(members: Iterable[Any], value: Any) -> None:
         member.branches = mode
 
 
-def _sampling(run: Mapping[str, Any], asked: Asked) -> dict[str, Any]:
+def _sampling(run: Mapping[str, Any], asked: AgentRequest) -> dict[str, Any]:
     """Return the run's sampling with what an agent may say of its own: an earlier end."""
     args = dict(run)
     limits = [limit for limit in (args.get("max_tokens"), asked.max_tokens) if limit]

@@ -17,7 +17,7 @@ from aiohttp import web
 from verifiers.v1.clients.train import TrainClient
 from verifiers.v1.interception import InterceptionServer
 
-from millrace.env_server.agents.asked import Asked
+from millrace.env_server.agents.asked import AgentRequest
 from millrace.env_server.agents.server import shown_token, web_response
 from millrace.env_server.agents.sessions import (
     CHATS,
@@ -103,7 +103,7 @@ def ends_of(body: dict[str, Any], sampling: Any) -> Any:
     return sampling.model_copy(update={**changes, **({"stop": stops} if stops else {})})
 
 
-async def _ask(secret: str, asked: Asked) -> Mapping[str, Any]:
+async def _ask(secret: str, asked: AgentRequest) -> Mapping[str, Any]:
     body: dict[str, Any] = {"model": "policy", "messages": list(asked.messages)}
     if asked.tools:
         body["tools"] = list(asked.tools)
