@@ -53,8 +53,8 @@ RECORDS = {
     "internal.v1.rollout_pb2": "env_server env_server/workers rollouts",
     "internal.v1.token_log_pb2": "rollouts",
     "v1.event_pb2": """
-        cli/commands/run cli/evals cli/session cli/view client dashboard/views exports orchestrator orchestrator/api
-        orchestrator/drive orchestrator/play orchestrator/runs rpc runlog/audit runlog/events runlog/recovery
+        cli/commands/run cli/evals cli/offline cli/session cli/view client dashboard/views exports orchestrator
+        orchestrator/api orchestrator/drive orchestrator/play orchestrator/runs rpc runlog/audit runlog/events runlog/recovery
         runlog/repair trainer trainer/log trainer/publish
     """,
     "v1.run_pb2": """

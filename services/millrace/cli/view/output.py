@@ -128,6 +128,11 @@ def failed_rollouts(each: run_pb2.EnvRollouts) -> str:
     )
 
 
+def summed_up(text: str) -> rs.ExplainRunResponse:
+    """The answer of a server that has nothing to say but this."""
+    return rs.ExplainRunResponse(summary=text)
+
+
 def explanation(answer: rs.ExplainRunResponse) -> str:
     """The chain in words, one link per line, then every wait, longest first."""
     first, *others = answer.summary.split(" ← ")

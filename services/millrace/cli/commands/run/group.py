@@ -355,12 +355,11 @@ def why(name: str, form: str, server: str | None) -> None:
     """Say what every service of a run waits for right now, and what holds it up."""
     from millrace.cli.names import resolve
     from millrace.cli.offline.ended import ask_or_read
-    from millrace.cli.view.output import explanation, message_json
+    from millrace.cli.view.output import explanation, message_json, summed_up
     from millrace.errors import NotFoundError
-    from millrace.v1 import run_service_pb2
 
     def read(ended: "EndedRun") -> None:
-        answer = run_service_pb2.ExplainRunResponse(summary=ended.explain())
+        answer = summed_up(ended.explain())
         click.echo(message_json(answer) if form == "json" else explanation(answer))
 
     async def act(client: "Client") -> None:
