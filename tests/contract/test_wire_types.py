@@ -54,8 +54,8 @@ RECORDS = {
     "internal.v1.token_log_pb2": "rollouts",
     "v1.event_pb2": """
         cli/commands/run cli/evals cli/offline cli/session cli/view client dashboard/views exports orchestrator
-        orchestrator/api orchestrator/drive orchestrator/play orchestrator/runs rpc runlog/audit runlog/events runlog/recovery
-        runlog/repair trainer trainer/log trainer/publish
+        orchestrator/api orchestrator/drive orchestrator/play orchestrator/runs rpc runlog/audit runlog/events
+        runlog/recovery runlog/repair trainer trainer/log trainer/publish
     """,
     "v1.run_pb2": """
         cli cli/commands/run cli/evals cli/offline cli/session cli/view client orchestrator orchestrator/api
