@@ -26,8 +26,9 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     """Run and exit with the code of the error that ended it (0, 130 for Ctrl-C)."""
     arguments = _parser().parse_args(argv)
     prefer_expandable_segments(os.environ)
-    jobs = {"sft": _sft, "bench": _bench}
-    run_service(lambda: jobs[arguments.command](arguments.config) if arguments.command else _worker())
+    jobs = {"sft": lambda: _sft(arguments.config, is_evaluated=arguments.evaluated)}
+    jobs["bench"] = lambda: _bench(arguments.config)
+    run_service(jobs.get(arguments.command, _worker))
 
 
 def prefer_expandable_segments(environ: MutableMapping[str, str]) -> None:
@@ -41,6 +42,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command")
     sft = commands.add_parser("sft", help="supervised fine-tuning from a resolved config")
     sft.add_argument("--config", type=Path, required=True, help="the resolved SFT config, a JSON file")
+    sft.add_argument("--evaluated", action="store_true", help="`millrace sft` plays the evaluations of the config")
     bench = commands.add_parser("bench", help="steps on fake samples, timed")
     bench.add_argument("--config", type=Path, required=True, help="what `millrace trainer --bench` writes, a JSON file")
     return parser
@@ -54,10 +56,10 @@ def _worker() -> int:
     return run(settings)
 
 
-def _sft(path: Path) -> int:
+def _sft(path: Path, *, is_evaluated: bool) -> int:
     from millrace.trainer.sft.main import run
 
-    return run(path)
+    return run(path, is_evaluated=is_evaluated)
 
 
 def _bench(path: Path) -> int:

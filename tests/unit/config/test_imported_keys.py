@@ -165,6 +165,37 @@ num_workers = 2
 user = true
 [eval]
 interval = 3
+group_size = 2
+skip_first_step = true
+retrigger_on_resume = true
+cancel_on_new_checkpoint = true
+tasks_per_minute = 60
+env_server_base_port = 6000
+[eval.select]
+limit = 16
+[eval.client]
+base_url = ["http://127.0.0.1:8000/v1"]
+[eval.concurrency]
+initial_inflight = 8
+[eval.sampling]
+max_completion_tokens = 64
+reasoning_effort = "low"
+stop = ["x"]
+[[eval.source]]
+name = "reverse"
+interval = 6
+group_size = 3
+[eval.source.env.taskset]
+id = "reverse-text"
+split = "test"
+[inference]
+enforce_eager = true
+[inference.server]
+port = 8001
+[inference.model]
+max_model_len = 128
+[deployment]
+num_infer_gpus = 1
 [renderer]
 name = "auto"
 """

@@ -396,12 +396,12 @@ def test_what_a_file_is_has_to_be_told(tmp_path, monkeypatch):
 def test_sft_files_are_read(tmp_path):
     (tmp_path / "sft.toml").write_text(
         'max_steps = 5\n[model]\nname = "m"\ncompile = "None"\n[data]\nseq_len = 64\nmicro-batch-size = 4\n'
-        "[eval]\ninterval = 25\n[deployment]\nnum_train_gpus = 1\n[slurm]\njob_name = 'x'\n[model.ac]\nfreq = 1\n"
+        "[tokenizer]\nname = 't'\n[deployment]\nnum_train_gpus = 1\n[slurm]\njob_name = 'x'\n[model.ac]\nfreq = 1\n"
     )
     loaded = load(SFTConfig, ["@", "sft.toml"], {}, cwd=tmp_path)
     assert loaded.config.micro_batch_tokens == 4 * 64
     later = {".".join(note.path) for note in loaded.notes if note.effect is Effect.LATER}
-    assert later == {"eval"} and loaded.config.model.ac.freq == 1
+    assert later == {"tokenizer"} and loaded.config.model.ac.freq == 1
 
 
 @pytest.mark.parametrize(("keys", "model"), [(RL_KEYS, RLConfig), (SFT_KEYS, SFTConfig)])

@@ -42,7 +42,8 @@ def sft(arguments: tuple[str, ...]) -> int:
     example = "millrace sft @ examples/reverse_text/sft.toml"
     with explained(arguments, command="sft", example=example):
         loaded = load(SFTConfig, arguments, reserved={**_FLAGS, **flags()})
-    num_ranks = _num_ranks(loaded.flags.get(_NUM_RANKS) or _one_per_gpu())
+    asked = loaded.flags.get(_NUM_RANKS)
+    num_ranks = _num_ranks(asked or _one_per_gpu())
     refuse_check(loaded)
     config = loaded.config
     if name := loaded.flags.get("name"):
@@ -72,7 +73,20 @@ def sft(arguments: tuple[str, ...]) -> int:
             )
         )
 
-    return interrupts.run(lambda signals: fine_tune(config, signals, num_ranks=num_ranks))
+    if config.eval is None:
+        return interrupts.run(lambda signals: fine_tune(config, signals, num_ranks=num_ranks))
+    from functools import partial
+
+    from millrace.cli.evals.beside import engine_beside, evaluating
+    from millrace.cli.session.environment_check import check_evaluated, keep_logs_off_the_terminal
+
+    engine, gpus = engine_beside(config)
+    num_ranks = num_ranks if asked else max(1, len(gpus or ()))
+    envs = config.eval.env
+    keep_logs_off_the_terminal()
+    interrupts.run(lambda _: check_evaluated(envs))
+    beside = partial(evaluating, engine=engine)
+    return interrupts.run(lambda signals: fine_tune(config, signals, num_ranks=num_ranks, gpus=gpus, evaluating=beside))
 
 
 def _one_per_gpu() -> str:

@@ -5,7 +5,7 @@ import os
 import secrets
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from millrace.cli.address import check_address, stack_at
@@ -20,6 +20,7 @@ from millrace.config import ClientConfig, EvalRunConfig
 from millrace.config.argv import COMMAND_LINE, RESERVED_FLAGS
 from millrace.config.layers import Layer, Provenance, Strength
 from millrace.config.load import load
+from millrace.config.sections.inference import InferenceConfig
 from millrace.telemetry.settings import Settings
 
 EXAMPLE = "millrace eval @ eval.toml"
@@ -56,6 +57,10 @@ class PreparedEval:
     an earlier attempt."""
     weights: str = ""
     """Digest of the policy that is evaluated, where it is one of several."""
+    inference: InferenceConfig = field(default_factory=lambda: InferenceConfig(engine="embedded"))
+    """The engine that serves the model where this command starts one."""
+    gpus: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    """The GPUs of that engine, as `StackOptions` has them."""
     policies: tuple[EvalPolicy, ...] = ()
     """Policies to compare; empty where `model.name` is all that is evaluated."""
 

@@ -1,6 +1,6 @@
 """What an evaluation came to: `eval.json` for programs, a table for people."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from millrace.cli.evals.prepare import PreparedEval
@@ -50,6 +50,23 @@ def _env(report: event_pb2.EvalCompleted) -> dict[str, Any]:
         "seconds": report.seconds,
         "metrics": {name: value for name, value in metrics.items() if name not in chances and name not in _OWN},
     }
+
+
+def figures(data: Mapping[str, Any]) -> dict[str, float]:
+    """Return what results say of each environment, under the names that evaluations of a run have in its metrics."""
+    values: dict[str, Any] = {}
+    for env, found in data["envs"].items():
+        prefix = f"eval/{env}"
+        values |= {
+            f"{prefix}/reward/mean": found["reward_mean"],
+            **{f"{prefix}/{name}": found[name] for name in ("num_rollouts", "num_failed", "seconds")},
+            **{f"{prefix}/{name}": value for name, value in found.items() if name.startswith(("pass@", "pass^"))},
+            **{f"{prefix}/metrics/{name}": value for name, value in found["metrics"].items()},
+            f"{prefix}/metrics/reward/sem": found["reward_sem"],
+            f"{prefix}/metrics/truncated": found["truncated"],
+            f"{prefix}/metrics/turns": found["turns_mean"],
+        }
+    return {name: float(value) for name, value in values.items() if isinstance(value, int | float)}
 
 
 def table(data: dict[str, Any]) -> list[str]:

@@ -8,7 +8,7 @@ import time
 import uuid
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from millrace.cli.connection import open_client
 from millrace.cli.errors import CliError
@@ -23,6 +23,7 @@ from millrace.client import Client
 from millrace.config import ClientConfig, EvalRunConfig
 from millrace.decoding import decode_object
 from millrace.errors import AlreadyExistsError, MillraceError, NotFoundError
+from millrace.inference.launch_env import engine_environ
 from millrace.local.ports import free_ports
 from millrace.local.stack import SERVICES, LocalStack, StackOptions
 from millrace.models.vocabulary import have_conversations
@@ -39,11 +40,15 @@ SAY_S = 5.0
 """How often a line says how far it is where no bar can be drawn."""
 
 
+class OtherEvaluationError(CliError):
+    """What is to be resumed was begun with other settings, weights or environments."""
+
+
 class EvalView(PlainView):
     """Plain lines, and the reports kept."""
 
-    def __init__(self, progress: Progress) -> None:
-        super().__init__(sys.stderr, progress)
+    def __init__(self, progress: Progress, stream: TextIO) -> None:
+        super().__init__(stream, progress)
         self.reports: dict[str, event_pb2.EvalCompleted] = {}
 
     def show(self, event: event_pb2.Event) -> None:
@@ -53,9 +58,12 @@ class EvalView(PlainView):
             self.reports[event.eval_completed.env] = event.eval_completed
 
 
-async def evaluate_here(prepared: PreparedEval, interrupts: Interrupts) -> tuple[dict[str, Any], Path]:
+async def evaluate_here(
+    prepared: PreparedEval, interrupts: Interrupts, *, stream: TextIO | None = None
+) -> tuple[dict[str, Any], Path]:
     """Start a stack, without a trainer, evaluate, stop it; returns the results and where they were written.
 
+    What is said meanwhile goes to `stream`, which is standard error if left out.
     One that is resumed and was interrupted goes on from the log that its stack has left in its directory.
     """
     begun, config = time.monotonic(), prepared.config
@@ -63,7 +71,7 @@ async def evaluate_here(prepared: PreparedEval, interrupts: Interrupts) -> tuple
     if prepared.is_resumed and (data := finished(prepared)) is not None:
         return data, directory / RESULTS_NAME
     progress = Progress(name=f"runs/{prepared.name}")
-    view = EvalView(progress)
+    view = EvalView(progress, stream or sys.stderr)
     options, modules, config = eval_stack(prepared, directory, http_port=begin(prepared, directory))
     try:
         async with LocalStack(options, note=view.note, modules=modules) as stack:
@@ -132,7 +140,7 @@ def _require_same(prepared: PreparedEval, directory: Path) -> None:
     if prepared.part_of:
         before, now = {**before, "model": None}, {**now, "model": None}
     if differ := sorted(key for key in before.keys() | now.keys() if before.get(key) != now.get(key)):
-        raise CliError(
+        raise OtherEvaluationError(
             f"{directory} is an evaluation with other settings: {', '.join(differ)}",
             hint="give the command as it was, or choose another --name",
         )
@@ -140,7 +148,7 @@ def _require_same(prepared: PreparedEval, directory: Path) -> None:
         return  # of the whole of several policies, or of an earlier release
     found = digests_of(prepared.config, weights=prepared.weights)
     if differ := sorted(what for what in digests.keys() | found.keys() if digests.get(what) != found.get(what)):
-        raise CliError(
+        raise OtherEvaluationError(
             f"{directory} was begun with another {', another '.join(differ)}: the files there have changed since",
             hint="choose another --name to evaluate what lies there now, or put back what lay there",
         )
@@ -173,7 +181,7 @@ async def evaluate_there(prepared: PreparedEval, interrupts: Interrupts) -> tupl
     """Submit to the server and follow; Ctrl-C detaches and the run continues."""
     begun = time.monotonic()
     progress = Progress(name=f"runs/{prepared.name}")
-    view = EvalView(progress)
+    view = EvalView(progress, sys.stderr)
     async with open_client(prepared.server or "") as client:
         try:
             run = await _evaluate(client, prepared.config, prepared.name, progress, view, prepared=prepared)
@@ -197,10 +205,12 @@ def eval_stack(
     names = {"orchestrator", "env-server"} | ({"inference"} if config.client is None else set())
     engine: dict[str, str] = {}
     if config.client is None:
-        engine = {
+        seats = config.max_concurrent
+        if "max_num_seqs" in prepared.inference.model_fields_set:
+            seats = prepared.inference.max_num_seqs
+        engine = engine_environ(prepared.inference.model_copy(update={"max_num_seqs": seats})) | {
             "MILLRACE_MODEL": str(Path(config.model.name).expanduser().resolve()),
             "MILLRACE_MODEL_NAME": config.model.name,
-            "MILLRACE_MAX_NUM_SEQS": str(config.max_concurrent),
             "MILLRACE_NEEDS_CHAT_TEMPLATE": str(int(have_conversations(config.env))),
         }
         config = config.model_copy(update={"client": ClientConfig(base_url=[f"http://127.0.0.1:{http_port}/v1"])})
@@ -211,6 +221,8 @@ def eval_stack(
         store_url=prepared.settings.store_url,
         prefix=prepared.settings.prefix,
         http_port=http_port,
+        engine=prepared.inference.engine,
+        gpus=prepared.gpus,
         engine_environ=engine,
         log_level=config.log.level,
         log_json=config.log.json_logging,
@@ -291,5 +303,7 @@ def _write(
     data = results(prepared, run, reports, seconds=seconds)
     path = directory / RESULTS_NAME
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(data, indent=2) + "\n")
+    fresh = path.with_name(f".{path.name}.new")
+    fresh.write_text(json.dumps(data, indent=2) + "\n")
+    fresh.replace(path)  # at once: a kill must leave none, or a whole one
     return data, path

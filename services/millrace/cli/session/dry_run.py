@@ -11,6 +11,7 @@ import click
 from millrace.cli.session.model_path import is_path
 from millrace.config import RLConfig, SFTConfig
 from millrace.config.section import Document
+from millrace.models.vocabulary import have_conversations
 
 
 def print_config(config: Document, *, only: Mapping[str, Any] | None = None) -> None:
@@ -34,6 +35,8 @@ def look_at_fine_tuning(config: SFTConfig) -> None:
             name = tables[key].name
             click.echo(f"note: {key}.name: there is no {name} on this machine, so no row was looked at", err=True)
     name, needs_template = config.model.name, any(each.have_conversations for each in found)
+    if config.eval is not None:
+        needs_template |= have_conversations(config.eval.env)
     if not look_at_model(
         "model.name", name, tokenizer=None, needs_template=needs_template, output_dir=config.output_dir
     ):

@@ -4,6 +4,7 @@ import json
 import logging
 import os
 import sys
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -11,6 +12,8 @@ import click
 from millrace.cli.connection import open_client
 from millrace.cli.session.prepare import Prepared
 from millrace.cli.view.view import is_fancy
+from millrace.config.sections.environments import EvalEnvConfig, NamedEnv
+from millrace.config.sections.select import selection_json
 from millrace.errors import InvalidSpecError, Violation
 
 if TYPE_CHECKING:
@@ -33,9 +36,7 @@ async def check_environments(prepared: Prepared, *, server: str | None) -> None:
 
 
 async def _check_here(prepared: Prepared, steps: "Steps") -> None:
-    from millrace.env_server.isolation.inherited import api_key_problem, teacher_key_problem
-    from millrace.env_server.trial import opened
-    from millrace.rollouts.requests import EnvSpec
+    from millrace.env_server.isolation.inherited import teacher_key_problem
 
     keep_logs_off_the_terminal()
     settings = prepared.config.orchestrator
@@ -45,9 +46,25 @@ async def _check_here(prepared: Prepared, steps: "Steps") -> None:
         raise InvalidSpecError([Violation(field=field, value=variable, message=problem)], reason="TEACHER_KEY_MISSING")
     evaluated = [] if settings.eval is None else settings.eval.env
     trained = {env.name: settings.takes_several_traces(env) for env in settings.env}
+    await _load([*settings.env, *evaluated], trained, settings.selections(), steps)
+
+
+async def check_evaluated(envs: Sequence[EvalEnvConfig]) -> None:
+    """Load environments that are evaluated on this machine; raises the error of the first that cannot be loaded."""
+    with Steps() as steps:
+        await _load(envs, {}, {env.name: selection_json(evaluated=env.select) for env in envs}, steps)
+
+
+async def _load(
+    envs: Sequence[NamedEnv], trained: Mapping[str, bool], selected: Mapping[str, str], steps: "Steps"
+) -> None:
+    """Load environments, each name once; `trained` says of which several traces are taken, `selected` which tasks."""
+    from millrace.env_server.isolation.inherited import api_key_problem
+    from millrace.env_server.trial import opened
+    from millrace.rollouts.requests import EnvSpec
+
     known: set[str] = set()
-    selected = settings.selections()
-    for env in [*settings.env, *evaluated]:
+    for env in envs:
         if env.name in known:
             continue
         known.add(env.name)

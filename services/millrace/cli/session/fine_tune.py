@@ -5,11 +5,11 @@ import contextlib
 import os
 import secrets
 import sys
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import click
 
@@ -26,8 +26,34 @@ TRAINER = ("-m", "millrace.trainer.main", "sft", "--config")
 _TOGETHER_S = 5.0  # between the ends of ranks that fail for the same reason
 
 
-async def fine_tune(config: SFTConfig, interrupts: Interrupts, *, num_ranks: int = 1) -> int:
+class Evaluated(Protocol):
+    """Evaluations that go on beside the training."""
+
+    @property
+    def task(self) -> "asyncio.Task[None]":
+        """What plays them."""
+        ...
+
+    async def finish(self) -> None:
+        """Wait for those that are left, and show all of them."""
+        ...
+
+
+Evaluates = Callable[[SFTConfig, Path, Interrupts], contextlib.AbstractAsyncContextManager[Evaluated]]
+"""Evaluates what comes due in a directory while its block lasts."""
+
+
+async def fine_tune(
+    config: SFTConfig,
+    interrupts: Interrupts,
+    *,
+    num_ranks: int = 1,
+    gpus: Sequence[int] | None = None,
+    evaluating: "Evaluates | None" = None,
+) -> int:
     """Run it to its end with its output on ours; return its exit code. Ctrl-C stops it with all that it started.
+
+    `gpus` are those of the training where not all are. `evaluating` plays the evaluations of a config that has some.
 
     With several ranks only the first one's output is shown, and each has a log in `logs`; ProcessDiedError if another
     one fails by itself. InvalidStateError (STACK_RUNNING) while another command works in the run's directory.
@@ -43,16 +69,31 @@ async def fine_tune(config: SFTConfig, interrupts: Interrupts, *, num_ranks: int
         path = directory / "config.json"
         path.write_text(config.resolved_json())
         gang = {} if num_ranks == 1 else gang_environ(num_ranks)
-        argv = [sys.executable, *TRAINER, str(path)]
+        argv = [sys.executable, *TRAINER, str(path), *(() if evaluating is None else ("--evaluated",))]
         supervisor = Supervisor(stack_id=str(own))
         supervisor.lock = lock.fileno()
         async with supervisor:
             interrupts.on_second(supervisor.hurry.set)
-            specs = [rank_spec(rank, argv=argv, gang=gang, logs=logs) for rank in range(num_ranks)]
-            ranks = [await supervisor.start(spec) for spec in specs]
-            async with exporting(config.model_dump(mode="json"), directory):
-                code = await wait_for_ranks(ranks)
+            specs = [rank_spec(rank, argv=argv, gang=gang, logs=logs, gpus=gpus) for rank in range(num_ranks)]
+            beside = contextlib.nullcontext() if evaluating is None else evaluating(config, directory, interrupts)
+            async with exporting(config.model_dump(mode="json"), directory), beside as evaluations:
+                ranks = [await supervisor.start(spec) for spec in specs]
+                code = await _until_over(ranks, evaluations)
     return code if code >= 0 else 128 - code
+
+
+async def _until_over(ranks: Sequence[Child], evaluations: "Evaluated | None") -> int:
+    """Return the exit code of the training, once what is left to be evaluated is, if it ended well."""
+    if evaluations is None:
+        return await wait_for_ranks(ranks)
+    done, failure = await first_of(wait_for_ranks(ranks), evaluations.task)
+    if done is None:
+        assert failure is not None  # it ends by itself only with a defect
+        failure.result()
+    code = done.result() if done is not None else 1
+    if code == 0:
+        await evaluations.finish()
+    return code
 
 
 @contextlib.asynccontextmanager
@@ -91,8 +132,10 @@ def _wandb_id(directory: Path) -> str:
     return path.read_text().strip()
 
 
-def rank_spec(rank: int, *, argv: Sequence[str], gang: Mapping[str, str], logs: Path) -> ProcessSpec:
-    """One rank's process; the output of all but the first is in `logs`."""
+def rank_spec(
+    rank: int, *, argv: Sequence[str], gang: Mapping[str, str], logs: Path, gpus: Sequence[int] | None = None
+) -> ProcessSpec:
+    """One rank's process; the output of all but the first is in `logs`. `gpus` are those of all ranks, if not all."""
     return ProcessSpec(
         name=f"rank {rank}" if rank else "trainer",
         argv=list(argv),
@@ -100,6 +143,7 @@ def rank_spec(rank: int, *, argv: Sequence[str], gang: Mapping[str, str], logs: 
             "OMP_NUM_THREADS": "1",
             "PYTHONUNBUFFERED": "1",
             **os.environ,
+            **({} if gpus is None else {"CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus))}),
             **({**gang, "RANK": str(rank), "LOCAL_RANK": str(rank)} if gang else {}),
             **({} if rank else {FILE_VARIABLE: str(logs / "trainer.log")}),
         },

@@ -8,7 +8,7 @@ from millrace.config.prime_rl.lab import finish_lab
 from millrace.config.prime_rl.learning import finish_learning
 from millrace.config.prime_rl.meanings import Target
 from millrace.config.prime_rl.sources import EVAL_ENVS, TRAIN_ENVS, finish_sources
-from millrace.config.tree import Path
+from millrace.config.tree import Path, dotted
 
 ALL_GPUS = "a process takes the GPUs that it is started with"
 MAX_GPUS = 1024
@@ -33,10 +33,11 @@ def environment(target: Target, path: Path, value: Any) -> None:
 
 def evaluated_ids(target: Target, path: Path, value: Any) -> None:
     """`eval.environment_ids`, whose neighbours may be lists with one entry each (see `finish`)."""
-    target.note(path, Effect.MEANS, "is `[[orchestrator.eval.env]]` here, one for each")
+    to = (*path[:-1], "env")
+    target.note(path, Effect.MEANS, f"is `[[{dotted(to)}]]` here, one for each")
     ids = [value] if isinstance(value, str) else value
     envs = [{"id": each} for each in ids] if isinstance(ids, list) else ids  # which is an error there
-    target.put(EVAL_ENVS, envs, source=path)
+    target.put(to, envs, source=path)
 
 
 def per_environment(target: Target, path: Path, value: Any) -> None:
@@ -111,7 +112,7 @@ def output_dir(target: Target, path: Path, value: Any) -> None:
 
 def eval_base_model(target: Target, path: Path, value: Any) -> None:
     """`eval_base_model = false` leaves out the evaluation before the first step."""
-    target.put(("orchestrator", "eval", "skip_first_step"), value is False, source=path)
+    target.put((*path[:-1], "skip_first_step"), value is False, source=path)
 
 
 def token_export(target: Target, path: Path, value: Any) -> None:

@@ -73,7 +73,9 @@ def _select(target: Target) -> None:
     if "train.select" in target.deferred:
         path, value = target.deferred["train.select"]
         _select_all(target, path, value, TRAIN_ENVS)
-    envs = EVAL_ENVS if target.schema.child("orchestrator") is not None else ("env",)
+    envs: Path = EVAL_ENVS if target.schema.child("orchestrator") else ("eval", "env")
+    if target.schema.child("eval") is None and envs != EVAL_ENVS:  # a file of `millrace eval`
+        envs = ("env",)
     is_split = any(env.get("select") for env in _envs(target, TRAIN_ENVS))
     if shared := target.deferred.get(f"select of {dotted(envs[:-1])}"):
         if _is_count(shared[1]) and not is_split:

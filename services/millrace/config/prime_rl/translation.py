@@ -20,7 +20,7 @@ _OFF = (None, "None", "none")
 
 def translate(layer: Layer, schema: SchemaKey) -> "Translation":
     """The layer in our schema; `schema` is that of the whole document."""
-    tables = (("orchestrator", RL_KEYS), ("trainer", RL_KEYS), ("inference", RL_KEYS), ("data", SFT_KEYS))
+    tables = (("data", SFT_KEYS), ("orchestrator", RL_KEYS), ("trainer", RL_KEYS), ("inference", RL_KEYS))
     keys = next((keys for part, keys in tables if schema.child(part)), EVAL_KEYS)
     return Translation(layer, schema, keys)
 

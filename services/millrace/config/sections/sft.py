@@ -6,7 +6,11 @@ from typing import Literal
 from pydantic import field_validator
 
 from millrace.config.rules import BrokenRule, broken
-from millrace.config.section import ConfigSection, Document, option, table
+from millrace.config.section import ConfigSection, Document, option, required, table
+from millrace.config.sections.environments import PeriodicEvalEnvConfig, env_names
+from millrace.config.sections.eval import FixedSamplingConfig
+from millrace.config.sections.inference import InferenceConfig
+from millrace.config.sections.sampling import extra_body_rules
 from millrace.config.sections.shared import DEFAULT_MODEL, CheckpointConfig, LogConfig, RunConfig, WandbConfig
 from millrace.config.sections.trainer import (
     Dtype,
@@ -198,12 +202,60 @@ class SFTValConfig(ConfigSection):
     data: SFTValDataConfig = table(SFTValDataConfig, "The rows, all of which are taken each time.")
 
 
+class SFTEvalConfig(ConfigSection):
+    """Environments played with the model that is trained: before the first step, every `interval` steps, at the end.
+
+    Each evaluation is of exactly the weights behind its step. It runs beside the training.
+    """
+
+    env: list[PeriodicEvalEnvConfig] = required("Environments to evaluate on (`[[eval.env]]`).", min_length=1)
+    num_examples: int = option(-1, "Tasks per environment: -1 for all held-out tasks, or all where there are none.")
+    rollouts_per_example: int = option(1, "Rollouts per task.", facts=Facts(aliases=("group_size",)), ge=1)
+    interval: int = option(100, "Steps between evaluations; the trained model is evaluated always.", ge=1)
+    skip_first_step: bool = option(False, "Leave out the evaluation before the first step.")
+    sampling: FixedSamplingConfig = table(FixedSamplingConfig, "How the model is sampled.")
+    max_concurrent: int = option(64, "Most rollouts that are played at once.", ge=1)
+    rollout_timeout_s: float = option(600.0, "Seconds until an unfinished rollout is given up as failed.", gt=0)
+    timeout_s: float = option(
+        3600.0, "Seconds until an evaluation is given up, with a warning; the training goes on.", gt=0
+    )
+    max_pending: int = option(
+        2,
+        "Evaluations that may be played or wait for that; at the next one the training waits, and says so.",
+        ge=1,
+    )
+
+    def due(self, step: int, *, is_last: bool) -> list[PeriodicEvalEnvConfig]:
+        """Return the environments that are evaluated behind a step: all before the first and behind the last one."""
+        if step == 0 and self.skip_first_step and not is_last:
+            return []
+        return [env for env in self.env if is_last or step % (env.interval or self.interval) == 0]
+
+    def broken_eval_rules(self) -> Iterator[BrokenRule]:
+        """Return rules over several keys that do not hold."""
+        if self.num_examples == 0 or self.num_examples < -1:
+            yield broken("must be -1 for all held-out tasks, or at least 1", "eval.num_examples")
+        for index, env in enumerate(self.env):
+            if env.num_examples == 0:
+                message = "must be -1 for all held-out tasks, or at least 1; leave the environment out otherwise"
+                yield BrokenRule(paths=(("eval", "env", index, "num_examples"),), message=message)
+        yield from extra_body_rules(self.sampling, "eval.sampling")
+        yield from env_names(self.env, ("eval", "env"))
+
+
 class SFTConfig(Document):
     """A supervised fine-tuning run. The loss is the mean cross-entropy of the tokens that `data.loss_mask` selects."""
 
     model: SFTModelConfig = table(SFTModelConfig, "The model.")
     data: SFTDataConfig = table(SFTDataConfig, "The data.")
     val: SFTValConfig | None = option(None, "Validation; off if left out.")
+    eval: SFTEvalConfig | None = option(None, "Evaluations; off if left out.")
+    inference: InferenceConfig = table(InferenceConfig, "The engine of the evaluations.")
+    inference_gpu_ids: list[int] | None = option(
+        None,
+        "GPUs that the engine of the evaluations sees; the training has all others. Left out: vLLM gets the first "
+        "`parallel.tp` × `parallel.dp`, the embedded engine none. `[]` hides them.",
+    )
     optim: OptimConfig = table(OptimConfig, "The optimizer.")
     scheduler: SchedulerConfig = table(SchedulerConfig, "Learning rate over the steps.")
     ckpt: CheckpointConfig | None = option(None, "Checkpoints; off if left out.")
@@ -236,10 +288,18 @@ class SFTConfig(Document):
         return [
             *self.scheduler.broken_rules(self.optim, self.max_steps),
             *self._broken_data_rules(),
+            *(() if self.eval is None else self.eval.broken_eval_rules()),
+            *self.inference.broken_rules(),
+            *self._broken_engine_rules(),
             *broken_layout_rules(self.model, self.optim),
             *broken_format_rules(self.model),
             *super().broken_rules(),
         ]
+
+    def _broken_engine_rules(self) -> Iterator[BrokenRule]:
+        """The engine is another one for each evaluation, and never shares a GPU with the training."""
+        if self.inference.sleep_while_training:
+            yield broken("is for RL, whose trainer may share GPUs with vLLM", "inference.sleep_while_training")
 
     def _broken_data_rules(self) -> Iterator[BrokenRule]:
         data = self.data

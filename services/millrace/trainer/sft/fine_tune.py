@@ -22,7 +22,7 @@ from millrace.config.sections.loss import LossConfig
 from millrace.config.sections.sft import SFTConfig
 from millrace.decoding import decode_json
 from millrace.errors import CorruptObjectError, InvalidStateError
-from millrace.models.vocabulary import require_tokenizer
+from millrace.models.vocabulary import have_conversations, require_tokenizer
 from millrace.policies.stops import turn_stops
 from millrace.rollouts.types import TrainSample
 from millrace.storage.disk import io_errors
@@ -50,6 +50,7 @@ from millrace.trainer.model.pretrained import (
 from millrace.trainer.model.published import described_tensors
 from millrace.trainer.sft.checkpoints import SFTCheckpoints
 from millrace.trainer.sft.data import FineTuningData
+from millrace.trainer.sft.handover import Handover
 from millrace.trainer.sft.saving import (
     num_bytes_of,
     require_mergeable,
@@ -108,7 +109,9 @@ def run_sft(config: SFTConfig, *, gang: Gang, on_step: Callable[[SFTStep], None]
     determinism = resolve_determinism("auto", is_compiled=config.model.compile is not None)
     set_determinism(determinism, seed=config.seed, device=gang.device)
     directory = resolve_model_directory(config.model.name)
-    tokenizer = require_tokenizer(directory, model=directory, needs_template=False)  # rows of text do without one
+    # Rows of text do without a chat template; environments that are played do not.
+    needs_template = config.eval is not None and have_conversations(config.eval.env)
+    tokenizer = require_tokenizer(directory, model=directory, needs_template=needs_template)
     data = FineTuningData(config, tokenizer, stops=turn_stops(tokenizer, directory))
     built = build_model(
         config.model, directory, gang=gang, seed=config.seed, prefix="model", context_length=config.data.seq_len
@@ -143,13 +146,16 @@ def run_sft(config: SFTConfig, *, gang: Gang, on_step: Callable[[SFTStep], None]
         base_digest=built.base_digest,
     )
     start = checkpoints.resume(max_steps=data.num_steps)
+    handover = Handover(config.eval, output, model=built.model, files=files, dtype=dtype, gang=gang)
+    handover.begin(start[0])
     if gang.is_leader:
         _tell_start(output, start[0], saves=config.ckpt is not None)
     with agreed(gang):
         if gang.is_leader and (checkpoint_bytes := checkpoints.num_bytes):
-            require_room(output, checkpoint_bytes + model_bytes, what="a checkpoint and the model take")
+            copies = model_bytes * (1 + handover.most)
+            require_room(output, checkpoint_bytes + copies, what="a checkpoint and the model take")
     learner = _Learner(config, gang=gang, model=built.model, optimizer=optimizer)
-    _train(config, data, learner, checkpoints, start=start, output=output, gang=gang, on_step=on_step)
+    _train(config, data, learner, checkpoints, handover, start=start, output=output, on_step=on_step)
     if built.adapter is not None:
         save_adapter(
             built.model,
@@ -168,10 +174,10 @@ def _train(
     data: FineTuningData,
     learner: "_Learner",
     checkpoints: SFTCheckpoints,
+    handover: Handover,
     *,
     start: tuple[int, int, int],
     output: Path,
-    gang: Gang,
     on_step: Callable[[SFTStep], None],
 ) -> None:
     """Make the steps from `start` to the last, with their checkpoints.
@@ -180,14 +186,15 @@ def _train(
     """
     step, position, num_skipped = start
     validate = _validation(config, data, learner)
-    with _open_metrics(output, step, gang=gang) as metrics, checkpoints:
+    with _open_metrics(output, step, gang=learner.gang) as metrics, checkpoints:
         while not data.is_over(step, position):
             val_loss = validate(step)
+            handover.maybe_hand_over(step)
             samples, following = data.take(position)
             report = learner.step(step, samples)
             report = replace(report, num_steps=data.expect_steps(step, following), val_loss=val_loss)
             _write_line(metrics, report.metrics())
-            if gang.is_leader:
+            if learner.gang.is_leader:
                 on_step(report)
                 data.warn_of_losses(position, following, is_first=step == 0)
             num_skipped = num_skipped + 1 if report.was_skipped else 0
@@ -198,6 +205,7 @@ def _train(
         val_loss = validate(step, is_last=True)
         if val_loss is not None:
             _write_line(metrics, {"step": step, "val/loss": val_loss})
+    handover.maybe_hand_over(step, is_last=True)
 
 
 def _require_learning(config: SFTConfig, step: int, num_skipped: int) -> None:
@@ -217,7 +225,7 @@ class _Learner:
 
     def __init__(self, config: SFTConfig, *, gang: Gang, model: nn.Module, optimizer: PolicyOptimizer) -> None:
         self._config = config
-        self._gang = gang
+        self.gang = gang
         self._model = model
         self._optimizer = optimizer
         dtype = resolve_compute_dtype(config.model, device=gang.device)
@@ -254,14 +262,14 @@ class _Learner:
         return SFTStep(
             step=step,
             num_steps=step + 1,
-            loss=self._gang.sum_of_data([total])[0],
+            loss=self.gang.sum_of_data([total])[0],
             lr=report.lr,
             grad_norm=report.grad_norm,
             was_skipped=report.was_skipped,
             num_tokens=num_tokens,
             num_loss_tokens=num_loss_tokens,
             seconds=seconds,
-            world_size=self._gang.world_size,
+            world_size=self.gang.world_size,
             mfu=None if used is None else used.mfu([each.num_tokens for each in samples], seconds=seconds),
         )
 
@@ -270,7 +278,7 @@ class _Learner:
         """The mean cross-entropy of the trained tokens."""
         micro_batches = self._micro_batches(samples)
         _, num_loss_tokens = self._counts(micro_batches)
-        return self._gang.sum_of_data([sum(float(self._loss(each, num_loss_tokens)) for each in micro_batches)])[0]
+        return self.gang.sum_of_data([sum(float(self._loss(each, num_loss_tokens)) for each in micro_batches)])[0]
 
     def _loss(self, micro_batch: MicroBatch, num_loss_tokens: int) -> torch.Tensor:
         """A micro-batch's share of the mean over `num_loss_tokens`."""
@@ -281,14 +289,14 @@ class _Learner:
     def _counts(self, micro_batches: Sequence[MicroBatch]) -> tuple[int, int]:
         """Tokens, and trained tokens, over all ranks."""
         counts = [sum(each.num_tokens for each in micro_batches), sum(each.num_ce_tokens for each in micro_batches)]
-        num_tokens, num_loss_tokens = self._gang.sum_of_data(counts)
+        num_tokens, num_loss_tokens = self.gang.sum_of_data(counts)
         return int(num_tokens), int(num_loss_tokens)
 
     def _micro_batches(self, samples: Sequence[TrainSample]) -> list[MicroBatch]:
         plan = plan_micro_batches(
             [sample.num_tokens for sample in samples],
             max_tokens=self._config.micro_batch_tokens,
-            world_size=self._gang.layout.data_size,
+            world_size=self.gang.layout.data_size,
             packing=self._packing,
         )
         return [
@@ -296,9 +304,9 @@ class _Learner:
                 [samples[index] for row in rows for index in row],
                 rows=in_order(rows),
                 seq_len=self._longest,
-                device=self._gang.device,
+                device=self.gang.device,
             )
-            for rows in plan[self._gang.data_rank]
+            for rows in plan[self.gang.data_rank]
         ]
 
 

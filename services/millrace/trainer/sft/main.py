@@ -19,7 +19,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from millrace.config.load import validate_document
 from millrace.config.sections.sft import SFTConfig
-from millrace.errors import NotFoundError
+from millrace.errors import InvalidSpecError, NotFoundError, Violation
 from millrace.telemetry.logging import FILE_ONLY, setup
 from millrace.trainer.gang.distributed import Gang
 from millrace.trainer.model.shortage import shortage_named
@@ -30,9 +30,16 @@ logger = logging.getLogger(__name__)
 _ETA_STEPS = 20  # steps whose mean is taken: enough to be steady, few enough to follow a change
 
 
-def run(path: Path) -> int:
-    """Fine-tune as the resolved config in `path` says; return the exit code."""
+def run(path: Path, *, is_evaluated: bool = False) -> int:
+    """Fine-tune as the resolved config in `path` says; return the exit code.
+
+    InvalidSpecError for a config with evaluations if nobody plays them.
+    """
     config = load_config(path)
+    if config.eval is not None and not is_evaluated:
+        problem = Violation(field="eval", message="is played by `millrace sft`, and this process trains alone")
+        remedy = "leave it out and evaluate the model with `millrace eval`, or start `millrace sft`"
+        raise InvalidSpecError([problem], remedy=remedy)
     setup("trainer", level=config.log.level, json_lines=config.log.json_logging)
     logger.info("fine-tuning begins", extra={"config": str(path), FILE_ONLY: True})
     disable_progress_bar()  # the bars of loading and saving a model would stand between the lines of the steps

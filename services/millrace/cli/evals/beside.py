@@ -1,0 +1,247 @@
+"""Evaluations beside a fine-tuning: the weights of due steps, played as `millrace eval` plays a directory.
+
+The trainer puts weights into `evals/due` of the run (`trainer.sft.handover`). Each evaluation has a stack of its own in
+`evals/step-N`, which goes on where an earlier command was killed. Its figures are one line of `metrics.jsonl`.
+"""
+
+import asyncio
+import contextlib
+import json
+import os
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import click
+
+from millrace.cli.errors import CliError
+from millrace.cli.evals.prepare import PreparedEval
+from millrace.cli.evals.results import figures, table
+from millrace.cli.evals.session import RESULTS_NAME, OtherEvaluationError, evaluate_here
+from millrace.cli.interrupts import Interrupts
+from millrace.cli.view.plot import write_eval_plot
+from millrace.cli.view.text import printable
+from millrace.config import EvalRunConfig, SFTConfig
+from millrace.config.sections.inference import InferenceConfig
+from millrace.config.sections.sft import SFTEvalConfig
+from millrace.decoding import decode_object
+from millrace.errors import InvalidStateError, MillraceError, of_system
+from millrace.inference.launch_env import engine_python, with_engine
+from millrace.local import gpus
+from millrace.storage.clean_up import remove
+from millrace.telemetry.settings import Settings
+
+DIRECTORY, DUE, BEGUN = "evals", "due", "begun"
+_LOOK_S = 0.2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvaluationEngine:
+    """What serves the weights that are evaluated."""
+
+    inference: InferenceConfig
+    gpus: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+
+
+def engine_beside(
+    config: SFTConfig, environ: Mapping[str, str] = os.environ
+) -> tuple[EvaluationEngine, tuple[int, ...] | None]:
+    """Return the engine of a fine-tuning's evaluations, and the GPUs of its training; None where there are none.
+
+    InvalidStateError (GPU_UNUSABLE) if a GPU is not there, or none is left for the training.
+    """
+    inference = with_engine(config.inference, environ)
+    engine_python(inference.engine, environ)  # NotFoundError before anything starts
+    size = inference.parallel.tp * inference.parallel.dp if inference.engine == "vllm" else 0
+    there = gpus.training_gpus(environ)
+    assigned = gpus.assign(there, engine_size=size, inference=config.inference_gpu_ids)
+    gpus.require(assigned, gpus.machine_gpus(environ))
+    if inference.engine == "vllm" and gpus.are_shared(assigned):
+        shown = ", ".join(map(str, there))
+        raise InvalidStateError(
+            f"vLLM would evaluate on a GPU that the training takes whole: this machine shows {shown}",
+            reason="GPU_UNUSABLE",
+            remedy='set `inference.engine = "embedded"`, which evaluates on the CPU, or leave [eval] out and evaluate '
+            "the model behind the training",
+        )
+    own = {"inference": assigned["inference"]} if "inference" in assigned else {}
+    return EvaluationEngine(inference=inference, gpus=own), assigned.get("trainer")
+
+
+class Evaluations:
+    """Plays what is due, one after the other, and writes the figures."""
+
+    def __init__(self, config: SFTConfig, evaluation: SFTEvalConfig, directory: Path, engine: EvaluationEngine) -> None:
+        """`directory` is that of the fine-tuning."""
+        self._config = config
+        self._evaluation = evaluation
+        self._directory = directory
+        self._root = directory / DIRECTORY
+        self._engine = engine
+        self._is_over = asyncio.Event()
+        self._failed: list[str] = []
+        remove(self._root / BEGUN, what="mark of an earlier command")
+
+    async def run(self, interrupts: Interrupts) -> None:
+        """Evaluate until `finish` is called and nothing is left."""
+        # unregistered wait: it looks at a directory for as long as the training takes, which the command shows
+        while True:
+            is_over = self._is_over.is_set()
+            due = self._due() if (self._root / BEGUN).exists() else []
+            if due:
+                await self._evaluate(due[0], interrupts)
+            elif is_over:
+                return
+            else:
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._is_over.wait(), _LOOK_S)
+
+    async def finish(self, task: "asyncio.Task[None]") -> None:
+        """Wait for the evaluations that are left, and show all of them."""
+        self._is_over.set()
+        if left := len(self._due()):
+            most_s = left * self._evaluation.timeout_s
+            click.echo(f"the training is over; {left} evaluations are left (at most {most_s:g} s)", err=True)
+        await task
+        if (data := self._write_summary())["policies"]:
+            click.echo("\n".join(["", *table(data), str(self._directory / RESULTS_NAME)]), err=True)
+        for text in self._failed:
+            click.echo(f"warning: {text}", err=True)
+
+    def _due(self) -> list[Path]:
+        places = self._root / DUE
+        found = [path for path in places.iterdir() if path.name[0] != "."] if places.is_dir() else []
+        return sorted(found, key=_step_of)
+
+    async def _evaluate(self, weights: Path, interrupts: Interrupts) -> None:
+        """Play one evaluation to its figures, or say why there are none; its weights are removed behind it."""
+        step = _step_of(weights)
+        logs = self._root / f"step-{step}.log"
+        try:
+            with logs.open("a", encoding="utf-8") as log:
+                async with asyncio.timeout(self._evaluation.timeout_s):
+                    prepared = self._prepare(weights)
+                    try:
+                        data, _ = await evaluate_here(prepared, interrupts, stream=log)
+                    except OtherEvaluationError as error:
+                        log.write(f"begun anew: {error.message}\n")
+                        remove(self._root / f"step-{step}", what="an evaluation with other settings")
+                        data, _ = await evaluate_here(prepared, interrupts, stream=log)
+            self._write_line(step, data)
+            self._say(step, data)
+        except TimeoutError:
+            self._fail(step, f"is given up after {self._evaluation.timeout_s:g} s (eval.timeout_s)", "EVAL_TIMED_OUT")
+        except CliError as error:
+            self._fail(step, f"failed: {error.message}", "EVAL_FAILED", place=error.place)
+        except (MillraceError, OSError) as error:
+            known = of_system(error) or error
+            reason = known.reason if isinstance(known, MillraceError) else "EVAL_FAILED"
+            self._fail(step, f"failed: {known}", reason)
+        aside = weights.with_name(f".{weights.name}.done")
+        await asyncio.to_thread(weights.rename, aside)  # at once: a kill must not leave a part of them due
+        await asyncio.to_thread(remove, aside, what="weights that were evaluated")
+
+    def _prepare(self, weights: Path) -> PreparedEval:
+        step, settings = _step_of(weights), self._evaluation
+        due = settings.due(step, is_last=weights.name.startswith("last-"))
+        config = EvalRunConfig.model_validate(
+            {
+                "model": {"name": str(weights)},
+                "env": [env.model_dump(exclude={"interval"}) for env in due],
+                "sampling": settings.sampling.model_dump(),
+                "output_dir": str(self._root),
+                "log": self._config.log.model_dump(),
+                **{name: getattr(settings, name) for name in ("num_examples", "rollouts_per_example")},
+                **{name: getattr(settings, name) for name in ("max_concurrent", "rollout_timeout_s")},
+            }
+        )
+        return PreparedEval(
+            config=config,
+            settings=Settings(),
+            server=None,
+            server_origin="",
+            name=f"step-{step}",
+            is_dry_run=False,
+            is_plain=True,
+            is_resumed=True,
+            part_of=self._directory.name,
+            inference=self._engine.inference,
+            gpus=self._engine.gpus,
+        )
+
+    def _write_line(self, step: int, data: Mapping[str, Any]) -> None:
+        """Add the figures to the metrics of the run, once; the trainer writes there, too, so it is one write."""
+        path = self._directory / "metrics.jsonl"
+        lines = path.read_bytes().splitlines() if path.is_file() else []
+        if any(_is_of(line, step) for line in lines):
+            return
+        with path.open("ab") as file:
+            file.write(json.dumps({"step": step, **figures(data)}).encode() + b"\n")
+
+    def _say(self, step: int, data: Mapping[str, Any]) -> None:
+        for env, found in data["envs"].items():
+            failed = f", {found['num_failed']} failed" if found["num_failed"] else ""
+            total = found["num_rollouts"] + found["num_failed"]
+            text = f"eval {env}  step {step}  reward {found['reward_mean']:.3f}  ({total} rollouts{failed}, "
+            click.echo(printable(f"{text}{found['seconds']:.1f}s)"), err=True)
+
+    def _fail(self, step: int, why: str, reason: str, *, place: str | None = None) -> None:
+        where = place or f"its log: {self._root / f'step-{step}.log'}"
+        text = printable(f"the evaluation of step {step} {why} [{reason}]; {where}")
+        self._failed.append(text)
+        click.echo(f"warning: {text}", err=True)
+
+    def _write_summary(self) -> dict[str, Any]:
+        """Write the figures of every evaluated step as `millrace eval` writes those of several policies."""
+        data: dict[str, Any] = {"name": self._directory.name, "policies": []}
+        places = (
+            [path for path in self._root.iterdir() if (path / RESULTS_NAME).is_file()] if self._root.is_dir() else []
+        )
+        for place in sorted(places, key=_step_of):
+            found = decode_object((place / RESULTS_NAME).read_bytes(), what=str(place), reason="EVAL_RESULTS_CORRUPT")
+            step = _step_of(place)
+            data["policies"].append({"policy": f"step-{step}", "step": step, **found})
+        if data["policies"]:
+            (self._directory / RESULTS_NAME).write_text(json.dumps(data, indent=2) + "\n")
+            write_eval_plot(data, self._directory / "eval.png")
+        return data
+
+
+@contextlib.asynccontextmanager
+async def evaluating(
+    config: SFTConfig, directory: Path, interrupts: Interrupts, *, engine: EvaluationEngine
+) -> AsyncIterator["Evaluating"]:
+    """Evaluate what comes due while the block lasts; the config has `[eval]`."""
+    assert config.eval is not None
+    evaluations = Evaluations(config, config.eval, directory, engine)
+    task = asyncio.create_task(evaluations.run(interrupts), name="evaluations")
+    try:
+        yield Evaluating(evaluations, task)
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluating:
+    """Evaluations that go on in a task."""
+
+    evaluations: Evaluations
+    task: "asyncio.Task[None]"
+
+    async def finish(self) -> None:
+        """Wait for those that are left, and show all of them."""
+        await self.evaluations.finish(self.task)
+
+
+def _step_of(path: Path) -> int:
+    return int(path.name.rpartition("-")[2])
+
+
+def _is_of(line: bytes, step: int) -> bool:
+    """Whether a line of the metrics has evaluations of a step."""
+    with contextlib.suppress(MillraceError):
+        found = decode_object(line, what="a line of metrics.jsonl", reason="METRICS_CORRUPT")
+        return found.get("step") == step and any(name.startswith("eval/") for name in found)
+    return False
