@@ -41,6 +41,7 @@ ALLOWED = {
     "cli/view/progress.py:of": RUN,
     "local/shared_gpu.py:_estimate": "what this program's own command has printed",
     "local/shared_gpu.py:flags_on_shared_gpu": USERS + "; what is no JSON is left to the process that reads it",
+    "env_server/agents/v1.py:_ask": "what the interception of the same process has just written",
     "env_server/adapters/harness_v1.py:launch": "what the interception of the same process has just written",
     "cli/session/existing.py:_differences": OWN,
     "cli/session/existing.py:begin": RUN,

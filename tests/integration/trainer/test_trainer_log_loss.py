@@ -219,7 +219,7 @@ def test_who_waits_for_the_log_hears_that_the_hold_was_lost_meanwhile(run: Recor
             async with asyncio.timeout(60):
                 await hold.outlasting(attempt)
         finally:
-            await hold.release()
+            await hold.release("the test ends")
 
     with pytest.raises(FencedError, match="another trainer continues"):
         run.call(wait())

@@ -359,7 +359,7 @@ def test_a_defect_of_the_renewal_ends_the_job_with_its_cause(
 def test_an_error_of_closing_does_not_replace_the_error_of_the_job(
     recorder: Recorder, make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async def broken(self: Lease) -> None:
+    async def broken(self: Lease, why: str) -> None:
         raise InternalError("the lease cannot be given back")
 
     def fails(*args: Any, **options: Any) -> None:

@@ -72,7 +72,7 @@ class SelectConfig(ConfigSection):
     def to_wire(self, *, most: int = -1) -> dict[str, Any]:
         """Return what env-servers are told; `most` tasks at the most, all if it is below 1."""
         limits = [each for each in (self.limit, most if most > 0 else None) if each is not None]
-        values = {name: getattr(self, name) for name in ("shuffle", "seed", "skip")}
+        values = {"shuffle": self.shuffle, "seed": self.seed, "skip": self.skip}
         both = {"include": self.include.to_wire(), "exclude": self.exclude.to_wire()}
         return {**both, **values, "limit": min(limits, default=None)}
 
