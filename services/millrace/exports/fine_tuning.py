@@ -1,9 +1,11 @@
 """The process that writes a `millrace sft` run to W&B while it goes on, from its `metrics.jsonl`.
 
-The n-th line is W&B's n-th row, so that a run that goes on from a checkpoint, and an exporter that is started again,
-write each value once.
+Lines of evaluations come when later steps are under way, and a run that goes on from a checkpoint makes steps again. So
+a row is known by what it is of, and the order in which rows went to W&B is kept in `wandb-rows.jsonl`: the n-th line of
+it is W&B's n-th row, for every exporter that is started again.
 """
 
+import re
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -14,6 +16,9 @@ from millrace.exports.metrics import MetricRow
 from millrace.exports.process import RunExport, serve
 from millrace.exports.wandb_run import WandbRun
 
+ORDER = "wandb-rows.jsonl"
+_EVALUATED = re.compile(r"eval/(.+)/reward/mean")
+
 
 class FineTuningExport(RunExport):
     """Writes the lines of a file as they come."""
@@ -22,15 +27,36 @@ class FineTuningExport(RunExport):
         super().__init__()
         self._order = order
         self._path = Path(order["metrics"])
+        self._kept = self._path.with_name(ORDER)
+        self._keys: set[str] = set()
         self._run: WandbRun | None = None
 
     def look(self) -> bool:
         """Write the lines that are new; the parent says when the run has ended."""
         run = self._run = self._run or open_run(self, self._order, samples_of=lambda _: [])
-        for row in read_rows(self._path)[self.rows :]:
-            run.write(self.rows, row)
-            self.rows += 1
+        if not self._keys:
+            self._write_kept(run)
+        for line, row in read_lines(self._path):
+            if row.key not in self._keys:
+                with self._kept.open("ab") as kept:
+                    kept.write(line + b"\n")
+                self._write(run, row)
         return False
+
+    def _write_kept(self, run: WandbRun) -> None:
+        """Write what exporters before this one did, in their order; W&B has all or some of it, or is another run."""
+        found = read_lines(self._kept)
+        for _, row in found:
+            self._write(run, row)
+        if self._kept.exists():  # a kill may have torn its last line, which W&B has not seen
+            fresh = self._kept.with_name(f".{ORDER}.new")
+            fresh.write_bytes(b"".join(line + b"\n" for line, _ in found))
+            fresh.replace(self._kept)
+
+    def _write(self, run: WandbRun, row: MetricRow) -> None:
+        self._keys.add(row.key)
+        run.write(self.rows, row)
+        self.rows += 1
 
     def finish(self) -> None:
         """Close the run in W&B."""
@@ -38,22 +64,30 @@ class FineTuningExport(RunExport):
             self._run.finish()
 
 
-def read_rows(path: Path) -> list[MetricRow]:
-    """The whole lines of the file, up to the first that is damaged."""
-    rows: list[MetricRow] = []
+def read_lines(path: Path) -> list[tuple[bytes, MetricRow]]:
+    """Return the whole lines of the file with what they say, up to the first that is damaged."""
+    found: list[tuple[bytes, MetricRow]] = []
     try:
         *lines, _ = path.read_bytes().split(b"\n")
     except FileNotFoundError:
-        return rows
+        return found
     for line in lines:
         try:
-            values = decode_object(line, what="a line of metrics.jsonl", reason="METRICS_CORRUPT")
-            step = require_integer(values.pop("step", None), what="its step")
-            found = {name: require_number(value, what=name) for name, value in values.items() if value is not None}
+            said = decode_object(line, what="a line of metrics.jsonl", reason="METRICS_CORRUPT")
+            step = require_integer(said.pop("step", None), what="its step")
+            values = {name: require_number(value, what=name) for name, value in said.items() if value is not None}
         except (CorruptObjectError, ValueError):
-            return rows
-        rows.append(MetricRow(key=f"line/{len(rows)}", step=step, time=0.0, values=found))
-    return rows
+            return found
+        found.append((line, MetricRow(key=_key(step, said), step=step, time=0.0, values=values)))
+    return found
+
+
+def _key(step: int, said: dict[str, Any]) -> str:
+    """Return what a line is of: a step, the validation behind the last one, or evaluations of environments."""
+    envs = sorted(match[1] for name in said if (match := _EVALUATED.fullmatch(name)))
+    if any(name.startswith("eval/") for name in said):
+        return f"eval/{','.join(envs)}/{step}"
+    return f"step/{step}" if "loss/mean" in said else f"validation/{step}"
 
 
 def main() -> NoReturn:

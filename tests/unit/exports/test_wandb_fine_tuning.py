@@ -12,7 +12,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from millrace.exports.fine_tuning import read_rows
+from millrace.exports import fine_tuning
+from millrace.exports.fine_tuning import FineTuningExport, read_lines
+from millrace.exports.metrics import MetricRow
 from millrace_testing import wandb_files
 from millrace_testing.polling import block_until
 
@@ -100,14 +102,64 @@ def test_a_wandb_that_is_down_is_said_and_the_run_ends_well(tmp_path: Path) -> N
         assert "nothing reaches W&B, the run goes on without it" in process.stderr.readline()
         process.send_signal(signal.SIGINT)
         process.communicate(timeout=60)
-    assert process.returncode == 130 and len(read_rows(home / "metrics.jsonl")) == 3
+    assert process.returncode == 130 and len(read_lines(home / "metrics.jsonl")) == 3
 
 
 def test_a_torn_line_is_not_read_yet(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    assert read_rows(path) == []
+    assert read_lines(path) == []
     path.write_text(json.dumps({"step": 4, "loss/mean": 1, "optim/grad_norm": None}) + '\n{"step": 5')
-    (row,) = read_rows(path)
+    ((_, row),) = read_lines(path)
     assert (row.step, row.values) == (4, {"loss/mean": 1.0})
     path.write_text('{"step": "x"}\n{"step": 1, "a": 2}\n')
-    assert read_rows(path) == []
+    assert read_lines(path) == []
+
+
+class Rows:
+    """Stands in for the run in W&B: keeps the first `len` of its rows when the exporter is killed."""
+
+    def __init__(self) -> None:
+        self.rows: list[tuple[int, dict[str, float]]] = []
+
+    @property
+    def next_row(self) -> int:
+        return len(self.rows)
+
+    def write(self, index: int, row: MetricRow) -> None:
+        if index >= self.next_row:
+            assert index == self.next_row
+            self.rows.append((row.step, row.values))
+
+
+def step(at: int) -> dict[str, float]:
+    return {"step": at, "loss/mean": at / 2}
+
+
+def evaluation(at: int, env: str = "org/a") -> dict[str, float]:
+    return {"step": at, f"eval/{env}/reward/mean": 1.0 + at}
+
+
+@pytest.mark.parametrize("arrived", [5, 4, 0])
+def test_lines_in_another_order_behind_a_kill_are_written_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arrived: int
+) -> None:
+    """Steps are made again from a checkpoint while the evaluation of one of them comes earlier than it had."""
+    path, there = tmp_path / "metrics.jsonl", Rows()
+    monkeypatch.setattr(fine_tuning, "open_run", lambda *_, **__: there)
+
+    def look(lines: list[dict[str, float]]) -> None:
+        path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        export = FineTuningExport({"metrics": str(path)})
+        export.look()
+        export.look()
+
+    look([step(0), evaluation(0), step(1), step(2), step(3)])
+    assert there.next_row == 5
+    del there.rows[arrived:]  # what was on its way to W&B, or all of it: a session offline begins at the first row
+    kept = path.with_name(fine_tuning.ORDER)
+    with kept.open("a") as file:
+        file.write('{"step": 7')  # the kill came in the middle of a line
+    look([step(0), evaluation(0), step(1), evaluation(2), step(2), {"step": 3, "val/loss": 0.5}, evaluation(2, "b")])
+    seen = [(at, name) for at, values in there.rows for name in values]
+    expected = [(at, "loss/mean") for at in range(4)] + [(at, "eval/org/a/reward/mean") for at in (0, 2)]
+    assert sorted(seen) == sorted([*expected, (2, "eval/b/reward/mean"), (3, "val/loss")])
