@@ -274,6 +274,50 @@ def test_evaluations_are_compared_and_a_run_keeps_its_colour(page, run_writer):
     assert "0.500 (v2)" in page.inner_text("dl.facts") and page.complaints == []
 
 
+def test_a_name_of_a_run_is_not_broken_on_a_phone(page, run_writer, served: Served):
+    """Neither in a table nor in a legend, however little room there is: a browser breaks behind a hyphen."""
+    names = ["walk-with-other-rewards-a", "b-b"]
+    served.source.runs[:] = [
+        known_run(name, uid=run["uid"]) for name, run in zip(names, served.source.runs, strict=True)
+    ]
+    page.set_viewport_size({"width": 390, "height": 844})
+    opened(page, f"/compare?runs={','.join(names)}", "figure svg text.tick")
+    lines = page.eval_on_selector_all(
+        ".compared .key a, .rows th, .rows .value, figcaption .key",
+        """all => all.map((each) => {
+          const range = document.createRange();
+          range.selectNodeContents(each);
+          return [each.textContent, new Set([...range.getClientRects()].map((line) => Math.round(line.bottom))).size];
+        })""",
+    )
+    named = [text for text, _ in lines if any(name in text for name in names)]
+    assert len(named) > 6 and [text for text, count in lines if text in named and count > 1] == []
+    assert page.evaluate("document.documentElement.scrollWidth") <= 390 and page.complaints == []
+
+
+def test_lanes_have_short_names_also_of_workers_that_are_gone(page, run_writer, served: Served):
+    """Those who are here keep theirs, also beside a run that has ended; the gone get what is left, in their order."""
+    gone = [f"inference-node-9-{at}-bb3ac1d{at}" for at in (5, 4)]
+    for at, replica in enumerate([*gone, REPLICA]):
+        done = event_pb2.PolicyServed(replica=replica, version=1, pause_seconds=0.05, update_seconds=0.1)
+        run_writer.archive((run_writer.clock + 2 + at, event_pb2.Event(policy_served=done)))
+    served.source.runs[1] |= {"names": {REPLICA: "inference-1"}}
+    opened(page, "/runs/ended-1/timeline", ".lanes svg rect")
+    shown = dict(
+        page.eval_on_selector_all(
+            ".lanes svg text.lane",
+            "all => all.map((each) => [each.querySelector('title').textContent, each.firstChild.textContent])",
+        )
+    )
+    names = {text.split(",")[0]: name for text, name in shown.items() if "node" in text}
+    assert names == {
+        f"inference-1: {REPLICA}": "inference-1",
+        f"not here any more: {gone[0]}": "inference-2",
+        f"not here any more: {gone[1]}": "inference-3",
+    }
+    assert page.complaints == []
+
+
 def test_gpus_of_workers_are_shown_where_there_are_some(page, served: Served):
     served.source.runs[0] |= {"workers": WORKERS, "held_by": [TRAINER]}
     opened(page, f"/runs/{RUN}?show=workers", "table.workers")

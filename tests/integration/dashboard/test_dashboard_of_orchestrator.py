@@ -95,6 +95,7 @@ async def test_workers_of_a_run_have_short_names_and_gpus(served, rpc_port):
     ]  # fmt: skip
     assert (env_server["name"], env_server["host"], env_server["gpus"]) == ("env-server-1", "a-b", [])
     assert run["held_by"] == ["trainer-node-7-412-9f3ac1d2"]
+    assert run["names"] == dict(zip(ids, ["trainer-1", "env-server-1"], strict=True))
 
 
 async def test_runs_are_shown_explained_and_paused(served):

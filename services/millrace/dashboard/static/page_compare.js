@@ -69,5 +69,8 @@ function drawRuns(place, found) {
 function drawConfigs(place, names, runs) {
   const values = runs.map((run) => new Map(run.config.map((each) => [each.key, JSON.stringify(each.value)])));
   const keys = [...new Set(values.flatMap((each) => [...each.keys()]))].filter((key) => new Set(values.map((each) => each.get(key))).size > 1);
-  fill(place, panel("Where the configs differ", keys.length ? table([{ head: "Key" }, ...names.map((name) => ({ head: name }))], keys.map((key) => h("tr", {}, h("td", {}, h("code", {}, key)), values.map((each) => h("td", { class: "value" }, each.get(key) ?? "–")))), { class: "rows" }) : h("p", { class: "none" }, "They do not.")));
+  fill(place, panel("Where the configs differ", keys.length ? table([{ head: "Key" }, ...names.map((name) => ({ head: name }))], keys.map((key) => h("tr", {}, h("td", {}, h("code", {}, key)), values.map((each) => value(each.get(key) ?? "–")))), { class: "rows" }) : h("p", { class: "none" }, "They do not.")));
 }
+
+// A name, or another short value, stands in one line: the table can be scrolled.
+const value = (text) => h("td", { class: text.length > 40 ? "value" : "value whole" }, text);

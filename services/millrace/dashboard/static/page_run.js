@@ -38,7 +38,7 @@ export async function runPage(page, name) {
     const run = await get(of(name), {}, page.signal);
     trouble("source", run.trouble);
     memory.run = run;
-    know(run.workers);
+    know(run.workers, run.names);
     heading(page, head, run, memory.last);
     drawWhy(why, run);
     if (isFirst) {

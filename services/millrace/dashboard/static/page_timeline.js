@@ -2,7 +2,7 @@
 import { get, newest, of, trouble } from "./api.js";
 import { fill, h, moment, panel, percent, seconds, svg } from "./dom.js";
 import { tabs } from "./page_run.js";
-import { know, short, where } from "./workers.js";
+import { know, numberGone, short, where } from "./workers.js";
 
 const ROW = 26;
 const LEFT = 190;
@@ -25,7 +25,7 @@ export async function timelinePage(page, run) {
     const answers = await ask(Promise.all([get(`${of(run)}/timeline`, { steps }, page.signal), get(of(run), {}, page.signal)]));
     if (!answers) return true;
     const [found, about] = answers;
-    know(about.workers);
+    know(about.workers, about.names);
     trouble("store", found.stale || "");
     const key = JSON.stringify([found.last_step, steps, found.marks.length, found.index?.rollouts]);
     if (key !== drawn) draw(body, found);
@@ -36,6 +36,8 @@ export async function timelinePage(page, run) {
 }
 
 function draw(body, found) {
+  const begins = (lane) => Math.min(...(lane.spans || []).map((span) => span[1]), Infinity);
+  numberGone([...[...found.lanes].sort((a, b) => begins(a) - begins(b)).map((lane) => lane.name), ...found.marks.map((mark) => mark.text)]);
   const words = h("ul", { class: "words" }, found.words.map((each, at) => h("li", { class: at === 0 ? "first" : "" }, each)));
   const shares = h("div", { class: "shares", role: "img", "aria-label": found.shares.map((each) => `${each.text} ${percent(each.share)}`).join(", ") });
   for (const each of found.shares.filter((share) => share.share >= 0.005)) {
@@ -97,7 +99,7 @@ function area(lane, x, y, found, show) {
   const tall = ROW - 9;
   const time = (at) => found.begin + ((found.end - found.begin) * at) / (lane.counts.length - 1);
   const line = lane.counts.map((count, at) => `${x(time(at)).toFixed(1)},${(y + tall - (count / most) * tall).toFixed(1)}`);
-  const words = `${lane.name}: up to ${most} rollouts at once; ${percent(lane.model_share)} of their time in the engine, ${percent(1 - lane.model_share)} in the environment`;
+  const words = `${short(lane.name)}: up to ${most} rollouts at once; ${percent(lane.model_share)} of their time in the engine, ${percent(1 - lane.model_share)} in the environment`;
   return [svg("polygon", { class: "k-play", points: [`${x(found.begin)},${y + tall}`, ...line, `${x(found.end)},${y + tall}`].join(" "), onpointerenter: show(words) }, svg("title", {}, words))];
 }
 

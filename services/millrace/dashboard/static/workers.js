@@ -3,14 +3,32 @@ import { bytes, fill, h, heads, number, percent, table, visible } from "./dom.js
 
 const ID = /\b(trainer|env-server|inference|orchestrator)-([\w.-]*?)-\d+-[0-9a-f]{8}\b/g;
 const known = new Map();
+const gone = new Map();
 
-export function know(workers) {
+// Take what is known of the workers of a run, and the names of all that are here, by id.
+export function know(workers, names) {
+  for (const [id, name] of Object.entries(names || {})) known.set(id, { id, name });
   for (const each of workers || []) known.set(each.id, each);
+  const taken = new Set([...known.values()].map((each) => each.name));
+  for (const [id, name] of gone) if (taken.has(name)) gone.delete(id);
 }
 
-// A text as plain words, with the names of workers shortened; one that is gone has no number, but what tells it from others.
+// Number those in texts who are not here any more, in the order in which they come, by what those who are here leave free.
+export function numberGone(texts) {
+  const taken = new Set([...known.values()].map((each) => each.name));
+  gone.clear();
+  for (const [id, service] of texts.flatMap((text) => [...String(text).matchAll(ID)])) {
+    if (known.has(id) || gone.has(id)) continue;
+    let at = 1;
+    while (taken.has(`${service}-${at}`)) at += 1;
+    gone.set(id, `${service}-${at}`);
+    taken.add(`${service}-${at}`);
+  }
+}
+
+// A text as plain words, with the names of workers shortened; one that is gone and was not numbered has what tells it from others.
 export function short(text) {
-  return visible(String(text)).replace(ID, (id, service) => known.get(id)?.name || `${service} ${id.slice(-8, -4)}`);
+  return visible(String(text)).replace(ID, (id, service) => known.get(id)?.name || gone.get(id) || `${service} ${id.slice(-8, -4)}`);
 }
 
 export function where(text) {

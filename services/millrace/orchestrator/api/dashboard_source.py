@@ -68,6 +68,7 @@ class OrchestratorSource:
         ]
         status = view.status
         return self._summary(view) | {
+            "names": self._registry.names(),  # of all workers: a run that has ended holds none of those of its log
             "config": keys,
             "run_hash": view.record.run_hash,
             "code_version": view.record.code_version,
