@@ -185,7 +185,7 @@ async def test_a_batch_that_cannot_be_read_is_told(deployment):
     told: list[str] = []
     found = await deployment.client.runs.rollouts("runs/letters-1", on_note=told.append)
     assert len(found["id"]) == 4 * (STEPS - 1)
-    assert any("step 1 are missing" in each for each in told)
+    assert any("batch 1 are missing" in each for each in told)
 
 
 async def test_a_log_that_cannot_be_read_is_no_short_list(deployment, monkeypatch):

@@ -25,7 +25,7 @@ def test_every_kind_of_trainer_begins_with_it(arguments: list[str], monkeypatch:
         monkeypatch.delenv(name)
     seen: list[str | None] = []
     for job in ("_worker", "_sft", "_bench"):
-        monkeypatch.setattr(trainer_main, job, lambda *_: seen.append(os.environ.get("PYTORCH_ALLOC_CONF")))
+        monkeypatch.setattr(trainer_main, job, lambda *_, **__: seen.append(os.environ.get("PYTORCH_ALLOC_CONF")))
     monkeypatch.setattr("millrace.processes.lifeline.hold", lambda: None)
     with pytest.raises(SystemExit) as ended:
         trainer_main.main(arguments)

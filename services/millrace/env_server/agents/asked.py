@@ -57,8 +57,8 @@ class PolicyReply:
             reasoning=message.get("reasoning_content") or message.get("reasoning"),
             calls=message.get("tool_calls") or (),
             finish="tool_calls" if finish == "stop" and message.get("tool_calls") else finish,
-            num_prompt=usage.get("prompt_tokens") or 0,
-            num_tokens=usage.get("completion_tokens") or 0,
+            num_prompt=usage.get("prompt_tokens", 0),
+            num_tokens=usage.get("completion_tokens", 0),
         )
 
     @property

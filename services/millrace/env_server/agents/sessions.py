@@ -146,7 +146,7 @@ class AgentSession:
 
     async def read_and_answer(self, api: Api, request: web.Request) -> AgentAnswer:
         """Answer an HTTP request, whose body is not read if it says that it is too long."""
-        size, limit = request.content_length or 0, self.limits.max_body_bytes
+        size, limit = 0 if request.content_length is None else request.content_length, self.limits.max_body_bytes
         raw = b"" if limit and size > limit else await request.read()
         if limit and max(size, len(raw)) > limit:
             return self.refused(api, 413, f"the body has more than {limit} bytes")
@@ -205,7 +205,7 @@ class AgentSession:
         limits = self.limits
         if limits.max_requests and self._num_calls + count > limits.max_requests:
             raise CallRefusedError(403, f"the rollout may make {limits.max_requests} model calls, and has made them")
-        if limits.max_tokens and self._num_tokens >= limits.max_tokens:
+        if limits.max_tokens > 0 and self._num_tokens >= limits.max_tokens:
             raise CallRefusedError(403, f"the rollout may sample {limits.max_tokens} tokens, and has sampled them")
 
     def _ended(self, api: Api) -> AgentAnswer:
