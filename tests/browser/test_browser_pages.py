@@ -269,7 +269,7 @@ def test_each_environment_has_charts_that_say_why_its_reward_is_what_it_is(page,
     opened(page, f"/runs/{RUN}", "text=Reward functions of org/b")
     legend, hints, ticks = chart_of(page, "Solved by every rollout of a group")
     assert legend == ["org/a 0.250", "org/b 0"] and hints == ["share of groups"], "and none of all environments"
-    assert ticks[0] == "0" and "1.0" in ticks and "step" in ticks, "a share has a whole axis, which has a name"
+    assert ticks[0] == "0" and "1.0" in ticks and "batch" in ticks, "a share has a whole axis, which has a name"
     assert chart_of(page, "Reward functions of org/a")[0] == ["exact 0.250"], "turns have a chart of their own"
     legend, hints, _ = chart_of(page, "Reward functions of org/b")
     assert len(legend) == 8 and hints[1].startswith("13 more are not drawn"), "no two lines have one colour"

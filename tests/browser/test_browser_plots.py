@@ -125,7 +125,7 @@ def test_plots_are_smoothed_scaled_and_laid_on_other_axes(page):
     """The choices are those of all plots, and are there again on the next page."""
     opened(page, f"/runs/{RUN}", "figure svg text.tick")
     loss = figure(page, "Loss")
-    assert loss.locator("polyline.raw").count() == 0 and ticks(loss)[-1] == "step"
+    assert loss.locator("polyline.raw").count() == 0 and ticks(loss)[-1] == "batch"
     page.fill("[aria-label='Smoothing']", "0.8")
     assert loss.locator("polyline.raw").count() == 1
     page.check(".plot-tools input[type=checkbox]")
