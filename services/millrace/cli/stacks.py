@@ -115,7 +115,8 @@ def say_environments_beside(config: "RLConfig", stack: RunningStack | None, *, s
             else f"looks in {looks_in[0]} and its venv {looks_in[1]}"
         )
         print(
-            f"note: ./{found} is here, and the stack at {server} {where}: start the stack here, or put the file there",
+            f"note: ./{found} is here, and the stack at {server} {where}: start the stack here, put the file there, "
+            "or train without it (unset MILLRACE_SERVER, no --server)",
             file=sys.stderr,
         )
 

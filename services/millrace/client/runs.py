@@ -352,11 +352,13 @@ class RunsClient:
             return ""
 
     async def replay(self, name: str, *, idle_s: float = 1.0) -> Sequence[event_pb2.Event]:
-        """The events so far, without following: all of an ended run, else until `idle_s` pass without a new one.
+        """Return the events so far, without following: all of an ended run, else until `idle_s` pass without a new one.
 
-        UnavailableError where the server is lost meanwhile.
+        A tenth of that is enough once a step has come that was not made when this was called: a run that trains adds
+        events all the time. UnavailableError where the server is lost meanwhile.
         """
-        has_ended = is_terminal((await self.get(name)).state)
+        found_run = await self.get(name)
+        has_ended, num_steps = is_terminal(found_run.state), found_run.progress.step
         lost: list[UnavailableError] = []
         found: list[event_pb2.Event] = []
         events = self.watch(name, on_reconnect=lambda error, _: lost.append(error))
@@ -365,8 +367,11 @@ class RunsClient:
                 limit_s = GIVE_UP_S if has_ended else idle_s if found else CALL_TIMEOUT_S
                 try:
                     async with asyncio.timeout(limit_s):
-                        found.append(await anext(events))
+                        event = await anext(events)
+                    found.append(event)
                     lost.clear()
+                    if event.HasField("step_completed") and event.step_completed.step >= num_steps:
+                        idle_s = min(idle_s, 0.1)
                 except StopAsyncIteration:
                     return found
                 except TimeoutError:

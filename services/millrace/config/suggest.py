@@ -27,7 +27,7 @@ def unknown_key_message(
 ) -> tuple[str, set[Path]]:
     """What to say about a key that a section does not have, and which keys it may have been meant to be."""
     spelled = key.replace("-", "_")
-    if not path and (of_trl := trl.meant(spelled, schema)) is not None:
+    if (of_trl := trl.meant(spelled, schema, below=path)) is not None:
         return of_trl, set()
     names = {name: child.name for child in node.children.values() for name in (child.name, *child.aliases)}
     names = {name: meant for name, meant in names.items() if _fits(value, node.children[meant])}

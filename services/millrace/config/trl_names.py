@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from millrace.config.tree import SchemaKey, dotted
+from millrace.config.tree import Path, SchemaKey, dotted
 
 RL: Mapping[str, tuple[tuple[str, ...], str]] = MappingProxyType({
     "model_name_or_path": (("model.name",), ""),
@@ -53,12 +53,15 @@ def is_trl(names: Mapping[str, object]) -> bool:
     return len(names.keys() & (RL.keys() | _SFT.keys())) > 1
 
 
-def meant(name: str, schema: SchemaKey) -> str | None:
-    """`orchestrator.batch_size` and what it counts, for a key of TRL; None for another one, or one not known here."""
+def meant(name: str, schema: SchemaKey, *, below: Path = ()) -> str | None:
+    """Return what a key of TRL is here, such as `orchestrator.batch_size` and what it counts; None if it is not known.
+
+    In a section (`below`) only its own keys are meant.
+    """
     there = {dotted(key.path) for key in schema.walk()}
     table = RL if "orchestrator.batch_size" in there else SFT
     keys, text = table.get(name, ((), ""))
-    known = [key for key in keys if key in there]
+    known = [key for key in keys if key in there and (not below or key.rpartition(".")[0] == dotted(below))]
     if not known:
         return None
     ours, more = " and ".join(f"`{key}`" for key in known), f" ({text})" if text else ""

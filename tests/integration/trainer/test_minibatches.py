@@ -141,7 +141,7 @@ def test_from_every_checkpoint_the_same_policies_follow_and_a_replay_gives_them(
     where = ("--store", recorder.store_url, "--prefix", recorder.prefix)
     other = ("--loss", "millrace_testing.trainer.other_losses:doubled")
     for step, more in ((0, ()), (2, other)):
-        assert main(["run", "replay", "tiny-run", "--step", str(step), *where, *more]) == 0
+        assert main(["run", "replay", "tiny-run", "--step", str(step + 1), *where, *more]) == 0
         assert f"equal: version {step + 1} has digest {digests[step + 1]}" in capsys.readouterr().out
 
 

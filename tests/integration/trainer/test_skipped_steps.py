@@ -72,7 +72,7 @@ def test_a_step_that_is_not_finite_changes_nothing_says_where_and_replays_alike(
     recorder.store.create(f"{recorder.prefix}/names/tiny-run", recorder.uid.encode())
     where = ("--store", recorder.store_url, "--prefix", recorder.prefix)
     for step in (1, 2):
-        assert main(["run", "replay", "tiny-run", "--step", str(step), *where]) == 0
+        assert main(["run", "replay", "tiny-run", "--step", str(step + 1), *where]) == 0
         assert f"equal: version {step + 1} has digest {digests[step + 1]}" in capsys.readouterr().out
     depth = Depth(is_deep=True, prove=prove_policies, compare=differences)
     report = recorder.call(

@@ -40,9 +40,9 @@ def trained(recorder: Recorder, make_config: MakeConfig) -> Recorder:
     return recorder
 
 
-def _replay(recorder: Recorder, step: int, *more: str, run: str = "tiny-run") -> int:
+def _replay(recorder: Recorder, batch: int, *more: str, run: str = "tiny-run") -> int:
     where = ("--store", recorder.store_url, "--prefix", recorder.prefix)
-    return main(["run", "replay", run, "--step", str(step), *where, *more])
+    return main(["run", "replay", run, "--step", str(batch + 1), *where, *more])
 
 
 def _objects(recorder: Recorder) -> list[Any]:
@@ -184,7 +184,7 @@ def test_a_step_that_was_not_taken_names_the_range(
     trained: Recorder, capsys: pytest.CaptureFixture[str], step: int
 ) -> None:
     assert _replay(trained, step) == 2
-    assert f"batch {step} of run {trained.uid} is not there (yet): it has 5, counted from 0" in capsys.readouterr().err
+    assert f"step {step + 1} of run {trained.uid} is not there (yet): it has 5" in capsys.readouterr().err
 
 
 def test_steps_before_the_oldest_checkpoint_end_with_their_batches(
@@ -194,7 +194,7 @@ def test_steps_before_the_oldest_checkpoint_end_with_their_batches(
         trained.store.delete(info.key)
     assert _replay(trained, 1) == 2
     assert "is too old to be recomputed" in (err := capsys.readouterr().err)
-    assert "keeps what is needed for batches 2 to 4" in err
+    assert "keeps what is needed for steps 3 to 5" in err
     assert _replay(trained, 2) == 0
 
 
@@ -226,7 +226,7 @@ def test_without_redis_and_without_the_model_directory(
     recorder.record(make_config(name=str(moved), ckpt={"interval": 2}), steps=3)
     recorder.train()
     shutil.rmtree(moved)
-    command = [sys.executable, "-m", "millrace.cli", "run", "replay", recorder.uid, "--step", "1"]
+    command = [sys.executable, "-m", "millrace.cli", "run", "replay", recorder.uid, "--step", "2"]
     recorder.store.create(f"{recorder.prefix}/names/gone", recorder.uid.encode())
     environ = {"PATH": "", "MILLRACE_STORE_URL": recorder.store_url, "MILLRACE_PREFIX": recorder.prefix}
     ended = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=500, cwd=tmp_path)

@@ -10,7 +10,10 @@ import pytest
 from millrace.cli.address import server_address
 from millrace.cli.errors import CliError
 from millrace.cli.main import main
+from millrace.cli.offline.run_store import store_of
 from millrace.cli.stacks import choose_stack, read_stack, running_stacks, shared_address
+from millrace.errors import NotFoundError
+from millrace.storage import open_store
 from millrace_testing.local.stack_files import write_stack
 
 
@@ -100,3 +103,19 @@ def test_an_environment_beside_the_client_is_named_where_the_stack_looks_elsewhe
     assert "my_env.py" not in said(looks_in=[str(tmp_path), "/srv/.venv"])
     Path("my_env.py").unlink()
     assert "my_env" not in said(looks_in=["/srv", "/srv/.venv"])
+
+
+def test_the_store_of_the_stack_that_runs_here_is_read(tmp_path, monkeypatch):
+    """Also where its directory is another than the default, and where MILLRACE_SERVER names it."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("MILLRACE_SERVER", "MILLRACE_STORE_URL"):
+        monkeypatch.delenv(name, raising=False)
+    store = tmp_path / "outputs/up/store"
+    store.mkdir(parents=True)
+    write_stack(Path("outputs/up"), "127.0.0.1:7001", is_durable=True, store=store.as_uri())
+    assert store_of("third", None)[0].describe() == open_store(store.as_uri()).describe()
+    monkeypatch.setenv("MILLRACE_SERVER", "127.0.0.1:7001")
+    assert store_of("third", None)[1] == "third"
+    monkeypatch.setenv("MILLRACE_SERVER", "elsewhere:7001")
+    with pytest.raises(NotFoundError):
+        store_of("third", None)

@@ -93,7 +93,7 @@ def test_reserved_flags_come_back(load_rl):
         (["--dryrun"], "--dryrun", "did you mean `--dry-run`"),
         (["--no-trainer"], "--no-trainer", "cannot be switched off"),
         (["--max-stepz", "3"], "max_stepz", "did you mean `max_steps`"),
-        (["--trainer.optim.learning-rate", "3"], "trainer.optim.learning_rate", "the keys here are"),
+        (["--trainer.optim.nonsense", "3"], "trainer.optim.nonsense", "the keys here are"),
         (["--lr", "3"], "lr", "did you mean `trainer.optim.lr`"),
         (["--orchestrator.env", "reverse-text"], "orchestrator.env", "must be a JSON list"),
         (["--orchestrator.env.0.id", "x"], "orchestrator.env.0.id", "replaced as a whole"),

@@ -27,6 +27,7 @@ def test_every_key_that_is_named_is_there():
         ("beta", "`trainer.loss.kl.coef`"),
         ("epsilon", "`trainer.loss.clip_low` and `trainer.loss.clip_high`"),
         ("num_train_epochs", "`max_steps` (in steps"),
+        ("trainer.optim.learning-rate", "`trainer.optim.lr`?"),
     ],
 )
 def test_did_you_mean(name: str, meant: str):

@@ -319,7 +319,7 @@ def document(**loss: Any) -> dict[str, Any]:
         ({"type": "ppo", "kl_tau": 0.1}, "has no meaning for ppo"),
         ({"type": "sapo"}, "type"),
         ({"type": "grpo"}, "prime-rl's grpo is not here: take default, ipo, or importance_sampling with"),
-        ({"clip_ratio": 8.0}, "belongs to a loss that is not there yet"),
+        ({"clip_ratio": 8.0}, "is no part of any loss here"),
         ({"type": "ppo", "ipo_threshold": 0.2}, "has no meaning for ppo"),
     ],
 )

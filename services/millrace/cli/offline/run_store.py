@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from millrace.cli.defaults import DEFAULT_DIRECTORY
 from millrace.cli.errors import CliError
+from millrace.cli.stacks import running_stacks
 from millrace.errors import InvalidSpecError, NotFoundError
 from millrace.telemetry.settings import Settings
 
@@ -94,11 +95,17 @@ def find_uid(store: "ObjectStore", prefix: str, text: str) -> str:
 
 
 def store_of(name: str, url: str | None) -> "tuple[ObjectStore, str]":
-    """The store that holds the run, and the run's name there: a directory of results has a store of its own."""
+    """Return the store that holds the run, and the run's name there.
+
+    A directory of results has a store of its own. Otherwise it is the one that is named, that of the stack that runs
+    here, or that of `outputs/local`.
+    """
     from millrace.storage import open_store
 
     if url is None and (directory := directory_of(name)) is not None:
         return open_store((directory / "store").resolve().as_uri()), directory.resolve().name
+    if url is None and (running := _running_store()) is not None:
+        return open_store(running), name
     local = sorted(path.parent.name for path in _OUTPUTS.glob("*/store") if path.parent.name != "local")
     if url is None and local and not DEFAULT_STORE.is_dir() and Settings.from_env(os.environ).store_url is None:
         more = ", …" if len(local) > _MOST_NAMED else ""
@@ -124,6 +131,15 @@ def open_run(
     if is_written:
         require_tested(objects, prefix=deployment).result()
     return objects, deployment, find_uid(objects, deployment, meant)
+
+
+def _running_store() -> str | None:
+    """Return the store of the stack that runs here, or of the one at MILLRACE_SERVER, unless a store is configured."""
+    settings = Settings.from_env(os.environ)
+    if settings.store_url is not None:
+        return None
+    shared = [each for each in running_stacks() if each.is_shared and settings.server in (None, each.address)]
+    return shared[0].text("store") if len(shared) == 1 else None
 
 
 def directory_of(name: str) -> Path | None:

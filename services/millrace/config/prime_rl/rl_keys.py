@@ -265,7 +265,10 @@ ONE_FILE: dict[str, Meaning] = {
         False,
     ),
     **same(
-        blocks("belongs to a loss that is not there yet"),
+        blocks(
+            "is no part of any loss here: `trainer.loss.type` has the ratio of a token or of a sequence (gspo), clip_low "
+            "and clip_high bound it, and `trainer.loss.correction` masks what drifts (docs/algorithms.md)"
+        ),
         "trainer.loss.",
         "ratio_type ratio_length_norm mask_ratio_high mask_ratio_low clip_ratio "
         "kl_mask_high kl_mask_low token_mask_high token_mask_low geo_mask_high geo_mask_low sequence_mask_low "

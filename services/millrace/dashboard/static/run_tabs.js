@@ -52,7 +52,7 @@ export async function checkpoints(page, name, place) {
   const found = await get(`${of(name)}/checkpoints`, {}, page.signal);
   const rows = found.checkpoints.reverse().map((each) => h("tr", {},
     h("td", { class: "num" }, `v${each.step}`), h("td", {}, moment(each.time)), h("td", {}, bytes(each.size_bytes)), h("td", { class: "wide" }, h("code", {}, each.uri)),
-    h("td", {}, command("Fork", `millrace run fork ${name} --step ${each.step}`), " ", command("Replay", `millrace run replay ${name} --step ${each.step}`), " ", link(`/runs/${encodeURIComponent(name)}/lineage?version=${each.step}`, "lineage"))));
+    h("td", {}, command("Fork", `millrace run fork ${name} --step ${each.step}`), " ", command("Replay", `millrace run replay ${name} --step ${Math.max(1, each.step)}`), " ", link(`/runs/${encodeURIComponent(name)}/lineage?version=${each.step}`, "lineage"))));
   fill(place, rows.length ? table(heads("Version#", "Saved", "Size", "Where", ""), rows, { class: "rows" }) : h("p", { class: "none" }, "No checkpoint is there."));
 }
 

@@ -34,7 +34,8 @@ def resumed_words(body: event_pb2.TrainingResumed) -> str:
         again = f", step {body.published} is trained again"
     elif body.published > body.step:
         again = f", steps {body.step + 1} to {body.published} are trained again"
-    return f"training goes on {begins}{again}: {body.reason}"
+    keep = " (`ckpt.interval` keeps checkpoints to go on from)" if again and not body.step else ""
+    return f"training goes on {begins}{again}{keep}: {body.reason}"
 
 
 def version_names(steps: Sequence[int]) -> str:

@@ -14,13 +14,13 @@ from millrace.storage.base import ObjectStore
 
 @dataclass(frozen=True, slots=True)
 class KeptRange:
-    """The steps that can be recomputed: from `first` to `last`, both inclusive; none if `last` is below `first`."""
+    """The batches that can be recomputed, from `first` to `last`; none if `last` is below `first`. People see steps."""
 
     first: int
     last: int
 
     def __str__(self) -> str:
-        return f"batches {self.first} to {self.last}" if self.first <= self.last else "no batch"
+        return f"steps {self.first + 1} to {self.last + 1}" if self.first <= self.last else "no step"
 
 
 class StoreLog:
@@ -77,16 +77,16 @@ class StoreLog:
         kept = self.kept()
         if step > kept.last:
             return InvalidStateError(
-                f"batch {step} of run {self._names.uid} is not there (yet): it has {kept.last + 1}, counted from 0",
+                f"step {step + 1} of run {self._names.uid} is not there (yet): it has {kept.last + 1}",
                 reason="STEP_NOT_COMMITTED",
                 remedy=f"choose one of {kept}" if kept.first <= kept.last else "wait for its first batches",
                 metadata={"uid": self._names.uid, "step": str(step)},
             )
         return InvalidStateError(
-            f"batch {step} of run {self._names.uid} is too old to be recomputed: {self._store.describe()} keeps "
+            f"step {step + 1} of run {self._names.uid} is too old to be recomputed: {self._store.describe()} keeps "
             f"what is needed for {kept}",
             reason="STEP_NOT_KEPT",
-            remedy="choose a batch of that range; [ckpt] keep_last and keep_interval decide what later runs keep",
+            remedy="choose a step of that range; [ckpt] keep_last and keep_interval decide what later runs keep",
             metadata={"uid": self._names.uid, "step": str(step)},
         )
 

@@ -22,10 +22,10 @@ OnStep = Callable[[int, int], None]
 @RUN
 @click.option(
     "--step",
-    type=click.IntRange(min=0),
+    type=click.IntRange(min=1),
     required=True,
     metavar="K",
-    help="The batch: step K + 1, which turns version K into K + 1.",
+    help="The step, counted from 1: it makes version K.",
 )
 @click.option(
     "--loss",
@@ -51,7 +51,7 @@ def replay(name: str, step: int, loss: str | None, store: str | None, prefix: st
     names = Names(deployment, uid)
     recompute = _recompute()
     with _progress(name) as on_step:
-        report = recompute(objects, names, step=step, loss=loss or "", on_step=on_step)
+        report = recompute(objects, names, step=step - 1, loss=loss or "", on_step=on_step)
     click.echo("\n".join(report_lines(report)))
     return report.exit_code
 
