@@ -124,8 +124,8 @@ def test_a_training_that_goes_on_says_behind_which_step_and_why():
     assert plain_lines([goes_on]) == [said]
     first = event_pb2.TrainingResumed(start="the start of the run", published=1, reason="a gave it back: b")
     assert plain_lines([at(5, training_resumed=first)]) == [
-        "training goes on from the start of the run, step 1 is trained again (`ckpt.interval` keeps checkpoints to go on "
-        "from): a gave it back: b"
+        "training goes on from the start of the run, step 1 is trained again (`ckpt.interval` keeps checkpoints to go "
+        "on from): a gave it back: b"
     ]
     assert progress_of([goes_on, step(5, 6, reward=0.5)]).resumed == body, "not as far as it was"
     assert progress_of([goes_on, step(6, 7, reward=0.5)]).resumed is None

@@ -266,8 +266,8 @@ ONE_FILE: dict[str, Meaning] = {
     ),
     **same(
         blocks(
-            "is no part of any loss here: `trainer.loss.type` has the ratio of a token or of a sequence (gspo), clip_low "
-            "and clip_high bound it, and `trainer.loss.correction` masks what drifts (docs/algorithms.md)"
+            "is no part of any loss here: `trainer.loss.type` has the ratio of a token or of a sequence (gspo), "
+            "clip_low and clip_high bound it, and `trainer.loss.correction` masks what drifts (docs/algorithms.md)"
         ),
         "trainer.loss.",
         "ratio_type ratio_length_norm mask_ratio_high mask_ratio_low clip_ratio "
