@@ -47,7 +47,7 @@ async def test_one_good_rollout_does_not_hide_that_the_others_are_cut(stack) -> 
     await stack.env_server(shape=nearly_all)
     await stack.inference()
     await stack.trainer()
-    run = await create(stack, max_steps=4)
+    run = await create(stack, max_steps=4, async_level=0)
     warned = [body.message for body in bodies(await watch(stack, run), "warning") if body.reason == "ALL_TRUNCATED"]
     assert warned and warned[0].startswith("15 of 16 rollouts of the last 2 batches"), warned
 
