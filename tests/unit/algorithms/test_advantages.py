@@ -244,7 +244,8 @@ def test_a_punishment_needs_a_limit_that_it_fits_below() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "says"), [("echo", "which token came from whom is not recorded"), ("sft", "rollouts of another model are no part of a run")]
+    ("name", "says"),
+    [("echo", "which token came from whom"), ("sft", "rollouts of another model are no part of a run")],
 )
 def test_algorithms_that_are_not_there_are_refused_for_that(name: str, says: str) -> None:
     document = with_algo({"type": name})
