@@ -194,7 +194,7 @@ def _clamp(tree: Tree, node: SchemaKey) -> None:
 
 
 def _places(tree: Tree, path: Path) -> Iterator[Path]:
-    """Where a key of the schema stands: the path itself, or one in each table of the lists that it is below."""
+    """Return where a key of the schema stands: the path itself, or one in each table of the lists that it is below."""
     for at in range(1, len(path)):
         if isinstance(path[at], str) and isinstance(items := tree.get(path[:at]), list):
             for index in range(len(items)):

@@ -232,7 +232,7 @@ class Tree:
     def _normalised_item(
         self, table: dict[str, Any], node: SchemaKey, path: Path, origin: Provenance
     ) -> dict[str, Any]:
-        """A table of a list, with the tables in it: it is laid as a whole."""
+        """Return a table of a list, with the tables in it: it is laid as a whole."""
         clean = self._normalised(table, node, path, origin)
         for key, value in clean.items():
             child = node.children[key]

@@ -41,7 +41,7 @@ def scored_digest(rollout: Rollout) -> str:
 def encode_scores(
     samples: Sequence[Sample], scores: Sequence[Float32Array], taught: Sequence[Taught | None] | None = None
 ) -> bytes:
-    """The object: a mark, the sha256 of what follows, the size of a JSON list, the list, then the columns.
+    """Return the object: a mark, the sha256 of what follows, the size of a JSON list, the list, then the columns.
 
     The list has for each sample what `taught` says, null where another model is the teacher, as it is by default. The
     columns are float32 little-endian, one after the other; the size is a uint32.

@@ -195,7 +195,7 @@ class TrainerWorker:
         return self._clock() - self._assigned_at > _UNASSIGNED_GRACE_S
 
     def why_stopped(self) -> str:
-        """Why the job shall release the run, in words."""
+        """Return why the job shall release the run, in words."""
         if self.stopping.is_set():
             return "its process was told to end"
         if self._status.run_uid in self._unwanted:

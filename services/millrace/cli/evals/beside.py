@@ -240,7 +240,7 @@ def _step_of(path: Path) -> int:
 
 
 def _is_of(line: bytes, step: int) -> bool:
-    """Whether a line of the metrics has evaluations of a step."""
+    """Return whether a line of the metrics has evaluations of a step."""
     with contextlib.suppress(MillraceError):
         found = decode_object(line, what="a line of metrics.jsonl", reason="METRICS_CORRUPT")
         return found.get("step") == step and any(name.startswith("eval/") for name in found)

@@ -141,13 +141,13 @@ def _directory_of(text: str, root: Path) -> Path | None:
 
 
 def _is_ended(directory: Path) -> bool:
-    """Whether a stack worked in the directory, and does no longer."""
+    """Return whether a stack worked in the directory, and does no longer."""
     has_worked = (directory / "stack.json").is_file() or (directory / "store").is_dir()
     return has_worked and read_stack(directory) is None
 
 
 def read_ended(directory: Path) -> EndedRun:
-    """The run of a directory, from its store; MillraceError if that has none."""
+    """Return the run of a directory, from its store; MillraceError if that has none."""
     from millrace.cli.offline.run_store import find_uid
     from millrace.decoding import MAX_JSON_BYTES
     from millrace.runlog.events.archive import load_archived_events
@@ -170,7 +170,7 @@ def read_ended(directory: Path) -> EndedRun:
 
 
 def _store_of(directory: Path) -> "tuple[ObjectStore, str]":
-    """The store of an ended stack, and the prefix of its deployment there."""
+    """Return the store of an ended stack, and the prefix of its deployment there."""
     from millrace.cli.offline.run_store import store_prefix
     from millrace.storage import open_store
 

@@ -91,7 +91,7 @@ def lines(config: RLConfig, found: Mapping[str, Any], *, engine: str) -> list[st
 
 
 def _rollouts(loop: OrchestratorConfig) -> str:
-    """The rollouts of a step, by groups."""
+    """Return the rollouts of a step, by groups."""
     sizes = sorted(set(loop.group_sizes.values()))
     if len(sizes) == 1:
         return f"{loop.groups_per_step} × {sizes[0]}"

@@ -129,7 +129,7 @@ def failed_rollouts(each: run_pb2.EnvRollouts) -> str:
 
 
 def summed_up(text: str) -> rs.ExplainRunResponse:
-    """The answer of a server that has nothing to say but this."""
+    """Return the answer of a server that has nothing to say but this."""
     return rs.ExplainRunResponse(summary=text)
 
 

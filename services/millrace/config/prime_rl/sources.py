@@ -101,7 +101,7 @@ def _selected(target: Target, path: Path, value: dict[str, Any], to: Path, *, is
 
 
 def _is_count(value: dict[str, Any]) -> bool:
-    """Whether a selection is nothing but a number of tasks, or none at all."""
+    """Return whether a selection is nothing but a number of tasks, or none at all."""
     return not _chosen(value).keys() - {"limit"}
 
 

@@ -34,7 +34,7 @@ class Arguments:
 
 
 def read_arguments(name: str) -> Arguments | None:
-    """The arguments in a file; None if it holds none of TRL. UnreadableFileError for one that cannot be read."""
+    """Return the arguments in a file; None if it holds none of TRL. UnreadableFileError for one that cannot be read."""
     suffix = Path(name).suffix.lower()
     if suffix == ".py":
         return _read_script(name)

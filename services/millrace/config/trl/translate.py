@@ -76,7 +76,7 @@ class _Reading:
             self.refuse(name, text, "is computed in the script: write its value there")
 
     def has(self, name: str) -> bool:
-        """Whether the file says something of it."""
+        """Return whether the file says something of it."""
         return name in self._given.values
 
     def given(self, name: str) -> Any:
@@ -92,7 +92,7 @@ class _Reading:
         return self._left.pop(name, self._defaults.get(name))
 
     def number(self, name: str, *, least: float = 0.0, is_whole: bool = False) -> float:
-        """A number of at least `least`; YAML has `1e-6` as text, which TRL reads as a number."""
+        """Return a number of at least `least`; YAML has `1e-6` as text, which TRL reads as a number."""
         value = _number(self.take(name))
         if value is None or value < least or (is_whole and value != int(value)):
             kind = "a whole number" if is_whole else "a number"
@@ -101,7 +101,7 @@ class _Reading:
         return value
 
     def whole(self, name: str, *, least: int = 1) -> int:
-        """A whole number of at least `least`."""
+        """Return a whole number of at least `least`."""
         return int(self.number(name, least=least, is_whole=True))
 
     def put(self, path: str, value: Any) -> None:
@@ -143,7 +143,7 @@ class _Reading:
 
 
 def _number(value: Any) -> float | None:
-    """A finite number, also one that is written as text; None for all else."""
+    """Return a finite number, also one that is written as text; None for all else."""
     if isinstance(value, str):
         try:
             value = float(value)

@@ -165,7 +165,7 @@ def _problem_of_engine() -> str:
 
 
 def _problem_of_command(command: str) -> str:
-    """Why a program that makes containers without an engine is of no use here, or "" (blocking, a moment)."""
+    """Return why a program that makes containers without an engine is of no use here, or "" (blocking, a moment)."""
     try:
         asked = subprocess.run(
             [command, "version"], capture_output=True, stdin=subprocess.DEVNULL, timeout=_ANSWER_S, check=False
@@ -182,7 +182,7 @@ def _problem_of_command(command: str) -> str:
 
 
 def _containers() -> tuple[str, ...]:
-    """The kinds of containers that the installed library has."""
+    """Return the kinds of containers that the installed library has."""
     known: set[str] = set()
     parts = [AgentConfig.model_fields["runtime"].annotation]
     while parts:

@@ -276,7 +276,7 @@ def _played(trace: Any) -> Outcome:
 
 
 def _given(trace: Any) -> dict[str, Any]:
-    """What a task's data has beyond what every task's has (its answer, and what else its class adds), and `info`."""
+    """Return what a task's data has beyond that of every task (its answer, what its class adds), and `info`."""
     own = {
         name: value
         for name, value in trace.task.data.model_dump().items()

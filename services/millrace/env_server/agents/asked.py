@@ -48,7 +48,7 @@ class PolicyReply:
 
     @classmethod
     def of(cls, completion: Mapping[str, Any]) -> "PolicyReply":
-        """That of a chat's completion with one choice."""
+        """Return that of a chat's completion with one choice."""
         choice = completion["choices"][0]
         message, usage = choice["message"], completion.get("usage") or {}
         finish = str(choice.get("finish_reason") or "stop")

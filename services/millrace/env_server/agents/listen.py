@@ -27,7 +27,7 @@ class AgentListen:
 
     @classmethod
     def from_environ(cls, environ: Mapping[str, str]) -> "AgentListen":
-        """That of a process's variables. Raises InvalidSpecError."""
+        """Return that of a process's variables. Raises InvalidSpecError."""
         text = environ.get(LISTEN_VARIABLE, "").strip() or _LOOPBACK
         host, _, ports = text.rpartition(":") if text.count(":") == 1 else (text.strip("[]"), "", "")
         first, _, last = ports.partition("-")

@@ -113,7 +113,7 @@ def _missing(python: str, versions: Mapping[str, str]) -> str:
 
 
 def needed_with(release: str) -> dict[str, str]:
-    """What workers need beside that release of the library: bounds by package."""
+    """Return what workers need beside that release of the library: bounds by package."""
     return {**NEEDED, **COMPANIONS.get(release, {})}
 
 

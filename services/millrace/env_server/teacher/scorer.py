@@ -274,7 +274,7 @@ class _Scorer(ABC):
         return replace(rollout, metrics=metrics)
 
     def _places(self, sample: Sample) -> NDArray[np.intp]:
-        """Which tokens are scored: the sampled ones before seq_len, behind which no batch holds any."""
+        """Return which tokens are scored: the sampled ones before seq_len, behind which no batch holds any."""
         places = np.flatnonzero((sample.loss_mask == 1)[: self._seq_len])
         if len(places) and places[0] == 0:
             raise TeacherRefusedError("the sample begins with a sampled token: nobody can score what nothing precedes")
@@ -352,7 +352,7 @@ class _SelfScorer(_Scorer):
         return scores, taught
 
     async def _failure(self, rollout: Rollout, error: TeacherLostError | TeacherRefusedError | TimeoutError) -> Rollout:
-        """A replica that is away is the orchestrator's to replace: the next play has another one."""
+        """Leave a replica that is away to the orchestrator: the next play has another one."""
         if isinstance(error, HintTooLongError):
             status = RolloutStatus.PROMPT_TOO_LONG if error.is_hopeless else RolloutStatus.MODEL_ERROR
             return _failed(rollout, status, "HintTooLong", str(error))

@@ -54,7 +54,7 @@ class Hint:
     max_model_len: int
 
     def skipped(self, token_ids: Sequence[int]) -> int:
-        """How many tokens of a sample the hint has already."""
+        """Return how many tokens of a sample the hint has already."""
         begins = self.begin_id is not None and self.token_ids[:1] == (self.begin_id,)
         return int(begins and token_ids[0] == self.begin_id)
 
@@ -91,7 +91,7 @@ class SelfTeacher:
             raise InvalidSpecError([violation], reason="HINT_NOT_RENDERED", remedy=remedy) from error
 
     async def hint(self, part: PlayRequest, demonstration: str) -> Hint:
-        """The tokens that the replica makes of the hint."""
+        """Return the tokens that the replica makes of the hint."""
         text = self._template.replace(HINT, demonstration)
         asked = {"messages": [{"role": "system", "content": text}], "add_generation_prompt": False}
         rendered = await self._tokens(part, asked)

@@ -253,7 +253,7 @@ class RolloutLoop:
         return [] if not batch or self.awaited(batch) else batch
 
     def first_of(self, ready: Sequence[Play]) -> list[Play]:
-        """The groups that make a batch, or none: those that grow too old first, else in order of arrival."""
+        """Return the groups that make a batch, or none: those that grow too old first, else in order of arrival."""
         batch: list[Play] = []
         for group in sorted(ready, key=self.last_step):
             batch.append(group)
@@ -343,7 +343,7 @@ class RolloutLoop:
         await self.tick()
 
     def missing(self, count: int, *, of: int) -> str:
-        """How many rollouts are missing, in groups where all are of one size."""
+        """Return how many rollouts are missing, in groups where all are of one size."""
         sizes = set(self.settings.group_sizes.values())
         if len(sizes) > 1:
             return f"{count} of {of} rollouts"

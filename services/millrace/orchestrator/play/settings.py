@@ -87,7 +87,7 @@ class EvalSettings:
 
 
 def plays_of_training(config: OrchestratorConfig, env: EnvConfig) -> PlaySettings:
-    """How what is trained on is played in an environment."""
+    """Return how what is trained on is played in an environment."""
     sampling = config.sampling_of(env)
     return PlaySettings(
         purpose=Purpose.TRAIN,

@@ -26,7 +26,7 @@ def token_weights(inputs: LossInputs, config: LossConfig) -> torch.Tensor | None
 
 
 def divisor(config: LossConfig, *, num_tokens: int, num_samples: int, num_groups: int | None = None) -> int:
-    """What the sum over the batch is divided by: its rl tokens, or its samples or groups with any.
+    """Return what the sum over the batch is divided by: its rl tokens, or its samples or groups with any.
 
     Without `num_groups` each sample is a group of its own.
     """

@@ -60,15 +60,15 @@ class FineTuningData:
         return self.num_steps or max(round(self._order.rows_per_pass * (step + 1) / following), step + 1)
 
     def is_over(self, step: int, position: int) -> bool:
-        """Whether all steps were made, or, if no number was asked for, one pass over the rows."""
+        """Return whether all steps were made, or, if no number was asked for, one pass over the rows."""
         return position >= self._order.rows_per_pass if self._max_steps is None else step >= self._max_steps
 
     def take(self, position: int) -> tuple[list[TrainSample], int]:
-        """The samples of the step that begins at a position, and the position behind it."""
+        """Return the samples of the step that begins at a position, and the position behind it."""
         return self._take(self._order, self._encode, position)
 
     def validation_samples(self) -> list[TrainSample]:
-        """The samples of the validation set, each row once or mixed; InvalidSpecError if there are none."""
+        """Return the samples of the validation set, each row once or mixed; InvalidSpecError if there are none."""
         assert self._val is not None
         rows, encoder = joined(self._validated), self._new_encoder(self._val, key="val.data")
         encoder.require_completion((row, rows.place(index)) for index, row in enumerate(rows.rows))
@@ -91,7 +91,7 @@ class FineTuningData:
 
 
 def _mixed(sources: Sequence[Source], data: SFTDataConfig | SFTValDataConfig) -> np.ndarray:
-    """The rows of one pass over sources, as indices into all rows."""
+    """Return the rows of one pass over sources, as indices into all rows."""
     return mix(
         [len(source.rows) for source in sources],
         probabilities=data.probabilities,

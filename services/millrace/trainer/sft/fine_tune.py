@@ -359,7 +359,7 @@ def _is_before(line: str, start: int) -> bool:
 
 
 def _metrics_of(line: str) -> tuple[int, dict[str, Any]]:
-    """The step of a line of metrics, and what it says; nothing for a line that a kill has torn."""
+    """Return the step of a line of metrics, and what it says; nothing for a line that a kill has torn."""
     try:
         metrics = decode_json(line, what="a line of metrics.jsonl", reason="METRICS_CORRUPT")
     except CorruptObjectError:

@@ -59,7 +59,7 @@ def _passed(task: Any) -> dict[str, set[str]] | None:
 
 
 def _stand_in(name: str, signature: inspect.Signature, seen: dict[str, set[str]]) -> Callable[..., Any]:
-    """A function of that name and signature which notes what it is called with."""
+    """Return a function of that name and signature which notes what it is called with."""
 
     async def called(**values: Any) -> float:
         seen.setdefault(name, set()).update(values)

@@ -51,7 +51,7 @@ def member_of(env: vf.Environment, row: Any) -> vf.Environment:
 
 
 def tasks_of(env: vf.Environment, *, is_eval: bool) -> EveryTask | None:
-    """One of the environment's task sets; None if it has none.
+    """Return one of the environment's task sets; None if it has none.
 
     `get_eval_dataset` would fall back to the training tasks: not held out.
     """

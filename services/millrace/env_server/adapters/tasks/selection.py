@@ -33,7 +33,7 @@ class EveryTask:
     """Another order, in which the first tasks are of every environment of a group."""
 
     def table(self, positions: Sequence[int]) -> TaskTable:
-        """The table of some of its tasks."""
+        """Return the table of some of its tasks."""
         return build_task_table(
             len(positions),
             row=lambda index: self.row(positions[index]),
@@ -53,7 +53,7 @@ NO_TASKS = EveryTask(size=0, row=lambda index: index, content=lambda index: inde
 def selected_tables(
     text: str, *, train: EveryTask, held_out: EveryTask | None, is_mixed: bool
 ) -> tuple[TaskTable, TaskTable]:
-    """The tables of training tasks and of evaluated ones, as `EnvSpec.select_json` chooses them.
+    """Return the tables of training tasks and of evaluated ones, as `EnvSpec.select_json` chooses them.
 
     `is_mixed`: training tasks stand in the order `mixed`, because evaluations play them. Raises InvalidSpecError.
     """
@@ -76,7 +76,7 @@ def selected_tables(
 
 
 def stop_of(text: str) -> int:
-    """One past the last position that a selection names in a slice with an end; 0 if it names none."""
+    """Return one past the last position that a selection names in a slice with an end; 0 if it names none."""
     said = decode_object(text or "{}", what="select", reason="ENV_ARGS_INVALID", max_bytes=MAX_ARGS_BYTES)
     selections = [said[key] for key in ("train", "eval") if key in said] + said.get("apart_from", [])
     stops = [stop for each in selections for _, stop, _ in each["include"]["idx"] if stop is not None]
@@ -107,7 +107,7 @@ def _order(whole: EveryTask) -> Sequence[int]:
 def _choose(
     whole: EveryTask, select: Mapping[str, Any], ids: Sequence[str], *, of: str, key: str = "orchestrator.env.select"
 ) -> list[int]:
-    """The positions that a selection has, in the order in which they are played. Raises InvalidSpecError."""
+    """Return the positions that a selection has, in the order in which they are played. Raises InvalidSpecError."""
     kept, dropped = (_matched(whole, select[side], ids, of=of, key=f"{key}.{side}") for side in ("include", "exclude"))
     left = [at for at in _order(whole) if (kept is None or at in kept) and not (dropped and at in dropped)]
     if select["shuffle"]:
@@ -126,7 +126,7 @@ def _choose(
 
 
 def _matched(whole: EveryTask, match: Mapping[str, Any], ids: Sequence[str], *, of: str, key: str) -> set[int] | None:
-    """The positions that any list names; None if all lists are empty. InvalidSpecError for what is not there."""
+    """Return the positions that any list names; None if all lists are empty. InvalidSpecError for what is not there."""
     if not any(match.values()):
         return None
     found: set[int] = set()

@@ -51,7 +51,7 @@ def _work_for_head() -> None:
 
 
 def _cli_args() -> ModuleType:
-    """The module with the parser of vLLM's server."""
+    """Return the module with the parser of vLLM's server."""
     try:
         from vllm.entrypoints.common import cli_args  # pyright: ignore[reportMissingImports]
     except ImportError:  # vLLM 0.32
