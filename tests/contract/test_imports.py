@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -66,3 +68,52 @@ def test_the_command_line_starts_without_heavy_imports() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.split() == []
+
+
+_ONLY_WITH = """
+import importlib, importlib.abc, pkgutil, sys
+from importlib import metadata
+from packaging.requirements import Requirement
+
+def plain(name):
+    return name.lower().replace("_", "-")
+
+def installed_with(extra):
+    seen, todo = set(), [("millrace", ""), ("millrace", extra)]
+    while todo:
+        name, extra = todo.pop()
+        if (plain(name), extra) in seen:
+            continue
+        seen.add((plain(name), extra))
+        for each in map(Requirement, metadata.requires(name) or []):
+            if each.marker is None or each.marker.evaluate({"extra": extra}):
+                todo += [(each.name, one) for one in ("", *each.extras)]
+    return {name for name, _ in seen}
+
+class Absent(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        owners = {plain(each) for each in OWNERS.get(name.partition(".")[0], ())}
+        if owners and not owners & HAVE:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+HAVE, OWNERS = installed_with(sys.argv[1]), metadata.packages_distributions()
+sys.meta_path.insert(0, Absent())
+for package in sys.argv[2:]:
+    for module in pkgutil.walk_packages(importlib.import_module(package).__path__, f"{package}."):
+        if module.name.rpartition(".")[2] not in {"__main__", "fine_tune", "orchestrator_bench"}:  # two start services
+            importlib.import_module(module.name)
+"""
+"""Imports each module of packages as if nothing were installed but the base dependencies and those of one extra."""
+
+
+@pytest.mark.parametrize(
+    "extra, packages",
+    [
+        ("client", "millrace.config millrace.client millrace.cli.commands millrace.cli.session"),
+        ("orchestrator", "millrace.orchestrator millrace.runlog millrace.dashboard millrace.exports"),
+    ],
+)
+def test_a_package_imports_with_what_its_extra_installs(extra: str, packages: str) -> None:
+    command = [sys.executable, "-c", _ONLY_WITH, extra, *packages.split()]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=110)
+    assert done.returncode == 0, done.stderr[-2000:]

@@ -55,6 +55,15 @@ def report(error: BaseException, *, is_debug: bool, stream: TextIO | None = None
             if known.place:
                 print(f"  at: {known.place}", file=out)
             _print_remedy(known.hint, out)
+        case ModuleNotFoundError(name=str(name)) if not name.startswith("millrace"):
+            print(
+                f"Error: this command needs the package {name.partition('.')[0]}, which is not installed here", file=out
+            )
+            remedy = (
+                'pip install "millrace[local]" (`millrace[client]` alone submits runs to a server and follows them)'
+            )
+            _print_remedy(remedy, out)
+            return EXIT_USAGE
         case _:
             print(f"Error: {type(error).__name__}: {error}", file=out)
             _print_remedy("this is a defect of Millrace; --debug shows where it happened", out)

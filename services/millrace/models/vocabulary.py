@@ -2,12 +2,10 @@
 
 import json
 import logging
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from millrace.config.sections.environments import NamedEnv
-from millrace.config.sections.rl import RLConfig
 from millrace.errors import InvalidStateError, NotFoundError
 from millrace.models.configs import read_tokenizer
 from millrace.models.errors import model_file_unusable
@@ -62,22 +60,6 @@ def require_tokenizer(directory: Path, *, model: Path, needs_template: bool) -> 
     if needs_template:
         require_template(tokenizer, directory)
     return tokenizer
-
-
-def plays_conversations(config: RLConfig) -> bool:
-    """Whether a run needs the chat template of the tokenizer, as far as its config says.
-
-    It does not where vLLM is given another one, or where every environment is told to have texts completed.
-    """
-    vllm = {name.replace("-", "_") for name in config.inference.vllm}
-    if config.inference.model.chat_template or "chat_template" in vllm:
-        return False
-    return have_conversations(config.orchestrator.env)
-
-
-def have_conversations(envs: Iterable[NamedEnv]) -> bool:
-    """Return whether one of the environments is not told to have texts completed."""
-    return any(env.args.get("message_type") != "completion" for env in envs)
 
 
 def check_tokens(tokenizer: Any, directory: Path, *, num_rows: int) -> None:

@@ -66,11 +66,11 @@ def self_test(store: ObjectStore, *, prefix: str, passed: Callable[[], None] | N
             races[f"{base}{number}"] = _begin_race(store, pool, f"{base}{number}", writers)
         alone = pool.submit(_write_alone, store, single)
         _await_most(races)
-        for judged in [pool.submit(_judge, store, key, race) for key, race in races.items()]:
-            judged.result()
+        judged = {key: pool.submit(_judge, store, key, race) for key, race in races.items()}
+        open_ones = {key: races[key] for key, is_over in judged.items() if not is_over.result()}
         alone.result()
         _list_back(store, base, [*races, single])
-        return pool.submit(_conclude, store, races, single, passed)
+        return pool.submit(_conclude, store, open_ones, [*races, single], passed)
     except BaseException:  # cleans up, and raises it again
         wait(writer for race in races.values() for writer in race.values())
         _clean_up(store, [*races, single])
@@ -97,15 +97,20 @@ def _await_most(races: _Races) -> None:
     wait(writers, timeout=max(_PATIENCE_S, 2 * took_s) - took_s)
 
 
-def _judge(store: ObjectStore, key: str, race: dict[bytes, Future[bool]]) -> None:
-    """Raise unless, as far as answers are there, one writer has won, and its bytes are what lies there."""
-    won = [body for body, outcome in race.items() if outcome.done() and outcome.result()]
+def _judge(store: ObjectStore, key: str, race: dict[bytes, Future[bool]]) -> bool:
+    """Raise unless, as far as answers are there, one writer has won, and its bytes are what lies there.
+
+    Return whether all answers were there, which is looked at once: one that comes meanwhile has not been judged.
+    """
+    answers = {body: outcome.result() for body, outcome in race.items() if outcome.done()}
+    won = [body for body, has_won in answers.items() if has_won]
     create_only = "create-only PUTs (If-None-Match: *) of one new object"
     if len(won) != 1:
         raise cannot_carry_runs(store.describe(), f"{len(won)} of {len(race)} {create_only} succeeded")
     if store.get(key) != won[0]:
         problem = f"one of {len(race)} {create_only} succeeded, and the object holds other bytes than it wrote"
         raise cannot_carry_runs(store.describe(), problem)
+    return len(answers) == len(race)
 
 
 def _write_alone(store: ObjectStore, key: str) -> None:
@@ -129,11 +134,10 @@ def _list_back(store: ObjectStore, base: str, written: list[str]) -> None:
         )
 
 
-def _conclude(store: ObjectStore, races: _Races, single: str, passed: Callable[[], None] | None) -> None:
+def _conclude(store: ObjectStore, races: _Races, written: list[str], passed: Callable[[], None] | None) -> None:
     """Judge the races in which somebody was still waiting, then tidy up."""
-    late = {key: race for key, race in races.items() if not all(writer.done() for writer in race.values())}
     try:
-        for key, race in late.items():
+        for key, race in races.items():
             wait(race.values())
             _judge(store, key, race)
     except InvalidStateError as error:
@@ -142,8 +146,8 @@ def _conclude(store: ObjectStore, races: _Races, single: str, passed: Callable[[
         )
         raise
     finally:
-        wait(writer for race in late.values() for writer in race.values())
-        _clean_up(store, [*races, single])
+        wait(writer for race in races.values() for writer in race.values())
+        _clean_up(store, written)
     if passed is not None:
         passed()
 

@@ -5,12 +5,12 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from millrace.config.sections.rl import RLConfig
+from millrace.config.sections.rl import RLConfig, plays_conversations
 from millrace.custom_code import CustomCode
 from millrace.decoding import MAX_JSON_BYTES
 from millrace.errors import CorruptObjectError, MillraceError, UnavailableError
 from millrace.models.adapter_files import ADAPTER_CONFIG
-from millrace.models.vocabulary import check_tokenizer, plays_conversations
+from millrace.models.vocabulary import check_tokenizer
 from millrace.policies.adapter import base_model_name
 from millrace.policies.manifest import FileEntry
 from millrace.policies.publishing.publish import upload_files

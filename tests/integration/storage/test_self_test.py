@@ -2,11 +2,12 @@
 
 import threading
 import time
+from collections.abc import Iterator
 
 import pytest
 
 from millrace.errors import InvalidStateError
-from millrace.storage import ObjectStore, prepare
+from millrace.storage import ObjectInfo, ObjectStore, prepare
 from millrace.storage.local import LocalStore
 from millrace.storage.self_test import require_tested, self_test
 from millrace_testing.patience import patient
@@ -68,6 +69,21 @@ def test_a_winner_that_comes_late_is_found(tmp_path, caplog) -> None:
     with pytest.raises(InvalidStateError, match="create-only"):
         answered.result(30)
     assert list(store.list("p/")) == [] and "late" in caplog.text
+
+
+class Slow(Locking):
+    """A server whose second winners answer while the self-test is still busy with its listing."""
+
+    def list(self, prefix: str) -> Iterator[ObjectInfo]:
+        self.released.set()
+        time.sleep(0.5)  # for the other threads to have their answers
+        return super().list(prefix)
+
+
+def test_a_winner_that_comes_between_two_looks_is_found(tmp_path) -> None:
+    answered = require_tested(Slow(tmp_path / "store", late=True), prefix="p")
+    with pytest.raises(InvalidStateError, match="create-only"):
+        answered.result(30)
 
 
 def test_real_stores_pass_and_keep_nothing(make_store) -> None:

@@ -4,6 +4,7 @@ import errno
 import io
 import os
 import signal
+from importlib import metadata
 
 import pytest
 
@@ -54,6 +55,16 @@ def test_all_violations_at_once():
 )
 def test_exit_codes(cls, code):
     assert reported(cls("what", remedy="do this")) == (code, "Error: what\n  remedy: do this\n")
+
+
+def test_what_the_client_alone_does_not_have_is_named_with_what_has_it():
+    missing = ModuleNotFoundError("No module named 'psutil'", name="psutil")
+    code, text = reported(missing)
+    assert code == 2 and "needs the package psutil" in text and "millrace[local]" in text
+    assert reported(metadata.PackageNotFoundError("torch"))[1].startswith(
+        "Error: this command needs the package torch,"
+    )
+    assert "defect" in reported(ModuleNotFoundError("No module named 'millrace.gone'", name="millrace.gone"))[1]
 
 
 def test_own_error_and_defects():

@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 
 from millrace.config import RLConfig
+from millrace.config.sections.rl import plays_conversations
 from millrace.errors import MillraceError
 from millrace.models.look import look_at
-from millrace.models.vocabulary import check_tokenizer, plays_conversations, require_tokenizer
+from millrace.models.vocabulary import check_tokenizer, require_tokenizer
 from millrace.policies.stops import turn_stops
 from millrace_testing.model_files import TEMPLATE, write_tokenizer
 

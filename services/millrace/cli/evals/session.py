@@ -21,12 +21,12 @@ from millrace.cli.view.progress import Progress
 from millrace.cli.view.view import PlainView, is_fancy
 from millrace.client import Client
 from millrace.config import ClientConfig, EvalRunConfig
+from millrace.config.sections.environments import have_conversations
 from millrace.decoding import decode_object
 from millrace.errors import AlreadyExistsError, MillraceError, NotFoundError
 from millrace.inference.launch_env import engine_environ
 from millrace.local.ports import free_ports
 from millrace.local.stack import SERVICES, LocalStack, StackOptions
-from millrace.models.vocabulary import have_conversations
 from millrace.v1 import event_pb2, run_pb2
 
 RESULTS_NAME = "eval.json"

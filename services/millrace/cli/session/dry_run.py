@@ -11,7 +11,8 @@ import click
 from millrace.cli.session.model_path import is_path
 from millrace.config import RLConfig, SFTConfig
 from millrace.config.section import Document
-from millrace.models.vocabulary import have_conversations
+from millrace.config.sections.environments import have_conversations
+from millrace.config.sections.rl import plays_conversations
 
 
 def print_config(config: Document, *, only: Mapping[str, Any] | None = None) -> None:
@@ -68,8 +69,6 @@ def look_at_model(key: str, name: str, *, tokenizer: str | None, needs_template:
 
 def look_at_models(config: RLConfig) -> None:
     """Look at the model of an RL run, with the tokenizer that it is published with."""
-    from millrace.models.vocabulary import plays_conversations
-
     look_at_model(
         "trainer.model.name",
         config.trainer.model.name,

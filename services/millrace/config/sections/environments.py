@@ -1,6 +1,6 @@
 """`[[orchestrator.env]]`, `[[orchestrator.eval.env]]` and `[[env]]` of evaluations: one environment each."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from pydantic import model_validator
@@ -144,3 +144,8 @@ def env_names(envs: Sequence[NamedEnv], path: Path, *, reserved: tuple[str, ...]
             other = f"`{dotted((*path, same))}` is called `{env.name}` too"
             message = f"must be unique, but {other}; give one of them another `name`"
             yield BrokenRule(paths=(where, (*path, same, "name")), message=message)
+
+
+def have_conversations(envs: Iterable[NamedEnv]) -> bool:
+    """Return whether one of the environments is not told to have texts completed."""
+    return any(env.args.get("message_type") != "completion" for env in envs)

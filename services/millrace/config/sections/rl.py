@@ -5,6 +5,7 @@ from typing import Any
 
 from millrace.config.rules import BrokenRule, broken
 from millrace.config.section import option, required, table
+from millrace.config.sections.environments import have_conversations
 from millrace.config.sections.inference import CONSTRAINING_PARSERS, InferenceConfig
 from millrace.config.sections.orchestrator import OrchestratorConfig
 from millrace.config.sections.shared import PresetConfig, RunConfig, SharedKeys
@@ -112,3 +113,14 @@ class RLConfig(SharedKeys):
 
         services = {part: renamed(getattr(self, part)) for part in ("trainer", "orchestrator", "inference")}
         return renamed(self).model_copy(update=services)
+
+
+def plays_conversations(config: RLConfig) -> bool:
+    """Return whether a run needs the chat template of the tokenizer, as far as its config says.
+
+    It does not where vLLM is given another one, or where every environment is told to have texts completed.
+    """
+    vllm = {name.replace("-", "_") for name in config.inference.vllm}
+    if config.inference.model.chat_template or "chat_template" in vllm:
+        return False
+    return have_conversations(config.orchestrator.env)

@@ -18,11 +18,12 @@ from typing import IO, Any
 import torch
 from torch import nn
 
+from millrace.config.sections.environments import have_conversations
 from millrace.config.sections.loss import LossConfig
 from millrace.config.sections.sft import SFTConfig
 from millrace.decoding import decode_json
 from millrace.errors import CorruptObjectError, InvalidStateError
-from millrace.models.vocabulary import have_conversations, require_tokenizer
+from millrace.models.vocabulary import require_tokenizer
 from millrace.policies.stops import turn_stops
 from millrace.rollouts.types import TrainSample
 from millrace.storage.disk import io_errors
