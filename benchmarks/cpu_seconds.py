@@ -7,7 +7,7 @@ import psutil
 
 NAMES = {
     "millrace.processes.fork_server": "fork server: imports of the four services",
-    "millrace.env_server.workers.template": "template of env workers: imports of verifiers",
+    "millrace.env_server.workers.starter": "template of env workers: imports of verifiers",
     "millrace.env_server.workers.env_worker": "env worker",
     "millrace.processes.reaper": "reaper",
     "millrace.dashboard.reader_process": "dashboard",

@@ -31,7 +31,7 @@ from report import machine, progress, table
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from millrace.config.sections.trainer import PolicyConfig
-from millrace.policies.publishing.parts import TensorPart
+from millrace.policies.publishing.upload import TensorPart
 from millrace.processes.shared_memory import SharedMemory, SharedPlace
 from millrace.runlog.names import Names
 from millrace.storage.local import LocalStore

@@ -26,8 +26,7 @@ from millrace.runlog.names import Names
 from millrace.runlog.records.token_logs import find_token_log
 from millrace.storage.local import LocalStore
 from millrace.trainer.gang.distributed import Gang
-from millrace.trainer.learning.batch import Minibatch, build_micro_batch
-from millrace.trainer.learning.fake_samples import fake_sample
+from millrace.trainer.learning.batch import Minibatch, build_micro_batch, fake_sample
 from millrace.trainer.learning.learner import Learner
 from millrace.trainer.learning.plan import in_order, plan_micro_batches
 from millrace.trainer.log.batches import Batch

@@ -23,8 +23,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from millrace.config.sections.bench import TrainerBench
-from millrace.trainer.bench.data import SHORTEST, fake_batch, fake_samples
-from millrace.trainer.bench.memory import PeakMemory
+from millrace.trainer.bench.measure import SHORTEST, PeakMemory, fake_batch, fake_samples
 from millrace.trainer.gang.distributed import Gang
 
 WARM_UP_TOKENS = 64

@@ -26,8 +26,8 @@ from millrace.config.sections.trainer import PolicyConfig
 from millrace.inference.embedded.engine import EmbeddedEngine
 from millrace.inference.engine import InflightMode, PolicyIdentity
 from millrace.policies.host_copy import HostCopy
-from millrace.policies.publishing.parts import whole_parts
-from millrace.policies.staged import StagedPolicy
+from millrace.policies.manifest import StagedPolicy
+from millrace.policies.publishing.upload import whole_parts
 from millrace.policies.tensors import TensorBytes
 from millrace.runlog.names import Names
 from millrace.storage.local import LocalStore

@@ -35,14 +35,15 @@ from weight_sync_latency import DENSITY, Model, median
 
 from millrace.config.sections.trainer import PolicyConfig
 from millrace.errors import UnavailableError
-from millrace.inference.embedded import loader, weights
+from millrace.inference.embedded import loader
+from millrace.inference.embedded import loader as weights
 from millrace.internal.v1 import policy_service_pb2 as pb
 from millrace.internal.v1 import policy_service_pb2_grpc
 from millrace.internal.v1.policy_pb2 import PolicyEntry
 from millrace.local.redis import free_port
 from millrace.policies.manifest import Probe
-from millrace.policies.publishing.parts import whole_parts
 from millrace.policies.publishing.publish import upload_files
+from millrace.policies.publishing.upload import whole_parts
 from millrace.policies.tensors import TensorBytes, pack_safetensors
 from millrace.rpc.channel import call, open_channel
 from millrace.runlog.names import Names

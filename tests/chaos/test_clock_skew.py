@@ -26,7 +26,7 @@ SKEW = {
     "millrace.trainer.main": -HOUR,
     "millrace.env_server.main": 24 * HOUR,
     "millrace.env_server.workers.env_worker": 24 * HOUR,
-    "millrace.env_server.workers.template": 24 * HOUR,  # workers are copies of it
+    "millrace.env_server.workers.starter": 24 * HOUR,  # workers are copies of it
     "millrace.inference.main": -24 * HOUR,
 }
 JUMPS = (5 * HOUR, -5 * HOUR, 0)

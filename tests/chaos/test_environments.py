@@ -14,10 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from millrace.env_server.isolation.check import why_no_container
-from millrace.env_server.isolation.confinement import Confinement, Isolation
-from millrace.env_server.isolation.namespaces import is_administrator
-from millrace.env_server.isolation.visible import visible_to_workers
+from millrace.env_server.isolation.confinement import Confinement, Isolation, why_no_container
+from millrace.env_server.isolation.namespaces import is_administrator, visible_to_workers
 from millrace.local.ports import free_ports
 from millrace.v1 import run_pb2
 from millrace_testing.chaos.run import ChaosRun

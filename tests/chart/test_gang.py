@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from millrace.inference.launch.node import Node
+from millrace.inference.launch.launcher import Node
 from millrace.local.ports import free_ports
 
 CASES = {"multi-node": (4, 8), "external-stores": (2, 2)}

@@ -11,7 +11,7 @@ import pytest
 import yaml
 from prometheus_client import CollectorRegistry, generate_latest
 
-from millrace.env_server import meters as env_server
+from millrace.env_server import run as env_server
 from millrace.inference import meters as inference
 from millrace.inference.engine import EngineState, EngineStatus
 from millrace.orchestrator import meters as orchestrator

@@ -14,7 +14,7 @@ from millrace.config.tree import Kind, SchemaKey, schema_tree
 SERVICES = Path(__file__).parents[2] / "services" / "millrace"
 COLUMNS = ("prompt", "completion", "tool_defs", "chat_template_kwargs")
 UNREAD = {
-    "wandb.project": "exports/wandb_target.py reads the stored document, also of runs of another release",
+    "wandb.project": "exports/wandb_run.py reads the stored document, also of runs of another release",
     "wandb.entity": "as wandb.project",
     "wandb.group": "as wandb.project",
     "wandb.tags": "as wandb.project",

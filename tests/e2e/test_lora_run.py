@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
+from millrace.inference.vllm.lora import parse_adapter_config
 from millrace.policies.manifest import PolicyManifest
-from millrace.policies.peft.plain import parse_adapter_config
 from millrace_testing.workplaces import EXAMPLES
 
 LORA = ["--trainer.model.lora.rank", "8", "--trainer.model.lora.alpha", "16.0", "--trainer.optim.lr", "3e-3"]

@@ -13,15 +13,14 @@ from millrace.config.sections.bench import TrainerBench
 from millrace.context_length import fix_context_length
 from millrace.custom_code import CustomCode
 from millrace.trainer.gang.distributed import Gang
-from millrace.trainer.learning.apart import Apart
-from millrace.trainer.learning.batch import build_micro_batch
-from millrace.trainer.learning.fake_samples import fake_sample
+from millrace.trainer.learning.batch import build_micro_batch, fake_sample
 from millrace.trainer.learning.forward import token_logprobs
 from millrace.trainer.learning.learner import Learner
+from millrace.trainer.learning.packing import Apart
 from millrace.trainer.model.attention import use_varlen_kernel
 from millrace.trainer.model.mesh import RankLayout
 from millrace.trainer.model.pretrained import load_model
-from millrace.trainer.model.snapshot import Snapshots
+from millrace.trainer.model.published import Snapshots
 from millrace_testing import scaled_positions
 from millrace_testing.model_files import make_qwen3, rewrite
 from millrace_testing.quantized_files import in_fp8, say_quantized, write_mxfp4

@@ -35,7 +35,7 @@ import os, sys
 from pathlib import Path
 from millrace.config.sections.bench import TrainerBench
 from millrace.custom_code import CustomCode
-from millrace.trainer.bench.data import fake_batch, fake_samples
+from millrace.trainer.bench.measure import fake_batch, fake_samples
 from millrace.trainer.gang.distributed import Gang
 from millrace.trainer.learning.batch import BatchLayout
 from millrace.trainer.learning.learner import Learner

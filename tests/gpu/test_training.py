@@ -26,19 +26,17 @@ from millrace.local.ports import free_port
 from millrace.policies.digest import bits_digest
 from millrace.runlog import Names
 from millrace.storage.local import LocalStore
-from millrace.trainer.bench.data import fake_batch, fake_samples
-from millrace.trainer.bench.measure import BenchStep, measure
+from millrace.trainer.bench.measure import BenchStep, fake_batch, fake_samples, measure
 from millrace.trainer.estimate.step import simulate
 from millrace.trainer.gang.distributed import Gang
-from millrace.trainer.learning.batch import BatchLayout, build_micro_batch
-from millrace.trainer.learning.fake_samples import fake_sample
+from millrace.trainer.learning.batch import BatchLayout, build_micro_batch, fake_sample
 from millrace.trainer.learning.forward import token_logprobs
 from millrace.trainer.learning.learner import Learner
 from millrace.trainer.learning.optimizer import PolicyOptimizer
 from millrace.trainer.loop import learn
 from millrace.trainer.model.attention import use_varlen_kernel
 from millrace.trainer.model.mesh import RankLayout
-from millrace.trainer.model.snapshot import Snapshots
+from millrace.trainer.model.published import Snapshots
 from millrace.trainer.publish.plan import PublishPlan
 from millrace.trainer.publish.publisher import Publisher
 from millrace.trainer.publish.target import PublishTarget
@@ -53,7 +51,7 @@ from pathlib import Path
 from millrace.config.sections.bench import TrainerBench
 from millrace.custom_code import CustomCode
 from millrace.device_digest import device_digest
-from millrace.trainer.bench.data import fake_batch, fake_samples
+from millrace.trainer.bench.measure import fake_batch, fake_samples
 from millrace.trainer.gang.distributed import Gang
 from millrace.trainer.learning.batch import BatchLayout
 from millrace.trainer.learning.learner import Learner

@@ -15,7 +15,7 @@ import torch
 from millrace.errors import UnavailableError
 from millrace.inference.launch_env import vllm_environ
 from millrace.inference.updater import DesiredPolicy
-from millrace.inference.vllm.orders import write_order
+from millrace.inference.vllm.ranks import write_order
 from millrace.internal.v1 import policy_service_pb2 as pb
 from millrace.internal.v1.policy_pb2 import PolicyEntry
 from millrace.policies.adapter import AdapterSpec

@@ -14,8 +14,7 @@ import numpy as np
 
 from millrace.algorithms.overlong import OverlongPenalty
 from millrace.config.sections.algo import AdvantageConfig
-from millrace.rollouts.rewards import are_equal
-from millrace.rollouts.types import Rollout, Sample, Trace, TurnReward
+from millrace.rollouts.types import Rollout, Sample, Trace, TurnReward, are_equal
 
 _Turns: TypeAlias = tuple[tuple[TurnReward, ...], ...]
 """Of each sample of a rollout its turns."""

@@ -9,7 +9,7 @@ from millrace.algorithms.base import ScalarAdvantage
 from millrace.algorithms.overlong import OverlongPenalty
 from millrace.config.sections.algo import AdvantageConfig
 from millrace.custom_code import CustomCode, bad_code
-from millrace.rollouts.rewards import MAX_REWARD
+from millrace.rollouts.types import MAX_REWARD
 
 FIELD = "orchestrator.algo.import_path"
 

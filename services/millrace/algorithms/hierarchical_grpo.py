@@ -8,8 +8,7 @@ import numpy as np
 
 from millrace.algorithms.base import Credit, Credited, broadcast
 from millrace.config.sections.algo import AdvantageConfig
-from millrace.rollouts.rewards import are_equal
-from millrace.rollouts.types import Rollout
+from millrace.rollouts.types import Rollout, are_equal
 
 
 class HierarchicalGrpo:

@@ -8,8 +8,7 @@ import numpy as np
 
 from millrace.config.sections.environments import EnvConfig
 from millrace.errors import InvalidSpecError, Violation
-from millrace.rollouts.rewards import are_equal, reaches
-from millrace.rollouts.types import Rollout
+from millrace.rollouts.types import Rollout, are_equal, reaches
 
 WHOLE = (0.0, 1.0)
 """Where nothing is said."""

@@ -6,7 +6,7 @@ import socket
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from millrace.cli.defaults import DEFAULT_LISTEN
+from millrace.cli.options import DEFAULT_LISTEN
 from millrace.cli.stacks import OUTPUTS, RunningStack, choose_stack, read_stack, running_stacks
 from millrace.errors import InvalidSpecError, UnavailableError, Violation
 from millrace.rpc.reach import is_wildcard, own_host

@@ -1,11 +1,10 @@
 """Arguments and options that several commands have; importing them must cost nothing."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, TypeVar
 
 import click
-
-from millrace.cli.defaults import DEFAULT_LISTEN
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -13,6 +12,16 @@ RUN = click.argument("name", metavar="RUN")
 FORMAT = click.option(
     "-o", "--format", "form", type=click.Choice(["table", "json"]), default="table", show_default=True
 )
+
+
+# Defaults that help texts show; apart, because importing them must cost nothing.
+
+DEFAULT_LISTEN = "127.0.0.1:50051"
+"""Where `millrace up` listens, and where commands look for an orchestrator, unless told otherwise."""
+DEFAULT_DIRECTORY = Path("outputs/local")
+"""Where `millrace up` works, and where commands look for its stack and its store."""
+
+
 SERVER = click.option(
     "--server",
     metavar="ADDR",

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from millrace.cli.defaults import DEFAULT_LISTEN
 from millrace.cli.errors import CliError
+from millrace.cli.options import DEFAULT_LISTEN
 from millrace.custom_code import environment_module
 from millrace.decoding import decode_object
 from millrace.errors import CorruptObjectError

@@ -8,9 +8,8 @@
 What it returns are the messages of `millrace.v1`; what it raises are the classes of `millrace.errors`.
 """
 
-from millrace.client.client import Client
+from millrace.client.client import Client, SyncClient
 from millrace.client.runs import RunsClient
-from millrace.client.sync import SyncClient
 from millrace.rpc.access import ClientAccess
 from millrace.runlog.events.run_status import is_terminal, state_name
 

@@ -1,10 +1,15 @@
 """The asynchronous client: one channel, one attribute per noun."""
 
-from typing import Self
+import asyncio
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any, Self
 
-from millrace.client.runs import RunsClient
+from millrace.client.runs import Columns, RunConfigLike, RunsClient, RunStateLike
 from millrace.rpc.access import ClientAccess
 from millrace.rpc.channel import open_channel
+from millrace.v1 import audit_pb2, checkpoint_pb2, event_pb2, run_pb2
+from millrace.v1 import run_service_pb2 as rs
 from millrace.v1.run_service_pb2_grpc import RunServiceStub
 
 
@@ -31,3 +36,112 @@ class Client:
     async def close(self) -> None:
         """Close the channel; calls under way end with an error."""
         await self._channel.close()
+
+
+# A small synchronous facade over the asynchronous client, for scripts and notebooks without an event loop.
+
+
+class SyncClient:
+    """`with SyncClient("127.0.0.1:50051") as client: client.runs.list()`. Not for use inside a running event loop."""
+
+    def __init__(self, address: str, *, access: ClientAccess | None = None) -> None:
+        self._runner = asyncio.Runner()
+        self._client = self._runner.run(_open(address, access))
+        self.runs = SyncRuns(self._runner, self._client)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the channel and the event loop."""
+        self._runner.run(self._client.close())
+        self._runner.close()
+
+
+class SyncRuns:
+    """The methods of `RunsClient`, blocking; arguments and errors are the same."""
+
+    def __init__(self, runner: asyncio.Runner, client: Client) -> None:
+        self._runner = runner
+        self._runs = client.runs
+
+    def create(self, config: RunConfigLike, **options: Any) -> run_pb2.Run:
+        """Queue a run."""
+        return self._runner.run(self._runs.create(config, **options))
+
+    def wait(self, name: str, **options: Any) -> run_pb2.Run:
+        """Follow a run to its end; InvalidStateError with its reason if that is not SUCCEEDED."""
+        return self._runner.run(self._runs.wait(name, **options))
+
+    def get(self, name: str) -> run_pb2.Run:
+        """Show one run."""
+        return self._runner.run(self._runs.get(name))
+
+    def list(self, *, states: Sequence[RunStateLike] = (), limit: int = 0) -> Sequence[run_pb2.Run]:
+        """Runs, newest first."""
+        return self._runner.run(self._runs.list(states=states, limit=limit))
+
+    def cancel(self, name: str, *, reason: str = "") -> run_pb2.Run:
+        """Ask a run to end."""
+        return self._runner.run(self._runs.cancel(name, reason=reason))
+
+    def pause(self, name: str, *, reason: str = "") -> run_pb2.Run:
+        """Ask a run to stop at a step boundary."""
+        return self._runner.run(self._runs.pause(name, reason=reason))
+
+    def resume(self, name: str) -> run_pb2.Run:
+        """Let a paused run go on."""
+        return self._runner.run(self._runs.resume(name))
+
+    def fork(self, name: str, *, step: int, **options: Any) -> run_pb2.Run:
+        """A new run that goes on from a step of this one."""
+        return self._runner.run(self._runs.fork(name, step=step, **options))
+
+    def audit(self, name: str) -> audit_pb2.AuditReport:
+        """What an audit of the run's log finds."""
+        return self._runner.run(self._runs.audit(name))
+
+    def explain(self, name: str) -> rs.ExplainRunResponse:
+        """What every service of the run waits for."""
+        return self._runner.run(self._runs.explain(name))
+
+    def checkpoints(self, name: str) -> Sequence[checkpoint_pb2.Checkpoint]:
+        """All checkpoints of a run, oldest first."""
+        return self._runner.run(self._runs.checkpoints(name))
+
+    def metrics(self, name: str, **options: Any) -> Columns:
+        """Metrics by step as columns, for `pandas.DataFrame`."""
+        return self._runner.run(self._runs.metrics(name, **options))
+
+    def rollouts(self, name: str, **options: Any) -> Columns:
+        """Rollouts as columns, for `pandas.DataFrame`."""
+        return self._runner.run(self._runs.rollouts(name, **options))
+
+    def lineage(self, name: str, **options: Any) -> rs.GetLineageResponse:
+        """From a rollout or a policy version back to what made it, and forward."""
+        return self._runner.run(self._runs.lineage(name, **options))
+
+    def watch(self, name: str, *, after: str = "", **options: Any) -> Iterator[event_pb2.Event]:
+        """Every event behind `after`, then new ones as they come; ends after the terminal state."""
+        events = self._runs.watch(name, after=after, **options)
+
+        async def step() -> event_pb2.Event:
+            return await anext(events)
+
+        async def close() -> None:
+            await events.aclose()
+
+        try:
+            with contextlib.suppress(StopAsyncIteration):
+                while True:
+                    yield self._runner.run(step())
+        finally:
+            self._runner.run(close())
+
+
+async def _open(address: str, access: ClientAccess | None) -> Client:
+    # The channel belongs to the loop that is running when it is made.
+    return Client(address, access=access)

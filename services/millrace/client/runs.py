@@ -2,14 +2,16 @@
 
 import asyncio
 import contextlib
+import json
 import time
 import uuid
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from millrace.backoff import Backoff
-from millrace.client.columns import Columns, metric_columns, rollout_columns
-from millrace.client.configs import RunConfigLike, config_json
+from millrace.config import EvalRunConfig, RLConfig
+from millrace.config.load import load
 from millrace.errors import InvalidSpecError, InvalidStateError, MillraceError, UnavailableError, Violation
 from millrace.rpc.channel import call, stream
 from millrace.runlog.events.run_status import is_terminal, state_name
@@ -35,6 +37,50 @@ _INDEX_GROWING = "INDEX_GROWING"
 OnReconnect = Callable[[UnavailableError, float], None]
 RunStateLike = run_pb2.RunState | str
 """A state, or its name: `"RUNNING"` for RUN_STATE_RUNNING."""
+
+
+# Lists of messages as columns of plain values: `pandas.DataFrame(columns)` takes them as they are.
+
+Columns = dict[str, list[Any]]
+"""Lists of equal length by name; None is a value that is not there."""
+
+
+def metric_columns(steps: Sequence[metric_pb2.StepMetrics]) -> Columns:
+    """A row for each step: `step`, then the metrics by name."""
+    names = sorted({name for each in steps for name in each.values})
+    values = [dict(each.values) for each in steps]
+    return {"step": [each.step for each in steps]} | {name: [row.get(name) for row in values] for name in names}
+
+
+def rollout_columns(rollouts: Sequence[rollout_pb2.Rollout]) -> Columns:
+    """A row for each rollout: `id`, then the fields of the message."""
+    columns: Columns = {"id": [each.name.rpartition("/")[2] for each in rollouts]}
+    for field in rollout_pb2.Rollout.DESCRIPTOR.fields:
+        if field.name != "name":
+            is_there = (lambda each, name=field.name: each.HasField(name)) if field.has_presence else lambda each: True
+            columns[field.name] = [getattr(each, field.name) if is_there(each) else None for each in rollouts]
+    return columns
+
+
+# What a run is made of, as people have it: a dict, TOML files, or JSON text.
+
+RunConfigLike = str | Mapping[str, Any] | Path | Sequence[Path]
+"""JSON text, nested keys, a TOML file, or several of which later ones win."""
+
+
+def config_json(config: RunConfigLike, *, kind: run_pb2.RunKind) -> str:
+    """The JSON text that the server is sent; InvalidSpecError names every mistake in a file with its line.
+
+    Text and dicts are checked by the server alone. No variable of this process is read: what was given is sent.
+    """
+    if isinstance(config, str):
+        return config
+    if isinstance(config, Mapping):
+        return json.dumps(config)
+    files = [config] if isinstance(config, Path) else list(config)
+    model = EvalRunConfig if kind == run_pb2.RUN_KIND_EVAL else RLConfig
+    arguments = [word for file in files for word in ("@", str(file))]
+    return load(model, arguments, {}).config.resolved_json()
 
 
 class RunsClient:

@@ -10,15 +10,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from millrace.dashboard.answers import INDEX_GROWING
 from millrace.dashboard.index.build import SampleIndex
 from millrace.dashboard.index.columns import Columns, Shelf
 from millrace.dashboard.index.query import NAMED, SampleQuery, row_json, select
 from millrace.dashboard.looking import Looking
-from millrace.dashboard.problems import INDEX_GROWING
 from millrace.dashboard.views.detail import MAX_TOKENS, Details
-from millrace.dashboard.views.facts import MAX_POINTS, RunFacts
+from millrace.dashboard.views.facts import MAX_POINTS, RunFacts, Spread
 from millrace.dashboard.views.lineage import Lineage
-from millrace.dashboard.views.spread import Spread
 from millrace.dashboard.views.timeline import STEPS_DEFAULT, STEPS_MAX, timeline
 from millrace.errors import InvalidSpecError, NotFoundError, UnavailableError, Violation
 from millrace.runlog.names import Names

@@ -18,10 +18,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import IO, Any, NoReturn
 
-from millrace.dashboard.plain import to_json
-from millrace.dashboard.problems import problem_of
+from millrace.dashboard.answers import LENGTH, MAX_QUESTION_BYTES, frame, problem_of, to_json
 from millrace.dashboard.reader import Reader
-from millrace.dashboard.wire import LENGTH, MAX_QUESTION_BYTES, frame
 from millrace.decoding import decode_object
 from millrace.errors import CorruptObjectError
 from millrace.storage import open_store

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
-from millrace.dashboard.wire import LENGTH, MAX_ANSWER_BYTES, MAX_QUESTION_BYTES, frame
+from millrace.dashboard.answers import LENGTH, MAX_ANSWER_BYTES, MAX_QUESTION_BYTES, frame
 from millrace.errors import CapacityError, InvalidSpecError, MillraceError, UnavailableError, Violation
 from millrace.processes import sessions
 from millrace.storage.scratch import scratch_parent

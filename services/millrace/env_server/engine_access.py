@@ -6,17 +6,24 @@ is none of their business.
 """
 
 import asyncio
+import contextlib
+import contextvars
+import itertools
 import os
 import ssl
-from collections.abc import Mapping
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 import aiohttp
 
-from millrace.env_server.standing import noting_engine
+from millrace.backoff import Backoff
 from millrace.rpc.access import ClientAccess
-from millrace.rpc.keep_alive import kept_alive_socket
+from millrace.rpc.reach import kept_alive_socket
 from millrace.rpc.tls import Stamp, client_context
 from millrace.rpc.tokens import WorkersFile
 from millrace.storage.clean_up import TemporaryDirectory
@@ -148,3 +155,128 @@ def engine_token_for_workers() -> EngineToken:
     if not _TOKEN:
         _TOKEN.append(EngineToken())
     return _TOKEN[0]
+
+
+# Which failures of a model call mean that the engine went away, and how often a call is tried before that is said.
+#
+# A lost engine (connection refused or broken off; a replica that starts, drains, or is being updated for longer than
+# a moment; one that refuses our token while tokens are being changed) says nothing about the task: its rollout ends
+# as ENGINE_LOST and the orchestrator plays it again, whole, where an engine answers. Everything else that an engine
+# answers (400, 500) is the engine's word about this request.
+
+EXTERNAL_RETRIED_STATUSES = frozenset({408, 429, 500, 502, 503, 504, *range(520, 525)})
+"""An endpoint that is not ours has no other replica that we know of: what may pass by itself is tried again there. A
+content network says 520 to 524 of a server behind it that does not answer."""
+EXTERNAL_MAX_ATTEMPTS = 6
+"""Tries of one model call of an external endpoint, within a minute and a half."""
+MAX_RETRY_AFTER_S = 30.0
+"""Longest pause that an endpoint's `Retry-After` is given."""
+RETRIED_STATUSES = frozenset({429, 503})
+"""The engine refused before it did any work: it is starting, updating its policy, or full."""
+LOST_STATUSES = frozenset({429, 502, 503, 504})
+"""After the last try: nobody serves this request here."""
+REFUSED_STATUSES = frozenset({401, 403})
+"""Of an engine of ours: it or we do not have the new token yet. An endpoint that is not ours means what it says."""
+MAX_ATTEMPTS = 4
+"""Tries of one model call, within two seconds: longer outages are the orchestrator's, which knows other replicas."""
+ENGINE_LOST_MARK = "engine lost:"
+"""Begins the message of such an error, through layers that keep only its text."""
+_BACKOFF = Backoff(0.25, 5.0, spread=(0.5, 1.0))
+_EXTERNAL_BACKOFF = Backoff(1.0, MAX_RETRY_AFTER_S, spread=(1.0, 1.25))
+
+
+def external_pause_s(attempt: int, retry_after: str | None) -> float:
+    """Seconds before the try that follows the `attempt`-th, from 1: what the endpoint asks for, else 1, 2, 4, ..."""
+    try:
+        asked_s = 0.0 if retry_after is None else float(retry_after)
+    except ValueError:  # a date: rare, and our own pauses do
+        asked_s = 0.0
+    is_asked = 0 < asked_s < float("inf")
+    return _EXTERNAL_BACKOFF.limited(asked_s) if is_asked else _EXTERNAL_BACKOFF.after(attempt)
+
+
+def retry_pause_s(attempt: int) -> float:
+    """Seconds before the try that follows the `attempt`-th, from 1; spread over a group."""
+    return _BACKOFF.after(attempt)
+
+
+# Where each play of this worker stands: at the engine, at a tool, at a reward function, or in other code.
+#
+# A rollout that runs into its deadline says so, and so does the env-server of what it waits for.
+
+ENGINE = "the engine"
+ELSEWHERE = "the environment's own code"
+_NUMBERS = itertools.count()
+
+
+@dataclass(slots=True)
+class Standing:
+    """What one play does now: several things at once, where it plays several members."""
+
+    _now: dict[int, tuple[str, float]] = field(default_factory=dict)
+
+    @contextlib.contextmanager
+    def at(self, place: str) -> Iterator[None]:
+        """Note that something of the play stands there for the length of the block."""
+        number = next(_NUMBERS)
+        self._now[number] = (place, time.monotonic())
+        try:
+            yield
+        finally:
+            self._now.pop(number, None)
+
+    @property
+    def longest(self) -> tuple[str, float] | None:
+        """The place where something has stood longest, and for how many seconds; None if nothing is noted."""
+        found = min(self._now.values(), key=lambda entry: entry[1], default=None)
+        return None if found is None else (found[0], time.monotonic() - found[1])
+
+    @property
+    def place(self) -> str:
+        """Where it has stood longest."""
+        longest = self.longest
+        return ELSEWHERE if longest is None else longest[0]
+
+    def describe(self, own_line: str) -> str:
+        """`for 18.2 s at reward function 'slow'`; where nothing is noted, a line of the environment's own code."""
+        if (longest := self.longest) is not None:
+            return f"for {longest[1]:.1f} s at {longest[0]}"
+        return f"in {own_line or ELSEWHERE}"
+
+
+_STANDING: contextvars.ContextVar[Standing | None] = contextvars.ContextVar("millrace_standing", default=None)
+
+
+def begin() -> Standing:
+    """Note from here on, in this task and those that it starts, where the play stands."""
+    standing = Standing()
+    _STANDING.set(standing)
+    return standing
+
+
+def at(place: str) -> contextlib.AbstractContextManager[None]:
+    """The block is at that place; nothing is noted outside of a play."""
+    standing = _STANDING.get()
+    return contextlib.nullcontext() if standing is None else standing.at(place)
+
+
+def places(standings: Iterable[Standing]) -> Counter[str]:
+    """How many plays stand where."""
+    return Counter(standing.place for standing in standings)
+
+
+def noting_engine() -> aiohttp.TraceConfig:
+    """Return what makes every request of a session count as time at the engine."""
+    config = aiohttp.TraceConfig()
+
+    async def start(_: Any, context: Any, __: Any) -> None:
+        context.block = at(ENGINE)
+        context.block.__enter__()
+
+    async def end(_: Any, context: Any, __: Any) -> None:
+        context.block.__exit__(None, None, None)
+
+    config.on_request_start.append(start)
+    config.on_request_end.append(end)
+    config.on_request_exception.append(end)
+    return config

@@ -7,7 +7,7 @@ from typing import NoReturn
 
 from millrace.env_server.settings import EnvServerSettings
 from millrace.errors import InvalidSpecError, Violation
-from millrace.processes.service import run_service
+from millrace.processes.lifeline import run_service
 from millrace.telemetry.logging import setup
 from millrace.telemetry.settings import Settings
 from millrace.telemetry.startup import without_gc

@@ -3,22 +3,25 @@
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator
+import time
+from collections import Counter as Count
+from collections.abc import AsyncIterator, Collection, Sequence
+from dataclasses import dataclass, field
 
 import grpc.aio
+from prometheus_client import CollectorRegistry
 
-from millrace.env_server.isolation import landlock
+from millrace.env_server.isolation import system
 from millrace.env_server.isolation.confinement import Confinement
 from millrace.env_server.isolation.inherited import teacher_key_problem
-from millrace.env_server.meters import registry_of
+from millrace.env_server.play_meters import COUNTED, env_label, env_opened
 from millrace.env_server.service import Admits, EnvService
 from millrace.env_server.settings import EnvServerSettings
 from millrace.env_server.spool.files import Spool
 from millrace.env_server.spool.sink import RolloutSink
 from millrace.env_server.teacher.scorer import Teachers
 from millrace.env_server.tokenizer_files import TokenizerFiles
-from millrace.env_server.warm import WarmKeeper, WarmLimits
-from millrace.env_server.workers.pool import PoolLimits
+from millrace.env_server.workers.pool import EnvPool, PoolLimits
 from millrace.env_server.workers.starter import WorkerStarter
 from millrace.internal.v1 import env_service_pb2, env_service_pb2_grpc
 from millrace.internal.v1.worker_service_pb2 import (
@@ -28,13 +31,14 @@ from millrace.internal.v1.worker_service_pb2 import (
     Worker,
 )
 from millrace.rpc.metrics_server import metrics_server
-from millrace.rpc.registered import RegisteredWorker
+from millrace.rpc.serve import RegisteredWorker
 from millrace.rpc.worker import new_worker_id
 from millrace.runlog.names import Names
 from millrace.runlog.records.revisions import has_ended
 from millrace.runlog.redis.connection import open_redis
 from millrace.runlog.redis.log import FORMAT_MAJOR, RunLog
 from millrace.storage.opening import open_store
+from millrace.telemetry.metrics import Family, Sheet, StateCollector, make_registry
 from millrace.telemetry.settings import Settings
 
 SERVICE_NAME = env_service_pb2.DESCRIPTOR.services_by_name["EnvService"].full_name
@@ -42,13 +46,80 @@ SERVICE_NAME = env_service_pb2.DESCRIPTOR.services_by_name["EnvService"].full_na
 # instead of playing it again; an unreachable log must not keep it from registering.
 _RECOVER_S = 3.0
 
+
+# Which environments keep their workers while nobody plays them: for a bounded time, and a bounded number.
+#
+# The next run of the same environment, or the next evaluation, starts faster where the workers are still there; but
+# every worker holds some hundred MB, and runs with new environments come and go.
+
+DEFAULT_IDLE_S = 600.0
+DEFAULT_IDLE_WORKERS = 4
+_LOOK_S = 5.0
+# What is known of resting environments (ids of tasks, quarantined ones) is small, but not nothing.
+_MAX_RESTING = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WarmLimits:
+    """How long and how many."""
+
+    idle_s: float = DEFAULT_IDLE_S
+    """Seconds that an environment keeps its workers after its last rollout."""
+    num_workers: int = DEFAULT_IDLE_WORKERS
+    """Workers of environments that no live run has played; above it those end that were used longest ago."""
+
+
+def to_rest(
+    pools: Sequence[EnvPool], *, live_runs: Collection[str], now: float, limits: WarmLimits
+) -> Sequence[EnvPool]:
+    """The idle environments whose workers shall end at `now` (monotonic)."""
+    idle = [(since, pool) for pool in pools if (since := pool.idle_since) is not None and not pool.is_resting]
+    idle.sort(key=lambda one: one[0], reverse=True)
+    ending: list[EnvPool] = []
+    num_kept = 0
+    for since, pool in idle:
+        is_wanted = not pool.runs.isdisjoint(live_runs)
+        if not is_wanted:
+            num_kept += pool.num_workers
+        if pool.failure is not None or now - since > limits.idle_s or (not is_wanted and num_kept > limits.num_workers):
+            ending.append(pool)
+            num_kept -= 0 if is_wanted else pool.num_workers
+    return ending
+
+
+@dataclass(kw_only=True)
+class WarmKeeper:
+    """Lets idle environments rest, again and again."""
+
+    service: EnvService
+    limits: WarmLimits = field(default_factory=WarmLimits)
+    live_runs: frozenset[str] = frozenset()
+    """Uids of the runs that go on, as the orchestrator tells them by heartbeat."""
+
+    async def run(self) -> None:
+        """Look every few seconds until cancelled."""
+        # unregistered wait: a periodic look; what it awaits is registered where it is awaited
+        while True:
+            await asyncio.sleep(_LOOK_S)
+            self.look()
+
+    def look(self) -> None:
+        """Let those rest whose time is over."""
+        for pool in to_rest(self.service.pools, live_runs=self.live_runs, now=time.monotonic(), limits=self.limits):
+            logger.info("idle environment rests", extra={"env": pool.env.id, "workers": pool.num_workers})
+            pool.rest()
+        resting = [pool for pool in self.service.pools if pool.is_resting and pool.runs.isdisjoint(self.live_runs)]
+        for pool in resting[: max(0, len(resting) - _MAX_RESTING)]:
+            self.service.forget(pool)
+
+
 logger = logging.getLogger(__name__)
 
 
 async def run(settings: Settings, own: EnvServerSettings, confinement: Confinement) -> None:
     """Serve until SIGTERM or SIGINT. Raises MillraceError if it cannot start or is refused for good."""
     own.make_private()
-    extra = {"isolation": confinement.isolation.value, "landlock": landlock.version()}
+    extra = {"isolation": confinement.isolation.value, "landlock": system.version()}
     logger.info("environments are confined", extra=extra)
     store = await asyncio.to_thread(open_store, settings.require("store_url"))
     worker_id = new_worker_id("env-server")
@@ -157,3 +228,62 @@ class _EnvWorker:
                 live.add(assignment.run_uid)
                 self._sink.note_run(assignment.run_uid, assignment.resolved_below, assignment.log_instance)
         self._keeper.live_runs = frozenset(live)
+
+
+# The env-server's metrics: `play_meters` counts, and what is looked up when Prometheus asks stands here.
+
+ROLLOUTS = Family(
+    "millrace_env_server_rollouts",
+    "Rollouts that count against the capacity: playing in a worker, queued (for a worker, or behind one), or "
+    "unappended (ended, and not in the log yet).",
+    ("state",),
+)
+CAPACITY = Family("millrace_env_server_capacity_rollouts", "Rollouts that it takes at once.")
+SPOOL_ROLLOUTS = Family("millrace_env_server_spool_rollouts", "Rollouts that the spool keeps, appended ones included.")
+SPOOL_BYTES = Family("millrace_env_server_spool_bytes", "Bytes that the spool keeps.")
+SPOOL_LIMIT = Family("millrace_env_server_spool_limit_bytes", "Bytes from which on no new groups are taken.")
+QUARANTINED = Family("millrace_env_server_quarantined_tasks", "Tasks that are not played any more.", ("env",))
+WORKERS = Family("millrace_env_server_workers", "Loaded env workers that live.", ("env",))
+IDLE_WORKERS = Family("millrace_env_server_idle_workers", "Env workers that live and whose environment nobody plays.")
+WORKER_MEMORY = Family("millrace_env_server_worker_memory_bytes", "Memory of env workers and their children.", ("env",))
+FAMILIES = (
+    ROLLOUTS,
+    CAPACITY,
+    SPOOL_ROLLOUTS,
+    SPOOL_BYTES,
+    SPOOL_LIMIT,
+    QUARANTINED,
+    WORKERS,
+    IDLE_WORKERS,
+    WORKER_MEMORY,
+)
+
+
+def registry_of(service: EnvService, sink: RolloutSink) -> CollectorRegistry:
+    """The series that this env-server exports."""
+
+    def read(sheet: Sheet) -> None:
+        unappended, playing = sink.num_pending, sum(pool.num_playing for pool in service.pools)
+        states = {"playing": playing, "unappended": unappended}
+        states["queued"] = max(0, service.num_rollouts - playing - unappended)
+        for state, count in states.items():
+            sheet.put(ROLLOUTS, count, state)
+        sheet.put(CAPACITY, service.capacity)
+        sheet.put(SPOOL_ROLLOUTS, sink.spool.num_rollouts)
+        sheet.put(SPOOL_BYTES, sink.spool.num_bytes)
+        sheet.put(SPOOL_LIMIT, sink.spool.limit_bytes)
+        quarantined, workers, memory = Count[str](), Count[str](), Count[str]()
+        for pool in service.pools:
+            env = env_label(pool.env.label)
+            env_opened(env)  # before `COUNTED` is asked, which comes later
+            quarantined[env] += len(pool.quarantined_tasks)
+            workers[env] += pool.num_workers
+            memory[env] += sum(worker.memory_bytes for worker in pool.workers)
+        for env in quarantined:
+            sheet.put(QUARANTINED, quarantined[env], env)
+            sheet.put(WORKERS, workers[env], env)
+            sheet.put(WORKER_MEMORY, memory[env], env)
+        idle = [pool.num_workers for pool in service.pools if pool.idle_since is not None]
+        sheet.put(IDLE_WORKERS, sum(idle))
+
+    return make_registry("env-server", [StateCollector(FAMILIES, read), *COUNTED])

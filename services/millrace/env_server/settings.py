@@ -10,14 +10,13 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
+from millrace.config.section import IMAGE_PATTERN
 from millrace.env_server.agents.listen import AgentListen
-from millrace.env_server.image import IMAGE_VARIABLE, parse_image
 from millrace.env_server.interpreters.allowed import PYTHONS_VARIABLE, parse_pythons
-from millrace.env_server.isolation import landlock, namespaces
-from millrace.env_server.isolation.check import why_no_container
-from millrace.env_server.isolation.confinement import Confinement, Isolation
+from millrace.env_server.isolation import namespaces, system
+from millrace.env_server.isolation.confinement import Confinement, Isolation, why_no_container
 from millrace.env_server.isolation.limits import NO_LIMITS, WorkerLimits
-from millrace.env_server.isolation.visible import VISIBLE_VARIABLE, covered, visible_to_workers
+from millrace.env_server.isolation.namespaces import VISIBLE_VARIABLE, covered, visible_to_workers
 from millrace.env_server.workers.worker_process import BLOCKED_VARIABLE, DEFAULT_WAITS_S
 from millrace.errors import InvalidSpecError, Violation
 from millrace.storage.scratch import SCRATCH_VARIABLE
@@ -86,6 +85,41 @@ def _spool_dir(text: str) -> Path:
 
 def _variable(name: str, parse: Callable[[str], Any], default: Any) -> Any:
     return field(default=default, metadata={"name": name, "parse": parse})
+
+
+# The container image that an env-server announces (`MILLRACE_ENV_IMAGE`), and whose environments it therefore plays.
+#
+# An env-server cannot find out what image it runs: it is told at its start. The orchestrator places environments by
+# it (`orchestrator.env.image`); what is here refuses those that came to the wrong place.
+
+IMAGE_VARIABLE = "MILLRACE_ENV_IMAGE"
+FIELD = "orchestrator.env.image"
+
+
+def parse_image(text: str) -> str:
+    """The image of a value of the variable; ValueError if it cannot be one."""
+    if not re.fullmatch(IMAGE_PATTERN, text):
+        raise ValueError("must be the name of a container image, such as registry.example.com/team/my-env:1.2")
+    return text
+
+
+def require_image(wanted: str, announced: str) -> None:
+    """InvalidSpecError unless an env-server that announces that image ("" if none) plays environments that want it."""
+    if wanted == announced:
+        return
+    if not announced:
+        message = (
+            f"is not what this env-server runs: it announces no image; start one from {wanted} with "
+            f"{IMAGE_VARIABLE}={wanted}, or leave the key out"
+        )
+    elif not wanted:
+        message = (
+            f"is not set, and this env-server plays only environments of {announced}: set it to that, or start an "
+            f"env-server without {IMAGE_VARIABLE}"
+        )
+    else:
+        message = f"is not what this env-server runs, which is {announced}; correct one of the two"
+    raise InvalidSpecError([Violation(field=FIELD, value=wanted, message=message)], reason="ENV_IMAGE_REFUSED")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -179,7 +213,7 @@ class EnvServerSettings:
             problems.append(_refused(USER_VARIABLE, self.user, message))
         if self.connect_ports and self.isolation is Isolation.NONE:
             problems.append(_refused(PORTS_VARIABLE, self.connect_ports, f"needs {ISOLATION_VARIABLE}=process or more"))
-        elif self.connect_ports and landlock.version() < landlock.CONNECT_VERSION:
+        elif self.connect_ports and system.version() < system.CONNECT_VERSION:
             message = "cannot be kept by this kernel: it takes Linux 6.7 with Landlock; use a network policy instead"
             problems.append(_refused(PORTS_VARIABLE, self.connect_ports, message))
         if self.visible and self.isolation is not Isolation.CONTAINER:

@@ -6,16 +6,18 @@ would meet shows here: a missing package, a wrong argument, a key that is not se
 
 import asyncio
 import contextlib
+import json
 import os
 import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
+from typing import Any
 
-from millrace.env_server.image import require_image
+from aiohttp import web
+
 from millrace.env_server.interpreters.allowed import ANY, require_allowed
 from millrace.env_server.isolation.inherited import api_key_problem
-from millrace.env_server.settings import EnvServerSettings
-from millrace.env_server.stub_model import NAME, stub_model
+from millrace.env_server.settings import EnvServerSettings, require_image
 from millrace.env_server.workers.pool import EnvPool, PoolLimits
 from millrace.env_server.workers.starter import WorkerStarter
 from millrace.errors import InvalidSpecError, InvalidStateError, Violation
@@ -23,6 +25,54 @@ from millrace.rollouts.requests import EnvSpec, LoadedEnv, PlayRequest, Sampling
 from millrace.rollouts.types import Purpose, Rollout
 
 _POLL_S = 0.05
+
+
+# A model that says the same thing every time: an OpenAI-compatible endpoint, to try an environment with.
+
+NAME = "stub"
+_LOOPBACK = "127.0.0.1"
+
+
+@contextlib.asynccontextmanager
+async def stub_model(reply: str) -> AsyncIterator[str]:
+    """Serve it, and give its base URL."""
+
+    async def chat(request: web.Request) -> web.StreamResponse:
+        body = await request.json()
+        answer = _answer(reply, is_chunk=bool(body.get("stream")))
+        if not body.get("stream"):
+            return web.json_response(answer)
+        stream = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await stream.prepare(request)
+        await stream.write(f"data: {json.dumps(answer)}\n\ndata: [DONE]\n\n".encode())
+        return stream
+
+    async def models(_: web.Request) -> web.Response:
+        return web.json_response({"object": "list", "data": [{"id": NAME, "object": "model", "owned_by": "millrace"}]})
+
+    app = web.Application()
+    app.router.add_post("/v1/chat/completions", chat)
+    app.router.add_get("/v1/models", models)
+    runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
+    await runner.setup()
+    try:
+        await web.TCPSite(runner, _LOOPBACK, 0).start()
+        yield f"http://{_LOOPBACK}:{runner.addresses[0][1]}/v1"
+    finally:
+        await runner.cleanup()
+
+
+def _answer(reply: str, *, is_chunk: bool) -> dict[str, Any]:
+    message = {"role": "assistant", "content": reply}
+    choice = {"index": 0, "delta" if is_chunk else "message": message, "finish_reason": "stop"}
+    return {
+        "id": "stub",
+        "object": "chat.completion.chunk" if is_chunk else "chat.completion",
+        "created": int(time.time()),
+        "model": NAME,
+        "choices": [choice],
+        "usage": {"prompt_tokens": 0, "completion_tokens": 0, "total_tokens": 0},
+    }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from millrace.exports.extras import import_extra
 from millrace.exports.metrics import MetricRow, points
+from millrace.exports.process import import_extra
 from millrace.exports.samples import ExportedSample
 from millrace.storage.clean_up import TEMPORARY, remove
 from millrace.telemetry.redact import redact, secrets_of

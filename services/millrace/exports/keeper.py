@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from millrace.backoff import Backoff
-from millrace.errors import MillraceError
-from millrace.exports.report import decode_report
+from millrace.decoding import decode_object
+from millrace.errors import CorruptObjectError, MillraceError
 from millrace.processes import sessions
 from millrace.telemetry import waits
 
@@ -201,3 +201,14 @@ async def _reports(process: asyncio.subprocess.Process) -> AsyncIterator[dict[st
             return
         if (report := decode_report(line)) is not None:
             yield report
+
+
+# What the exporter of a run says to the orchestrator: JSON lines.
+
+
+def decode_report(line: bytes) -> dict[str, Any] | None:
+    """The report of a line; None for what a foreign library has written in between."""
+    try:
+        return decode_object(line, what="a report of the exporter", reason="REPORT_UNREADABLE")
+    except CorruptObjectError:
+        return None

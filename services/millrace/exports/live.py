@@ -13,12 +13,10 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from millrace.errors import MillraceError, PermissionDeniedError, UnavailableError
-from millrace.exports.metrics import MetricRow
+from millrace.exports.metrics import MetricFollower, MetricRow
 from millrace.exports.process import LogExport, RunExport, serve
-from millrace.exports.reader import MetricFollower
 from millrace.exports.samples import ExportedSample, read_samples
-from millrace.exports.wandb_run import SamplesOf, WandbRun
-from millrace.exports.wandb_target import WandbTarget, target_of
+from millrace.exports.wandb_run import SamplesOf, WandbRun, WandbTarget, target_of
 from millrace.telemetry.redact import keep_secret
 
 INIT_TIMEOUT_S = 60.0

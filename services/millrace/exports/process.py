@@ -5,16 +5,18 @@ by one JSON line on its standard input, whose end is the end of its parent, and 
 output (`millrace.exports.keeper` is the other end).
 """
 
+import importlib
 import json
 import os
 import sys
 import threading
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any, NoReturn
 
 from millrace.backoff import Backoff
 from millrace.decoding import decode_object
-from millrace.errors import MillraceError
+from millrace.errors import InvalidStateError, MillraceError
 from millrace.runlog.names import Names
 from millrace.storage import open_store
 from millrace.telemetry.redact import redact
@@ -94,3 +96,18 @@ def serve(make: Callable[[dict[str, Any]], RunExport]) -> NoReturn:
     threading.Thread(target=listen, daemon=True, name="end of the parent").start()
     export.run()
     os._exit(0)  # what foreign threads still do is not waited for
+
+
+# Libraries that only some exports need.
+
+
+def import_extra(module: str, *, extra: str) -> ModuleType:
+    """The module; an error with the pip command where the extra that brings it is not installed."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise InvalidStateError(
+            f"exporting to {extra} needs {module.partition('.')[0]}, which is not installed ({error})",
+            reason="EXTRA_MISSING",
+            remedy=f"pip install 'millrace[{extra}]'",
+        ) from error

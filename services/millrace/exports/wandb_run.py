@@ -7,16 +7,16 @@ order of the rows never changes, a second export of the run writes the same valu
 
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from millrace.errors import CorruptObjectError
-from millrace.exports.extras import import_extra
 from millrace.exports.files import redacted
 from millrace.exports.metrics import MetricRow
+from millrace.exports.process import import_extra
 from millrace.exports.samples import ExportedSample
-from millrace.exports.wandb_target import WandbTarget
 from millrace.telemetry.redact import masked, secrets_of
 
 logger = logging.getLogger(__name__)
@@ -32,6 +32,51 @@ _MAX_TEXT_CHARS = 20_000
 
 SamplesOf = Callable[[int], Sequence[ExportedSample]]
 """The samples of a step."""
+
+
+# Where in W&B a run goes, as its own config says.
+
+DEFAULT_PROJECT = "millrace"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WandbTarget:
+    """Where in W&B the run is, and what of it goes there."""
+
+    project: str
+    id: str
+    name: str
+    entity: str | None = None
+    group: str | None = None
+    tags: tuple[str, ...] = ()
+    is_offline: bool = False
+    directory: Path
+    samples: bool = False
+    distributions: bool = False
+    interval: int = 10
+    """Steps between two tables."""
+    config: Mapping[str, Any] = field(default_factory=dict)
+
+
+def target_of(config: Mapping[str, Any], *, uid: str, run: str, directory: Path) -> WandbTarget:
+    """The target of a run by its resolved config; its defaults where that has no `[wandb]`."""
+    wandb = config.get("wandb") or {}
+    extras = wandb.get("log_extras") or {}
+    interval = extras.get("interval")
+    return WandbTarget(
+        project=wandb.get("project") or DEFAULT_PROJECT,
+        id=wandb.get("id") or uid,
+        name=wandb.get("name") or run,
+        entity=wandb.get("entity"),
+        group=wandb.get("group"),
+        tags=tuple(wandb.get("tags") or ()),
+        is_offline=bool(wandb.get("offline")),
+        directory=directory,
+        samples=bool(extras.get("samples")),
+        distributions=bool(extras.get("distributions")),
+        interval=10 if interval is None else interval,
+        config=config,
+    )
 
 
 class WandbRun:

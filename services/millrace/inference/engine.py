@@ -9,7 +9,7 @@ arguments are plain values, and the stages of an update that may fail harmlessly
 (`apply_policy`) are separate calls.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -19,7 +19,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from millrace.errors import InvalidStateError
-from millrace.policies.staged import StagedPolicy
+from millrace.policies.adapter import AdapterSpec, Shape, adapter_problems
+from millrace.policies.manifest import AdapterEntry, StagedPolicy
 from millrace.rollouts.types import PolicySpan
 
 STALL_S = 60.0
@@ -290,3 +291,60 @@ def require_fit(problems: Sequence[str], *, what: str, reason: str, remedy: str)
             reason=reason,
             remedy=remedy,
         )
+
+
+# Whether an adapter fits the model that an engine holds. No torch.
+
+
+def spec_of(entry: AdapterEntry) -> AdapterSpec:
+    """What a manifest says of its adapter."""
+    return AdapterSpec(
+        rank=entry.rank, alpha=entry.alpha, target_modules=entry.target_modules, modules_to_save=entry.modules_to_save
+    )
+
+
+def require_fitting(staged: StagedPolicy, base: Mapping[str, Shape]) -> None:
+    """Raise InvalidStateError, naming tensors, unless the adapter fits weights `base` (dtype and shape by name)."""
+    entry = staged.manifest.adapter
+    problems = ["it is none"]
+    if entry is not None:
+        tensors = {name: (tensor.dtype, tensor.shape) for name, tensor in staged.tensors.items()}
+        problems = adapter_problems(spec_of(entry), tensors, base, source="the adapter")
+    require_fit(
+        problems,
+        what="adapter",
+        reason="ADAPTER_MODEL_MISMATCH",
+        remedy="publish the adapter with the base model and the number format that it was trained on",
+    )
+
+
+# The probe of a policy: the trainer's log-probs on a fixed prompt against those of an engine.
+#
+# The digest proves bits; the probe proves that the engine computes with them. It is the only proof for layouts that
+# do not give the published bits back. It compares means over the prompt, because single tokens of low probability
+# differ most: `mean |found - expected| <= mean (ABSOLUTE + RELATIVE * |expected|)`.
+#
+# The tolerances follow the coarsest number format on the way. Measured against an HF forward pass (fp32 master
+# weights in the trainer): fp32 engine mean 4e-7, bf16-rounded weights mean 6e-3, bf16 arithmetic mean 1e-2 at log-
+# probs around -4. A logit of size L carries an error of a few L * 2**-8 in bf16, hence the relative part; the
+# absolute part is five to a hundred times the measured mean. A policy with one layer of another version differs by
+# 1e-2 and more in fp32 at RL's usual steps; in bf16 only the digest sees that little.
+
+_TOLERANCES = {"float32": (1e-4, 1e-5), "float16": (1e-2, 2e-3), "bfloat16": (5e-2, 1.6e-2)}
+
+
+def probe_problem(expected: Sequence[float], found: Sequence[float], *, dtypes: Sequence[str]) -> str | None:
+    """What is wrong with log-probs [T] of an engine against the trainer's; None if nothing is.
+
+    `dtypes` are the names of the number formats on the way (published, computed); the coarsest one decides.
+    """
+    absolute, relative = max(_TOLERANCES.get(dtype, _TOLERANCES["bfloat16"]) for dtype in dtypes)
+    want, have = np.asarray(expected, np.float64), np.asarray(found, np.float64)
+    if want.shape != have.shape:
+        return f"the engine gave {have.size} log-probs on the probe's prompt, the manifest has {want.size}"
+    if not np.isfinite(have).all():
+        return "the engine's log-probs on the probe's prompt are not finite"
+    gap, limit = float(np.abs(have - want).mean()), float((absolute + relative * np.abs(want)).mean())
+    if gap <= limit:
+        return None
+    return f"the engine's log-probs on the probe's prompt differ from the trainer's by {gap:.2g} in the mean"

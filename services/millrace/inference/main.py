@@ -15,7 +15,7 @@ from millrace.errors import NotFoundError
 from millrace.inference import launch_env
 from millrace.inference.settings import InferenceSettings
 from millrace.inference.vllm import releases
-from millrace.processes.service import run_service
+from millrace.processes.lifeline import run_service
 from millrace.telemetry.logging import setup
 from millrace.telemetry.settings import Settings
 from millrace.telemetry.startup import without_gc

@@ -13,14 +13,14 @@ import grpc.aio
 from millrace.errors import InternalError
 from millrace.inference.engine import STALL_S, PolicyEngine
 from millrace.inference.model_files import ModelSlot
-from millrace.inference.registration import inference_worker
 from millrace.inference.service import SERVICE_NAME, PolicyServicer
+from millrace.inference.settings import inference_worker
 from millrace.inference.updater import PolicyUpdater
 from millrace.internal.v1 import policy_service_pb2_grpc
 from millrace.internal.v1.worker_service_pb2 import HeartbeatRequest
 from millrace.policies.host_copy import HostCopy
 from millrace.rpc.health import PROCESS, HealthBoard
-from millrace.rpc.registered import RegisteredWorker
+from millrace.rpc.serve import RegisteredWorker
 from millrace.rpc.worker import new_worker_id
 from millrace.storage.opening import open_store
 from millrace.telemetry import waits

@@ -1,13 +1,18 @@
 """Settings of the inference service alone, beside those of every service (`telemetry.settings`)."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from millrace.config.sections.inference import EMBEDDED_PARSERS
 from millrace.errors import InvalidSpecError, Violation
+from millrace.inference.http.access import http_scheme
+from millrace.internal.v1.worker_service_pb2 import WORKER_KIND_INFERENCE, Worker
+from millrace.rpc.reach import is_wildcard
+from millrace.runlog.redis.log import FORMAT_MAJOR
+from millrace.telemetry.settings import join_address
 
 _SWITCH = {"1": True, "0": False}
 
@@ -137,3 +142,21 @@ def _with_shared(flags: Mapping[str, Any], values: Mapping[str, Any]) -> dict[st
     names = {key.rpartition(".")[2].replace("-", "_") for key in flags}
     shared = ("max_num_seqs", "max_model_len", *EMBEDDED_PARSERS, "enable_auto_tool_choice")
     return {name: values[name] for name in shared if name in values and name not in names} | dict(flags)
+
+
+# What a replica registers as, whichever process of it answers.
+
+
+def inference_worker(worker_id: str) -> Worker:
+    """What a replica registers as, but for where it is."""
+    return Worker(
+        worker_id=worker_id,
+        kind=WORKER_KIND_INFERENCE,
+        min_log_format=FORMAT_MAJOR,
+        max_log_format=FORMAT_MAJOR,
+    )
+
+
+def http_address(host: str, port: int) -> Callable[[str], str]:
+    """Make the URL of an HTTP API that listens on `host`: of that host, or of the reachable one for a wildcard."""
+    return lambda reachable: f"{http_scheme()}://{join_address(reachable if is_wildcard(host) else host, port)}/v1"

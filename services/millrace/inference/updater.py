@@ -31,11 +31,10 @@ from millrace.errors import (
 from millrace.inference import meters, model_files
 from millrace.inference.engine import EngineState, HeldDigest, InflightMode, PolicyEngine, PolicyIdentity
 from millrace.inference.model_files import POLICY_NAME, ModelSlot, ServedModel
-from millrace.models.adapter_files import require_no_adapter
-from millrace.policies.manifest import AdapterEntry
+from millrace.models.files import require_no_adapter
+from millrace.policies.manifest import AdapterEntry, StagedPolicy, Stager
 from millrace.policies.proof import mismatch
 from millrace.policies.pull import pull_files
-from millrace.policies.staged import StagedPolicy, Stager
 from millrace.storage.base import ObjectStore
 from millrace.telemetry import progress, waits
 from millrace.telemetry.progress import Doing

@@ -7,18 +7,21 @@ It begins when every process was ready once: a death before is an error of the s
 """
 
 import asyncio
+import os
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from enum import Enum
 from pathlib import Path
-from typing import NoReturn
+from typing import BinaryIO, NoReturn
 
+from millrace.backoff import Backoff
 from millrace.errors import first_error
 from millrace.local import liveness
 from millrace.local.liveness import Answer, AnswerHistory, LivenessAction, Probe
-from millrace.local.restarts import SETTLED_AFTER_S, ExitKind, Lives
-from millrace.local.rotation import keep_bounded
 from millrace.processes.supervisor import Child, Supervisor, describe_death
 from millrace.processes.table import is_stopped
+from millrace.storage.clean_up import remove
 from millrace.telemetry import waits
 
 _READY_POLL_S = 0.1
@@ -163,3 +166,154 @@ def _what(answer: Answer) -> str:
 
 def _why(child: Child) -> str:
     return " (it is stopped by a signal or a debugger)" if is_stopped(child.pid) else ""
+
+
+# When a process that died is started again, and when that is given up: arithmetic without processes or clocks.
+#
+# A death counts until a life has lasted `SETTLED_AFTER_S`. One by SIGKILL comes from outside (a person, the kernel
+# out of memory, our own liveness) and says less about the process than a death of its own: it weighs a quarter.
+
+BACKOFF = Backoff(0.2, 10.0, factor=3.0)
+SETTLED_AFTER_S = 30.0
+"""A life that lasted this long after it was ready was a good one: what came before is forgotten."""
+CRASH_LOOP = 5.0
+"""Weight of the deaths in a row, none of a settled process, that are a crash loop."""
+
+
+class ExitKind(Enum):
+    """How a process ended."""
+
+    ORDERLY = 0.0
+    """Exit code 0: somebody sent SIGTERM to have it restarted."""
+    KILLED = 0.25
+    """SIGKILL."""
+    CRASHED = 1.0
+    """Another signal or exit code: its own doing."""
+
+    @classmethod
+    def of(cls, returncode: int) -> "ExitKind":
+        """What a return code says; minus a signal's number for a signal."""
+        return {0: cls.ORDERLY, -9: cls.KILLED}.get(returncode, cls.CRASHED)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RestartDecision:
+    """What to do about one death."""
+
+    is_hopeless: bool
+    """A crash loop: starting it again would not help."""
+    delay_s: float
+    """Seconds until the next start."""
+    short_lives: int
+    """Deaths in a row before it had settled, this one included."""
+
+
+class Lives:
+    """The lives of one process, one after the other. Times are monotonic seconds."""
+
+    def __init__(self, *, settled_after_s: float = SETTLED_AFTER_S) -> None:
+        """`settled_after_s` is longer for what answers long before it is at work."""
+        self._settled_after_s = settled_after_s
+        self.restarts = 0
+        """How often it was started again."""
+        self.ready_at: float | None = None
+        """When this life became ready; None before."""
+        self._short = 0
+        self._weight = 0.0
+
+    def begin(self) -> None:
+        """It was started again."""
+        self.restarts += 1
+        self.ready_at = None
+
+    def ready(self, now: float) -> None:
+        """It serves."""
+        if self.ready_at is None:
+            self.ready_at = now
+
+    def end(self, now: float, exit_kind: ExitKind) -> RestartDecision:
+        """It died."""
+        lived_s = None if self.ready_at is None else now - self.ready_at
+        self.ready_at = None
+        if exit_kind is ExitKind.ORDERLY:
+            if lived_s is not None:
+                return RestartDecision(is_hopeless=False, delay_s=0.0, short_lives=self._short)
+            exit_kind = ExitKind.CRASHED  # nobody restarts what is not up yet: it gave up by itself
+        if lived_s is not None and lived_s >= self._settled_after_s:
+            self._short, self._weight = 0, 0.0
+        self._short, self._weight = self._short + 1, self._weight + exit_kind.value
+        delay_s = BACKOFF.after(self._weight)
+        return RestartDecision(is_hopeless=self._weight >= CRASH_LOOP, delay_s=delay_s, short_lives=self._short)
+
+
+# Keeps the logs of a stack's processes bounded: a file that has grown too large becomes `NAME.log.1`.
+#
+# The processes keep their files open to append, foreign programs among them, so a file is copied and then emptied;
+# what is written between the last read and that moment is lost. Who follows a file (`millrace.cli.log_files`) sees by
+# a new `NAME.log.1` that it was rotated.
+
+MAX_BYTES = 64 << 20
+"""Of one file; with the one before it, a process keeps twice as much."""
+PERIOD_S = 5.0
+_CHUNK_BYTES = 1 << 20
+_LOOKS, _LOOK_AGAIN_S = 10, 0.001
+"""How often a copy that ends within a line is looked at again: the write is done, or the line is a prompt."""
+
+
+def old_of(path: Path) -> Path:
+    """Where the lines before those of a log are."""
+    return path.with_name(f"{path.name}.1")
+
+
+def rotate(path: Path, *, max_bytes: int = MAX_BYTES) -> bool:
+    """Make the file the old one if it is larger than `max_bytes`; whether it was. OSError where the disk is full."""
+    try:
+        if path.stat().st_size <= max_bytes:
+            return False
+    except FileNotFoundError:
+        return False
+    fresh = path.with_name(f"{path.name}.new")
+    try:
+        with path.open("rb") as source, fresh.open("wb") as target:
+            _copy_lines(source, target)
+    except OSError:  # raised on: half a copy takes the last room of a disk
+        remove(fresh, what="log file")
+        raise
+    os.truncate(path, 0)
+    fresh.replace(old_of(path))
+    return True
+
+
+def _copy_lines(source: BinaryIO, target: BinaryIO) -> None:
+    """Copy to the end of a line: a reader can see the first half of a write that crosses a page, before the second."""
+    last = b"\n"
+    # unregistered wait: 10 ms at most, for a write that is under way
+    for _ in range(_LOOKS):
+        while chunk := source.read(_CHUNK_BYTES):
+            target.write(chunk)
+            last = chunk[-1:]
+        if last == b"\n":
+            return
+        time.sleep(_LOOK_AGAIN_S)
+
+
+async def keep_bounded(
+    directory: Path, *, note: Callable[[str], None], max_bytes: int = MAX_BYTES, period_s: float = PERIOD_S
+) -> NoReturn:
+    """Rotate the logs of a directory as they grow, until cancelled. `note` is told once of what cannot be rotated."""
+    told: set[str] = set()
+    # unregistered wait: a periodic look at files of this machine
+    while True:
+        for path in await asyncio.to_thread(_logs, directory):
+            try:
+                await asyncio.to_thread(rotate, path, max_bytes=max_bytes)
+                told.discard(path.name)
+            except OSError as error:
+                if path.name not in told:
+                    told.add(path.name)
+                    note(f"{path} cannot be rotated and goes on growing: {error}")
+        await asyncio.sleep(period_s)
+
+
+def _logs(directory: Path) -> list[Path]:
+    return sorted(directory.glob("*.log"))

@@ -21,8 +21,7 @@ from typing import Literal, Self
 
 from millrace.errors import InvalidStateError, UnavailableError
 from millrace.local.ports import free_port
-from millrace.processes.parent_death import die_with_parent
-from millrace.processes.sessions import kill_group
+from millrace.processes.sessions import die_with_parent, kill_group
 
 READY_POLL_S = 0.02
 _STOP_S = 5.0  # SIGTERM makes the server flush its append-only file; it takes milliseconds unless the disk hangs

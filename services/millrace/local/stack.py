@@ -4,7 +4,7 @@
         await stack.start()
         await stack.guard(work(stack.address))     # ends with ProcessDiedError when a process cannot be kept alive
 
-Everything lies in one directory: `logs/<process>.log` (bounded, see `millrace.local.rotation`), `store/` (the object
+Everything lies in one directory: `logs/<process>.log` (bounded, see `millrace.local.keeper`), `store/` (the object
 store), `redis/`, `spool/` (finished rollouts of the env-server), `scratch/` (checkpoints on their way),
 `logs/stack.log` (what died, was started again or does not answer), and `stack.json`: where the stack listens, which
 file holds the URL of its Redis, the pids. Services start at the same time, because each spends seconds on imports. Once
@@ -26,13 +26,12 @@ from typing import IO, Any, NoReturn, Self, TypeVar
 from millrace.errors import UnavailableError
 from millrace.inference.launch_env import engine_python
 from millrace.local import gpus, preloads
-from millrace.local.directory import hold_directory
-from millrace.local.identity import StackId
+from millrace.local.directory import StackId, hold_directory
 from millrace.local.keeper import Keeper
 from millrace.local.liveness import Answer, Probe, probe_redis, probe_service
 from millrace.local.ports import free_ports, require_free
 from millrace.local.redis import READY_POLL_S, EmbeddedRedis
-from millrace.processes import parent_death
+from millrace.processes import sessions
 from millrace.processes.forked import ForkServerClient
 from millrace.processes.supervisor import ProcessSpec, Supervisor, tail
 from millrace.race import first_of
@@ -341,7 +340,7 @@ class LocalStack:
         await self.supervisor.start(
             ProcessSpec(
                 name="redis",
-                argv=[sys.executable, "-I", "-S", parent_death.__file__, str(os.getpid()), *redis.command()],
+                argv=[sys.executable, "-I", "-S", sessions.__file__, str(os.getpid()), *redis.command()],
                 env={name: value for name, value in self._environ.items() if name.startswith(_TO_REDIS)},
                 log_path=redis.log_path,
                 tier=0,

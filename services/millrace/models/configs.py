@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from millrace.models.small_files import read_object
+from millrace.models.files import read_object
 from millrace.storage.clean_up import TemporaryDirectory
 
 _CONFIG = "config.json"

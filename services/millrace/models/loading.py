@@ -21,15 +21,21 @@ from torch.distributed.tensor import DTensor
 
 from millrace.errors import InvalidStateError, NotFoundError
 from millrace.models.configs import read_config
-from millrace.models.errors import first_names, model_corrupt, model_not_found, model_quantized
+from millrace.models.files import (
+    QUANTIZATION,
+    WeightFiles,
+    first_names,
+    model_corrupt,
+    model_not_found,
+    model_quantized,
+    quantization_of,
+    read_object,
+)
 from millrace.models.older_names import mend_older_rope
 from millrace.models.quantized import dequantized, require_known
 from millrace.models.shortage import is_shortage
-from millrace.models.small_files import read_object
-from millrace.models.weight_files import QUANTIZATION, WeightFiles, quantization_of
 from millrace.telemetry import progress
-from millrace.telemetry.progress import Doing
-from millrace.telemetry.progress_bars import loading_counts
+from millrace.telemetry.progress import Doing, loading_counts
 
 _PLAIN = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 

@@ -2,12 +2,9 @@
 
 from pathlib import Path
 
-from millrace.models.adapter_files import require_no_adapter
-from millrace.models.errors import first_names
+from millrace.models.files import WeightFiles, first_names, read_object, require_no_adapter
 from millrace.models.loading import check_weights
-from millrace.models.small_files import read_object
 from millrace.models.vocabulary import check_tokenizer
-from millrace.models.weight_files import WeightFiles
 
 
 def look_at(directory: Path, *, tokenizer: Path, needs_template: bool) -> list[str]:

@@ -11,8 +11,7 @@ from typing import Any
 
 import torch
 
-from millrace.models.errors import first_names, model_quantized
-from millrace.models.weight_files import StoredTensor, quantization_of
+from millrace.models.files import StoredTensor, first_names, model_quantized, quantization_of
 
 _FP8_SCALE, _FP8_ACTIVATIONS = "_scale_inv", "activation_scale"
 _MXFP4_BLOCKS, _MXFP4_SCALES = "_blocks", "_scales"

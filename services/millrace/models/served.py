@@ -14,12 +14,17 @@ from typing import Any
 
 import torch
 
-from millrace.models.adapter_files import require_no_adapter
-from millrace.models.errors import first_names, model_corrupt
+from millrace.models.files import (
+    INDEX,
+    SINGLE,
+    WeightFiles,
+    first_names,
+    model_corrupt,
+    read_object,
+    require_no_adapter,
+)
 from millrace.models.loading import check_stored
-from millrace.models.small_files import read_object
 from millrace.models.vocabulary import check_tokenizer
-from millrace.models.weight_files import INDEX, SINGLE, WeightFiles
 
 _INDICES = "*.index.json"
 _PIECE = 1 << 22

@@ -1,12 +1,16 @@
 """The events that the orchestrator writes into a run's log, one method each."""
 
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 
+from millrace.custom_code import CustomCode
 from millrace.orchestrator.play.buffer import PoolSizes
 from millrace.orchestrator.play.failures import EnvCount
 from millrace.orchestrator.run_meters import RunMeters
-from millrace.rpc.heartbeat_wire import to_proto
-from millrace.runlog import EventWriter
+from millrace.orchestrator.workers import WorkerRegistry
+from millrace.rpc.worker import to_proto
+from millrace.runlog import Epoch, EventWriter, Lease, RunLog
+from millrace.runlog.records.run_record import RunRecord
 from millrace.telemetry.waits import Wait
 from millrace.v1 import event_pb2, run_pb2
 
@@ -117,3 +121,20 @@ class RunEvents:
 def is_told(count: int) -> bool:
     """Whether the `count`-th occurrence is reported: the first one is, and each at which the count has doubled."""
     return count & (count - 1) == 0
+
+
+# What identifies one drive of a run, and what it works with: the same for all of its parts.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunContext:
+    """A claimed run: its record, its log under one epoch and lease, its events, the workers to choose from, and what
+    of the user's code may be loaded for it."""
+
+    record: RunRecord
+    log: RunLog
+    epoch: Epoch
+    lease: Lease
+    registry: WorkerRegistry
+    events: RunEvents
+    custom_code: CustomCode = field(default_factory=CustomCode)

@@ -4,7 +4,7 @@ import asyncio
 import os
 from typing import NoReturn
 
-from millrace.processes.service import run_service
+from millrace.processes.lifeline import run_service
 from millrace.telemetry.logging import setup
 from millrace.telemetry.settings import Settings
 from millrace.telemetry.startup import without_gc

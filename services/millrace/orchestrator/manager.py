@@ -2,37 +2,76 @@
 
 import asyncio
 import logging
+import os
 import time
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from pathlib import Path
+from typing import Any, TypeAlias
 
 import redis.asyncio
 
 from millrace.custom_code import CustomCode
 from millrace.errors import CorruptObjectError, FencedError, LogGoneError, MillraceError, all_errors
+from millrace.exports.keeper import WANDB, Destination, Exporter
 from millrace.orchestrator import run_meters
 from millrace.orchestrator.drive.assembly import RunParts
 from millrace.orchestrator.drive.eval_run import EvalRunDriver
-from millrace.orchestrator.drive.exports import RunExports
 from millrace.orchestrator.drive.run_driver import RunDriver
 from millrace.orchestrator.drive.train_run import TrainRunDriver
-from millrace.orchestrator.events import RunEvents
+from millrace.orchestrator.events import RunContext, RunEvents
 from millrace.orchestrator.explain.chain import storage_of
 from millrace.orchestrator.explain.watchdog import Watchdog, tell_takeover
-from millrace.orchestrator.run_context import RunContext
-from millrace.orchestrator.runs.catalog import RunCatalog
-from millrace.orchestrator.runs.desired_state import POLL_S, DesiredState, DesiredStates
-from millrace.orchestrator.runs.intent_calls import ROLE
-from millrace.orchestrator.runs.run_view import RunView
-from millrace.orchestrator.runs.sealing import Sealer
+from millrace.orchestrator.runs.catalog import RunCatalog, RunView
+from millrace.orchestrator.runs.intents import POLL_S, ROLE, DesiredState, DesiredStates
 from millrace.orchestrator.workers import RETIRED_S, WorkerKind, WorkerRegistry
 from millrace.runlog import EventWriter, Lease, RunLog
+from millrace.runlog.events.run_status import state_name
 from millrace.runlog.records.revisions import load_reopenings
 from millrace.runlog.records.run_record import EVAL
+from millrace.runlog.seal import seal_late
 from millrace.storage import ObjectStore
+from millrace.storage.scratch import scratch_parent
 from millrace.telemetry import faults, waits
 from millrace.v1 import run_pb2
+
+# Runs whose process died between their end and their seal get the seal here.
+
+RETRY_S = 30.0
+"""When a run is tried again that could not be sealed."""
+
+
+class Sealer:
+    """Looks once at every ended run of which it hears, one after the other."""
+
+    def __init__(self, catalog: RunCatalog, *, owner: str) -> None:
+        self._catalog = catalog
+        self._owner = owner
+        self._seen: set[tuple[str, int]] = set()
+        self._not_before: dict[str, float] = {}
+        self._todo: asyncio.Queue[RunView] = asyncio.Queue()
+
+    def note(self, view: RunView) -> None:
+        """A run has ended; one that was reopened meanwhile ends again."""
+        end = view.record.uid, view.run.end_time.ToNanoseconds()
+        if end not in self._seen and time.monotonic() >= self._not_before.get(view.record.uid, 0.0):
+            self._seen.add(end)
+            self._todo.put_nowait(view)
+
+    async def run(self) -> None:
+        """Seal what is not sealed; ends by cancellation."""
+        while True:
+            view = await self._todo.get()
+            uid = view.record.uid
+            state = state_name(view.status.state)
+            try:
+                if await seal_late(await self._catalog.open_log(uid), state=state, by=f"{self._owner}, later"):
+                    logger.info("run sealed that had ended without", extra={"run": view.record.name})
+            except Exception as error:  # noqa: BLE001 - the edge of a run: whatever is wrong with it, the others go on
+                logger.warning("run not sealed, trying again", extra={"run": view.record.name, "error": str(error)})
+                self._not_before[uid] = time.monotonic() + RETRY_S
+                self._seen.discard((uid, view.run.end_time.ToNanoseconds()))  # a later scan names it again
+
 
 logger = logging.getLogger(__name__)
 
@@ -405,3 +444,60 @@ async def _try_to(what: str, work: Awaitable[None]) -> None:
         await work
     except MillraceError as error:
         logger.warning("could not %s", what, extra={"error": str(error)})
+
+
+# The exports of a run that its orchestrator keeps going: to W&B, and of traces to an OpenTelemetry collector.
+
+TRACES = Destination(
+    module="millrace.exports.traces",
+    name="the collector of traces",
+    reasons="TRACES",
+    rest="nothing: the traces of the last steps are lost",
+    finish_s=30.0,
+)
+_ENDPOINTS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
+
+
+class RunExports:
+    """What is exported of one run under one claim, as its config and the environment say."""
+
+    def __init__(self, context: RunContext, *, store_url: str, environ: Mapping[str, str] = os.environ) -> None:
+        self._running: list[Exporter] = []
+        config = context.record.config or {}
+        if not store_url:
+            return
+        if config.get("wandb"):
+            directory = _directory(config, context.record.name, context.record.uid)
+            self._start(context, WANDB, store_url, config=config, directory=str(directory))
+        if traces_wanted(environ):
+            self._start(context, TRACES, store_url)
+
+    def _start(self, context: RunContext, destination: Destination, store_url: str, **order: Any) -> None:
+        names, record = context.log.names, context.record
+        exporter = Exporter(record.name, destination, tell=context.events.warning)
+        exporter.start(store_url=store_url, prefix=names.prefix, uid=record.uid, **order)
+        self._running.append(exporter)
+
+    async def finish(self) -> None:
+        """The run has ended: let the rest be written, for a while."""
+        await asyncio.gather(*(exporter.finish() for exporter in self._running))
+
+    async def close(self, *, has_ended: bool) -> None:
+        """End the processes; where the run has ended, what a moment allows is written first."""
+        await asyncio.gather(*(exporter.close(has_ended=has_ended) for exporter in self._running))
+
+
+def traces_wanted(environ: Mapping[str, str]) -> bool:
+    """Whether OpenTelemetry's variables ask for traces: an endpoint or an exporter is named, and nothing says no."""
+    exporter = environ.get("OTEL_TRACES_EXPORTER", "").strip().lower()
+    if environ.get("OTEL_SDK_DISABLED", "").strip().lower() == "true" or exporter == "none":
+        return False
+    return bool(exporter) or any(environ.get(name) for name in _ENDPOINTS)
+
+
+def _directory(config: dict[str, Any], run: str, uid: str) -> Path:
+    """Where W&B's own files go: WANDB_DIR, or beside the results of the run if they are on this machine."""
+    results = Path(str(config.get("output_dir") or "outputs")) / run
+    if "WANDB_DIR" not in os.environ and results.is_dir():
+        return results
+    return Path(os.environ.get("WANDB_DIR") or scratch_parent() / "wandb") / uid

@@ -8,14 +8,14 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import NamedTuple
 
 from millrace.errors import CapacityError
 from millrace.internal.v1 import policy_pb2, policy_service_pb2, worker_service_pb2
-from millrace.orchestrator.worker_names import Numbered, WorkerNames
-from millrace.rpc.heartbeat_wire import from_proto, gpus_from_proto
+from millrace.rpc.worker import from_proto, gpus_from_proto
 from millrace.telemetry.gpus import GpuUse
 from millrace.telemetry.waits import Wait
 
@@ -355,3 +355,40 @@ class WorkerRegistry:
         del self.by_id[record.worker_id]
         for callback in self.on_lost:
             callback(record, reason)
+
+
+# Short names of workers for people, such as `trainer-1`: a worker keeps its own, and its successor has it, too.
+
+
+class Numbered(NamedTuple):
+    """A worker: what it is, and the slot that its successor takes over; "" for none."""
+
+    worker_id: str
+    kind: str
+    slot: str
+
+
+@dataclass(slots=True)
+class WorkerNames:
+    """Numbers the workers of each kind; the smallest number that is free goes to the next."""
+
+    _numbers: dict[str, tuple[Numbered, int]] = field(default_factory=dict)
+
+    def of(self, workers: Iterable[Numbered]) -> dict[str, str]:
+        """The name of each worker, by its id; `workers` are all that there are, in the order in which they came."""
+        living = {place.worker_id: place for place in workers}
+        gone = [self._numbers.pop(worker) for worker in list(self._numbers) if worker not in living]
+        left = {(place.kind, place.slot): number for place, number in gone if place.slot}
+        new = [place for worker, place in living.items() if worker not in self._numbers]
+        new.sort(key=lambda place: (place.kind, place.slot) not in left)  # others must not take a successor's number
+        for place in new:
+            taken = {number for other, number in self._numbers.values() if other.kind == place.kind}
+            free = next(each for each in range(1, len(taken) + 2) if each not in taken)
+            self._numbers[place.worker_id] = (place, left.pop((place.kind, place.slot), free))
+        return {worker: f"{place.kind}-{number}" for worker, (place, number) in self._numbers.items()}
+
+
+def host_of(worker_id: str, kind: str) -> str:
+    """Return the host in a worker's id, which ends in a process id and a random part; "" for an id of another form."""
+    parts = worker_id.removeprefix(f"{kind}-").rsplit("-", 2)
+    return parts[0] if len(parts) == 3 else ""

@@ -12,13 +12,14 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
-from typing import Any
+from pathlib import Path
+from typing import Any, Protocol, Self
 
-from millrace.decoding import Fields, decode_object, require_file_name, require_integer
-from millrace.errors import CorruptObjectError
+from millrace.decoding import Fields, decode_object, require_file_name, require_integer, require_number
+from millrace.errors import CorruptObjectError, InvalidStateError
+from millrace.policies.change import TensorChange
 from millrace.policies.digest import policy_digest
-from millrace.policies.probe import Probe
-from millrace.policies.tensors import MAX_DIMENSIONS, element_bytes, tensor_bytes
+from millrace.policies.tensors import MAX_DIMENSIONS, TensorBytes, TensorPlace, element_bytes, tensor_bytes
 from millrace.storage.commit_points import revision_key
 
 FORMAT = 5
@@ -184,6 +185,47 @@ class AdapterEntry:
     base_key: str
     base_digest: str
     base_bytes: int
+
+
+# What proves that an engine serves a policy: the trainer's log-probs, and the contexts that they hold in.
+
+_MOST = 1 << 12
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Probe:
+    """The trainer's log-probs on a fixed prompt: `logprobs[i]` is that of `token_ids[i + 1]` after those before.
+
+    `contexts` are the least and the most tokens of the longest sequence of an engine that computes positions as the
+    trainer does: only the least where there is no most, and nothing where the model's positions follow no length.
+    """
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    contexts: tuple[int, ...] = ()
+
+    @classmethod
+    def of(cls, fields: Fields) -> Self:
+        """The probe that an object of a manifest says; ValueError if it is none."""
+        contexts = fields.integers("contexts", most=2)
+        if tuple(sorted(contexts)) != contexts:
+            raise ValueError(f"the probe's contexts are from {contexts[0]} to {contexts[1]} tokens")
+        logprobs = (require_number(value, what="a log-prob") for value in fields.items("logprobs", most=_MOST))
+        return cls(token_ids=fields.integers("token_ids", most=_MOST), logprobs=tuple(logprobs), contexts=contexts)
+
+    def require_context(self, length: int) -> None:
+        """InvalidStateError (CONTEXT_DIFFERS) if an engine of sequences up to `length` computes other positions."""
+        least, most = (*self.contexts, None, None)[:2]
+        if (least is None or least <= length) and (most is None or length <= most):
+            return
+        wanted = f"at least {least}" if most is None else f"{least} to {most}"
+        raise InvalidStateError(
+            f"the model's positions follow the longest sequence: the trainer computes those of {wanted} tokens, and "
+            f"this engine serves {length}",
+            reason="CONTEXT_DIFFERS",
+            remedy=f"start the engine with {wanted} tokens (inference.model.max_model_len, MILLRACE_MAX_MODEL_LEN, "
+            "max_model_len in MILLRACE_VLLM_FLAGS), or write into the run's inference.model.max_model_len what it has",
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -391,3 +433,47 @@ def _check_encoding(encoding: Encoding, tensors: Mapping[str, TensorEntry], *, v
 def sha256_hex(data: bytes | memoryview) -> str:
     """sha256 of an object's bytes, hex."""
     return hashlib.sha256(data).hexdigest()
+
+
+# A policy version that is fetched, decoded and proved, ready to be put into an engine.
+#
+# It lies between the puller (`host_copy.py`), which reads objects, and an engine, which holds weights in a layout of
+# its own. A staged policy holds the whole version, and says which elements changed since the version that the engine
+# holds, so that an engine can choose between loading everything and writing only what is new.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StagedPolicy:
+    """One version in host memory, proved against its manifest.
+
+    `tensors` are views of the host copy: they are valid until the next version is staged. `changes` say, by tensor
+    name, what differs from the version `base`, a (lineage, version); they are None if that is unknown or everything may
+    differ, and a tensor without an entry is unchanged. `path` is a file that holds the same bytes, in the safetensors
+    layout that `places` tells, for engines in another process; None if there is none. `fetched_bytes` were read from
+    the object store; `full_bytes` is what a full copy has.
+    """
+
+    manifest: PolicyManifest
+    tensors: Mapping[str, TensorBytes]
+    changes: Mapping[str, tuple[TensorChange, ...]] | None = None
+    base: tuple[int, int] | None = None
+    path: Path | None = None
+    places: Mapping[str, TensorPlace] | None = None
+    fetched_bytes: int = 0
+    full_bytes: int = 0
+
+
+class Stager(Protocol):
+    """Fetches and proves a policy in host memory; `HostCopy` is one. All methods block."""
+
+    def stage(self, manifest_key: str, sha256: bytes | None = None) -> StagedPolicy:
+        """The version, whole and proved; a failure leaves what was staged before, or nothing."""
+        ...
+
+    def forget(self) -> None:
+        """Make the next stage begin at an anchor."""
+        ...
+
+    def drop(self) -> None:
+        """`forget`, and gives the memory back; never raises."""
+        ...

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from millrace.decoding import decode_object
-from millrace.models.adapter_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, adapter_small_files
+from millrace.models.files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, adapter_small_files
 from millrace.policies.fetch import pull_files, read_manifest
 from millrace.policies.hf_files import write_file, write_hf
 from millrace.policies.host_copy import HostCopy

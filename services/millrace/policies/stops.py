@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from millrace.decoding import decode_object
-from millrace.models.templates import TEMPLATE_ERRORS
+from millrace.models.vocabulary import TEMPLATE_ERRORS
 
 GENERATION_CONFIG = "generation_config.json"
 _CONFIGS = ("config.json", GENERATION_CONFIG)

@@ -11,10 +11,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from millrace.errors import ConflictError, CorruptObjectError, NotFoundError
-from millrace.policies.chain import Manifests, find_chain
 from millrace.policies.delta.codec import decode_piece
 from millrace.policies.digest import bits_digest, digest_hex
-from millrace.policies.fetch import pull_files, read_manifest, read_objects, require_sizes
+from millrace.policies.fetch import Manifests, find_chain, pull_files, read_manifest, read_objects, require_sizes
 from millrace.policies.manifest import CODEC_DELTA, CODEC_FULL, Encoding, ObjectEntry, PolicyManifest
 from millrace.policies.tensors import bits_type
 from millrace.storage.base import ObjectStore

@@ -5,13 +5,20 @@ Linux has such sockets.
 """
 
 import asyncio
+import contextlib
 import json
+import os
+import select
 import socket
+import subprocess
+import sys
+import threading
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Self
+from typing import Any, NoReturn, Self
 
 from millrace.decoding import decode_object
 from millrace.errors import CorruptObjectError
+from millrace.processes import sessions
 
 MAX_MESSAGE_BYTES = 160 * 1024
 _MAX_FILES = 8
@@ -95,3 +102,149 @@ class Channel:
 
 def _decode(data: bytes) -> Message:
     return decode_object(data, what="a message between processes of Millrace", reason="FRAME_UNREADABLE")
+
+
+# A process that works for the one that started it, question by question, and for nobody else.
+#
+#     HelperProcess.start(module) ──▶ serve(answer)
+#     ask(question) ────────────────▶ answers one question at a time
+#             ◀─ {beat}, {beat}, … ── that it lives, and what it waits for
+#             ◀─ {answer} ───────────
+#
+# It leads a session of its own, so that a Ctrl-C is its parent's business, and dies with the parent: the end of the
+# channel ends it at once, whatever it does. (For the kernel's `parent_death` the parent is the thread that started
+# it, which may end before.) The parent notices its end by the same channel, and a process that is stopped by missing
+# beats: it is killed then. Both raise `HelperDiedError`; whether another one is started is the caller's to say.
+#
+# Questions and answers of any length go as an open file beside a message of the channel (`_send`).
+
+_BEAT_S = 2.0
+_EXIT_S = 2.0  # from the end of its channel to its exit code
+_KILL_WAIT_S = 5.0
+
+Answer = Callable[[Message, list[int]], Message]
+
+
+class HelperDiedError(Exception):
+    """The process ended, or was ended because it was silent; the message says how."""
+
+
+class HelperProcess:
+    """A started one. Its owner asks from one thread at a time; `end` may be called from any."""
+
+    def __init__(self, process: subprocess.Popen[bytes], channel: Channel) -> None:
+        self._process = process
+        self._channel = channel
+
+    @classmethod
+    def start(cls, module: str, *, env: Mapping[str, str]) -> Self:
+        """Start `python -m module` with the environment `env` alone; its output is ours. OSError."""
+        ours, theirs = Channel.pair()
+        try:
+            process = subprocess.Popen(
+                [sys.executable, "-m", module, str(theirs.fileno()), str(os.getpid())],
+                env=dict(env),
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
+                pass_fds=(theirs.fileno(),),
+            )
+        except BaseException:  # raised on
+            ours.close()
+            raise
+        finally:
+            theirs.close()
+        return cls(process, ours)
+
+    @property
+    def pid(self) -> int:
+        """Process id."""
+        return self._process.pid
+
+    def ask(
+        self,
+        question: Mapping[str, Any],
+        files: Sequence[int] = (),
+        *,
+        silent_s: float,
+        on_beat: Callable[[Message], None] = lambda beat: None,
+    ) -> Message:
+        """Its answer. HelperDiedError if it ends first, or says nothing for `silent_s` seconds; it is ended then."""
+        try:
+            _send(self._channel, question, files)
+            while True:
+                received = self._channel.receive(timeout_s=silent_s)
+                if received is None:
+                    break
+                message, answered = received
+                if answered:
+                    return _letter(message, answered)
+                on_beat(message)
+        except TimeoutError:
+            self.end()
+            raise HelperDiedError(f"it said nothing for {silent_s:g} s and was killed") from None
+        except CorruptObjectError as error:
+            self.end()
+            raise HelperDiedError(f"it said what is no message ({error.message}) and was killed") from error
+        except (BrokenPipeError, ConnectionResetError):
+            pass  # said below
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(_EXIT_S)
+        self.end()
+        raise HelperDiedError(sessions.describe_exit(self._process.returncode))
+
+    def end(self) -> None:
+        """Kill it, if it lives, and wait until it is gone. Idempotent; who asks meanwhile hears that it died."""
+        self._process.kill()
+        with contextlib.suppress(subprocess.TimeoutExpired):  # a hanging disk keeps what is killed
+            self._process.wait(_KILL_WAIT_S)
+
+    def close(self) -> None:
+        """`end`, and the channel with it: nobody asks any more. Idempotent."""
+        self.end()
+        self._channel.close()
+
+
+def serve(answer: Answer, *, beat: Callable[[], Message] = dict) -> NoReturn:
+    """Answer every question until the parent is gone. The process was started by `HelperProcess.start`.
+
+    `answer` gets a question and its open files, which are its to close; `beat` says what goes on meanwhile.
+    """
+    channel, parent = Channel.inherited(int(sys.argv[1])), int(sys.argv[2])
+    is_busy = threading.Event()
+    threading.Thread(target=_watch, args=(channel, parent, is_busy, beat), name="parent", daemon=True).start()
+    while (received := channel.receive()) is not None:
+        message, files = received
+        is_busy.set()
+        answered = answer(_letter(message, files[:1]), files[1:])
+        is_busy.clear()
+        _send(channel, answered)
+    os._exit(0)
+
+
+def _watch(channel: Channel, parent: int, is_busy: threading.Event, beat: Callable[[], Message]) -> None:
+    """End this process when its parent is gone; beat while it is busy."""
+    poll = select.poll()
+    poll.register(channel.fileno(), 0)  # its end is always told
+    while not poll.poll(_BEAT_S * 1000) and os.getppid() == parent:
+        if is_busy.is_set():
+            with contextlib.suppress(OSError):  # it is gone, which the next look sees
+                channel.send(beat())
+    os._exit(0)  # nothing here is worth an orderly end
+
+
+def _send(channel: Channel, content: Mapping[str, Any], files: Sequence[int] = ()) -> None:
+    """Send what may be longer than a message: as an open file, the first one that comes with it."""
+    data = json.dumps(content).encode()
+    with open(os.memfd_create("millrace-letter"), "wb") as letter:
+        letter.write(data)
+        letter.flush()
+        channel.send({"bytes": len(data)}, [letter.fileno(), *files])
+
+
+def _letter(message: Message, files: Sequence[int]) -> Message:
+    """What was sent so; the file is closed."""
+    with open(files[0], "rb") as letter:
+        letter.seek(0)
+        return decode_object(
+            letter.read(message["bytes"]), what="a message between processes of Millrace", reason="FRAME_UNREADABLE"
+        )

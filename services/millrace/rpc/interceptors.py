@@ -9,20 +9,30 @@ import asyncio
 import contextlib
 import inspect
 import logging
+import math
 import re
 import time
 import uuid
-from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable, Iterable
+from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import grpc
 import grpc.aio
+from google.protobuf.descriptor import FieldDescriptor
+from google.protobuf.message import Message
 
 from millrace.decoding import decode_request
-from millrace.errors import InternalError, InvalidSpecError, MillraceError
+from millrace.errors import (
+    InternalError,
+    InvalidSpecError,
+    MillraceError,
+    PermissionDeniedError,
+    UnauthenticatedError,
+    Violation,
+)
 from millrace.rpc import status
-from millrace.rpc.request_check import check_request
+from millrace.rpc.access import AUTHORIZATION, ClientAccess, Grant, ServerAccess, denied
 from millrace.telemetry.logging import bind
 
 logger = logging.getLogger(__name__)
@@ -190,3 +200,169 @@ class DefaultDeadline(grpc.aio.UnaryUnaryClientInterceptor):
         if client_call_details.timeout is None:
             client_call_details = client_call_details._replace(timeout=self._timeout_s)
         return await continuation(client_call_details, request)
+
+
+# What no field of any request may hold, checked before its handler: the handlers check what their fields mean.
+#
+# Refused are numbers that are not finite, enum values that this release does not know, and names (every string that
+# is not free text) that are longer than any name or hold control characters, which would end up in keys, paths and
+# logs.
+
+MAX_NAME_CHARS = 2048
+MAX_TEXT_CHARS = 64 * 1024
+"""Longest free text; JSON documents have bounds of their own."""
+MAX_ITEMS = 10_000
+"""Most entries of one list or map."""
+_MAX_REPORTED = 20
+_FREE_TEXT = ("reason", "message", "error", "_json")
+_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
+_FLOATS = (FieldDescriptor.CPPTYPE_DOUBLE, FieldDescriptor.CPPTYPE_FLOAT)
+
+
+def check_request(request: Any) -> None:
+    """InvalidSpecError with the fields of a message that hold what none may; anything else passes."""
+    if not isinstance(request, Message):
+        return
+    found: list[Violation] = []
+    for violation in _violations(request, ""):
+        found.append(violation)
+        if len(found) == _MAX_REPORTED:
+            break
+    if found:
+        raise InvalidSpecError(found, reason="REQUEST_INVALID")
+
+
+def _violations(message: Message, prefix: str) -> Iterator[Violation]:
+    for field, value in message.ListFields():
+        where = f"{prefix}{field.name}"
+        if not field.is_repeated:
+            yield from _of_value(field, value, where)
+        elif len(value) > MAX_ITEMS:
+            yield Violation(field=where, value=f"{len(value)} entries", message=f"at most {MAX_ITEMS} are taken")
+        elif field.message_type is not None and field.message_type.GetOptions().map_entry:
+            key_field, value_field = (field.message_type.fields_by_name[name] for name in ("key", "value"))
+            for key in value:
+                yield from _of_value(key_field, key, f"{where} (a key)")
+                yield from _of_value(value_field, value[key], f"{where}[{str(key)[:80]!r}]")
+        else:
+            for index, item in enumerate(value):
+                yield from _of_value(field, item, f"{where}[{index}]")
+
+
+def _of_value(field: FieldDescriptor, value: Any, where: str) -> Iterator[Violation]:
+    match field.cpp_type:
+        case FieldDescriptor.CPPTYPE_MESSAGE:
+            yield from _violations(value, f"{where}.")
+        case FieldDescriptor.CPPTYPE_ENUM if (enum := field.enum_type) and value not in enum.values_by_number:
+            yield Violation(field=where, value=str(value), message=f"is no {enum.name} of this release")
+        case FieldDescriptor.CPPTYPE_STRING if isinstance(value, str):
+            yield from _of_text(field.name, value, where)
+        case kind if kind in _FLOATS and not math.isfinite(value):
+            yield Violation(field=where, value=str(value), message="must be a finite number")
+
+
+def _of_text(name: str, text: str, where: str) -> Iterator[Violation]:
+    if name.endswith("_json"):
+        return
+    is_name = not name.endswith(_FREE_TEXT)
+    limit = MAX_NAME_CHARS if is_name else MAX_TEXT_CHARS
+    if len(text) > limit:
+        yield Violation(field=where, value=f"{len(text)} characters", message=f"must have at most {limit}")
+    elif is_name and _CONTROL.search(text):
+        yield Violation(field=where, value=repr(text[:80]), message="must hold no control characters")
+
+
+# Tokens on the way: the interceptor that asks callers for theirs, and those that show ours.
+#
+# The gate stands before everything else. A call that is not let in gets the same answer whether its method exists or
+# not, and none of its request is read; one whose token may only read hears so. A stream is asked again before each
+# message, because tokens expire and are revoked.
+
+
+class Gate(grpc.aio.ServerInterceptor):
+    """Lets calls in or answers UNAUTHENTICATED or PERMISSION_DENIED; the first interceptor of a server."""
+
+    def __init__(self, access: ServerAccess) -> None:
+        self._access = access
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Any:
+        """Ask for the token, then find the handler."""
+        metadata = tuple(handler_call_details.invocation_metadata or ())
+        method: str = handler_call_details.method
+        request_id = request_id_of(metadata)
+        try:
+            grant = self._access.admit(method, metadata)
+        except (UnauthenticatedError, PermissionDeniedError) as error:
+            return _refusal(error, method, request_id)
+        handler = await continuation(handler_call_details)
+        if handler is None or not handler.response_streaming:
+            return handler
+        kind = "stream_stream" if handler.request_streaming else "unary_stream"
+        make = getattr(grpc, f"{kind}_rpc_method_handler")
+        return make(
+            _while_granted(getattr(handler, kind), grant, method, request_id),
+            request_deserializer=handler.request_deserializer,
+            response_serializer=handler.response_serializer,
+        )
+
+
+def _refusal(error: MillraceError, method: str, request_id: str) -> grpc.RpcMethodHandler:
+    """End calls of every arity without reading a message."""
+
+    async def refuse(_: Any, context: grpc.aio.ServicerContext) -> AsyncIterator[bytes]:
+        fields = {"method": method, "reason": error.reason, "peer": context.peer(), "request_id": request_id}
+        logger.info("call refused", extra=fields)
+        await status.abort(context, error, request_id=request_id)
+        yield b""  # never reached: makes it a generator
+
+    return grpc.stream_stream_rpc_method_handler(refuse)
+
+
+def _while_granted(behaviour: Callable[..., Any], grant: Grant, method: str, request_id: str) -> Callable[..., Any]:
+    async def handle(request: Any, context: grpc.aio.ServicerContext) -> AsyncIterator[Any]:
+        async with contextlib.aclosing(behaviour(request, context)) as responses:
+            async for response in responses:
+                if not grant.holds():
+                    fields = {"method": method, "peer": context.peer(), "token_name": grant.name}
+                    logger.info("stream ended: its token is not accepted any more", extra=fields)
+                    await status.abort(context, denied(), request_id=request_id)
+                yield response
+
+    return handle
+
+
+def _with_token(details: Any, access: ClientAccess) -> Any:
+    metadata = grpc.aio.Metadata(*(details.metadata or ()))
+    if access.secret is not None:
+        metadata.add(AUTHORIZATION, f"Bearer {access.secret()}")
+    return details._replace(metadata=metadata)
+
+
+class ShowTokenUnary(grpc.aio.UnaryUnaryClientInterceptor):
+    """Sends the token of now with every unary call."""
+
+    def __init__(self, access: ClientAccess) -> None:
+        self._access = access
+
+    async def intercept_unary_unary(
+        self, continuation: Callable[..., Any], client_call_details: Any, request: Any
+    ) -> Any:
+        """Add the header."""
+        return await continuation(_with_token(client_call_details, self._access), request)
+
+
+class ShowTokenStream(grpc.aio.UnaryStreamClientInterceptor):
+    """Sends the token of now with every call whose answers stream."""
+
+    def __init__(self, access: ClientAccess) -> None:
+        self._access = access
+
+    async def intercept_unary_stream(
+        self, continuation: Callable[..., Any], client_call_details: Any, request: Any
+    ) -> Any:
+        """Add the header."""
+        return await continuation(_with_token(client_call_details, self._access), request)

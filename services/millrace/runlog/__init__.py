@@ -11,9 +11,8 @@ if TYPE_CHECKING:
     from millrace.runlog.events.reader import EventReader
     from millrace.runlog.events.writer import EventWriter
     from millrace.runlog.names import Names, Stream, new_uid
-    from millrace.runlog.records.epochs import Epoch
     from millrace.runlog.records.frontier import ZERO_CHAIN_HASH, Frontier, chain_hash
-    from millrace.runlog.records.intents import Intent
+    from millrace.runlog.records.numbered import Epoch, Intent
     from millrace.runlog.recovery.recover import reappend_committed, reappend_policies
     from millrace.runlog.redis.connection import open_redis
     from millrace.runlog.redis.lease import Lease
@@ -24,9 +23,8 @@ _HOMES = {
     "events.reader": ("EventReader",),
     "events.writer": ("EventWriter",),
     "names": ("Names", "Stream", "new_uid"),
-    "records.epochs": ("Epoch",),
+    "records.numbered": ("Epoch", "Intent"),
     "records.frontier": ("ZERO_CHAIN_HASH", "Frontier", "chain_hash"),
-    "records.intents": ("Intent",),
     "recovery.recover": ("reappend_committed", "reappend_policies"),
     "redis.connection": ("open_redis",),
     "redis.lease": ("Lease",),

@@ -11,8 +11,8 @@ from millrace.errors import FencedError, InternalError
 from millrace.internal.v1 import batch_pb2
 from millrace.rollouts.batch_wire import check_header, decode_header, verify_chunk
 from millrace.runlog.names import Stream
-from millrace.runlog.records.epochs import Epoch, latest_epoch
 from millrace.runlog.records.known import KnownObjects
+from millrace.runlog.records.numbered import Epoch, latest_epoch
 from millrace.runlog.recovery.recover import MAX_REDIS_BATCH_BYTES, reappend_committed
 from millrace.runlog.redis.log import AppendResult, RunLog
 from millrace.telemetry import faults

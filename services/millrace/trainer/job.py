@@ -9,15 +9,14 @@ from millrace.config.sections.rl import RLConfig, plays_conversations
 from millrace.custom_code import CustomCode
 from millrace.decoding import MAX_JSON_BYTES
 from millrace.errors import CorruptObjectError, MillraceError, UnavailableError
-from millrace.models.adapter_files import ADAPTER_CONFIG
+from millrace.models.files import ADAPTER_CONFIG
 from millrace.models.vocabulary import check_tokenizer
 from millrace.policies.adapter import base_model_name
 from millrace.policies.manifest import FileEntry
 from millrace.policies.publishing.publish import upload_files
 from millrace.runlog import Names
-from millrace.runlog.records.origin import RunOrigin, parse_origin
 from millrace.runlog.records.revisions import last_reopened
-from millrace.runlog.records.run_record import RunRecord
+from millrace.runlog.records.run_record import RunOrigin, RunRecord, parse_origin
 from millrace.storage import ObjectStore
 from millrace.trainer.checkpoint.checkpointer import Checkpointer
 from millrace.trainer.checkpoint.manifest import Author
@@ -45,8 +44,15 @@ from millrace.trainer.model.pretrained import (
 from millrace.trainer.model.shortage import shortage_named
 from millrace.trainer.publish.executor import Executor
 from millrace.trainer.publish.lora import AdapterBase
-from millrace.trainer.publish.mend import DamageReport, Mender, published_anew
-from millrace.trainer.publish.plan import PublishPlan, first_of_lineage, newest_published, plan_publishing
+from millrace.trainer.publish.plan import (
+    DamageReport,
+    Mender,
+    PublishPlan,
+    first_of_lineage,
+    newest_published,
+    plan_publishing,
+    published_anew,
+)
 from millrace.trainer.publish.publisher import Publisher
 from millrace.trainer.publish.target import PublishTarget
 from millrace.trainer.reporter import Reporter

@@ -21,12 +21,11 @@ from millrace.telemetry.faults import Point
 from millrace.trainer.learning.alarms import NotFinite, describe_not_finite, find_not_finite
 from millrace.trainer.learning.batch import Minibatch
 from millrace.trainer.learning.learner import Learner
-from millrace.trainer.learning.metrics import StepMetrics
+from millrace.trainer.learning.metrics import Score, StepMetrics
 from millrace.trainer.learning.optimizer import OptimizerReport
-from millrace.trainer.learning.score import Score
-from millrace.trainer.learning.token_rows import TokenRows
 from millrace.trainer.log.batches import Batch
 from millrace.trainer.log.stop import StopRequested
+from millrace.trainer.log.token_log import TokenRows
 from millrace.trainer.losses import LossFunction, divisor, total_loss
 from millrace.trainer.model.compiled import is_compiled, take_failures
 from millrace.trainer.reporter import Phases

@@ -18,8 +18,8 @@ from millrace.errors import MillraceError
 from millrace.internal.v1.worker_service_pb2 import WORKER_KIND_TRAINER, Worker
 from millrace.rpc.health import HealthBoard
 from millrace.rpc.metrics_server import metrics_server
-from millrace.rpc.registered import RegisteredWorker
-from millrace.rpc.slot import worker_slot
+from millrace.rpc.reach import worker_slot
+from millrace.rpc.serve import RegisteredWorker
 from millrace.rpc.worker import new_worker_id
 from millrace.runlog.redis.log import FORMAT_MAJOR
 from millrace.storage import open_store

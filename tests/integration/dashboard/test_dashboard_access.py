@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from millrace.dashboard.reading import ReaderClient
-from millrace.dashboard.web import sessions as module
+from millrace.dashboard.web import guard as module
 from millrace.errors import InvalidSpecError
 from millrace.rpc.access import ServerAccess
 from millrace.rpc.tokens import new_token, token_line

@@ -17,9 +17,8 @@ import pytest
 import pytest_asyncio
 
 from millrace.env_server.isolation import namespaces
-from millrace.env_server.isolation.check import why_no_container
-from millrace.env_server.isolation.confinement import Confinement, Isolation
-from millrace.env_server.isolation.visible import visible_to_workers
+from millrace.env_server.isolation.confinement import Confinement, Isolation, why_no_container
+from millrace.env_server.isolation.namespaces import visible_to_workers
 from millrace.env_server.workers.pool import EnvPool, PoolLimits
 from millrace.env_server.workers.starter import WorkerStarter
 from millrace.env_server.workers.worker_process import WorkerProcess

@@ -14,7 +14,7 @@ import pytest_asyncio
 
 from millrace.env_server.isolation.confinement import Confinement
 from millrace.env_server.isolation.limits import WorkerLimits
-from millrace.env_server.warm import WarmKeeper, WarmLimits
+from millrace.env_server.run import WarmKeeper, WarmLimits
 from millrace.env_server.workers.pool import KILLS_WORKERS, EnvPool, PoolLimits
 from millrace.env_server.workers.starter import WorkerStarter
 from millrace.rollouts.requests import EnvSpec, PlayRequest, Sampling

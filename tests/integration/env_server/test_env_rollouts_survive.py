@@ -11,9 +11,8 @@ import pytest
 import pytest_asyncio
 import redis.asyncio as redis_asyncio
 
-from millrace.env_server.spool.appender import RunAppender
 from millrace.env_server.spool.files import Kept, Spool
-from millrace.env_server.spool.sink import RolloutSink
+from millrace.env_server.spool.sink import RolloutSink, RunAppender
 from millrace.errors import UnavailableError
 from millrace.internal.v1 import batch_pb2, rollout_pb2
 from millrace.rollouts.types import Purpose, Rollout, RolloutError, RolloutStatus

@@ -18,7 +18,7 @@ import pytest
 import pytest_asyncio
 import redis.asyncio as redis_asyncio
 
-from millrace.env_server.spool.records import Record, scan_file
+from millrace.env_server.spool.files import Record, scan_file
 from millrace.errors import CapacityError, UnavailableError
 from millrace.internal.v1 import (
     env_service_pb2,

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from millrace.env_server.warm import WarmKeeper
+from millrace.env_server.run import WarmKeeper
 from millrace.env_server.workers.pool import EnvPool
 from millrace.errors import CapacityError, FencedError, InvalidSpecError, InvalidStateError, MillraceError
 from millrace.internal.v1 import batch_pb2, env_service_pb2, rollout_pb2

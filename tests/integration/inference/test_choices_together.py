@@ -13,7 +13,7 @@ from aiohttp import web
 
 from millrace.env_server.adapters import client_v0
 from millrace.env_server.adapters.client_v0 import EngineLostError, LeanClient
-from millrace.env_server.adapters.span_log import SPANS
+from millrace.env_server.adapters.samples import SPANS
 from millrace.env_server.engine_access import make_session
 from millrace.rollouts import choices_wire
 

@@ -26,7 +26,7 @@ from millrace.rollouts.wire import decode_rollout, encode_rollout
 from millrace.trainer.gang.distributed import Gang
 from millrace.trainer.learning.batch import build_micro_batch
 from millrace.trainer.learning.forward import token_logprobs
-from millrace.trainer.learning.score import Score, ScoreResult
+from millrace.trainer.learning.metrics import Score, ScoreResult
 
 CPU = torch.device("cpu")
 FIXTURES = Path(__file__).parents[2] / "fixtures" / "environments"

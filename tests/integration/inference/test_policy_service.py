@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from millrace.errors import FencedError, InvalidSpecError, InvalidStateError, UnavailableError
-from millrace.inference import pauses
-from millrace.inference.embedded import weights
+from millrace.inference import service
+from millrace.inference.embedded import loader
 from millrace.inference.embedded.engine import EmbeddedEngine
-from millrace.inference.embedded.held import HeldWeights
+from millrace.inference.embedded.loader import HeldWeights
 from millrace.inference.engine import GenerateRequest, InflightMode, SamplingParams
 from millrace.inference.model_files import ModelSlot
 from millrace.inference.service import SERVICE_NAME, PolicyServicer
@@ -190,18 +190,18 @@ async def test_weights_that_read_back_differently_break_the_replica_until_a_relo
 ):
     entries = [publish(local_store, make_model(seed), seed) for seed in range(2)]
     await client.update(entries[0])
-    real = weights.copy_tensors
+    real = loader.copy_tensors
 
     def forgets_one(model: torch.nn.Module, tensors) -> None:
         real(model, {name: t for name, t in tensors.items() if name != "model.norm.weight" and "layers.1" not in name})
 
-    monkeypatch.setattr(weights, "copy_tensors", forgets_one)
+    monkeypatch.setattr(loader, "copy_tensors", forgets_one)
     status = await client.update(entries[1])
     assert status.state == pb.POLICY_STATE_BROKEN and not status.has_version
     assert "digest" in status.error
     with pytest.raises(Exception, match="digest"):
         await client.generate()
-    monkeypatch.setattr(weights, "copy_tensors", real)
+    monkeypatch.setattr(loader, "copy_tensors", real)
     assert_serves(await client.update(entries[1]), entries[1])  # level-triggered: the same request repairs it
     assert (await client.generate()).policy_spans[0].version == 1
 
@@ -296,7 +296,7 @@ async def test_a_pause_is_a_wait_until_it_is_resumed(client, local_store, publis
     await call(client.stub.PauseGeneration, pb.PauseGenerationRequest(run_uid="run1"))
     await asyncio.sleep(0)
     (wait,) = pause_waits()
-    assert (wait.reason, wait.deadline_s) == ("paused by run1", pauses.PAUSE_LIMIT_S)
+    assert (wait.reason, wait.deadline_s) == ("paused by run1", service.PAUSE_LIMIT_S)
     other = publish(local_store, make_model(1), 0, uid="run2")
     assert_serves(await client.update(other, uid="run2"), other, uid="run2")
     await call(client.stub.ResumeGeneration, pb.ResumeGenerationRequest(run_uid="run1"))  # its own pause
@@ -305,7 +305,7 @@ async def test_a_pause_is_a_wait_until_it_is_resumed(client, local_store, publis
 
 
 async def test_a_pause_that_nobody_ends_ends_by_itself(client, local_store, publish, make_model, monkeypatch, caplog):
-    monkeypatch.setattr(pauses, "PAUSE_LIMIT_S", 0.5)
+    monkeypatch.setattr(service, "PAUSE_LIMIT_S", 0.5)
     await client.update(publish(local_store, make_model(0), 0))
     await call(client.stub.PauseGeneration, pb.PauseGenerationRequest())
     task = asyncio.create_task(client.generate())

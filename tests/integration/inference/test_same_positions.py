@@ -19,8 +19,8 @@ from millrace.rollouts.types import TrainSample
 from millrace.trainer.gang.distributed import Gang
 from millrace.trainer.learning.batch import build_micro_batch
 from millrace.trainer.learning.forward import token_logprobs
+from millrace.trainer.learning.metrics import Score, ScoreResult
 from millrace.trainer.learning.plan import Packing, in_order, plan_micro_batches
-from millrace.trainer.learning.score import Score, ScoreResult
 from millrace.trainer.model.pretrained import probe
 from millrace_testing import scaled_positions
 from millrace_testing.inference import tiny

@@ -15,8 +15,7 @@ from datasets import Dataset
 
 from millrace.env_server.adapters.client_v0 import LeanCompletionsClient
 from millrace.env_server.adapters.outcome import Outcome
-from millrace.env_server.adapters.sampling_v0 import sampling_args
-from millrace.env_server.adapters.v0 import V0Adapter
+from millrace.env_server.adapters.v0 import V0Adapter, sampling_args
 from millrace.env_server.engine_access import make_session
 from millrace.env_server.library.v0 import Client, ClientConfig, OpenAICompletionsClient
 from millrace.errors import InvalidSpecError

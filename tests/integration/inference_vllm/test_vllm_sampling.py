@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from millrace.env_server.adapters.client_v0 import request_body
-from millrace.env_server.adapters.sampling_v0 import sampling_args
+from millrace.env_server.adapters.v0 import sampling_args
 from millrace.rollouts.requests import Sampling
 from millrace.rollouts.types import TrainSample
 from millrace.trainer.gang.distributed import Gang
 from millrace.trainer.learning.batch import build_micro_batch
 from millrace.trainer.learning.forward import token_logprobs
-from millrace.trainer.learning.score import Score
+from millrace.trainer.learning.metrics import Score
 from millrace_testing.inference import published, vllm_server
 
 TOKENS = 40

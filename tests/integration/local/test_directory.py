@@ -14,8 +14,7 @@ import pytest
 
 from millrace.errors import InvalidStateError
 from millrace.local import directory
-from millrace.local.directory import hold_directory
-from millrace.local.identity import StackId, place_of
+from millrace.local.directory import StackId, hold_directory, place_of
 from millrace.processes import table
 
 # Opens the lock and sleeps; `hold` also takes it.

@@ -15,9 +15,8 @@ import pytest
 
 from millrace.config.load import validate_document
 from millrace.exports import keeper
-from millrace.exports.metrics import points
-from millrace.exports.reader import read_metrics
-from millrace.orchestrator.drive import exports
+from millrace.exports.metrics import points, read_metrics
+from millrace.orchestrator import manager
 from millrace.rpc.channel import call
 from millrace.runlog.names import Names
 from millrace.telemetry import waits
@@ -153,7 +152,7 @@ async def test_an_online_run_has_every_value_once_though_its_exporter_was_killed
 async def test_a_run_goes_on_while_wandb_does_not_take_it(
     stack, directory: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
-    monkeypatch.setattr(exports, "WANDB", replace(exports.WANDB, finish_s=0.5))
+    monkeypatch.setattr(manager, "WANDB", replace(manager.WANDB, finish_s=0.5))
     monkeypatch.setattr(keeper, "STOP_S", 0.5)
     monkeypatch.setenv("WANDB_API_KEY", "0123456789" * 4)
     monkeypatch.setenv("WANDB_INIT_TIMEOUT", "5")
@@ -185,7 +184,7 @@ async def test_a_run_goes_on_while_wandb_does_not_take_it(
 async def test_without_the_library_the_run_says_so_and_goes_on(
     stack, directory: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(exports, "WANDB", replace(exports.WANDB, finish_s=0.5))
+    monkeypatch.setattr(manager, "WANDB", replace(manager.WANDB, finish_s=0.5))
     (tmp_path / "shadow").mkdir()
     (tmp_path / "shadow" / "wandb.py").write_text("raise ImportError('not here')\n")
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path / 'shadow'}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")

@@ -25,7 +25,7 @@ from transformers import (
 
 from millrace.config.sections.trainer import LoraConfig as OwnConfig
 from millrace.errors import InvalidStateError
-from millrace.models.adapter_files import ADAPTER_WEIGHTS
+from millrace.models.files import ADAPTER_WEIGHTS
 from millrace.policies.peft.directory import open_adapter
 from millrace.trainer.gang.distributed import Gang
 from millrace.trainer.model.lora import add_adapters

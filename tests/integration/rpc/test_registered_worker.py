@@ -12,7 +12,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from millrace import errors
 from millrace.internal.v1 import worker_service_pb2 as pb
 from millrace.internal.v1.worker_service_pb2_grpc import WorkerServiceServicer, add_WorkerServiceServicer_to_server
-from millrace.rpc.registered import RegisteredWorker
+from millrace.rpc.serve import RegisteredWorker
 from millrace.rpc.worker import WorkerAgent
 from millrace.telemetry.settings import Settings
 from millrace_testing.polling import until

@@ -17,7 +17,7 @@ from millrace.local.redis import EmbeddedRedis
 from millrace.rollouts.batch_wire import pack_batch
 from millrace.rollouts.types import TrainSample
 from millrace.runlog import Frontier, RunLog, new_uid, open_redis
-from millrace.runlog.records.origin import load_origin
+from millrace.runlog.records.run_record import load_origin
 from millrace.storage.local import LocalStore
 
 RunJson = Callable[..., bytes]

@@ -8,7 +8,7 @@ import sys
 import pytest
 import redis
 
-from millrace.cli.commands.run.attest import audited_head
+from millrace.cli.commands.run.audit import audited_head
 from millrace.runlog.names import Deployment
 from millrace_testing.runlog.recorded_log import STEPS, audit, flip, record
 

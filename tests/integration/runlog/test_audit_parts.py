@@ -13,12 +13,11 @@ import pytest
 from millrace.errors import CorruptObjectError
 from millrace.runlog import EventWriter, RunLog, Stream
 from millrace.runlog.audit import audit_run, mirror, named
-from millrace.runlog.audit.told import Told
+from millrace.runlog.audit.events import Told
 from millrace.runlog.events.archive import load_archived_events
-from millrace.runlog.records.epochs import latest_epoch
+from millrace.runlog.records.numbered import latest_epoch
 from millrace.runlog.records.revisions import Reopening
-from millrace.runlog.recovery.rebuild import open_or_rebuild
-from millrace.runlog.recovery.restore import load_restored
+from millrace.runlog.recovery.rebuild import load_restored, open_or_rebuild
 from millrace.runlog.redis.entry import FORMAT_MAJOR
 from millrace.trainer.log.store_log import StoreLog
 from millrace.v1 import event_pb2, run_pb2

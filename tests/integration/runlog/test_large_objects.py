@@ -12,10 +12,10 @@ from millrace.policies.fetch import read_manifest
 from millrace.runlog import index
 from millrace.runlog.events.archive import load_archived_events
 from millrace.runlog.names import Deployment
-from millrace.runlog.records import intents
-from millrace.runlog.records.epochs import epoch_owner
-from millrace.runlog.records.origin import load_origin
+from millrace.runlog.records import numbered
+from millrace.runlog.records.numbered import epoch_owner
 from millrace.runlog.records.revisions import load_reopenings, load_step, read_chunk
+from millrace.runlog.records.run_record import load_origin
 from millrace.runlog.repair import repair_run
 from millrace_testing.runlog.recorded_log import audit, record
 
@@ -56,7 +56,7 @@ READ = {
     "header": lambda run, header: load_step(run.store, run.names, 1),
     "chunk": lambda run, header: read_chunk(run.store, header, 0),
     "reopening": lambda run, header: load_reopenings(run.store, run.names),
-    "intent": lambda run, header: intents.load_intents(run.store, run.names, 0),
+    "intent": lambda run, header: numbered.load_intents(run.store, run.names, 0),
     "event archive": lambda run, header: load_archived_events(run.store, run.names),
     "policy manifest": lambda run, header: read_manifest(run.store, run.names.policy_manifest(0, 1)),
     "name": lambda run, header: index.read_uid(run.store, KEYS["name"](run)),

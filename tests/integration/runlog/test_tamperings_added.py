@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from millrace.exports.reader import read_metrics
+from millrace.exports.metrics import read_metrics
 from millrace.exports.samples import read_samples
 from millrace.internal.v1 import batch_pb2
 from millrace.rollouts.batch_wire import decode_header

@@ -11,9 +11,8 @@ from millrace.internal.v1 import batch_pb2
 from millrace.runlog import chain_hash, commit_batch
 from millrace.runlog.attest import unsigned, write_attestation
 from millrace.runlog.names import Names
-from millrace.runlog.records.epochs import create_epoch
-from millrace.runlog.records.intents import write_intent
 from millrace.runlog.records.known import KnownObjects
+from millrace.runlog.records.numbered import create_epoch, write_intent
 from millrace.runlog.records.revisions import find_closing, reopen
 from millrace.runlog.recovery.rebuild import open_reopened
 from millrace.runlog.seal import write_seal

@@ -20,7 +20,7 @@ from millrace.local.redis import free_port
 from millrace.rollouts.batch_wire import pack_batch
 from millrace.rollouts.types import TrainSample
 from millrace.runlog import EventReader, RunLog, Stream, chain_hash, commit_batch, new_uid, open_redis
-from millrace.runlog.records.origin import load_origin
+from millrace.runlog.records.run_record import load_origin
 from millrace.storage.local import LocalStore
 from millrace.trainer.gang.distributed import Gang
 from millrace.trainer.job import JobContext, run_job

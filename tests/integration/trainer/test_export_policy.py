@@ -12,8 +12,8 @@ from transformers import AutoModelForCausalLM
 
 from millrace.cli.main import main
 from millrace.config.sections.rl import RLConfig
-from millrace.policies.numbers import as_float32, from_float32
 from millrace.policies.pull import pull_tensors, read_manifest
+from millrace.policies.tensors import as_float32, from_float32
 
 Recorder = Any  # conftest.Recorder; tests are not importable from one another
 MakeConfig = Callable[..., RLConfig]

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from millrace.config.sections.rl import RLConfig
-from millrace.trainer.learning import trained
+from millrace.trainer.learning import learner
 from millrace.trainer.learning.flops import FlopCount
 from millrace.trainer.model.compiled import compile_blocks
 from millrace_testing.model_files import write_tokenizer
@@ -102,7 +102,7 @@ def test_a_block_that_does_not_compile_is_one_warning(
     def broken(graph: Any, inputs: Any) -> Callable[..., Any]:
         raise RuntimeError("no working C++ compiler found")
 
-    monkeypatch.setattr(trained, "compile_blocks", partial(compile_blocks, backend=broken))
+    monkeypatch.setattr(learner, "compile_blocks", partial(compile_blocks, backend=broken))
     recorder.record(make_config(model={"seq_len": 32, "compile": {}}), steps=2)
     assert recorder.train() == 2
     events = [event for event in recorder.events() if event.HasField("warning") or event.HasField("step_completed")]

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from millrace.cli.main import main
-from millrace.cli.offline.audit_here import AuditRequest, audit_here
+from millrace.cli.offline.audit import AuditRequest, audit_here
 from millrace.config.sections.rl import RLConfig
 from millrace.internal.v1 import batch_pb2
 from millrace.policies.manifest import PolicyPlace

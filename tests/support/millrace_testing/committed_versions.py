@@ -10,8 +10,8 @@ from millrace.config.sections.trainer import PolicyConfig
 from millrace.errors import UnavailableError
 from millrace.policies.host_copy import HostCopy
 from millrace.policies.manifest import PolicyManifest
-from millrace.policies.publishing.parts import TensorPart
 from millrace.policies.publishing.share import ShareWriter
+from millrace.policies.publishing.upload import TensorPart
 from millrace.policies.pull import read_manifest
 from millrace.processes.shared_memory import SharedMemory, SharedPlace
 from millrace.runlog import Names

@@ -3,8 +3,7 @@
 import os
 import time
 
-from millrace.processes.channel import Message
-from millrace.processes.helper import serve
+from millrace.processes.channel import Message, serve
 from millrace.processes.shared_memory import map_read_only
 
 

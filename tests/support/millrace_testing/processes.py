@@ -26,6 +26,6 @@ def bearing(variable: str, value: str, *, works_in: Path | None = None) -> list[
 def env_workers_of(pid: int) -> list[int]:
     """Process ids of the environment workers of an env-server: the copies of its template."""
     templates = [
-        child for child in psutil.Process(pid).children() if "millrace.env_server.workers.template" in child.cmdline()
+        child for child in psutil.Process(pid).children() if "millrace.env_server.workers.starter" in child.cmdline()
     ]
     return [worker.pid for template in templates for worker in template.children()]

@@ -7,8 +7,7 @@ import pytest
 
 from millrace.algorithms import ADVANTAGES, Custom, HierarchicalGrpo, MaxRl, RewardRanges, ScalarAdvantage
 from millrace.config.sections.algo import AdvantageConfig
-from millrace.rollouts.rewards import add_up, are_equal, reaches
-from millrace.rollouts.types import Purpose, Rollout, RolloutStatus, Sample
+from millrace.rollouts.types import Purpose, Rollout, RolloutStatus, Sample, add_up, are_equal, reaches
 
 
 def rollout(reward: float) -> Rollout:

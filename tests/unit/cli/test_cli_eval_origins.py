@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from millrace.cli.evals.origins import digest_directory, digest_environment, digests_of
+from millrace.cli.evals.policies import digest_directory, digest_environment, digests_of
 from millrace.cli.evals.prepare import prepare_eval
 
 

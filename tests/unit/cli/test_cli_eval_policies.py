@@ -8,15 +8,13 @@ import numpy as np
 import pytest
 
 from millrace.cli.errors import CliError, Interrupted
-from millrace.cli.evals.endpoints import find_endpoint
 from millrace.cli.evals.policies import of_directory
-from millrace.cli.evals.prepare import prepare_eval
+from millrace.cli.evals.prepare import find_endpoint, prepare_eval
 from millrace.cli.evals.results import table
-from millrace.cli.evals.session import begin, claim, finished
-from millrace.cli.evals.sweep import evaluate_policies
+from millrace.cli.evals.session import begin, claim, evaluate_policies, finished
 from millrace.cli.main import main
 from millrace.errors import AlreadyExistsError, InvalidSpecError
-from millrace.models.adapter_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS
+from millrace.models.files import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from millrace.policies.adapter import AdapterSpec
 from millrace.policies.tensors import TensorBytes, pack_safetensors, read_places
 

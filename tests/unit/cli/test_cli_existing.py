@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from millrace.cli.errors import CliError
-from millrace.cli.session.existing import begin, find_home
+from millrace.cli.session.run_session import begin, find_home
 from millrace.config.sections.rl import RLConfig
 from millrace.errors import AlreadyExistsError, NotFoundError
 from millrace.v1 import run_pb2

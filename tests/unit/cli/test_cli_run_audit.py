@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import pytest
 
 from millrace.cli.main import main
-from millrace.cli.offline.audit_report import report_lines
+from millrace.cli.offline.audit import report_lines
 from millrace.config.load import validate_document
 from millrace.errors import InvalidStateError
 from millrace.rpc.status import abort

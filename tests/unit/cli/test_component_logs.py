@@ -13,8 +13,8 @@ import pytest
 from millrace.cli.log_files import LevelLines, LogTail, RunLines
 from millrace.cli.main import main
 from millrace.cli.session.component_logs import LogQuery, show_own
-from millrace.local.identity import StackId
-from millrace.local.rotation import keep_bounded, old_of, rotate
+from millrace.local.directory import StackId
+from millrace.local.keeper import keep_bounded, old_of, rotate
 from millrace.telemetry import waits
 from millrace.telemetry.logging import bound
 from millrace_testing.local.stack_files import write_stack

@@ -9,8 +9,7 @@ import psutil
 import pytest
 
 from millrace.cli.main import main
-from millrace.cli.session.orchestrator_bench import ProcessUse, bench_config
-from millrace.cli.view.batches import MeasuredBatch, lines, summary
+from millrace.cli.session.orchestrator_bench import MeasuredBatch, ProcessUse, bench_config, lines, summary
 from millrace.config import RLConfig
 from millrace_testing.polling import block_until
 

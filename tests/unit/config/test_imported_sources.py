@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from millrace.cli.session.import_config import import_config
+from millrace.cli.session.config_file import import_config
 from millrace.config import EvalRunConfig, RLConfig, load
 from millrace.errors import InvalidSpecError
 

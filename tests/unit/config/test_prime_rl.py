@@ -8,9 +8,7 @@ from pathlib import Path
 import pytest
 
 from millrace.cli.errors import CliError
-from millrace.cli.session.import_config import import_config
-from millrace.cli.session.notes import refuse_blocked, say_notes
-from millrace.cli.session.part import PARTS
+from millrace.cli.session.config_file import PARTS, import_config, refuse_blocked, say_notes
 from millrace.config import RLConfig, SFTConfig, load, validate_document
 from millrace.config.argv import RESERVED_FLAGS
 from millrace.config.notes import Effect

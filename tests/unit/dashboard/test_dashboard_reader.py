@@ -10,14 +10,13 @@ import numpy as np
 import pytest
 
 from millrace.dashboard import reader as reader_module
+from millrace.dashboard.answers import INDEX_GROWING, to_json
 from millrace.dashboard.config_search import ConfigText
 from millrace.dashboard.index import build as build_module
 from millrace.dashboard.index import columns as columns_module
 from millrace.dashboard.index.columns import ROW, Columns, Shelf, Texts, packed
-from millrace.dashboard.plain import to_json
-from millrace.dashboard.problems import INDEX_GROWING
 from millrace.dashboard.reader import Reader
-from millrace.dashboard.views.vocabulary import of_secrets, pieces_of
+from millrace.dashboard.views.tokens import of_secrets, pieces_of
 from millrace.errors import InvalidSpecError, MillraceError, NotFoundError, UnavailableError
 from millrace.exports.conversation import content_of
 from millrace.storage.commit_points import revision_key

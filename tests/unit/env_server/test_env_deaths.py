@@ -11,11 +11,9 @@ from uuid import uuid4
 import psutil
 import pytest
 
-from millrace.env_server.isolation import census
-from millrace.env_server.isolation.census import Usage
-from millrace.env_server.isolation.deaths import DeathCause as Cause
-from millrace.env_server.isolation.deaths import describe_death
-from millrace.env_server.isolation.limits import NO_LIMITS, WorkerLimits
+from millrace.env_server.isolation import limits as census
+from millrace.env_server.isolation.limits import NO_LIMITS, Usage, WorkerLimits, describe_death
+from millrace.env_server.isolation.limits import DeathCause as Cause
 from millrace.processes.table import kill_session
 
 

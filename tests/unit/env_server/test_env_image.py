@@ -2,8 +2,7 @@
 
 import pytest
 
-from millrace.env_server.image import parse_image, require_image
-from millrace.env_server.settings import EnvServerSettings
+from millrace.env_server.settings import EnvServerSettings, parse_image, require_image
 from millrace.errors import InvalidSpecError
 
 

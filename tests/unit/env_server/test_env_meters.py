@@ -2,7 +2,7 @@
 
 from types import SimpleNamespace
 
-from millrace.env_server import meters, play_meters
+from millrace.env_server import play_meters, run
 from millrace.rollouts.requests import EnvSpec
 
 
@@ -13,7 +13,7 @@ def test_deaths_of_workers_are_counted_from_0() -> None:
     pool.workers = [SimpleNamespace(memory_bytes=5)]
     service = SimpleNamespace(pools=[pool], num_rollouts=0, capacity=1)
     sink = SimpleNamespace(num_pending=0, spool=SimpleNamespace(num_rollouts=0, num_bytes=0, limit_bytes=1))
-    exported = meters.registry_of(service, sink)  # type: ignore[arg-type]
+    exported = run.registry_of(service, sink)  # type: ignore[arg-type]
     first = {metric.name: metric for metric in exported.collect()}  # one look: what a scrape gets
     samples = first["millrace_env_server_worker_deaths"].samples
     assert [s.value for s in samples if s.labels == {"env": "new-here"} and s.name.endswith("_total")] == [0.0]

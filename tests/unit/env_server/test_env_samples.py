@@ -10,15 +10,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from millrace.env_server.adapters.samples import (
+    MAX_ROLLOUTS,
+    Call,
     MissingSpansError,
     MissingTokensError,
+    SpanLog,
+    Spans,
     Turn,
     engine_spans,
     merge_turns,
     parse_spans,
 )
 from millrace.env_server.adapters.samples_v1 import branch_samples
-from millrace.env_server.adapters.span_log import MAX_ROLLOUTS, Call, SpanLog, Spans
 from millrace.rollouts.types import PolicySpan, Sample
 from millrace_testing.thinking_template import END, KEEPS, STRIPS, prompt_encoder
 

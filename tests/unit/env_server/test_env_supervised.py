@@ -4,8 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from millrace.env_server.isolation.confinement import Confinement
-from millrace.env_server.workers.loading import PoolLimits
-from millrace.env_server.workers.pool import EnvPool
+from millrace.env_server.workers.pool import EnvPool, PoolLimits
 from millrace.rollouts.requests import EnvSpec
 from millrace_testing.polling import until
 

@@ -2,7 +2,7 @@
 
 import random
 
-from millrace.env_server.workers.trials import DANGEROUS, HOPELESS, WINDOW, TaskTrials
+from millrace.env_server.workers.probes import DANGEROUS, HOPELESS, WINDOW, TaskTrials
 
 
 def test_a_suspect_is_cleared_or_quarantined() -> None:

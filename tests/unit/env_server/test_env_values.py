@@ -25,12 +25,11 @@ from millrace.env_server.adapters.outcome import (
     finite_metrics,
     make_rollout,
 )
-from millrace.env_server.adapters.tasks.tables import build_task_table, canonical_json, no_tasks
-from millrace.env_server.groups import GroupKey, Groups, PlayingGroup
+from millrace.env_server.adapters.tasks.selection import build_task_table, canonical_json, no_tasks
 from millrace.env_server.isolation.confinement import Confinement, Isolation
-from millrace.env_server.isolation.deaths import describe_exit
-from millrace.env_server.isolation.limits import WorkerLimits
-from millrace.env_server.isolation.visible import VisibleFiles, covered, visible_to_workers
+from millrace.env_server.isolation.limits import WorkerLimits, describe_exit
+from millrace.env_server.isolation.namespaces import VisibleFiles, covered, visible_to_workers
+from millrace.env_server.service import GroupKey, Groups, PlayingGroup
 from millrace.env_server.settings import EnvServerSettings
 from millrace.env_server.workers.env_worker import answer_of
 from millrace.env_server.workers.frames import encode_frame, read_frame
@@ -274,7 +273,7 @@ def test_what_a_container_hides_and_its_workers_need_is_named(tmp_path: Path, mo
     link = tmp_path / "link"
     link.symlink_to(place)
     assert covered(VisibleFiles(shown=("/usr", place, "/tmp/no-such-directory"))) == [place]
-    monkeypatch.setattr("millrace.env_server.isolation.visible._OWN", (place,))
+    monkeypatch.setattr("millrace.env_server.isolation.namespaces._OWN", (place,))
     assert covered(VisibleFiles(shown=("/usr", str(link)))) == [str(link)], "where it leads to"
     monkeypatch.setenv("PYTHONPATH", place)
     environ = {"MILLRACE_ENV_ISOLATION": "container"} | ({"MILLRACE_ENV_USER": "nobody"} if os.geteuid() == 0 else {})

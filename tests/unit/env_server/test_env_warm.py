@@ -3,7 +3,7 @@
 from types import SimpleNamespace
 from typing import Any
 
-from millrace.env_server.warm import WarmLimits, to_rest
+from millrace.env_server.run import WarmLimits, to_rest
 
 LIMITS = WarmLimits(idle_s=600.0, num_workers=4)
 

@@ -6,7 +6,7 @@ import pytest
 
 from millrace.env_server.adapters.client_v0 import request_body
 from millrace.env_server.adapters.samples import OwnRanges
-from millrace.env_server.adapters.sampling_v0 import declared_by, sampling_args
+from millrace.env_server.adapters.v0 import declared_by, sampling_args
 from millrace.env_server.own_sampling import AskedSampling, OwnSamplingError, Way, flat, sent_of
 from millrace.rollouts.requests import EnvSpec, PlayRequest, Sampling
 from millrace.rollouts.types import FULL, OwnSampling, Purpose, Truncation

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from millrace.env_server.adapters.outcome import Outcome, make_rollout
-from millrace.env_server.adapters.sampling_v0 import sampling_args
+from millrace.env_server.adapters.v0 import sampling_args
 from millrace.rollouts.requests import EnvSpec, PlayRequest, Sampling
 from millrace.rollouts.types import FULL, Purpose, RolloutStatus, Truncation
 from millrace.rollouts.wire import decode_rollout, encode_rollout

@@ -5,7 +5,7 @@ import contextlib
 import importlib.util
 from pathlib import Path
 
-from millrace.env_server import standing
+from millrace.env_server import engine_access
 from millrace.env_server.adapters.failures import own_line, remember_code
 
 MODULE = """
@@ -17,10 +17,10 @@ async def env_response():
 
 
 async def test_what_a_play_stands_at_longest_is_its_place() -> None:
-    async def play(*places: str) -> standing.Standing:
-        mine = standing.begin()
+    async def play(*places: str) -> engine_access.Standing:
+        mine = engine_access.begin()
         for place in places:
-            blocks.enter_context(standing.at(place))
+            blocks.enter_context(engine_access.at(place))
             await asyncio.sleep(0.01)
         return mine
 
@@ -30,7 +30,7 @@ async def test_what_a_play_stands_at_longest_is_its_place() -> None:
         asyncio.create_task(play("reward function 'slow'")),
         asyncio.create_task(play()),
     )
-    assert dict(standing.places(plays)) == {
+    assert dict(engine_access.places(plays)) == {
         "the engine": 1,
         "reward function 'slow'": 1,
         "the environment's own code": 1,
@@ -38,7 +38,7 @@ async def test_what_a_play_stands_at_longest_is_its_place() -> None:
     assert plays[1].describe("").endswith("s at reward function 'slow'")
     blocks.close()
     assert plays[0].longest is None
-    with standing.at("nowhere"):  # outside of a play
+    with engine_access.at("nowhere"):  # outside of a play
         assert plays[2].longest is None
 
 
@@ -58,6 +58,6 @@ async def test_a_play_that_waits_in_its_own_code_names_the_line(tmp_path: Path) 
     try:
         await asyncio.sleep(0)
         assert own_line(task) == "slow_env.py:5 in env_response"
-        assert standing.Standing().describe(own_line(task)) == "in slow_env.py:5 in env_response"
+        assert engine_access.Standing().describe(own_line(task)) == "in slow_env.py:5 in env_response"
     finally:
         task.cancel()

@@ -5,9 +5,8 @@ from typing import Any
 
 import pytest
 
-from millrace.env_server.adapters.samples import MissingTokensError, merge_turns
+from millrace.env_server.adapters.samples import MissingTokensError, SpanLog, merge_turns
 from millrace.env_server.adapters.samples_v0 import turns_of
-from millrace.env_server.adapters.span_log import SpanLog
 from millrace.env_server.own_sampling import AskedSampling
 from millrace.rollouts.requests import EnvSpec, Sampling
 from millrace.rollouts.types import PolicySpan

@@ -98,7 +98,7 @@ def test_what_is_not_installed_is_named_with_the_pip_command(
             raise ImportError("No module named 'tensorboardX'")
         return real(name, *more)
 
-    monkeypatch.setattr("millrace.exports.extras.importlib.import_module", without)
+    monkeypatch.setattr("millrace.exports.process.importlib.import_module", without)
     assert main(["run", "export", "letters-1", "--to", "tensorboard"]) != 0
     said = capsys.readouterr().err
     assert "tensorboardX" in said and "pip install 'millrace[tensorboard]'" in said

@@ -2,8 +2,7 @@
 
 import pytest
 
-from millrace.exports.metrics import points
-from millrace.exports.reader import MetricFollower, read_metrics
+from millrace.exports.metrics import MetricFollower, points, read_metrics
 from millrace.exports.samples import read_samples
 from millrace.runlog.names import Names
 from millrace.v1 import event_pb2

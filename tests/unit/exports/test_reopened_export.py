@@ -9,7 +9,7 @@ import pytest
 pytest.importorskip("opentelemetry.exporter.otlp.proto.http", reason="needs millrace[otel]")
 
 from millrace.exports.keeper import Exporter
-from millrace.orchestrator.drive.exports import TRACES
+from millrace.orchestrator.manager import TRACES
 from millrace.storage.local import LocalStore
 from millrace.v1 import event_pb2, run_pb2
 from millrace_testing.collector import Collector, collecting

@@ -12,8 +12,8 @@ import pytest
 
 pytest.importorskip("opentelemetry.exporter.otlp.proto.http", reason="needs millrace[otel]")
 
-from millrace.exports.spans import trace_id
-from millrace.orchestrator.drive.exports import traces_wanted
+from millrace.exports.traces import trace_id
+from millrace.orchestrator.manager import traces_wanted
 from millrace.storage.local import LocalStore
 from millrace.v1 import event_pb2, run_pb2
 from millrace_testing.collector import Collector, collecting

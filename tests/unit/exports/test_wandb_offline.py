@@ -5,8 +5,7 @@ from pathlib import Path
 import pytest
 
 from millrace.cli.main import main
-from millrace.exports.metrics import points
-from millrace.exports.reader import read_metrics
+from millrace.exports.metrics import points, read_metrics
 from millrace.runlog.names import Names
 from millrace.v1 import event_pb2
 from millrace_testing import wandb_files

@@ -8,8 +8,7 @@ import pytest
 pytest.importorskip("wandb", reason="needs millrace[wandb]")
 
 from millrace.exports.metrics import MetricRow
-from millrace.exports.wandb_run import WandbRun
-from millrace.exports.wandb_target import WandbTarget
+from millrace.exports.wandb_run import WandbRun, WandbTarget
 from millrace_testing.wandb_server import WandbServer, serving
 
 

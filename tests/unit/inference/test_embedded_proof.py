@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 from millrace.errors import InternalError, UnavailableError
 from millrace.inference.embedded import loader
 from millrace.inference.embedded.engine import EmbeddedEngine
-from millrace.inference.embedded.weights import held_tensors
+from millrace.inference.embedded.loader import held_tensors
 from millrace.inference.engine import EngineState, HeldDigest, InflightMode, PolicyIdentity
 from millrace.policies import digest
 from millrace.policies.change import TensorChange
 from millrace.policies.digest import bits_digest, tensor_digests
-from millrace.policies.staged import StagedPolicy
+from millrace.policies.manifest import StagedPolicy
 
 V0 = PolicyIdentity(run_uid="r", lineage=0, version=0)
 NAME = "model.layers.1.mlp.up_proj.weight"
@@ -86,7 +86,7 @@ async def test_nothing_is_scored_between_new_weights_and_their_proof(engine, nex
 
 
 async def test_a_change_that_was_not_written_is_found_before_the_version_serves(engine, next_version, monkeypatch):
-    monkeypatch.setattr("millrace.inference.embedded.weights.write_changes", lambda *_, **__: None)
+    monkeypatch.setattr("millrace.inference.embedded.loader.write_changes", lambda *_, **__: None)
     with pytest.raises(InternalError, match="the engine holds digest"):
         await update(engine, next_version)
 

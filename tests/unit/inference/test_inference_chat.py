@@ -4,8 +4,7 @@ import pytest
 
 from millrace.errors import InvalidSpecError
 from millrace.inference.http.chat import encode_chat
-from millrace.inference.http.schema import GenerateSampling
-from millrace.inference.http.stops import with_stop_tokens
+from millrace.inference.http.schema import GenerateSampling, with_stop_tokens
 from millrace.inference.model_files import load_tokenizer
 
 

@@ -6,7 +6,7 @@ import torch
 from transformers import AutoModelForCausalLM, GemmaConfig, LlamaConfig, MistralConfig
 
 from millrace.errors import InvalidStateError
-from millrace.inference.embedded import weights
+from millrace.inference.embedded import loader
 from millrace.inference.embedded.engine import EmbeddedEngine
 from millrace.inference.embedded.loader import load_model
 from millrace.inference.engine import GenerateRequest, PolicyIdentity, SamplingParams
@@ -85,10 +85,10 @@ def test_tied_names_must_agree(make_model, make_tensors):
     model = make_model(0)
     tensors = make_tensors(model)
     tied = {**tensors, "lm_head.weight": tensors["model.embed_tokens.weight"]}
-    weights.check_tensors(model, tied)
+    loader.check_tensors(model, tied)
     other = make_tensors(make_model(1))
     with pytest.raises(InvalidStateError, match="tied"):
-        weights.check_tensors(model, {**tensors, "lm_head.weight": other["model.embed_tokens.weight"]})
+        loader.check_tensors(model, {**tensors, "lm_head.weight": other["model.embed_tokens.weight"]})
 
 
 def test_mixed_dtypes_are_refused_with_examples(make_model, make_tensors):
@@ -97,6 +97,6 @@ def test_mixed_dtypes_are_refused_with_examples(make_model, make_tensors):
     half = make_tensors(make_model(0).to(torch.bfloat16))
     mixed = {**tensors, "model.norm.weight": half["model.norm.weight"]}
     with pytest.raises(InvalidStateError, match=r"bfloat16 \(model\.norm\.weight\), float32 \("):
-        weights.hold_formats(model, mixed)  # nothing of this model is kept in float32
+        loader.hold_formats(model, mixed)  # nothing of this model is kept in float32
     with pytest.raises(InvalidStateError, match=r"bfloat16 \(model\.norm\.weight\), float16 \("):
-        weights.float_dtype(mixed | {"lm_head.weight": make_tensors(make_model(0).half())["model.norm.weight"]})
+        loader.float_dtype(mixed | {"lm_head.weight": make_tensors(make_model(0).half())["model.norm.weight"]})

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from millrace.inference.embedded.sampling import Limits, penalised, sample, uniforms
+from millrace.inference.embedded.scheduler import Limits, penalised, sample, uniforms
 from millrace.inference.engine import SamplingParams
 
 VOCAB = 11

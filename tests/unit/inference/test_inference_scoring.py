@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from millrace.errors import InvalidSpecError
-from millrace.inference.embedded import scoring
+from millrace.inference.embedded import loader
 from millrace.inference.embedded.engine import EmbeddedEngine
 from millrace.inference.engine import PolicyIdentity, PromptScores
 from millrace.inference.http.responses import prompt_logprobs
@@ -18,9 +18,9 @@ TOKENS = tuple(int(token) for token in np.random.default_rng(0).integers(0, 256,
 
 @pytest.mark.parametrize("chunk", [1, 7, 60, 512])
 def test_chunks_give_what_one_forward_pass_gives(chunk: int, make_model, monkeypatch) -> None:
-    monkeypatch.setattr(scoring, "CHUNK_TOKENS", chunk)
+    monkeypatch.setattr(loader, "CHUNK_TOKENS", chunk)
     model = make_model(3)
-    found = scoring.score_prompt(model, TOKENS)
+    found = loader.score_prompt(model, TOKENS)
     assert found.logprobs.shape == (60,) and found.logprobs.dtype == np.float32
     assert np.allclose(found.logprobs, plain_logprobs(model, TOKENS), atol=2e-6)
     with torch.inference_mode():
@@ -38,7 +38,7 @@ async def test_the_engine_scores_what_it_holds_and_refuses_strange_tokens(
             model_dir, make_staged(make_model(0)), identity=PolicyIdentity(run_uid="", lineage=0, version=0)
         )
         found = await engine.score(TOKENS)
-        assert np.allclose(found.logprobs, scoring.score_prompt(make_model(0), TOKENS).logprobs, atol=2e-6)
+        assert np.allclose(found.logprobs, loader.score_prompt(make_model(0), TOKENS).logprobs, atol=2e-6)
         assert len((await engine.score((5,))).logprobs) == 0
         with pytest.raises(InvalidSpecError, match="token ids are 0 to 271"):
             await engine.score((1, 272))

@@ -4,8 +4,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from millrace.inference.http import prompt_cache
-from millrace.inference.http.prompt_cache import PromptCache
+from millrace.inference.http import chat as prompt_cache
+from millrace.inference.http.chat import PromptCache
 
 
 @pytest.fixture(autouse=True)

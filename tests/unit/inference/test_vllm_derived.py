@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from millrace.errors import InvalidStateError
-from millrace.inference.vllm.workers.derived import derived_tensors, require_reloadable
 from millrace.inference.vllm.workers.layout import Slot
+from millrace.inference.vllm.workers.reloading import derived_tensors, require_reloadable
 
 LOADED = (Slot(module="attention", name="weight"), Slot(module="attention", name="bias"))
 

@@ -9,8 +9,8 @@ import huggingface_hub
 import pytest
 from transformers import AutoConfig, Qwen3_5TextConfig, Qwen3Config
 
-from millrace.inference.vllm import model_config
-from millrace.inference.vllm.model_config import compare_configs
+from millrace.inference.vllm import engine
+from millrace.inference.vllm.engine import compare_configs
 from millrace.models.older_names import with_older_names
 
 LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 2, "long_factor": [4.0] * 2}
@@ -34,7 +34,7 @@ def test_the_config_of_a_hub_id_is_that_which_vllm_downloaded(tmp_path: Path, mo
         directory.mkdir(parents=True)
         (directory / "config.json").write_text(json.dumps({"hidden_size": 8, "dtype": directory.name}))
     monkeypatch.setattr(
-        model_config,
+        engine,
         "try_to_load_from_cache",
         lambda name, file, *, cache_dir, revision: huggingface_hub.try_to_load_from_cache(
             name, file, cache_dir=cache_dir or tmp_path / "hub", revision=revision

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from millrace.errors import InternalError, InvalidSpecError, UnavailableError
-from millrace.inference.launch.node import Node
-from millrace.inference.vllm.orders import OrderFiles, write_order
+from millrace.inference.launch.launcher import Node
+from millrace.inference.vllm.ranks import OrderFiles, write_order
 from millrace.inference.vllm.workers.node_copy import NodeCopy
 from millrace.policies.host_copy import HostCopy
 from millrace.policies.manifest import PolicyPlace

@@ -9,13 +9,13 @@ import pytest
 
 from millrace.backoff import Backoff
 from millrace.errors import InternalError, InvalidStateError, UnavailableError
-from millrace.inference import pauses
+from millrace.inference import service
 from millrace.inference.engine import EngineState, PolicyIdentity
-from millrace.inference.pauses import CallerPause
-from millrace.inference.vllm import ranks, verification
+from millrace.inference.service import CallerPause
+from millrace.inference.vllm import ranks, staging
 from millrace.inference.vllm.engine import VllmEngine
 from millrace.inference.vllm.gate import GenerationGate
-from millrace.inference.vllm.ping import Ping
+from millrace.inference.vllm.prober import Ping
 from millrace.inference.vllm.ranks import Ranks
 from millrace.policies.digest import digest_hex
 from millrace.policies.manifest import Probe, TensorEntry
@@ -211,7 +211,7 @@ async def test_a_ping_that_fails_is_seen_and_goes_on(client: Any) -> None:
 async def test_a_caller_that_goes_away_while_vllm_answers_fails_nothing(
     engine: VllmEngine, client: Any, monkeypatch: pytest.MonkeyPatch, call: str
 ) -> None:
-    monkeypatch.setattr(pauses, "PAUSE_LIMIT_S", 1.0)
+    monkeypatch.setattr(service, "PAUSE_LIMIT_S", 1.0)
     caller = CallerPause(engine)
     reached, going_on = client.block(call)
     if call == "resume":
@@ -268,7 +268,7 @@ async def test_a_base_whose_adapter_is_to_come_is_not_served(
 async def test_reading_back_goes_on_after_an_error_and_says_so(
     engine: VllmEngine, client: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(verification, "BACKOFF", Backoff(0.01, 60.0))
+    monkeypatch.setattr(staging, "BACKOFF", Backoff(0.01, 60.0))
     client.verify_error = UnavailableError("busy", reason="ENGINE_SILENT")
     client.num_verified = 0
     await update(engine)

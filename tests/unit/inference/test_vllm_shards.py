@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from millrace.errors import InternalError
-from millrace.inference.vllm.orders import OrderFiles
+from millrace.inference.vllm.ranks import OrderFiles
 from millrace.inference.vllm.workers import memory
 from millrace.inference.vllm.workers.layout import Region, Slot
 from millrace.inference.vllm.workers.memory import ModelMemory, box_of, slices_of, source_of, writes_of

@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 
 from millrace.errors import InvalidStateError, UnavailableError
-from millrace.inference import pauses
+from millrace.inference import service
 from millrace.inference.engine import EngineState
-from millrace.inference.pauses import OPERATOR, SLEEP, CallerPause
+from millrace.inference.service import OPERATOR, SLEEP, CallerPause
 from millrace.inference.vllm import rest
 from millrace.inference.vllm.engine import VllmEngine
 from millrace.telemetry import waits
@@ -178,7 +178,7 @@ async def test_a_sleep_that_nobody_ends_is_visible_and_ends(
     told = [each for each in waits.snapshot("me") if "asleep while the trainer of run1" in each.reason]
     assert [each.waits_on for each in told] == ["trainer"]
     assert not await caller.over(timeout_s=0.01)
-    monkeypatch.setattr(pauses, "PAUSE_LIMIT_S", 0.05)
+    monkeypatch.setattr(service, "PAUSE_LIMIT_S", 0.05)
     await caller.pause("run1")  # prolongs it
     assert await caller.over(timeout_s=5)
     await until(lambda: not client.is_paused and not client.is_asleep, timeout_s=5)

@@ -3,8 +3,8 @@
 import signal
 
 from millrace.local import liveness
+from millrace.local.keeper import ExitKind, Lives
 from millrace.local.liveness import Answer, AnswerHistory, LivenessAction
-from millrace.local.restarts import ExitKind, Lives
 
 
 def test_the_cause_of_a_death():

@@ -12,8 +12,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from millrace.errors import MillraceError
+from millrace.models.files import INDEX, WeightFiles
 from millrace.models.loading import check_weights, empty_model, fill_model
-from millrace.models.weight_files import INDEX, WeightFiles
 from millrace_testing.model_files import make_qwen3
 
 STALE = "model-00001-of-00099.safetensors"

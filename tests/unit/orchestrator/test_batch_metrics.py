@@ -5,8 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from millrace.orchestrator.drive.batch_metrics import MAX_NAMES, batch_metrics
-from millrace.orchestrator.play.durations import MIN_MEASURED, PATIENCE_SLACK, Durations
+from millrace.orchestrator.drive.batch_metrics import MAX_NAMES, MIN_MEASURED, PATIENCE_SLACK, Durations, batch_metrics
 from millrace.orchestrator.play.play import Play
 from millrace_testing.orchestrator.builders import make_play, make_rollout
 

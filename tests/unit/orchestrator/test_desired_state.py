@@ -3,8 +3,8 @@ from typing import Any
 
 import pytest
 
-from millrace.orchestrator.runs import desired_state
-from millrace.orchestrator.runs.desired_state import DesiredState, DesiredStates
+from millrace.orchestrator.runs import intents as intent_calls
+from millrace.orchestrator.runs.intents import DesiredState, DesiredStates
 from millrace.runlog import Intent, Names
 
 
@@ -42,7 +42,7 @@ async def test_a_slow_look_at_the_store_does_not_bring_back_what_a_later_one_kno
             await go_on.wait()
         return found
 
-    monkeypatch.setattr(desired_state, "read_intents", read)
+    monkeypatch.setattr(intent_calls, "read_intents", read)
     store: Any = None
     states = DesiredStates(store, "t")
     slow = asyncio.create_task(states.read("r1"))

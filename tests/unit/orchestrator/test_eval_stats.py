@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from millrace.orchestrator.play.eval_stats import confidence, figures, pass_at_k
+from millrace.orchestrator.play.evals import confidence, figures, pass_at_k
 from millrace.orchestrator.play.play import MAX_FAILED_ATTEMPTS, Play, PlayState
 from millrace.orchestrator.play.settings import PlaySettings
 from millrace.rollouts.types import Purpose, RolloutStatus

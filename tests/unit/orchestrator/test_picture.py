@@ -2,8 +2,7 @@
 
 import pytest
 
-from millrace.orchestrator.explain.chain import Component, find_chain
-from millrace.orchestrator.explain.picture import boxes
+from millrace.orchestrator.explain.chain import Component, boxes, find_chain
 from millrace.telemetry.waits import Wait
 
 

@@ -14,7 +14,7 @@ from millrace.orchestrator import meters, run_meters
 from millrace.orchestrator.drive.batch_metrics import batch_metrics
 from millrace.orchestrator.manager import resumed_events
 from millrace.orchestrator.run_meters import RunMeters
-from millrace.orchestrator.runs.run_view import RunView
+from millrace.orchestrator.runs.catalog import RunView
 from millrace.orchestrator.workers import WorkerRegistry
 from millrace.runlog.records.run_record import RunRecord
 from millrace.v1 import event_pb2, run_pb2

@@ -11,8 +11,7 @@ from millrace.config.sections.buffer import BufferConfig
 from millrace.errors import InvalidSpecError
 from millrace.orchestrator.play.buffer import TaskBuffer
 from millrace.orchestrator.play.pools import GroupResult, Pools, Thresholds
-from millrace.orchestrator.play.sampler import Sampler
-from millrace.orchestrator.play.tasks import TaskSource
+from millrace.orchestrator.play.tasks import Sampler, TaskSource
 
 A, B = TaskSource(env="a", num_tasks=4, digest="x"), TaskSource(env="b", num_tasks=3, digest="y")
 TASKS = {"a": np.arange(4), "b": np.arange(3)}

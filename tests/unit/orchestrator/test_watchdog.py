@@ -8,12 +8,12 @@ from millrace.internal.v1 import worker_service_pb2 as ws
 from millrace.orchestrator.explain import watchdog as watchdog_module
 from millrace.orchestrator.explain.watchdog import Watchdog
 from millrace.orchestrator.explain.why import explain, stood_still
-from millrace.orchestrator.runs.run_view import RunView
+from millrace.orchestrator.runs.catalog import RunView
 from millrace.orchestrator.workers import WorkerKind, WorkerRegistry
 from millrace.runlog.records.run_record import RunRecord
 from millrace.runlog.redis.connection import OUTAGES, Outage
 from millrace.telemetry import waits
-from millrace.telemetry.standstill import METER, Meter
+from millrace.telemetry.waits import METER, Meter
 from millrace.v1 import event_pb2, run_pb2
 
 UID, OWNER = "r-1", "orchestrator-0"

@@ -1,8 +1,7 @@
 """Workers are called shortly, and keep what they are called."""
 
 from millrace.internal.v1 import worker_service_pb2 as ws
-from millrace.orchestrator.worker_names import host_of
-from millrace.orchestrator.workers import WorkerRegistry
+from millrace.orchestrator.workers import WorkerRegistry, host_of
 
 TRAINER, REPLICA = ws.WORKER_KIND_TRAINER, ws.WORKER_KIND_INFERENCE
 

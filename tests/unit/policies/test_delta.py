@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from millrace.errors import ConflictError, CorruptObjectError, InvalidStateError
 from millrace.policies.change import TensorChange
 from millrace.policies.delta import codec as delta_module
-from millrace.policies.delta import kinds
+from millrace.policies.delta import frame as kinds
 from millrace.policies.delta.codec import EncodedPiece, decode_piece, encode_piece
-from millrace.policies.delta.codings import Bits, decode_gaps, encode_gaps, ulp_map, unzigzag, zigzag
+from millrace.policies.delta.frame import Bits, decode_gaps, encode_gaps, ulp_map, unzigzag, zigzag
 from millrace.policies.digest import bits_digest
 
 _WIDTHS = (1, 2, 4, 8)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from millrace.errors import ConflictError, UnavailableError
-from millrace.policies.chain import Manifests
+from millrace.policies.fetch import Manifests
 from millrace.policies.host_copy import FILE_NAME, HostCopy
 from millrace.policies.manifest import CODEC_DELTA, Encoding, PolicyManifest
 from millrace.policies.pull import download_hf, pull_tensors
@@ -187,7 +187,7 @@ def test_manifests_are_held_up_to_a_number_of_pieces(
     store: LocalStore, monkeypatch: pytest.MonkeyPatch, bound: int, num_reads: int
 ) -> None:
     Trainer(store).publish_to(1)
-    monkeypatch.setattr("millrace.policies.chain.MAX_HELD_ENTRIES", bound)
+    monkeypatch.setattr("millrace.policies.fetch.MAX_HELD_ENTRIES", bound)
     manifests, read, get = Manifests(store), list[str](), store.get
     monkeypatch.setattr(store, "get", lambda key, **bound: read.append(key) or get(key, **bound))
     for version in (0, 1, 0):

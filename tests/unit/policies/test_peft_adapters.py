@@ -9,12 +9,10 @@ import numpy as np
 import pytest
 
 from millrace.errors import CapacityError, CorruptObjectError, InvalidStateError, NotFoundError, UnavailableError
-from millrace.models.adapter_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS
-from millrace.models.weight_files import WeightFiles
-from millrace.policies.numbers import as_float32
+from millrace.models.files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, WeightFiles
 from millrace.policies.peft.config import parse_peft_config
 from millrace.policies.peft.directory import is_adapter, open_adapter
-from millrace.policies.tensors import TensorBytes, pack_safetensors
+from millrace.policies.tensors import TensorBytes, as_float32, pack_safetensors
 from millrace.policies.weight_file import read_tensors
 
 Arrays = dict[str, np.ndarray]

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from millrace.processes.helper import HelperDiedError, HelperProcess
+from millrace.processes.channel import HelperDiedError, HelperProcess
 from millrace.processes.shared_memory import SharedMemory
 from millrace.processes.table import is_running
 from millrace_testing.polling import until
@@ -82,7 +82,7 @@ def test_who_asks_hears_that_it_was_ended(helper: HelperProcess) -> None:
 
 async def test_it_dies_with_its_parent_in_the_middle_of_its_work() -> None:
     code = (
-        "import os, sys, threading; from millrace.processes.helper import HelperProcess\n"
+        "import os, sys, threading; from millrace.processes.channel import HelperProcess\n"
         f"helper = HelperProcess.start({MODULE!r}, env=os.environ)\n"
         "helper.ask({'do': 'echo', 'text': ''}, silent_s=60)\n"
         "print(helper.pid, flush=True)\n"

@@ -5,12 +5,12 @@ from typing import NoReturn
 import pytest
 
 from millrace.errors import InvalidSpecError, UnavailableError, Violation
-from millrace.processes import service
+from millrace.processes import lifeline
 
 
 def ended(run, capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
     with pytest.raises(SystemExit) as caught:
-        service.run_service(run)
+        lifeline.run_service(run)
     return caught.value.code, capsys.readouterr().err
 
 
@@ -54,6 +54,6 @@ def test_ctrl_c_is_no_error(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_what_comes_before_may_refuse(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
-        service.run_service(lambda: 0, before=raising(UnavailableError("no interpreter")))
+        lifeline.run_service(lambda: 0, before=raising(UnavailableError("no interpreter")))
     assert caught.value.code == UnavailableError.exit_code
     assert capsys.readouterr().err == "Error: no interpreter\n"

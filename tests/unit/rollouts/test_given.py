@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from millrace.decoding import decode_json
-from millrace.rollouts.given import bounded_object
+from millrace.env_server.adapters.outcome import bounded_object
 from millrace.rollouts.types import MAX_TASK_JSON_BYTES
 
 

@@ -3,7 +3,7 @@
 import pytest
 
 from millrace.orchestrator.play.pools import Pool, Thresholds
-from millrace.rollouts.rewards import reaches
+from millrace.rollouts.types import reaches
 
 
 @pytest.mark.parametrize(

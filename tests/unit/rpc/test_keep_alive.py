@@ -7,7 +7,7 @@ import aiohttp
 from aiohttp import web
 
 from millrace.env_server.engine_access import make_session
-from millrace.rpc.keep_alive import GONE_S, IDLE_S
+from millrace.rpc.reach import GONE_S, IDLE_S
 
 
 async def test_a_connection_to_an_engine_is_looked_after():

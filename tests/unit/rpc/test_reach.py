@@ -4,7 +4,7 @@ import socket
 
 import pytest
 
-from millrace.inference.registration import http_address
+from millrace.inference.settings import http_address
 from millrace.rpc.reach import advertised, bound_socket, is_wildcard, listening_host, own_host
 from millrace.telemetry.settings import Settings, join_address
 

@@ -4,7 +4,7 @@ import pytest
 
 from millrace.errors import InvalidSpecError
 from millrace.internal.v1 import env_service_pb2, policy_service_pb2, worker_service_pb2
-from millrace.rpc.request_check import MAX_ITEMS, MAX_NAME_CHARS, MAX_TEXT_CHARS, check_request
+from millrace.rpc.interceptors import MAX_ITEMS, MAX_NAME_CHARS, MAX_TEXT_CHARS, check_request
 from millrace.v1 import event_pb2, run_service_pb2
 
 

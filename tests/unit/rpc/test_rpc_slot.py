@@ -4,7 +4,7 @@ import socket
 
 import pytest
 
-from millrace.rpc.slot import worker_slot
+from millrace.rpc.reach import worker_slot
 
 
 @pytest.mark.parametrize(("place", "has_slot"), [("127.0.0.1:50052", True), ("", False), ("127.0.0.1:0", False)])

@@ -7,7 +7,7 @@ from google.rpc import error_details_pb2, status_pb2
 
 from millrace import errors
 from millrace.rpc import status
-from millrace.rpc.heartbeat_wire import to_proto
+from millrace.rpc.worker import to_proto
 from millrace.telemetry.waits import Wait
 
 

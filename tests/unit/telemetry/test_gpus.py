@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from millrace.internal.v1 import worker_service_pb2 as pb2
-from millrace.rpc.heartbeat_wire import gpu_to_proto, gpus_from_proto
+from millrace.rpc.worker import gpu_to_proto, gpus_from_proto
 from millrace.telemetry import gpus
 from millrace.telemetry.gpus import GpuUse, GpuWatch, Nvml
 

@@ -7,11 +7,10 @@ import pytest
 from rich.console import Console
 
 from millrace.cli.view.bars import bars, shown_work
-from millrace.inference.launch.stages import stage_of
+from millrace.inference.launch.process import stage_of
 from millrace.storage.local import LocalStore
 from millrace.telemetry import progress, waits
-from millrace.telemetry.progress import Doing
-from millrace.telemetry.progress_bars import counting_bar
+from millrace.telemetry.progress import Doing, counting_bar
 
 
 def reasons():

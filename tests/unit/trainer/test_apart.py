@@ -11,8 +11,7 @@ from millrace.config.sections.trainer import PackConfig
 from millrace.context_length import fix_context_length
 from millrace.errors import InvalidSpecError
 from millrace.trainer.gang.distributed import Gang
-from millrace.trainer.learning.apart import Apart, lengths_named
-from millrace.trainer.learning.packing import packing_of
+from millrace.trainer.learning.packing import Apart, lengths_named, packing_of
 from millrace.trainer.learning.plan import ALONE, plan_micro_batches
 from millrace_testing import scaled_positions
 from millrace_testing.scaled_positions import BORDER

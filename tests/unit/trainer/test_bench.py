@@ -16,9 +16,8 @@ from millrace.cli.session.bench import flags, is_bench, trainer_bench
 from millrace.config.sections.bench import FakeDataConfig, TrainerBench
 from millrace.config.sections.trainer import TrainerConfig
 from millrace.errors import InvalidSpecError
-from millrace.trainer.bench.data import fake_samples
-from millrace.trainer.bench.measure import BenchStep, measure
-from millrace.trainer.bench.report import lines, summary
+from millrace.trainer.bench.main import lines, summary
+from millrace.trainer.bench.measure import BenchStep, fake_samples, measure
 from millrace.trainer.gang.distributed import Gang
 
 

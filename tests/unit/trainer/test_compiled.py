@@ -14,8 +14,7 @@ from millrace.config.sections.sft import SFTConfig
 from millrace.config.sections.trainer import ActivationCheckpointConfig, CompileConfig
 from millrace.errors import InvalidSpecError
 from millrace.telemetry import waits
-from millrace.trainer.learning.batch import MicroBatch, build_micro_batch
-from millrace.trainer.learning.fake_samples import fake_sample
+from millrace.trainer.learning.batch import MicroBatch, build_micro_batch, fake_sample
 from millrace.trainer.learning.forward import token_logprobs
 from millrace.trainer.learning.plan import Rows
 from millrace.trainer.model.compiled import compile_blocks, take_failures

@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from millrace.trainer.learning.expert_load import ExpertLoad, load_metrics
-from millrace.trainer.learning.metrics import StepMetrics
+from millrace.trainer.learning.metrics import ExpertLoad, StepMetrics, load_metrics
 
 
 def test_an_even_load_is_no_excess_and_a_full_expert_is_one() -> None:

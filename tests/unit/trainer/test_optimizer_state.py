@@ -5,8 +5,7 @@ import torch
 from torch import nn
 
 from millrace.config.sections.trainer import OptimConfig, SchedulerConfig
-from millrace.trainer.learning.optimizer import PolicyOptimizer
-from millrace.trainer.learning.optimizer_state import round_by_chance
+from millrace.trainer.learning.optimizer import PolicyOptimizer, round_by_chance
 
 KINDS = ("adamw", "muon", "sgd")
 

@@ -12,7 +12,7 @@ import pytest
 from torch import distributed as dist
 
 from millrace.local.ports import free_port
-from millrace.trainer.gang.watchdog import GRACE_S
+from millrace.trainer.gang.distributed import GRACE_S
 
 BLOCKED = """
 import ctypes, sys

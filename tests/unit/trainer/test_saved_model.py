@@ -13,18 +13,18 @@ import transformers
 from packaging.version import Version
 
 from millrace.errors import CorruptObjectError
-from millrace.inference.embedded import loader, weights
+from millrace.inference.embedded import loader
+from millrace.inference.embedded import loader as weights
 from millrace.inference.model_files import write_files
+from millrace.models.files import MODEL_FILES, TOKENIZER_FILES, small_files
 from millrace.models.saved import SavedTensor, saved_tensors
-from millrace.models.small_files import MODEL_FILES, TOKENIZER_FILES, small_files
 from millrace.policies.change import TensorChange
 from millrace.policies.proof import held_digest
 from millrace.trainer.gang.distributed import Gang
-from millrace.trainer.learning.trained import model_digest
+from millrace.trainer.learning.learner import model_digest
 from millrace.trainer.model.mesh import RankLayout
 from millrace.trainer.model.pretrained import load_model, policy_files
-from millrace.trainer.model.published import described_tensors, policy_tensors
-from millrace.trainer.model.snapshot import Snapshots, share_bytes
+from millrace.trainer.model.published import Snapshots, described_tensors, policy_tensors, share_bytes
 from millrace_testing.inference.tiny import tiny_tokenizer
 from millrace_testing.trainer.families import FAMILIES, make_family, make_other
 from millrace_testing.trainer.saved import (

@@ -9,7 +9,7 @@ import pytest
 from millrace.config.sections.sft import DataSourceConfig, SFTConfig
 from millrace.errors import InvalidSpecError, NotFoundError
 from millrace.rollouts.types import TrainSample
-from millrace.trainer.sft.order import Order, mix, take_full, take_rows
+from millrace.trainer.sft.data import Order, mix, take_full, take_rows
 from millrace.trainer.sft.rows import load_rows, load_sources
 
 

@@ -9,7 +9,7 @@ import torch
 from millrace.errors import InvalidStateError
 from millrace.models.loading import empty_model
 from millrace.trainer.gang.distributed import Gang
-from millrace.trainer.learning.trained import fill_opened
+from millrace.trainer.learning.learner import fill_opened
 from millrace.trainer.model.memory import Sharding
 from millrace.trainer.model.pretrained import load_model
 from millrace.trainer.model.shortage import shortage_named

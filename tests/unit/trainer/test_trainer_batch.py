@@ -12,8 +12,7 @@ from millrace.rollouts.types import OwnSampling, TrainSample, Truncation
 from millrace.trainer.gang.distributed import Gang
 from millrace.trainer.learning.batch import build_micro_batch
 from millrace.trainer.learning.forward import select_logprobs, token_logprobs
-from millrace.trainer.learning.metrics import StepMetrics
-from millrace.trainer.learning.score import Score
+from millrace.trainer.learning.metrics import Score, StepMetrics
 from millrace.trainer.losses import token_losses, total_loss
 
 CPU = torch.device("cpu")

@@ -14,16 +14,15 @@ from millrace.config.sections.trainer import TrainerConfig
 from millrace.custom_code import CustomCode
 from millrace.errors import CorruptObjectError, InvalidSpecError, InvalidStateError, NotFoundError, UnavailableError
 from millrace.internal.v1 import batch_pb2
-from millrace.models.small_files import MODEL_FILES, TOKENIZER_FILES, small_files
+from millrace.models.files import MODEL_FILES, TOKENIZER_FILES, small_files
 from millrace.trainer import job
 from millrace.trainer.checkpoint.files import load_shards, needed_files, save_shards
 from millrace.trainer.checkpoint.index import ShardPiece, ShardTensor, decode_index
 from millrace.trainer.gang.agreement import hear, tell
 from millrace.trainer.gang.distributed import Gang
-from millrace.trainer.learning import reference
+from millrace.trainer.learning import learner
 from millrace.trainer.learning.batch import BatchLayout
-from millrace.trainer.learning.learner import Learner
-from millrace.trainer.learning.reference import StartModel
+from millrace.trainer.learning.learner import Learner, StartModel
 from millrace.trainer.log.background import BackgroundLoop
 from millrace.trainer.log.batches import Batches
 from millrace.trainer.model.pretrained import resolve_model_directory, with_tokenizer, with_turn_stops
@@ -194,7 +193,7 @@ def test_a_start_model_that_another_rank_cannot_read_is_told(tmp_path: Path, mon
     def damaged() -> None:
         raise CorruptObjectError("the weights are damaged", reason="MODEL_CORRUPT")
 
-    monkeypatch.setattr(reference, "open_model", lambda directory, **given: torch.nn.Linear(2, 2))
+    monkeypatch.setattr(learner, "open_model", lambda directory, **given: torch.nn.Linear(2, 2))
     sharding: Any = SimpleNamespace(compute_dtype=torch.float32)
     with pytest.raises(CorruptObjectError, match="the weights are damaged"):
         StartModel.load(tmp_path, gang=FirstOfTwo(damaged), sharding=sharding, context_length=8)

@@ -9,8 +9,7 @@ from torch.optim.lr_scheduler import ConstantLR, CosineAnnealingLR, LinearLR, Se
 
 from millrace.config.sections.trainer import OptimConfig, SchedulerConfig
 from millrace.errors import InvalidSpecError
-from millrace.trainer.learning.optimizer import PolicyOptimizer, clip
-from millrace.trainer.learning.scheduler import learning_rate
+from millrace.trainer.learning.optimizer import PolicyOptimizer, clip, learning_rate
 
 LR, MAX_STEPS = 0.1, 20
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from millrace.errors import UnauthenticatedError
-from millrace.rpc import registered
+from millrace.rpc import serve as registered
 from millrace.telemetry.settings import Settings
 from millrace.trainer import serve
 

@@ -29,8 +29,7 @@ def import_files(files: tuple[str, ...], kind: str | None, out: Path | None) -> 
     to --out; standard error says of every key what became of it. Nothing is written if a key has no meaning here.
     """
     from millrace.cli.errors import CliError
-    from millrace.cli.session.import_config import import_config
-    from millrace.cli.session.notes import say_notes
+    from millrace.cli.session.config_file import import_config, say_notes
 
     if out is not None and out.exists():
         raise CliError(f"{out} exists", hint="name another file with --out: nothing is overwritten")

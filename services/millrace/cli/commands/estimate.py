@@ -65,7 +65,7 @@ def estimate(arguments: tuple[str, ...]) -> int:
 
 def _document(arguments: Sequence[str]) -> "type[RLConfig | SFTConfig]":
     """What the first file configures; an RL run where that is not clear."""
-    from millrace.cli.session.part import read_raw
+    from millrace.cli.session.config_file import read_raw
     from millrace.config import RLConfig, SFTConfig
     from millrace.config.prime_rl.importing import kind_of
 

@@ -64,7 +64,7 @@ def evaluate(arguments: tuple[str, ...]) -> int:
     from millrace.cli.evals.session import evaluate_here, evaluate_there
 
     if prepared.policies:
-        from millrace.cli.evals.sweep import evaluate_policies
+        from millrace.cli.evals.session import evaluate_policies
 
         data, path = evaluate_policies(prepared)
         click.echo("\n".join(["", *table(data), str(path)]))

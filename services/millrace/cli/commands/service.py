@@ -42,7 +42,7 @@ def _bench(name: str, loaded: "Loaded[Any]") -> int:
     from millrace.cli import interrupts
     from millrace.cli.errors import CliError
     from millrace.cli.session.bench import run_bench, trainer_bench
-    from millrace.cli.session.model_path import check_models
+    from millrace.cli.session.dry_run import check_models
 
     if name != "trainer":
         raise CliError(

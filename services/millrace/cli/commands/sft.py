@@ -31,11 +31,15 @@ _FLAGS = {
 def sft(arguments: tuple[str, ...]) -> int:
     """Fine-tune a model on prompts and completions, on this machine; Ctrl-C stops it."""
     from millrace.cli.session.bench import flags, is_bench, run_bench, trainer_bench
-    from millrace.cli.session.config_file import explained, refuse_check, require_file_or_model
-    from millrace.cli.session.dry_run import look_at_fine_tuning, print_config
-    from millrace.cli.session.model_path import check_models
-    from millrace.cli.session.new_name import check_new_name
-    from millrace.cli.session.notes import refuse_blocked, say_notes
+    from millrace.cli.session.config_file import (
+        explained,
+        refuse_blocked,
+        refuse_check,
+        require_file_or_model,
+        say_notes,
+    )
+    from millrace.cli.session.dry_run import check_models, look_at_fine_tuning, print_config
+    from millrace.cli.session.prepare import check_new_name
     from millrace.config import SFTConfig
     from millrace.config.load import load
 

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from millrace.cli.defaults import DEFAULT_DIRECTORY, DEFAULT_LISTEN
 from millrace.cli.errors import Interrupted
+from millrace.cli.options import DEFAULT_DIRECTORY, DEFAULT_LISTEN
 
 if TYPE_CHECKING:
     from millrace.cli.interrupts import Interrupts

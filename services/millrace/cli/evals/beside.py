@@ -1,6 +1,6 @@
 """Evaluations beside a fine-tuning: the weights of due steps, played as `millrace eval` plays a directory.
 
-The trainer puts weights into `evals/due` of the run (`trainer.sft.handover`). Each evaluation has a stack of its own in
+The trainer puts weights into `evals/due` of the run (`trainer.sft.saving`). Each evaluation has a stack of its own in
 `evals/step-N`, which goes on where an earlier command was killed. Its figures are one line of `metrics.jsonl`.
 """
 

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from millrace.cli.defaults import DEFAULT_DIRECTORY
 from millrace.cli.errors import EXIT_FAILED, CliError
+from millrace.cli.options import DEFAULT_DIRECTORY
 from millrace.cli.stacks import OUTPUTS, read_stack
 from millrace.decoding import decode_object
 from millrace.errors import CorruptObjectError, NotFoundError, UnavailableError

@@ -4,7 +4,7 @@ import json
 from typing import TYPE_CHECKING
 
 from millrace.errors import AlreadyExistsError, InvalidStateError, NotFoundError
-from millrace.orchestrator.runs.forks import check_config
+from millrace.orchestrator.runs.new_run import check_config
 from millrace.runlog.events.run_status import is_terminal
 from millrace.runlog.fork import ForkPlan
 from millrace.runlog.records.frontier import ZERO_CHAIN_HASH, Frontier

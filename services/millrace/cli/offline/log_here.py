@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from millrace.dashboard.problems import INDEX_GROWING
+from millrace.dashboard.answers import INDEX_GROWING
 from millrace.dashboard.reader import Reader
 from millrace.errors import UnavailableError
 from millrace.runlog.names import Names

@@ -8,8 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from millrace.cli.defaults import DEFAULT_DIRECTORY
 from millrace.cli.errors import CliError
+from millrace.cli.options import DEFAULT_DIRECTORY
 from millrace.cli.stacks import running_stacks
 from millrace.errors import InvalidSpecError, NotFoundError
 from millrace.telemetry.settings import Settings

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 
 import click
 
-from millrace.cli.defaults import DEFAULT_DIRECTORY
 from millrace.cli.errors import CliError
 from millrace.cli.log_files import COMPONENTS, LevelLines, LogTail, RunLines, files_of, stack_logs
+from millrace.cli.options import DEFAULT_DIRECTORY
 from millrace.cli.stacks import OUTPUTS, running_stacks
 from millrace.errors import MillraceError
 from millrace.runlog import run_name
@@ -118,7 +118,7 @@ async def _until_end(client: "Client", name: str) -> None:
 
 def _is_running(directory: Path) -> bool:
     """Whether a stack, or a `millrace sft`, works in the directory."""
-    from millrace.local.identity import StackId
+    from millrace.local.directory import StackId
 
     try:
         stack = StackId.parse((directory / ".lock").read_text())

@@ -1,13 +1,31 @@
 """Whether a command line says what to train: without a file and without a model, the defaults would fetch one."""
 
 import contextlib
-from collections.abc import Iterator, Sequence
+import json
+import sys
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TextIO
 
 from millrace.cli.errors import CliError
-from millrace.cli.session.part import PARTS, read_raw
+from millrace.config.argv import RESERVED_FLAGS
 from millrace.config.check import ConfigT
-from millrace.config.load import Loaded
-from millrace.config.prime_rl.importing import WHOLE, kind_of
+from millrace.config.files import UnreadableFileError
+from millrace.config.load import Loaded, load, validate_document
+from millrace.config.notes import Effect, Note
+from millrace.config.prime_rl.importing import WHOLE, kind_of, merged, toml
+from millrace.config.section import Document
+from millrace.config.sections.eval import EvalRunConfig
+from millrace.config.sections.inference import ReplicaConfig
+from millrace.config.sections.parts import OrchestratorPart, TrainerPart
+from millrace.config.sections.rl import RLConfig
+from millrace.config.sections.sft import SFTConfig
+from millrace.config.suggest import close
+from millrace.config.tree import dotted, schema_tree
+from millrace.config.trl.reading import Arguments, read_arguments
+from millrace.config.trl.translate import ENVIRONMENT, translate
 from millrace.errors import InvalidSpecError, Violation
 
 _OF_RUNS = ("name", "server", "follow", "resume", "plain")
@@ -74,3 +92,212 @@ def require_file_or_model(loaded: Loaded[ConfigT], *, example: str) -> None:
     """CliError where neither a file nor any source names anything: the model would be the default one of the Hub."""
     if not loaded.files and not any(path.endswith("model.name") for path in loaded.sources):
         raise missing_file(example)
+
+
+# A config that holds one service's section, with or without the section's name above its keys.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """A section and the document that holds it."""
+
+    section: str
+    document: type[Document]
+
+    def named(self, arguments: Sequence[str], *, reserved: Mapping[str, bool]) -> list[str]:
+        """The arguments with every key of the section under its name: files and flags may leave it out."""
+        words: list[str] = []
+        rest = list(arguments)
+        while rest:
+            word = rest.pop(0)
+            if word.startswith("@"):
+                name = word[1:] or (rest.pop(0) if rest else "")
+                words += [*([] if self._has_name(name) else [f"--{self.section}"]), "@", *([name] if name else [])]
+            elif word.startswith("--") and len(word) > 2:
+                words.append(self._prefixed(word[2:], reserved))
+            else:
+                words.append(word)
+        return words
+
+    def _prefixed(self, flag: str, reserved: Mapping[str, bool]) -> str:
+        """`--inference.parallel.tp=2` for `parallel.tp=2`; `--no-inference.…` for `no-…`."""
+        off = flag[:3] if flag.startswith(("no-", "no_")) else ""
+        name, equals, value = flag.removeprefix(off).partition("=")
+        first = name.partition(".")[0].replace("-", "_")
+        root = schema_tree(self.document)
+        own = root.child(self.section)
+        is_known = own is not None and own.child(first) is not None
+        is_whole = root.child(first) is not None and not is_known
+        if is_whole or name.replace("_", "-") in reserved:
+            return f"--{off}{name}{equals}{value}"
+        inner = "" if is_known or self.section != "inference" or not _is_vllm_flag(name, own, reserved) else "vllm."
+        return f"--{off}{self.section}.{inner}{name}{equals}{value}"
+
+    def _has_name(self, name: str) -> bool:
+        """Whether a file has the section, or nothing but what stands beside it; errors are the loader's to report."""
+        tree = read_raw(name)
+        own = schema_tree(self.document).child(self.section)
+        if tree is None or own is None or self.section in tree:
+            return True
+        return bool(tree) and all(schema_tree(self.document).child(key) and not own.child(key) for key in tree)
+
+
+PARTS: Mapping[str, Part] = {
+    "orchestrator": Part(section="orchestrator", document=OrchestratorPart),
+    "trainer": Part(section="trainer", document=TrainerPart),
+    "inference": Part(section="inference", document=ReplicaConfig),
+}
+
+
+def read_raw(name: str) -> dict[str, Any] | None:
+    """The tables of a file; None if it cannot be read, which is the loader's to report."""
+    try:
+        text = Path(name).read_text()
+        tree = json.loads(text) if name.endswith(".json") else tomllib.loads(text)
+    except (OSError, ValueError):
+        return None
+    return tree if isinstance(tree, dict) else None
+
+
+def _is_vllm_flag(name: str, own: Any, reserved: Mapping[str, bool]) -> bool:
+    """Whether a flag that is no key of ours is passed to `vllm serve`: its name is like none of ours."""
+    from millrace.config.prime_rl.rl_keys import RL_KEYS
+
+    spelled = name.replace("-", "_")
+    ours = [*own.children, *(flag.replace("-", "_") for flag in reserved)]
+    known = RL_KEYS.get(f"inference.{spelled}")
+    is_ours = bool(close(spelled, ours, most=1)) if known is None else not known.to.startswith("inference.vllm.")
+    return "." not in name and not is_ours
+
+
+# `millrace config import`: load files as prime-rl's, and write what they mean in our schema.
+
+NO_LOSS = (
+    "is not named: `default` is taken (DPPO), prime-rl's default until August 2026. Since October 2026 that is ipo: "
+    'write `[trainer.loss]` with `type = "ipo"`, `ipo_threshold = 0.3`, `kl_tau = 0.0` and '
+    "`max_importance_ratio = 1e4` for that"
+)
+_WHOLE = {"rl": RLConfig, "sft": SFTConfig, "eval": EvalRunConfig}
+
+
+def import_config(files: Sequence[str], *, kind: str | None, out: Path | None) -> tuple[str, Sequence[Note], str]:
+    """The text in our schema, what became of the keys, and the command for it; InvalidSpecError if it is wrong."""
+    if (of_trl := _read_trl(files)) is not None:
+        return _import_trl(of_trl, files[0], kind=kind, out=out)
+    kinds = [kind or _kind(name) for name in files]
+    parts = list(dict.fromkeys(kinds))
+    if len(parts) > 1 and any(part in ("sft", "eval") for part in parts):
+        raise CliError(f"these files are of several kinds: {', '.join(parts)}", hint="import them one after the other")
+    if len(parts) == 1 and parts[0] in PARTS:
+        part = PARTS[parts[0]]
+        words = part.named([f"@{name}" for name in files], reserved=RESERVED_FLAGS)
+        loaded: Loaded[Any] = load(part.document, words, {}, section=part.section)
+        command = parts[0]
+    else:
+        command = parts[0] if len(parts) == 1 else "rl"
+        words = [word for name, each in zip(files, kinds, strict=True) for word in _words(name, each)]
+        loaded = load(_WHOLE[command], words, {})
+    tree = merged([layer.tree for layer in loaded.layers])
+    text = toml(tree)
+    notes = [*loaded.notes, *_unnamed_loss(tree, files, parts)]
+    unbuilt = [note for note in notes if note.effect in (Effect.LATER, Effect.BLOCKS)]
+    head = [f"# {', '.join(Path(name).name for name in files)}, in Millrace's schema", *_comments(unbuilt)]
+    how = f"millrace {command} @ {out or 'FILE'}"
+    return "\n".join([*head, "", text]), notes, how
+
+
+def _unnamed_loss(tree: dict[str, Any], files: Sequence[str], parts: Sequence[str]) -> list[Note]:
+    """Say which loss is taken where files of training name none: prime-rl's default is another one in each release."""
+    trainer = tree.get("trainer", tree)
+    if not {"rl", "trainer"} & set(parts) or "preset" in tree or "type" in trainer.get("loss", {}):
+        return []
+    return [Note(path=("trainer", "loss", "type"), source=Path(files[-1]).name, effect=Effect.MEANS, text=NO_LOSS)]
+
+
+def _read_trl(files: Sequence[str]) -> Arguments | None:
+    """Read the arguments of TRL in the only file; None if it is another's."""
+    try:
+        found = [read_arguments(name) for name in files]
+    except UnreadableFileError as error:
+        raise InvalidSpecError([error.violation]) from error
+    if len(found) > 1 and any(found):
+        raise CliError("a config of TRL is one file", hint="import them one after the other")
+    if found[0] is None and Path(files[0]).suffix in (".py", ".yaml", ".yml"):
+        raise CliError(
+            f"{files[0]}: no arguments of TRL are in it",
+            hint="a YAML file has names such as num_generations at its top, a script calls GRPOConfig or SFTConfig",
+        )
+    return found[0]
+
+
+def _import_trl(
+    arguments: Arguments, name: str, *, kind: str | None, out: Path | None
+) -> tuple[str, Sequence[Note], str]:
+    """Translate a config of TRL's GRPO or SFT trainer."""
+    command = kind or arguments.kind
+    if command not in ("rl", "sft"):
+        raise CliError(f"{name}: nothing in it tells which trainer of TRL it is for", hint="say it: --as rl, or sft")
+    found = translate(arguments, command, source=name)
+    if found.violations:
+        raise InvalidSpecError(found.violations, remedy="change the file as it says, and import it again")
+    validate_document(found.tree, _WHOLE[command], source=name)
+    head = [f"# {Path(name).name} of TRL, in Millrace's schema"]
+    if command == "rl":
+        head.append(f"# {ENVIRONMENT}: an environment with its data set and reward functions (docs/guides/reward.md)")
+    return "\n".join([*head, "", toml(found.tree)]), found.notes, f"millrace {command} @ {out or 'FILE'}"
+
+
+def _words(name: str, kind: str) -> list[str]:
+    return PARTS[kind].named([f"@{name}"], reserved=RESERVED_FLAGS) if kind in PARTS else ["@", name]
+
+
+def _kind(name: str) -> str:
+    tree = read_raw(name)
+    found = "rl" if tree is None else kind_of(tree, name)  # what cannot be read is the loader's to report
+    if found is None:
+        raise CliError(
+            f"{name}: nothing in it tells what it configures",
+            hint="say it: --as rl, sft, eval, trainer, orchestrator or inference",
+        )
+    return found
+
+
+def _comments(notes: Sequence[Note]) -> list[str]:
+    return [f"# without effect yet: {dotted(note.path)}: {note.text}" for note in notes]
+
+
+# What a config was taken to mean where its words say something else here: said once, before anything starts.
+
+_UNBUILT = (Effect.LATER, Effect.BLOCKS)
+
+
+def say_notes(notes: Sequence[Note], *, stream: TextIO | None = None) -> None:
+    """Print the notes: keys with another meaning, then those without any effect yet."""
+    out = stream or sys.stderr
+    same = [note for note in notes if note.effect is Effect.SAME]
+    taken = [note for note in notes if note.effect not in (*_UNBUILT, Effect.SAME)]
+    unbuilt = [note for note in notes if note.effect in _UNBUILT]
+    if taken:
+        print(f"note: how {_keys(taken)} read:", file=out)
+    for note in taken:
+        print(f"  - {note}", file=out)
+    if same:
+        print(f"note: as it is here anyway: {', '.join(note.where for note in same)}", file=out)
+    if unbuilt:
+        print(f"warning: {_keys(unbuilt)} without effect yet:", file=out)
+    for note in unbuilt:
+        print(f"  - {note}", file=out)
+
+
+def refuse_blocked(notes: Sequence[Note]) -> None:
+    """CliError if the config asks for what is not there yet, and the run would learn something else without it."""
+    blocked = [note for note in notes if note.effect is Effect.BLOCKS]
+    if blocked:
+        raise CliError(
+            "this run would learn something else than its config asks for: " + "; ".join(map(str, blocked)),
+            hint="take these keys out to run without them; --dry-run and `millrace config import` take them",
+        )
+
+
+def _keys(notes: Sequence[Note]) -> str:
+    return "1 key is" if len(notes) == 1 else f"{len(notes)} keys are"

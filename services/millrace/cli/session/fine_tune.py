@@ -15,8 +15,7 @@ import click
 
 from millrace.cli.interrupts import Interrupts
 from millrace.config import SFTConfig
-from millrace.local.directory import hold_directory
-from millrace.local.identity import StackId
+from millrace.local.directory import StackId, hold_directory
 from millrace.processes.supervisor import Child, ProcessSpec, Supervisor, describe_death
 from millrace.race import first_of
 from millrace.runlog import run_name

@@ -12,10 +12,8 @@ from millrace.cli.address import LOOPBACK, check_address, stack_at
 from millrace.cli.connection import environ as with_options
 from millrace.cli.errors import CliError
 from millrace.cli.session import bench
-from millrace.cli.session.config_file import explained, require_file_or_model
-from millrace.cli.session.model_path import check_models, is_path
-from millrace.cli.session.new_name import check_new_name, free_name
-from millrace.cli.session.notes import refuse_blocked, say_notes
+from millrace.cli.session.config_file import explained, refuse_blocked, require_file_or_model, say_notes
+from millrace.cli.session.dry_run import check_models, is_path
 from millrace.cli.stacks import say_environments_beside
 from millrace.config import RLConfig
 from millrace.config.argv import RESERVED_FLAGS
@@ -25,6 +23,8 @@ from millrace.config.prime_rl.importing import merged
 from millrace.config.sections.inference import InferenceConfig
 from millrace.config.sections.shared import LogConfig
 from millrace.config.suggest import shown
+from millrace.errors import InvalidSpecError, Violation
+from millrace.runlog import run_name
 from millrace.telemetry.settings import Settings, parse_address
 
 _OF_THE_STACK = ("inference", "log", "inference_gpu_ids", "trainer_gpu_ids")
@@ -260,3 +260,25 @@ def _with_absolute_model(loaded: Loaded[RLConfig]) -> Loaded[RLConfig]:
         return loaded
     absolute = str(Path(name).expanduser().resolve())
     return replace(loaded, config=loaded.config.with_model(absolute))
+
+
+# Names for runs that are to be made.
+
+
+def check_new_name(text: str, *, option: str = "--name") -> str:
+    """The name; InvalidSpecError that suggests a legal one which looks like it."""
+    if run_name.is_legal(text):
+        return text
+    close = run_name.suggest(text)
+    source = "command line" if option.startswith("--") else None
+    violation = Violation(field=option, value=repr(text), message=run_name.RULE, source=source)
+    raise InvalidSpecError([violation], remedy=f"for example {option} {close}" if close else "choose such a name")
+
+
+def free_name(stem: str, tail: str = "", *, root: Path) -> str:
+    """A name of which no results lie under `root`: `{stem}-{tail}`, else with `-2`, `-3`, … behind it."""
+
+    def is_taken(name: str) -> bool:
+        return (root / name).exists() and any((root / name).iterdir())
+
+    return run_name.make(stem, tail, is_taken=is_taken)

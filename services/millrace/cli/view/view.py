@@ -1,9 +1,13 @@
 """How progress is shown: live on a terminal, one plain line per event elsewhere."""
 
+import json
 import os
 import sys
 from collections.abc import Mapping
 from typing import Protocol, Self, TextIO
+
+import click
+from google.protobuf.json_format import MessageToDict
 
 from millrace.cli.view.lines import progress_line
 from millrace.cli.view.progress import Progress
@@ -77,3 +81,27 @@ def make_view(progress: Progress, *, plain: bool, stream: TextIO | None = None) 
     from millrace.cli.view.live import LiveView
 
     return LiveView(Console(file=out), progress)
+
+
+# Progress for programs: every event as one line of JSON.
+
+
+class JsonView:
+    """A `ProgressView` that prints events to standard output, and notes to standard error."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        pass
+
+    def show(self, event: event_pb2.Event) -> None:
+        """Print the event in the JSON form of its message."""
+        click.echo(json.dumps(MessageToDict(event)))
+
+    def note(self, text: str) -> None:
+        """Say it beside the events."""
+        click.echo(text, err=True)
+
+    def refresh(self) -> None:
+        """Nothing is drawn."""

@@ -10,8 +10,7 @@ import numpy as np
 from millrace.dashboard.index.columns import Columns, Segment
 from millrace.dashboard.index.query import parse_id, row_json, sample_id
 from millrace.dashboard.views.facts import RunFacts
-from millrace.dashboard.views.trainer_logprobs import Asked, TrainerLogprobs, not_trained
-from millrace.dashboard.views.vocabulary import Vocabulary, of_secrets
+from millrace.dashboard.views.tokens import Asked, TrainerLogprobs, Vocabulary, not_trained, of_secrets
 from millrace.errors import CorruptObjectError, MillraceError, NotFoundError
 from millrace.exports.conversation import given_of, messages_of
 from millrace.internal.v1 import batch_pb2

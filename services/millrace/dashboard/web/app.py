@@ -1,20 +1,20 @@
 """The routes of the dashboard: pages, the JSON behind them, login, and the three things that can be asked of a run."""
 
 import asyncio
+import hashlib
 import logging
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from importlib import resources
 from urllib.parse import parse_qsl
 
 from fastapi import FastAPI, Request
 from fastapi.responses import Response
 
-from millrace.dashboard.plain import to_json
-from millrace.dashboard.problems import problem_of
+from millrace.dashboard.answers import problem_of, to_json
 from millrace.dashboard.reading import ReaderClient
 from millrace.dashboard.source import RunSource
-from millrace.dashboard.web import pages
-from millrace.dashboard.web.guard import CSRF_HEADER, HEADERS, Caller, Guard
-from millrace.dashboard.web.sessions import CODE_S, SESSION_S, Sessions
+from millrace.dashboard.web.guard import CODE_S, CSRF_HEADER, HEADERS, SESSION_S, Caller, Guard, Sessions
 from millrace.decoding import decode_object
 from millrace.errors import CorruptObjectError, InvalidSpecError, NotFoundError, Violation
 
@@ -41,7 +41,7 @@ class Dashboard:
         self._reader = reader
         self._guard = guard
         self._sessions = sessions
-        self._files = pages.load()
+        self._files = load()
         self._cookie = f"millrace_session_{port}"  # cookies of one host are those of all its ports
         self._is_tls = is_tls
 
@@ -254,3 +254,32 @@ async def _body(request: Request) -> dict[str, object]:
 
 def _by(caller: Caller) -> str:
     return f" by {caller.grant.name}" if caller.grant.name else ""
+
+
+# The files that browsers get: read once, from the package alone.
+
+_TYPES = {".html": "text/html", ".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StaticFile:
+    """One file."""
+
+    body: bytes
+    content_type: str
+    etag: str
+
+
+def load() -> dict[str, StaticFile]:
+    """Every file by its name."""
+    found: dict[str, StaticFile] = {}
+    for entry in resources.files("millrace.dashboard").joinpath("static").iterdir():
+        ending = entry.name[entry.name.rfind(".") :]
+        if ending in _TYPES:
+            body = entry.read_bytes()
+            found[entry.name] = StaticFile(
+                body=body,
+                content_type=f"{_TYPES[ending]}; charset=utf-8",
+                etag=f'"{hashlib.sha256(body).hexdigest()[:16]}"',
+            )
+    return found

@@ -34,8 +34,7 @@ async def dashboard_server(
         yield 0
         return
     from millrace.dashboard.web.app import MAX_BODY_BYTES, Dashboard
-    from millrace.dashboard.web.guard import Guard
-    from millrace.dashboard.web.sessions import Sessions
+    from millrace.dashboard.web.guard import Guard, Sessions
     from millrace.rpc.http_server import HttpBounds, HttpServer
 
     access = ServerAccess.from_environ() if access is None else access

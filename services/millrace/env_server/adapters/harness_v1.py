@@ -20,7 +20,7 @@ from verifiers.v1.dialects.chat import message_to_wire
 from verifiers.v1.runtimes import ProgramResult
 
 from millrace.decoding import decode_object
-from millrace.env_server import standing
+from millrace.env_server import engine_access
 from millrace.env_server.adapters.text_only import other_part, with_plain_text
 from millrace.env_server.library import interception
 from millrace.env_server.library.tool_calls import arguments_text
@@ -72,7 +72,7 @@ class Tools:
         except CorruptObjectError as error:
             return f"error: the arguments must be a JSON object: {error}"
         session, tool = self._owners[name]
-        with standing.at(f"tool {name!r}"):
+        with engine_access.at(f"tool {name!r}"):
             blocks = (await session.call_tool(tool, values)).content
         parts: list[dict[str, Any]] = [_part(block) for block in blocks]
         return "\n".join(part["text"] for part in parts) if not other_part([{"content": parts}]) else parts

@@ -27,16 +27,15 @@ import renderers.client
 from openai import APIStatusError, BadRequestError, OpenAIError
 
 from millrace.decoding import decode_json
-from millrace.env_server.adapters.samples import engine_spans
+from millrace.env_server.adapters.samples import SPANS, engine_spans
 from millrace.env_server.adapters.scoring import judges
-from millrace.env_server.adapters.span_log import SPANS
-from millrace.env_server.engine_access import engine_access
-from millrace.env_server.engine_loss import (
+from millrace.env_server.engine_access import (
     ENGINE_LOST_MARK,
     LOST_STATUSES,
     MAX_ATTEMPTS,
     REFUSED_STATUSES,
     RETRIED_STATUSES,
+    engine_access,
     retry_pause_s,
 )
 from millrace.env_server.library import releases

@@ -10,8 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from millrace.env_server.adapters.outcome import NotANumberError, number_of
-from millrace.env_server.adapters.samples import MissingTokensError, Turn
-from millrace.env_server.adapters.span_log import Spans, clipped
+from millrace.env_server.adapters.samples import MissingTokensError, Spans, Turn, clipped
 from millrace.env_server.agents.branches import LEFT_OUT_METRIC
 from millrace.env_server.agents.v0 import IS_TRAINED
 from millrace.env_server.own_sampling import AskedSampling

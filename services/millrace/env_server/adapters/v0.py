@@ -32,29 +32,26 @@ from millrace.env_server.adapters.client_v0 import LeanClient, LeanCompletionsCl
 from millrace.env_server.adapters.env_args import BRANCHES, NO_RENDERER, RENDERER, split_args
 from millrace.env_server.adapters.failures import frames_of, is_engine_fault
 from millrace.env_server.adapters.outcome import NotANumberError, Outcome, checked, failed, failed_like, number_of
-from millrace.env_server.adapters.samples import MissingTokensError, merge_turns
+from millrace.env_server.adapters.samples import SPANS, MissingTokensError, merge_turns
 from millrace.env_server.adapters.samples_v0 import turns_of
-from millrace.env_server.adapters.sampling_v0 import declared_by, sampling_args
 from millrace.env_server.adapters.scoring import judges
 from millrace.env_server.adapters.scoring.arguments_v0 import refuse_unknown_arguments
 from millrace.env_server.adapters.scoring.rubrics_v0 import SCORED, Scored, watch_rubrics
-from millrace.env_server.adapters.span_log import SPANS
 from millrace.env_server.adapters.tasks.groups_v0 import completes_text, member_of, members_of, tasks_of
 from millrace.env_server.adapters.tasks.selection import NO_TASKS, selected_tables
 from millrace.env_server.adapters.text_only import not_text_error, other_part, refusal, refuse_other_parts
 from millrace.env_server.agents.server import agent_server
 from millrace.env_server.agents.v0 import choose_branches
-from millrace.env_server.engine_access import engine_access
-from millrace.env_server.engine_loss import ENGINE_LOST_MARK
+from millrace.env_server.engine_access import ENGINE_LOST_MARK, engine_access
 from millrace.env_server.library import releases
 from millrace.env_server.library.columns import tell_columns
 from millrace.env_server.library.lookups import remember_lookups
 from millrace.env_server.library.overhead_v0 import EnvExecutor
 from millrace.env_server.library.too_long import TOO_LONG, explain
 from millrace.env_server.library.v0 import HAS_RENDERERS, Client, ClientConfig, ErrorChain, resolve_client
-from millrace.env_server.own_sampling import AskedSampling, OwnSamplingError
+from millrace.env_server.own_sampling import NEUTRAL, AskedSampling, OwnSamplingError, flat
 from millrace.errors import InvalidSpecError, Violation
-from millrace.rollouts.requests import EnvSpec, LoadedEnv, PlayRequest
+from millrace.rollouts.requests import EnvSpec, LoadedEnv, PlayRequest, Sampling
 from millrace.rollouts.types import RolloutStatus
 
 _MODEL_ERRORS = frozenset({"ModelError", "InvalidModelResponseError", "EmptyModelResponseError", "EngineAuthError"})
@@ -383,3 +380,41 @@ def _messages(value: Any) -> list[Mapping[str, Any]]:
 def _model_seconds(timing: Mapping[str, Any]) -> float:
     spans = (timing.get("model") or {}).get("spans") or ()
     return float(sum(max(0.0, span.get("end", 0.0) - span.get("start", 0.0)) for span in spans))
+
+
+# What v0's model calls are asked for: the run's sampling, and what the environment was made with (`sampling_args`).
+#
+# The library's own `generate` (0.1.14 as 0.3.1) takes an environment's `sampling_args` where who calls it says
+# nothing; `run_rollout`, which trainers call, does not look at them. Here a run says what is not neutral. Of a group
+# of environments those of the group count, as with the library, and not those of its members.
+
+_ARGUMENTS = ("temperature", "max_tokens", "top_p")
+"""What OpenAI's API knows; the rest goes into `extra_body`."""
+_TOKENS = ("max_tokens", "max_completion_tokens")
+_ONE_ANSWER = ("n", 1)  # the library's own default
+
+
+def declared_by(env: Any) -> dict[str, Any]:
+    """Return what an environment was made with, without an `extra_body`."""
+    said = flat(getattr(env, "sampling_args", None) or {})
+    return {name: value for name, value in said.items() if (name, value) != _ONE_ANSWER}
+
+
+def sampling_args(
+    sampling: Sampling, *, is_external: bool = False, declared: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """The request's sampling as v0 sampling args, with what the environment `declared` where the run says nothing."""
+    parameters = sampling.parameters(is_external=is_external)
+    if declared:
+        parameters = _filled(parameters, declared, holds_temperature=sampling.holds_temperature)
+    args = {name: parameters.pop(name) for name in _ARGUMENTS if name in parameters}
+    return args | ({"extra_body": parameters} if parameters else {})
+
+
+def _filled(asked: Mapping[str, Any], declared: Mapping[str, Any], *, holds_temperature: bool) -> dict[str, Any]:
+    said = {name: value for name, value in asked.items() if name not in NEUTRAL or value != NEUTRAL[name]}
+    if holds_temperature:
+        said["temperature"] = asked["temperature"]
+    if any(name in said for name in _TOKENS):
+        declared = {name: value for name, value in declared.items() if name not in _TOKENS}
+    return {**asked, **declared, **said}

@@ -13,7 +13,7 @@ from millrace.env_server.agents.branches import DEFAULT, parse_mode, trained_cal
 from millrace.env_server.agents.programs import AgentFailedError
 from millrace.env_server.agents.server import agent_server
 from millrace.env_server.agents.sessions import AgentAddress, AgentLimits, AgentSession, CallRefusedError
-from millrace.env_server.engine_loss import ENGINE_LOST_MARK
+from millrace.env_server.engine_access import ENGINE_LOST_MARK
 from millrace.env_server.library.v0 import TimeSpan, Tool, normalize_messages
 from millrace.errors import InvalidSpecError, Violation
 

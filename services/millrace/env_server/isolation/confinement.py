@@ -14,19 +14,26 @@ A worker puts it on by itself, before it reads anything of the environment and w
 """
 
 import contextlib
+import json
 import os
 import resource
+import socket
+import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from pathlib import Path
 from typing import Any, Self
 
-from millrace.env_server.isolation import capabilities, landlock, namespaces
+from millrace.decoding import decode_object
+from millrace.env_server.isolation import namespaces, system
+from millrace.env_server.isolation import system as landlock
 from millrace.env_server.isolation.limits import WorkerLimits
+from millrace.env_server.isolation.namespaces import VisibleFiles
 from millrace.env_server.isolation.system import prctl
-from millrace.env_server.isolation.visible import VisibleFiles
-from millrace.processes.parent_death import die_with_parent
+from millrace.processes.sessions import die_with_parent
+from millrace.storage.clean_up import TemporaryDirectory
 
 _PR_SET_DUMPABLE, _PR_SET_NO_NEW_PRIVS = 4, 38
 # Processes and threads of the user of all workers, per process that one worker may have.
@@ -102,7 +109,7 @@ class Confinement:
             self._become(*self.user)
         die_with_parent()  # even while its code blocks; after the change of user, which forgets it
         if self.isolation is not Isolation.NONE and sys.platform == "linux":
-            capabilities.drop(keep=frozenset() if self.is_container else capabilities.KEPT)
+            system.drop(keep=frozenset() if self.is_container else system.KEPT)
             prctl(_PR_SET_NO_NEW_PRIVS, 1)
             with _unless_needed(is_needed=bool(self.connect_ports)):
                 landlock.restrict(connect_ports=self.connect_ports or None)
@@ -130,3 +137,54 @@ def _unless_needed(*, is_needed: bool) -> Any:
     except OSError:
         if is_needed:
             raise
+
+
+# Whether this machine can make level `container`: tried once, as a worker would, before the env-server serves.
+#
+# `python -m millrace.env_server.isolation.confinement CONFINEMENT DIRECTORY` is the process that tries.
+
+_TRY_S = 60.0
+_SHOWN_CHARS = 300
+
+
+def furnish(directory: Path, user: tuple[int, int] | None) -> None:
+    """Make what `mounts.enter_root` needs in there; the worker's own part is the user's."""
+    (directory / "root").mkdir()
+    (directory / "tmp").mkdir(mode=0o700)
+    if user is not None:
+        os.chown(directory / "tmp", *user)
+    hosts = directory / "hosts"
+    hosts.write_text("127.0.0.1 localhost\n::1 localhost\n")
+    hosts.chmod(0o644)
+
+
+def why_no_container(confinement: Confinement) -> str:
+    """What keeps this machine from it; "" if nothing does (blocking, a second)."""
+    with TemporaryDirectory(prefix="millrace-check-") as place:
+        furnish(Path(place), confinement.user)
+        command = [sys.executable, "-m", __name__, json.dumps(confinement.to_json()), place]
+        try:
+            answer = subprocess.run(command, capture_output=True, timeout=_TRY_S, check=False)
+        except (OSError, subprocess.TimeoutExpired) as error:
+            return str(error)[:_SHOWN_CHARS]
+    if answer.returncode == 0:
+        return ""
+    said = answer.stderr.decode(errors="replace").strip().rpartition("\n")[2]
+    return said[:_SHOWN_CHARS] or f"the attempt ended with exit code {answer.returncode}"
+
+
+def _try(confinement: Confinement, directory: str) -> None:
+    """Become a worker, and import there what it imports."""
+    ours, control = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    ours.close()
+    os.environ["HOME"] = os.environ["TMPDIR"] = "/tmp"
+    confinement.enter(directory, control=control.detach())
+    command = [sys.executable, "-c", "import millrace.env_server.workers.env_worker"]
+    os.execv(sys.executable, command)
+
+
+if __name__ == "__main__":
+    try:
+        _try(Confinement.from_json(decode_object(sys.argv[1], what="argument", reason="SETTINGS_INVALID")), sys.argv[2])
+    except OSError as error:
+        sys.exit(str(error.strerror or error))

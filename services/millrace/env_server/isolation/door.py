@@ -16,7 +16,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from millrace.decoding import decode_object
-from millrace.env_server.engine_loss import MAX_ATTEMPTS, retry_pause_s
+from millrace.env_server.engine_access import MAX_ATTEMPTS, retry_pause_s
 from millrace.errors import CorruptObjectError
 from millrace.telemetry import waits
 

@@ -1,18 +1,102 @@
 """What a worker and its children may use: bounds against accidents and runaway code."""
 
+import contextlib
 import resource
+import signal
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
 from typing import Any
 
-from millrace.env_server.isolation.census import Usage, proportional_bytes
-from millrace.env_server.isolation.deaths import mebibytes
+import psutil
+
+from millrace.processes import sessions
+from millrace.processes.table import Table
 
 MEMORY_VARIABLE = "MILLRACE_ENV_MEMORY_BYTES"
 PROCESSES_VARIABLE = "MILLRACE_ENV_MAX_PROCESSES"
 # What one process may map above what all may hold: thread stacks and reserves of allocators are mapped and never used.
 # (pyarrow's allocator alone maps 1 GiB.) A single huge allocation fails there; what grows slowly is seen and ended.
 _UNUSED_BYTES = 2 << 30
+
+
+# What the processes of a worker use: its session and their descendants, see `millrace.processes.table`.
+#
+# A process that left the session and whose parent ended is not found any more; only another user's limits hold for
+# those.
+
+# One look serves every worker for that long, and a look may take a fiftieth of the time at most.
+_FRESH_S = 0.25
+_SHARE_OF_TIME = 50.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Usage:
+    """Of one worker and its children."""
+
+    num_processes: int = 0
+    rss_bytes: int = 0
+    """Resident memory; pages that processes share count in each."""
+    cpu_s: float = 0.0
+    """Seconds of CPU; what a child used counts on where its parent waits for it."""
+    pids: tuple[int, ...] = ()
+
+
+class Census:
+    """The process table, read again when it is old."""
+
+    def __init__(self) -> None:
+        self._until = 0.0
+        self._table: Table | None = None
+
+    def usage(self, leader: int, *, is_container: bool = False) -> Usage:
+        """What the processes of a session leader use; nothing where there is no /proc.
+
+        At level `container` it and its child are ours (`isolation.namespaces`), and not counted.
+        """
+        began = time.monotonic()
+        if self._table is None or began >= self._until:
+            self._table = Table()
+            now = time.monotonic()
+            self._until = now + max(_FRESH_S, _SHARE_OF_TIME * (now - began))
+        pids = self._table.of(leader)
+        if is_container:
+            ours = {leader, *self._table.children_of(leader)}
+            pids = [pid for pid in pids if pid not in ours]
+        rss_bytes = sum(self._table.seen[pid].rss_bytes for pid in pids)
+        cpu_s = sum(self._table.seen[pid].cpu_s for pid in pids)
+        return Usage(num_processes=len(pids), rss_bytes=rss_bytes, cpu_s=cpu_s, pids=tuple(pids))
+
+
+def proportional_bytes(pids: tuple[int, ...]) -> int | None:
+    """Memory of the processes in which shared pages count once; None if the kernel does not tell us."""
+    total = 0
+    for pid in pids:
+        try:
+            used = psutil.Process(pid).memory_full_info()
+        except psutil.NoSuchProcess:  # it ended meanwhile
+            continue
+        except (psutil.Error, OSError):
+            return None
+        if not hasattr(used, "pss"):
+            return None
+        total += used.pss
+    return total
+
+
+def peak_bytes(pid: int) -> int:
+    """Most resident memory that the process ever had; 0 if it is not known."""
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
+    return 0
+
+
+CENSUS = Census()
+"""The one of this process."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,3 +158,84 @@ def _set(kind: int, value: int) -> None:
 
 
 NO_LIMITS = WorkerLimits(memory_bytes=0, max_processes=0, max_files=0, max_file_bytes=0)
+
+
+# How a worker process ended: in words that name exit code or signal, and the memory that it had.
+
+_ASKED = frozenset({-signal.SIGTERM, -signal.SIGINT, -signal.SIGHUP})
+
+
+class DeathCause(Enum):
+    """Who ended a worker."""
+
+    ITSELF = "itself"
+    """Its own code: an exit, a crash, a closed socket, or answers that were none."""
+    BLOCKED = "blocked"
+    """We did: its event loop waited in one call for too long, or did not answer after a rollout's deadline."""
+    LIMIT = "limit"
+    """We did: the environment took more memory or started more processes than it may."""
+    FROZEN = "frozen"
+    """We did: its process did not run at all, which somebody outside did to it."""
+    OUTSIDE = "outside"
+    """Somebody killed it, the kernel for want of memory included."""
+    ASKED = "asked"
+    """Somebody asked it to end (SIGTERM and the like): that, unlike SIGKILL, is nothing that a want of memory does."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Death:
+    """The end of a worker."""
+
+    cause: DeathCause
+    how: str
+    """`exit code 17, peak memory 210 MiB`, for people."""
+
+    @property
+    def is_from_outside(self) -> bool:
+        """Whether the environment's code may be innocent of it."""
+        return self.cause in (DeathCause.FROZEN, DeathCause.OUTSIDE, DeathCause.ASKED)
+
+
+def describe_death(returncode: int | None, *, killed: tuple[DeathCause, str] | None, peak_bytes: int) -> Death:
+    """The end of a process with this return code; `killed` says why we killed it, if we did.
+
+    `peak_bytes` is the most memory that was seen of it; 0 if nothing was.
+    """
+    memory = f", peak memory {mebibytes(peak_bytes)}" if peak_bytes else ""
+    if killed is not None:
+        cause, reason = killed
+        return Death(cause=cause, how=f"{reason}{memory}")
+    cause = DeathCause.ITSELF
+    if returncode in _ASKED:
+        cause = DeathCause.ASKED
+    elif returncode == -signal.SIGKILL:
+        cause = DeathCause.OUTSIDE
+    return Death(cause=cause, how=f"{describe_exit(returncode)}{memory}")
+
+
+def describe_exit(returncode: int | None) -> str:
+    """`exit code 17` or `killed by SIGKILL`."""
+    return sessions.describe_exit(returncode).replace("signal SIG", "killed by SIG")
+
+
+def mebibytes(count: int) -> str:
+    """`210 MiB`."""
+    return f"{count / 2**20:.0f} MiB"
+
+
+class WorkerDiedError(Exception):
+    """The worker ended while it played."""
+
+    def __init__(self, message: str, death: Death) -> None:
+        super().__init__(message)
+        self.death = death
+
+
+class EnvLoadError(Exception):
+    """The environment could not be loaded; `is_from_outside` says that it was not its own doing."""
+
+    def __init__(self, error_type: str, message: str, *, remedy: str = "", is_from_outside: bool = False) -> None:
+        super().__init__(message)
+        self.error_type = error_type
+        self.remedy = remedy
+        self.is_from_outside = is_from_outside

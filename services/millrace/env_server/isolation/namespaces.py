@@ -10,21 +10,26 @@ that may not makes a user namespace, in which it is itself and nobody else exist
 """
 
 import contextlib
+import ctypes
 import fcntl
 import json
 import os
+import platform
 import select
 import signal
 import socket
 import struct
-from collections.abc import Sequence
-from typing import NoReturn
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn, Self
+from urllib.parse import urlsplit
 
 from millrace.decoding import decode_object
-from millrace.env_server.isolation import capabilities
-from millrace.env_server.isolation.mounts import enter_root
+from millrace.env_server.interpreters.allowed import PYTHONS_VARIABLE
+from millrace.env_server.isolation import system
 from millrace.env_server.isolation.system import libc, named, prctl
-from millrace.env_server.isolation.visible import VisibleFiles
 from millrace.errors import CorruptObjectError
 
 _NEWNS, _NEWUTS, _NEWIPC, _NEWUSER, _NEWPID, _NEWNET = (1 << bit for bit in (17, 26, 27, 28, 29, 30))
@@ -39,7 +44,98 @@ _SETUP_FAILED = 71
 
 def is_administrator() -> bool:
     """Whether this process may make namespaces without a user namespace, and become another user in them."""
-    return capabilities.has({_SYS_ADMIN, _NET_ADMIN, _SETUID, _SETGID})
+    return system.has({_SYS_ADMIN, _NET_ADMIN, _SETUID, _SETGID})
+
+
+# What of the file system a worker of level `container` sees: programs and what they need, and nothing of ours.
+#
+# A list of what is shown, not of what is hidden: everything else is not there. It is shown read-only.
+
+VISIBLE_VARIABLE = "MILLRACE_ENV_VISIBLE"
+_OURS = "MILLRACE_"
+# Of each worker's own, over what the machine has there.
+_OWN = ("/tmp", "/dev", "/proc")
+# Links to /usr on most systems, which are shown as what they lead to.
+_SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
+# Of /etc, what programs look up; not what services keep there.
+_ETC = (
+    *("passwd", "group", "nsswitch.conf", "host.conf", "gai.conf", "protocols", "services", "localtime", "timezone"),
+    *("ld.so.cache", "ld.so.conf", "ld.so.conf.d", "alternatives", "mime.types", "ssl/certs", "ssl/openssl.cnf"),
+    *("ca-certificates", "pki/tls", "pki/ca-trust", "os-release", "debian_version", "locale.alias"),
+)
+# Caches of data sets and of certificates that an operator has named.
+_NAMED = ("HF_HOME", "HF_HUB_CACHE", "HF_DATASETS_CACHE", "SSL_CERT_FILE", "SSL_CERT_DIR", "REQUESTS_CA_BUNDLE")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VisibleFiles:
+    """Absolute paths; what does not exist when a worker starts is left out."""
+
+    shown: tuple[str, ...] = ()
+    hidden: tuple[str, ...] = ()
+    """Shown to nobody, also where they lie in what is shown."""
+
+    def to_json(self) -> dict[str, Any]:
+        """For the worker's process."""
+        return {"shown": list(self.shown), "hidden": list(self.hidden)}
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> Self:
+        """Read what `to_json` made."""
+        return cls(shown=tuple(map(str, values["shown"])), hidden=tuple(map(str, values["hidden"])))
+
+    def with_shown(self, paths: Iterable[str]) -> Self:
+        """It, and these, which are not hidden."""
+        added = list(paths)
+        hidden = tuple(path for path in self.hidden if path not in added)
+        return type(self)(shown=tuple(dict.fromkeys([*self.shown, *added])), hidden=hidden)
+
+
+def covered(files: VisibleFiles) -> list[str]:
+    """Return what is there and cannot be shown: workers have directories of their own in the place where it lies."""
+    found = [path for path in files.shown if os.path.exists(path)]
+    return [
+        path
+        for path in found
+        if any(Path(place).is_relative_to(own) for own in _OWN for place in (path, os.path.realpath(path)))
+    ]
+
+
+def visible_to_workers(environ: Mapping[str, str], visible: Sequence[str]) -> VisibleFiles:
+    """What workers of this env-server see; `visible` are paths that the operator adds.
+
+    Where environments are found is where this process finds modules, but for its working directory, which may be
+    anything: an operator who wants it shown names it in PYTHONPATH.
+    """
+    search = [path for path in environ.get("PYTHONPATH", "").split(os.pathsep) if path]
+    modules = [path for path in sys.path if path and path != os.getcwd()]
+    named = [path for name in _NAMED for path in environ.get(name, "").split(os.pathsep)]
+    shown = [*_SYSTEM, *(f"/etc/{name}" for name in _ETC), sys.prefix, sys.base_prefix, *modules, *search]
+    shown = [path for path in [*shown, *named, *visible] if os.path.isabs(path)]
+    return VisibleFiles(shown=tuple(dict.fromkeys(shown)), hidden=tuple(_hidden(environ, shown)))
+
+
+def _hidden(environ: Mapping[str, str], shown: Iterable[str]) -> list[str]:
+    """Every directory and file that a variable of ours names: spool, scratch, store, the URL of Redis, keys, tokens.
+
+    Of a file, its whole directory, unless something that is shown lies in there: beside the URL of the one-machine
+    stack's Redis lie its password and its data.
+    """
+    found: list[str] = []
+    for name, value in environ.items():
+        path = urlsplit(value).path if value.startswith("file://") else value
+        if (
+            not name.startswith(_OURS)
+            or name in (VISIBLE_VARIABLE, PYTHONS_VARIABLE)
+            or not os.path.isabs(path)
+            or path == "/"
+        ):
+            continue
+        found.append(path)
+        parent = Path(os.path.realpath(path)).parent
+        if name.endswith("_FILE") and not any(Path(os.path.realpath(one)).is_relative_to(parent) for one in shown):
+            found.append(str(parent))
+    return list(dict.fromkeys(found))
 
 
 def enter(visible: VisibleFiles, directory: str, *, control: int, keep: Sequence[int]) -> None:
@@ -126,7 +222,7 @@ def _be_init(worker: int, tell: int, control: int, *, close: Sequence[int]) -> N
 
 def _guard() -> None:
     """No powers, and nobody may look into this process: what the worker runs must not take it over."""
-    capabilities.drop(keep=frozenset())
+    system.drop(keep=frozenset())
     prctl(_PR_SET_DUMPABLE, 0)
 
 
@@ -193,3 +289,116 @@ def _route(family: int) -> None:
     code = struct.unpack_from("=i", answer, 16)[0]
     if code:
         raise OSError(-code, os.strerror(-code))
+
+
+# A root directory of a worker's own (level `container`): what `VisibleFiles` shows, read-only, and a private /tmp.
+
+_RDONLY, _NOSUID, _NODEV, _NOEXEC, _BIND, _REC, _PRIVATE = 1, 2, 4, 8, 4096, 16384, 1 << 18
+_MNT_DETACH = 2
+_PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
+# The same number on every architecture that has it (Linux 5.12).
+_MOUNT_SETATTR = 442
+_AT_FDCWD, _AT_RECURSIVE = -100, 0x8000
+_DEVICES = ("null", "zero", "full", "random", "urandom")
+_DEVICE_LINKS = {"fd": "/proc/self/fd", "stdin": "/proc/self/fd/0", "stdout": "/proc/self/fd/1"}
+_DEVICE_LINKS |= {"stderr": "/proc/self/fd/2"}
+# Shared memory is memory: more of it is not to be had than a worker with little of it needs.
+_SHM_BYTES = 256 << 20
+
+
+def enter_root(visible: VisibleFiles, directory: str) -> None:
+    """Make it and go there. `directory` holds `root` (empty), `tmp` (the worker's) and `hosts`.
+
+    Of a process with a mount namespace of its own and the right to mount in it. Raises OSError, which names the step.
+    """
+    root = f"{directory}/root"
+    _mount("", "/", flags=_REC | _PRIVATE)
+    _mount("tmpfs", root, kind="tmpfs", options="mode=755,size=4m")
+    bound = _show(visible, root)
+    for name in ("proc", "tmp", "dev", "dev/shm"):
+        os.makedirs(f"{root}/{name}", exist_ok=True)
+    for name in (*(f"dev/{name}" for name in _DEVICES), "etc/hosts"):
+        Path(root, name).parent.mkdir(parents=True, exist_ok=True)
+        Path(root, name).touch()
+    for name, target in _DEVICE_LINKS.items():
+        os.symlink(target, f"{root}/dev/{name}")
+    _bind(f"{directory}/hosts", f"{root}/etc/hosts")
+    _hide(visible, bound)
+    _make_read_only(root)
+    for name in _DEVICES:
+        _bind(f"/dev/{name}", f"{root}/dev/{name}")
+    _mount("tmpfs", f"{root}/dev/shm", kind="tmpfs", flags=_NOSUID | _NODEV, options=f"mode=1777,size={_SHM_BYTES}")
+    _bind(f"{directory}/tmp", f"{root}/tmp")
+    with named("show processes (in a container whose /proc is masked it takes systempaths=unconfined)"):
+        _mount("proc", f"{root}/proc", kind="proc", flags=_NOSUID | _NODEV | _NOEXEC)
+    _change_root(root)
+
+
+def _show(visible: VisibleFiles, root: str) -> list[tuple[str, str]]:
+    """Bind what is shown, where it lies and where it was named: (what, where) of each."""
+    bound: list[tuple[str, str]] = []
+    for path in sorted(visible.shown, key=len):
+        real = os.path.realpath(path)
+        if not os.path.exists(real):
+            continue
+        for place in dict.fromkeys([real, os.path.normpath(path)]):
+            target = f"{root}{place}"
+            inside = next((where for _, where in bound if os.path.realpath(target).startswith(f"{where}/")), None)
+            if inside is not None and os.path.exists(target):
+                continue  # it is shown already, as part of something else
+            os.makedirs(target if os.path.isdir(real) else os.path.dirname(target), exist_ok=True)
+            if not os.path.isdir(real):
+                Path(target).touch()
+            _bind(real, target)
+            bound.append((real, target))
+    return bound
+
+
+def _hide(visible: VisibleFiles, bound: list[tuple[str, str]]) -> None:
+    """Cover what is hidden wherever it would be seen: a directory by an empty one, a file by nothing."""
+    for path in visible.hidden:
+        real = os.path.realpath(path)
+        for what, where in bound:
+            if real != what and not real.startswith(f"{what}/"):
+                continue
+            place = f"{where}{real[len(what) :]}"
+            if os.path.isdir(place):
+                _mount("tmpfs", place, kind="tmpfs", flags=_NOSUID | _NODEV, options="mode=000,size=4k")
+            elif os.path.exists(place):
+                _bind("/dev/null", place)
+
+
+def _make_read_only(root: str) -> None:
+    """The mount and all that are mounted in it."""
+    attributes = struct.pack("QQQQ", _RDONLY | _NOSUID, 0, 0, 0)
+    with named("make the root directory read-only (Linux 5.12)"):
+        libc(
+            "syscall",
+            ctypes.c_long(_MOUNT_SETATTR),
+            ctypes.c_int(_AT_FDCWD),
+            root.encode(),
+            ctypes.c_uint(_AT_RECURSIVE),
+            attributes,
+            ctypes.c_size_t(len(attributes)),
+        )
+
+
+def _change_root(root: str) -> None:
+    """From now on nothing outside has a name."""
+    machine = platform.machine()
+    with named(f"change the root directory ({machine})"):
+        if machine not in _PIVOT_ROOT:
+            raise OSError(0, "the number of pivot_root is not known here")
+        os.chdir(root)
+        libc("syscall", ctypes.c_long(_PIVOT_ROOT[machine]), b".", b".")
+        libc("umount2", b".", _MNT_DETACH)
+        os.chdir("/")
+
+
+def _bind(what: str, where: str) -> None:
+    _mount(what, where, flags=_BIND | _REC)
+
+
+def _mount(what: str, where: str, *, kind: str = "", flags: int = 0, options: str = "") -> None:
+    with named(f"mount {kind or what} at {where}"):
+        libc("mount", what.encode(), where.encode(), kind.encode() or None, ctypes.c_ulong(flags), options.encode())

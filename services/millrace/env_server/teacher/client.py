@@ -15,9 +15,9 @@ import numpy as np
 import orjson
 
 from millrace.config.sections.algo import TeacherConfig
-from millrace.env_server.engine_loss import EXTERNAL_MAX_ATTEMPTS, EXTERNAL_RETRIED_STATUSES, external_pause_s
+from millrace.env_server.engine_access import EXTERNAL_MAX_ATTEMPTS, EXTERNAL_RETRIED_STATUSES, external_pause_s
 from millrace.rollouts.types import Float32Array
-from millrace.rpc.keep_alive import kept_alive_socket
+from millrace.rpc.reach import kept_alive_socket
 from millrace.telemetry import waits
 
 logger = logging.getLogger(__name__)

@@ -16,8 +16,13 @@ import orjson
 
 from millrace.config.sections.algo import HINT, AlgoConfig
 from millrace.env_server.adapters.samples import engine_spans
-from millrace.env_server.engine_access import EngineAccess
-from millrace.env_server.engine_loss import LOST_STATUSES, REFUSED_STATUSES, RETRIED_STATUSES, retry_pause_s
+from millrace.env_server.engine_access import (
+    LOST_STATUSES,
+    REFUSED_STATUSES,
+    RETRIED_STATUSES,
+    EngineAccess,
+    retry_pause_s,
+)
 from millrace.env_server.teacher.client import TeacherLostError, TeacherRefusedError, answer_object, parse_scores
 from millrace.errors import InvalidSpecError, Violation
 from millrace.rollouts.requests import PlayRequest

@@ -9,12 +9,17 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Self
 
-from millrace.env_server.engine_access import engine_token_for_workers
-from millrace.env_server.isolation import census
-from millrace.env_server.isolation.deaths import Death, DeathCause, EnvLoadError, WorkerDiedError, describe_death
+from millrace.env_server.engine_access import ENGINE, engine_token_for_workers
+from millrace.env_server.isolation import limits as census
 from millrace.env_server.isolation.door import Door
-from millrace.env_server.isolation.limits import WorkerLimits
-from millrace.env_server.standing import ENGINE
+from millrace.env_server.isolation.limits import (
+    Death,
+    DeathCause,
+    EnvLoadError,
+    WorkerDiedError,
+    WorkerLimits,
+    describe_death,
+)
 from millrace.env_server.wire import loaded_from_wire
 from millrace.env_server.workers.echo import EchoProbe
 from millrace.env_server.workers.frames import encode_frame, read_frame

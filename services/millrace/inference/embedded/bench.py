@@ -20,7 +20,7 @@ from millrace.config.sections.bench import InferenceBench
 from millrace.inference.embedded.engine import EmbeddedEngine
 from millrace.inference.engine import GenerateRequest, PolicyIdentity, SamplingParams
 from millrace.inference.model_files import load_config
-from millrace.processes.service import run_service
+from millrace.processes.lifeline import run_service
 
 
 async def measure(bench: InferenceBench, *, on_step: Callable[[float, float], None]) -> dict[str, float]:

@@ -14,11 +14,11 @@ import secrets
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TypeVar
+from typing import TypeAlias, TypeVar
 
 import torch
 
@@ -32,8 +32,7 @@ from millrace.errors import (
 )
 from millrace.inference import model_files
 from millrace.inference.embedded import loader
-from millrace.inference.embedded.deliveries import Deliveries
-from millrace.inference.embedded.held import HeldWeights
+from millrace.inference.embedded.loader import HeldWeights
 from millrace.inference.embedded.rows import Running
 from millrace.inference.embedded.scheduler import Scheduler
 from millrace.inference.engine import (
@@ -47,7 +46,7 @@ from millrace.inference.engine import (
     PolicyIdentity,
     PromptScores,
 )
-from millrace.policies.staged import StagedPolicy
+from millrace.policies.manifest import StagedPolicy
 from millrace.policies.stops import turn_stops
 from millrace.telemetry import faults
 from millrace.telemetry.faults import Point
@@ -402,3 +401,41 @@ class EmbeddedEngine:
         scheduler, self._scheduler = self._scheduler, None
         if scheduler is not None:
             scheduler.abort_all()
+
+
+# Results on their way from the engine's thread to those who wait in event loops: one wake-up of a loop per step.
+#
+# A wake-up is a call of the system, and often a switch of threads; a step of a full engine ends many requests.
+
+Waiter: TypeAlias = "asyncio.Future[Generation]"
+
+
+class Deliveries:
+    """Filled and flushed by the engine's thread."""
+
+    def __init__(self) -> None:
+        self._ended: dict[asyncio.AbstractEventLoop, list[tuple[Waiter, Generation | Exception]]] = {}
+
+    def add(self, waiter: Waiter, outcome: Generation | Exception) -> None:
+        """The request that the future stands for has ended so; the next `flush` says it."""
+        self._ended.setdefault(waiter.get_loop(), []).append((waiter, outcome))
+
+    def flush(self) -> None:
+        """Hand over what has ended since the last time. Raises nothing: nobody waits in a loop that is closed."""
+        if not self._ended:
+            return
+        ended, self._ended = self._ended, {}
+        for loop, outcomes in ended.items():
+            with contextlib.suppress(RuntimeError):
+                loop.call_soon_threadsafe(_hand_over, outcomes)
+
+
+def _hand_over(outcomes: Sequence[tuple[Waiter, Generation | Exception]]) -> None:
+    """In the event loop."""
+    for waiter, outcome in outcomes:
+        if waiter.done():  # its caller was cancelled
+            continue
+        if isinstance(outcome, Exception):
+            waiter.set_exception(outcome)
+        else:
+            waiter.set_result(outcome)

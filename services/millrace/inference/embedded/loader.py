@@ -1,20 +1,28 @@
 """Builds torch models from a directory of Hugging Face files and published tensors, without a network."""
 
 import importlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
-from transformers import AutoModelForCausalLM
+from numpy.typing import NDArray
+from torch import nn
+from torch.nn import functional
+from transformers import AutoModelForCausalLM, DynamicCache
 
 from millrace.context_length import fix_context_length
-from millrace.errors import InvalidStateError
-from millrace.inference.embedded.weights import check_tensors, copy_tensors, float_dtype, hold_formats
+from millrace.errors import InvalidStateError, UnavailableError
+from millrace.inference.engine import HeldDigest, PromptScores, probe_problem, require_fit, require_fitting
 from millrace.inference.model_files import load_config
+from millrace.inference.torch_dtypes import BITS, DTYPES, tag_of
 from millrace.models import loading
-from millrace.models.saved import recall_conversions
-from millrace.policies.probe import Probe
+from millrace.models.saved import kept_in_float32, recall_conversions, saved_tensors
+from millrace.policies.adapter import HIGH, LOW, model_name
+from millrace.policies.change import TensorChange
+from millrace.policies.manifest import Probe, StagedPolicy
+from millrace.policies.proof import held_digest, mismatch
 from millrace.policies.tensors import TensorBytes
 from millrace.telemetry.startup import without_gc
 
@@ -87,3 +95,334 @@ def _require_full_attention(config: Any, *, context_length: int) -> None:
             reason="MODEL_NOT_SUPPORTED",
             remedy="use a model with full attention in every layer",
         )
+
+
+# Weights of a torch model by name: check, write in place, read back. Tied parameters are one tensor of many names.
+
+_REMEDY = "publish the policy with the tensors of its config.json, in one floating-point dtype but for those that the "
+_REMEDY += "model keeps in float32"
+
+
+def float_dtype(tensors: Mapping[str, TensorBytes]) -> torch.dtype:
+    """The dtype of the floating-point tensors, but for those that may be kept in float32.
+
+    InvalidStateError if there are several or none. The engine computes in it, so what it holds are the published bits
+    and the digest can be proved by readback.
+    """
+    found: dict[str, str] = {}
+    for name, tensor in tensors.items():
+        if DTYPES[tensor.dtype].is_floating_point:
+            found.setdefault(tensor.dtype, name)
+    narrow = found.keys() - {"float32"}
+    if not found or len(narrow) > 1:
+        raise _mixed(found)
+    return DTYPES[next(iter(narrow), "float32")]
+
+
+def hold_formats(model: torch.nn.Module, tensors: Mapping[str, TensorBytes]) -> None:
+    """Hold in float32 what the model keeps in it and the policy has in it; InvalidStateError for anything else."""
+    dtype = float_dtype(tensors)
+    if dtype == torch.float32:
+        return
+    kept = kept_in_float32(model, dtype=dtype)
+    owners = {id(tensor): name for name, tensor in reversed(model.state_dict(keep_vars=True).items())}
+    sources = {name: owner for name, (owner, _) in _memory(model, tensors).items()}
+    for name, tensor in tensors.items():
+        if tensor.dtype == "float32" and (owner := sources.get(name)) is not None:
+            if owners[id(owner)] not in kept:
+                other = next(each for each in tensors if DTYPES[tensors[each].dtype] == dtype)
+                raise _mixed({tensors[other].dtype: other, "float32": name})
+            owner.data = owner.data.float()  # the object stays, and so do ties
+
+
+def _mixed(found: Mapping[str, str]) -> InvalidStateError:
+    """The error of several number formats, with a tensor's name for each."""
+    examples = ", ".join(f"{tag} ({name})" for tag, name in sorted(found.items())) or "none"
+    return InvalidStateError(
+        f"the policy's floating-point tensors have not one dtype but: {examples}",
+        reason="POLICY_DTYPE_MIXED",
+        remedy=_REMEDY,
+    )
+
+
+def policy_memory(model: torch.nn.Module, names: Iterable[str]) -> dict[str, torch.Tensor]:
+    """The model's memory by the names of a policy's tensors, which may be ranges of the model's own ones.
+
+    What the policy has no name for is there under the model's own name.
+    """
+    return {name: view for name, (_, view) in _memory(model, names).items()}
+
+
+def _memory(model: torch.nn.Module, names: Iterable[str]) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    """The owner of the memory, and the view of it that the name is for."""
+    state, given = model.state_dict(keep_vars=True), set(names)
+    shapes = {name: tuple(tensor.shape) for name, tensor in state.items()}
+    found: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+    for name, parts in saved_tensors(model, shapes, own=given & state.keys()).items():
+        parts = parts if any(part.name in given for part in parts) else ()
+        flat = state[name].detach().view(-1)
+        found |= {part.name: (state[name], flat[part.start : part.end].view(part.shape)) for part in parts}
+        if not parts:
+            found[name] = state[name], state[name].detach()
+    return found
+
+
+def check_tensors(model: torch.nn.Module, tensors: Mapping[str, TensorBytes]) -> None:
+    """Raise InvalidStateError, naming tensors, unless `tensors` set every weight of the model exactly once."""
+    held = policy_memory(model, tensors)
+    problems = [f"{name} is not a weight of the model" for name in tensors if name not in held]
+    covered: dict[int, str] = {}
+    for name, tensor in tensors.items():
+        target = held.get(name)
+        if target is None:
+            continue
+        if tuple(target.shape) != tensor.shape or target.dtype != DTYPES[tensor.dtype]:
+            problems.append(
+                f"{name} is {tensor.dtype}{list(tensor.shape)}, the model has {tag_of(target)}{list(target.shape)}"
+            )
+        first = covered.setdefault(target.data_ptr(), name)
+        if first != name and tensors[first].data != tensor.data:
+            problems.append(f"{first} and {name} are one tied weight in the model, but differ in the policy")
+    problems += [f"{name} is missing" for name, target in held.items() if target.data_ptr() not in covered]
+    require_fit(problems, what="policy", reason="POLICY_MODEL_MISMATCH", remedy=_REMEDY)
+
+
+@torch.no_grad()
+def copy_tensors(model: torch.nn.Module, tensors: Mapping[str, TensorBytes]) -> None:
+    """Copies checked tensors into the model's own memory, so tied weights and views stay what they are."""
+    held = policy_memory(model, tensors)
+    for name, tensor in tensors.items():
+        # A copy: the downloaded bytes are read-only and may lie unaligned, neither of which torch accepts.
+        raw = torch.from_numpy(tensor.bits().view(np.uint8).copy())
+        held[name].copy_(raw.view(DTYPES[tensor.dtype]).reshape(tensor.shape))
+
+
+def write_changes(
+    model: torch.nn.Module, changes: Mapping[str, tuple[TensorChange, ...]], *, names: Iterable[str]
+) -> None:
+    """Write only what differs, as bits, into the model's own memory; positions are checked against its shapes.
+
+    `names` are those of all tensors of the policy.
+    """
+    held = policy_memory(model, names)
+    for name, parts in changes.items():
+        bits = _flat_bits(held[name])
+        for part in parts:
+            part.apply(bits)  # a fifth of the time that torch's indexing takes
+
+
+def held_tensors(model: torch.nn.Module, names: Iterable[str]) -> dict[str, TensorBytes]:
+    """The policy's tensors, by their names, as the model holds them, without a copy."""
+    names = list(names)
+    held = policy_memory(model, names)
+    return {name: as_tensor_bytes(held[name]) for name in names}
+
+
+def as_tensor_bytes(tensor: torch.Tensor) -> TensorBytes:
+    """A CPU tensor's bits, without a copy where it is contiguous."""
+    flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    return TensorBytes(dtype=tag_of(tensor), shape=tuple(tensor.shape), data=flat.numpy().data)
+
+
+def _flat_bits(tensor: torch.Tensor) -> NDArray[np.unsignedinteger]:
+    width = tensor.element_size()
+    return tensor.detach().view(-1).view(BITS[width]).numpy().view(f"u{width}")
+
+
+# LoRA adapters in a torch model: put beside the base weights, replaced, taken away, read back.
+#
+# The adapter is applied unmerged, `y = W x + b + scaling · B (A x)`, as the trainer computes it. Merging it into W
+# would be faster by two small products per layer, but would round: in bfloat16 most of a small B·A vanishes in W's
+# last bits. Unmerged, the base weights stay the published bits, the adapter's bits can be read back, and taking it
+# away leaves the base exactly as it was.
+
+
+class AdaptedLinear(nn.Linear):
+    """A linear layer with another's own weight and bias, and an adapter that is no part of the model's state."""
+
+    def __init__(self, base: nn.Linear, *, low: torch.Tensor, high: torch.Tensor, scaling: float) -> None:
+        nn.Module.__init__(self)  # not nn.Linear's, which would make a weight
+        self.in_features, self.out_features = base.in_features, base.out_features
+        self.weight, self.bias = base.weight, base.bias
+        self.low, self.high, self.scaling = low, high, scaling  # A [rank, in], B [out, rank]
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """`input` [..., in] → [..., out]."""
+        result = functional.linear(input, self.weight, self.bias)
+        return result + functional.linear(functional.linear(input, self.low), self.high) * self.scaling
+
+
+class Adapters:
+    """The adapter of one model; there is at most one. Call it where nothing computes with the model."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._held: dict[str, torch.Tensor] = {}
+        """What is held by published name."""
+        self._layers: dict[str, nn.Linear] = {}
+        """The base's layers that an adapted one stands in for."""
+        self._replaced: dict[str, torch.Tensor] = {}
+        """The base's values of layers that the adapter replaces whole."""
+
+    @property
+    def is_loaded(self) -> bool:
+        """Whether the model computes with an adapter."""
+        return bool(self._held)
+
+    def check(self, staged: StagedPolicy) -> None:
+        """Raise InvalidStateError, naming tensors, unless the adapter fits the model; changes nothing."""
+        # A layer that is adapted already keeps its weight's name.
+        layers = {name.removesuffix(LOW) for name in map(_own_name, staged.tensors) if name.endswith(LOW)}
+        require_fitting(
+            staged,
+            {
+                name: (_name(parameter.dtype), tuple(parameter.shape))
+                for name, parameter in self._model.named_parameters(remove_duplicate=False)
+                if (layer := name.removesuffix(".weight")) not in layers
+                or isinstance(self._model.get_submodule(layer), nn.Linear)
+            },
+        )
+
+    @torch.no_grad()
+    def load(self, staged: StagedPolicy) -> None:
+        """Put a checked adapter in the place of the one that is held."""
+        self.unload()
+        adapter = staged.manifest.adapter
+        assert adapter is not None, "only adapters come here"
+        self._held = {name: _tensor(tensor) for name, tensor in staged.tensors.items()}
+        own = {_own_name(name): tensor for name, tensor in self._held.items()}
+        for name in sorted(own):
+            if name.endswith(LOW):
+                layer = name.removesuffix(LOW)
+                base, scaling = self._linear(layer), adapter.alpha / adapter.rank
+                self._put(layer, AdaptedLinear(base, low=own[name], high=own[layer + HIGH], scaling=scaling))
+                self._layers[layer] = base
+            elif not name.endswith(HIGH):
+                parameter = self._model.get_parameter(name)
+                self._replaced[name] = parameter.detach().clone()
+                parameter.copy_(own[name])
+
+    @torch.no_grad()
+    def unload(self) -> None:
+        """Leave the base alone, bit for bit what it was."""
+        for layer, base in self._layers.items():
+            self._put(layer, base)
+        for name, value in self._replaced.items():
+            self._model.get_parameter(name).copy_(value)
+        self._held, self._layers, self._replaced = {}, {}, {}
+
+    def held(self) -> dict[str, TensorBytes]:
+        """What the layers compute with, by published name."""
+        return {name: as_tensor_bytes(self._live(_own_name(name))) for name in self._held}
+
+    def _live(self, name: str) -> torch.Tensor:
+        """The tensor that the model computes with, by its name in the model."""
+        for end in (LOW, HIGH):
+            if name.endswith(end):
+                adapted = self._linear(name.removesuffix(end))
+                assert isinstance(adapted, AdaptedLinear), f"{name} is held"
+                return adapted.low if end == LOW else adapted.high
+        return self._model.get_parameter(name)
+
+    def _linear(self, layer: str) -> nn.Linear:
+        found = self._model.get_submodule(layer)
+        assert isinstance(found, nn.Linear), f"{layer} was checked"
+        return found
+
+    def _put(self, layer: str, module: nn.Module) -> None:
+        parent, _, attribute = layer.rpartition(".")
+        setattr(self._model.get_submodule(parent), attribute, module.eval())
+
+
+def _own_name(name: str) -> str:
+    """The model's name of one of the adapter's tensors."""
+    return model_name(name, source="the adapter")
+
+
+def _tensor(tensor: TensorBytes) -> torch.Tensor:
+    """A copy: the staged bytes are read-only and change with the next version."""
+    raw = torch.from_numpy(tensor.bits().view(np.uint8).copy())
+    return raw.view(getattr(torch, tensor.dtype)).reshape(tensor.shape)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+# The weights of the model that the embedded engine holds: checked, written and proved, whole policies and adapters.
+#
+# Everything but `check` runs where nothing computes with the model. What is held is read back whole for each version;
+# of an adapter's base that was done when it was loaded.
+
+
+class HeldWeights:
+    """A model and the adapter on it, if there is one."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._model = model
+        self._adapters = Adapters(model)
+        self._is_unproved = False
+
+    def check(self, staged: StagedPolicy) -> None:
+        """Raise InvalidStateError if the policy does not fit the model; changes nothing."""
+        # Names, shapes and dtypes never change while a model is held: this may run beside a forward pass.
+        if staged.manifest.adapter is not None:
+            self._adapters.check(staged)
+        else:
+            check_tensors(self._model, staged.tensors)
+
+    def apply(self, staged: StagedPolicy) -> None:
+        """Write a checked policy; an adapter goes beside the base weights, a whole policy takes it away."""
+        self._is_unproved = True
+        if staged.manifest.adapter is not None:
+            self._adapters.load(staged)
+        elif staged.changes is None or self._adapters.is_loaded:
+            self._adapters.unload()
+            copy_tensors(self._model, staged.tensors)
+        else:
+            write_changes(self._model, staged.changes, names=staged.tensors)
+
+    def score(self, token_ids: tuple[int, ...]) -> PromptScores:
+        """The scores of a prompt; UnavailableError between `apply` and `prove`, when nothing may be answered."""
+        if self._is_unproved:
+            raise UnavailableError("a policy is being put in", reason="POLICY_UNPROVED", remedy="retry")
+        return score_prompt(self._model, token_ids)
+
+    def prove(self, staged: StagedPolicy) -> HeldDigest:
+        """Read back, and compute the probe if the manifest has one; InternalError says what differs."""
+        is_adapter, probe = staged.manifest.adapter is not None, staged.manifest.probe
+        held = self._adapters.held() if is_adapter else held_tensors(self._model, staged.tensors)
+        found, problem = held_digest(held), None
+        if found != staged.manifest.digest:
+            problem = f"the engine holds digest {found}, not {staged.manifest.digest}"
+        elif probe is not None:
+            logprobs = score_prompt(self._model, probe.token_ids).logprobs.tolist()
+            dtype = str(float_dtype(staged.tensors)).removeprefix("torch.")
+            problem = probe_problem(probe.logprobs, logprobs, dtypes=[dtype])
+        if problem is not None:
+            raise mismatch(problem)
+        self._is_unproved = False
+        return HeldDigest(digest=found, proof="readback" if probe is None else "readback+probe")
+
+
+# Log-probs of given tokens, as a teacher of a distillation gives them: in chunks, so that memory stays bounded.
+
+CHUNK_TOKENS = 512
+"""Tokens per forward pass: their logits over a vocabulary of 150 000 are 300 MB in float32."""
+
+
+def score_prompt(model: torch.nn.Module, token_ids: Sequence[int]) -> PromptScores:
+    """The scores of a prompt; call it in the thread that owns the model, between two of its passes."""
+    tokens_1T = torch.tensor([list(token_ids)])
+    num_tokens = tokens_1T.shape[1]
+    logprobs, ranks = np.zeros(num_tokens - 1, np.float32), np.ones(num_tokens - 1, np.int32)
+    cache = DynamicCache()
+    with torch.inference_mode():
+        for start in range(0, num_tokens - 1, CHUNK_TOKENS):
+            end = min(start + CHUNK_TOKENS, num_tokens - 1)
+            logits = model(input_ids=tokens_1T[:, start:end], past_key_values=cache, use_cache=True).logits
+            logprobs_CV = torch.log_softmax(logits[0].float(), dim=-1)
+            own_C1 = logprobs_CV.gather(-1, tokens_1T[0, start + 1 : end + 1, None])
+            logprobs[start:end] = own_C1[:, 0].numpy()
+            ranks[start:end] = (logprobs_CV >= own_C1).sum(-1).numpy()
+    return PromptScores(logprobs=logprobs, ranks=ranks)

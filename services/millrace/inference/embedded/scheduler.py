@@ -7,18 +7,20 @@ happen in the engine's thread.
 """
 
 import logging
+import math
 from collections import Counter
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
+from transformers.cache_utils import Cache
 
 from millrace.errors import InternalError
-from millrace.inference.embedded.kv_cache import RowCache
-from millrace.inference.embedded.rows import RowTable, Running
-from millrace.inference.embedded.sampling import Limits, penalised, sample, uniforms
-from millrace.inference.embedded.turns import Turns
-from millrace.inference.engine import FinishReason, InflightMode, PolicyIdentity
+from millrace.inference.embedded.rows import RowTable, Running, Turns
+from millrace.inference.engine import FinishReason, InflightMode, PolicyIdentity, SamplingParams
+from millrace.rollouts.truncation import kept_tokens
 from millrace.telemetry import faults
 from millrace.telemetry.faults import Point
 
@@ -335,3 +337,225 @@ def _chunks(first: int, lengths: np.ndarray) -> list[slice]:
         longest = max(longest, length)
     chunks.append(slice(first + start, first + len(lengths)))
     return chunks
+
+
+# Sampling for a whole batch at once, with log-probs of exactly the distribution that was sampled.
+#
+# One uniform number per request and token decides, by inversion of the cumulative distribution. The number is a hash
+# of (seed of the request, index of the token), so a seeded request gives the same tokens whatever else is in the
+# batch, and no random state has to move when requests join and leave.
+
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+_UNIFORM_BITS = np.uint64(48)  # u <= 1 - 2**-48, so u * total < total holds in float64 after rounding, too
+
+
+def uniforms(seeds: NDArray[np.uint64], counters: NDArray[np.int64]) -> NDArray[np.float64]:
+    """One number in [0, 1) per row from (seed, counter): the finaliser of SplitMix64 (Steele, Lea, Flood 2014)."""
+    with np.errstate(over="ignore"):
+        x = seeds + (counters.astype(np.uint64) + np.uint64(1)) * _GOLDEN
+        x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        x ^= x >> np.uint64(31)
+    return (x >> (np.uint64(64) - _UNIFORM_BITS)).astype(np.float64) * 2.0**-48
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Limits:
+    """Which tokens may be sampled, of each row: `top_p` 1, `top_k` 0 and `min_p` 0 are off."""
+
+    top_p: NDArray[np.float32]
+    top_k: NDArray[np.int32]
+    min_p: NDArray[np.float32]
+
+
+def penalised(
+    logits_V: torch.Tensor,
+    sampling: SamplingParams,
+    *,
+    prompt: NDArray[np.int64],
+    completion: NDArray[np.int64],
+    stop_ids: NDArray[np.int64],
+) -> torch.Tensor:
+    """The logits of a row behind its penalties, float32 [V], in vLLM's order; `stop_ids` may be padded with -1."""
+    logits_V = logits_V.float().clone()
+    if sampling.repetition_penalty != 1:
+        seen = torch.from_numpy(np.unique(np.concatenate([prompt, completion])))
+        values = logits_V[seen]
+        penalty = sampling.repetition_penalty
+        logits_V[seen] = torch.where(values > 0, values / penalty, values * penalty)
+    if sampling.frequency_penalty or sampling.presence_penalty:
+        ids, counts = np.unique(completion, return_counts=True)
+        taken = sampling.frequency_penalty * counts + sampling.presence_penalty
+        logits_V[torch.from_numpy(ids)] -= torch.from_numpy(taken.astype(np.float32))
+    if len(completion) < sampling.min_tokens:
+        known = (stop_ids >= 0) & (stop_ids < len(logits_V))  # callers may name tokens that the model does not have
+        logits_V[torch.from_numpy(stop_ids[known])] = -math.inf
+    return logits_V
+
+
+def sample(
+    logits_BV: torch.Tensor,
+    *,
+    temperatures_B: NDArray[np.float32],
+    limits_B: Limits,
+    uniforms_B: NDArray[np.float64],
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Next tokens int64 [B] and their log-probs float32 [B].
+
+    Log-probs are those of log_softmax(logits / temperature) in float32, renormalised over what the limits keep;
+    rows of temperature 0 take the most likely token and its log-prob at temperature 1.
+    """
+    logits_BV = logits_BV.float()
+    is_greedy = temperatures_B == 0
+    if not (temperatures_B == 1).all():
+        divisors = torch.from_numpy(np.where(is_greedy, np.float32(1), temperatures_B))
+        logits_BV = logits_BV / divisors[:, None]
+    logprobs_BV = torch.log_softmax(logits_BV, dim=-1)
+    if ((limits_B.top_p < 1) | (limits_B.top_k > 0) | (limits_B.min_p > 0)).any():
+        logprobs_BV = _truncate(logprobs_BV, limits_B, is_greedy)
+    if is_greedy.all():
+        tokens_B = logits_BV.argmax(dim=-1)  # of the logits: rounding in log_softmax can make ties of near ones
+    else:
+        cumulative_BV = logprobs_BV.exp().cumsum(dim=-1, dtype=torch.float64)
+        thresholds_B = torch.from_numpy(uniforms_B)[:, None] * cumulative_BV[:, -1:]
+        # The first index above the threshold has a probability above 0: the sum grows there.
+        tokens_B = torch.searchsorted(cumulative_BV, thresholds_B, right=True)[:, 0]
+        tokens_B.clamp_(max=logits_BV.shape[-1] - 1)  # only rows with NaN get here; their log-prob shows it
+        if is_greedy.any():
+            tokens_B = torch.where(torch.from_numpy(is_greedy), logits_BV.argmax(dim=-1), tokens_B)
+    return tokens_B, logprobs_BV.gather(1, tokens_B[:, None])[:, 0]
+
+
+def _truncate(logprobs_BV: torch.Tensor, limits_B: Limits, is_greedy_B: NDArray[np.bool_]) -> torch.Tensor:
+    """Log-probs renormalised over the tokens that the limits leave; greedy rows stay whole."""
+    kept_BV = kept_tokens(
+        logprobs_BV,
+        top_p=torch.from_numpy(np.where(is_greedy_B, np.float32(1), limits_B.top_p)),
+        top_k=torch.from_numpy(np.where(is_greedy_B, 0, limits_B.top_k)),
+        min_p=torch.from_numpy(np.where(is_greedy_B, np.float32(0), limits_B.min_p)),
+    )
+    return torch.log_softmax(logprobs_BV.masked_fill(~kept_BV, float("-inf")), dim=-1)
+
+
+# The KV cache of the embedded engine: one row per running request, in one dense block per layer.
+#
+# Row i of the cache is row i of the decode batch, so a decode step reads the leading rows as a view and gathers
+# nothing. When a request leaves, the scheduler moves the last row into the hole. The block grows by doubling, in rows
+# and in length, up to what the scheduler admits.
+
+_ROW_STEP = 8
+_LENGTH_STEP = 64
+
+
+class RowCache(Cache):
+    """Keys and values, per layer [rows, heads, length, head_dim], behind the interface that transformers models use.
+
+    `begin_prefill` or `begin_decode` says where the next forward pass writes. Positions beyond a request's length hold
+    old values: callers mask them.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(layers=[])
+        self._keys: list[torch.Tensor] = []
+        self._values: list[torch.Tensor] = []
+        self._rows = 0
+        self._length = 0
+        self._first_row = 0
+        self._copies: torch.Tensor | None = None
+        self._positions: torch.Tensor | None = None
+        self._row_index: torch.Tensor | None = None
+        self._span = 0
+
+    @property
+    def capacity(self) -> tuple[int, int]:
+        """Rows and length that are allocated."""
+        return self._rows, self._length
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes that are allocated."""
+        return sum(block.nbytes for block in (*self._keys, *self._values))
+
+    def reserve(self, rows: int, length: int) -> None:
+        """Make room for `rows` requests of `length` tokens; what is held stays."""
+        if rows <= self._rows and length <= self._length:
+            return
+        if rows > self._rows:
+            self._rows = max(rows, min(2 * self._rows, rows + 64), _ROW_STEP)
+        if length > self._length:
+            self._length = -(-length // _LENGTH_STEP) * _LENGTH_STEP
+        for blocks in (self._keys, self._values):
+            for layer, old in enumerate(blocks):
+                blocks[layer] = _grown(old, self._rows, self._length)
+
+    def release(self) -> None:
+        """Free the blocks."""
+        self._keys.clear()
+        self._values.clear()
+        self._rows = self._length = 0
+
+    def move(self, sources: list[int], targets: list[int], length: int) -> None:
+        """Copy the first `length` positions of rows `sources` over rows `targets` (disjoint from them)."""
+        for block in (*self._keys, *self._values):
+            block[targets, :, :length] = block[sources, :, :length]
+
+    def clear_rows(self, rows: list[int]) -> None:
+        """Zero rows: a masked position contributes 0 x value, which must not be 0 x NaN."""
+        for block in (*self._keys, *self._values):
+            block[rows] = 0
+
+    def begin_prefill(self, first_row: int, copies: torch.Tensor | None = None) -> None:
+        """The next pass computes whole prompts, from position 0, of the rows from `first_row` on.
+
+        `copies` int64 [rows]: which prompt of the pass each row has, where some share one; None if each has its own.
+        """
+        self._first_row = first_row
+        self._copies = copies
+        self._positions = None
+
+    def begin_decode(self, positions: torch.Tensor, span: int) -> None:
+        """The next pass adds one token per row, at `positions` int64 [B], and attends to positions below `span`."""
+        self._positions = positions
+        self._row_index = torch.arange(len(positions))
+        self._span = span
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: object, **kwargs: object
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Called by the model's attention: stores [B, heads, T, head_dim] and returns what to attend to."""
+        if layer_idx == len(self._keys):
+            for blocks, new in ((self._keys, key_states), (self._values, value_states)):
+                _, heads, _, head_dim = new.shape
+                blocks.append(torch.zeros(self._rows, heads, self._length, head_dim, dtype=new.dtype))
+        keys, values = self._keys[layer_idx], self._values[layer_idx]
+        if self._positions is None:
+            count, _, length, _ = key_states.shape
+            copies = self._copies
+            rows = slice(self._first_row, self._first_row + (count if copies is None else len(copies)))
+            keys[rows, :, :length] = key_states if copies is None else key_states[copies]
+            values[rows, :, :length] = value_states if copies is None else value_states[copies]
+            return key_states, value_states
+        index = self._row_index
+        keys[index, :, self._positions] = key_states[:, :, 0]
+        values[index, :, self._positions] = value_states[:, :, 0]
+        count = len(self._positions)
+        return keys[:count, :, : self._span], values[:count, :, : self._span]
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Tokens before the next pass's first one; models ask only where no positions are given, and we give them."""
+        return 0 if self._positions is None else self._span - 1
+
+    def get_query_offset(self, layer_idx: int = 0) -> int:
+        """Position of the next pass's first token, for the mask of a prefill (a decode has its own)."""
+        return self.get_seq_length(layer_idx)
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
+        """Number of keys and offset of the first one, for the mask of a prefill."""
+        return self.get_seq_length(layer_idx) + query_length, 0
+
+
+def _grown(old: torch.Tensor, rows: int, length: int) -> torch.Tensor:
+    """A zeroed block of the new size with the old one in its corner."""
+    new = torch.zeros(rows, old.shape[1], length, old.shape[3], dtype=old.dtype)
+    new[: old.shape[0], :, : old.shape[2]] = old
+    return new

@@ -47,10 +47,9 @@ from millrace.inference import meters
 from millrace.inference.engine import STALL_S, Engine, EngineState, EngineStatus, FinishReason, GenerateRequest
 from millrace.inference.http import limits, responses
 from millrace.inference.http.access import BODY_TOO_LARGE, TokenGate, http_access
-from millrace.inference.http.chat import encode_chat
-from millrace.inference.http.choices import ChoiceLines
+from millrace.inference.http.chat import PromptCache, encode_chat
 from millrace.inference.http.parsers import ChatParsers
-from millrace.inference.http.prompt_cache import PromptCache
+from millrace.inference.http.responses import ChoiceLines
 from millrace.inference.http.schema import (
     ChatBody,
     CompletionBody,
@@ -58,8 +57,8 @@ from millrace.inference.http.schema import (
     GenerateBody,
     SamplingBody,
     TokenizeBody,
+    with_stop_tokens,
 )
-from millrace.inference.http.stops import with_stop_tokens
 from millrace.inference.model_files import ModelSlot, ServedModel
 from millrace.race import first_of
 from millrace.rollouts import choices_wire

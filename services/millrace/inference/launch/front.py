@@ -13,13 +13,13 @@ import grpc.aio
 
 from millrace.errors import InternalError, InvalidSpecError, InvalidStateError, MillraceError, Violation
 from millrace.inference.model_files import POLICY_NAME, write_files
-from millrace.inference.registration import inference_worker
+from millrace.inference.settings import inference_worker
 from millrace.internal.v1 import policy_service_pb2 as pb
 from millrace.internal.v1 import policy_service_pb2_grpc
 from millrace.internal.v1.worker_service_pb2 import HeartbeatRequest
 from millrace.policies.pull import pull_files, read_manifest
 from millrace.rpc.health import HealthBoard
-from millrace.rpc.registered import RegisteredWorker
+from millrace.rpc.serve import RegisteredWorker
 from millrace.storage.base import ObjectStore
 from millrace.storage.clean_up import TemporaryDirectory
 from millrace.telemetry.settings import Settings

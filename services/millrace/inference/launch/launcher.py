@@ -17,27 +17,27 @@ import signal
 import tempfile
 import time
 from collections.abc import Callable, Coroutine, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from millrace.errors import InternalError, InvalidSpecError, MillraceError, UnavailableError, Violation
 from millrace.inference import launch_env
 from millrace.inference.http.access import vllm_flags
 from millrace.inference.launch.front import Front, PolicyModel, describe, fetch_model
-from millrace.inference.launch.looking import ModelLook
-from millrace.inference.launch.node import Node
 from millrace.inference.launch.process import VllmProcess
+from millrace.inference.launch_env import TYPED_FLAGS, is_given
 from millrace.inference.model_files import POLICY_NAME
-from millrace.inference.registration import http_address
-from millrace.inference.settings import InferenceSettings
+from millrace.inference.settings import InferenceSettings, http_address
 from millrace.inference.vllm.handover import OWNED_DIRECTORY_VARIABLE, WORKER_ID_VARIABLE
 from millrace.inference.vllm.lora import lora_argv
 from millrace.inference.vllm.workers.node_copy import DIRECTORY_VARIABLE
 from millrace.internal.v1 import policy_service_pb2 as pb
+from millrace.processes.channel import HelperDiedError, HelperProcess, Message
 from millrace.race import first_of
-from millrace.rpc.reach import bound_socket, listening_host, own_host
+from millrace.rpc.reach import bound_socket, keep_alive, listening_host, own_host
+from millrace.rpc.status import from_text
 from millrace.rpc.worker import new_worker_id
 from millrace.storage.base import ObjectStore
 from millrace.storage.opening import open_store
@@ -45,6 +45,176 @@ from millrace.storage.scratch import owned_directory
 from millrace.telemetry import progress, waits
 from millrace.telemetry.progress import Doing
 from millrace.telemetry.settings import Settings, join_address, parse_address
+
+# A look at a fixed model before vLLM loads it, by a process with torch that ends behind it: the launcher has none.
+
+MODULE = "millrace.inference.launch.look_main"
+_SILENT_S = 300.0  # its imports: seconds, on a machine that stands still minutes; then it beats every two seconds
+_LINKS = "model"
+
+
+class ModelLook:
+    """A started process, which imports what it needs while vLLM does so, too. `close` ends it."""
+
+    def __init__(self, helper: HelperProcess) -> None:
+        self._helper = helper
+
+    @classmethod
+    async def start(cls, environ: Mapping[str, str]) -> Self:
+        """Start it with this environment."""
+        return cls(await asyncio.to_thread(HelperProcess.start, MODULE, env=environ))
+
+    async def look(
+        self, directory: Path, *, scratch: Path, flags: Mapping[str, Any], needs_template: bool, deadline_s: float
+    ) -> Path:
+        """Look at a model that is to be served with these flags of vLLM; the directory that vLLM shall load.
+
+        That is one of links in `scratch`, where files lie beside the model's that vLLM would read. Raises as
+        `millrace.models.served.look_at_served`, and InternalError if the look fails.
+        """
+        question = {
+            "directory": str(directory),
+            "place": str(scratch / _LINKS),
+            "needs_tokenizer": not is_given("skip_tokenizer_init", flags),
+            "needs_template": needs_template and not is_given("chat_template", flags),
+        }
+        looking = progress.work(Doing.LOAD, f"model {directory.name}", waits_on="", deadline_s=deadline_s)
+        try:
+            with looking as work:
+                async with asyncio.timeout(deadline_s):
+                    answer = await asyncio.to_thread(self._ask, question, work)
+        except TimeoutError as error:
+            raise _failed(f"it took more than {deadline_s:g} s") from error
+        except (HelperDiedError, OSError) as error:
+            raise _failed(str(error)) from error
+        if "error" in answer:
+            raise from_text(answer["error"], what="what is wrong with the model", reason="MODEL_LOOK_FAILED")
+        for note in answer["notes"]:
+            logger.warning("about the model: %s", note, extra={"model": str(directory)})
+        return Path(answer["directory"])
+
+    async def close(self) -> None:
+        """End it; who waits for its answer hears that it died."""
+        await asyncio.to_thread(self._helper.end)
+
+    def _ask(self, question: Message, work: progress.LongWork) -> Message:
+        def on_beat(beat: Message) -> None:
+            work.detail(beat["how_far"])
+
+        return self._helper.ask(question, silent_s=_SILENT_S, on_beat=on_beat)
+
+
+def _failed(problem: str) -> InternalError:
+    return InternalError(
+        f"the model could not be looked at before vLLM loads it: {problem}",
+        reason="MODEL_LOOK_FAILED",
+        remedy="if it was killed for memory, give this machine more; if the files are slow, set MILLRACE_VLLM_START_S",
+    )
+
+
+# A replica over several nodes: what the launcher does on each of them.
+#
+# The head (node rank 0) serves and registers as any replica does. On the other nodes the launcher starts vLLM's
+# headless workers with the same flags, answers nobody, and ends when the head's vLLM has ended: all of a replica
+# begins anew.
+
+_RETRY_S = 1.0
+_CONNECT_S = 5.0
+_LOOPBACK = ("127.0.0.1", "localhost", "::1")
+_DEFAULT_PORT = 29501  # vLLM's for --master-port
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Node:
+    """This node's place in its replica. `master` is (host, port) where the workers of all nodes meet."""
+
+    rank: int
+    count: int
+    master: tuple[str, int]
+
+    @classmethod
+    def of(cls, flags: Mapping[str, Any]) -> "Node":
+        """From vLLM's flags; InvalidSpecError if they contradict each other. Numbers may be text."""
+        named = {TYPED_FLAGS.get(key) or key.rpartition(".")[2].replace("-", "_"): key for key in flags}
+        violations: list[Violation] = []
+
+        def number(name: str, default: int) -> int:
+            value = flags.get(named.get(name, ""))
+            text = str(default if value is None else value)
+            if text.isdecimal():
+                return int(text)
+            violations.append(_wrong(named[name], text, "must be a whole number from 0 on"))
+            return default
+
+        rank, count, port = number("node_rank", 0), number("nnodes", 1), number("master_port", _DEFAULT_PORT)
+        host = str(flags.get(named.get("master_addr", "")) or _LOOPBACK[0])
+        if not violations and rank >= max(count, 1):
+            violations.append(_wrong(named["node_rank"], str(rank), f"must be below nnodes, which is {count}"))
+        if violations:
+            raise InvalidSpecError(violations, reason="VLLM_FLAGS_INVALID", remedy="set nnodes and node_rank right")
+        return cls(rank=rank, count=count, master=(host, port))
+
+    @property
+    def is_head(self) -> bool:
+        """Whether it serves."""
+        return self.rank == 0
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether it is all of its replica."""
+        return self.count == 1
+
+    @property
+    def is_on_one_machine(self) -> bool:
+        """Whether the nodes meet on loopback."""
+        return self.is_alone or self.master[0] in _LOOPBACK
+
+    def require_model(self, model: str | None, store_url: str | None) -> None:
+        """InvalidSpecError if a replica over several nodes lacks what each of them has to know from the start."""
+        if self.is_alone:
+            return
+        given = {"MILLRACE_MODEL": model, "MILLRACE_STORE_URL": store_url}
+        why = {
+            "MILLRACE_MODEL": "is not set, and a replica over several nodes needs it: nodes that do not serve are not "
+            "told which model the run's policy is",
+            "MILLRACE_STORE_URL": "is not set: each node pulls policies by itself",
+        }
+        violations = [Violation(field=name, message=why[name]) for name, value in given.items() if not value]
+        if violations:
+            raise InvalidSpecError(violations, reason="SETTINGS_INVALID", remedy="set it on every node of the replica")
+
+    async def until_head_ends(self) -> None:
+        """Never return; UnavailableError when the workers' meeting point, which the head holds open, is closed.
+
+        Workers that wait for the head's next step would not notice its end.
+        """
+        host, port = self.master
+        with waits.waiting(f"the head of the replica at {host}:{port}", waits_on="inference"):
+            while True:
+                try:
+                    async with asyncio.timeout(_CONNECT_S):
+                        reader, writer = await asyncio.open_connection(host, port)
+                    break
+                except (OSError, TimeoutError):
+                    await asyncio.sleep(_RETRY_S)
+        keep_alive(writer.get_extra_info("socket"))
+        logger.info("the head of the replica is there", extra={"master": f"{host}:{port}"})
+        try:
+            await reader.read(1)  # it says nothing until its end
+        except OSError as error:
+            logger.warning("the connection to the head broke", extra={"error": str(error)})
+        finally:
+            writer.close()
+        raise UnavailableError(
+            f"the head of the replica at {host}:{port} has ended",
+            reason="HEAD_GONE",
+            remedy="start this node again with it, as a LeaderWorkerSet does",
+        )
+
+
+def _wrong(field: str, value: str, message: str) -> Violation:
+    return Violation(field=field, value=value, message=message, source="vLLM's flags")
+
 
 logger = logging.getLogger(__name__)
 

@@ -12,9 +12,9 @@ import torch
 
 from millrace.errors import InternalError, MillraceError
 from millrace.models.served import look_at_served
-from millrace.processes import helper
+from millrace.processes import channel
 from millrace.processes.channel import Message
-from millrace.processes.service import run_service
+from millrace.processes.lifeline import run_service
 from millrace.rpc.status import to_text
 from millrace.telemetry.logging import setup
 from millrace.telemetry.settings import Settings
@@ -59,7 +59,7 @@ def _serve() -> NoReturn:
     setup("inference", level=settings.log_level, json_lines=settings.log_json)
     torch.set_num_threads(1)  # each tensor is looked at by one of several threads
     looker = Looker()
-    helper.serve(looker.answer, beat=looker.beat)
+    channel.serve(looker.answer, beat=looker.beat)
 
 
 def main() -> NoReturn:

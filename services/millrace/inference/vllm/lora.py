@@ -10,17 +10,18 @@ vLLM is started with `--lora-target-modules`, because an adapted head makes `pro
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
 
 from millrace.errors import InternalError, InvalidStateError
-from millrace.inference.adapters import require_fitting, spec_of
-from millrace.models.adapter_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS
+from millrace.inference.engine import require_fitting, spec_of
+from millrace.models.files import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from millrace.policies.adapter import HIGH, LOW, AdapterSpec, Shape, published_name
-from millrace.policies.peft.plain import parse_adapter_config
-from millrace.policies.staged import StagedPolicy
+from millrace.policies.manifest import StagedPolicy
+from millrace.policies.peft.config import PeftConfig, parse_peft_config
 from millrace.policies.tensors import TensorBytes, element_bytes, pack_safetensors
 from millrace.storage.clean_up import TEMPORARY, remove
 
@@ -185,3 +186,25 @@ def base_layers(model: Any) -> Iterator[None]:
 def _zeros(dtype: str, shape: tuple[int, int]) -> TensorBytes:
     data = np.zeros(shape[0] * shape[1] * element_bytes(dtype), np.uint8)
     return TensorBytes(dtype=dtype, shape=shape, data=data.data)
+
+
+# Adapters of the one kind that Millrace trains and engines serve unmerged.
+
+
+def parse_adapter_config(data: bytes, *, source: str) -> AdapterSpec:
+    """What an `adapter_config.json` of a policy says.
+
+    The errors of `parse_peft_config`; InvalidStateError (ADAPTER_NOT_SUPPORTED) if it asks for more than plain LoRA.
+    """
+    config = parse_peft_config(data, source=source)
+    names = config.target_modules
+    plain = PeftConfig(r=config.r, lora_alpha=config.lora_alpha, target_modules=names)
+    if isinstance(names, str) or replace(config, modules_to_save=()) != plain:
+        raise InvalidStateError(
+            f"{source} is no plain LoRA adapter of listed layers, which is what is served unmerged",
+            reason="ADAPTER_NOT_SUPPORTED",
+            remedy="merge it into its base and serve the result",
+        )
+    return AdapterSpec(
+        rank=config.r, alpha=config.lora_alpha, target_modules=names, modules_to_save=config.modules_to_save
+    )

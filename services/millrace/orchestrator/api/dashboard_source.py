@@ -10,17 +10,15 @@ from typing import TYPE_CHECKING, Any, cast
 
 from millrace.config import EvalRunConfig, RLConfig
 from millrace.config.defaults import differences
+from millrace.dashboard.answers import of_message
 from millrace.dashboard.config_search import ConfigText
-from millrace.dashboard.plain import of_message
 from millrace.errors import NotFoundError, UnavailableError
 from millrace.orchestrator.api.service import RunServicer
-from millrace.orchestrator.explain.picture import boxes
+from millrace.orchestrator.explain.chain import boxes
 from millrace.orchestrator.explain.why import chain_of, explain, unanswered
 from millrace.orchestrator.manager import RunManager
-from millrace.orchestrator.runs.catalog import RunCatalog
-from millrace.orchestrator.runs.run_view import RunView
-from millrace.orchestrator.worker_names import host_of
-from millrace.orchestrator.workers import QUIET_S, WorkerKind, WorkerRecord, WorkerRegistry
+from millrace.orchestrator.runs.catalog import RunCatalog, RunView
+from millrace.orchestrator.workers import QUIET_S, WorkerKind, WorkerRecord, WorkerRegistry, host_of
 from millrace.runlog.events.run_status import state_name
 from millrace.runlog.records.run_record import EVAL
 from millrace.telemetry.redact import masked, secrets_of

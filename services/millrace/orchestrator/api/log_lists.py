@@ -1,15 +1,19 @@
 """Metrics, rollouts and lineage of a run: asked of the dashboard's reader, which is the one that reads logs."""
 
 import asyncio
+import base64
+import re
+import zlib
 from collections.abc import Mapping
 from typing import Any
 
-from millrace.dashboard import messages
-from millrace.dashboard.problems import error_of
+from google.protobuf.message import Message
+
+from millrace.dashboard import answers
+from millrace.dashboard.answers import error_of
 from millrace.dashboard.reading import ReaderClient
 from millrace.decoding import decode_object
 from millrace.errors import InvalidSpecError, Violation
-from millrace.orchestrator.api.paging import numbers_of, page_size, token_of
 from millrace.runlog.records.run_record import RunRecord
 from millrace.v1 import run_service_pb2 as rs
 
@@ -33,7 +37,7 @@ class LogLists:
             raise InvalidSpecError([wrong], remedy="leave it out for all metrics")
         params = {"size": str(size), "first": str(at[0] if at else 0)} | ({"names": names} if names else {})
         said = await self._ask("list-metrics", record, params)
-        found = messages.metrics_page(said)
+        found = answers.metrics_page(said)
         found.next_page_token = "" if said["next"] is None else token_of(request, said["next"])
         return found
 
@@ -43,7 +47,7 @@ class LogLists:
         params = _filters(request.filter) | {"size": str(size), "sort": _sort(request.order_by)}
         params |= {"rows": str(at[0]), "offset": str(at[1])} if at else {}
         said = await self._ask("list-rollouts", record, params)
-        found = messages.rollouts_page(said, run=record.name)
+        found = answers.rollouts_page(said, run=record.name)
         behind = said["offset"] + len(found.rollouts)
         if found.rollouts and behind < found.total_size:
             found.next_page_token = token_of(request, said["rows"], behind)
@@ -59,7 +63,7 @@ class LogLists:
             case _:
                 wrong = Violation(field="subject", message="is not set: nothing says what to trace")
                 raise InvalidSpecError([wrong], remedy="set rollout, such as 12-3, or version")
-        return messages.lineage(await self._ask("get-lineage", record, params), run=record.name)
+        return answers.lineage(await self._ask("get-lineage", record, params), run=record.name)
 
     async def _ask(self, question: str, record: RunRecord, params: Mapping[str, str]) -> dict[str, Any]:
         answer = await self._reader.ask(question, record.uid, params)
@@ -91,3 +95,71 @@ def _sort(order_by: str) -> str:
         )
         raise InvalidSpecError([wrong], remedy="such as `reward desc`")
     return f"{'-' if direction.strip() == 'desc' else ''}{name or 'step'}"
+
+
+# Pages of lists: their sizes, and the tokens between them.
+
+PAGE_DEFAULT, PAGE_MAX = 50, 1000
+_NUMBERS = re.compile(r"[0-9a-f]{8}((?:\.[0-9]{1,10}){1,4})")
+
+
+def page_size(size: int) -> int:
+    """How many are asked for, within the limits; InvalidSpecError if the number is negative."""
+    if size < 0:
+        raise InvalidSpecError([Violation(field="page_size", value=str(size), message="must not be negative")])
+    return min(size or PAGE_DEFAULT, PAGE_MAX)
+
+
+def page(size: int, token: str) -> tuple[int, int]:
+    """Size and first place of a page of a list that is counted through."""
+    wanted = page_size(size)
+    try:
+        start = int(base64.urlsafe_b64decode(token.encode())) if token else 0
+        if start < 0:
+            raise ValueError("negative")
+    except ValueError as error:
+        raise _no_token(token) from error
+    return wanted, start
+
+
+def next_token(start: int, total: int) -> str:
+    """The token of the page that begins at `start`; empty at the end."""
+    return base64.urlsafe_b64encode(str(start).encode()).decode() if start < total else ""
+
+
+def token_of(request: Any, *numbers: int) -> str:
+    """A token with these numbers that fits only this request: its next page."""
+    return base64.urlsafe_b64encode(".".join([_digest(request), *map(str, numbers)]).encode()).decode()
+
+
+def numbers_of(request: Any, *, count: int) -> tuple[int, ...] | None:
+    """The numbers of the request's token; None without one, InvalidSpecError if it is of another request, or none."""
+    token: str = request.page_token
+    if not token:
+        return None
+    try:
+        text = base64.urlsafe_b64decode(token.encode()).decode("ascii")
+    except ValueError as error:
+        raise _no_token(token) from error
+    match = _NUMBERS.fullmatch(text)
+    numbers = tuple(int(number) for number in match[1].split(".")[1:]) if match else ()
+    if len(numbers) != count:
+        raise _no_token(token)
+    if not text.startswith(_digest(request)):
+        problem = Violation(field="page_token", message="belongs to another request: only page_size may change")
+        raise InvalidSpecError([problem], reason="PAGE_TOKEN_INVALID", remedy="leave it out for the first page")
+    return numbers
+
+
+def _digest(request: Message) -> str:
+    """What a request asks for, apart from which page."""
+    asked = type(request)()
+    asked.CopyFrom(request)
+    asked.ClearField("page_token")
+    asked.ClearField("page_size")
+    return f"{zlib.crc32(asked.SerializeToString(deterministic=True)):08x}"
+
+
+def _no_token(token: str) -> InvalidSpecError:
+    problem = Violation(field="page_token", value=token[:80], message="is not a token of this API: leave it out")
+    return InvalidSpecError([problem], reason="PAGE_TOKEN_INVALID")

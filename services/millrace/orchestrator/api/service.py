@@ -4,6 +4,7 @@ import asyncio
 import logging
 import re
 import time
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -12,6 +13,8 @@ import redis.asyncio
 
 from millrace.algorithms import make_algorithms
 from millrace.config import EvalRunConfig, RLConfig
+from millrace.config.sections.environments import NamedEnv
+from millrace.custom_code import CustomCode
 from millrace.decoding import MAX_JSON_BYTES, Fields, decode_object
 from millrace.errors import (
     AlreadyExistsError,
@@ -22,21 +25,18 @@ from millrace.errors import (
     UnavailableError,
     Violation,
 )
-from millrace.orchestrator.api.custom_loss import require_loadable_loss
-from millrace.orchestrator.api.env_images import require_env_images
-from millrace.orchestrator.api.environments import check_environments
-from millrace.orchestrator.api.log_lists import LogLists
-from millrace.orchestrator.api.paging import next_token, page
-from millrace.orchestrator.api.watch import EventFeed
+from millrace.orchestrator.api.log_lists import LogLists, next_token, page
+from millrace.orchestrator.drive.assembly import env_specs, require_tasks, trained_envs
 from millrace.orchestrator.explain.why import explain, unanswered
 from millrace.orchestrator.manager import RunManager
-from millrace.orchestrator.play.sampler import Sampler
-from millrace.orchestrator.runs import forks
-from millrace.orchestrator.runs.catalog import RunCatalog
-from millrace.orchestrator.runs.intent_calls import IntentCalls
+from millrace.orchestrator.play.env_servers import IMAGE_REMEDY, EnvServers, KeyVariables, images_in_words
+from millrace.orchestrator.play.tasks import Sampler
+from millrace.orchestrator.runs import new_run
+from millrace.orchestrator.runs.catalog import RunCatalog, RunView
+from millrace.orchestrator.runs.intents import IntentCalls
 from millrace.orchestrator.runs.new_run import make_record, validate
-from millrace.orchestrator.runs.run_view import RunView
-from millrace.orchestrator.workers import WorkerRegistry
+from millrace.orchestrator.workers import WorkerKind, WorkerRegistry
+from millrace.runlog import EventReader, RunLog
 from millrace.runlog.audit import audit_run
 from millrace.runlog.events.run_status import is_terminal
 from millrace.runlog.fork import copy_fork, plan_fork
@@ -46,7 +46,7 @@ from millrace.runlog.records.run_record import EVAL, RunRecord
 from millrace.storage import ObjectStore
 from millrace.storage.commit_points import newest_revision, require_checksum
 from millrace.telemetry import waits
-from millrace.v1 import checkpoint_pb2, run_pb2, run_service_pb2, run_service_pb2_grpc
+from millrace.v1 import checkpoint_pb2, event_pb2, run_pb2, run_service_pb2, run_service_pb2_grpc
 
 logger = logging.getLogger(__name__)
 
@@ -127,7 +127,7 @@ class RunServicer(run_service_pb2_grpc.RunServiceServicer):
                 reason="FORK_OF_EVALUATION",
                 remedy="submit the evaluation again with the settings that you want",
             )
-        wanted = forks.as_create(request, parent, uid=new_uid())
+        wanted = new_run.as_create(request, parent, uid=new_uid())
         config, record = await self._validated(wanted)
         record = replace(record, parent={"uid": parent.uid, "step": request.step})
         if request.request_id:
@@ -137,7 +137,7 @@ class RunServicer(run_service_pb2_grpc.RunServiceServicer):
         require_env_images(config, self._registry)
         names = Names(self._prefix, parent.uid)
         plan = await asyncio.to_thread(plan_fork, self._store, names, name=parent.name, step=request.step)
-        forks.check_config(record.training, parent, plan)
+        new_run.check_config(record.training, parent, plan)
         record = replace(record, parent=plan.to_json())
         return run_service_pb2.ForkRunResponse(run=await self._create(record))
 
@@ -328,7 +328,7 @@ class RunServicer(run_service_pb2_grpc.RunServiceServicer):
 
     async def _earlier(self, uid: str, record: RunRecord) -> run_pb2.Run:
         view = await self._catalog.find(uid)
-        if view.record.run_hash != record.run_hash or not forks.is_same_fork(record, view.record):
+        if view.record.run_hash != record.run_hash or not new_run.is_same_fork(record, view.record):
             raise AlreadyExistsError(
                 f"request_id {record.request_id!r} was used for run {view.record.name!r} with another config "
                 f"(hash {view.record.run_hash[:12]}, now {record.run_hash[:12]})",
@@ -394,3 +394,148 @@ def _of_bounded_size(runs: list[run_pb2.Run]) -> list[run_pb2.Run]:
         if index and size > PAGE_BYTES:
             return runs[:index]
     return runs
+
+
+# The events of a run for somebody who watches: each once and in order, also across a Redis that lost some of them.
+
+
+class EventFeed:
+    """Reads behind a cursor. When Redis holds another copy of the log, it begins anew and skips what it has given out.
+
+    Another copy may have given the ids of lost events to others, so a cursor alone does not say what was seen: the
+    number of each writer's newest event does.
+    """
+
+    def __init__(self, catalog: RunCatalog, uid: str, *, after: str) -> None:
+        """`after` is the cursor behind which the watcher wants events; empty is from the beginning."""
+        self._catalog = catalog
+        self._uid = uid
+        self._after = after
+        self._log: RunLog | None = None
+        self._instance = ""
+        self._given: dict[str, int] = {}
+        self._is_replay = False
+        self.cursor = after
+        """Cursor of the newest event that was read."""
+
+    async def read(self, *, block_s: float) -> Sequence[event_pb2.Event]:
+        """The next events; waits up to `block_s` for the first one."""
+        try:
+            run_log = self._log
+            if run_log is None or await run_log.read_instance() != self._instance:
+                run_log = await self._open()
+            events = await EventReader(run_log).read(after=self.cursor, block_s=block_s)
+        except LogGoneError:
+            self._log = None  # the next read opens the rebuilt log
+            return []
+        fresh = []
+        for event in events:
+            self.cursor = event.cursor
+            if self._is_replay and self._was_given(event):
+                continue
+            self._given[event.writer] = event.writer_sequence
+            fresh.append(event)
+        return fresh
+
+    async def _open(self) -> RunLog:
+        run_log = await self._catalog.open_log(self._uid)
+        instance = await run_log.read_instance()
+        if self._instance and instance != self._instance:
+            self.cursor, self._is_replay = "", True
+        self._log, self._instance = run_log, instance
+        return run_log
+
+    def _was_given(self, event: event_pb2.Event) -> bool:
+        """Whether the watcher has the event: from us, or from before it came to us."""
+        is_before = bool(self._after) and _position(event.cursor) <= _position(self._after)
+        return is_before or event.writer_sequence <= self._given.get(event.writer, 0)
+
+
+def _position(cursor: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in cursor.split("-"))
+
+
+# Ask the env-servers, when a run is submitted, whether its environments can be loaded and have their keys.
+
+
+async def check_environments(config: RLConfig | EvalRunConfig, registry: WorkerRegistry) -> None:
+    """Load every environment on an env-server, where the run will find them loaded.
+
+    InvalidStateError names the environment that cannot be loaded and its error, or that has no training tasks,
+    InvalidSpecError the key that is not set, UnavailableError says that there is no env-server.
+    """
+    servers = EnvServers(run_uid="", epoch=0, registry=registry, trained=trained_envs(config))
+    try:
+        if not servers.alive():
+            raise UnavailableError(
+                "the environments cannot be checked: no env-server is registered",
+                reason="NO_ENV_SERVER",
+                remedy="start one, or submit without the check",
+            )
+        await servers.open_all(env_specs(config), keys=_keys(config))
+        for env in config.orchestrator.env if isinstance(config, RLConfig) else ():
+            require_tasks(env, servers.envs[env.name])
+    finally:
+        await servers.close()
+
+
+def _keys(config: RLConfig | EvalRunConfig) -> KeyVariables:
+    if isinstance(config, EvalRunConfig):
+        return KeyVariables(endpoint=(config.client and config.client.api_key_var) or "")
+    teacher = config.orchestrator.algo.teacher
+    return KeyVariables(teacher=(teacher and teacher.api_key_var) or "")
+
+
+# Ask what the env-servers announced, when a run is submitted, whether one of them runs each image that it names.
+
+
+def require_env_images(config: RLConfig | EvalRunConfig, registry: WorkerRegistry) -> None:
+    """InvalidSpecError names every image of an environment that no registered env-server announces.
+
+    Without any env-server the run waits for one: what waits names the image.
+    """
+    records = registry.alive(WorkerKind.ENV_SERVER)
+    announced = {record.worker.env_image for record in records}
+    wrong = [
+        Violation(
+            field=field,
+            value=env.image,
+            message=f"is announced by no env-server (registered: {images_in_words(records)}): "
+            + IMAGE_REMEDY.format(image=env.image),
+        )
+        for field, env in _environments(config)
+        if env.image and env.image not in announced
+    ]
+    if records and wrong:
+        raise InvalidSpecError(wrong, reason="ENV_IMAGE_MISSING")
+
+
+def _environments(config: RLConfig | EvalRunConfig) -> Iterator[tuple[str, NamedEnv]]:
+    """Every environment of its own, and the key of its image; those that evaluation takes from training only once."""
+    if isinstance(config, EvalRunConfig):
+        yield from ((f"env[{index}].image", env) for index, env in enumerate(config.env))
+        return
+    settings = config.orchestrator
+    yield from ((f"orchestrator.env[{index}].image", env) for index, env in enumerate(settings.env))
+    trained = {env.name for env in settings.env}
+    for index, env in enumerate(settings.eval.env if settings.eval else []):
+        if env.name not in trained:
+            yield f"orchestrator.eval.env[{index}].image", env
+
+
+# Ask what the trainers announced, when a run is submitted, whether one of them may load its loss.
+
+FIELD = "trainer.loss.import_path"
+
+
+def require_loadable_loss(config: RLConfig, registry: WorkerRegistry) -> None:
+    """InvalidSpecError if the loss is a function of the user's own whose module no registered trainer may load.
+
+    Whether the function is any good is for the trainer to say, which has what it imports.
+    """
+    import_path = config.trainer.loss.import_path
+    codes = [CustomCode(tuple(each.worker.custom_modules)) for each in registry.alive(WorkerKind.TRAINER)]
+    if import_path is None or any(code.allows(import_path.partition(":")[0]) for code in codes):
+        return
+    if codes:  # without a trainer the run waits for one, which looks itself
+        codes[0].require(import_path, field=FIELD, service="the trainer")

@@ -1,7 +1,9 @@
 """The parts of one run's driver, and how they are wired."""
 
+import asyncio
+import logging
 import math
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
 
 from millrace.algorithms import Algorithm, Baselines
@@ -10,13 +12,13 @@ from millrace.config.sections.algo import DISTILLING
 from millrace.config.sections.environments import EnvConfig
 from millrace.config.sections.orchestrator import MAX_FAILURE_WINDOW
 from millrace.errors import InvalidStateError
+from millrace.internal.v1 import policy_pb2
 from millrace.orchestrator.drive.batch_writer import BatchWriter
-from millrace.orchestrator.drive.damage import DamageBook
 from millrace.orchestrator.drive.device_turns import DeviceTurns
-from millrace.orchestrator.drive.fixed_model import FixedEndpoints, NoTrainer
 from millrace.orchestrator.drive.loop import RolloutLoop
 from millrace.orchestrator.drive.policy_driver import PolicyDriver
 from millrace.orchestrator.drive.trainer_watch import Trainer, TrainerWatch
+from millrace.orchestrator.events import RunContext, RunEvents
 from millrace.orchestrator.play.admission import AdmissionRule
 from millrace.orchestrator.play.book import Book
 from millrace.orchestrator.play.buffer import TaskBuffer
@@ -27,18 +29,75 @@ from millrace.orchestrator.play.intake import Intake
 from millrace.orchestrator.play.play import Play, load_of
 from millrace.orchestrator.play.player import Player, RunIdentity
 from millrace.orchestrator.play.rollout_stream import RolloutStream
-from millrace.orchestrator.play.routing import Policies, Router
-from millrace.orchestrator.play.sampler import Sampler
+from millrace.orchestrator.play.routing import Policies, ReadyReplica, Router
 from millrace.orchestrator.play.settings import of_run, of_training, plays_of_training
-from millrace.orchestrator.play.tasks import TaskSource
-from millrace.orchestrator.run_context import RunContext
+from millrace.orchestrator.play.tasks import Sampler, TaskSource
+from millrace.orchestrator.run_meters import entries_damaged
 from millrace.rollouts.requests import EnvSpec, Sampling
 from millrace.rollouts.types import Rollout
+from millrace.runlog import Entry, RunLog, Stream
 
 _MIN_FAILURE_WINDOW = 64
 """Fewest groups that say whether a run can learn, unless its config names another number."""
 NO_SAMPLES = 1
 """Length to which the samples of a run without samples are cut."""
+
+
+# Damaged and foreign entries of a run's rollouts and events: counted, told in an event, and removed from Redis.
+#
+# They are skipped where they are met. Nothing is lost with them but what they pretend to be: a rollout is appended
+# again by its env-server, from its spool, or played again; an event that cannot be read is in no archive.
+
+logger = logging.getLogger(__name__)
+
+MAX_NAMED = 5
+"""Entries that one event names."""
+
+
+class DamageBook:
+    """What of a run's log was skipped by this drive."""
+
+    def __init__(self, run_log: RunLog, events: RunEvents, *, run: str) -> None:
+        """`run` is the run's name."""
+        self._log = run_log
+        self._events = events
+        self._run = run
+        self._met: dict[tuple[Stream, str], str] = {}
+        self.num_rollouts = 0
+        """Damaged entries of the rollouts that were removed: env-servers append what is missing now."""
+
+    def note(self, stream: Stream, entry: Entry) -> None:
+        """An entry was skipped."""
+        self._met.setdefault((stream, entry.id), entry.damage)
+
+    async def tell(self) -> bool:
+        """Report and remove what was met since the last call; return whether there was anything."""
+        met, self._met = self._met, {}
+        for stream in Stream:
+            found = {id_: cause for (of, id_), cause in met.items() if of is stream}
+            if found:
+                entries_damaged(self._run, stream, len(found))
+                logger.error(
+                    "entries of the log are damaged and were skipped",
+                    extra={"run": self._run, "stream": stream.value, "count": len(found)},
+                )
+                await self._events.warning("ENTRY_DAMAGED", _text(stream, found))
+                await self._log.remove_entries(stream, list(found))
+                self.num_rollouts += len(found) if stream is Stream.ROLLOUTS else 0
+        return bool(met)
+
+
+def _text(stream: Stream, found: dict[str, str]) -> str:
+    named = "; ".join(f"{id_}: {cause}" for id_, cause in list(found.items())[:MAX_NAMED])
+    more = f"; and {len(found) - MAX_NAMED} more" if len(found) > MAX_NAMED else ""
+    costs = {
+        Stream.ROLLOUTS: "its env-server appends the rollout again, or it is played again",
+        Stream.EVENTS: "it is in no archive",
+    }[stream]
+    return (
+        f"redis: stream {stream} had {len(found)} damaged or foreign entries, which were skipped and removed "
+        f"({named}{more}); {costs}; find out who else writes to this Redis"
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -291,3 +350,67 @@ def env_specs(config: RLConfig | EvalRunConfig) -> list[EnvSpec]:
 def failure_window_of(groups_per_step: int) -> int:
     """Groups over which failed rollouts are counted where the config names no number."""
     return max(min(2 * groups_per_step, MAX_FAILURE_WINDOW), _MIN_FAILURE_WINDOW)
+
+
+# What an evaluation run has instead of policies that change, and of a trainer.
+
+
+class FixedEndpoints:
+    """Policies that never change: endpoints known by configuration, which neither register nor update."""
+
+    desired = None
+    newest_due = held_version = None
+
+    def __init__(self, urls: Sequence[str], *, model: str, max_concurrent: int) -> None:
+        """The first rollout finds out whether they answer."""
+        self._endpoints = [
+            ReadyReplica(worker_id=url, http_url=url, model=model, version=0, max_num_seqs=max_concurrent)
+            for url in urls
+        ]
+
+    def publish(self, entry: policy_pb2.PolicyEntry) -> None:
+        """Nobody publishes anything."""
+
+    def ready(self) -> list[ReadyReplica]:
+        """All of them."""
+        return list(self._endpoints)
+
+    def served_version(self) -> int | None:
+        """The only one."""
+        return 0 if self._endpoints else None
+
+    def up_to(self, version: int) -> str:
+        """There is nobody else."""
+        return "inference"
+
+    def hold(self, version: int) -> None:
+        """They keep their version anyway."""
+
+    def release(self) -> None:
+        """There is nothing to go on to."""
+
+    def known(self) -> set[str]:
+        """Their URLs."""
+        return {endpoint.worker_id for endpoint in self._endpoints}
+
+    def replica_at(self, http_url: str) -> str:
+        """The URL itself, if it is one of them."""
+        return http_url if http_url in self.known() else ""
+
+    def suspect(self, worker_id: str) -> None:
+        """There is nobody to ask: what an endpoint lost is tried again after a pause."""
+
+    async def run(self) -> None:
+        """Nothing is driven; ends by cancellation."""
+        await asyncio.Event().wait()
+
+
+class NoTrainer:
+    """A run that trains nothing takes no trainer from others."""
+
+    async def run(self, *, is_closing: Callable[[], bool]) -> None:
+        """End by cancellation."""
+        await asyncio.Event().wait()
+
+    async def wait_finished(self, *, is_needed: bool, spare_s: float) -> None:
+        """Nobody has anything to finish."""

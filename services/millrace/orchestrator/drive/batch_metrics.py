@@ -3,18 +3,112 @@
 Where prime-rl has the metric, the name is prime-rl's (docs/metrics.md).
 """
 
-from collections import Counter, defaultdict
+import math
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
-from millrace.orchestrator.play.durations import StaleShare
+from millrace.config.sections.orchestrator import OrchestratorConfig
+from millrace.orchestrator.events import RunEvents, is_told
 from millrace.orchestrator.play.play import Play
-from millrace.rollouts.rewards import reaches
-from millrace.rollouts.types import CUT_METRIC, Rollout
+from millrace.rollouts.types import CUT_METRIC, Rollout, reaches
 
 MAX_NAMES = 64
 """Functions of one environment, and reasons to stop, that become metrics; the rest are left out, by name."""
+
+
+# How long the groups of each environment take, and which of them became too old to be trained on.
+#
+# Tasks of one environment may take a hundred times as long as those of another. Steps that are cut as soon as enough
+# quick groups are there would leave the slow ones behind: they are dropped as stale, and the policy learns from quick
+# tasks alone. What is measured here says how long a cut waits for them.
+
+PATIENCE_QUANTILE = 0.9
+"""A group is waited for as long as this share of its environment's groups takes; stragglers beyond are not."""
+PATIENCE_SLACK = 1.25
+"""Beyond what was measured, because the next ones differ."""
+MIN_MEASURED = 16
+"""Groups of an environment before their times are trusted: the first to come are the quick ones."""
+_SLOW_QUANTILE = 0.75
+_MAX_ENVIRONMENTS = 1000
+
+
+@dataclass(frozen=True, slots=True)
+class _Ended:
+    env: str
+    seconds: float
+    is_stale: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StaleShare:
+    """Of one environment's groups of the window, how many were dropped as stale."""
+
+    num_groups: int
+    num_stale: int
+    num_slow: int
+    """The slowest quarter of them."""
+    num_slow_stale: int
+    median_s: float
+
+    @property
+    def share(self) -> float:
+        """Stale ones of all, 0 to 1."""
+        return self.num_stale / self.num_groups
+
+    @property
+    def slow_share(self) -> float:
+        """Stale ones of the slowest quarter, 0 to 1."""
+        return self.num_slow_stale / self.num_slow
+
+
+class Durations:
+    """The last groups of a run, whichever way they ended; a successor begins anew."""
+
+    def __init__(self, *, window: int) -> None:
+        """`window` is how many groups are kept, of all environments together."""
+        self._ended: deque[_Ended] = deque(maxlen=window)
+        self._by_env: dict[str, deque[float]] = {}
+        self._window = window
+        self.num_stale: Counter[str] = Counter()
+        """By environment, since this process drives the run."""
+
+    def note(self, env: str, seconds: float | None, *, is_stale: bool) -> None:
+        """Take a group that was trained, or dropped as stale; `seconds` since it began, None if nobody knows.
+
+        One that was dropped took longer than that, so the figures are lower bounds until the slow ones come.
+        """
+        self.num_stale[env] += is_stale
+        self._ended.append(_Ended(env, math.nan if seconds is None else seconds, is_stale))
+        if seconds is None or (env not in self._by_env and len(self._by_env) >= _MAX_ENVIRONMENTS):
+            return
+        self._by_env.setdefault(env, deque(maxlen=self._window)).append(seconds)
+
+    def patience_s(self, env: str) -> float:
+        """Return for how many seconds a group of an environment is waited for; infinite while few have come."""
+        measured = self._by_env.get(env, ())
+        if len(measured) < MIN_MEASURED:
+            return math.inf
+        return PATIENCE_SLACK * float(np.quantile(measured, PATIENCE_QUANTILE))
+
+    def stale_shares(self) -> Mapping[str, StaleShare]:
+        """Return what became of each environment's groups of the window."""
+        found: dict[str, StaleShare] = {}
+        for env in sorted({each.env for each in self._ended}):
+            mine = [each for each in self._ended if each.env == env]
+            seconds = [each.seconds for each in mine if not math.isnan(each.seconds)] or [0.0]
+            border = float(np.quantile(seconds, _SLOW_QUANTILE))
+            slow = [each for each in mine if each.seconds >= border] or mine
+            found[env] = StaleShare(
+                num_groups=len(mine),
+                num_stale=sum(each.is_stale for each in mine),
+                num_slow=len(slow),
+                num_slow_stale=sum(each.is_stale for each in slow),
+                median_s=float(np.median(seconds)),
+            )
+        return found
 
 
 def batch_metrics(
@@ -98,3 +192,151 @@ def _solved(groups: Sequence[Play]) -> dict[str, float]:
 
 def _mean(values: Iterable[float]) -> float:
     return float(np.mean(np.fromiter(values, np.float64)))
+
+
+# What the rollouts of the last batches say that needs a person, told after 1, 2, 4, 8, … such batches.
+
+WINDOW = 8
+"""Batches over which shares are computed: one good rollout does not hide that hundreds are not."""
+MOST = 0.9
+"""Share of rollouts from which nearly all of them are meant."""
+
+
+class RecentShare:
+    """How many rollouts of the last batches have something in common, and in how many batches nearly all had."""
+
+    def __init__(self) -> None:
+        self._batches: deque[tuple[int, int]] = deque(maxlen=WINDOW)
+        self._num_told = 0
+
+    def note(self, number: int, total: int) -> bool:
+        """Take a batch, `number` of whose `total` rollouts have it; whether that is to be told."""
+        self._batches.append((number, total))
+        is_most = self.number >= MOST * self.total and number > 0
+        self._num_told += is_most
+        return is_most and is_told(self._num_told)
+
+    @property
+    def number(self) -> int:
+        """Rollouts of the window that have it."""
+        return sum(number for number, _ in self._batches)
+
+    @property
+    def total(self) -> int:
+        """Rollouts of the window."""
+        return sum(total for _, total in self._batches)
+
+    @property
+    def words(self) -> str:
+        """`37 of 40 rollouts of the last 5 batches`."""
+        batches = "this batch" if len(self._batches) == 1 else f"the last {len(self._batches)} batches"
+        return f"{self.number} of {self.total} rollouts of {batches}"
+
+
+class BatchWarnings:
+    """Looks at each batch behind its commit; counts only for itself, so a successor begins anew."""
+
+    def __init__(self, settings: OrchestratorConfig, events: RunEvents) -> None:
+        self._settings, self._events = settings, events
+        self._by_turn = {env.name for env in settings.env if (env.algo or settings.algo).credit == "turn"}
+        self._truncated, self._without_turns, self._num_rewritten = RecentShare(), dict[str, RecentShare](), 0
+        self._num_cut = self._num_unequal = 0
+        self._num_env_cut = Counter[str]()
+
+    async def look(self, groups: Sequence[Play], *, step: int) -> None:
+        """Warn of what batch `step` shows."""
+        rollouts = [rollout for group in groups for rollout in group.rollouts()]
+        await self._note_truncated(rollouts, step=step)
+        await self._note_cut(rollouts, step=step)
+        await self._note_env_cut(rollouts, step=step)
+        await self._note_rewritten(rollouts, step=step)
+        await self._note_unrewarded_turns(rollouts, step=step)
+        await self._note_unequal_turns(rollouts, step=step)
+
+    async def _note_truncated(self, rollouts: Sequence[Rollout], *, step: int) -> None:
+        if self._truncated.note(sum(rollout.is_truncated for rollout in rollouts), len(rollouts)):
+            await self._events.warning(
+                "ALL_TRUNCATED",
+                f"{self._truncated.words} up to step {step + 1} were cut at their token limit: the policy never ends "
+                "by itself, or has no room to; raise orchestrator.sampling.max_tokens and orchestrator.seq_len, or see "
+                "whether the prompts use the model's own chat template",
+            )
+
+    async def _note_cut(self, rollouts: Sequence[Rollout], *, step: int) -> None:
+        """Warn of samples that are longer than what is trained on."""
+        lengths = [sample.num_tokens for rollout in rollouts for sample in rollout.samples]
+        longer = [length for length in lengths if length > self._settings.seq_len]
+        self._num_cut += bool(longer)
+        if longer and is_told(self._num_cut):
+            lost = sum(longer) - len(longer) * self._settings.seq_len
+            await self._events.warning(
+                "SAMPLES_CUT",
+                f"{len(longer)} of {len(lengths)} samples of batch {step} are longer than orchestrator.seq_len = "
+                f"{self._settings.seq_len}, the longest has {max(longer)} tokens: {lost} tokens at their ends are not "
+                f"trained on; raise orchestrator.seq_len to {max(longer)}, or let rollouts end sooner",
+            )
+
+    async def _note_env_cut(self, rollouts: Sequence[Rollout], *, step: int) -> None:
+        """Warn of environments that have their samples cut by a limit of their own."""
+        lost = Counter[str]()
+        for rollout in rollouts:
+            lost[rollout.env] += round(rollout.metrics.get(CUT_METRIC, 0.0))
+        for env in sorted(env for env, number in lost.items() if number > 0):
+            self._num_env_cut[env] += 1
+            if not is_told(self._num_env_cut[env]):
+                continue
+            mine = [rollout for rollout in rollouts if rollout.env == env]
+            num_cut = sum(rollout.metrics.get(CUT_METRIC, 0.0) > 0 for rollout in mine)
+            await self._events.warning(
+                "SAMPLES_CUT",
+                f"environment {env!r} cuts what is sampled at its own `max_seq_len`: {lost[env]} tokens of {num_cut} "
+                f"of {len(mine)} rollouts of batch {step} are not trained on, although rewards are for the whole; "
+                "raise it, or leave it out (orchestrator.seq_len bounds samples, too)",
+            )
+
+    async def _note_rewritten(self, rollouts: Sequence[Rollout], *, step: int) -> None:
+        """Where one sample per rollout is expected, warn of rollouts that are several."""
+        if self._settings.trajectory_strategy != "interleaved":
+            return
+        rewritten = [rollout for rollout in rollouts if rollout.rewritten_turn is not None]
+        self._num_rewritten += bool(rewritten)
+        if rewritten and is_told(self._num_rewritten):
+            first = rewritten[0]
+            await self._events.warning(
+                "HISTORY_REWRITTEN",
+                f"{len(rewritten)} of {len(rollouts)} rollouts of batch {step} are several samples, such as ordinal "
+                f"{first.ordinal} of environment {first.env!r}: the prompt of turn {first.rewritten_turn} does not "
+                "begin with the tokens before it, so that turn is trained in a sample of its own, in the context in "
+                "which it was sampled; use a chat template that keeps earlier turns as they were (one that strips "
+                '`<think>` does not), or say orchestrator.trajectory_strategy = "branching"',
+            )
+
+    async def _note_unrewarded_turns(self, rollouts: Sequence[Rollout], *, step: int) -> None:
+        """Where credit is by turn, warn of an environment none of whose turns has a reward."""
+        for env in sorted({rollout.env for rollout in rollouts} & self._by_turn):
+            mine = [rollout for rollout in rollouts if rollout.env == env]
+            share = self._without_turns.setdefault(env, RecentShare())
+            if not share.note(sum(not rollout.has_turn_rewards for rollout in mine), len(mine)):
+                continue
+            await self._events.warning(
+                "NO_TURN_REWARDS",
+                f'`credit = "turn"` has no effect on {env!r}: no turn has a reward of its own in {share.words} up to '
+                f"batch {step}, so every turn gets the rollout's; let the environment give its steps rewards "
+                '(`state.add_step_reward` in `verifiers`), or set orchestrator.algo.credit = "rollout"',
+            )
+
+    async def _note_unequal_turns(self, rollouts: Sequence[Rollout], *, step: int) -> None:
+        """Where credit is by turn, warn of rollouts whose turns do not add up to their reward."""
+        mine = [rollout for rollout in rollouts if rollout.env in self._by_turn and rollout.has_turn_rewards]
+        unequal = [rollout for rollout in mine if rollout.earned_turns is None]
+        self._num_unequal += bool(unequal)
+        if unequal and is_told(self._num_unequal):
+            first = unequal[0]
+            earned = sum(turn.reward for sample in first.samples for turn in sample.turns)
+            await self._events.warning(
+                "TURN_REWARDS_UNEQUAL",
+                f"the rewards of the turns do not add up to the rollout's in {len(unequal)} of {len(mine)} rollouts of "
+                f"batch {step}, such as ordinal {first.ordinal} of environment {first.env!r} ({earned:g} of its reward "
+                f"{first.reward:g}), so all turns of their groups get the rollout's; let the rubric sum the steps "
+                "(`state.total_step_reward()` in `verifiers`), with a weight of 1 and nothing beside it",
+            )

@@ -20,20 +20,19 @@ from millrace.orchestrator.drive.batcher import (
     resolutions,
     score_samples,
 )
-from millrace.orchestrator.events import is_told
+from millrace.orchestrator.events import RunContext, is_told
 from millrace.orchestrator.play.book import Book
 from millrace.orchestrator.play.buffer import PoolSizes, thresholds_of
 from millrace.orchestrator.play.env_servers import EnvServers
 from millrace.orchestrator.play.failures import Failures
 from millrace.orchestrator.play.pools import Pools
 from millrace.orchestrator.play.rollout_stream import RolloutStream
-from millrace.orchestrator.run_context import RunContext
 from millrace.rollouts.batch_wire import closes_run, pack_batch
 from millrace.rollouts.types import Rollout, TrainSample
 from millrace.rollouts.wire import encode_archive
 from millrace.runlog import Frontier, chain_hash, commit_batch
 from millrace.runlog.records.known import KnownObjects
-from millrace.runlog.records.origin import RunOrigin
+from millrace.runlog.records.run_record import RunOrigin
 from millrace.runlog.records.scores import name_scores
 from millrace.runlog.recovery.recover import Committed
 from millrace.v1 import run_pb2

@@ -15,8 +15,8 @@ from collections.abc import Container, Iterable, Mapping
 from millrace.errors import NotFoundError
 from millrace.orchestrator.drive.assembly import assemble
 from millrace.orchestrator.drive.run_driver import RunDriver, lasting
+from millrace.orchestrator.events import RunContext
 from millrace.orchestrator.play.evals import Evaluation
-from millrace.orchestrator.run_context import RunContext
 from millrace.rollouts.types import Rollout, RolloutStatus
 from millrace.runlog.records.revisions import read_rollouts
 from millrace.v1 import run_pb2

@@ -33,20 +33,18 @@ from dataclasses import dataclass, field
 from millrace.algorithms import Algorithm, RewardRanges, count_found
 from millrace.config import OrchestratorConfig
 from millrace.errors import InvalidStateError
-from millrace.orchestrator.drive.batch_metrics import batch_metrics
-from millrace.orchestrator.drive.batch_warnings import BatchWarnings
+from millrace.orchestrator.drive.batch_metrics import BatchWarnings, Durations, batch_metrics
 from millrace.orchestrator.drive.batch_writer import BatchWriter
 from millrace.orchestrator.drive.batcher import cut, teaches
 from millrace.orchestrator.events import RunEvents
 from millrace.orchestrator.play.admission import AdmissionRule
 from millrace.orchestrator.play.book import Book
-from millrace.orchestrator.play.durations import Durations
 from millrace.orchestrator.play.failures import Failures, by_status
 from millrace.orchestrator.play.intake import MakePlay
 from millrace.orchestrator.play.play import Play, PlayState, num_rollouts
 from millrace.orchestrator.play.player import Player
 from millrace.orchestrator.play.routing import Policies
-from millrace.runlog.events.staleness import MUCH
+from millrace.runlog.events.run_status import MUCH
 from millrace.telemetry.waits import LastingWait
 
 TICK_S = 1.0

@@ -16,9 +16,9 @@ from millrace.errors import InvalidStateError
 from millrace.orchestrator.drive.assembly import assemble, make_loop, task_sources
 from millrace.orchestrator.drive.loop import RolloutLoop
 from millrace.orchestrator.drive.run_driver import RunDriver, RunStoppedError, lasting
+from millrace.orchestrator.events import RunContext
 from millrace.orchestrator.play.evals import MAX_UNHELD_S
-from millrace.orchestrator.play.sampler import Sampler
-from millrace.orchestrator.run_context import RunContext
+from millrace.orchestrator.play.tasks import Sampler
 from millrace.rollouts.types import Rollout
 from millrace.runlog.events.run_status import version_names
 from millrace.telemetry import waits

@@ -25,16 +25,14 @@ from dataclasses import dataclass
 from typing import Self
 
 from millrace.orchestrator.drive.assembly import RunParts
-from millrace.orchestrator.events import RunEvents
+from millrace.orchestrator.events import RunContext, RunEvents
 from millrace.orchestrator.explain.chain import SILENT_S, Chain
 from millrace.orchestrator.explain.why import chain_of, components, serves
-from millrace.orchestrator.run_context import RunContext
 from millrace.orchestrator.workers import WorkerRecord, WorkerRegistry
-from millrace.runlog.records.epochs import epoch_owner
+from millrace.runlog.records.numbered import epoch_owner
 from millrace.runlog.redis.connection import OUTAGES
-from millrace.telemetry import standstill
-from millrace.telemetry.standstill import METER, Meter
-from millrace.telemetry.waits import Wait
+from millrace.telemetry import waits
+from millrace.telemetry.waits import METER, Meter, Wait
 
 logger = logging.getLogger(__name__)
 
@@ -131,7 +129,7 @@ class Watchdog:
 
     async def run(self) -> None:
         """Look and tell; ends by cancellation."""
-        standstill.watch()
+        waits.watch()
         # unregistered wait: a periodic look; what it awaits is registered where it is awaited
         while True:
             await asyncio.sleep(TICK_S)

@@ -9,13 +9,12 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 from millrace.orchestrator.explain.chain import REDIS, SILENT_S, STORE, Chain, Component, find_chain
-from millrace.orchestrator.runs.run_view import RunView
+from millrace.orchestrator.runs.catalog import RunView
 from millrace.orchestrator.workers import WorkerKind, WorkerRecord, WorkerRegistry
-from millrace.rpc.heartbeat_wire import to_proto
+from millrace.rpc.worker import to_proto
 from millrace.runlog.events.run_status import ended_words, resumed_words
 from millrace.telemetry import waits
-from millrace.telemetry.standstill import METER, Meter
-from millrace.telemetry.waits import Wait
+from millrace.telemetry.waits import METER, Meter, Wait
 from millrace.v1 import run_pb2, run_service_pb2
 
 RECENT_S = 60.0

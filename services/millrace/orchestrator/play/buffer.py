@@ -12,8 +12,7 @@ import numpy as np
 
 from millrace.config.sections.buffer import BufferConfig
 from millrace.orchestrator.play.pools import Placed, Pool, Pools, Thresholds, random_of, replay_of
-from millrace.orchestrator.play.sampler import Sampler
-from millrace.orchestrator.play.tasks import TaskOrder, TaskRef, TaskSource
+from millrace.orchestrator.play.tasks import Sampler, TaskOrder, TaskRef, TaskSource
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from millrace.decoding import Fields
-from millrace.rollouts.rewards import reaches
+from millrace.rollouts.types import reaches
 
 MAX_TASKS = 1 << 22
 """Tasks of an environment, from its first, that can leave the normal pool."""

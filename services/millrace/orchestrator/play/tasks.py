@@ -4,12 +4,19 @@ A pure function of (seed, task-set digest, weights, ordinal), so that a new orch
 that died, without any stored cursor.
 """
 
+import asyncio
 import hashlib
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any, Self
 
 import numpy as np
+
+from millrace.config.sections.buffer import BufferConfig
+from millrace.custom_code import CustomCode, bad_code
+from millrace.errors import InvalidSpecError
 
 CYCLE_SLOTS = 1000
 """Ordinals after which the interleaving of environments repeats; bounds the error of a weight to 1/1000."""
@@ -84,3 +91,75 @@ def _interleave(weights: Sequence[float]) -> tuple[list[int], list[int], list[in
         counts[which] += 1
         passes[which] += strides[which]
     return cycle, ranks, [max(count, 1) for count in counts]
+
+
+# A function of the user's own that says which task an ordinal draws (`[orchestrator.buffer] sampler`).
+
+FIELD = "orchestrator.buffer.sampler"
+_NUM_TRIED = 8
+_TRIED_WITHIN_S = 10.0
+_CALL_WITHIN_S = 0.1
+"""The event loop of the orchestrator waits for every call."""
+
+
+class Sampler:
+    """`fn(ordinal, tasks, *, step, seed, **kwargs)` to the name of an environment and the index of one of its tasks.
+
+    `tasks` maps each environment to the indices that may be drawn, int64 ascending: all of them, or with thresholds the
+    normal ones. `step` is the step at which the ordinal is drawn, `seed` the run's. The function is pure: after a kill,
+    and in a fork, it is asked again and has to answer the same.
+    """
+
+    def __init__(self, function: Callable[..., Any], *, import_path: str, kwargs: Mapping[str, Any], seed: int) -> None:
+        self._function, self._import_path = function, import_path
+        self._kwargs, self._seed = dict(kwargs), seed
+
+    @classmethod
+    def load(cls, config: BufferConfig, code: CustomCode, *, seed: int) -> Self | None:
+        """Load the function, if the run has one; InvalidSpecError says why it cannot be."""
+        if config.sampler is None:
+            return None
+        function = code.load(config.sampler, field=FIELD)
+        return cls(function, import_path=config.sampler, kwargs=config.sampler_kwargs, seed=seed)
+
+    def choose(self, ordinal: int, tasks: Mapping[str, np.ndarray], *, step: int) -> tuple[str, int]:
+        """Return the environment and the task of an ordinal; InvalidSpecError if the function names none of them."""
+        given = {env: indices.copy() for env, indices in tasks.items()}
+        try:
+            answer = self._function(ordinal, given, step=step, seed=self._seed, **self._kwargs)
+        except Exception as error:  # a user's function may raise anything
+            raise self._bad(f"it raised {type(error).__name__} for ordinal {ordinal}: {error}") from error
+        if not (isinstance(answer, tuple) and len(answer) == 2 and isinstance(answer[1], int | np.integer)):
+            raise self._bad(f"it returned {answer!r:.200} for ordinal {ordinal}, not (environment, index of a task)")
+        env, index = answer
+        if not isinstance(env, str) or env not in tasks:
+            raise self._bad(f"it named environment {env!r:.200} for ordinal {ordinal}; there are {', '.join(tasks)}")
+        if not np.isin(index, tasks[env]):
+            raise self._bad(f"it named task {index} of {env!r} for ordinal {ordinal}, which is not in `tasks[{env!r}]`")
+        return env, int(index)
+
+    async def try_out(self, sources: Sequence[TaskSource]) -> None:
+        """Ask for the first tasks, twice; InvalidSpecError if the answers differ, or take too long."""
+        tasks = {source.env: np.arange(source.num_tasks) for source in sources}
+
+        def ask() -> list[tuple[str, int]]:
+            return [self.choose(ordinal, tasks, step=0) for ordinal in range(_NUM_TRIED)]
+
+        begun = time.monotonic()
+        try:
+            async with asyncio.timeout(_TRIED_WITHIN_S):
+                first, second = await asyncio.to_thread(ask), await asyncio.to_thread(ask)
+        except TimeoutError as error:
+            raise self._bad(f"{2 * _NUM_TRIED} calls took more than {_TRIED_WITHIN_S:g} s") from error
+        per_call = (time.monotonic() - begun) / (2 * _NUM_TRIED)
+        if per_call > _CALL_WITHIN_S:
+            raise self._bad(f"a call takes {per_call:.2f} s, and the whole orchestrator waits for each; be faster")
+        for ordinal, answers in enumerate(zip(first, second, strict=True)):
+            if answers[0] != answers[1]:
+                raise self._bad(
+                    f"it answered {answers[0]} and then {answers[1]} for ordinal {ordinal}; use only its arguments, "
+                    "and no randomness but of a generator made from seed and ordinal"
+                )
+
+    def _bad(self, problem: str) -> InvalidSpecError:
+        return bad_code(FIELD, self._import_path, problem)

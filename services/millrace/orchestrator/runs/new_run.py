@@ -4,13 +4,16 @@ import datetime
 import hashlib
 import json
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import millrace
 from millrace.config import EvalRunConfig, RLConfig
 from millrace.config.load import validate_document
-from millrace.errors import InvalidSpecError, Violation
+from millrace.decoding import decode_object
+from millrace.errors import CorruptObjectError, InvalidSpecError, InvalidStateError, Violation
 from millrace.runlog import run_name
+from millrace.runlog.fork import ForkPlan
 from millrace.runlog.names import check_request_id, new_uid
 from millrace.runlog.records.run_record import EVAL, RL, RunRecord
 from millrace.v1 import run_pb2, run_service_pb2
@@ -93,3 +96,100 @@ def _violations(check: Callable[[str], object], value: str) -> tuple[Violation, 
     except InvalidSpecError as error:
         return error.violations
     return ()
+
+
+# What a fork's request must say: a run config that can go on from the parent's state at the step.
+
+
+def as_create(
+    request: run_service_pb2.ForkRunRequest, parent: RunRecord, *, uid: str
+) -> run_service_pb2.CreateRunRequest:
+    """The request for the new run: the parent's config and a name made of the parent's, unless it names its own."""
+    return run_service_pb2.CreateRunRequest(
+        kind=run_pb2.RUN_KIND_RL,
+        run_id=request.run_id or run_name.make(parent.name, f"at-{request.step}-{uid[-4:]}"),
+        config_json=_with_own_wandb_run(request.config_json or parent.config_json, parent),
+        request_id=request.request_id,
+        labels=request.labels,
+    )
+
+
+def _with_own_wandb_run(config_json: str, parent: RunRecord) -> str:
+    """The config without the parent's id in W&B: rows that the parent has written there would stand for the fork's."""
+    theirs = (parent.config or {}).get("wandb") or {}
+    try:
+        document = decode_object(config_json.encode(), what="config_json", reason="CONFIG_INVALID")
+    except CorruptObjectError:
+        return config_json  # what is wrong with it is said where it is checked
+    wandb = document.get("wandb")
+    if not isinstance(wandb, dict) or wandb.get("id") is None or wandb["id"] != theirs.get("id"):
+        return config_json
+    return json.dumps({**document, "wandb": {**wandb, "id": None}})
+
+
+def check_config(config: RLConfig, parent: RunRecord, plan: ForkPlan) -> None:
+    """InvalidSpecError if the config cannot continue the parent's weights, InvalidStateError if it needs a checkpoint.
+
+    The steps from the checkpoint to the fork's first one are computed again by the fork's trainer. They only give the
+    parent's version back under the parent's trainer settings, so other settings need a checkpoint at that very step.
+    """
+    before = parent.training
+    violations = []
+    if config.trainer.model.name != before.trainer.model.name:
+        violations.append(
+            Violation(
+                field="trainer.model.name",
+                value=config.trainer.model.name,
+                message=f"must be {before.trainer.model.name!r}: a fork continues the parent's weights",
+            )
+        )
+    if config.max_steps is not None and config.max_steps <= plan.step:
+        violations.append(
+            Violation(
+                field="max_steps",
+                value=str(config.max_steps),
+                message=f"must be above {plan.step}, the step that the fork begins with",
+            )
+        )
+    if violations:
+        raise InvalidSpecError(violations)
+    changed = _changed(_relevant(before, plan), _relevant(config, plan))
+    if changed and plan.step != plan.base_step:
+        raise InvalidStateError(
+            f"a fork of {plan.name!r} at step {plan.step} begins with checkpoint {plan.base_step} and computes the "
+            f"steps between again, which needs the parent's settings; changed: {', '.join(changed)}",
+            reason="FORK_NEEDS_CHECKPOINT",
+            remedy=f"choose a step that has a checkpoint ({_steps(plan.checkpoints)}), or leave these settings",
+            metadata={"checkpoints": ",".join(map(str, plan.checkpoints))},
+        )
+
+
+def is_same_fork(record: RunRecord, earlier: RunRecord) -> bool:
+    """Whether a repeated request asks for what was made before."""
+    if record.parent is None or earlier.parent is None:
+        return record.parent is earlier.parent
+    return all(record.parent[name] == earlier.parent[name] for name in ("uid", "step"))
+
+
+def _relevant(config: RLConfig, plan: ForkPlan) -> dict[str, Any]:
+    """The settings that a trained step depends on, flat."""
+    trainer = json.loads(config.trainer.model_dump_json())
+    del trainer["ckpt"]
+    if config.trainer.scheduler.type == "constant":
+        del trainer["max_steps"]  # a constant schedule has no end
+    flat: dict[str, Any] = {} if plan.base_step else {"seed": config.seed}  # a checkpoint brings its random state
+    for section, value in trainer.items():
+        if isinstance(value, Mapping):
+            flat |= {f"trainer.{section}.{name}": inner for name, inner in value.items()}
+        else:
+            flat[f"trainer.{section}"] = value
+    return flat
+
+
+def _changed(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
+    return sorted(name for name in {*before, *after} if before.get(name) != after.get(name))
+
+
+def _steps(steps: tuple[int, ...]) -> str:
+    shown = ", ".join(map(str, steps[-8:]))
+    return shown if len(steps) <= 8 else f"…, {shown}"

@@ -22,24 +22,24 @@ from numpy.typing import NDArray
 
 from millrace.errors import ConflictError, InvalidStateError
 from millrace.policies.change import TensorChange
-from millrace.policies.delta.codings import Bits, corrupt, differing
 from millrace.policies.delta.frame import (
     DENSE,
     KIND_NAMES,
     PLAIN,
     SPARSE,
+    Bits,
     FrameSection,
     PieceHeader,
-    pack_frame,
-    read_frame,
-)
-from millrace.policies.delta.kinds import (
     SparseEncoder,
+    corrupt,
     decode_dense,
     decode_plain,
     decode_sparse,
+    differing,
     encode_dense,
     encode_plain,
+    pack_frame,
+    read_frame,
 )
 from millrace.policies.digest import bits_digest, change_digest, digest_hex
 

@@ -10,16 +10,21 @@ from pathlib import Path
 
 from millrace.decoding import decode_object
 from millrace.errors import InvalidStateError, NotFoundError
-from millrace.models.adapter_files import (
+from millrace.models.files import (
     ADAPTER_CONFIG,
     ADAPTER_PICKLE,
     ADAPTER_WEIGHTS,
+    CONFIGURED,
+    INDEX,
+    SINGLE,
+    WeightFiles,
     adapter_files,
+    model_quantized,
+    quantization_of,
+    read_object,
+    read_small,
     require_no_adapter,
 )
-from millrace.models.errors import model_quantized
-from millrace.models.small_files import read_object, read_small
-from millrace.models.weight_files import CONFIGURED, INDEX, SINGLE, WeightFiles, quantization_of
 from millrace.policies.hf_files import write_hf
 from millrace.policies.peft.config import PeftConfig, parse_peft_config
 from millrace.policies.peft.merging import merge_tensors

@@ -10,11 +10,10 @@ from collections.abc import Mapping
 import numpy as np
 
 from millrace.errors import InvalidStateError
-from millrace.models.errors import first_names
-from millrace.policies.numbers import as_float32, from_float32
+from millrace.models.files import first_names
 from millrace.policies.peft.config import PeftConfig
 from millrace.policies.peft.plan import AdapterPart, BaseModel, MergePlan
-from millrace.policies.tensors import TensorBytes
+from millrace.policies.tensors import TensorBytes, as_float32, from_float32
 
 
 def merge_tensors(

@@ -4,20 +4,22 @@ Every tensor has its place and every place its tensor, or there is no plan: what
 start of its own is an error here.
 """
 
+import itertools
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass, field
 from enum import Enum
+from math import prod
 from typing import Any
 
+import numpy as np
+
 from millrace.errors import InvalidStateError
-from millrace.models.errors import first_names
+from millrace.models.files import first_names
 from millrace.policies.adapter import Shape, model_name
 from millrace.policies.peft.config import PeftConfig, not_supported
-from millrace.policies.peft.experts import Fused, fits_experts, fused_parameters
-from millrace.policies.peft.vocabulary import HEADS, Whole, end_of, is_vocabulary, place_whole
-from millrace.policies.tensors import FLOATS, TensorBytes
+from millrace.policies.tensors import FLOATS, TensorBytes, as_float32, from_float32
 
 _REMEDY = "use the adapter on the base that it was trained on, or merge it with PEFT and use the result"
 _EXPERT = re.compile(r"\.experts\.\d+\.")
@@ -65,6 +67,156 @@ def describe_base(config: Mapping[str, Any], tensors: Mapping[str, TensorBytes])
         model_type=str(config.get("model_type", "")),
         is_tied=not has_head or True in (config.get("tie_word_embeddings"), inner.get("tie_word_embeddings")),
     )
+
+
+# LoRA on the fused parameters of experts (`target_parameters`), and where a base's files have these parameters.
+#
+#     ΔW_e = scaling · B_e·A_e          A: [experts · rank, in], one expert behind the other
+#                                       B: [out, rank · experts], the experts of one rank side by side
+#
+# transformers 5 holds the projections of all experts of a block in one parameter. Its files have a tensor for each
+# expert, or the parameter itself. PEFT nests the adapters of several parameters of one module, in the order in which
+# the module has the parameters: the file's names say how deep an adapter lies, and not which parameter it is on.
+
+_MODULE = "mlp.experts"
+_PARAMETERS = ("gate_up_proj", "gate_up_proj_bias", "down_proj", "down_proj_bias")
+"""Of a module of experts, in its order."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Layout:
+    """Where a family's files have its experts, and which tensors of one make up a parameter."""
+
+    module: str = _MODULE
+    joined: Mapping[str, tuple[str, ...]]
+    is_transposed: bool = False
+    """Whether a parameter is [experts, in, out]."""
+
+
+_GATED = _Layout(joined={"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)})
+_LAYOUTS = {
+    "deepseek_v3": _GATED,
+    "ernie4_5_moe": _GATED,
+    "glm4_moe": _GATED,
+    "gpt_oss": _Layout(joined={}, is_transposed=True),
+    "mixtral": _Layout(module="block_sparse_moe.experts", joined={"gate_up_proj": ("w1", "w3"), "down_proj": ("w2",)}),
+    "qwen2_moe": _GATED,
+    "qwen3_moe": _GATED,
+}
+"""By `model_type`; each is compared with PEFT's own merge in a test."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fused:
+    """A parameter of experts: [experts, rows, columns], or [rows, columns] for the biases of all."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    is_transposed: bool
+    stored: tuple[tuple[str, ...], ...]
+    """For each expert the base's tensors whose rows stand one behind the other; empty if the base has it whole."""
+
+    def wanted(self, rank: int) -> tuple[tuple[int, int], tuple[int, int]]:
+        """Return the shapes of A and B."""
+        *experts, rows, columns = self.shape
+        count = prod(experts) * rank
+        return ((count, rows), (columns, count)) if self._is_turned else ((count, columns), (rows, count))
+
+    def merged(
+        self, low: np.ndarray, high: np.ndarray, base: Mapping[str, TensorBytes], *, scaling: float
+    ) -> dict[str, TensorBytes]:
+        """Return the base's tensors of this parameter with an adapter A, B added."""
+        num_experts = prod(self.shape[:-2])
+        lows = low.reshape(num_experts, -1, low.shape[1])
+        highs = high.reshape(high.shape[0], -1, num_experts)
+        changes = (scaling * (highs[:, :, expert] @ lows[expert]) for expert in range(num_experts))
+        if not self.stored:
+            change = np.stack([each.T if self._is_turned else each for each in changes]).reshape(self.shape)
+            return {self.name: _sum(base[self.name], change)}
+        found: dict[str, TensorBytes] = {}
+        for names, change in zip(self.stored, changes, strict=True):
+            at = 0
+            for name in names:
+                end = at + base[name].shape[0]
+                found[name] = _sum(base[name], change[at:end])
+                at = end
+        return found
+
+    @property
+    def _is_turned(self) -> bool:
+        return self.is_transposed and len(self.shape) == 3
+
+
+def fused_parameters(config: PeftConfig, model_type: str, base: Mapping[str, Shape]) -> dict[str, Fused]:
+    """Return the parameters of experts that `target_parameters` names, by how the adapter's file names their layers.
+
+    Empty for a family whose experts are not known here.
+    """
+    layout = _LAYOUTS.get(model_type)
+    if layout is None:
+        return {}
+    found: dict[str, Fused] = {}
+    for module, prefix in _modules(layout, base).items():
+        named = [name for name in _PARAMETERS if config.targets_parameter(f"{module}.{name}")]
+        fused = [each for name in named if (each := _fused(layout, module, prefix, name, base))]
+        found |= {module + ".base_layer" * (len(fused) - at): each for at, each in enumerate(fused, 1)}
+    return found
+
+
+def fits_experts(config: PeftConfig, fused: Mapping[str, Fused]) -> bool:
+    """Whether every name in `target_parameters` is of such a parameter, and the adapter is one that PEFT has there."""
+    names = [each.name for each in fused.values()]
+    is_known = all(any(_is_end(target, name) for name in names) for target in config.target_parameters)
+    return is_known and config.start == "base" and not (config.use_dora or config.lora_bias)
+
+
+def _is_end(target: str, name: str) -> bool:
+    return name == target or name.endswith(f".{target}")
+
+
+def _modules(layout: _Layout, base: Mapping[str, Shape]) -> dict[str, str]:
+    """Return what the modules of experts are called in the model, and in its files."""
+    found: dict[str, str] = {}
+    for name in base:
+        if match := re.match(rf"(.*\.)({re.escape(layout.module)}|{re.escape(_MODULE)})\.", name):
+            found[f"{match[1]}{_MODULE}"] = match[1] + match[2]
+    return found
+
+
+def _fused(layout: _Layout, module: str, prefix: str, name: str, base: Mapping[str, Shape]) -> Fused | None:
+    """A parameter of a module; None if the base has nothing that could be it, or parts that do not go together."""
+    own = f"{module}.{name}"
+    if own in base:
+        dtype, shape = base[own]
+        is_known = len(shape) == (2 if name.endswith("_bias") else 3)
+        found = Fused(name=own, shape=shape, dtype=dtype, is_transposed=layout.is_transposed, stored=())
+        return found if is_known and dtype in FLOATS else None
+    stored = tuple(_stored(prefix, layout.joined.get(name, ()), base))
+    shapes = {tuple(base[each] for each in names) for names in stored}
+    if len(shapes) != 1:
+        return None
+    (parts,) = shapes
+    if any(len(shape) != 2 for _, shape in parts):
+        return None
+    dtypes, widths = {dtype for dtype, _ in parts}, {shape[1] for _, shape in parts}
+    if len(dtypes) != 1 or not dtypes.issubset(FLOATS) or len(widths) != 1:
+        return None
+    shape = (len(stored), sum(shape[0] for _, shape in parts), *widths)
+    return Fused(name=own, shape=shape, dtype=dtypes.pop(), is_transposed=False, stored=stored)
+
+
+def _stored(prefix: str, joined: tuple[str, ...], base: Mapping[str, Shape]) -> Iterator[tuple[str, ...]]:
+    """Yield the tensors of each expert, as long as there is a next one."""
+    for expert in itertools.count():
+        names = tuple(f"{prefix}.{expert}.{each}.weight" for each in joined)
+        if not names or any(name not in base for name in names):
+            return
+        yield names
+
+
+def _sum(tensor: TensorBytes, change: np.ndarray) -> TensorBytes:
+    return from_float32(as_float32(tensor) + change, dtype=tensor.dtype)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -236,6 +388,125 @@ def _missing(config: PeftConfig, layers: Mapping[str, object], base: BaseModel) 
         is_meant = layer != name and len(shape) == 2 and config.targets(layer)
         if is_meant and layer not in layers and (has_experts or not _EXPERT.search(layer)):
             yield layer
+
+
+# Whole tensors of an adapter, and what they mean where embedding and head have one weight.
+
+HEADS = ("lm_head", "embed_out", "output_layer")
+"""Last parts of the names of output embeddings."""
+_EMBEDDINGS = ("embed_tokens", "wte", "embed_in", "word_embeddings", "embeddings", "embedding", "tok_embeddings")
+
+
+@dataclass(slots=True, kw_only=True)
+class Whole:
+    """Where the whole tensors of an adapter go."""
+
+    given: Set[str]
+    """The model's names of all of them."""
+    tensors: dict[str, str] = field(default_factory=dict)
+    """What replaces the base's tensors: name in the model, name as stored."""
+    shapes: dict[str, Shape] = field(default_factory=dict)
+    """Of what is replaced, by name in the model."""
+    problems: list[str] = field(default_factory=list)
+    head_of_base: tuple[str, str] | None = None
+    """Name of a head that keeps the base's embedding, and that embedding's name."""
+    is_untied: bool = False
+    vocabulary: int | None = None
+    """Rows of the new embedding; None if the base's count stays."""
+
+
+def end_of(layer: str) -> str:
+    """The last part of a layer's name."""
+    return layer.rpartition(".")[2]
+
+
+def is_vocabulary(layer: str) -> bool:
+    """Whether the layer has a row for each token, by its name."""
+    return end_of(layer) in (*HEADS, *_EMBEDDINGS)
+
+
+def place_whole(
+    stored: Mapping[str, str],
+    adapter: Mapping[str, TensorBytes],
+    base: Mapping[str, Shape],
+    *,
+    config: PeftConfig,
+    is_tied: bool,
+) -> Whole:
+    """Find the place of every whole tensor; `stored` has the names as stored by the model's names."""
+    found = Whole(given=stored.keys(), tensors=dict(stored))
+    if is_tied:
+        _untie(found, adapter, base, config=config)
+    for name, source in found.tensors.items():
+        layer = name.rpartition(".")[0]
+        tensor, old = adapter[source], base.get(name)
+        if old is None and found.is_untied and end_of(layer) in HEADS:
+            old = base.get(_embedding(base) or "")
+        if old is None:
+            found.problems.append(f"{name} is no tensor of the model")
+        elif config.targets(layer) != (".base_layer." in source):
+            found.problems.append(f"{source} is not where PEFT has it for a layer with its config")
+        elif tensor.dtype not in FLOATS or old[0] not in FLOATS or not _fits(layer, tensor.shape, old[1]):
+            shown = f"{tensor.dtype}{list(tensor.shape)}"
+            found.problems.append(f"{name} is {shown}, the model takes {old[0]}{list(old[1])}")
+        else:
+            found.shapes[name] = (old[0], tensor.shape)
+    found.vocabulary = _resized(found, base)
+    return found
+
+
+def _untie(found: Whole, adapter: Mapping[str, TensorBytes], base: Mapping[str, Shape], *, config: PeftConfig) -> None:
+    """Decide which of embedding and head have which weight, as PEFT loads them into one module with two names.
+
+    What is in `modules_to_save` becomes a module of its own; what is not is written into the common weight.
+    """
+    embedding = _embedding(base)
+    head = next((name for name in found.given if name.endswith(".weight") and end_of(name[:-7]) in HEADS), None)
+    if embedding is None:
+        if head is not None:
+            found.problems.append(f"{head} is the embedding, too, whose name is not known")
+        return
+    has_embedding, is_saved = embedding in found.given, config.saves(embedding[:-7])
+    if head is None:
+        if has_embedding and is_saved:
+            found.is_untied, found.head_of_base = True, ("lm_head.weight", embedding)
+        return
+    is_head_saved, source = config.saves(head[:-7]), found.tensors[head]
+    if not has_embedding:
+        found.is_untied = is_head_saved
+        if not is_head_saved:
+            found.tensors[embedding] = found.tensors.pop(head)
+    elif adapter[source].data == adapter[found.tensors[embedding]].data:
+        del found.tensors[head]
+    elif is_saved or is_head_saved:
+        found.is_untied = True
+    else:
+        found.problems.append(f"{embedding} and {head} differ, and are one weight in the model")
+
+
+def _embedding(base: Mapping[str, Shape]) -> str | None:
+    """The input embedding, if its name is known and the only such."""
+    names = [name for name in base if name.endswith(".weight") and end_of(name[:-7]) in _EMBEDDINGS]
+    return names[0] if len(names) == 1 else None
+
+
+def _fits(layer: str, shape: tuple[int, ...], old: tuple[int, ...]) -> bool:
+    """Whether the shapes are the same, except for the number of tokens."""
+    return shape == old or (is_vocabulary(layer) and len(shape) == 2 and shape[1:] == old[1:])
+
+
+def _resized(found: Whole, base: Mapping[str, Shape]) -> int | None:
+    """The new number of tokens, if it is another and everything with a row for each token has it."""
+    old = {name: base[name][1] for name in base if name.endswith(".weight") and is_vocabulary(name[:-7])}
+    changed = {shape[0] for name, (_, shape) in found.shapes.items() if old.get(name, shape) != shape}
+    if not changed:
+        return None
+    keeps = [name for name in old if name not in found.shapes]
+    if found.head_of_base is not None:
+        keeps.append(found.head_of_base[0])
+    if keeps or len(changed) > 1:
+        found.problems.append(f"embeddings have {sorted(changed)} rows; {', '.join(keeps) or 'each'} has another count")
+    return max(changed)
 
 
 def _unsaved(config: PeftConfig, placed: Whole, base: BaseModel) -> Iterable[str]:

@@ -18,8 +18,7 @@ from millrace.policies.manifest import (
     sha256_hex,
     whole_digest,
 )
-from millrace.policies.publishing.parts import whole_parts
-from millrace.policies.publishing.upload import DEFAULT_SHARD_BYTES, upload_full
+from millrace.policies.publishing.upload import DEFAULT_SHARD_BYTES, upload_full, whole_parts
 from millrace.policies.tensors import TensorBytes
 from millrace.storage.base import ObjectStore
 

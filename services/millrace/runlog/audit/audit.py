@@ -19,25 +19,32 @@ import redis.asyncio as redis_asyncio
 from millrace.decoding import MAX_JSON_BYTES
 from millrace.errors import CorruptObjectError, NotFoundError
 from millrace.runlog.attest import Attestation, SigningKey
-from millrace.runlog.audit.archives import read_archives
-from millrace.runlog.audit.attested import check_attestations
-from millrace.runlog.audit.checkpoints import CheckpointFact, check_checkpoints, compare_chains, compare_saved
-from millrace.runlog.audit.epochs import check_epochs, check_generations, check_intents
-from millrace.runlog.audit.events import EventCheck
+from millrace.runlog.audit.events import EventCheck, Told, ToldSteps
 from millrace.runlog.audit.findings import Audit, AuditStopped, some
 from millrace.runlog.audit.headers import ORCHESTRATOR, HeaderCheck
-from millrace.runlog.audit.identity import check_identity, read_kept
 from millrace.runlog.audit.mirror import Mirror
-from millrace.runlog.audit.named import NamedCheck
-from millrace.runlog.audit.policies import PolicyCheck
+from millrace.runlog.audit.named import NamedCheck, check_other_names, check_unnamed
+from millrace.runlog.audit.objects import (
+    CheckpointFact,
+    PolicyCheck,
+    check_checkpoints,
+    check_token_logs,
+    compare_chains,
+    compare_saved,
+    read_archives,
+)
+from millrace.runlog.audit.records import (
+    SealCheck,
+    check_attestations,
+    check_epochs,
+    check_generations,
+    check_identity,
+    check_intents,
+    read_kept,
+)
 from millrace.runlog.audit.rollouts import RolloutFact
-from millrace.runlog.audit.seals import SealCheck
-from millrace.runlog.audit.token_logs import check_token_logs
-from millrace.runlog.audit.told import Told, ToldSteps
-from millrace.runlog.audit.unnamed import check_other_names, check_unnamed
 from millrace.runlog.names import Names
-from millrace.runlog.records.origin import RunOrigin, parse_origin
-from millrace.runlog.records.run_record import EVAL, RunRecord
+from millrace.runlog.records.run_record import EVAL, RunOrigin, RunRecord, parse_origin
 from millrace.storage import ObjectStore
 from millrace.v1 import audit_pb2
 

@@ -1,23 +1,22 @@
 """The committed headers in order: no gap, one chain, one run, and everything that they name."""
 
 import hashlib
+from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import islice, pairwise
 
 from millrace.decoding import decode_object
-from millrace.errors import CorruptObjectError
+from millrace.errors import CorruptObjectError, NotFoundError
 from millrace.internal.v1 import batch_pb2
 from millrace.rollouts.batch_wire import closes_run, decode_header
-from millrace.runlog.audit.findings import Audit, between
+from millrace.runlog.audit.events import ToldSteps
+from millrace.runlog.audit.findings import Audit, between, some
 from millrace.runlog.audit.named import NamedCheck
-from millrace.runlog.audit.ordinals import OrdinalCheck
 from millrace.runlog.audit.rollouts import Archives, RolloutFact
-from millrace.runlog.audit.samples import check_chunks, check_samples
-from millrace.runlog.audit.told import ToldSteps
-from millrace.runlog.records.frontier import chain_hash
-from millrace.runlog.records.origin import RunOrigin
-from millrace.runlog.records.revisions import is_failed_closing, list_headers, parse_reopening
+from millrace.runlog.records.frontier import Frontier, chain_hash
+from millrace.runlog.records.revisions import is_failed_closing, list_headers, parse_reopening, read_chunk
+from millrace.runlog.records.run_record import RunOrigin
 
 _AHEAD = 16  # headers fetched at once
 _PROGRESS_EVERY = 16
@@ -276,3 +275,152 @@ class HeaderCheck:
             grown = duplicates - self._last_duplicates
             self._duplicates += grown if grown >= 0 else duplicates
         self._last_duplicates = duplicates
+
+
+# Every ordinal ends once: trained, or dropped with a reason; and each header's frontier says the same.
+
+_ORDINALS_MOST = 1000
+
+
+class OrdinalCheck:
+    """Follows the resolutions of all headers in order."""
+
+    def __init__(self, audit: Audit, start: Frontier) -> None:
+        self._findings = audit.findings
+        self._frontier = start
+        self._is_blind = False
+        self.num_trained = 0
+        self.dropped: Counter[str] = Counter()
+
+    def skip(self) -> None:
+        """A header is missing or not readable: what it resolved is unknown, and the next frontier is believed."""
+        self._is_blind = True
+
+    @property
+    def num_open(self) -> int:
+        """Ordinals below the highest resolved one that are not resolved."""
+        above = self._frontier.resolved_above
+        return max(above) - self._frontier.resolved_below - (len(above) - 1) if above else 0
+
+    def check_closed(self, step: int) -> None:
+        """Behind the closing header no ordinal may be open."""
+        if self.num_open:
+            first = range(self._frontier.resolved_below, max(self._frontier.resolved_above))
+            unresolved = (ordinal for ordinal in first if ordinal not in self._frontier.resolved_above)
+            self._findings.violation(
+                "OPEN_AFTER_CLOSE",
+                f"the closing header {step} leaves ordinals open: {some(list(islice(unresolved, _ORDINALS_MOST)))}",
+            )
+
+    def add(self, header: batch_pb2.BatchHeader) -> set[int]:
+        """Check one header's resolutions and frontier; returns the ordinals that it trains."""
+        trained: set[int] = set()
+        fresh: set[int] = set()
+        for item in header.resolutions:
+            if item.ordinal in fresh or self._frontier.is_resolved(item.ordinal):
+                self._findings.violation(
+                    "ORDINAL_RESOLVED_TWICE", f"step {header.step} resolves ordinal {item.ordinal} again"
+                )
+                continue
+            fresh.add(item.ordinal)
+            self._count(header, item, trained)
+        self._frontier = self._frontier.resolve(fresh)
+        self._compare(header)
+        self._is_blind = False
+        return trained
+
+    def _count(self, header: batch_pb2.BatchHeader, item: batch_pb2.Resolution, trained: set[int]) -> None:
+        where = f"step {header.step}, ordinal {item.ordinal}"
+        match item.outcome:
+            case batch_pb2.ORDINAL_OUTCOME_TRAINED:
+                self.num_trained += 1
+                trained.add(item.ordinal)
+                if closes_run(header):
+                    self._findings.violation("TRAINED_BY_CLOSING_HEADER", f"{where}: a closing header trains nothing")
+            case batch_pb2.ORDINAL_OUTCOME_DROPPED:
+                self.dropped[item.reason or "(none)"] += 1
+                if not item.reason:
+                    self._findings.violation("DROPPED_WITHOUT_REASON", f"{where} is dropped without a reason")
+            case _:
+                self._findings.violation("ORDINAL_WITHOUT_OUTCOME", f"{where} has the outcome {item.outcome}")
+
+    def _compare(self, header: batch_pb2.BatchHeader) -> None:
+        """The header's frontier against the resolutions so far; afterwards the header's is the one that counts."""
+        try:
+            claimed = Frontier.from_header(header)
+        except CorruptObjectError as error:
+            self._findings.violation("FRONTIER_CORRUPT", f"step {header.step}: {error.message}")
+            return
+        if not self._is_blind:
+            lost = _difference(claimed, self._frontier)
+            if lost:
+                self._findings.violation(
+                    "ORDINAL_LOST",
+                    f"step {header.step} says that ordinals {some(lost)} are resolved, but no header resolves them",
+                )
+            lacking = _difference(self._frontier, claimed)
+            if lacking:
+                self._findings.violation(
+                    "FRONTIER_LACKS_ORDINALS",
+                    f"step {header.step} says that ordinals {some(lacking)} are open, but they are resolved",
+                )
+        self._frontier = claimed
+
+
+def _difference(left: Frontier, right: Frontier) -> list[int]:
+    """Ordinals that are resolved in `left` and not in `right`, ascending; cheap where the two nearly agree."""
+    below = range(right.resolved_below, left.resolved_below)
+    above = (ordinal for ordinal in left.resolved_above if not right.is_resolved(ordinal))
+    new = (ordinal for ordinal in below if ordinal not in right.resolved_above)
+    return sorted({*islice(new, _ORDINALS_MOST), *above})  # a damaged header may claim any number
+
+
+# What a header names: its samples belong to ordinals that it trains, and its chunks are what was written.
+
+
+def check_samples(audit: Audit, header: batch_pb2.BatchHeader, trained: set[int]) -> None:
+    """Each sample is of a trained ordinal, each trained ordinal has one; all samples of a member are of one attempt."""
+    attempts: dict[tuple[int, int], int] = {}
+    strangers: set[int] = set()
+    for sample in header.samples:
+        if sample.ordinal not in trained:
+            strangers.add(sample.ordinal)
+        first = attempts.setdefault((sample.ordinal, sample.member), sample.attempt)
+        if first != sample.attempt:
+            audit.findings.violation(
+                "MEMBER_TRAINED_TWICE",
+                f"step {header.step} trains member {sample.member} of ordinal {sample.ordinal} from attempts {first} "
+                f"and {sample.attempt}",
+            )
+    for ordinal in sorted(strangers):
+        audit.findings.violation(
+            "SAMPLE_NOT_TRAINED", f"step {header.step} has samples of ordinal {ordinal}, which it does not train"
+        )
+    for ordinal in sorted(trained - {ordinal for ordinal, _ in attempts}):
+        audit.findings.violation(
+            "TRAINED_WITHOUT_SAMPLE", f"step {header.step} trains ordinal {ordinal} and has no sample of it"
+        )
+
+
+def check_chunks(audit: Audit, header: batch_pb2.BatchHeader, *, must_exist: bool) -> tuple[int, int]:
+    """Read every chunk and compare size and sha256; returns how many were right and how many are gone for good."""
+    verified = gone = 0
+    for index, chunk in enumerate(header.chunks):
+        where = f"chunk {index} of batch {header.step} ({audit.uri(chunk.key) if chunk.key else 'without a key'})"
+        if not chunk.key:
+            audit.findings.violation("CHUNK_MISSING", f"{where}: the header names no object")
+            continue
+        if not audit.is_own(chunk.key):
+            audit.findings.violation("CHUNK_MISSING", f"{where}: the key is not that of an object of this run")
+            continue
+        try:
+            read_chunk(audit.store, header, index)
+            verified += 1
+        except NotFoundError:
+            if must_exist:
+                audit.findings.violation("CHUNK_MISSING", f"{where} does not exist")
+            else:
+                gone += 1
+        except CorruptObjectError as error:
+            audit.findings.violation("CHUNK_CORRUPT", f"{where}: {error.message}")
+    return verified, gone

@@ -18,8 +18,8 @@ from millrace.runlog.audit.events import EventCheck
 from millrace.runlog.audit.findings import Audit
 from millrace.runlog.audit.rollouts import RolloutFact, is_trainable
 from millrace.runlog.names import Stream
-from millrace.runlog.records.epochs import GENERATION_ROLE, latest_epoch
 from millrace.runlog.records.known import manifest_digest
+from millrace.runlog.records.numbered import GENERATION_ROLE, latest_epoch
 from millrace.runlog.redis import connection
 from millrace.runlog.redis.connection import as_text
 from millrace.runlog.redis.entry import Entry, decode_entry, scan

@@ -1,8 +1,17 @@
 """Objects of a run that are numbered from 1 without a gap: epochs, intents, attestations."""
 
-from collections.abc import Callable
+import asyncio
+import datetime
+import json
+import logging
+import secrets
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
-from millrace.errors import UnavailableError
+from millrace.decoding import decode_object
+from millrace.errors import CorruptObjectError, NotFoundError, UnavailableError
 from millrace.runlog.names import Names
 from millrace.storage import ObjectStore
 
@@ -33,3 +42,149 @@ def create_next(
         remedy="find out which processes keep writing them",
         metadata={"uid": names.uid},
     )
+
+
+# Fencing epochs: unique by a create-only object, enforced where one appends by a field of Redis' meta.
+#
+# The object makes an epoch unique even when Redis loses its tail or is wiped; Redis makes the check of every append
+# cheap. An epoch is therefore never taken from Redis.
+
+logger = logging.getLogger(__name__)
+
+GENERATION_ROLE = "log"
+"""Role whose epochs number the generations of the Redis copy: 1 at creation, + 1 at every rebuild."""
+
+_MAX_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Epoch:
+    """The right to write as `role`, until somebody holds a higher number."""
+
+    role: str
+    number: int
+
+
+def latest_epoch(store: ObjectStore, names: Names, role: str) -> int:
+    """The highest epoch of a role in the store, 0 if there is none (blocking)."""
+    highest = 0
+    for info in store.list(names.epochs(role)):
+        number = info.key.removeprefix(names.epochs(role))
+        if not number.isdecimal():
+            raise CorruptObjectError(
+                f"{store.uri(info.key)} is no epoch", reason="EPOCH_CORRUPT", remedy="remove that object"
+            )
+        highest = max(highest, int(number))  # names do not sort as numbers beyond eight digits
+    return highest
+
+
+def epoch_owner(store: ObjectStore, names: Names, role: str, number: int) -> str:
+    """Who took an epoch of a role; empty if its object does not say (blocking)."""
+    try:
+        data = store.get(names.epoch(role, number), max_bytes=_MAX_BYTES)
+        return str(decode_object(data, what="epoch", reason="EPOCH_CORRUPT").get("owner", ""))
+    except (NotFoundError, CorruptObjectError):  # it is for people: what it says decides nothing
+        return ""
+
+
+def first_generation(store: ObjectStore, names: Names) -> int:
+    """Record generation 1 of a run's Redis copy, if none is; returns the newest that is recorded (blocking)."""
+    store.create(names.epoch(GENERATION_ROLE, 1), _body("create"))
+    return latest_epoch(store, names, GENERATION_ROLE)
+
+
+async def create_epoch(store: ObjectStore, names: Names, role: str, owner: str) -> Epoch:
+    """Create the next epoch object of a role; exactly one caller ever gets each number."""
+    data = _body(owner)  # its nonce makes an ambiguous create decidable
+    last = await asyncio.to_thread(latest_epoch, store, names, role)
+    number = await asyncio.to_thread(
+        create_next,
+        store,
+        names,
+        lambda _: data,
+        key_of=partial(names.epoch, role),
+        last=last,
+        what=f"an epoch of {role}",
+        reason="EPOCH_CONTENDED",
+    )
+    logger.info("epoch acquired", extra={"uid": names.uid, "role": role, "epoch": number, "owner": owner})
+    return Epoch(role, number)
+
+
+def _body(owner: str) -> bytes:
+    body = {"owner": owner, "nonce": secrets.token_hex(8), "time": datetime.datetime.now(datetime.UTC).isoformat()}
+    return json.dumps(body, sort_keys=True).encode()
+
+
+# Intents: what users asked of a run (pause, resume, cancel, config updates), durable before it is acknowledged.
+
+_INTENTS_MAX_BYTES = 8 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Intent:
+    """What a user asked for, in the order of `sequence`."""
+
+    sequence: int
+    kind: str
+    payload: Mapping[str, Any]
+    time: str
+
+
+async def write_intent(store: ObjectStore, names: Names, kind: str, payload: Mapping[str, Any]) -> Intent:
+    """Append an intent under the next free number; when this returns, it is durable."""
+    time = datetime.datetime.now(datetime.UTC).isoformat()
+    body = {"kind": kind, "payload": dict(payload), "time": time, "nonce": secrets.token_hex(8)}
+    data = json.dumps(body, sort_keys=True).encode()
+    last = await asyncio.to_thread(_last_sequence, store, names)
+    sequence = await asyncio.to_thread(
+        create_next,
+        store,
+        names,
+        lambda _: data,
+        key_of=names.intent,
+        last=last,
+        what="an intent",
+        reason="INTENT_CONTENDED",
+    )
+    return Intent(sequence=sequence, kind=kind, payload=dict(payload), time=time)
+
+
+async def read_intents(store: ObjectStore, names: Names, *, after: int = 0) -> list[Intent]:
+    """The intents with a number above `after`, in order."""
+    return await asyncio.to_thread(load_intents, store, names, after)
+
+
+def load_intents(store: ObjectStore, names: Names, after: int) -> list[Intent]:
+    """The intents behind `after` in the store, in their order."""
+    intents = []
+    for info in store.list(names.intents, start_after=names.intent(after)):
+        try:
+            number = _number(names, info.key)
+            if number is None:
+                continue
+            body = decode_object(
+                store.get(info.key, max_bytes=_INTENTS_MAX_BYTES),
+                what=store.uri(info.key),
+                reason="INTENT_CORRUPT",
+                remedy="restore that object",
+                max_bytes=_INTENTS_MAX_BYTES,
+            )
+            if not isinstance(body["kind"], str) or not isinstance(body["payload"], dict):
+                raise TypeError("kind must be a string, payload an object")
+            intents.append(Intent(sequence=number, kind=body["kind"], payload=body["payload"], time=str(body["time"])))
+        except (KeyError, TypeError) as error:
+            raise CorruptObjectError(
+                f"{store.uri(info.key)} is no intent: {error!r}", reason="INTENT_CORRUPT", remedy="restore that object"
+            ) from error
+    return intents
+
+
+def _last_sequence(store: ObjectStore, names: Names) -> int:
+    return max((_number(names, info.key) or 0 for info in store.list(names.intents)), default=0)
+
+
+def _number(names: Names, key: str) -> int | None:
+    """The number in an intent's key; None of what is no key of ours."""
+    number = key.removeprefix(names.intents).removesuffix(".json")
+    return int(number) if number.isdecimal() and key == names.intent(int(number)) else None

@@ -22,7 +22,7 @@ from millrace.rollouts.batch_wire import MAX_HEADER_BYTES, closes_run, decode_he
 from millrace.rollouts.types import Rollout
 from millrace.rollouts.wire import decode_archive
 from millrace.runlog.names import Names
-from millrace.runlog.records.origin import load_origin
+from millrace.runlog.records.run_record import load_origin
 from millrace.storage.base import MAX_GET_BYTES, ObjectStore
 
 _MAX_RECORD_BYTES = 1 << 20

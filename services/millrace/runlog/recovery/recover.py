@@ -11,11 +11,10 @@ from millrace.errors import CorruptObjectError, NotFoundError
 from millrace.internal.v1 import batch_pb2, policy_pb2
 from millrace.rollouts.batch_wire import decode_header
 from millrace.runlog.names import Stream
-from millrace.runlog.records.epochs import Epoch
 from millrace.runlog.records.frontier import chain_hash
 from millrace.runlog.records.known import manifest_digest
 from millrace.runlog.records.listing import list_policies
-from millrace.runlog.records.origin import load_origin
+from millrace.runlog.records.numbered import Epoch
 from millrace.runlog.records.revisions import (
     StepHeaders,
     chain_broken,
@@ -24,6 +23,7 @@ from millrace.runlog.records.revisions import (
     load_step,
     read_chunk,
 )
+from millrace.runlog.records.run_record import load_origin
 from millrace.runlog.redis import damage
 from millrace.runlog.redis.log import RunLog
 from millrace.storage import ObjectStore

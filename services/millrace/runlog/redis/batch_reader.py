@@ -9,8 +9,8 @@ from millrace.errors import CorruptObjectError, LogGoneError, NotFoundError, Una
 from millrace.internal.v1 import batch_pb2
 from millrace.rollouts.batch_wire import decode_header, verify_chunk
 from millrace.runlog.names import Stream
-from millrace.runlog.records.origin import require_exists
 from millrace.runlog.records.revisions import is_failed_closing, load_step, read_chunk, read_header
+from millrace.runlog.records.run_record import require_exists
 from millrace.runlog.redis import damage
 from millrace.runlog.redis.connection import MAX_BLOCK_S
 from millrace.runlog.redis.entry import Entry

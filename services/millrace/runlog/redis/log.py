@@ -24,11 +24,10 @@ from millrace.errors import (
 )
 from millrace.internal.v1 import batch_pb2
 from millrace.runlog.names import Names, Stream
-from millrace.runlog.records import epochs, intents
-from millrace.runlog.records.epochs import Epoch
-from millrace.runlog.records.intents import Intent
-from millrace.runlog.records.origin import parse_origin, require_exists
-from millrace.runlog.records.run_record import RunRecord
+from millrace.runlog.records import numbered
+from millrace.runlog.records import numbered as intents
+from millrace.runlog.records.numbered import Epoch, Intent
+from millrace.runlog.records.run_record import RunRecord, parse_origin, require_exists
 from millrace.runlog.redis import connection, damage, script
 from millrace.runlog.redis.connection import MAX_BLOCK_S, as_text
 from millrace.runlog.redis.entry import (
@@ -92,7 +91,7 @@ class RunLog:
                 remedy="uids are never reused: make a new one",
                 metadata={"uid": uid},
             )
-        generation = await asyncio.to_thread(epochs.first_generation, store, names)
+        generation = await asyncio.to_thread(numbered.first_generation, store, names)
         run_hash = parse_run_hash(run_json)
         fields = [generation, "format", FORMAT_MAJOR, "run_hash", run_hash]
         if base := parse_origin(run_json, where=store.uri(names.run_json)).base_step:
@@ -143,7 +142,7 @@ class RunLog:
         """`LogGoneError`, and a rebuild, if meta says of the run what the store does not."""
 
         def compare() -> str:
-            if epochs.latest_epoch(self.store, self.names, epochs.GENERATION_ROLE) < self.generation:
+            if numbered.latest_epoch(self.store, self.names, numbered.GENERATION_ROLE) < self.generation:
                 return f"in its field generation: there never was a generation {self.generation}"
             is_ours = parse_run_hash(self.store.get(self.names.run_json, max_bytes=MAX_JSON_BYTES)) == self.run_hash
             return "" if is_ours else "in its field run_hash, which is not that of run.json"
@@ -205,7 +204,7 @@ class RunLog:
 
     async def acquire_epoch(self, role: str, owner: str) -> Epoch:
         """Take the next epoch of a role and fence every older one out of Redis."""
-        epoch = await epochs.create_epoch(self.store, self.names, role, owner)
+        epoch = await numbered.create_epoch(self.store, self.names, role, owner)
         await self._raise_epoch(epoch)
         return epoch
 
@@ -213,7 +212,7 @@ class RunLog:
         """The epoch that Redis enforces for a role, 0 if none."""
         number = await self._meta_number(f"epoch:{role}", f"the epoch of {role}")
         if number > self._epochs.get(role, 0):
-            self._epochs[role] = await asyncio.to_thread(epochs.latest_epoch, self.store, self.names, role)
+            self._epochs[role] = await asyncio.to_thread(numbered.latest_epoch, self.store, self.names, role)
             if number > self._epochs[role]:  # it would fence everybody out, for ever
                 raise await damage.condemn(
                     self, "meta", f"in its field epoch:{role}: there never was an epoch {number}"
@@ -380,7 +379,7 @@ class RunLog:
                     )
                 return result
             # Redis lost the tail that held our epoch. The store knows whether ours is still the newest.
-            newest = await asyncio.to_thread(epochs.latest_epoch, self.store, self.names, role)
+            newest = await asyncio.to_thread(numbered.latest_epoch, self.store, self.names, role)
             if newest > epoch or not await self._raise_epoch(Epoch(role, epoch), raises=False):
                 return AppendResult.FENCED
         raise InternalError(f"{what} of run {self.uid}: Redis forgets epochs", reason="EPOCH_LOST")

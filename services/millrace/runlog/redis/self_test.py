@@ -17,7 +17,7 @@ from redis.exceptions import RedisError, ResponseError
 from millrace.errors import InvalidStateError, MillraceError, UnavailableError
 from millrace.runlog.names import Names, Stream
 from millrace.runlog.redis import connection, script
-from millrace.runlog.redis.refusals import known_refusal
+from millrace.runlog.redis.connection import known_refusal
 
 LEAST_VERSION = (7, 0)
 """Below it entries cannot be given the first half of their id alone (`XADD … 7-*`), which appends rest on."""

@@ -17,14 +17,21 @@ from millrace.runlog.events.archive import decode_archive, encode_archive
 from millrace.runlog.names import Deployment, Names
 from millrace.runlog.records.known import manifest_digest
 from millrace.runlog.records.listing import list_checkpoints, list_policies
-from millrace.runlog.records.origin import parse_origin
 from millrace.runlog.records.revisions import Reopening, parse_reopening
-from millrace.runlog.records.run_record import RunRecord
+from millrace.runlog.records.run_record import RunRecord, parse_origin
 from millrace.runlog.records.sealed import Seal
 from millrace.runlog.redis.entry import id_order
 from millrace.runlog.redis.log import RunLog
-from millrace.runlog.repair.headers import Header, Position, repair_headers
-from millrace.runlog.repair.objects import Judge, RedisCopy, Repair, Workbench, of_hash
+from millrace.runlog.repair.objects import (
+    Header,
+    Judge,
+    Position,
+    RedisCopy,
+    Repair,
+    Workbench,
+    of_hash,
+    repair_headers,
+)
 from millrace.storage import ObjectStore
 from millrace.storage.commit_points import find_newest, newest_revision, revision_key, revision_of
 from millrace.v1 import event_pb2

@@ -3,20 +3,26 @@
 The step is the trainer's own (`trainer.loop`); nothing is published, saved or reported.
 """
 
+import resource
+import sys
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
-from millrace.config.sections.bench import TrainerBench
+from millrace.config.sections.bench import FakeDataConfig, TrainerBench
 from millrace.custom_code import CustomCode
-from millrace.trainer.bench.data import fake_batch, fake_samples
-from millrace.trainer.bench.memory import PeakMemory
+from millrace.internal.v1 import batch_pb2
+from millrace.rollouts.types import TrainSample
 from millrace.trainer.gang.distributed import Gang
-from millrace.trainer.learning.batch import BatchLayout, MicroBatch
+from millrace.trainer.learning.batch import BatchLayout, MicroBatch, Minibatch, build_micro_batch, fake_sample
 from millrace.trainer.learning.learner import Learner
+from millrace.trainer.learning.plan import in_order, plan_micro_batches
+from millrace.trainer.log.batches import Batch
 from millrace.trainer.loop import forward_backward
 from millrace.trainer.losses import LossInputs
 from millrace.trainer.model.compiled import take_failures
@@ -120,3 +126,77 @@ def _now(gang: Gang) -> float:
     if gang.device.type == "cuda":
         torch.cuda.synchronize(gang.device)
     return time.perf_counter()
+
+
+# Batches of fake samples, a pure function of seed and step.
+
+SHORTEST = 0.1
+"""Of `seq_len`: the shortest sample of variable lengths."""
+
+
+def fake_samples(
+    data: FakeDataConfig, *, step: int, seed: int, vocabulary: int, is_sft: bool = False
+) -> list[TrainSample]:
+    """The samples of a step: random tokens in `data.seq_len` tokens each, or in 10 to 100 % of them."""
+    random = np.random.default_rng((seed, step))
+    shortest = max(int(SHORTEST * data.seq_len), 2)
+    samples = []
+    for ordinal in range(data.batch_size):
+        length = data.seq_len if data.type == "fixed" else int(random.integers(shortest, data.seq_len + 1))
+        sample = fake_sample(length, vocabulary=vocabulary, of_rl=not is_sft)
+        token_ids = random.integers(0, vocabulary, length).astype(np.int32)
+        # About the log-probs of a model that knows nothing, so that no loss masks the tokens as off-policy.
+        logprobs = np.full(length, -np.log(vocabulary), np.float32)
+        samples.append(replace(sample, token_ids=token_ids, inference_logprobs=logprobs, ordinal=ordinal))
+    return samples
+
+
+def fake_batch(samples: Sequence[TrainSample], *, step: int, layout: BatchLayout, gang: Gang) -> Batch:
+    """The batch of these samples as this rank has it: planned, padded or packed, and on its device, like a real one."""
+    lengths = [min(len(sample.token_ids), layout.seq_len) for sample in samples]
+    plans = plan_micro_batches(
+        lengths,
+        max_tokens=layout.micro_batch_tokens,
+        world_size=gang.layout.data_size,
+        packing=layout.packing,
+    )
+    micro_batches, places = [], []
+    for rows in plans[gang.data_rank]:
+        flat = [index for row in rows for index in row]
+        mine = [samples[index] for index in flat]
+        micro_batches.append(build_micro_batch(mine, rows=in_order(rows), seq_len=layout.seq_len, device=gang.device))
+        places.append(flat)
+    entries = [
+        batch_pb2.SampleEntry(ordinal=sample.ordinal, length=length)
+        for sample, length in zip(samples, lengths, strict=True)
+    ]
+    header = batch_pb2.BatchHeader(step=step, envs=[""], samples=entries, num_tokens=sum(lengths))
+    minibatch = Minibatch(micro_batches=micro_batches, samples=places)
+    return Batch(header=header, chain_hash=b"", minibatches=[minibatch], wait_s=0.0, load_s=0.0)
+
+
+# The peak of memory: a GPU's allocator knows it, and Linux that of a process.
+
+_RESET, _STATUS = Path("/proc/self/clear_refs"), Path("/proc/self/status")
+
+
+class PeakMemory:
+    """Bytes at the peak since it was made: of the device's allocator, or resident of this process on a CPU."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+        elif _RESET.exists():
+            _RESET.write_text("5")  # of all that the kernel counts, only the peak of the resident set
+
+    @property
+    def peak(self) -> int:
+        """Bytes, so far."""
+        if self._device.type == "cuda":
+            return torch.cuda.max_memory_allocated(self._device)
+        if _STATUS.exists():
+            line = next(line for line in _STATUS.read_text().splitlines() if line.startswith("VmHWM:"))
+            return int(line.split()[1]) * 1024
+        factor = 1 if sys.platform == "darwin" else 1024
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * factor

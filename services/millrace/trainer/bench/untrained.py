@@ -7,7 +7,7 @@ that learns.
 import os
 from typing import TYPE_CHECKING, NoReturn
 
-from millrace.processes.service import run_service
+from millrace.processes.lifeline import run_service
 from millrace.telemetry.logging import setup
 from millrace.telemetry.settings import Settings
 

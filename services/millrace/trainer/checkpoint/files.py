@@ -28,7 +28,7 @@ from millrace.trainer.checkpoint.index import (
 from millrace.trainer.checkpoint.proof import INDEX_FILE
 from millrace.trainer.gang.agreement import agreed
 from millrace.trainer.gang.distributed import Gang
-from millrace.trainer.model.layout import held
+from millrace.trainer.model.mesh import held
 
 RANDOM_STATE = "rng."
 """Begins the names of tensors of which each rank has its own."""

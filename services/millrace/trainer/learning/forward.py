@@ -11,7 +11,7 @@ from weakref import WeakSet
 import torch
 from torch import nn
 
-from millrace.trainer.gang.determinism import RandomState
+from millrace.trainer.gang.devices import RandomState
 from millrace.trainer.learning.batch import MicroBatch
 from millrace.trainer.learning.head import SORTED_TOKENS, Targets, instead_of_logits
 from millrace.trainer.model.attention import lengths_of_samples

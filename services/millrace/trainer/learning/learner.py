@@ -10,32 +10,45 @@ from typing import Protocol, Self
 import torch
 from torch import nn
 
-from millrace.config.sections.trainer import TrainerConfig
+from millrace.config.sections.sft import SFTModelConfig
+from millrace.config.sections.trainer import TrainerConfig, TrainerModelConfig
+from millrace.context_length import fix_context_length
 from millrace.custom_code import CustomCode
+from millrace.device_digest import device_digest
+from millrace.models.loading import check_weights, empty_model, fill_model
 from millrace.policies.adapter import AdapterSpec
 from millrace.policies.digest import digest_hex, policy_digest, tensor_digest
+from millrace.policies.manifest import whole_digest
+from millrace.policies.publishing.upload import merge_digests
 from millrace.policies.tensors import TensorBytes
 from millrace.trainer.gang.agreement import agreed
-from millrace.trainer.gang.determinism import resolve_determinism, seed_rank, set_determinism
+from millrace.trainer.gang.devices import resolve_determinism, seed_rank, set_determinism
 from millrace.trainer.gang.distributed import Gang
 from millrace.trainer.learning.batch import MicroBatch, Minibatch
-from millrace.trainer.learning.expert_load import ExpertLoad
 from millrace.trainer.learning.flops import Utilization
 from millrace.trainer.learning.forward import token_logprobs
+from millrace.trainer.learning.metrics import ExpertLoad
 from millrace.trainer.learning.optimizer import PolicyOptimizer
 from millrace.trainer.learning.packing import packing_of
 from millrace.trainer.learning.plan import Packing
-from millrace.trainer.learning.reference import Reference, StartModel, UnadaptedModel
-from millrace.trainer.learning.trained import build_model
 from millrace.trainer.losses import LossFunction, LossInputs, loss_function, token_losses
+from millrace.trainer.model.attention import use_varlen_kernel
+from millrace.trainer.model.compiled import compile_blocks
+from millrace.trainer.model.fit import fit_layout
 from millrace.trainer.model.lora import (
+    add_adapters,
     is_adapted,
+    round_base,
+    round_filled,
     set_learning,
     trained_tensors,
     weight_tensors,
+    without_adapters,
 )
-from millrace.trainer.model.memory import Sharding, defer_sharing
-from millrace.trainer.model.pretrained import resolve_compute_dtype, resolve_publish_dtype
+from millrace.trainer.model.memory import Sharding, checkpoint_activations, defer_sharing, hold_weights
+from millrace.trainer.model.pretrained import load_model, resolve_compute_dtype, resolve_publish_dtype
+from millrace.trainer.model.published import published_share, published_tensors
+from millrace.trainer.model.shortage import shortage_named
 
 
 class LearnerConfig(Protocol):
@@ -55,6 +68,159 @@ class LearnerConfig(Protocol):
     def context_length(self) -> int:
         """Tokens of the longest sequence that the policy's engines serve."""
         ...
+
+
+# The model that is trained, put together: weights, adapters, what its blocks keep, and its place among the ranks.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainedModel:
+    """`adapter` says what is adapted, if anything is; `base_digest` (hex) is version 0's, where it is known."""
+
+    model: nn.Module
+    adapter: AdapterSpec | None
+    base_digest: str
+
+
+def build_model(
+    config: TrainerModelConfig | SFTModelConfig,
+    directory: Path,
+    *,
+    gang: Gang,
+    seed: int,
+    prefix: str,
+    context_length: int,
+    is_proved: bool = False,
+) -> TrainedModel:
+    """The model in a directory, as the table `prefix` of the config says, for sequences of at most `context_length`.
+
+    Collective in a gang.
+
+    Its digest is computed where it has adapters, or `is_proved` asks for it. InvalidSpecError for what contradicts,
+    before anything is read of the weights.
+    """
+    with agreed(gang):  # the model's files are of this rank's machine: what is wrong with them here, all get to know
+        layout = fit_layout(config, directory, world_size=gang.world_size, prefix=prefix)
+    gang.lay_out(layout)
+    compute_dtype = resolve_compute_dtype(config, device=gang.device)
+    publish_dtype = resolve_publish_dtype(config, device=gang.device)
+    with agreed(gang):
+        model, adapter = open_model(directory, gang=gang, context_length=context_length), None
+        hold_weights(model, config)
+        if config.lora is not None:
+            round_base(model, config.lora, publish_dtype=publish_dtype, compute_dtype=compute_dtype)
+            adapter = add_adapters(model, config.lora, seed=seed)
+        checkpoint_activations(model, config.ac)
+        compile_blocks(model, config.compile)
+    sharding = Sharding.of(config, compute_dtype=compute_dtype)
+    model = gang.shard(model, sharding)
+    with agreed(gang):
+        fill_opened(model, directory, gang=gang, sharding=sharding)
+    if config.lora is not None:
+        round_filled(model, publish_dtype=publish_dtype)
+    digest = model_digest(model, dtype=publish_dtype, gang=gang) if is_proved or adapter is not None else ""
+    return TrainedModel(model=model, adapter=adapter, base_digest=digest)
+
+
+def open_model(directory: Path, *, gang: Gang, context_length: int) -> nn.Module:
+    """The model in a directory: with its weights for one process; in a gang `fill_opened` reads them."""
+    if gang.is_alone:
+        model = load_model(directory)
+    else:
+        check_weights(directory)  # of the whole: a rank sees no more than its shares of what is wrong
+        model = empty_model(directory)
+    fix_context_length(model, context_length)
+    return model
+
+
+def fill_opened(model: nn.Module, directory: Path, *, gang: Gang, sharding: Sharding) -> None:
+    """Read what this rank holds of an opened model that is sharded by now."""
+    if not gang.is_alone:
+        with shortage_named(f"load model {directory.name}"):
+            fill_model(model, directory, device=torch.device("cpu") if sharding.offloads else gang.device)
+
+
+@torch.no_grad()
+def model_digest(model: nn.Module, *, dtype: torch.dtype, gang: Gang) -> str:
+    """The digest (hex) of version 0: every rank digests what it holds, where it lies. Collective in a gang."""
+    is_first_part = gang.layout.is_first_part(gang.rank)
+    rows: list[list[object]] = []
+    for each in published_tensors(model, version=0, dtype=dtype):
+        share = published_share(each.tensor, rank=gang.rank, is_first_part=is_first_part)
+        if share is None:
+            continue
+        flat, start = share[0].to(each.dtype).reshape(-1), share[1]
+        for saved, begin, end in each.within(start, flat.numel()):
+            digest = digest_hex(device_digest(flat[begin - start : end - start], start=begin - saved.start))
+            rows.append([saved.name, each.tag, list(saved.shape), end - begin, digest])
+    return whole_digest(merge_digests(gang.agree(lambda: rows)))
+
+
+# The start model, frozen, as the policy that a run stays near (`trainer.loss.kl`).
+
+
+class Reference(Protocol):
+    """Log-probs under the start model."""
+
+    def logprobs(self, micro_batch: MicroBatch) -> torch.Tensor:
+        """Those of every token, [B, T], without gradient, at each sample's temperature and over the whole vocabulary.
+
+        A truncated policy may sample what the truncated reference could not, and the divergence would be infinite.
+        """
+        ...
+
+
+class StartModel:
+    """A copy of the start model, in the format that is computed in."""
+
+    def __init__(self, model: nn.Module, *, gang: Gang, sharding: Sharding, is_varlen: bool = False) -> None:
+        model.requires_grad_(False)
+        if is_varlen:
+            use_varlen_kernel(model, compute_dtype=sharding.compute_dtype, device=gang.device)
+        for parameter in model.parameters():
+            if parameter.is_floating_point():
+                parameter.data = parameter.data.to(sharding.compute_dtype)  # the object stays, and so do ties
+        self._model = gang.shard(model, sharding)
+
+    @classmethod
+    def load(
+        cls, directory: Path, *, gang: Gang, sharding: Sharding, context_length: int, is_varlen: bool = False
+    ) -> Self:
+        """That of the model in `directory`. Collective in a gang."""
+        with agreed(gang):
+            model = open_model(directory, gang=gang, context_length=context_length)
+        start = cls(model, gang=gang, sharding=sharding, is_varlen=is_varlen)
+        with agreed(gang):
+            fill_opened(start._model, directory, gang=gang, sharding=sharding)
+        return start
+
+    @torch.no_grad()
+    def logprobs(self, micro_batch: MicroBatch) -> torch.Tensor:
+        """See `Reference`."""
+        return token_logprobs(self._model, replace(micro_batch, sampled=micro_batch.sampled.uncut()))[0]
+
+
+class UnadaptedModel:
+    """The base of the adapters that are trained: the live model without them, at no memory of its own."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+
+    @torch.no_grad()
+    def logprobs(self, micro_batch: MicroBatch) -> torch.Tensor:
+        """See `Reference`."""
+        with without_adapters(self._model), _evaluating(self._model):
+            return token_logprobs(self._model, replace(micro_batch, sampled=micro_batch.sampled.uncut()))[0]
+
+
+@contextlib.contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    was_training = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(was_training)
 
 
 @dataclass(slots=True, kw_only=True)

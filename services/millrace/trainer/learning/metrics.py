@@ -2,14 +2,17 @@
 
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Self
 
 import torch
+from torch import nn
 
 from millrace.trainer.gang.distributed import Gang
 from millrace.trainer.learning.batch import MicroBatch
-from millrace.trainer.learning.expert_load import ExpertLoad, load_metrics
 from millrace.trainer.losses import LossInputs, log_ratio_to_reference
 from millrace.trainer.losses.base import TokenLosses, k3, outside_support
+from millrace.trainer.model.expert_parallel import experts_of
 
 ON_POLICY_KL = "on_policy_mismatch_kl"
 _MEANS = (
@@ -48,6 +51,55 @@ _BY_ENV = (
 )
 _ALL = ("mismatch_kl", "entropy", "is_masked", "reference_kl")
 """Also under the name `<name>/all/mean`, which prime-rl's dashboards read."""
+
+
+# How evenly a router spreads tokens over the experts of each layer.
+#
+# Counted is what goes through the experts in a step's forward passes, padding included. Where activations are
+# computed again, a layer counts twice, which changes no share.
+
+
+class ExpertLoad:
+    """Counts the tokens of each expert at this rank while gradients are computed."""
+
+    def __init__(self, layers: list[Any]) -> None:
+        self._counts = [torch.zeros(layer.num_experts, dtype=torch.int64) for layer in layers]
+        for place, layer in enumerate(layers):
+            layer.register_forward_pre_hook(self._counting(place))
+
+    @classmethod
+    def of(cls, model: nn.Module) -> Self | None:
+        """That of a model; None if it has no experts."""
+        layers = list(experts_of(model))
+        return cls(layers) if layers else None
+
+    def take(self) -> torch.Tensor:
+        """Tokens by layer and expert since the last call, float64."""
+        counts = torch.stack([each.to("cpu", torch.float64) for each in self._counts])
+        self._counts = [torch.zeros_like(each) for each in self._counts]
+        return counts
+
+    def _counting(self, place: int) -> Any:
+        def count(module: Any, arguments: tuple[torch.Tensor, ...]) -> None:
+            if torch.is_grad_enabled():
+                counts = torch.bincount(arguments[1].reshape(-1), minlength=len(self._counts[place]))
+                self._counts[place] = counts + self._counts[place].to(counts.device)
+
+        return count
+
+
+def load_metrics(counts: torch.Tensor) -> dict[str, float]:
+    """Metrics of tokens by layer and expert.
+
+    `max_vio` is how much more than its fair share the fullest expert of a layer has (0 is even, 1 is twice as much),
+    `idle_experts` the share of experts that no token went to.
+    """
+    excess = counts.amax(1) * counts.shape[1] / counts.sum(1).clamp(min=1) - 1
+    return {
+        "max_vio/mean": float(excess.mean()),
+        "max_vio/max": float(excess.max()),
+        "idle_experts/mean": float((counts == 0).double().mean()),
+    }
 
 
 class StepMetrics:
@@ -218,3 +270,58 @@ class StepMetrics:
         if name == "loss":
             self._loss_squares += float((selected**2).sum())
         return own
+
+
+# How far the trainer's log-probs and the engine's agree on tokens that one version produced.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScoreResult:
+    """Over sampled tokens: mean of k3 = exp(d) - d - 1 with d = trainer - inference log-prob, and the largest |d|.
+
+    `num_outside_tokens` were sampled, but the truncation (top-p, …) leaves them out under the trainer's policy: those
+    at its border, where the two sides round differently.
+    """
+
+    num_tokens: int
+    mismatch_kl: float
+    max_abs_logprob_diff: float
+    num_other_version_tokens: int
+    num_outside_tokens: int = 0
+
+
+class Score:
+    """Adds up micro-batches; samples of another version are counted, not scored: they would differ rightly."""
+
+    def __init__(self) -> None:
+        self._sums = [0.0] * 4  # k3, tokens, tokens of other versions, tokens outside of what the truncation leaves
+        self._max_difference = 0.0
+
+    def add(self, micro_batch: MicroBatch, trainer_logprobs_BT: torch.Tensor, *, version: int) -> None:
+        """Add a micro-batch."""
+        is_version_B = torch.tensor(
+            [versions == (version, version) for versions in micro_batch.versions_B],
+            device=trainer_logprobs_BT.device,
+            dtype=torch.bool,
+        )
+        sampled = micro_batch.loss_mask_BT
+        is_outside = outside_support(trainer_logprobs_BT)
+        scored = sampled & is_version_B[:, None] & ~is_outside
+        difference = (trainer_logprobs_BT - micro_batch.inference_logprobs_BT)[scored].double()
+        self._sums[0] += float(k3(difference).sum())
+        self._sums[1] += difference.numel()
+        self._sums[2] += int((sampled & ~is_version_B[:, None]).sum())
+        self._sums[3] += int((sampled & is_version_B[:, None] & is_outside).sum())
+        if difference.numel():
+            self._max_difference = max(self._max_difference, float(difference.abs().max()))
+
+    def reduce(self, gang: Gang) -> ScoreResult:
+        """The result over all ranks; the mean over no tokens is NaN. Collective in a gang."""
+        kl, num_tokens, num_other, num_outside = gang.sum_of_data(self._sums)
+        return ScoreResult(
+            num_tokens=int(num_tokens),
+            mismatch_kl=kl / num_tokens if num_tokens else math.nan,
+            max_abs_logprob_diff=gang.max([self._max_difference])[0],
+            num_other_version_tokens=int(num_other),
+            num_outside_tokens=int(num_outside),
+        )

@@ -1,7 +1,8 @@
 """AdamW, Muon or SGD on master weights, with gradient clipping and the schedule."""
 
+import contextlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from statistics import fmean
@@ -13,8 +14,9 @@ from torch.distributed.tensor import DTensor
 from torch.optim import SGD, AdamW, Muon
 
 from millrace.config.sections.trainer import OptimConfig, SchedulerConfig
-from millrace.trainer.learning.optimizer_state import StateKeeping, brought
-from millrace.trainer.learning.scheduler import learning_rate
+from millrace.device_digest import mixed
+from millrace.errors import InvalidSpecError, Violation
+from millrace.trainer.model.mesh import held
 
 T = TypeVar("T", bound=torch.Tensor)
 
@@ -144,6 +146,82 @@ def _hidden_matrices(model: nn.Module, parameters: list[nn.Parameter]) -> list[n
     return [parameter for parameter in parameters if parameter.ndim == 2 and id(parameter) not in outer]
 
 
+# Optimizer state that is held in fewer bits, or in host memory, and comes to its parameter for the step only.
+#
+# Rounded to the nearest, a second moment in bfloat16 would never decay: a step of `1 - betas2` is smaller than half
+# of its last bit. So it is rounded up or down by chance, in proportion to what is cut off. The chance is a function
+# of the step, the parameter and the element: ranks that hold the same round the same, and a step that is made again
+# does too.
+
+_BLOCK_ELEMENTS = 1 << 24
+_COUNTERS = ("step",)
+"""Parts of a state that count, and stay as they are."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateKeeping:
+    """How the state is held between steps; `dtype` None is that of the parameter."""
+
+    dtype: torch.dtype | None = None
+    offloads: bool = False
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it is held as torch does."""
+        return self.dtype is None and not self.offloads
+
+    def zeros(self, parameter: nn.Parameter) -> torch.Tensor:
+        """A part of a parameter's state before the first step."""
+        device = torch.device("cpu") if self.offloads else parameter.device
+        dtype = self.dtype or parameter.dtype
+        return torch.zeros_like(parameter, memory_format=torch.preserve_format, dtype=dtype, device=device)
+
+
+@contextlib.contextmanager
+def brought(optimizer: torch.optim.Optimizer, *, salt: int) -> Iterator[None]:
+    """In this block the state is on its parameter's device and in its format; behind it, where it was, rounded."""
+    kept: dict[torch.Tensor, Mapping[str, torch.Tensor]] = dict(optimizer.state)
+    for parameter, parts in kept.items():
+        optimizer.state[parameter] = {
+            name: part if name in _COUNTERS else part.to(device=parameter.device, dtype=parameter.dtype)
+            for name, part in parts.items()
+        }
+    yield
+    for parameter, parts in kept.items():
+        for number, (name, part) in enumerate(parts.items()):
+            stepped = optimizer.state[parameter][name]
+            if stepped is not part:
+                _put(stepped, part, salt=salt + number)
+        optimizer.state[parameter] = dict(parts)
+
+
+@torch.no_grad()
+def _put(value: torch.Tensor, place: torch.Tensor, *, salt: int) -> None:
+    """Write a part of the state where it is held."""
+    local = value
+    if isinstance(value, DTensor):
+        share = held(value)
+        column = 0 if share.first_column is None else share.first_column
+        local, salt = value.to_local(), salt * 1_000_003 + share.start + column
+    target = place.to_local() if isinstance(place, DTensor) else place
+    if target.dtype == torch.bfloat16 and local.dtype == torch.float32:
+        local = round_by_chance(local, salt=salt)
+    target.copy_(local)
+
+
+def round_by_chance(values: torch.Tensor, *, salt: int) -> torch.Tensor:
+    """float32 as bfloat16, up or down in proportion to what is cut off; the chance follows from `salt` and place."""
+    flat = values.reshape(-1)
+    rounded = torch.empty_like(flat, dtype=torch.bfloat16)
+    for begin in range(0, flat.numel(), _BLOCK_ELEMENTS):
+        block = flat[begin : begin + _BLOCK_ELEMENTS]
+        place = torch.arange(begin, begin + block.numel(), device=flat.device)
+        chance = (mixed(place, salt=salt) & 0xFFFF).to(torch.int32)
+        cut = (block.view(torch.int32) + chance) & ~0xFFFF
+        rounded[begin : begin + block.numel()] = torch.where(block.isfinite(), cut.view(torch.float32), block)
+    return rounded.view(values.shape)
+
+
 def _fresh_state(
     optimizer: torch.optim.Optimizer, parameter: nn.Parameter, keeping: StateKeeping
 ) -> dict[str, torch.Tensor]:
@@ -200,3 +278,60 @@ def _by_mesh(tensors: Sequence[T]) -> list[list[T]]:
         mesh = tensor.device_mesh if isinstance(tensor, DTensor) else None
         alike.setdefault(mesh, []).append(tensor)
     return list(alike.values())
+
+
+# The learning rate as a pure function of the step, so that a resumed run needs no scheduler state.
+#
+#     constant: warm-up, then the peak
+#     linear:   warm-up, the peak, then down in a straight line so that the last step has `min_lr` (WSD)
+#     cosine:   warm-up, then half a cosine from the peak towards `min_lr`, which it would reach at step `max_steps`
+#
+# Warm-up rises from max(min_lr / lr, 1e-8) of the peak at step 0 to the peak at step `warmup_steps`. A linear decay
+# of one step is that one step at `min_lr`.
+
+_SMALLEST_START_FACTOR = 1e-8
+
+
+def learning_rate(step: int, *, lr: float, config: SchedulerConfig, max_steps: int | None) -> float:
+    """Learning rate of optimizer step `step` (from 0). A peak of 0 is 0 everywhere."""
+    if lr == 0:
+        return 0.0
+    if step < config.warmup_steps:
+        start = max(config.min_lr / lr, _SMALLEST_START_FACTOR)
+        return lr * (start + (1 - start) * step / config.warmup_steps)
+    match config.type:
+        case "constant":
+            return lr
+        case "linear":
+            return _linear(step, lr=lr, config=config, max_steps=_require(max_steps, config))
+        case "cosine":
+            return _cosine(step, lr=lr, config=config, max_steps=_require(max_steps, config))
+
+
+def _linear(step: int, *, lr: float, config: SchedulerConfig, max_steps: int) -> float:
+    """The peak, then the decay over the last `decay_steps` steps."""
+    into_decay = step - (max_steps - config.decay_steps)
+    if config.decay_steps == 0 or into_decay < 0:
+        return lr
+    progress = min(into_decay / (config.decay_steps - 1), 1.0) if config.decay_steps > 1 else 1.0
+    return lr + (config.min_lr - lr) * progress
+
+
+def _cosine(step: int, *, lr: float, config: SchedulerConfig, max_steps: int) -> float:
+    """Half a cosine over the steps behind the warm-up."""
+    span = max(max_steps - config.warmup_steps, 1)
+    progress = min((step - config.warmup_steps) / span, 1.0)
+    return config.min_lr + (lr - config.min_lr) * (1 + math.cos(math.pi * progress)) / 2
+
+
+def _require(max_steps: int | None, config: SchedulerConfig) -> int:
+    """`max_steps`, without which a decay has no end; the config's own rules catch this first."""
+    if max_steps is None:
+        raise InvalidSpecError(
+            [
+                Violation(
+                    field="max_steps", message=f"is needed by scheduler.type = {config.type!r}", source="run config"
+                )
+            ]
+        )
+    return max_steps

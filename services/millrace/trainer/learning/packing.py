@@ -8,17 +8,27 @@ attention are counted from the beginning of a row, and factors may follow the lo
 """
 
 import logging
+import math
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any, Self
 
+import numpy as np
 import torch
 from torch import nn
 
 from millrace.config.sections.trainer import PackConfig
 from millrace.errors import InvalidSpecError, Violation
+from millrace.rollouts.types import TrainSample
 from millrace.trainer.gang.distributed import Gang
-from millrace.trainer.learning.apart import Apart
+from millrace.trainer.learning.batch import build_micro_batch, fake_sample
 from millrace.trainer.learning.flops import FlopCount
-from millrace.trainer.learning.plan import ALONE, Packing
+from millrace.trainer.learning.forward import token_logprobs
+from millrace.trainer.learning.plan import ALONE, Packing, Rows, in_order
 from millrace.trainer.model.attention import use_varlen_kernel
+from millrace.trainer.model.memory import give_up_whole
 
 logger = logging.getLogger(__name__)
 
@@ -80,3 +90,119 @@ def _mixes_calls(model: nn.Module) -> InvalidSpecError:
         reason="SAMPLES_MIXED",
         remedy="train another model: what this one learned of a sample would depend on the order of the batch",
     )
+
+
+# Trial of a model: whether what it computes of a sample is the sample's own, by computing it in several ways.
+#
+# Samples are tried on both sides of every length that the model's config names, because that is where masks, windows
+# and factors change. Longer ones than a run has are not, so that the trial costs some forwards of the run's own
+# longest rows.
+
+_SHORT, _OTHER, _SECOND = 5, 6, 4
+"""Tokens of samples that are on the near side of every length."""
+_SCORED = 4
+"""Tokens at the end of a sample that are compared: they see all of it."""
+_LENGTH = re.compile(r"position|length|len$|window|chunk|block_size|context|span|stride|topk|n_ctx")
+"""Names that keys of lengths have."""
+_MOST = re.compile(r"max_position|n_position|max_seq|seq_len|seq_length|n_ctx")
+"""Names that keys of the longest sequence have."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Apart:
+    """Whether a sample is computed as it is alone: behind others in a row, beside other rows, behind other calls."""
+
+    in_row: bool
+    in_micro_batch: bool
+    in_turn: bool
+
+    @classmethod
+    def of(cls, model: Any, *, longest: int, tolerance: float, device: torch.device, is_packed: bool = True) -> Self:
+        """Try a causal model of transformers on samples of at most `longest` tokens. Collective in a gang.
+
+        `tolerance` is of the largest log-prob. Without `is_packed` rows of several samples are not tried.
+        """
+        trial = _Trial(model, tolerance=tolerance, device=device)
+        borders = lengths_named(model.config, below=min(longest, _most_positions(model)))
+        trial.compute_alone({_SHORT, _OTHER, _SECOND}.union(borders, (border + 1 for border in borders)))
+        rows = [[[_SHORT, _SECOND], [_OTHER, _SECOND]], *([[_SHORT, border], [border, _SHORT]] for border in borders)]
+        beside = [[[_SHORT], [_SECOND]], *([[_SHORT], [border], [border + 1]] for border in borders)]
+        # Everything is computed whatever is found: other ranks may round differently, and wait for their peers.
+        in_row = [trial.is_alike(each) for each in (rows if is_packed else ())]
+        in_micro_batch = [trial.is_alike(each) for each in beside]
+        in_turn = [trial.is_alike([[length]]) for length in reversed(trial.lengths)]
+        give_up_whole(model)  # the optimizer is to get the shards
+        return cls(in_row=all(in_row), in_micro_batch=all(in_micro_batch), in_turn=all(in_turn))
+
+
+def lengths_named(config: Any, *, below: float) -> list[int]:
+    """Numbers of tokens that a model's config names at any depth, greater than the shortest samples, ascending."""
+    named = {number for key, number in _numbers(config.to_dict()) if _LENGTH.search(key)}
+    return sorted(number for number in named if _OTHER < number < below)
+
+
+def _most_positions(model: Any) -> int | float:
+    """Tokens of the longest sequence that a model can compute: rotary positions go on, learned ones end."""
+    if any("rotary" in type(module).__name__.lower() for module in model.modules()):
+        return math.inf
+    return min((number for key, number in _numbers(model.config.to_dict()) if _MOST.search(key)), default=math.inf)
+
+
+def _numbers(value: Any, key: str = "") -> Iterator[tuple[str, int]]:
+    """The whole numbers in plain data, each with the key that it, or the list that it is in, stands at."""
+    if isinstance(value, Mapping):
+        for name, inner in value.items():
+            yield from _numbers(inner, str(name))
+    elif isinstance(value, list | tuple):
+        for inner in value:
+            yield from _numbers(inner, key)
+    elif isinstance(value, int | float) and value == value // 1:
+        yield key, int(value)
+
+
+class _Trial:
+    """What a model computes of made-up samples, one of each length."""
+
+    def __init__(self, model: nn.Module, *, tolerance: float, device: torch.device) -> None:
+        self._model = model
+        self._tolerance = tolerance
+        self._device = device
+        self._alone: dict[int, torch.Tensor] = {}
+
+    @property
+    def lengths(self) -> list[int]:
+        """Those of the samples, in the order in which they were computed alone."""
+        return list(self._alone)
+
+    def compute_alone(self, lengths: Iterable[int]) -> None:
+        """Compute each length alone, from the shortest on."""
+        for length in sorted(lengths):
+            [self._alone[length]] = self._compute([[length]])
+
+    def is_alike(self, rows: Rows) -> bool:
+        """Whether samples of these lengths, in these rows of one micro-batch, are as each is alone."""
+        found = self._compute(rows)
+        pairs = [(self._alone[length], each) for length, each in zip(chain(*rows), found, strict=True)]
+        allowed = self._tolerance * max(float(alone.abs().max()) for alone, _ in pairs)
+        return all(float((each - alone).abs().max()) <= allowed for alone, each in pairs)
+
+    @torch.no_grad()
+    def _compute(self, rows: Rows) -> list[torch.Tensor]:
+        """Log-probs and entropies at the end of each sample, float64 [2, tokens]; `rows` are lengths."""
+        lengths = list(chain(*rows))
+        micro_batch = build_micro_batch(
+            [self._sample(length) for length in lengths],
+            rows=in_order(rows),
+            seq_len=max(lengths),
+            device=self._device,
+        )
+        values_2BT = torch.stack(token_logprobs(self._model, micro_batch)).double().cpu()
+        return [values_2BT[:, place, length - _SCORED + 1 : length] for place, length in enumerate(lengths)]
+
+    def _sample(self, length: int) -> TrainSample:
+        """A sample whose tokens are spread over the vocabulary, other ones for each length."""
+        vocabulary = int(self._model.config.get_text_config().vocab_size)  # pyright: ignore
+        sample = fake_sample(length, vocabulary=vocabulary)
+        sample.token_ids[:] = (7919 * np.arange(1, length + 1) + 104729 * length) % vocabulary
+        sample.loss_mask[: length - _SCORED + 1] = 0
+        return sample

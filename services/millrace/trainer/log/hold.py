@@ -18,7 +18,7 @@ from millrace.decoding import decode_message
 from millrace.errors import CapacityError, FencedError, InternalError, LogGoneError, MillraceError, UnavailableError
 from millrace.internal.v1 import policy_pb2
 from millrace.runlog import AppendResult, Epoch, Lease, RunLog, Stream, reappend_policies
-from millrace.runlog.records.epochs import epoch_owner, latest_epoch
+from millrace.runlog.records.numbered import epoch_owner, latest_epoch
 from millrace.runlog.redis.lease import last_end
 from millrace.telemetry import waits
 

@@ -14,18 +14,23 @@ from millrace.config.sections.sft import SFTModelConfig
 from millrace.config.sections.trainer import TrainerModelConfig
 from millrace.context_length import contexts_like
 from millrace.errors import InvalidStateError, NotFoundError
-from millrace.models.adapter_files import require_no_adapter
-from millrace.models.errors import model_not_found
+from millrace.models.files import (
+    DOWNLOADED,
+    MODEL_FILES,
+    TOKENIZER_FILES,
+    model_not_found,
+    read_object,
+    require_no_adapter,
+    small_files,
+)
 from millrace.models.loading import empty_model, fill_model
 from millrace.models.older_names import with_older_tokenizer_names
 from millrace.models.saved import saved_config
-from millrace.models.small_files import DOWNLOADED, MODEL_FILES, TOKENIZER_FILES, read_object, small_files
 from millrace.models.vocabulary import load_tokenizer
-from millrace.policies.probe import Probe
+from millrace.policies.manifest import Probe
 from millrace.policies.stops import turn_stops, with_stops
 from millrace.telemetry import progress
-from millrace.telemetry.progress import Doing
-from millrace.telemetry.progress_bars import counting_bar
+from millrace.telemetry.progress import Doing, counting_bar
 from millrace.trainer.model.shortage import shortage_named
 
 logger = logging.getLogger(__name__)

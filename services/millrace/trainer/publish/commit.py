@@ -28,8 +28,6 @@ from millrace.policies.manifest import (
     TensorEntry,
     whole_digest,
 )
-from millrace.policies.publishing.history import Digests
-from millrace.policies.publishing.parts import TensorPart, merge_digests, merge_encodings, pack_digests
 from millrace.policies.publishing.publish import (
     DIGEST_MISMATCH,
     PublishedPolicy,
@@ -38,9 +36,10 @@ from millrace.policies.publishing.publish import (
     existing_policy,
     upload_prefix,
 )
-from millrace.policies.publishing.share import EncodedDelta, ShareWriter
+from millrace.policies.publishing.share import Digests, EncodedDelta, ShareWriter
+from millrace.policies.publishing.upload import TensorPart, merge_digests, merge_encodings, pack_digests
 from millrace.policies.verify import damage_of
-from millrace.runlog.records.epochs import latest_epoch
+from millrace.runlog.records.numbered import latest_epoch
 from millrace.storage.commit_points import find_newest, next_revision
 from millrace.telemetry import faults
 from millrace.telemetry.faults import Point

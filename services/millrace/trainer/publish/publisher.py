@@ -18,19 +18,18 @@ from typing import Any, Protocol
 from millrace.errors import UnavailableError
 from millrace.internal.v1 import policy_pb2
 from millrace.policies.manifest import FileEntry
-from millrace.policies.publishing.parts import TensorPart
 from millrace.policies.publishing.publish import PublishedPolicy
+from millrace.policies.publishing.upload import TensorPart
 from millrace.telemetry import faults
 from millrace.telemetry.faults import Point
 from millrace.trainer import meters
 from millrace.trainer.background import BackgroundWork, BackgroundWriter
 from millrace.trainer.learning.learner import Learner
 from millrace.trainer.model.pretrained import probe
-from millrace.trainer.model.snapshot import Snapshots, share_bytes
+from millrace.trainer.model.published import Snapshots, share_bytes
 from millrace.trainer.publish.commit import CommittedVersion, Committer, VersionInput
 from millrace.trainer.publish.lora import AdapterBase
-from millrace.trainer.publish.mend import published_anew
-from millrace.trainer.publish.plan import PublishPlan
+from millrace.trainer.publish.plan import PublishPlan, published_anew
 from millrace.trainer.publish.target import PublishTarget
 from millrace.v1 import event_pb2
 
@@ -60,7 +59,7 @@ class Publisher(BackgroundWriter):
     Used as a context manager around the training: leaving it waits for what is under way, or gives it up if the
     training failed. Host memory of each rank, beside the training: the snapshot that is being published and the version
     committed before it (each 2 bytes per bf16 parameter of the rank's shard, 4 per float32; the second only with
-    `trainer.policy.delta`), what skip deltas need (`history.py`), and while it is uploaded the encoded delta. A process
+    `trainer.policy.delta`), what skip deltas need (`share.py`), and while it is uploaded the encoded delta. A process
     that publishes shares the snapshots and has the rest.
 
     `base` is what the versions behind 0 are adapters on, if they are; they are small, and always whole.

@@ -11,12 +11,12 @@ from typing import Any, NoReturn
 import numpy as np
 
 from millrace.errors import InternalError, MillraceError
-from millrace.policies.publishing.parts import TensorPart
 from millrace.policies.publishing.share import LocalShareWriter
+from millrace.policies.publishing.upload import TensorPart
 from millrace.policies.tensors import bits_type
-from millrace.processes import helper
+from millrace.processes import channel
 from millrace.processes.channel import Message
-from millrace.processes.service import run_service
+from millrace.processes.lifeline import run_service
 from millrace.processes.shared_memory import map_read_only
 from millrace.rpc.status import to_text
 from millrace.storage import open_store
@@ -105,7 +105,7 @@ def _serve() -> NoReturn:
     environ = {name: text for name, text in os.environ.items() if name != FILE_VARIABLE}  # the trainer turns it over
     setup("trainer", level=settings.log_level, json_lines=settings.log_json, environ=environ)
     server = ShareServer(settings.require("store_url"))
-    helper.serve(server.answer, beat=beat)
+    channel.serve(server.answer, beat=beat)
 
 
 def main() -> NoReturn:

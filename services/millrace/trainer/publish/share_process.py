@@ -23,10 +23,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from millrace.errors import InternalError, InvalidStateError, MillraceError, UnavailableError
-from millrace.policies.publishing.history import Digests
-from millrace.policies.publishing.parts import TensorPart
-from millrace.policies.publishing.share import EncodedDelta, EncodedShare
-from millrace.processes.helper import HelperDiedError, HelperProcess
+from millrace.policies.publishing.share import Digests, EncodedDelta, EncodedShare
+from millrace.policies.publishing.upload import TensorPart
+from millrace.processes.channel import HelperDiedError, HelperProcess
 from millrace.processes.shared_memory import SharedMemory
 from millrace.rpc.status import from_text
 from millrace.telemetry import waits

@@ -24,14 +24,13 @@ from millrace.policies.pull import download_hf, pull_tensors, read_manifest
 from millrace.policies.tensors import TensorBytes
 from millrace.runlog import Names
 from millrace.runlog.records.listing import list_policies
-from millrace.runlog.records.origin import RunOrigin, parse_origin
-from millrace.runlog.records.run_record import RunRecord
+from millrace.runlog.records.run_record import RunOrigin, RunRecord, parse_origin
 from millrace.storage.base import ObjectStore
 from millrace.storage.scratch import owned_directory
 from millrace.trainer.checkpoint.manifest import CheckpointManifest, conditions
 from millrace.trainer.checkpoint.resume import describe, first_whole, restore
 from millrace.trainer.checkpoint.store import CheckpointStore
-from millrace.trainer.gang.determinism import RandomState
+from millrace.trainer.gang.devices import RandomState
 from millrace.trainer.gang.distributed import Gang
 from millrace.trainer.job import parse_config
 from millrace.trainer.learning.batch import BatchLayout

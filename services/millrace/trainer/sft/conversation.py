@@ -15,14 +15,18 @@ from itertools import groupby
 from typing import Any, NamedTuple
 
 from millrace.config.sections.sft import LossMaskConfig
-from millrace.models.templates import TEMPLATE_ERRORS
+from millrace.models.vocabulary import TEMPLATE_ERRORS
 from millrace.policies.stops import TurnStops, common_prefix, special_tokens, turn_stops
-from millrace.trainer.sft.rendering import BadRowError, Conversation, Message, Rendering, render
-from millrace.trainer.sft.tokens import TextTokens
-from millrace.trainer.sft.written import (
+from millrace.trainer.sft.rendering import (
+    BadRowError,
+    Conversation,
+    Message,
     MessagePart,
+    Rendering,
+    TextTokens,
     call_arguments,
     decoded_arguments,
+    render,
     texts_of,
     unwritten_parts,
     with_calls,

@@ -14,9 +14,8 @@ from millrace.errors import InvalidSpecError, Violation
 from millrace.policies.stops import TurnStops, turn_stops
 from millrace.rollouts.types import TrainSample
 from millrace.trainer.sft.conversation import ConversationEncoder
-from millrace.trainer.sft.rendering import BadRowError
+from millrace.trainer.sft.rendering import BadRowError, TextTokens
 from millrace.trainer.sft.rows import Row, conversation_of
-from millrace.trainer.sft.tokens import TextTokens
 
 logger = logging.getLogger(__name__)
 

@@ -9,8 +9,7 @@ from millrace.errors import InvalidSpecError
 from millrace.models.vocabulary import require_tokenizer
 from millrace.policies.stops import turn_stops
 from millrace.trainer.sft.encoder import RowEncoder
-from millrace.trainer.sft.local_files import is_local, is_there
-from millrace.trainer.sft.rows import Source, is_conversation, load_rows
+from millrace.trainer.sft.rows import Source, is_conversation, is_local, is_there, load_rows
 
 _MOST = 256
 """Rows of each file that are looked at."""

@@ -3,11 +3,16 @@
 A chat template renders whole conversations only. Where a message lies in one is found by rendering its beginnings.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+import json
+from bisect import bisect_right
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import accumulate
+from typing import Any, Literal, NamedTuple
 
-from millrace.models.templates import TEMPLATE_ERRORS
+from millrace.decoding import decode_json
+from millrace.errors import CorruptObjectError
+from millrace.models.vocabulary import TEMPLATE_ERRORS
 from millrace.policies.stops import common_prefix
 
 Message = Mapping[str, Any]
@@ -111,3 +116,365 @@ def _difference(left: str, right: str) -> tuple[str, str]:
 
 def _shown(text: str, start: int) -> str:
     return text[start : start + _SHOWN] + ("…" if len(text) > start + _SHOWN else "")
+
+
+# A text as tokens, cut where an engine begins to sample.
+#
+# An engine gets a prompt as tokens of its own. Where the prompt's last token melts into what follows ("\n" and "\n"
+# are one token in many vocabularies), the tokens of the whole text begin with other ones: then the rest is tokenised
+# apart.
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """Tokens of the text from character `start` on; `ends[i]` is the character behind token i, None without offsets.
+
+    They were tokenised behind `anchor`.
+    """
+
+    start: int
+    token_ids: list[int]
+    ends: list[int] | None
+    anchor: str = ""
+
+
+class TextTokens:
+    """The tokens of a text: `token_ids`."""
+
+    def __init__(self, tokenizer: Any, text: str) -> None:
+        """Tokenise the text; BadRowError if it is none."""
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise BadRowError(f"{text[error.start : error.end]!r} is half of a surrogate pair, and no text") from error
+        self._tokenizer = tokenizer
+        self._text = text
+        self._prompts: list[list[int]] = []
+        whole = self._tokenized(text, start=0)
+        assert whole is not None, "nothing stands before it"
+        self._pieces = [whole]
+
+    @property
+    def token_ids(self) -> list[int]:
+        """Of all of the text."""
+        return [token for piece in self._pieces for token in piece.token_ids]
+
+    def before(self, end: int) -> int:
+        """How many tokens lie before a character; a token across it lies behind it."""
+        piece = next(piece for piece in reversed(self._pieces) if piece.start <= end)
+        count = sum(len(each.token_ids) for each in self._pieces[: self._pieces.index(piece)])
+        if piece.ends is not None:
+            return count + bisect_right(piece.ends, end)
+        part = self._tokenized(self._text[piece.start : end], start=piece.start, anchor=piece.anchor)
+        return count + (0 if part is None else common_prefix(part.token_ids, piece.token_ids))
+
+    def behind_prompt(self, end: int) -> int:
+        """How many tokens the prompt has that is the text up to a character, tokenised as an engine does.
+
+        Where the whole's tokens do not begin with it, the text behind it is tokenised apart. BadRowError if no sequence
+        of tokens has this prompt, and those that were asked for before, as engines make them.
+        """
+        prompt = self._encoded(self._text[:end])
+        if self.token_ids[: len(prompt)] != prompt:
+            is_one = len(self._pieces) == 1 and all(prompt[: len(each)] == each for each in self._prompts)
+            behind = self._apart(prompt, end) if is_one else None
+            if behind is None:
+                raise BadRowError(self._melted(prompt, end))
+            before = self._tokenized(self._text[:end], start=0)
+            assert before is not None, "nothing stands before it"
+            self._pieces = [before, behind]
+        self._prompts.append(prompt)
+        return len(prompt)
+
+    def _apart(self, prompt: Sequence[int], end: int) -> _Piece | None:
+        """The text behind a prompt by itself; None if it could not be sampled so.
+
+        Some tokenizers put a space before a text: then it is tokenised behind something else, which is taken away.
+        """
+        whole = self._decoded(self._pieces[0].token_ids)
+        for anchor in ("", self._tokenizer.eos_token or "", "\n", "a"):
+            piece = self._tokenized(self._text[end:], start=end, anchor=anchor)
+            if piece is not None and self._decoded([*prompt, *piece.token_ids]) == whole:
+                return piece
+        return None
+
+    def _tokenized(self, text: str, *, start: int, anchor: str = "") -> _Piece | None:
+        """A text behind an anchor; None if the anchor is no beginning of the tokens."""
+        (token_ids, ends), lead = self._measured(anchor + text), self._encoded(anchor) if anchor else []
+        if token_ids[: len(lead)] != lead:
+            return None
+        if ends is not None:
+            ends = [end - len(anchor) + start for end in ends[len(lead) :]]
+        return _Piece(start, token_ids[len(lead) :], ends, anchor)
+
+    def _measured(self, text: str) -> tuple[list[int], list[int] | None]:
+        """The tokens of a text, and the character behind each; None where the tokenizer does not know it."""
+        if not getattr(self._tokenizer, "is_fast", False):
+            return self._encoded(text), None
+        encoded = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+        return list(encoded["input_ids"]), list(accumulate((end for _, end in encoded["offset_mapping"]), max))
+
+    def _encoded(self, text: str) -> list[int]:
+        return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    def _decoded(self, token_ids: Sequence[int]) -> str:
+        return self._tokenizer.decode(token_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
+    def _melted(self, prompt: Sequence[int], end: int) -> str:
+        """What a row is told whose prompts no sequence of tokens has."""
+        shown, at = self._text[max(end - 20, 0) : end], common_prefix(prompt, self.token_ids)
+        if not self._prompts:
+            return f"an engine begins to sample behind {shown!r}, but the text there cannot be tokenised by itself"
+        sampled, given = (self._words(each[max(at - 1, 0) : at + 2]) for each in (self.token_ids, prompt))
+        return (
+            f"before a later turn (behind {shown!r}) an engine is given the tokens {given}, where it samples {sampled} "
+            "in the turn itself: one row cannot have both"
+        )
+
+    def _words(self, token_ids: Sequence[int]) -> str:
+        return " ".join(repr(self._decoded([token])) for token in token_ids)
+
+
+# What a chat template writes of a conversation, and what it leaves out without a word.
+#
+# Whether something is written is seen by changing it: a word is put into every part of the conversation, and each has
+# to turn up in what the template renders.
+
+REASONING = ("reasoning_content", "reasoning", "thinking")
+"""Keys of a message's thought; templates are given one under the names of the others, too."""
+
+_THOUGHT_BEGIN, _THOUGHT_END = "<think>", "</think>"
+
+
+class MessagePart(NamedTuple):
+    """A part of a message that is to be written; `at` counts texts and tool calls of a message."""
+
+    message: int
+    kind: Literal["text", "reasoning", "tool call", "arguments"]
+    at: int = 0
+
+    def __str__(self) -> str:
+        call = f"tool call {self.at} of message {self.message}"
+        named = {"tool call": call, "arguments": f"the arguments of {call}"}
+        return named.get(self.kind, f"the {self.kind} of message {self.message}")
+
+
+def with_calls(conversation: Conversation) -> Iterator[Conversation]:
+    """The conversation as it is given, and then as engines give it to templates.
+
+    Of each one with the arguments of its tool calls as objects, and then as JSON text, which some templates want.
+    """
+    plain = replace(conversation, messages=[_as_engines_give(message) for message in conversation.messages])
+    for form in (conversation, plain) if plain.messages != list(conversation.messages) else (conversation,):
+        yield _with_arguments(form, as_text=False)
+        if any(_calls(message) for message in form.messages):
+            yield _with_arguments(form, as_text=True)
+
+
+def _as_engines_give(message: Message) -> Message:
+    """A message with parts of text as one text, its thought under every name, and what it calls as functions."""
+    given = dict(message)
+    content = given.get("content")
+    if isinstance(content, list) and content:
+        texts = [part.get("text") if isinstance(part, Mapping) else None for part in content]
+        given["content"] = "\n".join(text or "" for text in texts)
+    if thought := next((given[name] for name in REASONING if given.get(name)), None):
+        given |= dict.fromkeys(REASONING, thought)
+    if calls := _calls(message):
+        given["tool_calls"] = [
+            call if "function" in call or "name" not in call else {"type": "function", "function": call}
+            for call in calls
+        ]
+    return given
+
+
+def writes_calls_badly(conversation: Conversation, text: str) -> bool:
+    """Whether a rendering has arguments as no model is to write them: as Python's repr, or as JSON text in quotes."""
+    for message in conversation.messages:
+        for arguments in call_arguments(message):
+            plain = json.dumps(arguments, ensure_ascii=False)
+            bad = {repr(arguments), *((plain, json.dumps(arguments)) if isinstance(arguments, str) else ())}
+            if any(shown in text for shown in bad - {"{}"} if shown != plain or isinstance(arguments, str)):
+                return True
+    return False
+
+
+def call_arguments(message: Message) -> list[Any]:
+    """The arguments of a message's tool calls, of those that have any."""
+    found = [_function(call).get("arguments") for call in _calls(message)]
+    return [arguments for arguments in found if arguments is not None]
+
+
+def unwritten_parts(
+    tokenizer: Any, conversation: Conversation, *, whole: str, thoughts: Collection[int]
+) -> list[MessagePart]:
+    """The parts of messages that the template does not write.
+
+    `whole` is the conversation as rendered. `thoughts` are the messages whose reasoning is looked for.
+    """
+    parts = [
+        part
+        for index, message in enumerate(conversation.messages)
+        for part in _parts(index, message, has_thought=index in thoughts)
+    ]
+    words = {part: f"{_unused_word(whole)}{at}q" for at, part in enumerate(parts)}
+    shown = _rendered(tokenizer, conversation, words) or ""
+    missing = [part for part in parts if words[part] not in shown]
+    return [part for part in missing if not _changes(tokenizer, conversation, part, words[part], whole)]
+
+
+def writes_tools(tokenizer: Any, conversation: Conversation, whole: str) -> bool:
+    """Whether the template writes which tools there are."""
+    try:
+        return not conversation.tools or render(tokenizer, replace(conversation, tools=None)) != whole
+    except TEMPLATE_ERRORS:
+        return True
+
+
+def texts_of(message: Message) -> Iterator[str]:
+    """The texts of a message that the template may write, arguments of tool calls among them."""
+    content = message.get("content")
+    for part in [content] if isinstance(content, str) else content or []:
+        if isinstance(text := part.get("text") if isinstance(part, Mapping) else part, str):
+            yield text
+    for name in REASONING:
+        if isinstance(text := message.get(name), str):
+            yield text
+    for arguments in call_arguments(message):
+        yield json.dumps(arguments, ensure_ascii=False)
+
+
+def _parts(index: int, message: Message, *, has_thought: bool) -> Iterator[MessagePart]:
+    """The parts of a message that are to be written."""
+    content = message.get("content")
+    for at, text in enumerate([content] if isinstance(content, str) else content or []):
+        if _is_text(text):
+            yield MessagePart(index, "text", at)
+    named = (message.get(name) for name in REASONING)
+    if has_thought and any(isinstance(text, str) and text.strip() for text in (*named, _thought(content))):
+        yield MessagePart(index, "reasoning")
+    for at, call in enumerate(_calls(message)):
+        has_arguments = _function(call).get("arguments") not in (None, {}, "", "{}")
+        yield MessagePart(index, "arguments" if has_arguments else "tool call", at)
+
+
+def _thought(content: Any) -> str:
+    """The thought at the beginning of a text; some templates cut it out."""
+    before, end, _ = content.partition(_THOUGHT_END) if isinstance(content, str) else ("", "", "")
+    return before.rpartition(_THOUGHT_BEGIN)[2] if end else ""
+
+
+def _is_text(part: Any) -> bool:
+    text = part.get("text") if isinstance(part, Mapping) else part
+    return isinstance(text, str) and bool(text.strip())
+
+
+def _changes(tokenizer: Any, conversation: Conversation, part: MessagePart, word: str, whole: str) -> bool:
+    """Whether the rendering differs with a word in one part, or cannot be had."""
+    for at_end in (True, False):
+        text = _rendered(tokenizer, conversation, {part: word}, at_end=at_end)
+        if text is None or text != whole:
+            return True
+    return False
+
+
+def _rendered(
+    tokenizer: Any, conversation: Conversation, words: Mapping[MessagePart, str], *, at_end: bool = True
+) -> str | None:
+    """The rendering of the conversation with words in its parts; None if the template does not take it."""
+    messages = list(conversation.messages)
+    for part, word in words.items():
+        messages[part.message] = _with_word(messages[part.message], part, word, at_end=at_end)
+    try:
+        return render(tokenizer, replace(conversation, messages=messages))
+    except TEMPLATE_ERRORS:
+        return None
+
+
+def _with_word(message: Message, part: MessagePart, word: str, *, at_end: bool) -> Message:
+    def put(text: Any) -> Any:
+        if isinstance(text, Mapping):
+            return {**text, "text": put(text["text"])}
+        return (text + word if at_end else word + text) if isinstance(text, str) else text
+
+    content = message.get("content")
+    if part.kind == "text":
+        if isinstance(content, str):
+            return {**message, "content": put(content)}
+        return {**message, "content": [put(text) if at == part.at else text for at, text in enumerate(content or [])]}
+    if part.kind == "reasoning":
+        changed = {name: put(message[name]) for name in REASONING if name in message}
+        if isinstance(content, str) and (thought := _thought(content)):
+            changed["content"] = content.replace(thought + _THOUGHT_END, put(thought) + _THOUGHT_END, 1)
+        return {**message, **changed}
+
+    def change(function: Mapping[str, Any]) -> Mapping[str, Any]:
+        if part.kind == "tool call":
+            return {**function, "name": put(function.get("name"))}
+        return {**function, "arguments": _longer(function, word)}
+
+    return _with_functions(message, change, only=part.at)
+
+
+def _longer(function: Mapping[str, Any], word: str) -> Any:
+    """A function's arguments with another one."""
+    arguments = function.get("arguments")
+    decoded = decoded_arguments(arguments)
+    if isinstance(decoded, Mapping):
+        longer: Any = {**decoded, word: word}
+    elif isinstance(decoded, list):
+        longer = [*decoded, word]
+    else:
+        return arguments + word if isinstance(arguments, str) else word
+    return json.dumps(longer, ensure_ascii=False) if isinstance(arguments, str) else longer
+
+
+def decoded_arguments(arguments: Any) -> Any:
+    """Arguments that are JSON text as what they say; what is no JSON stays as it is."""
+    if not isinstance(arguments, str):
+        return arguments
+    try:
+        return decode_json(arguments or "{}", what="arguments", reason="DATA_INVALID")
+    except CorruptObjectError:
+        return arguments
+
+
+def _with_arguments(conversation: Conversation, *, as_text: bool) -> Conversation:
+    def changed(function: Mapping[str, Any]) -> Mapping[str, Any]:
+        arguments = function.get("arguments")
+        arguments = {} if arguments is None else arguments
+        if not as_text:
+            return {**function, "arguments": decoded_arguments(arguments)}
+        text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+        return {**function, "arguments": text or "{}"}
+
+    return replace(conversation, messages=[_with_functions(message, changed) for message in conversation.messages])
+
+
+def _with_functions(
+    message: Message, change: Callable[[Mapping[str, Any]], Mapping[str, Any]], *, only: int | None = None
+) -> Message:
+    """The message with changed tool calls: all of them, or one."""
+    calls = list(_calls(message))
+    for at, call in enumerate(calls):
+        if only in (None, at):
+            function = _function(call)
+            calls[at] = change(call) if function is call else {**call, "function": change(function)}
+    return {**message, "tool_calls": calls} if calls else message
+
+
+def _calls(message: Message) -> list[Mapping[str, Any]]:
+    return message.get("tool_calls") or []
+
+
+def _function(call: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What a call calls; some data sets have it without the layer `function`."""
+    function = call.get("function")
+    return function if isinstance(function, Mapping) else call
+
+
+def _unused_word(text: str) -> str:
+    word = "qzwritten"
+    while word in text:
+        word += "q"
+    return word

@@ -181,22 +181,22 @@ class _Store:
 
 def _intent() -> tuple[Any, Any]:
     from millrace.runlog.names import Names
-    from millrace.runlog.records import intents
+    from millrace.runlog.records import numbered
 
     names = Names("p", "u")
-    return (lambda data: intents.load_intents(_Store(names.intent(1), data), names, 0)), None  # pyright: ignore
+    return (lambda data: numbered.load_intents(_Store(names.intent(1), data), names, 0)), None  # pyright: ignore
 
 
 def _epoch() -> tuple[Any, Any]:
     from millrace.runlog.names import Names
-    from millrace.runlog.records.epochs import epoch_owner
+    from millrace.runlog.records.numbered import epoch_owner
 
     names = Names("p", "u")
     return (lambda data: epoch_owner(_Store(names.epoch("trainer", 1), data), names, "trainer", 1)), None  # pyright: ignore
 
 
 def _record() -> tuple[Any, Any]:
-    from millrace.orchestrator.runs.run_view import RunView
+    from millrace.orchestrator.runs.catalog import RunView
     from millrace.runlog.records.run_record import RunRecord
 
     def decode(data: bytes) -> Any:

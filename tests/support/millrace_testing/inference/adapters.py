@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
-from millrace.inference.embedded import weights
+from millrace.inference.embedded import loader
 from millrace.inference.updater import DesiredPolicy
-from millrace.models.adapter_files import ADAPTER_CONFIG
+from millrace.models.files import ADAPTER_CONFIG
 from millrace.policies.adapter import AdapterSpec
 from millrace.policies.manifest import AdapterEntry, PolicyPlace, Probe
 from millrace.policies.publishing.publish import PolicyContents, publish_policy
@@ -69,7 +69,7 @@ class Run:
             self.store,
             PolicyPlace(prefix="test", uid="run1", lineage=0, version=version),
             PolicyContents(
-                tensors=[(name, weights.as_tensor_bytes(tensor)) for name, tensor in tensors.items()],
+                tensors=[(name, loader.as_tensor_bytes(tensor)) for name, tensor in tensors.items()],
                 files=self.files,
                 probe=Probe(token_ids=tokens, logprobs=tuple(prompt_logprobs(twin, tokens))),
                 adapter=entry,

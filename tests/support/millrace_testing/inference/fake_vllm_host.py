@@ -8,7 +8,7 @@ import time
 
 from millrace.inference.vllm import handover
 from millrace.inference.vllm.handover import PARENT_VARIABLE
-from millrace.processes.parent_death import die_with_parent
+from millrace.processes.sessions import die_with_parent
 
 die_with_parent(parent=int(os.environ.pop(PARENT_VARIABLE)))
 line = handover.line()

@@ -11,10 +11,10 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Config
 
-from millrace.inference.embedded import weights
+from millrace.inference.embedded import loader
 from millrace.models.saved import saved_tensors
 from millrace.policies.digest import digest_hex, policy_digest, tensor_digest
-from millrace.policies.staged import StagedPolicy
+from millrace.policies.manifest import StagedPolicy
 from millrace.policies.tensors import TensorBytes
 
 torch.set_num_threads(1)
@@ -77,7 +77,7 @@ def tensors_of(model: torch.nn.Module) -> dict[str, TensorBytes]:
     own = {name: tensor for name, tensor in state.items() if seen.setdefault(tensor.data_ptr(), name) == name}
     saved = saved_tensors(model, {name: tensor.shape for name, tensor in own.items()})
     return {
-        part.name: weights.as_tensor_bytes(tensor.reshape(-1)[part.start : part.end].reshape(part.shape))
+        part.name: loader.as_tensor_bytes(tensor.reshape(-1)[part.start : part.end].reshape(part.shape))
         for name, tensor in own.items()
         for part in saved[name]
     }

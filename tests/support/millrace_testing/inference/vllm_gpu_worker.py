@@ -4,7 +4,7 @@
 
 vLLM itself builds class and worker, and the model runner of that number; only what needs CUDA is mocked:
 streams, events and pinned memory as vLLM's build for CPUs mocks them, and that there is Triton, whose kernels only
-generate. The worker then takes ORDERS, a JSON list of orders of `millrace.inference.vllm.orders`: the first one is
+generate. The worker then takes ORDERS, a JSON list of orders of `millrace.inference.vllm.ranks`: the first one is
 loaded, the others are applied as deltas, and at last vLLM itself loads the directory FRESH. OUT gets who hides whom in
 the class, and digests of what the model holds after each of these.
 """

@@ -2,7 +2,7 @@
 
     python vllm_memory.py MODEL_DIRECTORY ORDERS OUT [copies]
 
-ORDERS is a JSON list of orders of `millrace.inference.vllm.orders`: the first one is loaded, the others are applied as
+ORDERS is a JSON list of orders of `millrace.inference.vllm.ranks`: the first one is loaded, the others are applied as
 deltas. OUT gets digests by path, behind the first one and behind all, and what the model then says. With `copies` the
 halves of `kv_b_proj` are copies, as they are where that is quantised, and not views.
 """

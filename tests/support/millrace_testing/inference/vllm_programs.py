@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from millrace.inference.launch_env import vllm_environ
-from millrace.inference.vllm.orders import write_order
+from millrace.inference.vllm.ranks import write_order
 from millrace.internal.v1.policy_pb2 import PolicyEntry
 from millrace.policies.host_copy import HostCopy
 from millrace.storage.local import LocalStore

@@ -3,7 +3,7 @@
     python vllm_said.py JOBS
 
 JOBS is a JSON list of objects with `model` (a directory), `prompt`, `options` of vLLM, `orders` of
-`millrace.inference.vllm.orders` (the first one is loaded into a model that was started without weights, the others are
+`millrace.inference.vllm.ranks` (the first one is loaded into a model that was started without weights, the others are
 deltas), `tensors` (the names of all that a version is made of) and `out`. Each `out` gets the log-probs of the prompt's
 tokens by the directory, by every version, and by the directory put in their place again, and digests of what the worker
 holds of each version; or an error, and what follows goes on.

@@ -28,7 +28,7 @@ from millrace.runlog.events import archive as event_archive
 from millrace.runlog.events.archive import EventArchive
 from millrace.runlog.names import Deployment
 from millrace.runlog.records.known import KnownObjects
-from millrace.runlog.records.origin import load_origin
+from millrace.runlog.records.run_record import load_origin
 from millrace.runlog.records.scores import load_scores, name_scores, store_scores
 from millrace.runlog.records.token_logs import store_token_log
 from millrace.runlog.seal import write_seal

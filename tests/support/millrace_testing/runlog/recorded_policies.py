@@ -7,10 +7,9 @@ import numpy as np
 
 from millrace.internal.v1 import policy_pb2
 from millrace.policies.manifest import FileEntry, PolicyManifest, PolicyPlace, TensorEntry, whole_digest
-from millrace.policies.publishing.history import History
-from millrace.policies.publishing.parts import TensorPart
 from millrace.policies.publishing.publish import commit_policy, upload_files, upload_prefix
-from millrace.policies.publishing.upload import upload_delta, upload_full
+from millrace.policies.publishing.share import History
+from millrace.policies.publishing.upload import TensorPart, upload_delta, upload_full
 from millrace.runlog.names import Names
 from millrace.storage import ObjectStore
 

@@ -16,9 +16,9 @@ from millrace.runlog import RunLog, chain_hash, open_redis
 from millrace.runlog.attest import Attestation, SigningKey, load_key, unsigned, write_attestation
 from millrace.runlog.audit import Depth, audit_run
 from millrace.runlog.names import Deployment, Names, new_uid
-from millrace.runlog.records.epochs import create_epoch
 from millrace.runlog.records.known import describe
-from millrace.runlog.records.origin import load_origin
+from millrace.runlog.records.numbered import create_epoch
+from millrace.runlog.records.run_record import load_origin
 from millrace.storage.commit_points import with_checksum
 from millrace.storage.local import LocalStore
 from millrace.trainer.checkpoint.proof import differences

@@ -11,10 +11,9 @@ from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Any
 
-from millrace.models.templates import TEMPLATE_ERRORS
+from millrace.models.vocabulary import TEMPLATE_ERRORS
 from millrace.policies.stops import common_prefix
-from millrace.trainer.sft.rendering import Conversation, render
-from millrace.trainer.sft.written import with_calls
+from millrace.trainer.sft.rendering import Conversation, render, with_calls
 
 EQUAL, UNEXPLAINED = "equal", "unexplained"
 CAUSES = {

@@ -17,7 +17,7 @@ from millrace.config.sections.rl import RLConfig
 from millrace.custom_code import CustomCode
 from millrace.errors import MillraceError
 from millrace.internal.v1 import batch_pb2
-from millrace.policies.publishing.parts import TensorPart
+from millrace.policies.publishing.upload import TensorPart
 from millrace.rollouts.types import TrainSample
 from millrace.runlog import Names
 from millrace.storage.local import LocalStore
@@ -31,7 +31,7 @@ from millrace.trainer.learning.plan import Rows, in_order, plan_micro_batches
 from millrace.trainer.log.batches import Batch
 from millrace.trainer.loop import forward_backward
 from millrace.trainer.model.compiled import take_failures
-from millrace.trainer.model.snapshot import Snapshots
+from millrace.trainer.model.published import Snapshots
 
 _LENGTHS = (16, 4, 9, 2, 7, 3, 5, 11, 16, 6, 8, 10, 2, 4, 3, 16, 7, 5, 9, 6)
 _MAX_TOKENS = 32

@@ -14,8 +14,7 @@ from torch.profiler import ProfilerActivity, profile
 from millrace.config.sections.rl import RLConfig
 from millrace.custom_code import CustomCode
 from millrace.trainer.gang.distributed import Gang
-from millrace.trainer.learning.batch import MicroBatch, build_micro_batch
-from millrace.trainer.learning.fake_samples import fake_sample
+from millrace.trainer.learning.batch import MicroBatch, build_micro_batch, fake_sample
 from millrace.trainer.learning.learner import Learner
 from millrace.trainer.losses import divisor, total_loss
 

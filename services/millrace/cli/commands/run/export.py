@@ -9,7 +9,7 @@ from millrace.cli.errors import CliError
 from millrace.cli.options import RUN, STORE
 
 if TYPE_CHECKING:
-    from millrace.exports.wandb_target import WandbTarget
+    from millrace.exports.wandb_run import WandbTarget
     from millrace.policies.manifest import PolicyManifest
     from millrace.runlog.names import Names
     from millrace.storage import ObjectStore
@@ -104,8 +104,7 @@ def export(
     """
     from millrace.cli.offline.run_store import open_run
     from millrace.exports.files import export_files
-    from millrace.exports.metrics import points
-    from millrace.exports.reader import read_metrics
+    from millrace.exports.metrics import points, read_metrics
     from millrace.exports.samples import read_samples
     from millrace.runlog.names import Names
 
@@ -138,7 +137,7 @@ def export(
 
 def _wandb_target(store: "ObjectStore", names: "Names", directory: Path) -> "WandbTarget":
     """What the run's own config says of W&B."""
-    from millrace.exports.wandb_target import target_of
+    from millrace.exports.wandb_run import target_of
     from millrace.runlog.records.run_record import RunRecord
 
     record = RunRecord.parse(store.get(names.run_json), where=store.uri(names.run_json), needs=["name"])

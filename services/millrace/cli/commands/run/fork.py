@@ -44,7 +44,7 @@ def fork(arguments: tuple[str, ...]) -> int:
     again, and goes on from there; RUN itself is only read, whether it is running, paused or has ended. Settings of the
     trainer that change a step need a checkpoint at K itself.
     """
-    from millrace.cli.session.new_name import check_new_name
+    from millrace.cli.session.prepare import check_new_name
 
     if not arguments or arguments[0].startswith(("--", "@")):
         raise CliError("name the run to fork", hint=_EXAMPLE)

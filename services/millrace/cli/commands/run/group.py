@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import click
 
-from millrace.cli.commands.run.attest import attest
-from millrace.cli.commands.run.audit import audit
+from millrace.cli.commands.run.audit import attest, audit
 from millrace.cli.commands.run.compare import compare
 from millrace.cli.commands.run.export import export, export_policy
 from millrace.cli.commands.run.fork import fork
@@ -20,10 +19,9 @@ from millrace.cli.commands.run.repair import repair
 from millrace.cli.commands.run.replay import replay
 from millrace.cli.commands.run.samples import samples
 from millrace.cli.connection import ask_server
-from millrace.cli.defaults import DEFAULT_LISTEN
 from millrace.cli.errors import EXIT_FAILED, CliError
 from millrace.cli.log_files import LEVELS
-from millrace.cli.options import FORMAT, RUN, SERVER
+from millrace.cli.options import DEFAULT_LISTEN, FORMAT, RUN, SERVER
 from millrace.cli.session.raw import OPTIONS_HELP, RawCommand
 
 if TYPE_CHECKING:
@@ -196,9 +194,8 @@ def watch(name: str, plain: bool, form: str, server: str | None) -> None:
     from millrace.cli.session.follow import require_success
     from millrace.cli.session.results import summary_lines, watched_summary
     from millrace.cli.session.run_session import follow_or_detach
-    from millrace.cli.view.json_view import JsonView
     from millrace.cli.view.progress import Progress
-    from millrace.cli.view.view import make_view
+    from millrace.cli.view.view import JsonView, make_view
     from millrace.runlog.events.run_status import is_terminal
 
     async def act(client: "Client") -> None:

@@ -69,12 +69,12 @@ def _here(
 ) -> "rs.GetLineageResponse":
     from millrace.cli.offline.log_here import open_log
     from millrace.cli.offline.run_store import open_run
-    from millrace.dashboard import messages
+    from millrace.dashboard import answers
 
     objects, deployment, uid = open_run(name, store, prefix)
     asked = {"sample": sample} if sample is not None else {"version": str(version)}
     with open_log(objects, deployment, uid, note=_note) as log:
-        return messages.lineage(log.ask("get-lineage", asked), run=log.record.name)
+        return answers.lineage(log.ask("get-lineage", asked), run=log.record.name)
 
 
 def _there(name: str, sample: str | None, version: int | None, server: str | None) -> "rs.GetLineageResponse":

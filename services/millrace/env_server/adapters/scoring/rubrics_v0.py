@@ -20,7 +20,7 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from typing import Any
 
-from millrace.env_server import standing
+from millrace.env_server import engine_access
 from millrace.env_server.adapters.failures import frames_of
 from millrace.env_server.adapters.outcome import number_of
 from millrace.env_server.adapters.scoring import judges
@@ -232,7 +232,7 @@ def _watched(func: Callable[..., Any]) -> Callable[..., Any]:
         call, name = _call.get(), getattr(func, "__name__", repr(func))
         assert call is not None
         try:
-            with judges.scoring(), standing.at(f"reward function {name!r}"):
+            with judges.scoring(), engine_access.at(f"reward function {name!r}"):
                 result = func(*args, **kwargs)
                 score = await result if inspect.isawaitable(result) else result
             return call.accepted(name, score)

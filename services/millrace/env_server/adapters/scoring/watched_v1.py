@@ -8,7 +8,7 @@ from typing import Any
 import verifiers.v1 as vf
 from verifiers.v1.clients.train import TrainClient
 
-from millrace.env_server import standing
+from millrace.env_server import engine_access
 from millrace.env_server.adapters.failures import trace_text
 from millrace.env_server.adapters.outcome import NotANumberError, number_of
 from millrace.env_server.adapters.scoring import judges
@@ -60,7 +60,7 @@ def mark_scoring() -> None:
     @functools.wraps(stock)
     async def score(self: Any, *args: Any, **kwargs: Any) -> None:
         try:
-            with judges.scoring(), standing.at("the task's rewards"):
+            with judges.scoring(), engine_access.at("the task's rewards"):
                 await stock(self, *args, **kwargs)
         except vf.TaskError as error:
             if not (kind := judges.failure_type(error)):

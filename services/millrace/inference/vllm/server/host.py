@@ -11,7 +11,7 @@ from types import ModuleType
 
 from millrace.inference.launch_env import PLUGIN_NAME, PYTHON_VARIABLE
 from millrace.inference.vllm.handover import PARENT_VARIABLE, Line, line
-from millrace.processes.parent_death import die_with_parent
+from millrace.processes.sessions import die_with_parent
 from millrace.telemetry.startup import without_gc
 
 _PLUGIN_GROUPS = ("vllm.endpoint_plugins", "vllm.general_plugins")

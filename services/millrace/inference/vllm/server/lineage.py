@@ -2,7 +2,7 @@
 
 import multiprocessing
 
-from millrace.processes.parent_death import die_with_parent
+from millrace.processes.sessions import die_with_parent
 
 
 def register() -> None:

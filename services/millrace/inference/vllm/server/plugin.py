@@ -18,9 +18,8 @@ from prometheus_client import REGISTRY
 from millrace.errors import MillraceError
 from millrace.inference import meters
 from millrace.inference.model_files import ModelSlot
-from millrace.inference.registration import http_address
 from millrace.inference.replica_parts import ReplicaParts
-from millrace.inference.settings import InferenceSettings
+from millrace.inference.settings import InferenceSettings, http_address
 from millrace.inference.vllm.engine import VllmEngine
 from millrace.inference.vllm.gate import GatedClient, GenerationGate
 from millrace.inference.vllm.handover import OWNED_DIRECTORY_VARIABLE, WORKER_ID_VARIABLE, take_over

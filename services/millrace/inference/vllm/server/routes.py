@@ -27,7 +27,7 @@ from millrace.errors import (
 )
 from millrace.inference.engine import STALL_S, EngineState
 from millrace.inference.http import limits
-from millrace.inference.http.stops import separated, special_texts
+from millrace.inference.http.schema import separated, special_texts
 from millrace.inference.model_files import ModelSlot
 from millrace.inference.updater import PolicyUpdater
 from millrace.inference.vllm.engine import VllmEngine

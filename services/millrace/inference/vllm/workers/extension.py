@@ -19,9 +19,7 @@ import torch
 
 from millrace.errors import InvalidStateError
 from millrace.inference.vllm.lora import on_base
-from millrace.inference.vllm.orders import OrderFiles
-from millrace.inference.vllm.ranks import AnsweringWorker
-from millrace.inference.vllm.workers.derived import derived_tensors, require_reloadable
+from millrace.inference.vllm.ranks import AnsweringWorker, OrderFiles
 from millrace.inference.vllm.workers.layout import Layout, Region, Slot, trace
 from millrace.inference.vllm.workers.memory import (
     ChangeSlice,
@@ -35,8 +33,15 @@ from millrace.inference.vllm.workers.memory import (
     writes_of,
 )
 from millrace.inference.vllm.workers.node_copy import FetchingWorker
-from millrace.inference.vllm.workers.packing import Packed, build_packed, is_repackable, pack_experts
-from millrace.inference.vllm.workers.reloading import whole_reload
+from millrace.inference.vllm.workers.reloading import (
+    Packed,
+    build_packed,
+    derived_tensors,
+    is_repackable,
+    pack_experts,
+    require_reloadable,
+    whole_reload,
+)
 from millrace.policies.proof import ContinuedDigests, NextDigests, Row
 from millrace.policies.tensors import element_bytes
 from millrace.telemetry import faults
@@ -76,7 +81,7 @@ class Held:
     proved: ContinuedDigests[Region]
     staged: Staged | None = None
     is_reloaded_whole: bool = False
-    """Whether something comes of the weights that only a whole reload makes anew: what `derived.py` finds, and
+    """Whether something comes of the weights that only a whole reload makes anew: what `reloading.py` finds, and
     parameters that loaders fill in ways which leave no trace."""
 
 

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from millrace.device_digest import device_digest
 from millrace.inference.torch_dtypes import BITS, DTYPES
-from millrace.inference.vllm.orders import OrderFiles
+from millrace.inference.vllm.ranks import OrderFiles
 from millrace.inference.vllm.workers.layout import Region
 from millrace.policies.change import TensorChange
 from millrace.policies.proof import NextDigests, mismatch

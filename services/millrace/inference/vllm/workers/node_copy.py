@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from millrace.errors import CorruptObjectError, InternalError
-from millrace.inference.vllm.orders import write_order
+from millrace.inference.vllm.ranks import write_order
 from millrace.policies.host_copy import HostCopy
 from millrace.storage.opening import open_store
 from millrace.storage.scratch import scratch_parent

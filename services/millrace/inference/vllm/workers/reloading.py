@@ -7,13 +7,17 @@ transformers runs) register a parameter while they load, which the reload takes 
 """
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from millrace.errors import InvalidStateError
+from millrace.inference.vllm.workers.layout import Slot
 
 Late = dict[tuple[torch.nn.Module, str], torch.nn.Parameter]
 
@@ -125,3 +129,108 @@ def _placing(otherwise: Callable[..., Any]) -> Callable[..., Any]:
 
 def _storage(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage()._cdata
+
+
+# What vLLM derives from weights when they are loaded, and keeps beside them.
+#
+# A version that is written into the parameters leaves these as they were: the model would serve them stale, while
+# every parameter reads back right. vLLM's layerwise reload makes anew what layers derive, so that such a model is
+# loaded whole. What the model itself derives behind its layers (DeepSeek-V4, Kimi K3) that reload leaves out, and it
+# is refused.
+
+_PLAIN = ("W_UK_T", "W_UV", "W_UK", "W_K", "W_V", "W_UK_T_dcp_qrep")
+"""Tensors that a layer keeps as plain attributes: halves of `kv_b_proj`, with which latent attention decodes."""
+_OF_BACKENDS = ("sinks", "_w_uk_packed", "_w_uv_packed", "_w_scale")
+"""Those of an attention backend: FlashInfer's float32 copy of the sinks, what the one for AMX has packed."""
+
+
+def derived_tensors(model: torch.nn.Module, loaded: Collection[Slot]) -> list[str]:
+    """Names of the tensors of a loaded model that are derived from its weights, sorted; `loaded` is what loaders fill.
+
+    A view of a weight changes with it, and is none.
+    """
+    own: set[int] = set()
+    others: dict[str, torch.Tensor] = {}
+    for name, module in model.named_modules():
+        for each, parameter in module._parameters.items():
+            if parameter is None:
+                continue
+            if Slot(module=name, name=each) in loaded:
+                own.add(parameter.untyped_storage().data_ptr())
+            else:
+                others[f"{name}.{each}"] = parameter
+        own |= {each.untyped_storage().data_ptr() for each in module._buffers.values() if each is not None}
+        others |= _kept(name, module.__dict__, _PLAIN)
+        others |= _kept(f"{name}.impl", getattr(module.__dict__.get("impl"), "__dict__", {}), _OF_BACKENDS)
+    return sorted(
+        name for name, each in others.items() if each.untyped_storage().data_ptr() not in own and each.numel()
+    )
+
+
+def require_reloadable(model: torch.nn.Module) -> None:
+    """InvalidStateError if the model derives something behind its layers, which no reload makes anew."""
+    if not hasattr(model, "process_weights_after_loading"):
+        return
+    raise InvalidStateError(
+        f"{type(model).__name__} derives tensors from all of its weights once vLLM has loaded them, and vLLM's reload "
+        "does not make them anew: it would serve new versions with stale tensors",
+        reason="MODEL_KEEPS_STALE_TENSORS",
+        remedy="train a model of another architecture, or serve this one without a run",
+    )
+
+
+def _kept(name: str, attributes: dict[str, object], names: tuple[str, ...]) -> dict[str, torch.Tensor]:
+    found = {f"{name}.{each}": attributes.get(each) for each in names}
+    return {each: value for each, value in found.items() if isinstance(value, torch.Tensor)}
+
+
+# Layers that vLLM's CPU backend packs. Linear ones are built from plain weights beside the served ones, then put in.
+#
+# On CPU `process_weights_after_loading` of an unquantised layer turns `weight` into a packed copy behind
+# `layer.cpu_linear`. It reads nothing of the layer but `weight` and `bias`, so it can be run on a shell that has only
+# these, while the layer serves; afterwards the layer takes over the shell's function.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Packed:
+    """A packed weight, ready to be put into its layer."""
+
+    cpu_linear: Callable[..., torch.Tensor]
+
+    def put_into(self, layer: torch.nn.Module) -> None:
+        """Make the layer compute with it from the next call on."""
+        layer.cpu_linear = self.cpu_linear  # pyright: ignore[reportArgumentType] - an attribute of vLLM's
+
+
+def is_repackable(layer: torch.nn.Module) -> bool:
+    """Whether the layer is unquantised and computes with a packed weight."""
+    method: Any = getattr(layer, "quant_method", None)
+    return hasattr(layer, "cpu_linear") and type(method).__name__ in (
+        "UnquantizedLinearMethod",
+        "UnquantizedEmbeddingMethod",
+    )
+
+
+def build_packed(layer: torch.nn.Module, weight: torch.Tensor) -> Packed:
+    """Pack a plain weight as the layer's own method does. `weight` may be dropped or reused afterwards."""
+    shell: Any = torch.nn.Module()
+    shell.weight = torch.nn.Parameter(weight.detach(), requires_grad=False)
+    # What vLLM leaves unpacked (`kv_b_proj` of multi-head latent attention) stays so.
+    shell._cpu_skip_gemm_dispatch = getattr(layer, "_cpu_skip_gemm_dispatch", False)
+    if (bias := getattr(layer, "bias", None)) is not None:
+        shell.bias = torch.nn.Parameter(bias.detach().clone(), requires_grad=False)
+    method: Any = layer.quant_method
+    method.process_weights_after_loading(shell)
+    return Packed(cpu_linear=shell.cpu_linear)
+
+
+def pack_experts(module: torch.nn.Module) -> None:
+    """Pack the fused experts of a module on a CPU whose weights vLLM's layerwise reload has just filled.
+
+    vLLM (0.32) packs them behind the first load only, and would compute with plain weights as if they were packed.
+    """
+    for layer in module.modules():
+        method: Any = getattr(layer, "quant_method", None)
+        weight = layer._parameters.get("w13_weight")
+        if type(method).__name__ == "UnquantizedFusedMoEMethod" and weight is not None and weight.device.type == "cpu":
+            method.moe_kernel.fused_experts.process_weights_after_loading(layer)

@@ -1,0 +1,229 @@
+"""Plain data on its way out: protobuf as dictionaries, secrets masked, and JSON that no text can break."""
+
+import json
+import logging
+import math
+import os
+import struct
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from google.protobuf.message import Message
+
+from millrace.errors import (
+    AlreadyExistsError,
+    CapacityError,
+    ConflictError,
+    InternalError,
+    InvalidSpecError,
+    InvalidStateError,
+    MillraceError,
+    NotFoundError,
+    PermissionDeniedError,
+    UnauthenticatedError,
+    UnavailableError,
+    Violation,
+)
+from millrace.telemetry.redact import masked, redact, secrets_of
+from millrace.v1 import lineage_pb2, metric_pb2, rollout_pb2
+from millrace.v1 import run_service_pb2 as rs
+
+
+def to_json(value: Any, *, secrets: tuple[str, ...] | None = None) -> bytes:
+    """The document, in ASCII, with every secret masked; NaN and infinities are null, and texts have an end."""
+    known = secrets_of(os.environ) if secrets is None else secrets
+    return json.dumps(masked(value, known), separators=(",", ":"), allow_nan=False).encode()
+
+
+def of_message(message: Message) -> dict[str, Any]:
+    """A protobuf message as plain data: every field that is set, whole numbers as numbers."""
+    found: dict[str, Any] = {}
+    for field, value in message.ListFields():
+        if field.message_type is not None and field.message_type.GetOptions().map_entry:
+            found[field.name] = dict(value)
+        elif field.is_repeated:
+            found[field.name] = [_plain(item) for item in value]
+        elif field.enum_type is not None:
+            found[field.name] = field.enum_type.values_by_number[value].name
+        else:
+            found[field.name] = _plain(value)
+    return found
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Message):
+        if value.DESCRIPTOR.full_name == "google.protobuf.Timestamp":
+            return value.ToNanoseconds() / 1e9  # type: ignore[attr-defined]
+        return of_message(value)
+    return value.hex() if isinstance(value, bytes) else value
+
+
+# Errors as answers of HTTP, and back: a status, and what, where, remedy.
+
+logger = logging.getLogger(__name__)
+
+INDEX_GROWING = "INDEX_GROWING"
+"""Reason of what cannot be given yet, because the log is being read: a list, or a sample."""
+_ACCEPTED = 202  # asked for, and on its way: no failure
+
+_STATUS: tuple[tuple[type[MillraceError], int], ...] = (
+    (InvalidSpecError, 400),
+    (UnauthenticatedError, 401),
+    (PermissionDeniedError, 403),
+    (NotFoundError, 404),
+    (AlreadyExistsError, 409),
+    (InvalidStateError, 409),
+    (ConflictError, 409),
+    (CapacityError, 503),
+    (UnavailableError, 503),
+)
+
+
+def problem_of(error: Exception) -> tuple[int, dict[str, Any]]:
+    """The status and the body for an error; one that is none of ours is logged, and said without its text."""
+    if not isinstance(error, MillraceError):
+        logger.error("a question of the dashboard failed", exc_info=error)
+        error = InternalError(
+            f"the answer could not be made: {type(error).__name__}",
+            reason="DASHBOARD_FAILED",
+            remedy="see the orchestrator's log",
+        )
+    status = next((number for kind, number in _STATUS if isinstance(error, kind)), 500)
+    if error.reason == INDEX_GROWING:
+        status = _ACCEPTED
+    body = {
+        "reason": error.reason,
+        "message": redact(error.message)[:4000],
+        "remedy": redact(error.remedy or "")[:2000],
+    }
+    return status, {"error": body}
+
+
+def error_of(status: int, body: dict[str, Any]) -> MillraceError:
+    """The error that `problem_of` has told of; one of the reader's own defects is an InternalError."""
+    told = body.get("error") or {}
+    reason, message, remedy = (str(told.get(name, "")) for name in ("reason", "message", "remedy"))
+    kind = next((kind for kind, number in _STATUS if number == status and kind is not CapacityError), InternalError)
+    if status == _ACCEPTED:
+        kind = UnavailableError
+    if issubclass(kind, InvalidSpecError):
+        wrong = [Violation(field="request", message=message)]
+        return InvalidSpecError(wrong, message=message, reason=reason, remedy=remedy or None)
+    return kind(message, reason=reason, remedy=remedy or None)
+
+
+# What the orchestrator and its reader say to each other: frames of a length and so many bytes.
+
+LENGTH = struct.Struct("<IQ")
+"""Bytes that follow, and the number of the question."""
+MAX_QUESTION_BYTES = 1 << 20
+MAX_ANSWER_BYTES = 256 << 20
+
+
+def frame(number: int, data: bytes) -> bytes:
+    """A frame with these bytes."""
+    return LENGTH.pack(len(data), number) + data
+
+
+# What the reader says, as the messages of the public API.
+
+Said = Mapping[str, Any]
+"""A part of an answer of the reader: JSON."""
+_RENAMED = {
+    "stop": "stop_condition", "reason": "drop_reason", "tokens": "num_tokens", "sampled": "num_sampled_tokens",
+    "turns": "num_turns", "version_min": "min_version", "version_max": "max_version",
+}  # fmt: skip
+"""Columns of the index that the API calls otherwise."""
+
+
+def metrics_page(said: Said) -> rs.ListMetricsResponse:
+    """A page of metrics; what JSON cannot say is NaN again."""
+    rows: Sequence[tuple[int, Mapping[str, float | None]]] = said["steps"]
+    steps = [
+        metric_pb2.StepMetrics(
+            step=step, values={name: math.nan if value is None else value for name, value in values.items()}
+        )
+        for step, values in rows
+    ]
+    return rs.ListMetricsResponse(steps=steps)
+
+
+def rollouts_page(said: Said, *, run: str) -> rs.ListRolloutsResponse:
+    """A page of rollouts of the run with this name."""
+    return rs.ListRolloutsResponse(
+        rollouts=[rollout(row, run=run) for row in said["samples"]],
+        total_size=said["total"],
+        unreadable=[rollout_pb2.UnreadableBatch(**each) for each in said["index"]["unreadable"]],
+    )
+
+
+def rollout(row: Said, *, run: str) -> rollout_pb2.Rollout:
+    """A row of the index."""
+    fields = {_RENAMED.get(name, name): value for name, value in row.items() if value is not None and name != "id"}
+    return rollout_pb2.Rollout(name=f"runs/{run}/rollouts/{row['id']}", **fields)
+
+
+def lineage(said: Said, *, run: str) -> rs.GetLineageResponse:
+    """The lineage of a rollout, or of a version."""
+    if "sample" in said:
+        became = said["became"]
+        found = lineage_pb2.RolloutLineage(
+            rollout=rollout(said["sample"], run=run),
+            made_by=[_version(each) for each in said["made_by"]],
+            batch=_batch(said["step"]),
+            became=None if became is None else _version(became),
+        )
+        return rs.GetLineageResponse(rollout=found)
+    before, after = said["made_from"], said["next"]
+    of_version = lineage_pb2.VersionLineage(
+        version=_version(said["version"] | ({} if before is None else {"batch": before})),
+        made_from=None if before is None else _rollouts(before, run=run),
+        made=_rollouts(said["made"], run=run),
+        trained_steps=said["made"]["steps"],
+        next=_version(after) if after["is_known"] else None,
+    )
+    return rs.GetLineageResponse(version=of_version)
+
+
+def _count(said: Said, name: str) -> int:
+    """Return a count that may be null, or not be there: 0."""
+    value = said.get(name)
+    return 0 if value is None else value
+
+
+def _version(said: Said) -> lineage_pb2.TracedVersion:
+    batch, saved = said["batch"], said["checkpoint"]
+    found = lineage_pb2.TracedVersion(
+        version=said["version"],
+        is_known=said["is_known"],
+        num_tokens=_count(said, "tokens"),
+        digest=said.get("digest", ""),
+        uri=said.get("uri", ""),
+        codec=said.get("codec", ""),
+        size_bytes=said.get("size_bytes", 0),
+        replicas=[each["replica"] for each in said["served"]],
+        batch=None if batch is None else _batch(batch),
+        checkpoint=None if saved is None else lineage_pb2.TracedCheckpoint(**saved),
+    )
+    if "published" in said:
+        found.publish_time.FromNanoseconds(round(said["published"] * 1e9))
+    return found
+
+
+def _batch(said: Said) -> lineage_pb2.TracedBatch:
+    return lineage_pb2.TracedBatch(
+        step=said["step"],
+        is_done=said["is_done"],
+        key=said["key"],
+        num_rollouts=said["rollouts"],
+        num_trained=_count(said, "trained"),
+        reward_mean=said.get("reward"),
+        dropped=said.get("dropped_groups", {}),
+        problem=said.get("problem", ""),
+    )
+
+
+def _rollouts(said: Said, *, run: str) -> lineage_pb2.TracedRollouts:
+    return lineage_pb2.TracedRollouts(
+        num_rollouts=said["num_samples"], rollouts=[rollout(row, run=run) for row in said["samples"]]
+    )
