@@ -2,11 +2,13 @@
 
 import json
 import os
+import threading
 import time
 
 from torch import distributed as dist
 
 from millrace.telemetry import waits
+from millrace.trainer.gang.distributed import PeerWatch
 from millrace.trainer.gang.roll_call import Failure, RollCall
 from millrace_testing.polling import block_until
 
@@ -64,3 +66,16 @@ def test_rank_0_hears_why_another_rank_gives_the_run_up_as_long_as_it_shows_it()
         leader.stop()
         peer.stop()
     assert set(heard) == {Failure(rank=1, reason="OUT_OF_MEMORY", message="é" * 2000)}
+
+
+def test_no_thread_is_left_inside_torch_by_a_rank_that_leaves():
+    """A process that exits meanwhile is aborted: "terminate called without an active exception"."""
+    store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage] - documented, and not in torch's stubs
+    roll_call, watch = RollCall(store, rank=0, world_size=2), PeerWatch(store, rank=0, world_size=2)
+    before = set(threading.enumerate())
+    roll_call.start()
+    watch.start()
+    assert {thread.name for thread in set(threading.enumerate()) - before} == {"roll-call", "peer-watch"}
+    roll_call.stop()
+    watch.leave()
+    assert set(threading.enumerate()) <= before

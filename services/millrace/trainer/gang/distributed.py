@@ -29,7 +29,7 @@ from millrace.processes.table import start_ticks
 from millrace.telemetry import waits
 from millrace.trainer.gang import agreement
 from millrace.trainer.gang.devices import choose_device
-from millrace.trainer.gang.roll_call import PEERS, OnFailure, RollCall
+from millrace.trainer.gang.roll_call import PEERS, STORE_S, OnFailure, RollCall
 from millrace.trainer.model.context_parallel import cut_rows
 from millrace.trainer.model.expert_parallel import cut_experts
 from millrace.trainer.model.memory import Sharding, blocks_of, hold_whole
@@ -327,7 +327,6 @@ GRACE_S = 10.0
 ABORT_S = 5.0
 """How long it may take from the abort of its communicators to its end."""
 EXIT_CODE = 1
-_STORE_S = 10.0
 _MAX_BYTES = 1000
 _Process = tuple[int, int]
 """Its id, and when it began in ticks since boot: jumps of the clock do not change it."""
@@ -352,7 +351,7 @@ class PeerWatch:
         end: Callable[[int], object] = os._exit,
     ) -> None:
         """`store` is this object's own. `abort` and `end` are the last two means, in this order."""
-        store.set_timeout(timedelta(seconds=_STORE_S))
+        store.set_timeout(timedelta(seconds=STORE_S))
         self._store = store
         self._rank = rank
         self._unknown = set(range(world_size)) - {rank}
@@ -369,11 +368,12 @@ class PeerWatch:
         self._thread.start()
 
     def leave(self) -> None:
-        """This rank ends in order, and watches nobody from now on."""
+        """End in order: say so to the others, and return when the thread has ended (see `RollCall.stop`)."""
         if not self._left.is_set():
             self._left.set()
             with contextlib.suppress(dist.DistError):  # the store ends with the rank that made it
                 self._store.set(_key(self._rank) + "/left", "1")
+            self._thread.join(STORE_S)
 
     def _run(self) -> None:
         while not self._left.wait(PERIOD_S):

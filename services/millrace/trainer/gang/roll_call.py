@@ -32,7 +32,8 @@ SILENT_LOOKS = 8
 OWN_WAIT_S = 10.0
 """Age from which a rank's own wait is shown to the others."""
 _DEADLINE_S = 20.0  # a wait that is overdue is the one that `millrace run why` follows
-_STORE_S = 10.0  # bound of one request to the store
+STORE_S = 10.0
+"""Bound of one request to the store."""
 _LONGEST_WAIT = 300
 _LONGEST_MESSAGE = 2000
 _MAX_SHOWN_BYTES = 16_000  # JSON takes up to six bytes for a character
@@ -64,7 +65,7 @@ class RollCall:
 
     def __init__(self, store: Store, *, rank: int, world_size: int) -> None:
         """`store` is this object's own: a request to it waits for no other thread's."""
-        store.set_timeout(timedelta(seconds=_STORE_S))
+        store.set_timeout(timedelta(seconds=STORE_S))
         self._store = store
         self._rank = rank
         self._peers = {peer: _Seen() for peer in range(world_size) if peer != rank} if rank == 0 else {}
@@ -88,8 +89,12 @@ class RollCall:
         self._on_failure = on_failure
 
     def stop(self) -> None:
-        """End; the thread follows within the bound of a request to the store."""
+        """End, and return when the thread has, which may take until the bound of a request to the store.
+
+        A process that exits while one of its threads is inside torch is aborted: the thread cannot return to Python.
+        """
         self._stopping.set()
+        self._thread.join(STORE_S)
 
     def _run(self) -> None:
         is_away = False
