@@ -455,7 +455,11 @@ def require_key(value: str, *, what: str) -> str:
 
 def is_text(value: str) -> bool:
     """Return whether a string can be encoded: the name of a file of others may be any bytes."""
-    return not any("\ud800" <= char <= "\udfff" for char in value)
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def require_file_name(value: str) -> str:

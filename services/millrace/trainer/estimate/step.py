@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import distributed as dist
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
@@ -218,6 +218,8 @@ class Ledger(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Compute an operation, or let its shapes be computed, and count what it allocated."""
+        if func is torch.ops.prim.device.default and type(args[0]) is FakeTensor:
+            return args[0].fake_device
         kwargs = kwargs or {}
         tensors = [each for each in tree_iter((args, kwargs)) if isinstance(each, torch.Tensor)]
         if any(isinstance(each, DTensor) for each in tensors):

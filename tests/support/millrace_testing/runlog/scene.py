@@ -1,8 +1,10 @@
 """A run that is sealed and attested, to be tampered with: what it consists of, and how every hash of it is redone."""
 
 import asyncio
+import functools
 import hashlib
 import json
+import os
 import shutil
 import time
 from collections.abc import Callable
@@ -39,13 +41,19 @@ class Scene:
     key: SigningKey
     kept: Attestation
 
-    @property
+    @functools.cached_property
     def store(self) -> LocalStore:
         return LocalStore(self.directory)
 
     def copy(self, directory: Path) -> "Scene":
-        shutil.copytree(self.directory, directory)
+        """Return a copy to tamper with. The files are shared: a store replaces files, and writes into none."""
+        shutil.copytree(self.directory, directory, copy_function=os.link)
         return replace(self, directory=directory)
+
+    def files(self) -> dict[Path, bytes]:
+        """Read every object, without the store."""
+        paths = (path for path in self.directory.rglob("*") if path.is_file())
+        return {path.relative_to(self.directory): path.read_bytes() for path in paths}
 
     def audit(self, how: str) -> audit_pb2.AuditReport:
         depth = {
