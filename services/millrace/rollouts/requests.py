@@ -36,6 +36,9 @@ class EnvSpec:
     select_json: str = ""
     """Which of its tasks are played (`env_server/adapters/tasks/selection.py`); empty: all."""
 
+    demo_key: str = ""
+    """Field of its training tasks with the demonstration that a teacher is told; empty if none is."""
+
     @property
     def label(self) -> str:
         """The name by which people know it."""
@@ -45,7 +48,7 @@ class EnvSpec:
     def loaded_as(self) -> tuple[object, ...]:
         """What its workers load and keep to, apart from the arguments: not what the run calls it."""
         kept = (self.takes_several_traces, self.is_text_only, self.judge_max_concurrent, self.judge_timeout_s)
-        return (self.id, self.python, self.select_json, *kept)
+        return (self.id, self.python, self.select_json, self.demo_key, *kept)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

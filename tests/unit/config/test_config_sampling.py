@@ -29,7 +29,7 @@ def trained(config: OrchestratorConfig) -> Sampling:
 def evaluated(config: OrchestratorConfig) -> Sampling:
     evaluation = settings.of_training(config)
     assert evaluation is not None
-    return evaluation.plays.sampling
+    return evaluation.envs[0].sampling
 
 
 @pytest.mark.parametrize(

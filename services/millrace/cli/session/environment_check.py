@@ -46,7 +46,7 @@ async def _check_here(prepared: Prepared, steps: "Steps") -> None:
         raise InvalidSpecError([Violation(field=field, value=variable, message=problem)], reason="TEACHER_KEY_MISSING")
     evaluated = [] if settings.eval is None else settings.eval.env
     trained = {env.name: settings.takes_several_traces(env) for env in settings.env}
-    await _load([*settings.env, *evaluated], trained, settings.selections(), steps)
+    await _load([*settings.env, *evaluated], trained, settings.selections(), steps, demo_key=settings.demo_key)
 
 
 async def check_evaluated(envs: Sequence[EvalEnvConfig]) -> None:
@@ -56,9 +56,17 @@ async def check_evaluated(envs: Sequence[EvalEnvConfig]) -> None:
 
 
 async def _load(
-    envs: Sequence[NamedEnv], trained: Mapping[str, bool], selected: Mapping[str, str], steps: "Steps"
+    envs: Sequence[NamedEnv],
+    trained: Mapping[str, bool],
+    selected: Mapping[str, str],
+    steps: "Steps",
+    *,
+    demo_key: str = "",
 ) -> None:
-    """Load environments, each name once; `trained` says of which several traces are taken, `selected` which tasks."""
+    """Load environments, each name once; `trained` says of which several traces are taken, `selected` which tasks.
+
+    `demo_key` is the field that training tasks must have, if any.
+    """
     from millrace.env_server.isolation.inherited import api_key_problem
     from millrace.env_server.trial import opened
     from millrace.rollouts.requests import EnvSpec
@@ -80,6 +88,7 @@ async def _load(
             python=env.python or "",
             image=env.image or "",
             select_json=selected[env.name],
+            demo_key=demo_key if env.name in trained else "",
         )
         if problem := api_key_problem(spec.judge_key_var):
             wrong = Violation(field=f"judge.api_key_var of {env.name}", value=spec.judge_key_var, message=problem)

@@ -20,6 +20,7 @@ EVAL_KEYS: Mapping[str, Meaning] = {
     "sampling_args": moved("sampling"),
     "max_tokens": moved("sampling.max_tokens"),
     "temperature": moved("sampling.temperature"),
+    **same(converted(sources.thinking), "env[].sampling.", "reasoning_effort enable_thinking seed"),
     "sampling.reasoning_effort": moved("sampling.extra_body.reasoning_effort"),
     "sampling.enable_thinking": moved("sampling.extra_body.chat_template_kwargs.enable_thinking"),
     **same(
@@ -31,6 +32,7 @@ EVAL_KEYS: Mapping[str, Meaning] = {
         nothing("there is no such choice for evaluations"),
         "",
         "verbose debug tui disable_tui independent_scoring max_retries num_workers state_columns hf_hub_dataset_name "
-        "env_dir_path max_concurrent_generation max_concurrent_scoring shuffle rich monitors heartbeat slurm bench",
+        "env_dir_path max_concurrent_generation max_concurrent_scoring shuffle rich monitors heartbeat slurm bench "
+        "use_tqdm",
     ),
 }

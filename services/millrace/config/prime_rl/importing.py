@@ -12,7 +12,7 @@ _BARE = re.compile(r"[A-Za-z0-9_-]+")
 _DOCUMENT_KEYS = {
     "rl": {"orchestrator", "trainer", "inference_gpu_ids", "trainer_gpu_ids"},
     "sft": {"data", "val", "loss_impl"},
-    "eval": {"environment_ids", "client", "weights_dir", "source", "endpoint_id", "endpoints_path"},
+    "eval": {"environment_ids", "client", "weights_dir", "use_tqdm", "source", "endpoint_id", "endpoints_path"},
     "orchestrator": {
         *("batch_size", "token_batch_size", "rollouts_per_example", "group_size", "environment", "env", "sampling"),
         *("buffer", "train", "algo", "renderer", "oversampling_factor", "max_off_policy_steps"),

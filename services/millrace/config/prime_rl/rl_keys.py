@@ -252,7 +252,7 @@ ONE_FILE: dict[str, Meaning] = {
     "orchestrator.env[].curriculum.gates": nothing("groups without any advantage are left out all the same"),
     **algo_keys("orchestrator.env[].algo."),
     **same(blocks("belongs to opsd, the algorithm of a whole run"), "orchestrator.env[].algo.", "demo_key template"),
-    "orchestrator.eval.env[].sampling": later("is one for all evaluations: `orchestrator.eval.sampling`", {}),
+    **same(converted(sources.thinking), "orchestrator.eval.env[].sampling.", "reasoning_effort enable_thinking seed"),
     "orchestrator.eval.env[].select": converted(sources.selected, is_native=True),
     "orchestrator.eval.env[].skip_verification": nothing("nothing is verified beforehand"),
     "teacher_inference": blocks("start the teacher yourself, and name it in `orchestrator.algo.teacher`"),

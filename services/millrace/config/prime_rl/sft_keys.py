@@ -41,7 +41,7 @@ _EVAL: Mapping[str, Meaning] = {
     },
     "eval.sampling.enable_thinking": moved("eval.sampling.extra_body.chat_template_kwargs.enable_thinking"),
     **source_keys("eval.env[]."),
-    "eval.env[].sampling": later("is one for all evaluations: `eval.sampling`", {}),
+    **same(converted(sources.thinking), "eval.env[].sampling.", "reasoning_effort enable_thinking seed"),
     "eval.env[].select": converted(sources.selected, is_native=True),
     "eval.env[].skip_verification": nothing("nothing is verified beforehand"),
 }

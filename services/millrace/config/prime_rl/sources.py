@@ -27,8 +27,12 @@ def train_sources(target: Target, path: Path, value: Any) -> None:
 
 
 def thinking(target: Target, path: Path, value: Any) -> None:
-    """How an environment's policy thinks, in `extra_body` of its sampling."""
-    to = {"reasoning_effort": ("reasoning_effort",), "enable_thinking": ("chat_template_kwargs", "enable_thinking")}
+    """How an environment's policy thinks, and from which seed, in `extra_body` of its sampling."""
+    to = {
+        "seed": ("seed",),
+        "reasoning_effort": ("reasoning_effort",),
+        "enable_thinking": ("chat_template_kwargs", "enable_thinking"),
+    }
     target.note(path, Effect.MEANS, f"is `{dotted((*path[:-1], 'extra_body', *to[str(path[-1])]))}` here")
     target.put((*path[:-1], "extra_body", *to[str(path[-1])]), value, source=path)
 
@@ -193,7 +197,7 @@ def finish_sources(target: Target) -> None:
     for group in _FOR_ALL:
         envs, sources = target.deferred.get(group, (TRAIN_ENVS if group == "train" else EVAL_ENVS, []))
         for key, name in _FOR_ALL[group].items() if sources else ():
-            _for_all(target, sources, key, (*envs[:-1], name))
+            _for_all(target, sources, key, envs, name)
         if group == "train" and sources:
             _algorithms(target, sources)
         if f"{group}.env" in target.deferred:
@@ -201,20 +205,18 @@ def finish_sources(target: Target) -> None:
     _select(target)
 
 
-def _for_all(target: Target, sources: _Sources, key: str, to: Path) -> None:
-    """Set for the run what all sources say alike; what they say differently stays with each that is trained on."""
+def _for_all(target: Target, sources: _Sources, key: str, envs: Path, name: str) -> None:
+    """Set for the run, or for its evaluations, what all sources say alike; what they say differently stays with each.
+
+    `envs` is where their environments are, `name` our word for `key`.
+    """
     said = [((*path, key), item[key]) for path, item in sources if key in item]
     is_one = len(said) == len(sources) and all(value == said[0][1] for _, value in said)
-    if not is_one and "eval" not in to:
-        for path, value in said:
-            target.move(path, value, (*TRAIN_ENVS, path[-2], to[-1]))
-        return
-    effect = Effect.MEANS if is_one else Effect.LATER
+    to = (*envs[:-1], name)
     for path, value in said:
-        text = f"is `{dotted(to)}` here" if is_one else f"is one for all environments: set `{dotted(to)}`"
-        target.note(path, effect, text, value=value)
         if is_one:
-            target.move(path, value, to)
+            target.note(path, Effect.MEANS, f"is `{dotted(to)}` here", value=value)
+        target.move(path, value, to if is_one else (*envs, path[-2], name))
 
 
 def _algorithms(target: Target, sources: _Sources) -> None:

@@ -9,7 +9,7 @@ from millrace.config.rules import BrokenRule
 from millrace.config.section import IDENTIFIER_PATTERN, IMAGE_PATTERN, ConfigSection, FreeTable, option, required, table
 from millrace.config.sections.algo import EnvAlgoConfig
 from millrace.config.sections.judge import JudgeConfig
-from millrace.config.sections.sampling import EnvSamplingConfig
+from millrace.config.sections.sampling import EnvSamplingConfig, EvalEnvSamplingConfig
 from millrace.config.sections.select import SelectConfig
 from millrace.config.tree import Facts, Path, dotted
 
@@ -120,6 +120,11 @@ class EvalEnvConfig(NamedEnv):
         "Rollouts per task of this environment.",
         facts=Facts(aliases=("group_size",), default_text=_AS_FOR_ALL, is_own=True),
         ge=1,
+    )
+    sampling: EvalEnvSamplingConfig = table(
+        EvalEnvSamplingConfig,
+        "How the model is sampled there; what is left out is as for all environments of the evaluation.",
+        facts=Facts(is_own=True),
     )
 
 

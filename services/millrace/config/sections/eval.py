@@ -78,4 +78,6 @@ class EvalRunConfig(Document):
         if self.num_examples == 0 or self.num_examples < -1:
             rules.append(broken("must be -1 for all tasks, or at least 1", "num_examples"))
         rules += extra_body_rules(self.sampling, "sampling")
+        for index, env in enumerate(self.env):
+            rules += env.sampling.broken_rules(self.sampling, ("env", index, "sampling"))
         return [*super().broken_rules(), *rules, *env_names(self.env, ("env",))]

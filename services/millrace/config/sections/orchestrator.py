@@ -172,6 +172,11 @@ class OrchestratorConfig(ConfigSection):
         """How the policy is sampled in an environment's training rollouts."""
         return env.sampling.over(self.sampling)
 
+    @property
+    def demo_key(self) -> str:
+        """Field of a task with the demonstration that its teacher is told; empty if it is told none."""
+        return self.algo.demo_key if self.algo.type == "opsd" else ""
+
     def selections(self) -> dict[str, str]:
         """By environment, which tasks are played, as env-servers are told it."""
         evaluated = {} if self.eval is None else {env.name: env for env in self.eval.env}
@@ -343,6 +348,16 @@ class OrchestratorConfig(ConfigSection):
             )
             yield broken(message, teacher, _ALGO)
 
+    def _own_eval_sampling_rules(
+        self, index: int, env: PeriodicEvalEnvConfig, evaluation: EvalConfig
+    ) -> Iterator[BrokenRule]:
+        """What one evaluated environment says over the sampling of all."""
+        where: Path = ("orchestrator", "eval", "env", index, "sampling")
+        yield from env.sampling.broken_rules(evaluation.sampling, where)
+        if env.sampling.max_tokens is not None and env.sampling.max_tokens >= self.seq_len:
+            message = f"must be below `orchestrator.seq_len`, which is {self.seq_len}, and counts the prompt too"
+            yield BrokenRule(paths=((*where, "max_tokens"), ("orchestrator", "seq_len")), message=message)
+
     def _eval_rules(self, evaluation: EvalConfig) -> Iterator[BrokenRule]:
         """A task count that means something; one name is one environment, which a run loads as training says."""
         if evaluation.num_examples == 0:
@@ -354,6 +369,7 @@ class OrchestratorConfig(ConfigSection):
             if env.num_examples == 0:
                 message = "must be -1 for all held-out tasks, or at least 1; leave the environment out otherwise"
                 yield BrokenRule(paths=(("orchestrator", "eval", "env", index, "num_examples"),), message=message)
+            yield from self._own_eval_sampling_rules(index, env, evaluation)
         names = [env.name for env in self.env]
         if [env.name for env in evaluation.env] != names:
             yield from env_names(evaluation.env, ("orchestrator", "eval", "env"), reserved=(_ALL,))

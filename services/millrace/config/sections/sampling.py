@@ -1,11 +1,11 @@
 """`[orchestrator.sampling]` and `[orchestrator.eval.sampling]`: how the policy is sampled."""
 
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from millrace.config.rules import BrokenRule, broken
 from millrace.config.section import ConfigSection, FreeTable, option, required, table
-from millrace.config.tree import Facts, Limit
+from millrace.config.tree import Facts, Limit, Path
 
 _ROOM = Limit(
     "below", "orchestrator.seq_len", " and counts the prompt too; lower it, or raise `seq_len`", is_clamped=True
@@ -171,6 +171,61 @@ class EvalSamplingConfig(ConfigSection):
     extra_body: FreeTable = table(
         dict, "More fields of the request to the engine.", facts=_as_in_training("extra_body")
     )
+
+
+def _own_in_eval(name: str, **bounds: Any) -> Any:
+    """A key of one evaluated environment that is that of the evaluation where it is left out."""
+    aliases = ("max_completion_tokens",) if name == "max_tokens" else ()
+    facts = Facts(default_text="as in the evaluation's `sampling`", aliases=aliases)
+    return option(None, f"As `{name}` of the evaluation's `sampling`.", facts=facts, **bounds)
+
+
+_Shared = TypeVar("_Shared", bound=ConfigSection)
+
+
+class EvalEnvSamplingConfig(ConfigSection):
+    """How the model is sampled in the evaluation of one environment."""
+
+    temperature: float | None = _own_in_eval("temperature", ge=0)
+    max_tokens: int | None = _own_in_eval("max_tokens", ge=1)
+    top_p: float | None = _own_in_eval("top_p", gt=0, le=1)
+    top_k: int | None = _own_in_eval("top_k", ge=-1, lt=2**31)
+    min_p: float | None = _own_in_eval("min_p", ge=0, le=1)
+    repetition_penalty: float | None = _own_in_eval("repetition_penalty", gt=0, le=100)
+    presence_penalty: float | None = _own_in_eval("presence_penalty", ge=-2, le=2)
+    frequency_penalty: float | None = _own_in_eval("frequency_penalty", ge=-2, le=2)
+    min_tokens: int | None = _own_in_eval("min_tokens", ge=0, lt=2**31)
+    stop: list[str] = table(list, "As `stop` of the evaluation's `sampling`; that of all environments if it is empty.")
+    extra_body: FreeTable = table(
+        dict, "More fields of the request to the engine, beside and over those of all environments."
+    )
+
+    def over(self, shared: _Shared) -> _Shared:
+        """Return the evaluation's sampling with what this environment has of its own.
+
+        What the evaluation's section has no key for is a field of the request.
+        """
+        values = {name: getattr(self, name) for name in type(self).model_fields if name != "extra_body"}
+        own = {name: value for name, value in values.items() if value not in (None, [])}
+        known = type(shared).model_fields
+        fields = {name: own.pop(name) for name in list(own) if name not in known}
+        body = {**shared.model_dump()["extra_body"], **fields, **self.extra_body}
+        for name in TAKEN_OVER:
+            if name in own and name not in self.extra_body:
+                body.pop(name, None)
+        return shared.model_copy(update={**own, "extra_body": body})
+
+    def broken_rules(self, shared: ConfigSection, where: Path) -> Iterator[BrokenRule]:
+        """Rules that do not hold of what an environment says over the evaluation; `where` is the path of this table."""
+        if self == type(self)():
+            return
+        merged = self.over(shared)
+        if isinstance(merged, EvalSamplingConfig):
+            found = sampling_rules(merged, "own")
+        else:
+            found = extra_body_rules(merged.model_copy(update={"extra_body": self.extra_body}), "own")
+        for rule in found:
+            yield BrokenRule(paths=tuple((*where, *path[1:]) for path in rule.paths), message=rule.message)
 
 
 # Fields of a request that have a key of their own, that Millrace sets, or that change what is sampled.

@@ -239,6 +239,7 @@ class SFTEvalConfig(ConfigSection):
             if env.num_examples == 0:
                 message = "must be -1 for all held-out tasks, or at least 1; leave the environment out otherwise"
                 yield BrokenRule(paths=(("eval", "env", index, "num_examples"),), message=message)
+            yield from env.sampling.broken_rules(self.sampling, ("eval", "env", index, "sampling"))
         yield from extra_body_rules(self.sampling, "eval.sampling")
         yield from env_names(self.env, ("eval", "env"))
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from millrace.errors import InvalidSpecError, Violation
 from millrace.rollouts.requests import PlayRequest
 from millrace.rollouts.types import (
     MAX_DEMONSTRATION_BYTES,
@@ -30,6 +31,8 @@ from millrace.rollouts.types import (
 
 _DEMO_KEY = "`orchestrator.algo.demo_key`"
 _SHOWN_NAMES = 20
+_LOOKED_AT = 256
+"""Training tasks of which one at least must have a demonstration."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,12 +99,34 @@ def failed_like(error: Outcome, *, of: Outcome) -> Outcome:
     )
 
 
+def require_demonstrations(tasks: Iterable[Mapping[str, Any]], key: str) -> None:
+    """InvalidSpecError if none of the first training tasks, as what their author gave, has something under `key`.
+
+    A task alone without it fails its rollouts (`demonstrated`).
+    """
+    looked_at = list(itertools.islice(tasks, _LOOKED_AT))
+    if looked_at and all(_is_missing(task.get(key)) for task in looked_at):
+        named = sorted({str(name) for task in looked_at for name, value in task.items() if not _is_missing(value)})
+        which = f"none of its first {len(looked_at)} training tasks" if len(looked_at) > 1 else "its training task"
+        has = f"{which} has" if len(looked_at) > 1 else f"{which} does not have"
+        message = f"{has} `{key}` to show the teacher (they have {', '.join(named[:_SHOWN_NAMES]) or 'nothing'})"
+        raise InvalidSpecError(
+            [Violation(field="orchestrator.algo.demo_key", value=key, message=message)],
+            reason="ENV_LOAD_FAILED",
+            remedy=f"name a field that they have in {_DEMO_KEY}",
+        )
+
+
+def _is_missing(value: Any) -> bool:
+    return value is None or value == ""
+
+
 def demonstrated(outcome: Outcome, key: str) -> Outcome:
     """Add the demonstration that the task has under `key`, or fail the outcome: without it there is no teacher."""
     if outcome.status is not RolloutStatus.OK:
         return outcome
     value = outcome.task.get(key)
-    if value is None or value == "":
+    if _is_missing(value):
         names = ", ".join(sorted(map(str, outcome.task))[:_SHOWN_NAMES]) or "nothing"
         problem = f"the task has no `{key}` to show the teacher (it has {names}); name another field in"
         return failed(RolloutStatus.ENV_ERROR, "DemonstrationMissing", f"{problem} {_DEMO_KEY}", of=outcome)

@@ -28,10 +28,19 @@ import aiohttp
 import verifiers as vf
 from pydantic import BaseModel
 
+from millrace.decoding import decode_json
 from millrace.env_server.adapters.client_v0 import LeanClient, LeanCompletionsClient
 from millrace.env_server.adapters.env_args import BRANCHES, NO_RENDERER, RENDERER, split_args
 from millrace.env_server.adapters.failures import frames_of, is_engine_fault
-from millrace.env_server.adapters.outcome import NotANumberError, Outcome, checked, failed, failed_like, number_of
+from millrace.env_server.adapters.outcome import (
+    NotANumberError,
+    Outcome,
+    checked,
+    failed,
+    failed_like,
+    number_of,
+    require_demonstrations,
+)
 from millrace.env_server.adapters.samples import SPANS, MissingTokensError, merge_turns
 from millrace.env_server.adapters.samples_v0 import turns_of
 from millrace.env_server.adapters.scoring import judges
@@ -50,7 +59,7 @@ from millrace.env_server.library.overhead_v0 import EnvExecutor
 from millrace.env_server.library.too_long import TOO_LONG, explain
 from millrace.env_server.library.v0 import HAS_RENDERERS, Client, ClientConfig, ErrorChain, resolve_client
 from millrace.env_server.own_sampling import NEUTRAL, AskedSampling, OwnSamplingError, flat
-from millrace.errors import InvalidSpecError, Violation
+from millrace.errors import CorruptObjectError, InvalidSpecError, Violation
 from millrace.rollouts.requests import EnvSpec, LoadedEnv, PlayRequest, Sampling
 from millrace.rollouts.types import RolloutStatus
 
@@ -110,6 +119,9 @@ class V0Adapter:
         loaded = cls(env, renderer=renderer, select_json=spec.select_json)
         if table := next((each for each in (loaded.train, loaded.eval) if len(each)), None):
             refuse_unknown_arguments(env, table.row(0), client=_no_client())
+        if spec.demo_key:
+            rows = (_given(with_read_info(loaded.train.row(at))) for at in range(len(loaded.train)))
+            require_demonstrations(rows, spec.demo_key)
         if spec.is_text_only:
             for tasks, table in (("training", loaded.train), ("held-out", loaded.eval)):
                 refuse_other_parts((table.row(index).get("prompt") for index in range(len(table))), tasks=tasks)
@@ -341,6 +353,17 @@ def _given(output: Mapping[str, Any]) -> dict[str, Any]:
     answer, info = output.get("answer"), output.get("info")
     found = {} if _is_nothing(info) else dict(info) if isinstance(info, Mapping) else {"info": info}
     return found if _is_nothing(answer) else {**found, "answer": answer}
+
+
+def with_read_info(row: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a task whose `info` is read where it is JSON, as the library reads it when it plays the task."""
+    info = row.get("info")
+    if not isinstance(info, str):
+        return row
+    try:
+        return {**row, "info": decode_json(info.encode(), what="a task's info", reason="TASK_INFO_INVALID")}
+    except CorruptObjectError:
+        return row
 
 
 def _is_nothing(value: Any) -> bool:

@@ -31,7 +31,7 @@ from millrace.env_server.adapters.env_args import (
     table_of,
 )
 from millrace.env_server.adapters.failures import frames_of, our_spelling, remember_roles
-from millrace.env_server.adapters.outcome import Outcome, checked, failed, failed_like
+from millrace.env_server.adapters.outcome import Outcome, checked, failed, failed_like, require_demonstrations
 from millrace.env_server.adapters.renderer import (
     DEFAULT,
     MISSING_TOKENS_MARK,
@@ -124,6 +124,9 @@ class V1Adapter:
         refuse_unknown_arguments(table.row(0) for table in tables)
         if len(loaded.train):
             check_default_runtime(env, loaded.train.row(0), extra, where=where)
+        if spec.demo_key:
+            rows = (own_data(loaded.train.row(at).data) for at in range(len(loaded.train)))
+            require_demonstrations(rows, spec.demo_key)
         if spec.is_text_only:
             for tasks, table in (("training", loaded.train), ("held-out", loaded.eval)):
                 refuse_other_parts((table.row(index).data.prompt for index in range(len(table))), tasks=tasks)
@@ -276,13 +279,17 @@ def _played(trace: Any) -> Outcome:
 
 
 def _given(trace: Any) -> dict[str, Any]:
-    """Return what a task's data has beyond that of every task (its answer, what its class adds), and `info`."""
-    own = {
+    """Return what a task's data has beyond that of every task, and `info`."""
+    return own_data(trace.task.data) | (trace.info or {})
+
+
+def own_data(data: Any) -> dict[str, Any]:
+    """Return what a task's data has beyond that of every task: its answer, what its class adds."""
+    return {
         name: value
-        for name, value in trace.task.data.model_dump().items()
+        for name, value in data.model_dump().items()
         if name not in vf.TaskData.model_fields and value is not None
     }
-    return own | (trace.info or {})
 
 
 def _failure(episode: Any, trace: Any, played: Outcome) -> Outcome | None:

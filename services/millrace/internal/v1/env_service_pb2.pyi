@@ -20,7 +20,7 @@ ENV_STATE_READY: EnvState
 ENV_STATE_FAILED: EnvState
 
 class EnvSpec(_message.Message):
-    __slots__ = ("name", "id", "args_json", "takes_several_traces", "is_text_only", "judge_max_concurrent", "judge_timeout_s", "judge_key_var", "python", "image", "select_json")
+    __slots__ = ("name", "id", "args_json", "takes_several_traces", "is_text_only", "judge_max_concurrent", "judge_timeout_s", "judge_key_var", "python", "image", "select_json", "demo_key")
     NAME_FIELD_NUMBER: _ClassVar[int]
     ID_FIELD_NUMBER: _ClassVar[int]
     ARGS_JSON_FIELD_NUMBER: _ClassVar[int]
@@ -32,6 +32,7 @@ class EnvSpec(_message.Message):
     PYTHON_FIELD_NUMBER: _ClassVar[int]
     IMAGE_FIELD_NUMBER: _ClassVar[int]
     SELECT_JSON_FIELD_NUMBER: _ClassVar[int]
+    DEMO_KEY_FIELD_NUMBER: _ClassVar[int]
     name: str
     id: str
     args_json: str
@@ -43,7 +44,8 @@ class EnvSpec(_message.Message):
     python: str
     image: str
     select_json: str
-    def __init__(self, name: _Optional[str] = ..., id: _Optional[str] = ..., args_json: _Optional[str] = ..., takes_several_traces: bool = ..., is_text_only: bool = ..., judge_max_concurrent: _Optional[int] = ..., judge_timeout_s: _Optional[float] = ..., judge_key_var: _Optional[str] = ..., python: _Optional[str] = ..., image: _Optional[str] = ..., select_json: _Optional[str] = ...) -> None: ...
+    demo_key: str
+    def __init__(self, name: _Optional[str] = ..., id: _Optional[str] = ..., args_json: _Optional[str] = ..., takes_several_traces: bool = ..., is_text_only: bool = ..., judge_max_concurrent: _Optional[int] = ..., judge_timeout_s: _Optional[float] = ..., judge_key_var: _Optional[str] = ..., python: _Optional[str] = ..., image: _Optional[str] = ..., select_json: _Optional[str] = ..., demo_key: _Optional[str] = ...) -> None: ...
 
 class TaskSet(_message.Message):
     __slots__ = ("num_tasks", "digest")

@@ -330,10 +330,12 @@ def env_specs(config: RLConfig | EvalRunConfig) -> list[EnvSpec]:
     """Environments to train on, then those that are only evaluated."""
     settings = config if isinstance(config, EvalRunConfig) else config.orchestrator
     selected = settings.selections()
+    demo_key = ""
     if isinstance(settings, EvalRunConfig):
         envs, several, is_text_only = [*settings.env], dict.fromkeys(selected, True), settings.client is None
     else:
         several = {env.name: settings.takes_several_traces(env) for env in settings.env}
+        demo_key = settings.demo_key
         evaluated = [] if settings.eval is None else settings.eval.env
         envs, is_text_only = [*settings.env, *(env for env in evaluated if env.name not in several)], True
     return [
@@ -342,6 +344,7 @@ def env_specs(config: RLConfig | EvalRunConfig) -> list[EnvSpec]:
             takes_several_traces=several.get(env.name, True),
             is_text_only=is_text_only,
             select_json=selected[env.name],
+            demo_key=demo_key if env.name in several else "",
         )
         for env in envs
     ]

@@ -361,7 +361,7 @@ def _to_load(spec: EnvSpec) -> str:
 
 
 def env_spec(
-    env: NamedEnv, *, takes_several_traces: bool = False, is_text_only: bool, select_json: str = ""
+    env: NamedEnv, *, takes_several_traces: bool = False, is_text_only: bool, select_json: str = "", demo_key: str = ""
 ) -> EnvSpec:
     """What env-servers are told of an environment of the run config."""
     return EnvSpec(
@@ -376,6 +376,7 @@ def env_spec(
         python=env.python or "",
         image=env.image or "",
         select_json=select_json,
+        demo_key=demo_key,
     )
 
 

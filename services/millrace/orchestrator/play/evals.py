@@ -170,7 +170,7 @@ class Evaluator:
         if counts.num_examples > 0:
             num_tasks = min(num_tasks, counts.num_examples)
         eval_id = f"{env}@{step}" if settings.is_whole_run else f"{env}@{step}-e{self._epoch}"
-        plays = replace(settings.plays, eval_id=eval_id, use_train_tasks=use_train_tasks)
+        plays = replace(settings.plays, eval_id=eval_id, use_train_tasks=use_train_tasks, sampling=counts.sampling)
         current = self._open[eval_id] = Evaluation(
             eval_id=eval_id,
             env=env,

@@ -71,6 +71,8 @@ class EvaluatedEnv:
     rollouts_per_example: int
     interval: int = 1
     """Steps between evaluations."""
+    sampling: Sampling
+    """How the model is sampled there."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,7 +105,7 @@ def plays_of_training(config: OrchestratorConfig, env: EnvConfig) -> PlaySetting
         replica_grace_s=REPLICA_GRACE_S,
         hopeless=frozenset({RolloutStatus.PROMPT_TOO_LONG, RolloutStatus.QUARANTINED}),
         temperature_at=_temperature_at(sampling.temp_scheduler, max_steps=config.max_steps),
-        demo_key=config.algo.demo_key if config.algo.type == "opsd" else "",
+        demo_key=config.demo_key,
     )
 
 
@@ -134,13 +136,13 @@ def of_training(config: OrchestratorConfig) -> EvalSettings | None:
                 num_examples=env.num_examples or settings.num_examples,
                 rollouts_per_example=env.rollouts_per_example or settings.rollouts_per_example,
                 interval=env.interval or settings.interval,
+                sampling=_sampling(env.sampling.over(settings.sampling)),
             )
             for env in settings.env
         ),
         plays=PlaySettings(
             purpose=Purpose.EVAL,
             rollout_timeout_s=config.rollout_timeout_s,
-            sampling=_sampling(settings.sampling),
         ),
     )
 
@@ -153,13 +155,13 @@ def of_run(config: EvalRunConfig) -> EvalSettings:
                 name=env.name,
                 num_examples=env.num_examples or config.num_examples,
                 rollouts_per_example=env.rollouts_per_example or config.rollouts_per_example,
+                sampling=_sampling(env.sampling.over(config.sampling)),
             )
             for env in config.env
         ),
         plays=PlaySettings(
             purpose=Purpose.EVAL,
             rollout_timeout_s=config.rollout_timeout_s,
-            sampling=_sampling(config.sampling),
             is_external=True,
             api_key_var=(config.client and config.client.api_key_var) or "",
             max_playing=config.max_concurrent,
