@@ -361,7 +361,7 @@ def with_read_info(row: Mapping[str, Any]) -> Mapping[str, Any]:
     if not isinstance(info, str):
         return row
     try:
-        return {**row, "info": decode_json(info.encode(), what="a task's info", reason="TASK_INFO_INVALID")}
+        return {**row, "info": decode_json(info.encode(), what="a task's info", reason="ENV_LOAD_FAILED")}
     except CorruptObjectError:
         return row
 
