@@ -15,7 +15,8 @@ to do.
     ├── PermissionDeniedError     PERMISSION_DENIED    exit 4
     ├── CapacityError             RESOURCE_EXHAUSTED   exit 5   retry after `retry_after_s`
     ├── UnavailableError          UNAVAILABLE          exit 5   retry if the call is idempotent
-    │   └── LogGoneError                                        Redis lost the run's log; it must be rebuilt
+    │   ├── LogGoneError                                        Redis lost the run's log; it must be rebuilt
+    │   └── RefusedError                                        it answers, and refuses until somebody changes it
     └── InternalError             INTERNAL             exit 1
         └── CorruptObjectError                                  stored bytes are not what was written
 
@@ -214,6 +215,16 @@ class LogGoneError(UnavailableError):
     default_reason = "LOG_GONE"
 
 
+class RefusedError(UnavailableError):
+    """Redis or the object store answers, and refuses until somebody changes something about it."""
+
+    default_reason = "REFUSED"
+
+
+HELD_UP = "RUN_HELD_UP"
+"""Reason of the RefusedError that ends waiting for a run which gets nowhere; `cause` in its metadata says why."""
+
+
 class InternalError(MillraceError):
     """A defect of Millrace."""
 
@@ -242,6 +253,14 @@ def all_errors(error: BaseException) -> Iterator[BaseException]:
             yield from all_errors(inner)
     else:
         yield error
+
+
+def is_refusal(error: BaseException) -> bool:
+    """Return whether something has answered and refused, so that no more than time may not mend it.
+
+    What does not answer is an outage, and what is damaged has to be repaired.
+    """
+    return isinstance(error, RefusedError | CapacityError | PermissionDeniedError | InvalidStateError)
 
 
 def error_classes() -> Iterator[type[MillraceError]]:

@@ -58,7 +58,7 @@ RECORDS = {
     """,
     "v1.run_pb2": """
         cli cli/commands/run cli/evals cli/offline cli/session cli/view client orchestrator orchestrator/api
-        orchestrator/drive orchestrator/explain orchestrator/runs runlog/audit runlog/events runlog/records
+        orchestrator/drive orchestrator/explain orchestrator/runs rpc runlog/audit runlog/events runlog/records
     """,
     # Answers about the log: made by one room, shown by another.
     "v1.audit_pb2": "cli/commands/run cli/offline client runlog/audit",

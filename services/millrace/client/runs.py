@@ -12,7 +12,7 @@ from typing import Any
 from millrace.backoff import Backoff
 from millrace.config import EvalRunConfig, RLConfig
 from millrace.config.load import load
-from millrace.errors import InvalidSpecError, InvalidStateError, MillraceError, UnavailableError, Violation
+from millrace.errors import HELD_UP, InvalidSpecError, InvalidStateError, MillraceError, UnavailableError, Violation
 from millrace.rpc.channel import call, stream
 from millrace.runlog.events.run_status import is_terminal, state_name
 from millrace.v1 import audit_pb2, checkpoint_pb2, event_pb2, metric_pb2, rollout_pb2, run_pb2
@@ -305,7 +305,8 @@ class RunsClient:
 
         A lost server is called again with the last cursor, so nothing is missed and nothing comes twice; `on_reconnect`
         is told of it (the error, and the seconds until the next try). UnavailableError after `give_up_s` without a word
-        from any server; a connection that is silent for `silence_s` counts as lost.
+        from any server; a connection that is silent for `silence_s` counts as lost. RefusedError with the reason
+        RUN_HELD_UP once the run has got nowhere for a minute because what it needs answers and refuses.
         """
         cursor = after
         heard = time.monotonic()
@@ -327,6 +328,8 @@ class RunsClient:
                     return
                 lost = UnavailableError(f"{self._to} ended the stream of {name}", reason="STREAM_ENDED")
             except UnavailableError as error:
+                if error.reason == HELD_UP:
+                    raise
                 lost = error
             silent_s = time.monotonic() - heard
             if silent_s > give_up_s:
@@ -342,7 +345,8 @@ class RunsClient:
     ) -> run_pb2.Run:
         """Follow a run to its end and return it; `on_note` is told of states, and of what a queued run waits for.
 
-        InvalidStateError with the run's own reason if it does not end as SUCCEEDED, TimeoutError after `timeout_s`.
+        InvalidStateError with the run's own reason if it does not end as SUCCEEDED, TimeoutError after `timeout_s`,
+        RefusedError as `watch` does.
         """
         note, state = on_note or (lambda text: None), run_pb2.RUN_STATE_QUEUED
         queued = self.telling_queued(name, note, is_queued=lambda: state == run_pb2.RUN_STATE_QUEUED)

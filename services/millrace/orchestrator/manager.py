@@ -21,6 +21,7 @@ from millrace.orchestrator.drive.run_driver import RunDriver
 from millrace.orchestrator.drive.train_run import TrainRunDriver
 from millrace.orchestrator.events import RunContext, RunEvents
 from millrace.orchestrator.explain.chain import storage_of
+from millrace.orchestrator.explain.held_up import HeldUp
 from millrace.orchestrator.explain.watchdog import Watchdog, tell_takeover
 from millrace.orchestrator.runs.catalog import RunCatalog, RunView
 from millrace.orchestrator.runs.intents import POLL_S, ROLE, DesiredState, DesiredStates
@@ -134,6 +135,8 @@ class RunManager:
         self._kept_events: dict[str, RunEvents] = {}
         self._told: set[str] = set()
         self._sealer = Sealer(catalog, owner=owner)
+        self.held_up = HeldUp(registry, owner=owner)
+        """Which runs get nowhere because something refuses."""
         self._wake = asyncio.Event()
         self.slot = ""
         """Place that only one orchestrator can have at a time: leases of a predecessor there are taken over at once."""
@@ -175,6 +178,7 @@ class RunManager:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._registry.keep_pulse())
                 tasks.create_task(self._sealer.run())
+                tasks.create_task(self.held_up.run(lambda: self._catalog.views))
                 while True:
                     self._wake.clear()
                     self._on_scan()
@@ -273,7 +277,8 @@ class RunManager:
         with waits.of_run(uid):
             waits_on = next((storage_of(cause) for cause in causes if isinstance(cause, MillraceError)), "")
             reason = f"another try to drive the run: {text}"
-            self._pauses.setdefault(uid, waits.LastingWait()).on(reason, waits_on=waits_on, key=text)
+            refusal = next((found for cause in causes if (found := waits.Refusal.of(cause))), None)
+            self._pauses.setdefault(uid, waits.LastingWait()).on(reason, waits_on=waits_on, key=text, refusal=refusal)
 
     def _end_pause(self, uid: str) -> None:
         if pause := self._pauses.pop(uid, None):

@@ -41,8 +41,8 @@ from millrace.race import first_of
 from millrace.rpc.channel import call, open_channel
 from millrace.telemetry import waits
 from millrace.telemetry.gpus import MAX_GPUS, GpuUse, GpuWatch
-from millrace.telemetry.waits import Wait
-from millrace.v1 import event_pb2
+from millrace.telemetry.waits import Refusal, Wait
+from millrace.v1 import event_pb2, run_pb2
 
 logger = logging.getLogger(__name__)
 
@@ -300,6 +300,7 @@ def to_proto(waits: Iterable[Wait]) -> list[event_pb2.Wait]:
             age_seconds=wait.age_s,
             deadline_seconds=wait.deadline_s,
             run_uid=wait.run,
+            refusal=_refusal_to_proto(wait.refusal),
         )
         for wait in waits
     ]
@@ -315,9 +316,20 @@ def from_proto(messages: Iterable[event_pb2.Wait]) -> list[Wait]:
             age_s=message.age_seconds,
             deadline_s=message.deadline_seconds,
             run=message.run_uid,
+            refusal=_refusal_from_proto(message.refusal) if message.HasField("refusal") else None,
         )
         for message in messages
     ]
+
+
+def _refusal_to_proto(refusal: Refusal | None) -> run_pb2.RunError | None:
+    if refusal is None:
+        return None
+    return run_pb2.RunError(reason=refusal.reason, message=refusal.message, remedy=refusal.remedy)
+
+
+def _refusal_from_proto(message: run_pb2.RunError) -> Refusal:
+    return Refusal(reason=message.reason, message=message.message, remedy=message.remedy)
 
 
 def gpu_to_proto(gpu: GpuUse) -> worker_service_pb2.GpuUse:

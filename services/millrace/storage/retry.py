@@ -71,7 +71,8 @@ class RetryPolicy:
                 delay_s = _BACKOFF.after(number)
                 if number >= self.max_attempts or time.monotonic() - failing_since + delay_s > self.deadline_s:
                     break
-                wait.update(reason=f"{reason}, attempt {number + 1} of at most {self.max_attempts} after {last}")
+                tried = f"{reason}, attempt {number + 1} of at most {self.max_attempts} after {last}"
+                wait.update(reason=tried, refusal=waits.Refusal.of(last.final))
                 time.sleep(delay_s)
         if last.final is not None:
             raise last.final from last

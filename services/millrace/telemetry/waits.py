@@ -26,10 +26,28 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Protocol, Self
 
+from millrace.errors import MillraceError, is_refusal
 from millrace.telemetry.logging import bind
 
 COUNT = "{n}"
 """Stands in the reason of a shared wait for how many wait."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Refusal:
+    """What answers and refuses, as the error that it was told by says."""
+
+    reason: str
+    """UPPER_SNAKE."""
+    message: str
+    remedy: str = ""
+
+    @classmethod
+    def of(cls, error: BaseException | None) -> "Refusal | None":
+        """Return what an error says of it; None for an error that time may mend, and for none."""
+        if not isinstance(error, MillraceError) or not is_refusal(error):
+            return None
+        return cls(reason=error.reason, message=error.message, remedy=error.remedy or "")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,6 +66,8 @@ class Wait:
     """Seconds after which the owner gives up or acts; 0 is a wait without end that reports itself."""
     run: str = ""
     """Uid of the run that it holds up; empty if it concerns the whole process."""
+    refusal: Refusal | None = None
+    """Where what it waits for answers and refuses: no more than time may never end it."""
 
     @property
     def is_overdue(self) -> bool:
@@ -70,25 +90,38 @@ class Registered(Protocol):
 class Waiting:
     """A wait that is under way while its `with` block runs. Not reentrant: one object is one wait."""
 
-    __slots__ = ("_began", "_deadline_s", "_key", "_quiet_s", "_reason", "_registry", "_run", "_waits_on")
+    __slots__ = ("_began", "_deadline_s", "_key", "_quiet_s", "_reason", "_refusal", "_registry", "_run", "_waits_on")
 
     def __init__(
-        self, registry: "WaitRegistry", reason: str, waits_on: str, deadline_s: float, quiet_s: float = 0.0
+        self,
+        registry: "WaitRegistry",
+        reason: str,
+        waits_on: str,
+        deadline_s: float,
+        quiet_s: float = 0.0,
+        refusal: Refusal | None = None,
     ) -> None:
         self._registry = registry
         self._reason = reason
         self._waits_on = waits_on
         self._deadline_s = deadline_s
         self._quiet_s = quiet_s
+        self._refusal = refusal
         self._run = ""
         self._began = 0.0
         self._key = 0
 
     def update(
-        self, *, reason: str | None = None, waits_on: str | None = None, deadline_s: float | None = None
+        self,
+        *,
+        reason: str | None = None,
+        waits_on: str | None = None,
+        deadline_s: float | None = None,
+        refusal: Refusal | None = None,
     ) -> None:
-        """Say more exactly what is waited for; the age goes on counting."""
+        """Say more exactly what is waited for, and how the last try was refused; the age goes on counting."""
         with self._registry.lock:
+            self._refusal = refusal
             self._reason = self._reason if reason is None else reason
             self._waits_on = self._waits_on if waits_on is None else waits_on
             self._deadline_s = self._deadline_s if deadline_s is None else deadline_s
@@ -116,6 +149,7 @@ class Waiting:
             age_s=age_s,
             deadline_s=self._deadline_s,
             run=self._run,
+            refusal=self._refusal,
         )
 
 
@@ -129,12 +163,14 @@ class Crowd:
     quiet_s: float
     run: str
     key: int = 0
+    refusal: Refusal | None = None
     began: dict[int, float] = field(default_factory=dict)
     """When each member began, oldest first."""
 
-    def show(self, reason: str = "") -> None:
+    def show(self, reason: str = "", refusal: Refusal | None = None) -> None:
         """It is known to be no ordinary moment: the wait is shown from now on, however young, and for this reason."""
         self.quiet_s = 0.0
+        self.refusal = refusal or self.refusal
         self.reason = reason or self.reason
 
     def describe(self, owner: str, age_of: AgeOf) -> Wait | None:
@@ -153,6 +189,7 @@ class Crowd:
             age_s=age_s,
             deadline_s=self.deadline_s,
             run=self.run,
+            refusal=self.refusal,
         )
 
 
@@ -176,9 +213,17 @@ class WaitRegistry:
         self._waits: dict[int, Registered] = {}
         self._crowds: dict[tuple[str, str, str], Crowd] = {}
 
-    def waiting(self, reason: str, *, waits_on: str = "", deadline_s: float = 0.0, quiet_s: float = 0.0) -> Waiting:
+    def waiting(
+        self,
+        reason: str,
+        *,
+        waits_on: str = "",
+        deadline_s: float = 0.0,
+        quiet_s: float = 0.0,
+        refusal: Refusal | None = None,
+    ) -> Waiting:
         """A context manager that registers the wait while its block runs."""
-        return Waiting(self, reason, waits_on, deadline_s, quiet_s)
+        return Waiting(self, reason, waits_on, deadline_s, quiet_s, refusal)
 
     @contextlib.contextmanager
     def shared(
@@ -242,14 +287,25 @@ class LastingWait:
         self._key = ""
         self._waiting: Waiting | None = None
 
-    def on(self, reason: str, *, waits_on: str = "", key: str, deadline_s: float = 0.0) -> None:
-        """Wait, or go on waiting, for what `key` names; another key ends the wait before and begins a new one."""
+    def on(
+        self,
+        reason: str,
+        *,
+        waits_on: str = "",
+        key: str,
+        deadline_s: float = 0.0,
+        refusal: Refusal | None = None,
+    ) -> None:
+        """Wait, or go on waiting, for what `key` names; another key ends the wait before and begins a new one.
+
+        `refusal` is that of the last try.
+        """
         if self._waiting is not None and self._key == key:
-            self._waiting.update(reason=reason, waits_on=waits_on, deadline_s=deadline_s)
+            self._waiting.update(reason=reason, waits_on=waits_on, deadline_s=deadline_s, refusal=refusal)
             return
         self.over()
         self._key = key
-        self._waiting = self._registry.waiting(reason, waits_on=waits_on, deadline_s=deadline_s)
+        self._waiting = self._registry.waiting(reason, waits_on=waits_on, deadline_s=deadline_s, refusal=refusal)
         self._waiting.__enter__()
 
     def over(self) -> None:
@@ -362,12 +418,20 @@ def of_run(uid: str) -> Iterator[None]:
         _RUN.reset(token)
 
 
-def waiting(reason: str, *, waits_on: str = "", deadline_s: float = 0.0, quiet_s: float = 0.0) -> Waiting:
+def waiting(
+    reason: str,
+    *,
+    waits_on: str = "",
+    deadline_s: float = 0.0,
+    quiet_s: float = 0.0,
+    refusal: Refusal | None = None,
+) -> Waiting:
     """Register a wait of this process while the `with` block runs.
 
     `deadline_s` is the age from which it counts as overdue, 0 for a wait without end; it is shown from `quiet_s` on.
+    `refusal`: what is waited for answers, and refuses.
     """
-    return REGISTRY.waiting(reason, waits_on=waits_on, deadline_s=deadline_s, quiet_s=quiet_s)
+    return REGISTRY.waiting(reason, waits_on=waits_on, deadline_s=deadline_s, quiet_s=quiet_s, refusal=refusal)
 
 
 def shared(

@@ -129,6 +129,7 @@ class TrainerWorker:
         self._idle = waits.LastingWait()
         self._tries = waits.LastingWait()
         self._tried = ""  # the run that was worked on last
+        self._furthest = -1  # its newest version
         self._news: queue.SimpleQueue[None] = queue.SimpleQueue()  # its `put` may interrupt itself in a signal handler
         self._num_turns = self._own_turn = 0
         self._turn_heard = threading.Event()
@@ -215,7 +216,9 @@ class TrainerWorker:
 
     def on_progress(self, version: int) -> None:
         """The job finished a step; health allows the next one a multiple of the slowest so far."""
-        self._tries.over()
+        if version > self._furthest:  # a try that replays what was done before has not got further
+            self._furthest = version
+            self._tries.over()
         now = self._clock()
         self._slowest_step_s = max(self._slowest_step_s, now - self._last_progress)
         self._last_progress = now
@@ -292,6 +295,7 @@ class TrainerWorker:
         """Run a job and turn its end into a status."""
         if uid != self._tried:
             self._tries.over()
+            self._furthest = -1
         self._tried = uid
         self._begin_status(uid)
         self._slowest_step_s, self._last_progress = 0.0, self._clock()
@@ -318,8 +322,8 @@ class TrainerWorker:
         except (FencedError, UnavailableError, CapacityError) as error:
             if not self._gang.is_alone:
                 raise
-            why, retry_s = str(error), error.retry_after_s or _RETRY_S
-            return lambda: self._try_again(uid, why, retry_s=retry_s)
+            why, retry_s, refusal = str(error), error.retry_after_s or _RETRY_S, waits.Refusal.of(error)
+            return lambda: self._try_again(uid, why, retry_s=retry_s, refusal=refusal)
         except MillraceError as error:
             if not self._gang.is_alone:
                 self._fail_gang(error)
@@ -339,11 +343,12 @@ class TrainerWorker:
         self._change(is_finished=True)
         logger.info("run finished", extra={"step": self._status.step})
 
-    def _try_again(self, uid: str, why: str, *, retry_s: float) -> None:
-        """Wait before the next try. Tries that get to no step are one wait, which grows long and is told."""
+    def _try_again(self, uid: str, why: str, *, retry_s: float, refusal: waits.Refusal | None) -> None:
+        """Wait before the next try. Tries that get to no new step are one wait, which grows long and is told."""
         self._release(why)
         with waits.of_run(uid):
-            self._tries.on(f"a try of run {uid} that makes a step; the last one ended: {why}", key=uid)
+            reason = f"a try of run {uid} that makes a step; the last one ended: {why}"
+            self._tries.on(reason, key=uid, refusal=refusal)
         self.stopping.wait(retry_s)
 
     def _release(self, why: str) -> None:

@@ -290,17 +290,19 @@ class ScoreCompleted(_message.Message):
     def __init__(self, version: _Optional[int] = ..., num_tokens: _Optional[int] = ..., mismatch_kl: _Optional[float] = ..., max_abs_logprob_diff: _Optional[float] = ...) -> None: ...
 
 class Wait(_message.Message):
-    __slots__ = ("owner", "reason", "waits_on", "age_seconds", "deadline_seconds", "run_uid")
+    __slots__ = ("owner", "reason", "waits_on", "age_seconds", "deadline_seconds", "run_uid", "refusal")
     OWNER_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
     WAITS_ON_FIELD_NUMBER: _ClassVar[int]
     AGE_SECONDS_FIELD_NUMBER: _ClassVar[int]
     DEADLINE_SECONDS_FIELD_NUMBER: _ClassVar[int]
     RUN_UID_FIELD_NUMBER: _ClassVar[int]
+    REFUSAL_FIELD_NUMBER: _ClassVar[int]
     owner: str
     reason: str
     waits_on: str
     age_seconds: float
     deadline_seconds: float
     run_uid: str
-    def __init__(self, owner: _Optional[str] = ..., reason: _Optional[str] = ..., waits_on: _Optional[str] = ..., age_seconds: _Optional[float] = ..., deadline_seconds: _Optional[float] = ..., run_uid: _Optional[str] = ...) -> None: ...
+    refusal: _run_pb2.RunError
+    def __init__(self, owner: _Optional[str] = ..., reason: _Optional[str] = ..., waits_on: _Optional[str] = ..., age_seconds: _Optional[float] = ..., deadline_seconds: _Optional[float] = ..., run_uid: _Optional[str] = ..., refusal: _Optional[_Union[_run_pb2.RunError, _Mapping]] = ...) -> None: ...

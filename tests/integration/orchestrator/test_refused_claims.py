@@ -6,8 +6,11 @@ import pytest
 import redis.asyncio as redis_asyncio
 
 from millrace.client import Client
+from millrace.errors import HELD_UP, RefusedError
 from millrace.local.redis import EmbeddedRedis
+from millrace.orchestrator.explain import held_up
 from millrace.runlog import open_redis
+from millrace.v1 import run_pb2
 from millrace_testing.lanes import one_by_default
 from millrace_testing.orchestrator.runs import create
 from millrace_testing.polling import until
@@ -78,6 +81,44 @@ async def test_a_queued_run_tells_what_keeps_it(stack, own_redis, admin, tmp_pat
                 return "QUEUED" not in (await client.runs.explain(run.name)).summary.upper()
 
             await until(is_claimed)
+    finally:
+        await stack.stop()
+
+
+@pytest.mark.parametrize("case", one_by_default(CASES))
+async def test_who_waits_is_told_within_a_bound(stack, own_redis, admin, tmp_path, case: str, monkeypatch) -> None:
+    spoil, mend, said = CASES[case]
+    monkeypatch.setattr(held_up, "HELD_UP_S", 4.0)
+    stack = type(stack)(f"redis://ours:secret@127.0.0.1:{own_redis.port}/0", f"file://{tmp_path}/store", "bound")
+    await stack.start()
+    try:
+        run = await create(stack)
+        async with Client(stack.address) as client:
+            await admin.execute_command(*spoil)
+            try:
+                await stack.env_server(silent=set(range(1000)))
+                await stack.inference()
+                await stack.trainer()
+                with pytest.raises(RefusedError) as caught:
+                    async for _ in client.runs.watch(run.name):
+                        pass
+                found = await client.runs.get(run.name)
+            finally:
+                await admin.execute_command(*mend)
+            assert caught.value.reason == HELD_UP
+            told = f"{caught.value.message} {caught.value.remedy}"
+            assert all(word in told for word in said)
+            assert found.error.reason == caught.value.metadata["cause"]
+            assert found.state == run_pb2.RUN_STATE_QUEUED
+
+            async for event in client.runs.watch(run.name):  # it goes on, and who comes back may wait again
+                if event.state_changed.new_state == run_pb2.RUN_STATE_RUNNING:
+                    break
+
+            async def is_well() -> bool:
+                return not (await client.runs.get(run.name)).error.reason
+
+            await until(is_well)
     finally:
         await stack.stop()
 

@@ -8,6 +8,7 @@ from millrace.cli.errors import CliError, report
 from millrace.cli.session.follow import require_success
 from millrace.cli.view.lines import event_line, progress_line
 from millrace.cli.view.progress import Progress
+from millrace.errors import HELD_UP, RefusedError
 from millrace.v1 import event_pb2, run_pb2
 
 ERROR = run_pb2.RunError(
@@ -31,7 +32,7 @@ def said(progress: Progress, **how) -> list[str]:
     with pytest.raises(CliError) as caught:
         require_success(progress, **how)
     out = io.StringIO()
-    assert report(caught.value, is_debug=False, stream=out) == 1
+    assert report(caught.value, is_debug=False, stream=out) == (5 if progress.held_up else 1)
     return out.getvalue().splitlines()
 
 
@@ -69,3 +70,17 @@ def test_a_run_that_was_cancelled_is_no_error_to_mend():
     progress = Progress(name="runs/mine")
     progress.state = run_pb2.RUN_STATE_CANCELLED
     assert said(progress) == ["Error: runs/mine ended as CANCELLED"]
+
+
+def test_a_run_that_is_held_up_names_the_command_that_goes_on(tmp_path):
+    progress = Progress(name="runs/mine", state=run_pb2.RUN_STATE_RUNNING)
+    where = {"cause": "DISK_FULL", "component": "trainer"}
+    progress.held_up = RefusedError("cannot write /x", reason=HELD_UP, remedy="free disk space", metadata=where)
+    assert said(progress) == [
+        "Error: runs/mine cannot go on: cannot write /x",
+        "  at: trainer [DISK_FULL], details: millrace run why mine",
+        "  remedy: free disk space; then the run goes on by itself (millrace run watch mine)",
+    ]
+    place, remedy = said(progress, logs=tmp_path)[1:]
+    assert place == f"  at: trainer [DISK_FULL], its log: {tmp_path}/trainer.log"
+    assert remedy.endswith("then the same command with --name mine --resume goes on with the run")

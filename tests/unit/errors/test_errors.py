@@ -22,6 +22,7 @@ TABLE = {
     "CapacityError": ("RESOURCE_EXHAUSTED", 5),
     "UnavailableError": ("UNAVAILABLE", 5),
     "LogGoneError": ("UNAVAILABLE", 5),
+    "RefusedError": ("UNAVAILABLE", 5),
     "InternalError": ("INTERNAL", 1),
     "CorruptObjectError": ("INTERNAL", 1),
 }
@@ -57,7 +58,7 @@ def test_reason_falls_back_to_that_of_the_class() -> None:
 
 def test_only_what_a_retry_helps_has_a_delay() -> None:
     delayed = {cls.__name__ for cls in errors.error_classes() if make(cls).retry_after_s is not None}
-    assert delayed == {"CapacityError", "UnavailableError", "LogGoneError"}
+    assert delayed == {"CapacityError", "UnavailableError", "LogGoneError", "RefusedError"}
     assert errors.CapacityError("full", retry_after_s=0.5).retry_after_s == 0.5
 
 

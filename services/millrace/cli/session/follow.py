@@ -14,8 +14,9 @@ from millrace.cli.view.progress import Progress
 from millrace.cli.view.text import printable, shortened
 from millrace.cli.view.view import ProgressView
 from millrace.client import Client
-from millrace.errors import MillraceError, UnavailableError
+from millrace.errors import HELD_UP, MillraceError, RefusedError, UnavailableError
 from millrace.runlog.events.run_status import state_name
+from millrace.storage.disk import io_errors
 from millrace.telemetry import waits
 from millrace.v1 import event_pb2, run_pb2
 
@@ -49,12 +50,14 @@ class MetricsFile:
             key: int(value) if isinstance(value, str) and value.isdigit() else value for key, value in numbers.items()
         }
         line = {"kind": _METRIC_KINDS[body], "time": event.time.ToJsonString(), "writer": event.writer, **values}
-        self._file.write(json.dumps(line) + "\n")
-        self._file.flush()
+        with io_errors(self.path, "write", setting="--output-dir"):
+            self._file.write(json.dumps(line) + "\n")
+            self._file.flush()
 
     def close(self) -> None:
         """Close the file."""
-        self._file.close()
+        with io_errors(self.path, "write", setting="--output-dir"):
+            self._file.close()
 
 
 async def follow(
@@ -64,17 +67,22 @@ async def follow(
     *,
     metrics: MetricsFile | None = None,
 ) -> None:
-    """Follow `progress.name` until its terminal state. Cancelling it leaves the run alone."""
+    """Follow `progress.name` until its terminal state, or until it is held up. Cancelling it leaves the run alone."""
 
     def reconnecting(error: UnavailableError, delay_s: float) -> None:
         view.note(f"reconnecting in {delay_s:.1f}s: {error.message}")
 
-    async with contextlib.aclosing(client.runs.watch(progress.name, on_reconnect=reconnecting)) as events:
-        async for event in events:
-            progress.apply(event)
-            view.show(event)
-            if metrics is not None:
-                metrics.write(event)
+    try:
+        async with contextlib.aclosing(client.runs.watch(progress.name, on_reconnect=reconnecting)) as events:
+            async for event in events:
+                progress.apply(event)
+                view.show(event)
+                if metrics is not None:
+                    metrics.write(event)
+    except RefusedError as error:
+        if error.reason != HELD_UP:
+            raise
+        progress.held_up = error
 
 
 async def until_given_back(client: Client, name: str, *, note: Callable[[str], None]) -> None:
@@ -108,6 +116,8 @@ def require_success(progress: Progress, *, logs: Path | None = None) -> None:
     if progress.state == run_pb2.RUN_STATE_SUCCEEDED:
         return
     name, error = progress.name.removeprefix("runs/"), progress.error
+    if progress.held_up is not None:
+        raise _held_up(name, progress.held_up, logs=logs)
     if progress.state != run_pb2.RUN_STATE_FAILED or error is None:
         raise CliError(f"{progress.name} ended as {state_name(progress.state)}", exit_code=EXIT_FAILED)
     if logs is None:
@@ -121,6 +131,22 @@ def require_success(progress: Progress, *, logs: Path | None = None) -> None:
         place=f"{error.component or 'unknown'} [{error.reason}], {look}",
         hint=f"{error.remedy}; then {go_on}" if error.remedy else go_on,
         exit_code=EXIT_FAILED,
+    )
+
+
+def _held_up(name: str, error: RefusedError, *, logs: Path | None) -> CliError:
+    """The error for a run that gets nowhere: nothing of it is lost, and the log has no end of it."""
+    component = error.metadata.get("component", "orchestrator")
+    if logs is None:
+        look, go_on = f"details: millrace run why {name}", f"the run goes on by itself (millrace run watch {name})"
+    else:
+        look = f"its log: {logs / component}.log"
+        go_on = f"the same command with --name {name} --resume goes on with the run"
+    return CliError(
+        f"runs/{name} cannot go on: {printable(shortened(error.message))}",
+        place=f"{component} [{error.metadata.get('cause', error.reason)}], {look}",
+        hint=f"{error.remedy}; then {go_on}" if error.remedy else go_on,
+        exit_code=error.exit_code,
     )
 
 

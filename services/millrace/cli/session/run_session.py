@@ -310,7 +310,8 @@ async def _submit_and_follow(
     metrics = MetricsFile(Path(prepared.config.output_dir) / run.name.removeprefix("runs/") / "metrics.jsonl")
     try:
         await follow(client, progress, view, metrics=metrics)
-        await until_given_back(client, progress.name, note=view.note)
+        if progress.held_up is None:
+            await until_given_back(client, progress.name, note=view.note)
     finally:
         metrics.close()
 

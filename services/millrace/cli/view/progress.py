@@ -6,6 +6,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Self
 
+from millrace.errors import RefusedError
 from millrace.runlog.events.run_status import RunStatus
 from millrace.v1 import event_pb2, run_pb2
 
@@ -100,6 +101,8 @@ class Progress(RunStatus):
     """The newest wait of each owner."""
     last_lines: deque[str] = field(default_factory=lambda: deque(maxlen=LAST_EVENTS))
     """The last events in words, kept by the views."""
+    held_up: RefusedError | None = None
+    """Why nobody waits for it any more, though it has not ended."""
 
     @classmethod
     def of(cls, run: run_pb2.Run) -> Self:

@@ -204,10 +204,10 @@ async def _test_stores(process: _Process, tested: asyncio.Event) -> None:
                 raise
             logger.warning("cannot test Redis and the object store, trying again", extra={"error": str(error)})
             waits_on = storage_of(error)
-            reason = f"{waits_on} to be tested, which failed: {error.message}"
+            reason, refusal = f"{waits_on} to be tested, which failed: {error.message}", waits.Refusal.of(error)
         finally:
             tested.set()
-        with waits.waiting(reason, waits_on=waits_on):
+        with waits.waiting(reason, waits_on=waits_on, refusal=refusal):
             await asyncio.sleep(_TEST_AGAIN.after(failures))
 
 

@@ -164,6 +164,10 @@ class RunServicer(run_service_pb2_grpc.RunServiceServicer):
         view = await self._catalog.find(request.name)
         run = run_pb2.Run()
         run.CopyFrom(view.run)
+        if not view.is_terminal and (problem := self._manager.held_up.problem(view.record.uid)) is not None:
+            cause, by = problem.metadata["cause"], problem.metadata["component"]
+            error = run_pb2.RunError(reason=cause, message=problem.message, component=by, remedy=problem.remedy or "")
+            run.error.CopyFrom(error)
         if (progress := self._manager.progress(view.record.uid)) is not None:
             run.progress.CopyFrom(progress)
         return run_service_pb2.GetRunResponse(run=run)
@@ -227,7 +231,10 @@ class RunServicer(run_service_pb2_grpc.RunServiceServicer):
                 )
             view = self._catalog.known(uid) or view  # a rebuilt log makes a new one
             has_ended = view.is_terminal  # then no further event comes
-            for event in await feed.read(block_s=0.0 if has_ended else READ_BLOCK_S):
+            events = await feed.read(block_s=0.0 if has_ended else READ_BLOCK_S)
+            if not events and not has_ended and (problem := self._manager.held_up.problem(uid)) is not None:
+                raise problem
+            for event in events:
                 is_end = event.HasField("state_changed") and is_terminal(event.state_changed.new_state)
                 if is_end and not await self._catalog.is_end(uid, event.state_changed.new_state):
                     continue  # it does not end the run, and a watcher would stop at it

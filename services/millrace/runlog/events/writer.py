@@ -153,7 +153,8 @@ class EventWriter:
                 await self._log.wait_reopened(f"to append events of {self._writer}")
                 self._sequence = None
             except (UnavailableError, CapacityError) as error:
-                with waits.waiting(f"to append an event of {self._writer}: {error.message}", waits_on="redis"):
+                reason = f"to append an event of {self._writer}: {error.message}"
+                with waits.waiting(reason, waits_on="redis", refusal=waits.Refusal.of(error)):
                     await asyncio.sleep(_RETRY_S)
             except ConflictError:  # a predecessor under this name wrote meanwhile, or Redis lost its tail
                 conflicts += 1

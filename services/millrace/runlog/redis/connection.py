@@ -39,6 +39,7 @@ from millrace.errors import (
     InvalidStateError,
     MillraceError,
     PermissionDeniedError,
+    RefusedError,
     UnavailableError,
     Violation,
 )
@@ -146,7 +147,7 @@ async def _retry(
     command: Callable[[], Awaitable[T]],
     *,
     deadline_s: float,
-    on_failure: Callable[[str], None],
+    on_failure: Callable[[str, waits.Refusal | None], None],
 ) -> T:
     """Try for `deadline_s` behind the first failure; that and the recovery are one log line each."""
     address, num_failed, began, excused = describe(client), 0, 0.0, 0
@@ -174,8 +175,9 @@ async def _retry(
             continue
         if not began:
             began = time.monotonic()
-            is_replica = is_read_only(failure)
-            on_failure(f"Redis at {address}, a replica that cannot be written to ({what})" if is_replica else "")
+            text = f"Redis at {address}, a replica that cannot be written to ({what})"
+            known = known_refusal(failure, what, address=address)
+            on_failure(text if is_read_only(failure) else "", waits.Refusal.of(known))
             logger.warning("Redis at %s is not reachable, retrying: %s: %s", address, what, failure)
         if _awake_s(began) >= deadline_s:
             if (known := known_refusal(failure, what, address=address)) is not None:
@@ -220,7 +222,7 @@ def as_text(value: Any) -> str:
 def refusal(error: RedisError, what: str, *, address: str) -> MillraceError:
     """Return the error to raise for `what`, which Redis at `address` did not do.
 
-    UnavailableError where Redis may do it later without anybody changing a run; else nothing but a change helps.
+    RefusedError where Redis may do it later without anybody changing a run; else nothing but a change helps.
     """
     return known_refusal(error, what, address=address) or InternalError(
         f"Redis at {address} refused: {what}: {error}",
@@ -247,21 +249,21 @@ def _of_role(error: Exception, what: str, address: str) -> MillraceError | None:
     """Return what it is that keeps it from writing."""
     metadata = {"address": address}
     if is_read_only(error):
-        return UnavailableError(
+        return RefusedError(
             f"Redis at {address} is a replica that cannot be written to ({what})",
             reason="REDIS_READ_ONLY",
             remedy="name the primary in MILLRACE_REDIS_URL, or make this one the primary (REPLICAOF NO ONE)",
             metadata=metadata,
         )
     if _says(error, "NOREPLICAS"):
-        return UnavailableError(
+        return RefusedError(
             f"Redis at {address} takes no writes, because too few replicas follow it ({what})",
             reason="REDIS_NO_REPLICAS",
             remedy="start its replicas, or set min-replicas-to-write 0",
             metadata=metadata,
         )
     if _says(error, "MISCONF"):
-        return UnavailableError(
+        return RefusedError(
             f"Redis at {address} takes no writes, because it cannot write to its own disk ({what})",
             reason="REDIS_CANNOT_SAVE",
             remedy="see its log: free its disk or correct its directory, or set stop-writes-on-bgsave-error no",

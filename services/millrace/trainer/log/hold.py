@@ -264,7 +264,7 @@ def _wait_for(wait: waits.LastingWait, error: MillraceError) -> None:
         wait.on("the run's log to be rebuilt, which Redis lost", waits_on="orchestrator", key=error.reason)
     else:
         waits_on = "object store" if error.reason.startswith("STORE_") else "redis"
-        wait.on(error.message, waits_on=waits_on, key=error.reason)
+        wait.on(error.message, waits_on=waits_on, key=error.reason, refusal=waits.Refusal.of(error))
 
 
 def _renewal_failure(error: Exception, *, uid: str) -> MillraceError:
