@@ -9,8 +9,9 @@ TEST_JOBS ?= $(shell n=$$((2 * $$(env -u OMP_NUM_THREADS nproc))); echo $$((n < 
 SECOND_TRIES ?= 0
 TRIES = -p millrace_testing.second_tries --second-tries $(SECOND_TRIES)
 PYTEST_JOBS = --durations=40 --durations-min=5 -p millrace_testing.cpu_by_file $(TRIES) -n $(TEST_JOBS) --dist loadfile --no-loadscope-reorder
+BY_DEFAULT = not long and not presets and not slow and not gpu and not vllm and not vllm_wheels and not environments and not templates and not models and not stores and not compose and not browser
 # Collecting all other files costs every worker 20 s.
-LONG_FILES = $(shell grep -rl --include='test_*.py' 'mark\.long\|one_by_default' tests)
+LONG_FILES = $(shell grep -rl --include='test_*.py' 'mark\.long\|by_default' tests)
 FUZZ_SECONDS ?= 60
 PYTHONS ?= 3.12 3.13
 TORCH ?= 2.15.0
@@ -40,12 +41,12 @@ demo: setup ## Train a tiny model with RL on this machine; ENGINE=vllm, ARGS="--
 lint: setup-dev ## ruff, import rules, types, protos.
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
-	PYTHONPATH=services .venv/bin/lint-imports
-	.venv/bin/pyright
 	cd proto && ../.venv/bin/buf lint
+	@# Each takes one processor.
+	.venv/bin/pyright & PYTHONPATH=services .venv/bin/lint-imports; imports=$$?; wait $$! && exit $$imports
 
 test: setup-dev ## Run the default test suite, several files at a time (TEST_JOBS).
-	$(PY) -m pytest $(PYTEST_JOBS) -m "not long and not presets and not slow and not gpu and not vllm and not vllm_wheels and not environments and not templates and not models and not stores and not compose and not browser"
+	$(PY) -m pytest $(PYTEST_JOBS) -m "$(BY_DEFAULT)"
 
 test-long: setup-dev ## Run the tests of whole stacks that take long and rarely fail.
 	@scripts/install_prometheus.sh
@@ -67,7 +68,7 @@ test-compose: setup-dev ## Build the images and test the compose stacks; gets a 
 ##@ The inner loop
 
 test-unit: setup-dev ## Run the tests that need no services.
-	$(PY) -m pytest tests/unit tests/contract
+	$(PY) -m pytest $(PYTEST_JOBS) -m "$(BY_DEFAULT)" tests/unit tests/contract
 
 format: setup-dev ## Format the code.
 	.venv/bin/ruff format .

@@ -9,10 +9,24 @@ from millrace.telemetry.faults import Point
 from millrace.trainer.publish import executor
 from millrace_testing.chaos.rows import ROWS
 from millrace_testing.chaos.stack import PREFIX, ChaosStack
+from millrace_testing.lanes import by_default
 from millrace_testing.patience import patient
 
 
-@pytest.mark.parametrize("row", ROWS)
+CORNERS = (
+    "env-server mid-episode",
+    "env-server after append",
+    "engine mid-apply",
+    "orchestrator mid-commit",
+    "orchestrator after header",
+    "trainer mid-backward",
+    "trainer after upload before manifest",
+    "trainer after publish before checkpoint",
+)
+"""Of each process: work that is lost, and what is stored but not known of yet."""
+
+
+@pytest.mark.parametrize("row", by_default(ROWS, CORNERS))
 def test_a_kill_loses_and_repeats_nothing(chaos: ChaosStack, row: str) -> None:
     victim, point, when = ROWS[row].victim, ROWS[row].point, ROWS[row].when
     fault = chaos.arm(point, when=when)

@@ -31,6 +31,7 @@ from millrace.config.sections.trainer import TrainerConfig
 from millrace.errors import InvalidStateError, NotFoundError
 from millrace.trainer.estimate.estimate import load_config
 from millrace.trainer.estimate.step import simulate, simulate_whole
+from millrace_testing.lanes import by_default
 
 SIZES: dict[str, Any] = {
     "vocab_size": 512,
@@ -107,9 +108,7 @@ def own_count(config: PretrainedConfig) -> int:
     return sum(each.numel() for each in model.parameters())
 
 
-@pytest.mark.parametrize(
-    "family", [pytest.param(each, marks=() if each in CORNERS else pytest.mark.long) for each in FAMILIES]
-)
+@pytest.mark.parametrize("family", by_default(FAMILIES, CORNERS))
 def test_a_family_is_estimated_with_all_of_its_parameters(family: str):
     config = FAMILIES[family](2)
     found = simulate(trainer(), config, num_gpus=0)
