@@ -12,7 +12,6 @@ from millrace_testing.chaos.stack import PREFIX, ChaosStack
 from millrace_testing.lanes import by_default
 from millrace_testing.patience import patient
 
-
 CORNERS = (
     "env-server mid-episode",
     "env-server after append",
