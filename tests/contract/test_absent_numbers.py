@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 import millrace
+from millrace_testing import syntax
 
 ROOT = Path(millrace.__file__).parent
 ROOMS = ("algorithms", "env_server", "rollouts", "orchestrator/drive", "orchestrator/play", "trainer/losses")
@@ -20,23 +21,23 @@ NUMBERS = ("float", "int")
 def optional_numbers(room: str) -> frozenset[str]:
     """Names of fields and of what is called that are a number or None, in a room and in what all of them read."""
     files = [path for path in FILES if path.relative_to(ROOT).parts[0] in (room, "rollouts")]
-    return frozenset(name for path in files for name in declared(ast.parse(path.read_text())))
+    return frozenset(name for path in files for name in declared(syntax.parse(path.read_text())))
 
 
 def declared(tree: ast.Module) -> Iterator[str]:
-    for kind in (node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)):
+    for kind in (node for node in syntax.walk(tree) if isinstance(node, ast.ClassDef)):
         for node in kind.body:
             if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and is_optional(node.annotation):
                 yield node.target.id
-    for node in ast.walk(tree):
+    for node in syntax.walk(tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.returns and is_optional(node.returns):
             yield node.name
 
 
-def own_names(tree: ast.AST) -> set[str]:
+def own_names(tree: ast.Module) -> set[str]:
     """Names of variables and arguments of one module that are a number or None."""
     found: set[str] = set()
-    for node in ast.walk(tree):
+    for node in syntax.walk(tree):
         if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and is_optional(node.annotation):
             found.add(node.target.id)
         if isinstance(node, ast.arg) and node.annotation is not None and is_optional(node.annotation):
@@ -45,13 +46,15 @@ def own_names(tree: ast.AST) -> set[str]:
 
 
 def is_optional(annotation: ast.expr) -> bool:
+    if not any(isinstance(each, ast.Constant) and isinstance(each.value, str | None) for each in ast.walk(annotation)):
+        return False
     words = [part.strip() for part in ast.unparse(annotation).strip("'\"").split("|")]
     return "None" in words and any(word in NUMBERS for word in words)
 
 
-def truths(tree: ast.AST) -> Iterator[ast.expr]:
+def truths(tree: ast.Module) -> Iterator[ast.expr]:
     """Every expression of which only the truth counts, or that another one stands in for where it is false."""
-    for node in ast.walk(tree):
+    for node in syntax.walk(tree):
         if isinstance(node, ast.If | ast.While | ast.IfExp | ast.Assert):
             yield node.test
         elif isinstance(node, ast.BoolOp):
@@ -74,14 +77,14 @@ def name_of(node: ast.expr) -> str:
 
 def mistaken(source: str, names: Collection[str]) -> list[str]:
     """What of a module takes 0 for absent: an optional number's truth, and a number that stands in for one."""
-    tree = ast.parse(source)
+    tree = syntax.parse(source)
     own = own_names(tree)
     found = [
         f"{each.lineno}: {ast.unparse(each)}"
         for each in truths(tree)
         if name_of(each) in names or (isinstance(each, ast.Name) and each.id in own)
     ]
-    for node in ast.walk(tree):
+    for node in syntax.walk(tree):
         if isinstance(node, ast.BoolOp) and isinstance(node.op, ast.Or):
             last = node.values[-1]
             if (

@@ -4,6 +4,7 @@ import ast
 from pathlib import Path
 
 import millrace
+from millrace_testing import syntax
 
 ROOT = Path(millrace.__file__).parent
 REMOVING = {"rmtree", "unlink", "remove", "rmdir", "TemporaryDirectory"}
@@ -35,6 +36,6 @@ def test_nothing_else_removes_files() -> None:
     found = {
         str(path.relative_to(ROOT))
         for path in ROOT.rglob("*.py")
-        if any(map(_removes, ast.walk(ast.parse(path.read_text()))))
+        if any(map(_removes, syntax.walk(syntax.parse(path.read_text()))))
     }
     assert found == set(HAS_TO_BE_GONE), "a clean-up is `clean_up.remove`; of what has to be gone, say why here"

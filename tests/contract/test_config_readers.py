@@ -10,6 +10,7 @@ from millrace.config import RLConfig, SFTConfig
 from millrace.config.sections.eval import EvalRunConfig
 from millrace.config.sections.inference import ReplicaConfig
 from millrace.config.tree import Kind, SchemaKey, schema_tree
+from millrace_testing import syntax
 
 SERVICES = Path(__file__).parents[2] / "services" / "millrace"
 COLUMNS = ("prompt", "completion", "tool_defs", "chat_template_kwargs")
@@ -44,9 +45,11 @@ def _read_names() -> set[str]:
         text = path.read_text()
         if "config" in path.parts[-2:-1] or not any(word in text for word in USES):
             continue
-        tree = ast.parse(text)
+        tree = syntax.parse(text)
         names |= {
-            node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load)
+            node.attr
+            for node in syntax.walk(tree)
+            if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load)
         }
     return names
 

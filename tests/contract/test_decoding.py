@@ -10,6 +10,8 @@ import functools
 from collections.abc import Iterator
 from pathlib import Path
 
+from millrace_testing import syntax
+
 ROOT = Path(__file__).parents[2] / "services" / "millrace"
 SKIPPED = ("v1", "internal")  # generated
 HOME = "decoding.py"
@@ -69,7 +71,7 @@ ALLOWED = {
 def sources() -> tuple[tuple[str, ast.Module], ...]:
     named = ((path.relative_to(ROOT).as_posix(), path) for path in sorted(ROOT.rglob("*.py")))
     return tuple(
-        (name, ast.parse(path.read_text()))
+        (name, syntax.parse(path.read_text()))
         for name, path in named
         if name.split("/")[0] not in SKIPPED and name != HOME
     )
@@ -113,7 +115,7 @@ def test_nobody_names_protobufs_decode_error():
     wrong = [
         f"{name}:{node.lineno}"
         for name, tree in sources()
-        for node in ast.walk(tree)
+        for node in syntax.walk(tree)
         if isinstance(node, ast.ImportFrom) and any(alias.name == "DecodeError" for alias in node.names)
     ]
     assert not wrong
@@ -123,7 +125,7 @@ def test_nobody_takes_value_error_for_the_base_of_protobufs_error():
     """With the pinned protobuf it is not; a `try` around a parser that catches ValueError catches nothing of it."""
     wrong = []
     for name, tree in sources():
-        for node in ast.walk(tree):
+        for node in syntax.walk(tree):
             if not isinstance(node, ast.Try):
                 continue
             parses = any(

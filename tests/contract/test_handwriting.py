@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from millrace_testing import syntax
+
 TESTS = Path(__file__).parents[1]
 SERVICES = TESTS.parent / "services" / "millrace"
 # What follows a verb and not a plural noun: "Reads a file" is the third person, "Reads of a file" is not.
@@ -22,12 +24,12 @@ Modules = list[tuple[str, ast.Module]]
 def modules() -> Modules:
     """Every module of the services with its tree, which takes seconds to parse and much memory to keep."""
     paths = [path for path in sorted(SERVICES.rglob("*.py")) if not path.stem.endswith(("_pb2", "_pb2_grpc"))]
-    return [(str(path.relative_to(SERVICES)), ast.parse(path.read_text())) for path in paths]
+    return [(str(path.relative_to(SERVICES)), syntax.parse(path.read_text())) for path in paths]
 
 
 def _docstrings(tree: ast.Module) -> Iterator[tuple[int, str]]:
     """Line and docstring of every function."""
-    for node in ast.walk(tree):
+    for node in syntax.walk(tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and (text := ast.get_docstring(node)):
             yield node.lineno, text
 
@@ -50,7 +52,7 @@ def test_loggers_are_called_logger(modules: Modules) -> None:
     wrong = [
         f"{module}:{node.lineno}"
         for module, tree in modules
-        for node in ast.walk(tree)
+        for node in syntax.walk(tree)
         if isinstance(node, ast.Assign)
         and isinstance(node.value, ast.Call)
         and ast.unparse(node.value) in ("logging.getLogger(__name__)", "getLogger(__name__)")
@@ -63,7 +65,7 @@ def test_logging_is_the_standard_library_s(modules: Modules) -> None:
     wrong = [
         f"{module}:{node.lineno}"
         for module, tree in modules
-        for node in ast.walk(tree)
+        for node in syntax.walk(tree)
         if isinstance(node, ast.ImportFrom) and any(alias.name in ("logging", "getLogger") for alias in node.names)
     ]
     assert not wrong, f"write `import logging`, and take `setup` and `bind` from `millrace.telemetry.logging`: {wrong}"
@@ -91,7 +93,7 @@ def test_private_names_stay_in_their_module(modules: Modules) -> None:
     taken = [
         f"{module}:{node.lineno}: {alias.name} of {node.module}"
         for module, tree in modules
-        for node in ast.walk(tree)
+        for node in syntax.walk(tree)
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("millrace")
         for alias in node.names
         if alias.name.startswith("_") and not alias.name.startswith("__")

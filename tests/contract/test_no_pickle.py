@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from millrace_testing import syntax
+
 SERVICES = Path(__file__).parents[2] / "services"
 MODULES = {"pickle", "_pickle", "cPickle", "cloudpickle", "dill", "joblib", "jsonpickle", "marshal", "shelve"}
 """What executes, or brings the interpreter down, when it reads bytes of others."""
@@ -16,7 +18,7 @@ CALLS = {"Unpickler", "broadcast_object_list", "all_gather_object", "gather_obje
 def problems(source: str) -> list[str]:
     """What a module may not do, with the line."""
     found = []
-    for node in ast.walk(ast.parse(source)):
+    for node in syntax.walk(syntax.parse(source)):
         names: list[str] = []
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]

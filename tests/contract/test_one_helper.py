@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from millrace_testing import syntax
+
 ROOT = Path(__file__).parents[2] / "services" / "millrace"
 
 
@@ -36,12 +38,12 @@ def _is_race(node: ast.AST) -> bool:
 @pytest.fixture(scope="module")
 def trees() -> dict[str, ast.Module]:
     """Every module of the services, parsed once."""
-    return {path.relative_to(ROOT).as_posix(): ast.parse(path.read_text()) for path in ROOT.rglob("*.py")}
+    return {path.relative_to(ROOT).as_posix(): syntax.parse(path.read_text()) for path in ROOT.rglob("*.py")}
 
 
 @pytest.mark.parametrize(("home", "is_written"), [("race.py", _is_race), ("backoff.py", _is_growing_delay)])
 def test_it_is_written_in_its_home_alone(home: str, is_written, trees: dict[str, ast.Module]) -> None:  # type: ignore[no-untyped-def]
-    found = {name for name, tree in trees.items() if any(is_written(node) for node in ast.walk(tree))}
+    found = {name for name, tree in trees.items() if any(is_written(node) for node in syntax.walk(tree))}
     assert found == {home}, f"use `millrace.{home.removesuffix('.py')}`"
 
 
@@ -56,4 +58,4 @@ def test_it_is_written_in_its_home_alone(home: str, is_written, trees: dict[str,
     ],
 )
 def test_a_delay_that_grows_by_hand_is_seen(line: str) -> None:
-    assert any(_is_growing_delay(node) for node in ast.walk(ast.parse(line)))
+    assert any(_is_growing_delay(node) for node in syntax.walk(syntax.parse(line)))

@@ -4,6 +4,8 @@ import ast
 from collections.abc import Iterator
 from pathlib import Path
 
+from millrace_testing import syntax
+
 SERVICES = Path(__file__).parents[2] / "services" / "millrace"
 MOST = 8
 
@@ -17,7 +19,7 @@ def _parameters(function: ast.FunctionDef | ast.AsyncFunctionDef) -> list[str]:
 def _functions() -> Iterator[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef]]:
     for path in sorted(SERVICES.rglob("*.py")):
         if not path.stem.endswith(("_pb2", "_pb2_grpc")):
-            for node in ast.walk(ast.parse(path.read_text())):
+            for node in syntax.walk(syntax.parse(path.read_text())):
                 if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                     yield f"{path.relative_to(SERVICES)}:{node.lineno} {node.name}", node
 

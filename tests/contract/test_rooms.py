@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import millrace
+from millrace_testing import syntax
 
 ROOT = Path(millrace.__file__).parent
 MOST_MODULES = 20
@@ -29,7 +30,7 @@ PACKAGES = sorted(name for name, path in MODULES.items() if path.name == "__init
 def _imports(name: str) -> set[str]:
     """Modules that a module names in any import, also in one that waits inside a function or is for types alone."""
     found: set[str] = set()
-    for node in ast.walk(ast.parse(MODULES[name].read_text())):
+    for node in syntax.walk(syntax.parse(MODULES[name].read_text())):
         if isinstance(node, ast.ImportFrom) and node.module:
             for alias in node.names:
                 whole = f"{node.module}.{alias.name}"

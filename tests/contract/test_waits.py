@@ -19,6 +19,8 @@ from pathlib import Path
 
 import pytest
 
+from millrace_testing import syntax
+
 ROOT = Path(__file__).parents[2] / "services" / "millrace"
 # Generated code; what runs in a terminal in front of its user; what runs inside one process only.
 SKIPPED = ("v1", "internal", "cli")
@@ -39,7 +41,7 @@ class Source:
 
     @cached_property
     def tree(self) -> ast.Module:
-        return ast.parse(self.text)
+        return syntax.parse(self.text)
 
     @cached_property
     def exempt(self) -> dict[int, int]:
@@ -62,7 +64,7 @@ def sources() -> tuple[Source, ...]:
 
 @cache
 def functions(tree: ast.Module) -> tuple[ast.FunctionDef | ast.AsyncFunctionDef, ...]:
-    return tuple(node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
+    return tuple(node for node in syntax.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
 
 
 @cache
@@ -157,7 +159,7 @@ def found_commands(tree: ast.Module) -> dict[int, str]:
     """Awaited commands of a Redis client, outside of the functions that are handed to `call`."""
     handed = {
         argument.id
-        for node in ast.walk(tree)
+        for node in syntax.walk(tree)
         if isinstance(node, ast.Call) and called(node).split(".")[-1] == "call"
         for argument in node.args
         if isinstance(argument, ast.Name)
@@ -179,7 +181,7 @@ def is_command(call: ast.Call) -> bool:
 
 def named(tree: ast.Module) -> Iterator[tuple[str, int]]:
     """Every literal `waits_on`, with its line."""
-    for node in ast.walk(tree):
+    for node in syntax.walk(tree):
         for keyword in node.keywords if isinstance(node, ast.Call) else ():
             if keyword.arg == "waits_on" and isinstance(keyword.value, ast.Constant):
                 yield keyword.value.value, node.lineno

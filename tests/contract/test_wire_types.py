@@ -9,6 +9,7 @@ import re
 from pathlib import Path
 
 import millrace
+from millrace_testing import syntax
 
 ROOT = Path(millrace.__file__).parent
 CALLS = re.compile(r"\b(\w+_service|env_worker)_pb2\b")
@@ -84,7 +85,7 @@ def _importers() -> set[str]:
 def messages_imported(source: str) -> set[str]:
     """The modules of our messages that a module imports, such as `v1.event_pb2`."""
     found = set[str]()
-    for node in ast.walk(ast.parse(source)):
+    for node in syntax.walk(syntax.parse(source)):
         if isinstance(node, ast.ImportFrom) and (match := _PACKAGE.fullmatch(node.module or "")):
             package, module = match.groups()
             found |= {f"{package}.{module or name.name}" for name in node.names}

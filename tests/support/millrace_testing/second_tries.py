@@ -11,9 +11,11 @@ the worker died, but has said by then that it failed. The first such test of a r
 run says so; a second worker that dies fails it.
 """
 
+import functools
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,8 +28,20 @@ _LIMIT_S = 900.0
 """For all second tries; each test has a limit of its own."""
 
 
+_READS_TREES = "from millrace_testing import syntax\n"
+
+
+@functools.cache
+def _group_of(file: Path) -> str:
+    """Return what one worker runs as a whole: a file, or all files that share the syntax trees of the services."""
+    return _READS_TREES if file.is_file() and _READS_TREES in file.read_text() else str(file)
+
+
 class _Scheduling(LoadFileScheduling):
     """Gives out again only what a dead worker had not done."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        return _group_of(self.config.rootpath / nodeid.partition("::")[0])
 
     def remove_node(self, node: WorkerController) -> str | None:
         """See `LoadScopeScheduling`."""
