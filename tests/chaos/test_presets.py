@@ -4,6 +4,7 @@ The undisturbed run is one training over the same log, in this process, from its
 """
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -40,11 +41,19 @@ def test_a_preset_trains_on_exact_data_and_alike_through_kills(chaos: ChaosStack
         _prove(chaos, preset, *SAMPLING)
 
 
-def _prove(chaos: ChaosStack, preset: str, *flags: str) -> None:
+@pytest.mark.presets
+def test_echo_learns_what_the_environment_said_alike_through_kills(chaos: ChaosStack) -> None:
+    algo = '{"type": "echo", "roles": {"user": {"alpha": 0.5}}}'
+    flags = ("--orchestrator.env", '[{"id": "code-lookup"}]', "--seq-len", "256", "--orchestrator.algo", algo)
+    steps = _prove(chaos, None, *flags, "--orchestrator.sampling.max-tokens", "16")
+    assert all(step.metrics["nll/mean"] > 0 for step in steps.values()), steps[0].metrics
+
+
+def _prove(chaos: ChaosStack, preset: str | None, *flags: str) -> dict[int, Any]:
     armed = [chaos.arm(point, when=when) for point, when in KILLS.items()]
     run = chaos.submit(
         None,
-        f"--algo.preset={preset}",
+        *([] if preset is None else [f"--algo.preset={preset}"]),
         *flags,
         max_steps=STEPS,
         async_level=0,
@@ -65,3 +74,4 @@ def _prove(chaos: ChaosStack, preset: str, *flags: str) -> None:
     assert recomputed(store, names, steps=STEPS) == made
     report = replay(store, names, step=3)
     assert report.start == 2 and report.is_equal, report.differences
+    return steps

@@ -5,6 +5,7 @@ from typing import Any
 
 from millrace.algorithms.base import Algorithm, Credit, Credited, ScalarAdvantage
 from millrace.algorithms.custom import Custom
+from millrace.algorithms.echo import Echo
 from millrace.algorithms.filters import Filtered, Thresholded, count_found
 from millrace.algorithms.grpo import Grpo
 from millrace.algorithms.hierarchical_grpo import HierarchicalGrpo
@@ -25,6 +26,7 @@ ADVANTAGES: dict[str, type[ScalarAdvantage]] = {
     "opo": Opo,
     "reinforce_pp": ReinforcePlusPlus,
     "max_rl": MaxRl,
+    "echo": Echo,
 }
 """Those with a formula over rewards, which an environment may have one of its own of (`[[orchestrator.env]] algo`)."""
 PER_AGENT: dict[str, type[Rae | HierarchicalGrpo]] = {"rae": Rae, "hierarchical_grpo": HierarchicalGrpo}
@@ -70,6 +72,7 @@ __all__ = [
     "Credit",
     "Credited",
     "Custom",
+    "Echo",
     "Filtered",
     "Grpo",
     "HierarchicalGrpo",

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 import numpy as np
 
@@ -35,12 +35,17 @@ class Grpo(ScalarAdvantage):
     @classmethod
     def from_config(cls, config: AdvantageConfig) -> Self:
         """As `[orchestrator.algo]` says."""
-        return cls(
-            std_norm=config.std_norm,
-            leave_one_out=config.leave_one_out,
-            overlong=OverlongPenalty.from_config(config),
-            by_turn=config.credit == "turn",
-        )
+        return cls(**cls.options(config))
+
+    @staticmethod
+    def options(config: AdvantageConfig) -> dict[str, Any]:
+        """Return the arguments of the constructor that `[orchestrator.algo]` names."""
+        return {
+            "std_norm": config.std_norm,
+            "leave_one_out": config.leave_one_out,
+            "overlong": OverlongPenalty.from_config(config),
+            "by_turn": config.credit == "turn",
+        }
 
     def advantages(self, rewards: np.ndarray, lengths: np.ndarray) -> np.ndarray:
         """Return the advantages of a group, float64 [G]."""

@@ -112,6 +112,19 @@ class OwnSampling:
     truncation: Truncation = FULL
 
 
+ROLES = ("system", "user", "assistant", "tool")
+"""Roles of messages."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoleSpan:
+    """Tokens `[start, end)` of a sample are of a message of `role` that the environment added behind a reply."""
+
+    role: str
+    start: int
+    end: int
+
+
 def _equal_fields(left: object, right: object) -> bool:
     """Field-wise equality of two dataclass instances of one class, with arrays compared by dtype and content."""
     for item in fields(left):  # pyright: ignore[reportArgumentType] - both are dataclass instances
@@ -174,6 +187,8 @@ class Sample(_TokenColumns):
     inference_logprobs: Float32Array
     policy_spans: tuple[PolicySpan, ...] = ()
     own_sampling: tuple[OwnSampling, ...] = ()
+    roles: tuple[RoleSpan, ...] = ()
+    """Ranges behind its first reply that the policy did not sample, where it is known whose message they are of."""
     turns: tuple[TurnReward, ...] = ()
     """Its model calls, in order, where the environment gave any turn of the rollout a reward of its own."""
     teacher_logprobs: Float32Array | None = None

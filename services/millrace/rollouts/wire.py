@@ -27,9 +27,11 @@ from millrace.rollouts.types import (
     MAX_MESSAGES_JSON_BYTES,
     MAX_SAMPLING_JSON_CHARS,
     MAX_TASK_JSON_BYTES,
+    ROLES,
     OwnSampling,
     PolicySpan,
     Purpose,
+    RoleSpan,
     Rollout,
     RolloutError,
     RolloutStatus,
@@ -299,6 +301,12 @@ def validate_sample(sample: Sample, *, where: str, needs_spans: bool) -> None:
         raise _corrupt(f"{where}.policy_spans", first, "a sampled token that no span covers")
     if problem := own_sampling_problem(sample.own_sampling, length):
         raise _corrupt(f"{where}.own_sampling", len(sample.own_sampling), problem)
+    end = 0
+    for number, span in enumerate(sample.roles):
+        is_of_others = end <= span.start < span.end <= length and not sample.loss_mask[span.start : span.end].any()
+        if span.role not in ROLES or not is_of_others:
+            raise _corrupt(f"{where}.roles[{number}]", f"{span.role}[{span.start}:{span.end}]", "is no message's")
+        end = span.end
     if sample.turns:
         _validate_turns(sample, where=where)
 
@@ -354,6 +362,7 @@ def _sample_to_proto(sample: Sample) -> rollout_pb2.Sample:
         policy_spans=spans_to_proto(sample.policy_spans),
         turns=[rollout_pb2.TurnReward(end=turn.end, reward=turn.reward) for turn in sample.turns],
         own_sampling=own_sampling_to_wire(sample.own_sampling),
+        roles=[rollout_pb2.RoleSpan(role=each.role, start=each.start, end=each.end) for each in sample.roles],
     )
 
 
@@ -368,6 +377,7 @@ def _sample_from_proto(message: rollout_pb2.Sample) -> Sample:
         ),
         turns=tuple(TurnReward(end=turn.end, reward=turn.reward) for turn in message.turns),
         own_sampling=own_sampling_from_wire(message.own_sampling),
+        roles=tuple(RoleSpan(role=each.role, start=each.start, end=each.end) for each in message.roles),
     )
 
 

@@ -14,6 +14,7 @@ from millrace.algorithms import (
     ADVANTAGES,
     ALGORITHMS,
     Credited,
+    Echo,
     Grpo,
     MaxRl,
     Opo,
@@ -92,6 +93,7 @@ FORMULAS: dict[str, tuple[ScalarAdvantage, Callable[[Group], list[float]]]] = {
     "rloo": (Rloo(), rloo),
     "opo": (Opo(), opo),
     "max_rl": (MaxRl(), max_rl),
+    "echo": (Echo(weights={"tool": 0.1}), grpo),
     "reinforce_pp, before the batch": (ReinforcePlusPlus(), grpo),
 }
 
@@ -245,7 +247,7 @@ def test_a_punishment_needs_a_limit_that_it_fits_below() -> None:
 
 @pytest.mark.parametrize(
     ("name", "says"),
-    [("echo", "which token came from whom"), ("sft", "rollouts of another model are no part of a run")],
+    [("sft", "rollouts of another model are no part of a run")],
 )
 def test_algorithms_that_are_not_there_are_refused_for_that(name: str, says: str) -> None:
     document = with_algo({"type": name})

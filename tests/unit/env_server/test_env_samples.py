@@ -21,8 +21,11 @@ from millrace.env_server.adapters.samples import (
     merge_turns,
     parse_spans,
 )
+from millrace.env_server.adapters.samples_v0 import turns_of
 from millrace.env_server.adapters.samples_v1 import branch_samples
-from millrace.rollouts.types import PolicySpan, Sample
+from millrace.env_server.own_sampling import AskedSampling
+from millrace.rollouts.requests import EnvSpec, Sampling
+from millrace.rollouts.types import PolicySpan, RoleSpan, Sample
 from millrace_testing.thinking_template import END, KEEPS, STRIPS, prompt_encoder
 
 
@@ -201,7 +204,52 @@ def test_span_log_is_bounded() -> None:
 
 def node(token_ids: list[int], num_sampled: int) -> Any:
     mask = [False] * (len(token_ids) - num_sampled) + [True] * num_sampled
-    return SimpleNamespace(token_ids=token_ids, mask=mask, sampled=num_sampled > 0, logprobs=[-1.0] * num_sampled)
+    message = SimpleNamespace(role="assistant" if num_sampled else "tool")
+    return SimpleNamespace(
+        token_ids=token_ids, mask=mask, sampled=num_sampled > 0, logprobs=[-1.0] * num_sampled, message=message
+    )
+
+
+def role(name: str, start: int, end: int) -> RoleSpan:
+    return RoleSpan(role=name, start=start, end=end)
+
+
+def test_what_the_environment_adds_behind_a_reply_is_of_its_role() -> None:
+    first, second = turn([1, 2], [3, 4]), replace(turn([1, 2, 3, 4, 8, 9], [7]), asked_by="tool")
+    third = replace(turn([1, 2, 3, 4, 8, 9, 7, 5], [6]), asked_by="")
+    [sample] = merge_turns([replace(first, asked_by="user"), second, third], requires_spans=True)
+    assert sample.roles == (role("tool", 4, 6),), "the first prompt is nobody's reply, and mixed roles are unknown"
+    other = replace(turn([5, 5], [6]), asked_by="tool")
+    assert [each.roles for each in merge_turns([first, other], requires_spans=True)] == [(), ()]
+
+
+@pytest.mark.parametrize(
+    ("roles", "wanted"),
+    [
+        (["system", "user", "assistant", "tool", "tool"], "tool"),
+        (["user", "assistant", "tool", "user"], ""),
+        (["user"], ""),
+        (["user", "assistant", "user"], "user"),
+    ],
+)
+def test_a_v0_prompt_says_who_spoke_behind_the_last_reply(roles: list[str], wanted: str) -> None:
+    tokens = {"prompt_ids": [1], "completion_ids": [2], "completion_logprobs": [-1.0]}
+    for kind in (dict, SimpleNamespace):
+        step = {"tokens": tokens, "prompt": [kind(role=each) for each in roles]}
+        kept = turns_of([step], Spans([]), AskedSampling.by(EnvSpec(), Sampling(temperature=1.0)))
+        assert [each.asked_by for each in kept.kept] == [wanted]
+
+
+def test_v1_messages_behind_a_reply_keep_their_role_and_their_content_alone() -> None:
+    user, shared, said = node([1, 2], 0), node([3, 4, 5], 2), node([6, 7, 8], 0)
+    said.is_content = [False, True, False]
+    branches = [
+        SimpleNamespace(nodes=[user, shared, said, node([9], 1)]),
+        SimpleNamespace(nodes=[user, shared, said, node([8], 0), node([9], 1)]),
+    ]
+    first, second = branch_samples(branches, Spans([]), requires_spans=False)
+    assert first.roles == (role("tool", 6, 7),)
+    assert second.roles == (role("tool", 8, 9),), "what two branches share is of the first"
 
 
 def test_v1_branches_train_shared_tokens_once() -> None:

@@ -13,9 +13,11 @@ from millrace.errors import CorruptObjectError
 from millrace.internal.v1 import rollout_pb2
 from millrace.rollouts import wire
 from millrace.rollouts.types import (
+    ROLES,
     OwnSampling,
     PolicySpan,
     Purpose,
+    RoleSpan,
     Rollout,
     RolloutError,
     RolloutStatus,
@@ -50,6 +52,11 @@ def samples(draw: st.DrawFn) -> Sample:
         policy_spans=tuple(spans),
         turns=tuple(turns),
         own_sampling=draw(st.sampled_from([(), own_at((0, len(mask), 0.5))])),
+        roles=tuple(
+            RoleSpan(role=draw(st.sampled_from(ROLES)), start=int(at), end=int(at) + 1)
+            for at in np.flatnonzero(mask == 0)
+            if draw(st.booleans())
+        ),
     )
 
 
@@ -189,7 +196,16 @@ def turns_at(*ends: int) -> tuple[TurnReward, ...]:
     return tuple(TurnReward(end=end, reward=1.0) for end in ends)
 
 
+def of_others(role: str, start: int, end: int) -> dict[str, object]:
+    return {"samples": (_sample(roles=(RoleSpan(role=role, start=start, end=end),)),)}
+
+
 MALFORMED = {
+    "role": (_rollout(**of_others("tools", 4, 5)), r"roles\[0\] = tools\[4:5\]"),
+    "role of a sampled token": (_rollout(**of_others("tool", 3, 5)), r"roles\[0\]"),
+    "role of no token": (_rollout(**of_others("tool", 4, 4)), r"roles\[0\]"),
+    "role beyond": (_rollout(**of_others("tool", 6, 7)), r"roles\[0\]"),
+    "roles overlap": (_rollout(samples=(_sample(roles=(RoleSpan(role="tool", start=4, end=5),) * 2),)), r"roles\[1\]"),
     "lengths": (_rollout(samples=(_sample(loss_mask=np.ones(5, np.uint8)),)), r"loss_mask"),
     "dtype": (_rollout(samples=(_sample(token_ids=np.arange(6, dtype=np.int64)),)), r"token_ids.*int32\[6\]"),
     "empty": (

@@ -15,13 +15,9 @@ ROWS_ALONE = (
     "training on the rows of a dataset, without rollouts, is a run of its own: give the rows to `millrace sft` "
     "(docs/guides/sft.md)"
 )
-MODEL_TOKENS_ALONE = (
-    "cross-entropy on what tools reply is no part of a run: which token came from whom is not recorded; "
-    'write `type = "grpo"`, which trains on the model\'s own tokens (docs/algorithms.md)'
-)
-UNBUILT_ALGORITHMS = ("dataset_sft", "debug", "echo", "sft")
+UNBUILT_ALGORITHMS = ("dataset_sft", "debug", "sft")
 """Names of algorithms that prime-rl has and no run bears yet."""
-_NAMED = ("echo", "sft")
+_NAMED = ("sft",)
 """Those that our schema has the names of."""
 _LOSS: Path = ("trainer", "loss")
 _RATIOS = {"icepop": (0.2, 5.0), "ppo": (0.8, 1.2), "cispo": (0.0, 5.0)}
@@ -41,7 +37,7 @@ def algorithm(target: Target, path: Path, value: Any) -> None:
 def unbuilt_algorithm(name: str) -> str:
     """Return what to do instead of an algorithm that is not there yet."""
     there = f"{', '.join((*COMPARING, *PER_AGENT))}, {' and '.join(DISTILLING)} are"
-    instead = {"echo": MODEL_TOKENS_ALONE, "sft": SAMPLED_BY_OTHERS, "dataset_sft": ROWS_ALONE}
+    instead = {"sft": SAMPLED_BY_OTHERS, "dataset_sft": ROWS_ALONE}
     return instead.get(name, f"{name} is not there yet; {there}")
 
 

@@ -120,7 +120,10 @@ def algo_keys(prefix: str) -> dict[str, Meaning]:
         **same(
             blocks("belongs to an algorithm that is not there yet"),
             prefix,
-            "length_penalty roles filter advantage",
+            "length_penalty advantage",
+        ),
+        f"{prefix}filter": blocks(
+            "which of these tokens are learned is said by role, `roles` of the same table: leave the function out", {}
         ),
         f"{prefix}renderer": nothing("the engine writes the hint of opsd with the model's own chat template", {}),
     }

@@ -25,9 +25,12 @@ class TeacherConfig(ClientConfig):
     )
 
 
-_GRPO_ONLY = Facts(only_for=OnlyFor(".type", ("grpo",)))
+_OF_GRPO = Facts(only_for=OnlyFor(".type", ("grpo", "echo")))
 _CUSTOM_ONLY = Facts(only_for=OnlyFor(".type", ("custom",)))
-COMPARING = ("grpo", "rloo", "opo", "reinforce_pp", "max_rl")
+_OfOneEnvironment = Literal[
+    "grpo", "rloo", "opo", "reinforce_pp", "max_rl", "custom", "rae", "hierarchical_grpo", "echo"
+]
+COMPARING = ("grpo", "rloo", "opo", "reinforce_pp", "max_rl", "echo")
 """Algorithms that compare the rewards of rollouts of the same task."""
 PER_AGENT = ("rae", "hierarchical_grpo")
 """Algorithms that give each trained agent of a rollout an advantage of its own."""
@@ -36,7 +39,9 @@ DISTILLING = ("opd", "opsd")
 HINT = "{demonstration}"
 """Stands for a task's demonstration in the template of opsd."""
 _OPSD_ONLY = Facts(only_for=OnlyFor(".type", ("opsd",)))
-_SHAPED = ("grpo", "rloo", "opo", "reinforce_pp", "custom")
+_SHAPED = ("grpo", "rloo", "opo", "reinforce_pp", "custom", "echo")
+DEFAULT_ALPHA = 0.1
+"""Weight of a token that a tool replied, in echo."""
 """Those that may compare shaped rewards: max_rl divides by their mean, which has to stay a pass rate."""
 
 
@@ -51,21 +56,36 @@ class OverlongConfig(ConfigSection):
     factor: float = option(1.0, "The whole punishment.", gt=0)
 
 
+class EchoRoleConfig(ConfigSection):
+    """Messages of one role that the environment adds behind a reply."""
+
+    alpha: float = required("Weight of each of their tokens in the cross-entropy.", gt=0)
+
+
+class EchoRolesConfig(ConfigSection):
+    """Whose messages echo learns to predict."""
+
+    system: EchoRoleConfig | None = option(None, "System messages; not learned if left out.")
+    user: EchoRoleConfig | None = option(None, "What a user says; not learned if left out.")
+    assistant: EchoRoleConfig | None = option(None, "Replies that the policy did not sample; not learned if left out.")
+    tool: EchoRoleConfig | None = option(None, "What tools reply; not learned if left out.")
+
+
 class AdvantageConfig(ConfigSection):
     """How the rewards of a group become advantages."""
 
-    type: Literal["grpo", "rloo", "opo", "reinforce_pp", "max_rl", "custom", "rae", "hierarchical_grpo"] = option(
+    type: _OfOneEnvironment = option(
         "grpo",
         "With r a reward and m the mean reward of the rollouts of the same task: grpo: r - m. rloo: r minus the mean "
         "of the others. opo: r minus the mean weighted by length. reinforce_pp: r - m, whitened over the tokens of the "
         "batch. max_rl: (r - m) / m, of rewards as shares of `reward_range`. custom: what `import_path` returns. "
         "rae: r minus a moving average of the agent's rewards. hierarchical_grpo: r minus the mean over the traces of "
-        "the same agent.",
+        "the same agent. echo: as grpo, and the cross-entropy of what the environment says behind a reply (`roles`).",
     )
     std_norm: Literal["none", "group", "batch"] = option(
-        "none", "grpo only: divide by the deviation of the rewards of the group, or of the batch.", facts=_GRPO_ONLY
+        "none", "grpo and echo: divide by the deviation of the rewards of the group, or of the batch.", facts=_OF_GRPO
     )
-    leave_one_out: bool = option(False, "grpo only: compare with the mean of the others.", facts=_GRPO_ONLY)
+    leave_one_out: bool = option(False, "grpo and echo: compare with the mean of the others.", facts=_OF_GRPO)
     credit: Literal["rollout", "turn"] = option(
         "rollout",
         "grpo, rloo and reinforce_pp: what the tokens of a turn (model call) get the advantage of. rollout: the "
@@ -96,14 +116,29 @@ class AdvantageConfig(ConfigSection):
         "such as several solvers of one proposed task; the others are compared over all rollouts of the task.",
         facts=Facts(only_for=OnlyFor(".type", ("hierarchical_grpo",))),
     )
+    roles: EchoRolesConfig | None = option(
+        None,
+        "echo only: whose messages are learned.",
+        facts=Facts(only_for=OnlyFor(".type", ("echo",)), default_text=f"`tool.alpha = {DEFAULT_ALPHA}`"),
+    )
     overlong: OverlongConfig | None = option(
         None,
         "DAPO's soft punishment of long responses, taken off the rewards that are compared; off if left out.",
         facts=Facts(only_for=OnlyFor(".type", _SHAPED)),
     )
 
+    @property
+    def role_weights(self) -> dict[str, float]:
+        """By role, the weight of a token of its messages in the cross-entropy of echo."""
+        if self.roles is None:
+            return {"tool": DEFAULT_ALPHA}
+        found = {name: getattr(self.roles, name) for name in EchoRolesConfig.model_fields}
+        return {name: each.alpha for name, each in found.items() if each is not None}
+
     def broken_rules(self, where: str) -> Iterator[BrokenRule]:
         """Rules over several keys that do not hold; `where` is the path of this table."""
+        if self.type == "echo" and not self.role_weights:
+            yield broken("names no role; write `tool.alpha = 0.1`, or leave the table out", f"{where}.roles")
         if self.type == "custom" and self.import_path is None:
             message = "is required for custom: name the function that makes the advantages, as my.module:fn"
             yield broken(message, f"{where}.import_path", f"{where}.type")
@@ -117,9 +152,7 @@ class AdvantageConfig(ConfigSection):
 class EnvAlgoConfig(AdvantageConfig):
     """How the rewards of one environment become advantages, whatever those of the others do."""
 
-    type: Literal["grpo", "rloo", "opo", "reinforce_pp", "max_rl", "custom", "rae", "hierarchical_grpo"] = required(
-        "As `orchestrator.algo.type`."
-    )
+    type: _OfOneEnvironment = required("As `orchestrator.algo.type`.")
 
 
 class AlgoConfig(AdvantageConfig):
@@ -147,8 +180,9 @@ class AlgoConfig(AdvantageConfig):
         "teacher's log-probability minus the policy's; rewards only show. rae: r minus a moving average of the rewards "
         "of the same agent (role) in the same environment, for self-play. hierarchical_grpo: r minus the mean over the "
         "traces of the same agent. Only these two take environments with several trained agents. opsd: as opd, with "
-        "the policy itself as the teacher, which is told the task's demonstration (`demo_key`) besides. The others are "
-        "not there yet: runs with them are refused at submission.",
+        "the policy itself as the teacher, which is told the task's demonstration (`demo_key`) besides. echo: as "
+        "grpo, and the cross-entropy of what the environment says behind a reply (`roles`). sft is not there yet: runs "
+        "with it are refused at submission.",
     )
     demo_key: str = option(
         "demonstration",

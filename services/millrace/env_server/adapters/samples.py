@@ -6,6 +6,7 @@ tokens alike. If it does not (the chat template dropped or rewrote something, or
 encoding), the turn begins a new sample: nothing is trained in a context in which it was not sampled.
 """
 
+import itertools
 import math
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
@@ -15,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from millrace.env_server.own_sampling import Way
-from millrace.rollouts.types import OwnSampling, PolicySpan, Sample, TurnReward
+from millrace.rollouts.types import ROLES, OwnSampling, PolicySpan, RoleSpan, Sample, TurnReward
 
 # Engines write minus infinity as this value, because JSON has no infinity: nobody samples such a token.
 _NO_EVIDENCE = -9999.0
@@ -47,6 +48,8 @@ class Turn:
     """How it was sampled, where that is not how the run asks for it."""
     reward: float | None = None
     """What the environment gave for this turn by itself, if it gave anything."""
+    asked_by: str = ""
+    """Role of all messages behind the last reply in the prompt; empty where they are of several, or not known."""
 
 
 def engine_spans(choice: Mapping[str, Any]) -> tuple[PolicySpan, ...]:
@@ -158,6 +161,18 @@ class OwnRanges:
         return tuple(self._found)
 
 
+def spans_of_roles(found: Sequence[str], *, start: int) -> list[RoleSpan]:
+    """Return where neighbouring tokens from `start` on have the same role; an empty one is nobody's."""
+    spans: list[RoleSpan] = []
+    at = start
+    for role, same in itertools.groupby(found):
+        end = at + len(list(same))
+        if role:
+            spans.append(RoleSpan(role=role, start=at, end=end))
+        at = end
+    return spans
+
+
 class _SampleBuilder:
     """A sample that grows turn by turn."""
 
@@ -167,6 +182,7 @@ class _SampleBuilder:
         self.logprobs: list[float] = []
         self.spans: list[PolicySpan] = []
         self.turns: list[TurnReward] = []
+        self.roles: list[RoleSpan] = []
         self.own = OwnRanges()
 
     def is_extended_by(self, prompt_ids: Sequence[int]) -> bool:
@@ -176,6 +192,8 @@ class _SampleBuilder:
     def add(self, turn: Turn) -> None:
         """Append what the prompt adds (not trained), then the sampled tokens (trained)."""
         added = list(turn.prompt_ids[len(self.token_ids) :])
+        if self.token_ids and turn.asked_by in ROLES:
+            self.roles += spans_of_roles([turn.asked_by] * len(added), start=len(self.token_ids))
         self._extend(added, [0] * len(added), [0.0] * len(added))
         start = len(self.token_ids)
         self._extend(turn.completion_ids, [1] * len(turn.completion_ids), turn.logprobs)
@@ -198,6 +216,7 @@ class _SampleBuilder:
             inference_logprobs=np.asarray(self.logprobs, dtype=np.float32),
             policy_spans=tuple(self.spans),
             turns=tuple(self.turns),
+            roles=tuple(self.roles),
             own_sampling=self.own.ranges,
         )
 

@@ -82,9 +82,20 @@ def turns_of(steps: Sequence[Mapping[str, Any]], spans: Spans, asked: AskedSampl
                 spans=clipped(call.spans, len(completion_ids)),
                 own_way=own_way,
                 reward=reward,
+                asked_by=_asked_by(step.get("prompt")),
             )
         )
     return KeptTurns(kept=kept, num_cut=num_cut, why_cut=why, num_left_out=num_left_out, is_agent=is_agent)
+
+
+def _asked_by(prompt: Any) -> str:
+    """Return the role of the messages behind the last reply in a prompt, if they have the same one; "" otherwise."""
+    if not isinstance(prompt, Sequence) or isinstance(prompt, str):
+        return ""
+    roles = [str(each.get("role") if isinstance(each, Mapping) else getattr(each, "role", "")) for each in prompt]
+    last = max((at for at, role in enumerate(roles) if role == "assistant"), default=-1)
+    behind = set(roles[last + 1 :]) if last >= 0 else set()
+    return behind.pop() if len(behind) == 1 else ""
 
 
 def _both(first: float | None, second: float | None) -> float | None:

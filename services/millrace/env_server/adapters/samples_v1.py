@@ -8,10 +8,18 @@ import numpy as np
 
 from millrace.env_server.adapters.failures import role_key
 from millrace.env_server.adapters.outcome import Outcome
-from millrace.env_server.adapters.samples import Call, MissingTokensError, OwnRanges, Spans, Turn, check_turn
+from millrace.env_server.adapters.samples import (
+    Call,
+    MissingTokensError,
+    OwnRanges,
+    Spans,
+    Turn,
+    check_turn,
+    spans_of_roles,
+)
 from millrace.env_server.agents.branches import Made, trained_calls
 from millrace.env_server.own_sampling import AskedSampling
-from millrace.rollouts.types import PolicySpan, Sample
+from millrace.rollouts.types import ROLES, PolicySpan, RoleSpan, Sample
 
 
 def kept_nodes(trace: Any, mode: str) -> set[int]:
@@ -56,6 +64,7 @@ def branch_samples(
     if not branches:
         raise MissingTokensError("the rollout made no model call")
     trained: set[int] = set()
+    heard: set[int] = set()
     samples: list[Sample] = []
     noted = _noted(branches, spans)
     for branch in branches:
@@ -66,6 +75,8 @@ def branch_samples(
         logprobs: list[float] = []
         policy_spans: list[PolicySpan] = []
         own = OwnRanges()
+        roles: list[RoleSpan] = []
+        is_behind_reply = False
         for node in branch.nodes:
             num_sampled = sum(node.mask)
             is_new = bool(node.sampled) and id(node) not in trained and (kept is None or id(node) in kept)
@@ -75,6 +86,10 @@ def branch_samples(
                 start = len(token_ids) + len(node.mask) - num_sampled
                 policy_spans += [replace(span, start=start + span.start, end=start + span.end) for span in turn.spans]
                 own.add(start, start + num_sampled, turn.own_way)
+            elif is_behind_reply and not node.sampled and id(node) not in heard:
+                heard.add(id(node))
+                roles += spans_of_roles(_roles_of(node), start=len(token_ids))
+            is_behind_reply |= bool(node.sampled)
             token_ids += node.token_ids
             num_prompt = len(node.token_ids) - (num_sampled if is_new else 0)
             mask += [0] * num_prompt + [1] * (len(node.token_ids) - num_prompt)
@@ -87,11 +102,25 @@ def branch_samples(
                     inference_logprobs=np.asarray(logprobs, dtype=np.float32),
                     policy_spans=tuple(policy_spans),
                     own_sampling=own.ranges,
+                    roles=tuple(roles),
                 )
             )
     if not samples:
         raise MissingTokensError("no trainable branch of the rollout has sampled tokens")
     return tuple(samples)
+
+
+def _roles_of(node: Any) -> list[str]:
+    """Return the role of each token of a message that the environment added; of what the template adds none.
+
+    Where the renderer does not say which tokens are the message's, all of them are.
+    """
+    said = str(node.message.role)
+    role = said if said in ROLES else ""
+    contents = getattr(node, "is_content", None) or ()
+    if len(contents) != len(node.token_ids):
+        return [role] * len(node.token_ids)
+    return [role if is_content else "" for is_content in contents]
 
 
 def _noted(branches: Sequence[Any], spans: Spans) -> dict[int, Call]:

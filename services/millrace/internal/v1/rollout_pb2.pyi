@@ -54,20 +54,32 @@ class PolicySpan(_message.Message):
     def __init__(self, lineage: _Optional[int] = ..., version: _Optional[int] = ..., start: _Optional[int] = ..., end: _Optional[int] = ...) -> None: ...
 
 class Sample(_message.Message):
-    __slots__ = ("token_ids", "loss_mask", "inference_logprobs", "policy_spans", "turns", "own_sampling")
+    __slots__ = ("token_ids", "loss_mask", "inference_logprobs", "policy_spans", "turns", "own_sampling", "roles")
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     LOSS_MASK_FIELD_NUMBER: _ClassVar[int]
     INFERENCE_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     POLICY_SPANS_FIELD_NUMBER: _ClassVar[int]
     TURNS_FIELD_NUMBER: _ClassVar[int]
     OWN_SAMPLING_FIELD_NUMBER: _ClassVar[int]
+    ROLES_FIELD_NUMBER: _ClassVar[int]
     token_ids: bytes
     loss_mask: bytes
     inference_logprobs: bytes
     policy_spans: _containers.RepeatedCompositeFieldContainer[PolicySpan]
     turns: _containers.RepeatedCompositeFieldContainer[TurnReward]
     own_sampling: _containers.RepeatedCompositeFieldContainer[OwnSampling]
-    def __init__(self, token_ids: _Optional[bytes] = ..., loss_mask: _Optional[bytes] = ..., inference_logprobs: _Optional[bytes] = ..., policy_spans: _Optional[_Iterable[_Union[PolicySpan, _Mapping]]] = ..., turns: _Optional[_Iterable[_Union[TurnReward, _Mapping]]] = ..., own_sampling: _Optional[_Iterable[_Union[OwnSampling, _Mapping]]] = ...) -> None: ...
+    roles: _containers.RepeatedCompositeFieldContainer[RoleSpan]
+    def __init__(self, token_ids: _Optional[bytes] = ..., loss_mask: _Optional[bytes] = ..., inference_logprobs: _Optional[bytes] = ..., policy_spans: _Optional[_Iterable[_Union[PolicySpan, _Mapping]]] = ..., turns: _Optional[_Iterable[_Union[TurnReward, _Mapping]]] = ..., own_sampling: _Optional[_Iterable[_Union[OwnSampling, _Mapping]]] = ..., roles: _Optional[_Iterable[_Union[RoleSpan, _Mapping]]] = ...) -> None: ...
+
+class RoleSpan(_message.Message):
+    __slots__ = ("role", "start", "end")
+    ROLE_FIELD_NUMBER: _ClassVar[int]
+    START_FIELD_NUMBER: _ClassVar[int]
+    END_FIELD_NUMBER: _ClassVar[int]
+    role: str
+    start: int
+    end: int
+    def __init__(self, role: _Optional[str] = ..., start: _Optional[int] = ..., end: _Optional[int] = ...) -> None: ...
 
 class OwnSampling(_message.Message):
     __slots__ = ("start", "end", "temperature", "truncation")

@@ -131,8 +131,9 @@ def teaches(group: Play, algorithm: Algorithm, *, seq_len: int) -> bool:
 
 
 def has_advantage(item: Credited, final: Credit) -> bool:
-    """Whether a sample's group gave it any advantage, and the batch left it one."""
-    return all(bool(credit.advantages[: item.num_tokens].any()) for credit in (item.credit, final))
+    """Whether a sample's group gave it any advantage, and the batch left it one; or it teaches what others said."""
+    has_ce = final.ce_weights is not None and bool(final.ce_weights[: item.num_tokens].any())
+    return has_ce or all(bool(credit.advantages[: item.num_tokens].any()) for credit in (item.credit, final))
 
 
 def finish(credited: Sequence[Credited], algorithms: Mapping[str, Algorithm]) -> list[Credit]:
