@@ -7,6 +7,7 @@ from typing import NoReturn
 
 from millrace.env_server.settings import EnvServerSettings
 from millrace.errors import InvalidSpecError, Violation
+from millrace.processes.installed import require_tried
 from millrace.processes.lifeline import run_service
 from millrace.telemetry.logging import setup
 from millrace.telemetry.settings import Settings
@@ -15,7 +16,7 @@ from millrace.telemetry.startup import without_gc
 
 def main() -> NoReturn:
     """Serve until SIGTERM or SIGINT; exits with the code of the error that ended it."""
-    run_service(_run)
+    run_service(_run, before=lambda: require_tried("env-server"))
 
 
 def _run() -> None:

@@ -15,6 +15,7 @@ from millrace.errors import NotFoundError
 from millrace.inference import launch_env
 from millrace.inference.settings import InferenceSettings
 from millrace.inference.vllm import releases
+from millrace.processes.installed import may_be_untried, require_tried
 from millrace.processes.lifeline import run_service
 from millrace.telemetry.logging import setup
 from millrace.telemetry.settings import Settings
@@ -62,12 +63,13 @@ def _run() -> None:
 
 async def _serve(settings: Settings, own: InferenceSettings) -> None:
     if own.engine == "vllm":
-        if warning := releases.require_tried(releases.installed(), may_be_untried=own.vllm_untried):
+        if warning := releases.require_tried(releases.installed(), may_be_untried=may_be_untried(os.environ)):
             logger.warning(warning)
         from millrace.inference.launch.launcher import Launcher
 
         await Launcher(settings, own).run()
         return
+    require_tried("inference")
     # torch and transformers take seconds to import: only after the settings are known to be good.
     with without_gc():
         from millrace.inference.embedded.replica import EmbeddedReplica

@@ -49,9 +49,6 @@ class InferenceSettings:
     """`MILLRACE_MODEL` where the engine is vLLM, which takes Hub ids as well."""
     vllm_start_s: float = 1800.0
     """`MILLRACE_VLLM_START_S`: seconds that vLLM has to load a model; big ones are compiled for long."""
-    vllm_untried: bool = False
-    """`MILLRACE_VLLM_UNTRIED`: 1 or 0, whether a release of vLLM that Millrace was not tried with is started, with a
-    warning."""
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str]) -> "InferenceSettings":
@@ -113,7 +110,7 @@ def _parsers(environ: Mapping[str, str], violations: list[Violation], *, engine:
 def _switches(environ: Mapping[str, str], violations: list[Violation]) -> dict[str, Any]:
     """Return what is on or off; what is neither goes to `violations`."""
     found: dict[str, Any] = {}
-    for name in ("enable_auto_tool_choice", "needs_chat_template", "vllm_untried"):
+    for name in ("enable_auto_tool_choice", "needs_chat_template"):
         variable = f"MILLRACE_{name.upper()}"
         if text := environ.get(variable, ""):
             if text not in _SWITCH:

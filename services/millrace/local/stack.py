@@ -33,6 +33,7 @@ from millrace.local.ports import free_ports, require_free
 from millrace.local.redis import READY_POLL_S, EmbeddedRedis
 from millrace.processes import sessions
 from millrace.processes.forked import ForkServerClient
+from millrace.processes.installed import require_tried
 from millrace.processes.supervisor import ProcessSpec, Supervisor, tail
 from millrace.race import first_of
 from millrace.rpc.access import ClientAccess
@@ -192,6 +193,7 @@ class LocalStack:
 
     async def _start(self) -> None:
         self._engine_python = engine_python(self.options.engine, self._environ)
+        require_tried("local", self._environ)
         if any(self.options.gpus.values()):
             gpus.require(self.options.gpus, gpus.machine_gpus(self._environ))
         ports = self._choose_ports()

