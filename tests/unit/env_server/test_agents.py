@@ -152,6 +152,7 @@ async def test_two_turns_with_a_tool_in_messages(server, policy, streams):
         ({"tools": [{"type": "web_search"}]}, "tools[0]"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0]"),
         ({"messages": [{"role": "judge", "content": "x"}]}, "messages[0].role"),
+        ({"messages": [{"role": ["user"], "content": "x"}]}, "messages[0].role"),
         ({"messages": [{"role": "user", "content": "x", "cache": 1}]}, "messages[0].cache"),
     ],
 )
@@ -181,6 +182,8 @@ async def test_what_cannot_be_honoured_is_refused_by_name(server, policy, asked,
             "tools[0].type",
         ),
         ("messages", {"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "messages[0].content[0]"),
+        ("responses", {"input": [{"role": {}, "content": "x"}]}, "input[0].role"),
+        ("messages", {"messages": CHAT["messages"], "tools": [{"name": "f", "input_schema": {"a": 2**64}}]}, "tools"),
     ],
 )
 async def test_the_other_apis_refuse_by_name(server, policy, route, asked, param):

@@ -9,8 +9,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+import orjson
+
 from millrace.errors import InvalidSpecError, Violation
-from millrace.rollouts.parameters import Fate, Parameter, check_parameters, check_tool_choice, check_tools
+from millrace.rollouts.parameters import (
+    STREAM_OPTIONS,
+    Fate,
+    Parameter,
+    check_parameters,
+    check_tool_choice,
+    check_tools,
+)
 
 MAX_CHOICES = 16
 
@@ -98,10 +107,21 @@ class Api(Protocol):
         ...
 
 
-def applied(
-    body: Mapping[str, Any], known: Mapping[str, Parameter], *, drops: Sequence[str]
-) -> tuple[dict[str, Any], list[str]]:
-    """Return what counts of a request, and the names of what does not; null says nothing.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Applied:
+    """What counts of a request."""
+
+    said: Mapping[str, Any]
+    gone: Sequence[str]
+    """Names of what does not count."""
+    options: Mapping[str, Any]
+    """`stream_options`."""
+    tools: Sequence[Any]
+    streams: bool
+
+
+def applied(body: Mapping[str, Any], known: Mapping[str, Parameter], *, drops: Sequence[str]) -> Applied:
+    """Return what counts of a request in whichever API; null says nothing.
 
     Raises InvalidSpecError for what can neither be honoured nor be left to the run.
     """
@@ -110,7 +130,15 @@ def applied(
     counts = {name: value for name, value in said.items() if name not in gone}
     check_parameters(counts, known)
     gone += [name for name in counts if known[name].fate is Fate.OVERRULED]
-    return {name: value for name, value in counts.items() if name not in gone}, gone
+    counts = {name: value for name, value in counts.items() if name not in gone}
+    options, tools = counts.get("stream_options") or {}, counts.get("tools") or []
+    if not isinstance(options, Mapping):
+        raise wrong("stream_options", "must be a table")
+    check_parameters(options, STREAM_OPTIONS, where="stream_options.")
+    if not isinstance(tools, list):
+        raise wrong("tools", "must be a list of functions")
+    streams = flag(counts.get("stream", False), "stream")
+    return Applied(said=counts, gone=gone, options=options, tools=tools, streams=streams)
 
 
 def offered(tools: Any, choice: Any) -> list[dict[str, Any]]:
@@ -119,6 +147,10 @@ def offered(tools: Any, choice: Any) -> list[dict[str, Any]]:
     if not tools:
         return []
     check_tools(tools)
+    try:
+        orjson.dumps(tools)
+    except TypeError as error:
+        raise wrong("tools", f"cannot be told to the engine: {error}") from error
     return [] if choice == "none" else [_plain(tool) for tool in tools]
 
 

@@ -10,7 +10,6 @@ from millrace.env_server.agents.asked import (
     PolicyReply,
     applied,
     count_of,
-    flag,
     new_id,
     now,
     offered,
@@ -18,7 +17,7 @@ from millrace.env_server.agents.asked import (
     stops_of,
     wrong,
 )
-from millrace.rollouts.parameters import AGENT_CHAT, STREAM_OPTIONS, check_parameters
+from millrace.rollouts.parameters import AGENT_CHAT
 
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 _FIELDS = frozenset(
@@ -34,21 +33,18 @@ class Chats:
 
     def read(self, body: Mapping[str, Any], *, drops: Sequence[str]) -> AgentRequest:
         """Read a request. Raises InvalidSpecError."""
-        said, gone = applied(body, AGENT_CHAT, drops=drops)
-        options = said.get("stream_options") or {}
-        if not isinstance(options, Mapping):
-            raise wrong("stream_options", "must be a table")
-        check_parameters(options, STREAM_OPTIONS, where="stream_options.")
+        read = applied(body, AGENT_CHAT, drops=drops)
+        said = read.said
         limits = [count_of(said[name], name) for name in ("max_tokens", "max_completion_tokens") if name in said]
         return AgentRequest(
             messages=read_messages(said.get("messages")),
-            tools=offered(said.get("tools"), said.get("tool_choice")),
+            tools=offered(read.tools, said.get("tool_choice")),
             max_tokens=min(limits, default=None),
             stop=stops_of(said.get("stop", []), "stop"),
             n=count_of(said.get("n", 1), "n", most=MAX_CHOICES),
-            streams=flag(said.get("stream", False), "stream"),
-            wants_usage=bool(options.get("include_usage")),
-            not_applied=[*gone, *_not_strict(said.get("tools") or ())],
+            streams=read.streams,
+            wants_usage=bool(read.options.get("include_usage")),
+            not_applied=[*read.gone, *_not_strict(read.tools)],
         )
 
     def body(self, asked: AgentRequest, said: Sequence[PolicyReply], model: str) -> dict[str, Any]:
@@ -96,13 +92,13 @@ def _message(message: Any, where: str) -> dict[str, Any]:
     if not isinstance(message, Mapping):
         raise wrong(where, "must be a table")
     role = message.get("role")
-    if role not in _ROLES:
+    if not isinstance(role, str) or role not in _ROLES:
         raise wrong(f"{where}.role", f"must be one of {', '.join(_ROLES)}")
     for name, value in message.items():
         if value is not None and (name not in _FIELDS or name in ("audio", "function_call")):
             raise wrong(f"{where}.{name}", "is not known here, and what is not known is not ignored; leave it out")
     read: dict[str, Any] = {
-        "role": _ROLES[str(role)],
+        "role": _ROLES[role],
         "content": plain_text(message.get("content"), f"{where}.content"),
     }
     if role == "assistant" and (thought := message.get("reasoning_content") or message.get("reasoning")):

@@ -11,7 +11,6 @@ from millrace.env_server.agents.asked import (
     PolicyReply,
     applied,
     count_of,
-    flag,
     new_id,
     offered,
     plain_text,
@@ -32,24 +31,22 @@ class Messages:
 
     def read(self, body: Mapping[str, Any], *, drops: Sequence[str]) -> AgentRequest:
         """Read a request. Raises InvalidSpecError."""
-        said, gone = applied(body, MESSAGES, drops=drops)
+        read = applied(body, MESSAGES, drops=drops)
+        said, tools = read.said, read.tools
         value = said.get("messages")
         if not isinstance(value, list) or not value:
             raise wrong("messages", "must be a list with a message")
         messages = [each for index, one in enumerate(value) for each in _messages(one, f"messages[{index}]")]
         if system := plain_text(said.get("system"), "system"):
             messages.insert(0, {"role": "system", "content": system})
-        tools = said.get("tools") or []
-        if not isinstance(tools, list):
-            raise wrong("tools", "must be a list of tools")
         limit = said.get("max_tokens")
         return AgentRequest(
             messages=messages,
             tools=offered([_tool(tool, index) for index, tool in enumerate(tools)], _choice(said.get("tool_choice"))),
             max_tokens=None if limit is None else count_of(limit, "max_tokens"),
             stop=stops_of(said.get("stop_sequences", []), "stop_sequences"),
-            streams=flag(said.get("stream", False), "stream"),
-            not_applied=gone,
+            streams=read.streams,
+            not_applied=read.gone,
         )
 
     def body(self, asked: AgentRequest, said: Sequence[PolicyReply], model: str) -> dict[str, Any]:

@@ -9,7 +9,6 @@ from millrace.env_server.agents.asked import (
     PolicyReply,
     applied,
     count_of,
-    flag,
     new_id,
     now,
     offered,
@@ -17,7 +16,7 @@ from millrace.env_server.agents.asked import (
     wrong,
 )
 from millrace.env_server.agents.chats import error_type
-from millrace.rollouts.parameters import RESPONSES, STREAM_OPTIONS, check_parameters
+from millrace.rollouts.parameters import RESPONSES
 
 _PARTS = ("input_text", "output_text", "text")
 
@@ -29,17 +28,11 @@ class Responses:
 
     def read(self, body: Mapping[str, Any], *, drops: Sequence[str]) -> AgentRequest:
         """Read a request. Raises InvalidSpecError."""
-        said, gone = applied(body, RESPONSES, drops=drops)
-        options = said.get("stream_options") or {}
-        if not isinstance(options, Mapping):
-            raise wrong("stream_options", "must be a table")
-        check_parameters(options, STREAM_OPTIONS, where="stream_options.")
+        read = applied(body, RESPONSES, drops=drops)
+        said, tools = read.said, read.tools
         messages = _messages(said.get("input"))
         if "instructions" in said:
             messages.insert(0, {"role": "system", "content": plain_text(said["instructions"], "instructions")})
-        tools = said.get("tools") or []
-        if not isinstance(tools, list):
-            raise wrong("tools", "must be a list of functions")
         strict = [
             f"tools[{at}].strict" for at, tool in enumerate(tools) if isinstance(tool, dict) and tool.get("strict")
         ]
@@ -48,8 +41,8 @@ class Responses:
             messages=messages,
             tools=offered([_tool(tool, index) for index, tool in enumerate(tools)], said.get("tool_choice")),
             max_tokens=None if limit is None else count_of(limit, "max_output_tokens"),
-            streams=flag(said.get("stream", False), "stream"),
-            not_applied=[*gone, *strict],
+            streams=read.streams,
+            not_applied=[*read.gone, *strict],
         )
 
     def body(self, asked: AgentRequest, said: Sequence[PolicyReply], model: str) -> dict[str, Any]:
@@ -120,7 +113,7 @@ def _messages(value: Any) -> list[dict[str, Any]]:
 
 def _message(item: Mapping[str, Any], where: str) -> dict[str, Any]:
     roles = {"user": "user", "assistant": "assistant", "system": "system", "developer": "system"}
-    if item.get("role") not in roles:
+    if item.get("role") not in list(roles):
         raise wrong(f"{where}.role", f"must be one of {', '.join(roles)}")
     text = plain_text(item.get("content"), f"{where}.content", kinds=_PARTS)
     return {"role": roles[item["role"]], "content": text}

@@ -328,8 +328,34 @@ def corpus() -> Iterator[tuple[str, bytes]]:
     yield from (("dashboard", data) for data in requests())
     yield from (("chat_parsers", case.text.encode()) for case in parser_cases.XML[:4] + parser_cases.HERMES[2:4])
     yield from (("chat_parsers", case.text.encode()) for case in parser_cases.LLAMA[2:4] + parser_cases.THOUGHTS[5:6])
+    yield from (("agents", data) for data in agents())
     yield "stack_json", json.dumps({"pid": 1, "address": "127.0.0.1:1", "processes": []}).encode()
     yield from data_files()
+
+
+def agents() -> Iterator[bytes]:
+    """Requests of agents in each API: its path, a line end, the body."""
+    user, schema = {"role": "user", "content": [{"type": "text", "text": "a"}]}, {"type": "object", "properties": {}}
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    function = {"name": "f", "description": "d", "parameters": schema, "strict": True}
+    chat = [{"role": "developer", "content": "b"}, user, {"role": "assistant", "content": None, "tool_calls": [call]}]
+    chat.append({"role": "tool", "tool_call_id": "c", "content": "d"})
+    items = [user | {"content": [{"type": "input_text", "text": "a"}]}, {"type": "reasoning", "summary": []}]
+    items += [{"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}]
+    items += [{"type": "function_call_output", "call_id": "c", "output": "d"}]
+    blocks = [{"type": "thinking", "thinking": "t"}, {"type": "tool_use", "id": "c", "name": "f", "input": {}}]
+    result = {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "c", "content": "d"}]}
+    streams = {"stream": True, "stream_options": {"include_usage": True}}
+    bodies: list[tuple[str, dict[str, Any]]] = [
+        ("chat/completions", {"messages": chat, "tools": [{"type": "function", "function": function}], "n": 2}),
+        ("chat/completions", {"messages": [user], "max_tokens": 2, "stop": ["x"], "temperature": 1, **streams}),
+        ("responses", {"input": items, "instructions": "b", "tools": [{"type": "function", **function}]}),
+        ("responses", {"input": "a", "max_output_tokens": 2, "tool_choice": "none", **streams}),
+        ("messages", {"messages": [user, {"role": "assistant", "content": blocks}, result], "system": "b"}),
+        ("messages", {"messages": [user], "max_tokens": 2, "stream": True, "tools": [{"name": "f"}]}),
+    ]
+    for path, body in bodies:
+        yield f"/v1/{path}\n".encode() + json.dumps(body).encode()
 
 
 def surface() -> Iterator[tuple[str, bytes]]:

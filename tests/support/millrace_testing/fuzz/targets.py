@@ -383,6 +383,34 @@ def _chat_parsers() -> tuple[Any, Any]:
     return take_apart, None
 
 
+def _agents() -> tuple[Any, Any]:
+    import orjson
+
+    from millrace.env_server.agents.sessions import ROUTES, AgentSession
+
+    loop = asyncio.new_event_loop()
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "[1"}}
+    message = {"content": "a", "reasoning_content": "b", "tool_calls": [call]}
+    reply = {"choices": [{"message": message, "finish_reason": "stop"}], "usage": {"prompt_tokens": 1}}
+
+    async def ask(asked: Any) -> Any:
+        orjson.dumps([asked.messages, asked.tools, asked.max_tokens, asked.stop])
+        return reply
+
+    def answer(data: bytes) -> Any:
+        path, _, body = data.partition(b"\n")
+        api = ROUTES.get(path.decode("latin-1"), ROUTES["/v1/responses"])
+        answer = loop.run_until_complete(AgentSession(ask, model="m").answer(api, body, {}))
+        assert answer.status in (200, 400), answer
+        said = answer.body.decode()
+        if not answer.streams:
+            assert json.loads(said)
+        elif said:
+            assert said.endswith("\n\n")
+
+    return answer, None
+
+
 def _surface(name: str) -> Callable[[], tuple[Any, Any]]:
     def load() -> tuple[Any, Any]:
         from millrace_testing.fuzz import surface
@@ -422,6 +450,14 @@ def _http_mutate() -> m.Mutate:
 
         path, _, body = data.partition(b"\n")
         path = path if path.decode("latin-1") in HTTP_BODIES else b"/v1/completions"
+        return path + b"\n" + m.json_of(rng, body)
+
+    return mutate
+
+
+def _agents_mutate() -> m.Mutate:
+    def mutate(rng: Any, data: bytes) -> bytes:
+        path, _, body = data.partition(b"\n")
         return path + b"\n" + m.json_of(rng, body)
 
     return mutate
@@ -497,6 +533,7 @@ TARGETS = [
     Target(name="http", load=_surface("Http"), mutate=_http_mutate, answers_all=False, max_s=10.0, weight=4),
     Target(name="dashboard", load=_pages, mutate=_pages_mutate, answers_all=False, max_s=10.0, weight=4),
     Target(name="chat_parsers", load=_chat_parsers, errors=()),
+    Target(name="agents", load=_agents, mutate=_agents_mutate, errors=()),
     Target(name="data_file", load=_data_file),
     Target(name="data_lines", load=_data_file, mutate=_json),
     Target(name="stack_json", load=_stack, mutate=_json),
