@@ -131,3 +131,53 @@ async def test_a_special_token_as_stop_string_ends_the_reply_or_is_refused(clien
     for route, prompt in (("completions", {"prompt": "x"}), ("chat/completions", chat)):
         code, answer, _ = await client.post(f"/v1/{route}", asked | prompt | {"stop": "so <|im_start|>"})
         assert code == 400 and "would never match" in answer["error"]["message"]
+
+
+IGNORED = [
+    ("/v1/chat/completions", {"functions": [{"name": "f"}]}, "functions"),
+    ("/v1/chat/completions", {"modalities": ["audio"]}, "modalities"),
+    ("/v1/chat/completions", {"best_of": 2}, "best_of"),
+    ("/v1/chat/completions", {"guided_json": {}}, "guided_json"),
+    ("/v1/chat/completions", {"nonsense": 1}, "nonsense"),
+    ("/v1/chat/completions", {"stream": True, "stream_options": {"nonsense": 1}}, "stream_options.nonsense"),
+    ("/v1/chat/completions", {"tools": [parser_cases.TOOLS[0], parser_cases.TOOLS[0]]}, "tools[1].function.name"),
+    ("/v1/completions", {"best_of": 2}, "best_of"),
+    ("/v1/responses", {"max_tool_calls": 3}, "max_tool_calls"),
+    ("/v1/responses", {"nonsense": 1}, "nonsense"),
+    ("/v1/messages", {"mcp_servers": [{}]}, "mcp_servers"),
+    ("/tokenize", {"nonsense": 1}, "nonsense"),
+    ("/inference/v1/generate", {"nonsense": 1}, "nonsense"),
+    ("/inference/v1/generate", {"sampling_params": {"best_of": 2, "max_tokens": 1}}, "sampling_params.best_of"),
+]
+CHAT_BODY = {"model": "policy", "messages": [{"role": "user", "content": "x"}], "max_tokens": 2}
+BODIES: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": CHAT_BODY,
+    "/v1/completions": {"model": "policy", "prompt": "x", "max_tokens": 2},
+    "/v1/responses": {"model": "policy", "input": "x", "max_output_tokens": 2},
+    "/v1/messages": CHAT_BODY,
+    "/tokenize": {"model": "policy", "prompt": "x"},
+    "/inference/v1/generate": {"model": "policy", "token_ids": [1, 2], "sampling_params": {"max_tokens": 1}},
+}
+
+
+@pytest.mark.parametrize("route", BODIES)
+async def test_what_vllm_would_ignore_is_refused_by_name(client: Any, route: str) -> None:
+    code, answer, _ = await client.post(route, BODIES[route])
+    assert code == 200, answer
+    for path, said, field in IGNORED:
+        if path == route:
+            code, answer, _ = await client.post(route, BODIES[route] | said)
+            assert (code, answer["error"]["param"]) == (400, field), answer
+
+
+async def test_what_vllm_reads_and_what_changes_no_answer_is_taken(client: Any) -> None:
+    for said in (
+        {"documents": [{"title": "t", "text": "x"}]},
+        {"parallel_tool_calls": False},
+        {"truncate_prompt_tokens": 4},
+        {"logit_bias": {"5": 1.0}},
+        {"user": "me", "metadata": {"a": "b"}, "store": False, "service_tier": "auto", "modalities": ["text"]},
+        {"stream_choices": True, "nonsense": None},
+    ):
+        code, answer, _ = await client.post("/v1/chat/completions", CHAT_BODY | said)
+        assert code == 200, (said, answer)

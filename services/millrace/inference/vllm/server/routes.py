@@ -3,16 +3,18 @@
 | route | what |
 |---|---|
 | `POST /v1/chat/completions`, `/v1/completions`, `/inference/v1/generate` | vLLM's, plus `policy_spans` per choice |
+| `POST /v1/responses`, `/v1/messages`, `/tokenize` | vLLM's |
 | `GET /v1/models`, `GET /health` | vLLM's, but 503 while no proved policy serves |
 | `POST /update_weights`, `POST /reload_weights` | PRIME-RL's: weights from a directory; not proved |
 
 Spans are those of the engine (`weight_versions`), which labels every step's tokens with the version that it ran on.
+What vLLM has no field for would be ignored: if an answer depends on it, it is refused by name (`rollouts.parameters`).
 """
 
 import asyncio
 import json
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,20 +35,35 @@ from millrace.inference.updater import PolicyUpdater
 from millrace.inference.vllm.engine import VllmEngine
 from millrace.inference.vllm.gate import CALLS, Calls, GenerationGate
 from millrace.inference.vllm.server.spans import add_last_spans, add_spans, name_tokens, rewritten
+from millrace.rollouts import choices_wire, parameters
+from millrace.rollouts.parameters import Fate, Parameter, check_parameters, check_tools
 
 # vllm and what comes with it are in their own environment, which the type checker does not see.
 import msgspec  # isort: skip # pyright: ignore[reportMissingImports]
 from fastapi import APIRouter, Request  # isort: skip # pyright: ignore[reportMissingImports]
 from fastapi.responses import JSONResponse, Response, StreamingResponse  # isort: skip # pyright: ignore[reportMissingImports]
+from vllm.entrypoints.anthropic.api_router import create_messages  # isort: skip # pyright: ignore[reportMissingImports]
+from vllm.entrypoints.anthropic.protocol import AnthropicMessagesRequest  # isort: skip # pyright: ignore[reportMissingImports]
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest  # isort: skip # pyright: ignore[reportMissingImports]
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest  # isort: skip # pyright: ignore[reportMissingImports]
+from vllm.entrypoints.openai.responses.api_router import create_responses  # isort: skip # pyright: ignore[reportMissingImports]
+from vllm.entrypoints.openai.responses.protocol import ResponsesRequest  # isort: skip # pyright: ignore[reportMissingImports]
 from vllm.entrypoints.scale_out.token_in_token_out.protocol import GenerateRequest  # isort: skip # pyright: ignore[reportMissingImports]
 from vllm.entrypoints.serve.engine.protocol import ErrorResponse  # isort: skip # pyright: ignore[reportMissingImports]
+from vllm.entrypoints.serve.tokenize.api_router import tokenize as vllm_tokenize  # isort: skip # pyright: ignore[reportMissingImports]
+from vllm.entrypoints.serve.tokenize.protocol import TokenizeRequest  # isort: skip # pyright: ignore[reportMissingImports]
 from vllm.entrypoints.serve.utils.api_utils import load_aware_call, with_cancellation  # isort: skip # pyright: ignore[reportMissingImports]
 
 logger = logging.getLogger(__name__)
 
 router = APIRouter()
+
+_OTHERWISE = {
+    f"guided_{kind}": Parameter(fate=Fate.REFUSED, why="send `structured_outputs`")
+    for kind in ("json", "regex", "choice", "grammar", "decoding_backend", "whitespace_pattern")
+}
+_TOLD_BACK = frozenset({"max_tool_calls"})
+"""Fields that vLLM's answers tell back, and that it does nothing with."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -108,6 +125,8 @@ def attach(app: Any) -> None:
 @load_aware_call
 async def chat(request: ChatCompletionRequest, raw_request: Request) -> Response:
     """OpenAI's chat; vLLM renders, generates and parses."""
+    await _require_read(raw_request, request, parameters.CHAT)
+    check_tools((await raw_request.json()).get("tools") or [])
     limits.check_completions(1, request.n or 1)
     limits.check_stops(request.stop)
     limits.check_chat(request.messages, request.tools, _room(raw_request))
@@ -121,6 +140,7 @@ async def chat(request: ChatCompletionRequest, raw_request: Request) -> Response
 @load_aware_call
 async def completions(request: CompletionRequest, raw_request: Request) -> Response:
     """OpenAI's completions. `max_tokens` beyond the context is cut to it, where vLLM alone would refuse it."""
+    await _require_read(raw_request, request, parameters.COMPLETIONS)
     room = _room(raw_request)
     limits.check_stops(request.stop)
     limits.check_prompt(request.prompt, request.n or 1, room)
@@ -136,7 +156,10 @@ async def completions(request: CompletionRequest, raw_request: Request) -> Respo
 @load_aware_call
 async def generate(request: GenerateRequest, raw_request: Request) -> Response:
     """Tokens in, tokens out. Log-probs are always there, named `token_id:N` as clients want them."""
+    await _require_read(raw_request, request, parameters.GENERATE)
     sampling = request.sampling_params
+    said = (await raw_request.json()).get("sampling_params")
+    _require_fields(said, type(sampling).__struct_fields__, parameters.GENERATE_SAMPLING, where="sampling_params.")
     limits.check_completions(1, sampling.n)
     limits.check_stops(sampling.stop, field="sampling_params.stop")
     limits.check_tokens([request.token_ids], _room(raw_request), field="token_ids")
@@ -152,6 +175,27 @@ async def generate(request: GenerateRequest, raw_request: Request) -> Response:
     serving = raw_request.app.state.serving_tokens
     how = _Spans(per_call=sampling.n, is_raw=True)
     return await _serve(raw_request, lambda: serving.serve_tokens(request, raw_request), how)
+
+
+@router.post("/v1/responses")
+async def responses(request: ResponsesRequest, raw_request: Request) -> Response:
+    """OpenAI's responses; vLLM answers them."""
+    await _require_read(raw_request, request, parameters.RESPONSES)
+    return await create_responses(request, raw_request)
+
+
+@router.post("/v1/messages")
+async def messages(request: AnthropicMessagesRequest, raw_request: Request) -> Response:
+    """Anthropic's messages; vLLM answers them."""
+    await _require_read(raw_request, request, parameters.MESSAGES)
+    return await create_messages(request, raw_request)
+
+
+@router.post("/tokenize")
+async def tokenize(request: TokenizeRequest, raw_request: Request) -> Response:
+    """Token ids of a prompt or of a chat; vLLM answers."""
+    await _require_read(raw_request, request, parameters.TOKENIZE)
+    return await vllm_tokenize(request, raw_request)
 
 
 @router.get("/v1/models")
@@ -188,6 +232,21 @@ async def reload_weights(raw_request: Request) -> Response:
     """PRIME-RL's: back to the weights that the server was started with."""
     await _replica(raw_request).load_directory(None)
     return JSONResponse({"status": "ok"})
+
+
+async def _require_read(raw_request: Request, request: Any, known: Mapping[str, Parameter]) -> None:
+    """Refuse what a request says and vLLM has no field for. Raises InvalidSpecError."""
+    fields = type(request).model_fields
+    names = {*fields, *(field.alias for field in fields.values() if field.alias)}
+    _require_fields(await raw_request.json(), names - _TOLD_BACK, known)
+    if options := getattr(request, "stream_options", None):
+        _require_fields(options.model_extra, (), parameters.STREAM_OPTIONS, where="stream_options.")
+
+
+def _require_fields(said: Any, fields: Collection[str], known: Mapping[str, Parameter], *, where: str = "") -> None:
+    # A column per choice is asked of an engine that has said that it has one; of a replica beside such an engine, too.
+    left = {name: value for name, value in (said or {}).items() if name not in fields and name != choices_wire.FIELD}
+    check_parameters(left, {**known, **_OTHERWISE}, where=where, answered=False)
 
 
 def _room(request: Request) -> int:
@@ -271,7 +330,8 @@ _STATUS = ((CapacityError, 429), (UnavailableError, 503), (_REFUSED, 400))
 def _error(error: Exception) -> Response:
     """OpenAI's error object; 503 carries Retry-After."""
     status = next((code for kind, code in _STATUS if isinstance(error, kind)), 500)
-    body = {"error": {"message": str(error), "type": type(error).__name__, "param": None, "code": status}}
+    param = error.violations[0].field if isinstance(error, InvalidSpecError) and error.violations else None
+    body = {"error": {"message": str(error), "type": type(error).__name__, "param": param, "code": status}}
     wait_s = getattr(error, "retry_after_s", None)
     headers = {"Retry-After": str(int(wait_s or 1))} if status in (429, 503) else {}
     return JSONResponse(body, status_code=status, headers=headers)
