@@ -3,6 +3,7 @@
 import asyncio
 import hashlib
 import json
+import os
 import shutil
 from dataclasses import replace
 
@@ -31,7 +32,7 @@ async def run(log, redis, local_store):
 def backup(run, tmp_path) -> LocalStore:
     """A replica of the bucket, made before anything is damaged."""
     source = run.store.uri("x").removesuffix("/x").removeprefix("file://")
-    shutil.copytree(source, tmp_path / "replica")
+    shutil.copytree(source, tmp_path / "replica", copy_function=os.link)
     return LocalStore(tmp_path / "replica")
 
 

@@ -1,71 +1,69 @@
 """A pytest plugin that says where a test run computes: `pytest -p millrace_testing.cpu_by_file`.
 
 Durations say how long a test waits, and on a busy machine that is mostly for others. Processor seconds are those of the
-test's process and of the processes that were reaped in it, with theirs. Servers of the whole session are reaped behind
-its last test and have a line of their own.
+test's process and of all processes below it, such as the children of a fork server that lives as long as the session.
 """
 
+import contextlib
 import os
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 _NAME = "cpu_s"
-_OF_SESSION = "servers of whole sessions"
 _SHOWN = 25
+_TICKS = os.sysconf("SC_CLK_TCK")
 
 
 def _spent_s() -> float:
     times = os.times()
-    return times.user + times.system + _reaped_s()
+    return times.user + times.system + times.children_user + times.children_system + _running_s("self")
 
 
-def _reaped_s() -> float:
-    times = os.times()
-    return times.children_user + times.children_system
+def _running_s(process: int | str) -> float:
+    """Return the processor seconds of the living processes below one, with those of their own that have ended."""
+    total = 0.0
+    for task in Path(f"/proc/{process}/task").glob("*/children"):
+        with contextlib.suppress(OSError):  # it has ended since
+            for child in map(int, task.read_text().split()):
+                fields = Path(f"/proc/{child}/stat").read_text().rpartition(")")[2].split()
+                total += sum(map(int, fields[11:15])) / _TICKS + _running_s(child)
+    return total
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
-def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
-    """What the item costs begins before its fixtures are made."""
-    item.stash[_BEGAN] = _spent_s()
+def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[None]:
+    """Note where a file begins and ends: what it costs begins before its fixtures are made."""
+    stash = item.session.stash
+    if _BEGAN not in stash:
+        stash[_BEGAN] = _spent_s()
+    item.stash[_IS_LAST] = nextitem is None or nextitem.path != item.path
     return (yield)
 
 
-@pytest.hookimpl(wrapper=True, tryfirst=True)
-def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[None]:
-    """Set apart what is reaped behind the last test."""
-    before = _reaped_s()
-    yield
-    if nextitem is None:
-        item.stash[_SERVERS] = _reaped_s() - before
-
-
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
-    """Each report carries what was spent since the one before, which xdist takes to the process that prints."""
-    now = _spent_s()
-    servers = item.stash.get(_SERVERS, 0.0)
-    item.user_properties[:] = [each for each in item.user_properties if each[0] not in (_NAME, _OF_SESSION)]
-    item.user_properties += [(_NAME, now - item.stash[_BEGAN] - servers), (_OF_SESSION, servers)]
-    item.stash[_BEGAN] = now
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:
+    """Let the last report of a file carry what the file cost, which xdist takes to the process that prints."""
+    if call.when == "teardown" and item.stash[_IS_LAST]:
+        now = _spent_s()
+        item.user_properties.append((_NAME, now - item.session.stash[_BEGAN]))
+        item.session.stash[_BEGAN] = now
     return (yield)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """The files that computed most."""
+    """Print the files that computed most."""
     spent: Counter[str] = Counter()
     for reports in terminalreporter.stats.values():
         for report in reports:
             if isinstance(report, pytest.TestReport):
-                for name, value in report.user_properties:
-                    if name in (_NAME, _OF_SESSION):
-                        spent[report.location[0] if name == _NAME else name] += value
+                spent[report.location[0]] += sum(value for name, value in report.user_properties if name == _NAME)
     terminalreporter.section(f"processor seconds: {spent.total():.0f}")
     for name, seconds in spent.most_common(_SHOWN):
         terminalreporter.write_line(f"{seconds:8.1f}  {name}")
 
 
 _BEGAN = pytest.StashKey[float]()
-_SERVERS = pytest.StashKey[float]()
+_IS_LAST = pytest.StashKey[bool]()

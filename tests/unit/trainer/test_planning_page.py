@@ -11,6 +11,7 @@ from millrace.trainer.estimate.report import KINDS, Estimate
 from millrace_testing.repository import REPOSITORY
 from millrace_testing.trainer.sizes import config_of
 
+pytestmark = pytest.mark.long  # a model of 36 blocks; `test_estimate` has what an estimate is
 PAGE = REPOSITORY / "docs" / "planning.md"
 ROWS = {"(left out)": None, '`mode = "full"`': {"mode": "full"}}
 """How the table names a setting of `ac`, and what it is."""
