@@ -454,7 +454,7 @@ def require_key(value: str, *, what: str) -> str:
 
 
 def is_text(value: str) -> bool:
-    """Return whether a string can be encoded: the name of a file of others may be any bytes."""
+    """Return whether a string can be encoded as UTF-8: the name of a file may hold any bytes."""
     try:
         value.encode()
     except UnicodeEncodeError:
