@@ -1,8 +1,9 @@
 """Which tasks are suspects, and when an environment is dangerous or hopeless."""
 
 import random
+import time
 
-from millrace.env_server.workers.probes import DANGEROUS, HOPELESS, WINDOW, TaskTrials
+from millrace.env_server.workers.probes import DANGEROUS, HOPELESS, STOOD_S, WINDOW, TaskTrials
 
 
 def test_a_suspect_is_cleared_or_quarantined() -> None:
@@ -59,3 +60,35 @@ def test_a_task_counts_once_however_often_it_is_played() -> None:
     for _ in range(100):
         trials.clear("the same")
     assert trials.hopeless(num_probing=0)
+
+
+def test_tasks_that_stand_where_others_ended_count_as_these() -> None:
+    trials, end = (
+        TaskTrials(),
+        "blocked: one call has waited for 20 s in its event loop (x.py:8 in hard), peak memory 9 MiB",
+    )
+    for number in range(HOPELESS // 2 - 1):
+        trials.quarantine(f"t{number}", "…", end=end)
+    assert trials.ended_at("x.py:8 in hard") and not trials.ended_at("x.py:9 in hard") and not trials.ended_at("")
+    assert not trials.hopeless(num_probing=9, num_standing=9), "a slow call is no dead one: few have been ended"
+    trials.quarantine("one more", "…", end=end)
+    assert not trials.hopeless(num_probing=9, num_standing=3), "most may be good"
+    assert trials.hopeless(num_probing=4, num_standing=4).endswith("; 4 more stand where these stood")
+
+
+def test_while_tasks_of_a_blocked_worker_are_not_settled_new_ones_are_suspects(monkeypatch) -> None:
+    trials = TaskTrials()
+    trials.clear("good")
+    trials.suspect("died beside it")
+    assert not trials.is_suspect("new")
+    trials.suspect("stood beside it", stood=True)
+    assert trials.is_suspect("new") and not trials.is_suspect("good")
+    trials.clear("stood beside it")
+    assert not trials.is_suspect("new")
+    trials.suspect("blocks", stood=True)
+    trials.quarantine("blocks", "…", end="blocked")
+    assert not trials.is_suspect("new"), "one alone makes no environment dangerous"
+    trials.suspect("never played again", stood=True)
+    now = time.monotonic()
+    monkeypatch.setattr(time, "monotonic", lambda: now + STOOD_S + 1)
+    assert not trials.is_suspect("new")

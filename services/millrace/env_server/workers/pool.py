@@ -178,7 +178,13 @@ class EnvPool:
         self.slots: list[WorkerProcess | None] = [None] * limits.num_workers
         self._changed = asyncio.Condition()
         self._supervisors: list[asyncio.Task[None]] = []
-        self.probes = Probes(env.id, self._start_probe, limit=limits.num_probes, idle_s=limits.probe_idle_s)
+        self.probes = Probes(
+            env.id,
+            self._start_probe,
+            limit=limits.num_probes,
+            idle_s=limits.probe_idle_s,
+            on_standing=lambda: self._judge(is_blocked=True),
+        )
         self._ending: set[asyncio.Task[None]] = set()
         self._num_plays = 0
         self._used_at = time.monotonic()
@@ -313,7 +319,7 @@ class EnvPool:
                 else:
                     num_deaths += 1
                     if not error.death.is_from_outside or num_deaths > 1:
-                        self.trials.suspect(task_id)
+                        self.trials.suspect(task_id, stood=error.death.cause is DeathCause.BLOCKED)
 
     def task_id(self, request: PlayRequest) -> str:
         """Id of the request's task; the pool must be READY and the index in range."""
@@ -344,12 +350,12 @@ class EnvPool:
 
         Raises WorkerDiedError; PlayAbandonedError while the env-server leaves.
         """
-        async with self.probes.turn(task_id):
+        async with self.probes.turn(task_id) as give_place:
             is_settled = not must_probe and not self.trials.is_suspect(task_id)
             if is_settled or self.failure is not None or self.trials.why_not(task_id):
                 return None
             try:
-                async with self.probes.worker() as worker:
+                async with self.probes.worker(give_place) as worker:
                     with self._playing(request):
                         rollouts = await worker.play(request, tokenizer_dir=tokenizer_dir)
             except EnvLoadError as error:
@@ -376,12 +382,7 @@ class EnvPool:
         self.trials.quarantine(task_id, reason, end=error.death.how)
         logger.error("task quarantined", extra={"task": task_id, "env": self.env.id, "reason": str(error)})
         is_blocked = error.death.cause is DeathCause.BLOCKED
-        hopeless = self.trials.hopeless(num_probing=self.probes.num_probing)
-        if hopeless and self.failure is None:
-            lacks = "raise MILLRACE_ENV_MEMORY_BYTES if memory is what its tasks lack"
-            remedy = f"mend the environment: {BLOCKED_REMEDY}" if is_blocked else f"mend the environment, or {lacks}"
-            await self._fail(EnvLoadError(KILLS_WORKERS, f"environment {self.env.id}: {hopeless}", remedy=remedy))
-            self.rest()
+        await self._judge(is_blocked=is_blocked)
         if is_blocked:
             outcome = failed(RolloutStatus.TIMEOUT, "WorkerBlocked", f"{error}; {BLOCKED_REMEDY}")
         else:
@@ -389,6 +390,16 @@ class EnvPool:
             is_innocent = error.death.cause in (DeathCause.FROZEN, DeathCause.ASKED)
             outcome = failed(RolloutStatus.WORKER_DIED, "WorkerDied", str(error), is_infrastructure=is_innocent)
         return self._failures(request, outcome, seconds=seconds)
+
+    async def _judge(self, *, is_blocked: bool) -> None:
+        """Give the environment up if most of its tasks end their workers."""
+        standing = self.probes.num_standing(at_least_s=self._limits.waits_s / 4, at=self.trials.ended_at)
+        hopeless = self.trials.hopeless(num_probing=self.probes.num_probing, num_standing=standing)
+        if hopeless and self.failure is None:
+            lacks = "raise MILLRACE_ENV_MEMORY_BYTES if memory is what its tasks lack"
+            remedy = f"mend the environment: {BLOCKED_REMEDY}" if is_blocked else f"mend the environment, or {lacks}"
+            await self._fail(EnvLoadError(KILLS_WORKERS, f"environment {self.env.id}: {hopeless}", remedy=remedy))
+            self.rest()
 
     def _failures(self, request: PlayRequest, outcome: Outcome, *, seconds: float = 0.0) -> list[Rollout]:
         """The same failure for every member."""

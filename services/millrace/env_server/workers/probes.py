@@ -1,12 +1,14 @@
 """Workers in which suspect tasks are played alone: several side by side, and a spare that is ready when one dies.
 
 Starting a worker takes as long as a short rollout, so while tasks wait to be probed one worker more than is used is
-being started. All of them end when no task was probed for a while.
+being started. All of them end when no task was probed for a while. A probe whose task stands, waiting in one call,
+computes nothing: its place goes to another task meanwhile.
 """
 
 import asyncio
 import contextlib
 import logging
+import time
 from collections import OrderedDict, deque
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
@@ -16,6 +18,13 @@ from millrace.env_server.workers.worker_process import WorkerProcess
 from millrace.telemetry import waits
 
 logger = logging.getLogger(__name__)
+
+
+STANDS_S = 3.0
+"""How long a task may wait in one call before its probe's place goes to another."""
+MOST_STANDING = 4
+"""Times as many probes as may compute may live at once, those that stand included."""
+_LOOK_S = 1.0
 
 
 @dataclass(slots=True)
@@ -30,9 +39,19 @@ class Probes:
     """The probe workers of one environment."""
 
     def __init__(
-        self, env_id: str, start: Callable[[], Awaitable[WorkerProcess]], *, limit: int, idle_s: float
+        self,
+        env_id: str,
+        start: Callable[[], Awaitable[WorkerProcess]],
+        *,
+        limit: int,
+        idle_s: float,
+        on_standing: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
-        """`start` gives a worker that has loaded the environment, or raises EnvLoadError or OSError."""
+        """`start` gives a worker that has loaded the environment, or raises EnvLoadError or OSError.
+
+        `limit` is how many may compute at once; `on_standing` is called once per second for each that stands.
+        """
+        self._on_standing = on_standing
         self.num_probing = 0
         """Tasks that are played alone at the moment."""
         self._env_id = env_id
@@ -54,8 +73,11 @@ class Probes:
         return [worker for worker in (*self._idle, *self._busy) if worker.is_ready]
 
     @contextlib.asynccontextmanager
-    async def turn(self, task_id: str) -> AsyncIterator[None]:
-        """Wait until it is this rollout's turn: one of its task at a time, and as many tasks as there are probes."""
+    async def turn(self, task_id: str) -> AsyncIterator[Callable[[], None]]:
+        """Wait until it is this rollout's turn: one of its task at a time, and as many tasks as there are probes.
+
+        Gives what is to be called when the place is not needed any more, before the turn is over.
+        """
         turn = self._turns.setdefault(task_id, _Turn())
         turn.num_waiting += 1
         self.num_waiting += 1
@@ -65,10 +87,13 @@ class Probes:
             async with contextlib.AsyncExitStack() as stack:
                 with waits.shared(reason, waits_on="env worker"):
                     await stack.enter_async_context(turn.lock)
-                    await stack.enter_async_context(self._slots)
+                    await self._slots.acquire()
+                place = contextlib.ExitStack()
+                place.callback(self._slots.release)
+                stack.enter_context(place)
                 self.num_waiting -= 1
                 is_waiting = False
-                yield
+                yield place.close  # once, however often it is called
         finally:
             self.num_waiting -= is_waiting
             turn.num_waiting -= 1
@@ -76,8 +101,8 @@ class Probes:
                 del self._turns[task_id]
 
     @contextlib.asynccontextmanager
-    async def worker(self) -> AsyncIterator[WorkerProcess]:
-        """A worker for a task alone, inside of its `turn`. Raises EnvLoadError, OSError."""
+    async def worker(self, give_place: Callable[[], None] = lambda: None) -> AsyncIterator[WorkerProcess]:
+        """A worker for a task alone, inside of its `turn`, which gives `give_place`. Raises EnvLoadError, OSError."""
         if self._retirement is not None:
             self._retirement.cancel()
         worker = await self._take()
@@ -85,9 +110,11 @@ class Probes:
         self.num_probing += 1
         if self.num_waiting:
             self._start_spare()
+        attending = asyncio.create_task(self._attend(worker, give_place), name=f"attend {worker.name}")
         try:
             yield worker
         finally:
+            attending.cancel()
             self.num_probing -= 1
             self._busy.discard(worker)
             if worker.is_ready and not worker.num_playing:
@@ -95,6 +122,22 @@ class Probes:
             elif not worker.is_ended:
                 self._end([worker])  # it may still play what was cancelled: nobody plays alone there
             self._retire_later()
+
+    async def _attend(self, worker: WorkerProcess, give_place: Callable[[], None]) -> None:
+        """Give the worker's place to another task while it stands, and say so."""
+        # unregistered wait: a periodic look; that the worker stands is a wait of its own
+        while True:
+            await asyncio.sleep(_LOOK_S)
+            if worker.standing_s < STANDS_S:
+                continue
+            if self.num_probing < self._limit * MOST_STANDING:
+                give_place()
+            if self._on_standing is not None:
+                await self._on_standing()
+
+    def num_standing(self, *, at_least_s: float, at: Callable[[str], bool]) -> int:
+        """Return how many tasks have waited so long in one call, at a place of which `at` holds."""
+        return sum(worker.standing_s >= at_least_s and at(worker.echo.place) for worker in self._busy)
 
     async def close(self) -> None:
         """End every probe worker; tasks that are played there lose theirs."""
@@ -163,6 +206,8 @@ DANGEROUS = 2
 """Quarantined ones among them from which on untried tasks are probed."""
 HOPELESS = 8
 """Quarantined ones among them from which on the environment is given up if they are more than half."""
+STOOD_S = 60.0
+"""How long the tasks of a blocked worker are waited for: they may never be played again."""
 # Ids of tried tasks, 100 bytes each; one that falls out is tried again where the environment is dangerous.
 _MAX_CLEARED = 50_000
 _MAX_NAMED = 8
@@ -173,6 +218,7 @@ class TaskTrials:
 
     def __init__(self) -> None:
         self._suspects: set[str] = set()
+        self._stood: dict[str, float] = {}  # when their worker was ended
         self._cleared: OrderedDict[str, None] = OrderedDict()
         self._quarantined: dict[str, str] = {}
         self._ends: dict[str, str] = {}
@@ -190,8 +236,9 @@ class TaskTrials:
 
     @property
     def is_dangerous(self) -> bool:
-        """Whether tasks that were not tried yet are probed."""
-        return sum(self._trials) >= DANGEROUS
+        """Whether tasks that were not tried yet are probed: one that blocks costs the shared worker 20 s again."""
+        now = time.monotonic()
+        return sum(self._trials) >= DANGEROUS or any(now - at < STOOD_S for at in self._stood.values())
 
     def why_not(self, task_id: str) -> str:
         """Why the task is not played any more; "" if it is."""
@@ -201,13 +248,16 @@ class TaskTrials:
         """Whether the task is to be played alone."""
         return task_id in self._suspects or (self.is_dangerous and task_id not in self._cleared)
 
-    def suspect(self, task_id: str) -> None:
-        """The task was in flight when a worker died."""
+    def suspect(self, task_id: str, *, stood: bool = False) -> None:
+        """The task was in flight when a worker died; `stood`: one that was blocked."""
         self._suspects.add(task_id)
+        if stood:
+            self._stood[task_id] = time.monotonic()
 
     def clear(self, task_id: str) -> None:
         """A rollout of the task ended, and its worker lives."""
         self._suspects.discard(task_id)
+        self._stood.pop(task_id, None)
         if task_id not in self._cleared and task_id not in self._quarantined:
             self._trials.append(False)
             self._cleared[task_id] = None
@@ -217,21 +267,29 @@ class TaskTrials:
     def quarantine(self, task_id: str, reason: str, *, end: str) -> None:
         """The task ended a worker that played it alone; `end` says how the worker ended."""
         self._suspects.discard(task_id)
+        self._stood.pop(task_id, None)
         self._cleared.pop(task_id, None)
         if task_id not in self._quarantined:
             self._trials.append(True)
         self._quarantined[task_id] = reason
         self._ends[task_id] = end
 
-    def hopeless(self, *, num_probing: int) -> str:
+    def ended_at(self, place: str) -> bool:
+        """Return whether a task is quarantined that stood at that place of the environment's code."""
+        return bool(place) and any(f"({place})" in end for end in self._ends.values())
+
+    def hopeless(self, *, num_probing: int, num_standing: int = 0) -> str:
         """Why the environment is given up, or "".
 
         `num_probing` tasks are played alone at the moment. They count as good ones: a good rollout takes its time, and
-        tasks that end their worker at once would else be over-represented.
+        tasks that end their worker at once would else be over-represented. `num_standing` of them have waited for long
+        where others were ended: they count as bad once half of `HOPELESS` others were.
         """
         bad, tried = sum(self._trials), len(self._trials)
-        if bad < HOPELESS or 2 * bad <= tried + num_probing:
+        standing = num_standing if 2 * bad >= HOPELESS else 0
+        if bad + standing < HOPELESS or 2 * (bad + standing) <= tried + num_probing:
             return ""
         named = list(self._ends.items())[-_MAX_NAMED:]
         examples = "; ".join(f"task {task_id}: {end}" for task_id, end in named)
-        return f"{bad} of the last {tried} tasks that were tried ended their worker, alone in it ({examples})"
+        also = f"; {standing} more stand where these stood" if standing else ""
+        return f"{bad} of the last {tried} tasks that were tried ended their worker, alone in it ({examples}){also}"

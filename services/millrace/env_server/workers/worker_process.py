@@ -103,6 +103,8 @@ class WorkerProcess:
     """Memory of it and its children when it was looked at last."""
     peak_bytes: int = field(default=0, init=False)
     """Most memory that was seen of it."""
+    standing_s: float = field(default=0.0, init=False)
+    """Seconds for which one call has held up its loop without computing; 0 where that has no bound."""
     loaded: asyncio.Future[LoadedEnv] = field(init=False)
     _ended: asyncio.Event = field(default_factory=asyncio.Event, init=False)
     _plays: dict[int, _Play] = field(default_factory=dict, init=False)
@@ -293,7 +295,9 @@ class WorkerProcess:
             self._moved = now, cpu_s
         since, cpu_before_s = self._moved
         waited_s = now - since
-        if self.waits_s and waited_s >= self.waits_s and cpu_s - cpu_before_s < _COMPUTES_SHARE * waited_s:
+        is_standing = bool(self.waits_s) and cpu_s - cpu_before_s < _COMPUTES_SHARE * waited_s
+        self.standing_s = waited_s if is_standing else 0.0
+        if is_standing and waited_s >= self.waits_s:
             where = self.echo.place or "in code that is not the environment's own"
             self.kill(f"blocked: one call has waited for {waited_s:.0f} s in its event loop ({where})")
 

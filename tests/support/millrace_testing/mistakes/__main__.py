@@ -80,7 +80,7 @@ def _run(command: str, place: Path) -> None:
 
 def make(mistake: Mistake, place: Path) -> Told:
     """Make it, and note when the message came."""
-    mistake.prepare(place)
+    kept = mistake.prepare(place)  # such as a socket that has to stay open
     argv = [sys.executable, "-m", "millrace.cli", *shlex.split(mistake.command)]
     began, first, lines = time.monotonic(), 0.0, list[str]()
     process = subprocess.Popen(
@@ -95,6 +95,7 @@ def make(mistake: Mistake, place: Path) -> Told:
         lines.append(line)
     code = process.wait()
     ending.cancel()
+    del kept
     output = "".join(lines)
     found = re.search(r"^(note:|Error:)" if mistake.is_note else r"^Error:", output, re.M)
     return Told(output[found.start() :] if found else "", first or time.monotonic() - began, code, output)
