@@ -23,14 +23,26 @@ pytestmark = pytest.mark.long
 STEPS = 8
 ENVIRONMENT = REPOSITORY / "tests" / "fixtures" / "environments" / "sorted_env"
 BUFFER = {
-    "orchestrator.env": json.dumps([{"id": "sorted-env"}]),
     "orchestrator.buffer.easy_threshold": 0.9,
     "orchestrator.buffer.hard_threshold": 0.1,
-    "orchestrator.buffer.hard_replay": 0.3,
     "orchestrator.buffer.online_difficulty_filtering": "true",
     "trainer.determinism": "strict",
     "async_level": 0,
 }
+
+
+SELECTED = [
+    {
+        "id": "sorted-env",
+        "name": "twos",
+        "rollouts_per_example": 2,
+        "select": {"shuffle": True, "seed": 3, "limit": 15},
+    },
+    {"id": "sorted-env", "name": "fours", "select": {"exclude": {"idx": "0:6"}}},
+]
+"""Tasks that were chosen, in groups of 2 and of 4."""
+REPLAYED = {"orchestrator.buffer.hard_replay": 0.3}
+SAMPLED = {"orchestrator.buffer.sampler": "sorted_env:in_turn"}
 
 
 def resolved(stack: ChaosStack, run: ChaosRun, *, first: int = 0) -> list[batch_pb2.Resolution]:
@@ -45,15 +57,21 @@ def drawn(stack: ChaosStack, run: ChaosRun, *, first: int = 0) -> dict[int, str]
     return {item.ordinal: item.task_id for item in resolved(stack, run, first=first)}
 
 
-def test_a_killed_orchestrator_and_a_fork_draw_what_an_undisturbed_run_draws(make_chaos) -> None:
+@pytest.mark.parametrize(
+    ("envs", "draws"), [([{"id": "sorted-env"}], REPLAYED), (SELECTED, SAMPLED)], ids=["all", "selected"]
+)
+def test_a_killed_orchestrator_and_a_fork_draw_what_an_undisturbed_run_draws(
+    make_chaos, envs: list[object], draws: dict[str, object]
+) -> None:
     stack: ChaosStack = make_chaos(env={"PYTHONPATH": str(ENVIRONMENT)})
-    undisturbed = stack.submit(max_steps=STEPS, **BUFFER)
+    settings = BUFFER | draws | {"orchestrator.env": json.dumps(envs)}
+    undisturbed = stack.submit(max_steps=STEPS, **settings)
     stack.finish(undisturbed)
     expected = drawn(stack, undisturbed)
     counts = undisturbed.of("batch_committed")[-1].batch_committed
     assert counts.num_easy_tasks > 2 and counts.num_hard_tasks > 2, "the pools matter for what is drawn"
     times = Counter(item.task_id for item in resolved(stack, undisturbed) if item.reason == "hard")
-    assert max(times.values()) > 1, "a hard task is played again"
+    assert draws is SAMPLED or max(times.values()) > 1, "a hard task is played again"
 
     # One dies with groups in flight, one behind a header that Redis has not seen, one before a header.
     armed = [
@@ -61,7 +79,7 @@ def test_a_killed_orchestrator_and_a_fork_draw_what_an_undisturbed_run_draws(mak
         stack.arm(Point.ORCHESTRATOR_AFTER_HEADER, when={"step": 4}),
         stack.arm(Point.ORCHESTRATOR_MID_COMMIT, when={"step": 5}),
     ]
-    killed = stack.submit(max_steps=STEPS, **BUFFER)
+    killed = stack.submit(max_steps=STEPS, **settings)
     stack.finish(killed)  # its audit is clean
     assert len({fault.wait()["pid"] for fault in armed}) == len(armed)
     assert drawn(stack, killed) == expected

@@ -101,6 +101,10 @@ async def test_two_turns_and_a_tool_are_one_exact_sample(server: Any) -> None:
     sampled = sample.token_ids[sample.loss_mask == 1].tolist()
     assert sampled == [*messages[1]["content"].encode(), 257, *messages[3]["content"].encode(), 257]
     assert [span.version for span in sample.policy_spans] == [3, 4, 3, 4]
+    [said] = sample.roles
+    first, second = np.flatnonzero(np.diff(sample.loss_mask.astype(int), append=0) == -1)[0] + 1, said.end
+    assert (said.role, said.start) == ("user", first) and sample.loss_mask[second] == 1
+    assert messages[2]["content"].encode() in bytes(each % 256 for each in sample.token_ids[first:second])
 
 
 async def test_turns_that_were_retokenized_are_split(server: Any) -> None:

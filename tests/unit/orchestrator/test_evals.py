@@ -17,16 +17,9 @@ from millrace.rollouts.requests import EnvSpec, PlayedGroup, PlayRequest
 from millrace.rollouts.types import Purpose, Rollout, RolloutStatus
 from millrace_testing.orchestrator.builders import make_play, make_rollout
 
+ENVS = {"batch_size": 4, "rollouts_per_example": 2, "env": [{"id": "reverse-text"}]}
 CONFIG = validate_document(
-    {
-        "model": {"name": "m"},
-        "orchestrator": {
-            "batch_size": 4,
-            "rollouts_per_example": 2,
-            "env": [{"id": "reverse-text"}],
-            "eval": {"num_examples": 1, "rollouts_per_example": 2},
-        },
-    }
+    {"model": {"name": "m"}, "orchestrator": ENVS | {"eval": {"num_examples": 1, "rollouts_per_example": 2}}}
 ).orchestrator
 RUN = RunIdentity(uid="r1", epoch=1, generation=1)
 
@@ -184,6 +177,15 @@ async def test_a_task_goes_to_an_env_server_that_has_room() -> None:
     envs = CountedEnvs(room={"full": 0, "free": 9}, num_eval=4)
     await Evaluated(envs, num_examples=4).place()
     assert envs.placed == [("free", ordinal, 0) for ordinal in range(4)]
+
+
+def test_an_environment_is_played_with_its_own_sampling() -> None:
+    eval_config = {"env": [{"id": "reverse-text", "sampling": {"temperature": 0.25}}], "sampling": {"top_p": 0.5}}
+    settings = of_training(validate_document({"orchestrator": ENVS | {"eval": eval_config}}).orchestrator)
+    envs = CountedEnvs(room={"a": 9})
+    evaluator = Evaluator(settings=settings, epoch=1, envs=envs, player=player_of(envs), evaluations={})
+    plays = evaluator.begin("reverse-text", step=0, min_version=0).plays.values()
+    assert [(each.settings.sampling.temperature, each.settings.sampling.top_p) for each in plays] == [(0.25, 0.5)]
 
 
 def test_each_environment_has_its_own_counts_and_interval() -> None:

@@ -263,8 +263,9 @@ ONE_FILE: dict[str, Meaning] = {
     "trainer.loss.type": only(LOSS, *LOSS_TYPES, other={"icepop": learning.icepop}),
     **same(converted(learning.loss_part), "trainer.loss.", "eps ratio_low ratio_high"),
     "trainer.loss.score_centering": blocks(
-        "needs the engine's probability of every token that could be sampled, and the log keeps that of the sampled "
-        "one alone: leave it out; `trainer.loss.max_importance_ratio` and `trainer.loss.correction` bound what drifts",
+        "needs the engine's probability of every token that `top_p` and `top_k` leave, and the log keeps that of the "
+        "sampled one alone: leave it out; `trainer.loss.max_importance_ratio` and `trainer.loss.correction` bound what "
+        "drifts",
         False,
     ),
     **same(
