@@ -9,10 +9,12 @@ import pytest
 
 from millrace.client import Client, SyncClient, state_name
 from millrace.errors import (
+    HELD_UP,
     AlreadyExistsError,
     InvalidSpecError,
     InvalidStateError,
     NotFoundError,
+    RefusedError,
     UnavailableError,
     Violation,
 )
@@ -99,6 +101,9 @@ class FakeRuns(RunServiceServicer):
             if limit is not None and number > limit:
                 if self.how == "abort":
                     await context.abort(grpc.StatusCode.UNAVAILABLE, "draining")
+                if self.how == "held up":
+                    error = RefusedError("the disk is full", reason=HELD_UP, metadata={"cause": "DISK_FULL"})
+                    await abort(context, error)
                 if self.how == "silent":
                     await asyncio.sleep(30)
                 return
@@ -290,6 +295,28 @@ async def test_replay_of_an_ended_run_waits_for_what_comes_late(fake):
     async with Client(address) as client:
         found = await client.runs.replay("runs/x", idle_s=0.1)
     assert [event.cursor for event in found] == ["1", "2", "3"]
+
+
+async def test_replay_of_a_run_that_trains_ends_behind_a_step_that_is_new(fake):
+    servicer, address = fake
+    servicer.script, servicer.pause_s = [step(number) for number in range(12)], 0.3
+    servicer.runs["runs/x"] = run_pb2.Run(name="runs/x", state=run_pb2.RUN_STATE_RUNNING)
+    servicer.runs["runs/x"].progress.step = 2
+    async with Client(address) as client:
+        found = await client.runs.replay("runs/x", idle_s=5.0)
+    assert [event.step_completed.step for event in found] == [0, 1, 2]
+
+
+async def test_watch_of_a_run_that_is_held_up_is_not_tried_again(fake):
+    servicer, address = fake
+    servicer.how, servicer.script, servicer.break_after = "held up", [step(0), step(1)], [1]
+    servicer.runs["runs/x"] = run_pb2.Run(name="runs/x", state=run_pb2.RUN_STATE_RUNNING)
+    seen: list[str] = []
+    async with Client(address) as client:
+        with pytest.raises(RefusedError, match="the disk is full") as caught:
+            seen += [event.cursor async for event in client.runs.watch("runs/x")]
+    assert caught.value.reason == HELD_UP and caught.value.metadata["cause"] == "DISK_FULL"
+    assert len(servicer.afters) == 1
 
 
 async def test_replay_says_that_the_server_was_lost(fake):
