@@ -173,6 +173,10 @@ WARNINGS: Texts = {
         '`credit` is `"turn"`, but no turn of an environment has a reward of its own',
         'let the environment reward its steps (`state.add_step_reward`), or set `orchestrator.algo.credit = "rollout"`',
     ),
+    "NOTHING_TO_ECHO": (
+        "`echo` learns what the environment says, but no token behind a reply is of a role that is learned",
+        "name the roles that the message has heard in `orchestrator.algo.roles`, or use `grpo`",
+    ),
     "TURN_REWARDS_UNEQUAL": (
         '`credit` is `"turn"`, and the rewards of the turns of some rollouts do not add up to the rollout\'s reward',
         "let the rubric sum the steps (`state.total_step_reward()`), with a weight of 1 and nothing beside it",

@@ -13,7 +13,7 @@ from millrace.config.load import validate_document
 from millrace.errors import InvalidStateError
 from millrace.internal.v1 import batch_pb2, rollout_pb2
 from millrace.orchestrator.drive.housekeeping import Housekeeper
-from millrace.rollouts.types import Purpose, Rollout, RolloutError, RolloutStatus, TurnReward
+from millrace.rollouts.types import Purpose, RoleSpan, Rollout, RolloutError, RolloutStatus, TurnReward
 from millrace.rpc.channel import call, stream
 from millrace.rpc.status import abort
 from millrace.runlog.audit import audit_run
@@ -302,6 +302,21 @@ async def test_credit_by_turn_without_rewards_of_turns_that_add_up_is_told(stack
     reason = {"nothing": "NO_TURN_REWARDS", "all": None, "more": "TURN_REWARDS_UNEQUAL"}[earned]
     assert list(warned) == ([reason] if reason else [])
     assert all("verifiers" in text for text in warned.values())
+
+
+@pytest.mark.parametrize("role", ["tool", "user", None])
+async def test_echo_without_anything_to_learn_is_told_with_who_has_spoken(stack, role) -> None:
+    def said(rollout: Rollout) -> Rollout:
+        spans = (RoleSpan(role=role, start=0, end=1),) if role else ()
+        return replace(rollout, samples=tuple(replace(sample, roles=spans) for sample in rollout.samples))
+
+    await workers(stack, shape=said)
+    run = await create(stack, algo={"type": "echo"})
+    events = await watch(stack, run)
+    assert events[-1].state_changed.new_state == run_pb2.RUN_STATE_SUCCEEDED
+    warned = [body.message for body in bodies(events, "warning") if body.reason == "NOTHING_TO_ECHO"]
+    assert bool(warned) is (role != "tool")
+    assert all(f"(tool), but of: {role or 'nobody'};" in text for text in warned)
 
 
 @pytest.mark.parametrize("strategy", ["interleaved", "branching"])

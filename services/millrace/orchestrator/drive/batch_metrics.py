@@ -241,6 +241,9 @@ class BatchWarnings:
         self._by_turn = {env.name for env in settings.env if (env.algo or settings.algo).credit == "turn"}
         self._truncated, self._without_turns, self._num_rewritten = RecentShare(), dict[str, RecentShare](), 0
         self._num_cut = self._num_unequal = 0
+        algos = {env.name: env.algo or settings.algo for env in settings.env}
+        self._echoed = {name: algo.role_weights for name, algo in algos.items() if algo.type == "echo"}
+        self._unheard: dict[str, RecentShare] = {}
         self._num_env_cut = Counter[str]()
 
     async def look(self, groups: Sequence[Play], *, step: int) -> None:
@@ -251,6 +254,7 @@ class BatchWarnings:
         await self._note_env_cut(rollouts, step=step)
         await self._note_rewritten(rollouts, step=step)
         await self._note_unrewarded_turns(rollouts, step=step)
+        await self._note_nothing_echoed(rollouts, step=step)
         await self._note_unequal_turns(rollouts, step=step)
 
     async def _note_truncated(self, rollouts: Sequence[Rollout], *, step: int) -> None:
@@ -323,6 +327,22 @@ class BatchWarnings:
                 f'`credit = "turn"` has no effect on {env!r}: no turn has a reward of its own in {share.words} up to '
                 f"batch {step}, so every turn gets the rollout's; let the environment give its steps rewards "
                 '(`state.add_step_reward` in `verifiers`), or set orchestrator.algo.credit = "rollout"',
+            )
+
+    async def _note_nothing_echoed(self, rollouts: Sequence[Rollout], *, step: int) -> None:
+        """Warn of an environment trained by echo in which nobody speaks whose words are learned."""
+        for env in sorted({rollout.env for rollout in rollouts} & self._echoed.keys()):
+            mine = [rollout for rollout in rollouts if rollout.env == env]
+            spoken = [{span.role for sample in rollout.samples for span in sample.roles} for rollout in mine]
+            share = self._unheard.setdefault(env, RecentShare())
+            if not share.note(sum(not roles & self._echoed[env].keys() for roles in spoken), len(mine)):
+                continue
+            wanted, heard = ", ".join(self._echoed[env]), ", ".join(sorted(set().union(*spoken))) or "nobody"
+            await self._events.warning(
+                "NOTHING_TO_ECHO",
+                f"`echo` learns nothing of what {env!r} says: in {share.words} up to batch {step} no token behind a "
+                f"reply is of the roles that are learned ({wanted}), but of: {heard}; name these in "
+                "orchestrator.algo.roles, and use a chat template that keeps earlier turns as they were",
             )
 
     async def _note_unequal_turns(self, rollouts: Sequence[Rollout], *, step: int) -> None:
