@@ -439,7 +439,7 @@ def require_text(value: object, *, what: str, most: int = MAX_TEXT) -> str:
 
 
 def require_key(value: str, *, what: str) -> str:
-    """`value`, if it is a legal key of an object in a store; ValueError naming `what` if not.
+    """Return `value` if it is a legal key of an object in a store, else raise ValueError naming `what`.
 
     Legal: relative, segments that are neither empty nor "." nor ".." and have at most 255 bytes (no file has a longer
     name), no NUL, at most 900 bytes of UTF-8.

@@ -170,7 +170,7 @@ async def test_sigterm_says_so_at_once_and_refuses_what_cannot_finish(
     await until(lambda: place.servicer.reported.num_requests != 0, timeout_s=10)
     assert place.process is not None and not place.servicer.is_leaving
     os.kill(place.process.pid, signal.SIGTERM)
-    async with asyncio.timeout(1.5):  # well before its grace period ends
+    async with asyncio.timeout(patient(1.5)):  # before its grace period ends, as what is stuck shows below
         while not place.servicer.is_leaving:
             await asyncio.sleep(0.02)
     assert not await is_serving(worker) and not stuck.done()

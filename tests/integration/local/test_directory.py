@@ -73,7 +73,7 @@ async def test_what_does_not_end_is_ended_and_named(tmp_path, impatient) -> None
         os.kill(process.pid, signal.SIGSTOP)
         own = StackId.new(tmp_path)
         with await hold_directory(tmp_path, own, note=notes.append):
-            assert process.wait(5) == -signal.SIGKILL
+            assert process.wait(60) == -signal.SIGKILL
             assert (tmp_path / ".lock").read_text() == str(own)
             assert waiting.poll() is None, "who has the file open does not hold the lock"
     assert [note.partition(" what the")[0] for note in notes] == ["waiting for", "ending"]
@@ -94,7 +94,7 @@ async def test_a_process_that_got_the_number_of_the_supervisor_is_not_taken_for_
     with leftover(tmp_path) as process:
         (tmp_path / ".lock").write_text(str(reused))
         (await hold_directory(tmp_path, StackId.new(tmp_path), note=lambda _: None)).close()
-        assert process.wait(5) == -signal.SIGKILL
+        assert process.wait(60) == -signal.SIGKILL
 
 
 async def test_a_holder_that_does_not_say_who_it_is_is_left_alone(tmp_path, impatient) -> None:
@@ -112,7 +112,7 @@ async def test_marked_leftovers_that_hold_no_lock_are_ended(tmp_path) -> None:
         leftover(tmp_path, what="only open", mark=str(elsewhere)) as other,
     ):
         (await hold_directory(tmp_path, StackId.new(tmp_path), note=notes.append)).close()
-        assert marked.wait(5) == -signal.SIGKILL and other.poll() is None
+        assert marked.wait(60) == -signal.SIGKILL and other.poll() is None
     assert len(notes) == 1 and f"pid {marked.pid} (" in notes[0]
 
 

@@ -176,5 +176,5 @@ def test_group_members_are_found_when_the_marker_is_gone(tmp_path):
     finally:
         with contextlib.suppress(ProcessLookupError):
             process.kill()
-        process.wait(5)
+        process.wait(60)
     assert process.returncode == -signal.SIGTERM

@@ -23,6 +23,7 @@ from millrace_testing.orchestrator.runs import (
     watch,
     wipe,
 )
+from millrace_testing.patience import patient
 from millrace_testing.polling import until
 
 
@@ -127,7 +128,7 @@ async def test_a_redis_that_restarts_is_brought_up_to_date_in_place(stack, durab
     await until(lambda: len(trainer.headers) >= 1)
     before = env.log_instance
     await durable.restart()
-    await until(lambda: env.log_instance != before, timeout_s=5.0, what="noticed within 5 s")
+    await until(lambda: env.log_instance != before, timeout_s=patient(5.0), what="noticed within 5 s")
     trainer.hold.set()
     events = await watching
     assert states(events) == ["STARTING", "RUNNING", "STOPPING", "SUCCEEDED"], "the drive went on"

@@ -187,7 +187,7 @@ async def test_a_term_gives_runs_back_before_the_drain_and_tells_watchers_where_
     async def is_free() -> bool:
         return await lease_holder(log, "orchestrator") is None
 
-    await until(is_free, timeout_s=5.0)
+    await until(is_free)
     assert process.process.poll() is None, f"free {time.monotonic() - asked:.1f} s after the signal, while it drains"
     with pytest.raises(UnavailableError) as raised:
         await watching

@@ -111,7 +111,7 @@ async def test_a_run_that_failed_in_the_middle_goes_on_at_its_step(stack, is_wip
     assert all(header.writer_epoch > closing.writer_epoch for header in headers[len(before) :])
     log = await log_of(stack, run)
     assert log.generation == 2, "the copy in Redis that held the closing header was replaced"
-    held, stored, _ = await read_batch(log, closing.step, timeout_s=5)
+    held, stored, _ = await read_batch(log, closing.step, timeout_s=60)
     assert held.revision == 1 and stored == log.store.get(log.names.batch_header(closing.step, 1))
     rebuilt = [w.message for w in bodies(events, "warning") if w.reason == "LOG_REBUILT"]
     assert len(rebuilt) == 1 and ("Redis had lost the log" if is_wiped else "the run was reopened") in rebuilt[0]
@@ -240,7 +240,7 @@ async def test_readers_of_a_stale_copy_do_not_take_the_superseded_header(stack) 
     await stack.deps["redis"].delete(key)
     fields = ("v", entry.v, "h", entry.h, "d", entry.d, "tp", "")
     await stack.deps["redis"].execute_command("XADD", key, entry.id, *fields)
-    header, data, _ = await read_batch(log, step, timeout_s=5)
+    header, data, _ = await read_batch(log, step, timeout_s=60)
     found = load_step(store, log.names, step)
     assert found is not None and header.revision == 1 and data == found.in_force
     assert found.revisions[:-1] == (entry.d,)

@@ -25,6 +25,7 @@ from millrace_testing.orchestrator.runs import (
     states,
     watch,
 )
+from millrace_testing.patience import patient
 from millrace_testing.polling import until
 from millrace_testing.runlog.committed import load_headers
 
@@ -168,7 +169,7 @@ async def test_a_replaced_env_servers_groups_are_played_again_at_once(stack) -> 
     await until(lambda: dead.plays_of(0))
     await stack.kill_worker("env-server-1")
     new = await stack.env_server(worker_id="env-server-2", slot="host/1")
-    await until(lambda: new.plays_of(0), timeout_s=5.0, what="long before the lease of 10 s is over")
+    await until(lambda: new.plays_of(0), timeout_s=min(patient(5.0), 9.0), what="long before the lease of 10 s is over")
     assert states(await watch(stack, run))[-1] == "SUCCEEDED"
 
 
@@ -253,4 +254,4 @@ async def test_an_env_server_that_does_not_answer_holds_up_groups_for_the_others
     other, _, _ = await stack.env_server(worker_id="env-server-b"), await stack.inference(), await stack.trainer()
     run = await create(stack)
     await until(lambda: has_state(stack, run, run_pb2.RUN_STATE_RUNNING))
-    await until(lambda: other.requests, timeout_s=5.0, what="it is asked soon after the one that hangs")
+    await until(lambda: other.requests, timeout_s=patient(5.0), what="it is asked soon after the one that hangs")

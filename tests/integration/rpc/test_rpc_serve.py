@@ -54,7 +54,7 @@ def register(server, draining):
 async def check(address: str, name: str) -> int:
     async with open_channel(address) as channel:
         stub = health_pb2_grpc.HealthStub(channel)
-        return (await stub.Check(health_pb2.HealthCheckRequest(service=name), timeout=5)).status
+        return (await stub.Check(health_pb2.HealthCheckRequest(service=name), timeout=60)).status
 
 
 async def test_a_second_server_on_the_same_port_fails_with_address_and_remedy(running_server) -> None:

@@ -92,7 +92,7 @@ async def test_a_fork_behind_a_checkpoint_takes_the_batches_along(parent):
     assert await violations(log) == []
     epoch = await log.acquire_epoch("orchestrator", "o")
     assert await reappend_committed(log, epoch) == 1
-    _, _, chunks = await read_batch(log, 1, timeout_s=5)
+    _, _, chunks = await read_batch(log, 1, timeout_s=60)
     assert len(chunks) == len(header.chunks)
     assert await violations(log) == []
 

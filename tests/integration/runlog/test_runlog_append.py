@@ -16,6 +16,7 @@ from millrace.errors import (
 from millrace.internal.v1 import policy_pb2
 from millrace.runlog import AppendResult, Epoch, RunLog, Stream, reappend_policies
 from millrace.runlog.redis.entry import FORMAT_MAJOR
+from millrace_testing.patience import patient
 
 OK, ALREADY, CONFLICT = AppendResult.OK, AppendResult.ALREADY, AppendResult.CONFLICT
 FENCED, LOGGONE = AppendResult.FENCED, AppendResult.LOGGONE
@@ -162,7 +163,7 @@ async def test_a_blocked_reader_wakes_by_an_append_and_notices_a_wipe(log, redis
     reading = asyncio.create_task(log.read("rollouts", block_s=5.0))
     await asyncio.sleep(0.1)
     await log.append_rollouts([b"x"])
-    async with asyncio.timeout(2):
+    async with asyncio.timeout(min(patient(2), 4.5)):
         assert [entry.d for entry in await reading] == [b"x"]
     reading = asyncio.create_task(log.read("events", block_s=0.3))
     await asyncio.sleep(0.1)

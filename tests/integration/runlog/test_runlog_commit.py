@@ -15,6 +15,7 @@ from millrace.runlog.recovery import recover
 from millrace.runlog.redis.batch_reader import read_batch
 from millrace.telemetry import faults
 from millrace.telemetry.faults import Action, Fault, Point
+from millrace_testing.patience import patient
 from millrace_testing.runlog.committed import load_committed, load_headers
 
 
@@ -48,9 +49,9 @@ async def test_read_batch_whole_and_in_part(log, make_batch):
     epoch = await log.acquire_epoch("orchestrator", "o")
     header, chunks = make_batch(0)
     stored = await commit_batch(log, epoch, header, chunks, b"")
-    got, got_bytes, got_chunks = await read_batch(log, 0, timeout_s=5)
+    got, got_bytes, got_chunks = await read_batch(log, 0, timeout_s=60)
     assert got_bytes == stored and dict(got_chunks) == dict(enumerate(chunks))
-    _, _, part = await read_batch(log, 0, want_chunks=[1], timeout_s=5)
+    _, _, part = await read_batch(log, 0, want_chunks=[1], timeout_s=60)
     assert dict(part) == {1: chunks[1]}
     samples = unpack_batch(got, got_chunks)
     assert len(samples) == 4 and samples[3].ordinal == 1
@@ -62,7 +63,7 @@ async def test_read_batch_waits_for_a_later_commit(log, make_batch):
     await asyncio.sleep(0.2)
     assert not reading.done()
     await _commit(log, epoch, make_batch, [0])
-    async with asyncio.timeout(3):
+    async with asyncio.timeout(min(patient(3), 9)):
         header, _, _ = await reading
     assert header.step == 0
 
@@ -79,7 +80,7 @@ async def test_read_batch_from_the_store_when_redis_has_only_the_header(log, mak
     header, chunks = make_batch(0)
     await commit_batch(log, epoch, header, chunks, b"")
     assert len(await log.read("batches")) == 1
-    _, _, got = await read_batch(log, 0, timeout_s=5)
+    _, _, got = await read_batch(log, 0, timeout_s=60)
     assert dict(got) == dict(enumerate(chunks))
 
 
@@ -87,7 +88,7 @@ async def test_read_batch_from_the_store_when_redis_trimmed(log, make_batch):
     epoch = await log.acquire_epoch("orchestrator", "o")
     await _commit(log, epoch, make_batch, [0, 1, 2])
     await log.trim_batches(3)
-    header, _, chunks = await read_batch(log, 1, timeout_s=5)
+    header, _, chunks = await read_batch(log, 1, timeout_s=60)
     assert header.step == 1 and len(chunks) == len(header.chunks)
     await log.trim_batches(2)
 
@@ -101,7 +102,7 @@ async def test_a_damaged_chunk_in_the_store_is_never_returned(log, local_store, 
     local_store.put(stored.chunks[0].key, bytes(damaged))
     await log.trim_batches(1)
     with pytest.raises(CorruptObjectError, match="sha256"):
-        await read_batch(log, 0, timeout_s=5)
+        await read_batch(log, 0, timeout_s=60)
 
 
 async def test_committing_again_after_an_error_finds_the_first_commit(log, make_batch):
@@ -187,7 +188,7 @@ async def test_a_committed_step_that_never_reached_redis_is_read_from_the_store(
     epoch = await log.acquire_epoch("orchestrator", "o")
     await _commit(log, epoch, make_batch, [0])
     await redis.delete(log.names.stream(Stream.BATCHES))
-    header, _, chunks = await read_batch(log, 0, timeout_s=1)
+    header, _, chunks = await read_batch(log, 0, timeout_s=60)
     samples = unpack_batch(header, chunks)
     assert all(np.isfinite(sample.advantages).all() for sample in samples)
 
@@ -210,7 +211,7 @@ async def test_the_log_lives_in_s3_too(redis, s3_store, prefix, run_json):
     await log.write_intent("cancel", {})
     assert [intent.kind for intent in await log.read_intents()] == ["cancel"]
     await log.trim_batches(1)
-    assert (await read_batch(log, 0, timeout_s=5))[1] == stored
+    assert (await read_batch(log, 0, timeout_s=60))[1] == stored
 
 
 async def test_the_log_of_a_fork_begins_at_its_origin(redis, local_store, prefix, run_json, make_batch):
@@ -228,7 +229,7 @@ async def test_the_log_of_a_fork_begins_at_its_origin(redis, local_store, prefix
         chain = chain_hash(chain, await commit_batch(log, epoch, header, chunks, b""))
     headers, found = await load_headers(log)
     assert [header.step for header in headers] == [3, 4] and found == chain
-    assert (await read_batch(log, 3, timeout_s=5))[0].step == 3
+    assert (await read_batch(log, 3, timeout_s=60))[0].step == 3
 
 
 async def test_a_parent_without_a_base_begins_at_zero(redis, local_store, prefix, run_json):

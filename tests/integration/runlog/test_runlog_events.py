@@ -9,6 +9,7 @@ from millrace.local.redis import EmbeddedRedis
 from millrace.runlog import EventReader, EventWriter, RunLog, Stream, new_uid, open_redis
 from millrace.telemetry import waits
 from millrace.v1 import event_pb2
+from millrace_testing.patience import patient
 
 
 def _warning(number: int) -> event_pb2.Event:
@@ -45,7 +46,7 @@ async def test_a_reader_continues_behind_its_cursor(log):
     reading = asyncio.create_task(reader.read(after=rest[-1].cursor, block_s=5))
     await asyncio.sleep(0.05)
     await writer.write(_warning(5))
-    async with asyncio.timeout(2):
+    async with asyncio.timeout(min(patient(2), 4.5)):
         assert [event.warning.message for event in await reading] == ["5"]
     await writer.close()
 

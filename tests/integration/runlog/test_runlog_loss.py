@@ -71,7 +71,7 @@ async def test_a_lost_tail_of_batches_and_policies_is_repeated(durable, durable_
     await durable.lose_tail()
     assert await log.read_instance() != instance
     assert [await log.next_position(stream) for stream in (Stream.BATCHES, Stream.POLICIES)] == [2, 2]
-    assert (await read_batch(log, 3, timeout_s=5))[0].step == 3, "the store has it"
+    assert (await read_batch(log, 3, timeout_s=60))[0].step == 3, "the store has it"
     chain = await commit(log, orchestrator, [4], chain)  # repeats 2 and 3, too
     assert await log.next_position(Stream.BATCHES) == 5
     assert await reappend_policies(log, trainer) == 2 and await reappend_policies(log, trainer) == 0
@@ -152,7 +152,7 @@ async def test_a_batch_that_only_the_store_has_is_read_while_the_log_is_gone(dur
     epoch = await durable_log.acquire_epoch("orchestrator", "o")
     await commit(durable_log, epoch, [0])
     await durable.client.flushall()
-    header, _, chunks = await read_batch(durable_log, 0, timeout_s=5)
+    header, _, chunks = await read_batch(durable_log, 0, timeout_s=60)
     assert header.step == 0 and len(chunks) == len(header.chunks)
 
 

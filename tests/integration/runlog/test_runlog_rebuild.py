@@ -273,8 +273,8 @@ async def test_batches_and_policies_begin_at_the_oldest_checkpoint(log, rebuild,
     assert await reappend_committed(log, orchestrator) == 2
     assert await reappend_policies(log, trainer) == 3
     assert [await log.next_position(stream) for stream in (Stream.BATCHES, Stream.POLICIES)] == [5, 6]
-    assert (await read_batch(log, 4, timeout_s=5))[0].step == 4
-    assert (await read_batch(log, 1, timeout_s=5))[0].step == 1, "what is older comes from the store"
+    assert (await read_batch(log, 4, timeout_s=60))[0].step == 4
+    assert (await read_batch(log, 1, timeout_s=60))[0].step == 1, "what is older comes from the store"
     assert await reappend_committed(log, orchestrator) == await reappend_policies(log, trainer) == 0
 
 

@@ -23,7 +23,7 @@ async def test_an_environment_that_cannot_be_started_fails_with_the_reason() -> 
     pool = EnvPool(EnvSpec(id="an-env"), PoolLimits(), starter)
     pool.start()
     try:
-        await until(lambda: pool.failure is not None, timeout_s=5.0)
+        await until(lambda: pool.failure is not None)
         assert pool.failure is not None and pool.failure.error_type == "ValueError"
         assert "the message has 200000 bytes" in str(pool.failure)
     finally:

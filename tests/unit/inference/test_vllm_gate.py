@@ -62,7 +62,7 @@ async def collect(gate: GenerationGate, client: Client, into: list[int]) -> None
 
 
 async def begun(client: Client, number: int) -> None:
-    await until(lambda: len(client.queues) >= number, timeout_s=5)
+    await until(lambda: len(client.queues) >= number)
 
 
 async def test_a_request_without_a_token_begins_again_with_the_new_salt(gate: GenerationGate, client: Client) -> None:
@@ -89,7 +89,7 @@ async def test_a_request_with_a_token_goes_on(gate: GenerationGate, client: Clie
     task = asyncio.create_task(collect(gate, client, found))
     await begun(client, 1)
     client.queues[0].put_nowait(output(7, None))
-    await until(lambda: found, timeout_s=5)
+    await until(lambda: found)
     gate.hold()
     assert gate.requeue(unbegun(client)) == []
     client.queues[0].put_nowait(output(8, "stop"))
@@ -120,7 +120,7 @@ async def test_choices_that_begin_on_both_sides_of_an_update_are_given_up(gate: 
     task = asyncio.create_task(collect(gate, client, found))
     await begun(client, 1)
     client.queues[0].put_nowait(output(7, None))
-    await until(lambda: found, timeout_s=5)
+    await until(lambda: found)
     sibling = SimpleNamespace(external_req_id="a", parent_req=SimpleNamespace(external_req_id="a"), is_prefilling=True)
     client.output_processor.request_states["1_a"] = sibling
     await abort(client, gate.requeue(unbegun(client)))

@@ -135,14 +135,14 @@ async def test_a_delta_is_proved_by_what_was_foreseen_and_the_probe_of_the_first
     assert prepared == ["millrace_check", "millrace_stage", "millrace_foreseen"]
     assert (paused, written, handed_in) == ("pause", "millrace_activate", "probe handed in")
     assert (resumed, probed) == ("resume", "probe"), "nothing is read back whole"
-    await until(lambda: client.num_verified, timeout_s=5)
+    await until(lambda: client.num_verified)
     assert engine.status().state is EngineState.READY
 
 
 async def test_damage_that_verification_finds_ends_it(engine: VllmEngine, client: Any, gate: GenerationGate) -> None:
     client.damage = "w is damaged"
     await update(engine)
-    await until(lambda: engine.status().state is EngineState.FAILED, timeout_s=5)
+    await until(lambda: engine.status().state is EngineState.FAILED)
     assert refusal(gate) == engine.status().error == "w is damaged"
 
 

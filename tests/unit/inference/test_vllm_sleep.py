@@ -25,7 +25,7 @@ async def verifying(engine: VllmEngine, client: Any) -> Any:
     client.num_unverified = 1
     await update(engine)
     before = client.num_verified
-    await until(lambda: client.num_verified > before + 1, timeout_s=5)
+    await until(lambda: client.num_verified > before + 1)
     client.calls.clear()
     return engine
 
@@ -59,7 +59,7 @@ async def test_nothing_touches_its_memory_meanwhile(verifying: VllmEngine, clien
     assert engine.status().state is EngineState.READY, "what it holds is as good as before"
     before = client.num_verified
     await engine.resume(SLEEP)
-    await until(lambda: client.num_verified > before, timeout_s=5)
+    await until(lambda: client.num_verified > before)
     await update(engine)
 
 
@@ -180,5 +180,5 @@ async def test_a_sleep_that_nobody_ends_is_visible_and_ends(
     assert not await caller.over(timeout_s=0.01)
     monkeypatch.setattr(service, "PAUSE_LIMIT_S", 0.05)
     await caller.pause("run1")  # prolongs it
-    assert await caller.over(timeout_s=5)
-    await until(lambda: not client.is_paused and not client.is_asleep, timeout_s=5)
+    assert await caller.over(timeout_s=60)
+    await until(lambda: not client.is_paused and not client.is_asleep)

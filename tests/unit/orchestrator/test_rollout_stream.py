@@ -43,7 +43,7 @@ async def test_catching_up_beside_a_blocked_read_takes_every_entry_once() -> Non
     await stream.catch_up()
     log.gate.set()
     log.append(make_rollout(0, 1), at=6)
-    await until(lambda: len(taken) >= 2, timeout_s=5)
+    await until(lambda: len(taken) >= 2)
     following.cancel()
     assert [(rollout.member, rollout.entry_id) for rollout in taken] == [(0, "5-0"), (1, "6-0")]
     assert stream.newest == "6-0"
@@ -81,7 +81,7 @@ async def test_a_read_from_before_the_restart_does_not_hide_what_the_new_copy_be
     log.entries.sort(key=lambda entry: int(entry.id.split("-")[0]))
     stream.rewind()
     log.gate.set()
-    await until(lambda: len(taken) >= 3, timeout_s=5)
+    await until(lambda: len(taken) >= 3)
     following.cancel()
     assert [rollout.entry_id for rollout in taken] == ["10-0", "20-0", "30-0"]
 
