@@ -38,6 +38,8 @@ class EnvSpec:
 
     demo_key: str = ""
     """Field of its training tasks with the demonstration that a teacher is told; empty if none is."""
+    agent_json: str = ""
+    """What of its agents is trained on, and their limits (`env_server/agents/sessions.py`); empty: as it says."""
 
     @property
     def label(self) -> str:
@@ -48,7 +50,7 @@ class EnvSpec:
     def loaded_as(self) -> tuple[object, ...]:
         """What its workers load and keep to, apart from the arguments: not what the run calls it."""
         kept = (self.takes_several_traces, self.is_text_only, self.judge_max_concurrent, self.judge_timeout_s)
-        return (self.id, self.python, self.select_json, self.demo_key, *kept)
+        return (self.id, self.python, self.select_json, self.demo_key, self.agent_json, *kept)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -59,7 +59,7 @@ def environments_on_path(tmp_path_factory: pytest.TempPathFactory) -> Iterator[N
         os.environ["PYTHONPATH"] = before
 
 
-TAKES_SEVERAL, PYTHON = "takes_several_traces", "python"
+TAKES_SEVERAL, PYTHON, AGENT = "takes_several_traces", "python", "agent"
 """Keys of the args of `Server.open` and `play_one` that are the spec's own."""
 
 
@@ -288,12 +288,14 @@ class Server:
         own = dict(args or {})
         takes_several = own.pop(TAKES_SEVERAL, False)
         own_python = own.pop(PYTHON, "")
+        agent = own.pop(AGENT, None)
         return env_service_pb2.EnvSpec(
             name=env_id,
             id=env_id,
             args_json=json.dumps(own),
             takes_several_traces=takes_several,
             python=own_python,
+            agent_json=json.dumps(agent) if agent else "",
         )
 
     def request(self, env_id: str, task_index: int, **changes: Any) -> env_service_pb2.PlayGroupRequest:

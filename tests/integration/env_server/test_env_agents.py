@@ -45,7 +45,7 @@ async def test_what_an_agent_threw_away_is_not_rewarded(server):
     for program, num_trained, num_left_out in (("aside", 2, 1), ("helper", 2, 0)):
         rollout = await played(server, program)
         assert (num_ends(rollout), rollout.metrics.get("agent_calls_left_out", 0)) == (num_trained, num_left_out)
-    rollout = await played(server, "aside", branches="all")
+    rollout = await played(server, "aside", agent={"branches": "all"})
     assert (num_ends(rollout), len(rollout.samples)) == (3, 2)
 
 
@@ -62,7 +62,7 @@ async def test_a_failing_agent_is_told_by_its_cause_and_by_what_was_refused(serv
 
 @pytest.mark.long
 async def test_a_deadline_ends_an_agent(server):
-    late = await played(server, "sleeps", timeout_seconds=3.0)
+    late = await played(server, "sleeps", agent={"limits": {"deadline_s": 3.0}})
     assert (late.status, late.error.type) == (RolloutStatus.TIMEOUT, "EnvironmentTimeout")
 
 
@@ -70,11 +70,22 @@ async def test_a_model_call_without_tokens_fails_the_rollout(server):
     assert (await played(server, "turns", mode="noids")).status is RolloutStatus.MISSING_TOKENS
 
 
-async def test_branches_are_said_of_agents_alone(server):
-    reply = await server.open("own_loop", {"branches": "first"})
-    assert "args.branches" in reply.error_message and "used, last, longest, all" in reply.error_message
-    reply = await server.open("sorted_env", {"branches": "last"})
-    assert "args.branches: is of environments whose rollouts an agent plays" in reply.error_message
+async def test_rules_are_said_of_agents_alone(server):
+    reply = await server.open("own_loop", {"agent": {"branches": "first"}})
+    assert "agent.branches" in reply.error_message and "used, last, longest, all" in reply.error_message
+    reply = await server.open("sorted_env", {"agent": {"branches": "last"}})
+    assert "agent: is of environments whose rollouts an agent plays" in reply.error_message
+
+
+@pytest.mark.long
+async def test_limits_of_agents_are_refused_where_no_role_of_v1_has_one(server):
+    reply = await server.open("rev_text_v1", {"agent": {"limits": {"max_requests": 1}}})
+    assert "agent: has limits of agents with a loop of their own" in reply.error_message
+
+
+async def test_limits_of_the_run_count_in_the_place_of_the_environments(server):
+    few = {"limits": {"max_requests": 1}}
+    assert "403: the rollout may make 1 model calls" in (await played(server, "turns", agent=few)).error.message
 
 
 async def test_agents_of_v1(server, tokenizer_manifest_key):
@@ -84,8 +95,14 @@ async def test_agents_of_v1(server, tokenizer_manifest_key):
         assert (rollout.status, rollout.error) == (RolloutStatus.OK, None)
         assert sum(int(sample.loss_mask.sum()) for sample in rollout.samples) == num_trained * size
         assert rollout.metrics.get("agent_calls_left_out", 0) == num_left_out
+
+
+@pytest.mark.long
+async def test_failures_of_agents_of_v1(server, tokenizer_manifest_key):
     failed = await played_v1(server, "fails")
     assert (failed.status, failed.error.type) == (RolloutStatus.ENV_ERROR, "HarnessError")
     assert "exited 1: ValueError: the tool xxx" in failed.error.message[:300]
     assert "HTTP Error 400" in (await played_v1(server, "refused")).error.message
     assert "HTTP Error 403" in (await played_v1(server, "many")).error.message
+    few = {"limits": {"max_requests": 1}}
+    assert "HTTP Error 403" in (await played_v1(server, "turns", agent=few)).error.message

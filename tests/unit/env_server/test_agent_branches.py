@@ -1,9 +1,13 @@
 """Which calls of an agent are trained on, and which line of its output says why it failed."""
 
+import json
+
 import pytest
 
-from millrace.env_server.agents.branches import Made, parse_mode, trained_calls
+from millrace.config.sections.environments import AgentConfig, EnvConfig
+from millrace.env_server.agents.branches import Made, trained_calls
 from millrace.env_server.agents.programs import cause_first, cause_of
+from millrace.env_server.agents.sessions import AgentLimits, AgentRules
 from millrace.errors import InvalidSpecError
 
 
@@ -88,10 +92,21 @@ def test_a_call_that_the_agent_writes_down_in_its_own_way_is_known_by_its_id():
 
 
 def test_modes_are_checked():
-    assert parse_mode(None, where="args.branches") == "used"
+    assert AgentRules.decode("") == AgentRules(branches="used")
     for value in ("first", 1, ["last"]):
-        with pytest.raises(InvalidSpecError, match=r"args\.branches"):
-            parse_mode(value, where="args.branches")
+        with pytest.raises(InvalidSpecError, match=r"agent\.branches"):
+            AgentRules.decode(json.dumps({"branches": value}))
+
+
+def test_limits_of_the_run_count_in_the_place_of_the_environments():
+    rules = AgentRules.decode(EnvConfig(id="a", agent=AgentConfig(max_requests=3, timeout_s=9.5)).agent.to_wire())
+    assert rules.over(AgentLimits(max_requests=8, max_tokens=7)) == AgentLimits(
+        max_requests=3, max_tokens=7, deadline_s=9.5
+    )
+    assert EnvConfig(id="a", agent=AgentConfig(branches="used")).agent.to_wire() == ""
+    for limits in ({"max_requests": -1}, {"most": 1}, [], {"deadline_s": "x"}):
+        with pytest.raises(InvalidSpecError, match="limits"):
+            AgentRules.decode(json.dumps({"limits": limits}))
 
 
 TRACEBACK = """Traceback (most recent call last):

@@ -88,6 +88,7 @@ async def _load(
             python=env.python or "",
             image=env.image or "",
             select_json=selected[env.name],
+            agent_json=env.agent.to_wire(),
             demo_key=demo_key if env.name in trained else "",
         )
         if problem := api_key_problem(spec.judge_key_var):

@@ -1,7 +1,8 @@
 """`[[orchestrator.env]]`, `[[orchestrator.eval.env]]` and `[[env]]` of evaluations: one environment each."""
 
+import json
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import model_validator
 
@@ -14,7 +15,49 @@ from millrace.config.sections.select import SelectConfig
 from millrace.config.tree import Facts, Path, dotted
 
 _UNNAMED = "unnamed"
+_OWN = "as the environment says"
 _AS_FOR_ALL = "as for all environments"
+
+
+class AgentConfig(ConfigSection):
+    """An agent with a loop of its own, which asks the policy at the address of its rollout."""
+
+    branches: Literal["used", "last", "longest", "all"] = option(
+        "used",
+        "Which of its model calls are trained on. `used`: its last conversation, and calls whose reply that quotes (a "
+        "summary, the answer of a helper); `last`: the last conversation alone; `longest`: the one in which most was "
+        "sampled; `all`: every call, tries that it threw away included.",
+    )
+    max_requests: int | None = option(
+        None, "Model calls of a rollout; more are answered 403.", facts=Facts(default_text=_OWN), ge=1, lt=2**31
+    )
+    max_tokens: int | None = option(
+        None,
+        "Sampled tokens of a rollout: once there are so many, model calls are answered 403.",
+        facts=Facts(default_text=_OWN),
+        ge=1,
+        lt=2**31,
+    )
+    max_concurrent: int | None = option(
+        None, "Model calls of a rollout at once; more wait.", facts=Facts(default_text=_OWN), ge=1, lt=2**31
+    )
+    timeout_s: float | None = option(
+        None,
+        "Seconds that the address of a rollout answers; then it answers 410. A v0 environment's rollout ends then as "
+        "`EnvironmentTimeout`.",
+        facts=Facts(default_text=_OWN),
+        gt=0,
+        le=86400 * 7,
+    )
+
+    def to_wire(self) -> str:
+        """Return what an env-server is told; empty where nothing differs from the default."""
+        names = {"timeout_s": "deadline_s"}
+        said = self.model_dump(exclude={"branches"}, exclude_none=True)
+        limits = {names.get(name, name): value for name, value in said.items()}
+        if not limits and self.branches == "used":
+            return ""
+        return json.dumps({"branches": self.branches, "limits": limits}, sort_keys=True)
 
 
 class NamedEnv(ConfigSection):
@@ -31,6 +74,7 @@ class NamedEnv(ConfigSection):
     )
     args: FreeTable = table(dict, "Arguments of the environment's loader, passed on as they are.")
     judge: JudgeConfig = table(JudgeConfig, "Endpoints that its reward functions ask.")
+    agent: AgentConfig = table(AgentConfig, "Its agents with a loop of their own; others have no such limits.")
     python: str | None = option(
         None,
         "Python interpreter of a virtual environment of its own, on the machine of the env-server: workers of this "

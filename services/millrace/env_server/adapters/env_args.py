@@ -15,7 +15,6 @@ V1_EVAL_ARGS = "eval_args"  # v1: taskset args of the held-out set, merged over 
 MAX_ARGS_BYTES = 1 << 20
 """Largest JSON document in a request."""
 V1_NUM_TASKS = "num_tasks"  # v1: how many tasks of an endless taskset
-BRANCHES = "branches"  # which model calls of an agent are trained on (`agents.branches`)
 OURS = "millrace"  # a table of the same keys, for environments that have an option of such a name themselves
 
 

@@ -30,7 +30,7 @@ from pydantic import BaseModel
 
 from millrace.decoding import decode_json
 from millrace.env_server.adapters.client_v0 import LeanClient, LeanCompletionsClient
-from millrace.env_server.adapters.env_args import BRANCHES, NO_RENDERER, RENDERER, split_args
+from millrace.env_server.adapters.env_args import NO_RENDERER, RENDERER, split_args
 from millrace.env_server.adapters.failures import frames_of, is_engine_fault
 from millrace.env_server.adapters.outcome import (
     NotANumberError,
@@ -50,7 +50,8 @@ from millrace.env_server.adapters.tasks.groups_v0 import completes_text, member_
 from millrace.env_server.adapters.tasks.selection import NO_TASKS, selected_tables
 from millrace.env_server.adapters.text_only import not_text_error, other_part, refusal, refuse_other_parts
 from millrace.env_server.agents.server import agent_server
-from millrace.env_server.agents.v0 import choose_branches
+from millrace.env_server.agents.sessions import AgentRules
+from millrace.env_server.agents.v0 import govern
 from millrace.env_server.engine_access import ENGINE_LOST_MARK, engine_access
 from millrace.env_server.library import releases
 from millrace.env_server.library.columns import tell_columns
@@ -106,7 +107,7 @@ class V0Adapter:
         """Call the module's `load_environment` with the args that are not ours. Its exceptions pass through."""
         judges.JudgeGate(max_concurrent=spec.judge_max_concurrent, timeout_s=spec.judge_timeout_s).install()
         options = inspect.signature(module.load_environment).parameters
-        own, ours = split_args(args, keys=(RENDERER, BRANCHES), options=options)
+        own, ours = split_args(args, keys=(RENDERER,), options=options)
         renderer = str(ours.get(RENDERER) or "")
         if renderer not in ("", NO_RENDERER) and not HAS_RENDERERS:
             raise _no_renderers(renderer)
@@ -115,7 +116,7 @@ class V0Adapter:
         env = module.load_environment(**own)
         env.env_id = env.env_id or spec.id
         env.env_args = env.env_args or own
-        choose_branches(members_of(env), ours.get(BRANCHES))
+        govern(members_of(env), AgentRules.decode(spec.agent_json))
         loaded = cls(env, renderer=renderer, select_json=spec.select_json)
         if table := next((each for each in (loaded.train, loaded.eval) if len(each)), None):
             refuse_unknown_arguments(env, table.row(0), client=_no_client())

@@ -7,6 +7,7 @@ the policy's own tokenizer and asks the engine for exact tokens. Args of the env
 
 import asyncio
 import contextlib
+import json
 import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,7 +22,6 @@ from verifiers.v1.utils.loaders import taskset_config_type
 
 from millrace.env_server.adapters import harness_v1
 from millrace.env_server.adapters.env_args import (
-    BRANCHES,
     OURS,
     RENDERER,
     V1_ENV,
@@ -48,8 +48,9 @@ from millrace.env_server.adapters.scoring.arguments_v1 import refuse_unknown_arg
 from millrace.env_server.adapters.tasks.selection import TaskTable, selected_tables, stop_of, tasks_of
 from millrace.env_server.adapters.text_only import refuse_other_parts
 from millrace.env_server.agents import v1 as agents
-from millrace.env_server.agents.branches import LEFT_OUT_METRIC, parse_mode
+from millrace.env_server.agents.branches import LEFT_OUT_METRIC
 from millrace.env_server.agents.programs import cause_first
+from millrace.env_server.agents.sessions import AgentRules
 from millrace.env_server.engine_access import ENGINE_LOST_MARK, engine_access
 from millrace.env_server.library import interception, relaying, rendering
 from millrace.env_server.library.lookups import remember_lookups
@@ -61,7 +62,7 @@ from millrace.rollouts.requests import EnvSpec, LoadedEnv, PlayRequest
 from millrace.rollouts.types import RolloutStatus, Trace
 
 _API_KEY_VARIABLE = "MILLRACE_ENGINE_API_KEY"
-_OUR_ARGS = (RENDERER, BRANCHES, V1_ENV, V1_EVAL_ARGS, V1_NUM_TASKS)
+_OUR_ARGS = (RENDERER, V1_ENV, V1_EVAL_ARGS, V1_NUM_TASKS)
 # Of an endless taskset; a run needs a number.
 _DEFAULT_NUM_TASKS = 10_000
 # Rollouts that share one tokenizer copy of about 80 MB; more than a worker plays at once.
@@ -74,8 +75,8 @@ class ExpectedTraces:
 
     takes_several: bool
     has_several: bool
-    branches: str
-    """Which model calls of a trace are trained on (`agents.branches`)."""
+    rules: AgentRules
+    """Which model calls of a trace are trained on, and what limits agents have."""
 
 
 class V1Adapter:
@@ -110,8 +111,9 @@ class V1Adapter:
         env = vf.load_environment(_config(spec.id, own, extra, where=where))
         check_runtimes(env, where=where)
         trained = check_trainable(env, takes_several=takes_several, where=where)
-        branches = parse_mode(ours.get(BRANCHES), where=f"args.{BRANCHES}")
-        traces = ExpectedTraces(takes_several=takes_several, has_several=trained.has_several, branches=branches)
+        rules = AgentRules.decode(spec.agent_json)
+        _require_own_loop(env, rules)
+        traces = ExpectedTraces(takes_several=takes_several, has_several=trained.has_several, rules=rules)
         held_out = None
         if eval_args is not None:
             taskset = vf.load_taskset(_config(spec.id, {**own, **eval_args}, extra, where=where).taskset)
@@ -142,7 +144,7 @@ class V1Adapter:
         watch_v1()
         remember_lookups()
         interception.install()
-        agents.install()
+        agents.install(self._traces.rules)
         rendering.install()
         relaying.install()
         self._stack.push_async_callback(engine_access().close)
@@ -226,7 +228,7 @@ def _outcome(episode: Any, expected: ExpectedTraces, asked: AskedSampling | None
     if len(traces) != 1 and not expected.takes_several:
         message = f"the episode has {len(traces)} trainable traces, and {ONE_TRACE}; {SEVERAL_TRACES}"
         return failed(RolloutStatus.ENV_ERROR, "MultipleTraces", message, of=played)
-    kept = {trace.id: kept_nodes(trace, expected.branches) for trace in traces}
+    kept = {trace.id: kept_nodes(trace, expected.rules.branches) for trace in traces}
     if left_out := sum(sum(node.sampled for node in trace.nodes) - len(kept[trace.id]) for trace in traces):
         played = replace(played, metrics={**played.metrics, LEFT_OUT_METRIC: float(left_out)})
     try:
@@ -452,3 +454,12 @@ def _trained_roles(env: Any, configs: Mapping[str, AgentConfig]) -> list[str] | 
         logger.debug("the roles of the environment cannot be told before an episode", exc_info=error)
         return None
     return [role.name for role in roles if role.trainable]
+
+
+def _require_own_loop(env: Any, rules: AgentRules) -> None:
+    """Refuse limits of agents where our own harness plays them all, without an address. Raises InvalidSpecError."""
+    roles = [value for _, value in env.config if isinstance(value, AgentConfig)]
+    harnesses = {role.harness.id for role in roles if role.harness is not None}
+    if rules.limits and harnesses == {harness_v1.HARNESS_ID}:
+        message = "has limits of agents with a loop of their own, and no role of this environment has such a harness"
+        raise InvalidSpecError([Violation(field="agent", value=json.dumps(rules.limits), message=message)])

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from millrace.decoding import decode_json
-from millrace.errors import CorruptObjectError, InvalidSpecError, Violation
+from millrace.errors import CorruptObjectError
 
 MODES = ("used", "last", "longest", "all")
 DEFAULT = "used"
@@ -36,16 +36,6 @@ class Made:
     prompt: Sequence[Mapping[str, Any]]
     reply: Mapping[str, Any]
     num_tokens: int
-
-
-def parse_mode(value: Any, *, where: str) -> str:
-    """Return the mode that args name, the default for none. Raises InvalidSpecError."""
-    if value is None:
-        return DEFAULT
-    if value not in MODES:
-        message = f"must be one of {', '.join(MODES)}"
-        raise InvalidSpecError([Violation(field=where, value=f"{value!r:.100}", message=message)])
-    return str(value)
 
 
 def trained_calls(calls: Sequence[Made], mode: str) -> set[int]:

@@ -15,7 +15,7 @@ from aiohttp import web
 
 from millrace.decoding import decode_object
 from millrace.env_server.agents.asked import AgentRequest, Api, PolicyReply
-from millrace.env_server.agents.branches import Made
+from millrace.env_server.agents.branches import DEFAULT, MODES, Made
 from millrace.env_server.agents.chats import Chats
 from millrace.env_server.agents.messages import Messages
 from millrace.env_server.agents.responses import Responses
@@ -71,6 +71,37 @@ class AgentLimits:
             if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value < 2**40:
                 message = "must be a number of at least 0; 0 is no limit"
                 raise InvalidSpecError([Violation(field=f"limits.{name}", value=f"{value!r:.100}", message=message)])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AgentRules:
+    """What the run config says of an environment's agents (`EnvSpec.agent_json`)."""
+
+    branches: str = DEFAULT
+    """Which calls are trained on (`agents.branches`)."""
+    limits: Mapping[str, float] = field(default_factory=dict)
+    """Limits by name, which count in the place of the environment's own."""
+    is_said: bool = False
+
+    @classmethod
+    def decode(cls, text: str) -> "AgentRules":
+        """Read them. Raises CorruptObjectError and InvalidSpecError."""
+        said = decode_object(text or "{}", what="agent", reason="ENV_ARGS_INVALID")
+        branches, limits = said.get("branches", DEFAULT), said.get("limits", {})
+        if branches not in MODES:
+            message = f"must be one of {', '.join(MODES)}"
+            raise InvalidSpecError([Violation(field="agent.branches", value=f"{branches!r:.100}", message=message)])
+        names = AgentLimits.__dataclass_fields__
+        if not isinstance(limits, dict) or not limits.keys() <= names.keys():
+            message = f"must be a table with some of {', '.join(names)}"
+            raise InvalidSpecError([Violation(field="agent.limits", value=f"{limits!r:.100}", message=message)])
+        AgentLimits(**limits)
+        return cls(branches=branches, limits=limits, is_said=bool(said))
+
+    def over(self, own: AgentLimits | None) -> AgentLimits:
+        """Return the limits of a rollout whose environment has its own."""
+        changes: dict[str, Any] = dict(self.limits)
+        return replace(own or AgentLimits(), **changes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,10 +9,10 @@ from typing import Any
 import verifiers as vf
 
 from millrace.env_server.agents.asked import AgentRequest
-from millrace.env_server.agents.branches import DEFAULT, parse_mode, trained_calls
+from millrace.env_server.agents.branches import DEFAULT, trained_calls
 from millrace.env_server.agents.programs import AgentFailedError
 from millrace.env_server.agents.server import agent_server
-from millrace.env_server.agents.sessions import AgentAddress, AgentLimits, AgentSession, CallRefusedError
+from millrace.env_server.agents.sessions import AgentAddress, AgentLimits, AgentRules, AgentSession, CallRefusedError
 from millrace.env_server.engine_access import ENGINE_LOST_MARK
 from millrace.env_server.library.v0 import TimeSpan, Tool, normalize_messages
 from millrace.errors import InvalidSpecError, Violation
@@ -36,7 +36,7 @@ class AgentEnv(vf.MultiTurnEnv):
     """
 
     branches = DEFAULT
-    """Which calls are trained on (`agents.branches`), by `branches` of the args."""
+    """Which calls are trained on (`agents.branches`), as the run config says."""
 
     def __init__(self, *, limits: AgentLimits | None = None, drops: Sequence[str] = (), **kwargs: Any) -> None:
         """`drops` are parameters of requests that do not count, such as `tool_choice`, in place of a refusal."""
@@ -118,15 +118,16 @@ class AgentEnv(vf.MultiTurnEnv):
         return _completion(response)
 
 
-def choose_branches(members: Iterable[Any], value: Any) -> None:
-    """Have agents be trained on as `branches` of the args says. Raises InvalidSpecError, also where there is none."""
-    mode = parse_mode(value, where="args.branches")
+def govern(members: Iterable[Any], rules: AgentRules) -> None:
+    """Have agents be trained on, and end, as the run config says. Raises InvalidSpecError where there is none."""
     agents = [member for member in members if isinstance(member, AgentEnv)]
-    if value is not None and not agents:
+    if rules.is_said and not agents:
         message = "is of environments whose rollouts an agent plays (AgentEnv); leave it out"
-        raise InvalidSpecError([Violation(field="args.branches", value=str(value), message=message)])
+        raise InvalidSpecError([Violation(field="agent", message=message)])
     for member in agents:
-        member.branches = mode
+        member.branches = rules.branches
+        member.limits = rules.over(member.limits)
+        member.timeout_seconds = rules.limits.get("deadline_s", member.timeout_seconds)
 
 
 def _sampling(run: Mapping[str, Any], asked: AgentRequest) -> dict[str, Any]:

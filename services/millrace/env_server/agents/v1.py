@@ -23,6 +23,7 @@ from millrace.env_server.agents.sessions import (
     CHATS,
     ROUTES,
     AgentLimits,
+    AgentRules,
     AgentSession,
     CallRefusedError,
     refusal,
@@ -52,8 +53,8 @@ def govern(secret: str, *, limits: AgentLimits | None = None, drops: Sequence[st
     _rules[secret] = (limits, drops)
 
 
-def install() -> None:
-    """Have every interception server of this process answer so. Idempotent."""
+def install(rules: AgentRules) -> None:
+    """Have every interception server of this process answer so, by the rules of its environment. Idempotent."""
     if getattr(InterceptionServer.handle_request, "_is_millraces", False):
         return
     stock_handle: Any = InterceptionServer.handle_request
@@ -75,7 +76,9 @@ def install() -> None:
         if agent is None:
             limits, drops = _rules.pop(secret, (None, ()))
             ask = partial(_ask, secret)
-            agent = _sessions[secret] = AgentSession(ask, model=session.ctx.model, limits=limits, drops=drops)
+            agent = _sessions[secret] = AgentSession(
+                ask, model=session.ctx.model, limits=rules.over(limits), drops=drops
+            )
         return web_response(await agent.read_and_answer(api, request))
 
     def unregister(self: Any, model_secret: str, state_secret: str) -> None:

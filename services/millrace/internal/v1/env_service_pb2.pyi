@@ -20,7 +20,7 @@ ENV_STATE_READY: EnvState
 ENV_STATE_FAILED: EnvState
 
 class EnvSpec(_message.Message):
-    __slots__ = ("name", "id", "args_json", "takes_several_traces", "is_text_only", "judge_max_concurrent", "judge_timeout_s", "judge_key_var", "python", "image", "select_json", "demo_key")
+    __slots__ = ("name", "id", "args_json", "takes_several_traces", "is_text_only", "judge_max_concurrent", "judge_timeout_s", "judge_key_var", "python", "image", "select_json", "demo_key", "agent_json")
     NAME_FIELD_NUMBER: _ClassVar[int]
     ID_FIELD_NUMBER: _ClassVar[int]
     ARGS_JSON_FIELD_NUMBER: _ClassVar[int]
@@ -33,6 +33,7 @@ class EnvSpec(_message.Message):
     IMAGE_FIELD_NUMBER: _ClassVar[int]
     SELECT_JSON_FIELD_NUMBER: _ClassVar[int]
     DEMO_KEY_FIELD_NUMBER: _ClassVar[int]
+    AGENT_JSON_FIELD_NUMBER: _ClassVar[int]
     name: str
     id: str
     args_json: str
@@ -45,7 +46,8 @@ class EnvSpec(_message.Message):
     image: str
     select_json: str
     demo_key: str
-    def __init__(self, name: _Optional[str] = ..., id: _Optional[str] = ..., args_json: _Optional[str] = ..., takes_several_traces: bool = ..., is_text_only: bool = ..., judge_max_concurrent: _Optional[int] = ..., judge_timeout_s: _Optional[float] = ..., judge_key_var: _Optional[str] = ..., python: _Optional[str] = ..., image: _Optional[str] = ..., select_json: _Optional[str] = ..., demo_key: _Optional[str] = ...) -> None: ...
+    agent_json: str
+    def __init__(self, name: _Optional[str] = ..., id: _Optional[str] = ..., args_json: _Optional[str] = ..., takes_several_traces: bool = ..., is_text_only: bool = ..., judge_max_concurrent: _Optional[int] = ..., judge_timeout_s: _Optional[float] = ..., judge_key_var: _Optional[str] = ..., python: _Optional[str] = ..., image: _Optional[str] = ..., select_json: _Optional[str] = ..., demo_key: _Optional[str] = ..., agent_json: _Optional[str] = ...) -> None: ...
 
 class TaskSet(_message.Message):
     __slots__ = ("num_tasks", "digest")

@@ -377,6 +377,7 @@ def env_spec(
         image=env.image or "",
         select_json=select_json,
         demo_key=demo_key,
+        agent_json=env.agent.to_wire(),
     )
 
 
