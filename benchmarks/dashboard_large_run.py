@@ -20,12 +20,12 @@ import psutil
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "support"))
 
-from millrace.dashboard.index.build import SampleIndex
-from millrace.dashboard.index.columns import TEXT_BYTES, Columns
-from millrace.dashboard.reading import ReaderClient
 from millrace.errors import UnavailableError
 from millrace.internal.v1 import batch_pb2
-from millrace.orchestrator.api.log_lists import LogLists
+from millrace.readers.dashboard.index.build import SampleIndex
+from millrace.readers.dashboard.index.columns import TEXT_BYTES, Columns
+from millrace.readers.dashboard.lists import LogLists
+from millrace.readers.dashboard.reading import ReaderClient
 from millrace.rollouts.batch_wire import decode_header
 from millrace.rpc.channel import call, open_channel
 from millrace.rpc.interceptors import CallInterceptor

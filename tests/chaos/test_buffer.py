@@ -9,10 +9,10 @@ from collections import Counter
 import pytest
 
 from millrace.internal.v1 import batch_pb2
+from millrace.readers.replay.steps import replay
 from millrace.rollouts.batch_wire import decode_header
 from millrace.runlog import Names
 from millrace.telemetry.faults import Point
-from millrace.trainer.replay.steps import replay
 from millrace_testing.chaos.policies import published, recomputed
 from millrace_testing.chaos.run import ChaosRun
 from millrace_testing.chaos.stack import PREFIX, ChaosStack

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from millrace.config.presets import PRESETS
+from millrace.readers.replay.steps import replay
 from millrace.runlog import Names
 from millrace.telemetry.faults import Point
-from millrace.trainer.replay.steps import replay
 from millrace_testing import teachers
 from millrace_testing.chaos.policies import published, recomputed
 from millrace_testing.chaos.stack import PREFIX, ChaosStack

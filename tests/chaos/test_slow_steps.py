@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from millrace.dashboard.views.timeline import STORE
+from millrace.readers.dashboard.views.timeline import STORE
 from millrace.storage.s3 import S3Store
 from millrace.telemetry.faults import Action, Point
 from millrace_testing.chaos.fault_proxy import Effect, Fault, FaultProxy

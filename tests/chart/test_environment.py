@@ -10,7 +10,7 @@ import pytest
 
 from millrace.env_server.settings import EnvServerSettings
 from millrace.inference.settings import InferenceSettings
-from millrace.orchestrator.manager import traces_wanted
+from millrace.readers.exports.of_run import traces_wanted
 from millrace.rpc.access import ServerAccess
 from millrace.rpc.tokens import new_token, token_line
 from millrace.telemetry.settings import Settings, parse_address, variable_name

@@ -12,7 +12,7 @@ from millrace_testing import syntax
 
 ROOT = Path(millrace.__file__).parent
 ROOMS = ("algorithms", "env_server", "rollouts", "orchestrator/drive", "orchestrator/play", "trainer/losses")
-ROOMS += ("trainer/learning", "dashboard", "exports", "runlog/events")
+ROOMS += ("trainer/learning", "readers/dashboard", "readers/exports", "runlog/events")
 FILES = sorted(path for room in ROOMS for path in (ROOT / room).rglob("*.py"))
 NUMBERS = ("float", "int")
 

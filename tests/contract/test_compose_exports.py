@@ -14,8 +14,8 @@ def test_the_orchestrator_gets_the_variables_of_its_exports_where_somebody_sets_
     """Compose passes a variable without a value on only if it is set: an empty one would be another setting."""
     passed = {name: value for name, value in SERVICES["orchestrator"]["environment"].items() if PASSED.match(name)}
     assert set(passed.values()) == {None}
-    source = (ROOT / "services/millrace/exports/traces.py").read_text()
-    source += (ROOT / "services/millrace/orchestrator/manager.py").read_text()
+    source = (ROOT / "services/millrace/readers/exports/traces.py").read_text()
+    source += (ROOT / "services/millrace/readers/exports/of_run.py").read_text()
     read = set(re.findall(r'"(OTEL_[A-Z_]+[A-Z])"', source))
     for name in set(re.findall(r'_variable\("([A-Z_]+)"\)', source)):
         read |= {f"OTEL_EXPORTER_OTLP_{name}", f"OTEL_EXPORTER_OTLP_TRACES_{name}"}

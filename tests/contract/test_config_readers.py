@@ -15,7 +15,7 @@ from millrace_testing import syntax
 SERVICES = Path(__file__).parents[2] / "services" / "millrace"
 COLUMNS = ("prompt", "completion", "tool_defs", "chat_template_kwargs")
 UNREAD = {
-    "wandb.project": "exports/wandb_run.py reads the stored document, also of runs of another release",
+    "wandb.project": "readers/exports/wandb_run.py reads the stored document, also of runs of another release",
     "wandb.entity": "as wandb.project",
     "wandb.group": "as wandb.project",
     "wandb.tags": "as wandb.project",

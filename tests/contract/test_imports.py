@@ -30,8 +30,11 @@ def test_the_contracts_see_a_sideways_import(tmp_path: Path) -> None:
         "env_server",
         "inference",
         "trainer",
-        "dashboard",
-        "exports",
+        "readers",
+        "readers/audit",
+        "readers/dashboard",
+        "readers/exports",
+        "readers/repair",
         "rpc",
         "runlog",
         "policies",
@@ -110,7 +113,8 @@ for package in sys.argv[2:]:
     "extra, packages",
     [
         ("client", "millrace.config millrace.client millrace.cli.commands millrace.cli.session"),
-        ("orchestrator", "millrace.orchestrator millrace.runlog millrace.dashboard millrace.exports"),
+        ("orchestrator", "millrace.orchestrator millrace.runlog"),
+        ("orchestrator", "millrace.readers.audit millrace.readers.dashboard millrace.readers.exports"),
     ],
 )
 def test_a_package_imports_with_what_its_extra_installs(extra: str, packages: str) -> None:

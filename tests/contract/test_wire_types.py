@@ -18,7 +18,8 @@ EDGES = {
     "cli/commands/run/lineage.py": "shows what the client answered, or the same made from files",
     "cli/view/lineage.py": "prints the same",
     "cli/view/output.py": "prints what the client answered",
-    "dashboard/answers.py": "makes the answers of ListMetrics, ListRollouts and GetLineage",
+    "readers/dashboard/answers.py": "makes the answers of ListMetrics, ListRollouts and GetLineage",
+    "readers/dashboard/lists.py": "answers these requests",
     "env_server/run.py": "serves",
     "env_server/service.py": "a servicer",
     "env_server/workers/env_worker.py": "the worker's end of its channel",
@@ -29,6 +30,7 @@ EDGES = {
     "inference/replica_parts.py": "serves",
     "inference/service.py": "a servicer",
     "orchestrator/api/": "servicers",
+    "orchestrator/beside.py": "says what readers answer in the API",
     "orchestrator/drive/device_turns.py": "a client of replicas",
     "orchestrator/drive/policy_driver.py": "a client of replicas",
     "orchestrator/drive/trainer_watch.py": "reads what trainers say in their heartbeats",
@@ -43,30 +45,31 @@ EDGES = {
 }
 RECORDS = {
     "internal.v1.batch_pb2": """
-        dashboard/index dashboard/views exports orchestrator/drive rollouts runlog runlog/audit runlog/records
-        runlog/recovery runlog/redis runlog/repair trainer trainer/bench trainer/checkpoint trainer/learning trainer/log
+        readers/dashboard/index readers/dashboard/views readers/exports orchestrator/drive rollouts runlog readers/audit
+        runlog/records runlog/recovery runlog/redis readers/repair trainer trainer/bench trainer/checkpoint
+        trainer/learning trainer/log
     """,
     "internal.v1.policy_pb2": """
-        orchestrator orchestrator/drive orchestrator/play runlog/audit runlog/recovery runlog/redis trainer trainer/log
+        orchestrator orchestrator/drive orchestrator/play readers/audit runlog/recovery runlog/redis trainer trainer/log
         trainer/publish
     """,
     "internal.v1.rollout_pb2": "env_server env_server/workers rollouts",
     "internal.v1.token_log_pb2": "rollouts",
     "v1.event_pb2": """
-        cli/commands/run cli/evals cli/offline cli/session cli/view client dashboard/views exports orchestrator
-        orchestrator/api orchestrator/drive orchestrator/play orchestrator/runs rpc runlog/audit runlog/events
-        runlog/recovery runlog/repair trainer trainer/log trainer/publish
+        cli/commands/run cli/evals cli/offline cli/session cli/view client readers/dashboard/views readers/exports
+        orchestrator orchestrator/api orchestrator/drive orchestrator/play orchestrator/runs rpc readers/audit
+        runlog/events runlog/recovery readers/repair trainer trainer/log trainer/publish
     """,
     "v1.run_pb2": """
         cli cli/commands/run cli/evals cli/offline cli/session cli/view client orchestrator orchestrator/api
-        orchestrator/drive orchestrator/explain orchestrator/runs rpc runlog/audit runlog/events runlog/records
+        orchestrator/drive orchestrator/explain orchestrator/runs rpc readers/audit runlog/events runlog/records
     """,
     # Answers about the log: made by one room, shown by another.
-    "v1.audit_pb2": "cli/commands/run cli/offline client runlog/audit",
+    "v1.audit_pb2": "cli/commands/run cli/offline client orchestrator orchestrator/api readers readers/audit",
     "v1.checkpoint_pb2": "cli/view client orchestrator/api",
-    "v1.lineage_pb2": "cli/view dashboard",
-    "v1.metric_pb2": "client dashboard",
-    "v1.rollout_pb2": "cli/view client dashboard",
+    "v1.lineage_pb2": "cli/view readers/dashboard",
+    "v1.metric_pb2": "client readers/dashboard",
+    "v1.rollout_pb2": "cli/view client readers/dashboard",
 }
 """The rooms that use each module of records."""
 _PACKAGE = re.compile(r"millrace\.((?:internal\.)?v1)(?:\.(\w+_pb2))?")

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 
 from millrace.internal.v1 import batch_pb2
+from millrace.readers.audit import audit_run
 from millrace.rollouts.batch_wire import decode_header
 from millrace.rollouts.types import RolloutStatus
 from millrace.rollouts.wire import decode_archive
-from millrace.runlog.audit import audit_run
 from millrace.runlog.names import Names
 from millrace.storage import open_store
 from millrace_testing import teachers

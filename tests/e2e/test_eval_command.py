@@ -22,7 +22,7 @@ from transformers import AutoTokenizer
 from millrace.config.sections.sft import LossMaskConfig
 from millrace.local.ports import free_ports
 from millrace.local.redis import die_with_parent
-from millrace.runlog.audit import audit_run
+from millrace.readers.audit import audit_run
 from millrace.storage import open_store
 from millrace.trainer.sft.conversation import ConversationEncoder
 from millrace.trainer.sft.rows import conversation_of

@@ -2,19 +2,15 @@
 
 import asyncio
 import logging
-import os
 import time
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, TypeAlias
-
-import redis.asyncio
+from typing import TypeAlias
 
 from millrace.custom_code import CustomCode
 from millrace.errors import CorruptObjectError, FencedError, LogGoneError, MillraceError, all_errors
-from millrace.exports.keeper import WANDB, Destination, Exporter
 from millrace.orchestrator import run_meters
+from millrace.orchestrator.beside import LogPlace, Readers
 from millrace.orchestrator.drive.assembly import RunParts
 from millrace.orchestrator.drive.eval_run import EvalRunDriver
 from millrace.orchestrator.drive.run_driver import RunDriver
@@ -31,8 +27,6 @@ from millrace.runlog.events.run_status import state_name
 from millrace.runlog.records.revisions import load_reopenings
 from millrace.runlog.records.run_record import EVAL
 from millrace.runlog.seal import seal_late
-from millrace.storage import ObjectStore
-from millrace.storage.scratch import scratch_parent
 from millrace.telemetry import faults, waits
 from millrace.v1 import run_pb2
 
@@ -111,23 +105,21 @@ class RunManager:
         self,
         *,
         owner: str,
-        redis: redis.asyncio.Redis,
-        store: ObjectStore,
-        prefix: str,
+        place: LogPlace,
         catalog: RunCatalog,
         registry: WorkerRegistry,
+        readers: Readers,
         on_scan: Callable[[], None],
         custom_code: CustomCode | None = None,
     ) -> None:
         self._owner = owner
-        self._redis = redis
-        self._store = store
-        self._prefix = prefix
+        self._redis, self._store, self._prefix = place.redis, place.store, place.prefix
         self._catalog = catalog
         self._registry = registry
+        self._readers = readers
         self._on_scan = on_scan
         self.custom_code = custom_code or CustomCode()
-        self._desired = DesiredStates(store, prefix)
+        self._desired = DesiredStates(place.store, place.prefix)
         self._claims: dict[str, _Claim] = {}
         self._not_before: dict[str, float] = {}
         self._pauses: dict[str, waits.LastingWait] = {}
@@ -140,9 +132,6 @@ class RunManager:
         self._wake = asyncio.Event()
         self.slot = ""
         """Place that only one orchestrator can have at a time: leases of a predecessor there are taken over at once."""
-
-        self.store_url = ""
-        """Where other processes of ours find the store; empty: nothing is exported."""
 
     def wake(self) -> None:
         """Look for open runs now."""
@@ -314,7 +303,7 @@ class RunManager:
                 run_meters.lease_acquired(view.record.name)
                 logger.info("run claimed", extra={"run": view.record.name, "epoch": epoch.number})
                 await tell_takeover(context, owner=self._owner, spoke_at=view.status.spoke_at)
-                exported = RunExports(context, store_url=self.store_url)
+                exported = self._readers.export(view.record, warn=events.warning)
                 try:
                     await self._keep(claim, driver, lease, run_log, Watchdog.of(driver.parts, owner=self._owner))
                     if not driver.is_paused:
@@ -449,60 +438,3 @@ async def _try_to(what: str, work: Awaitable[None]) -> None:
         await work
     except MillraceError as error:
         logger.warning("could not %s", what, extra={"error": str(error)})
-
-
-# The exports of a run that its orchestrator keeps going: to W&B, and of traces to an OpenTelemetry collector.
-
-TRACES = Destination(
-    module="millrace.exports.traces",
-    name="the collector of traces",
-    reasons="TRACES",
-    rest="nothing: the traces of the last steps are lost",
-    finish_s=30.0,
-)
-_ENDPOINTS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
-
-
-class RunExports:
-    """What is exported of one run under one claim, as its config and the environment say."""
-
-    def __init__(self, context: RunContext, *, store_url: str, environ: Mapping[str, str] = os.environ) -> None:
-        self._running: list[Exporter] = []
-        config = context.record.config or {}
-        if not store_url:
-            return
-        if config.get("wandb"):
-            directory = _directory(config, context.record.name, context.record.uid)
-            self._start(context, WANDB, store_url, config=config, directory=str(directory))
-        if traces_wanted(environ):
-            self._start(context, TRACES, store_url)
-
-    def _start(self, context: RunContext, destination: Destination, store_url: str, **order: Any) -> None:
-        names, record = context.log.names, context.record
-        exporter = Exporter(record.name, destination, tell=context.events.warning)
-        exporter.start(store_url=store_url, prefix=names.prefix, uid=record.uid, **order)
-        self._running.append(exporter)
-
-    async def finish(self) -> None:
-        """The run has ended: let the rest be written, for a while."""
-        await asyncio.gather(*(exporter.finish() for exporter in self._running))
-
-    async def close(self, *, has_ended: bool) -> None:
-        """End the processes; where the run has ended, what a moment allows is written first."""
-        await asyncio.gather(*(exporter.close(has_ended=has_ended) for exporter in self._running))
-
-
-def traces_wanted(environ: Mapping[str, str]) -> bool:
-    """Whether OpenTelemetry's variables ask for traces: an endpoint or an exporter is named, and nothing says no."""
-    exporter = environ.get("OTEL_TRACES_EXPORTER", "").strip().lower()
-    if environ.get("OTEL_SDK_DISABLED", "").strip().lower() == "true" or exporter == "none":
-        return False
-    return bool(exporter) or any(environ.get(name) for name in _ENDPOINTS)
-
-
-def _directory(config: dict[str, Any], run: str, uid: str) -> Path:
-    """Where W&B's own files go: WANDB_DIR, or beside the results of the run if they are on this machine."""
-    results = Path(str(config.get("output_dir") or "outputs")) / run
-    if "WANDB_DIR" not in os.environ and results.is_dir():
-        return results
-    return Path(os.environ.get("WANDB_DIR") or scratch_parent() / "wandb") / uid

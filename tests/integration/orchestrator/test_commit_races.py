@@ -8,11 +8,11 @@ from millrace.orchestrator import manager
 from millrace.orchestrator.drive import batch_writer, loop
 from millrace.orchestrator.play.env_servers import EnvServers
 from millrace.orchestrator.play.rollout_stream import RolloutStream
+from millrace.readers.audit import audit_run
 from millrace.rollouts.types import Purpose, RolloutStatus
 from millrace.rollouts.wire import decode_archive, decode_rollout, encode_rollout
 from millrace.rpc.channel import call
 from millrace.runlog import Lease, RunLog, Stream
-from millrace.runlog.audit import audit_run
 from millrace.v1 import run_pb2, run_service_pb2
 from millrace_testing.orchestrator.fakes import make_rollout
 from millrace_testing.orchestrator.runs import create, has_state, resolutions, states, watch

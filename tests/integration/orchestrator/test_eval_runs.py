@@ -4,7 +4,7 @@ import json
 from collections import Counter
 from dataclasses import replace
 
-from millrace.exports.samples import read_samples
+from millrace.readers.exports.samples import read_samples
 from millrace.rollouts.types import Rollout, RolloutError, RolloutStatus
 from millrace.rpc.channel import call
 from millrace.runlog import Names

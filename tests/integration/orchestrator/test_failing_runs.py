@@ -13,10 +13,10 @@ from millrace.config.load import validate_document
 from millrace.errors import InvalidStateError
 from millrace.internal.v1 import batch_pb2, rollout_pb2
 from millrace.orchestrator.drive.housekeeping import Housekeeper
+from millrace.readers.audit import audit_run
 from millrace.rollouts.types import Purpose, RoleSpan, Rollout, RolloutError, RolloutStatus, TurnReward
 from millrace.rpc.channel import call, stream
 from millrace.rpc.status import abort
-from millrace.runlog.audit import audit_run
 from millrace.v1 import run_pb2, run_service_pb2
 from millrace_testing.orchestrator.fakes import FakeReplica
 from millrace_testing.orchestrator.runs import (

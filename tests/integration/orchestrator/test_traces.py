@@ -15,10 +15,10 @@ pytest.importorskip("opentelemetry.exporter.otlp.proto.http", reason="needs mill
 from millrace.cli.session import follow
 from millrace.client import Client
 from millrace.config.load import validate_document
-from millrace.exports import keeper
-from millrace.exports.traces import span_id, trace_id
 from millrace.orchestrator import manager
 from millrace.orchestrator.drive import housekeeping
+from millrace.readers.exports import keeper
+from millrace.readers.exports.traces import span_id, trace_id
 from millrace.rpc.channel import call
 from millrace.telemetry import waits
 from millrace.v1 import run_pb2, run_service_pb2

@@ -14,9 +14,9 @@ import psutil
 import pytest
 
 from millrace.config.load import validate_document
-from millrace.exports import keeper
-from millrace.exports.metrics import points, read_metrics
 from millrace.orchestrator import manager
+from millrace.readers.exports import keeper
+from millrace.readers.exports.metrics import points, read_metrics
 from millrace.rpc.channel import call
 from millrace.runlog.names import Names
 from millrace.telemetry import waits
@@ -87,7 +87,9 @@ async def test_an_offline_run_has_every_value_though_its_exporter_was_killed(sta
     trainer.hold.clear()
     run = await create(stack, offline=True, log_extras={"interval": 1})
     await until(lambda: [*directory.glob("*/wandb/offline-run-*/run-*.wandb")], what="a session")
-    (process,) = (child for child in psutil.Process().children() if child.cmdline()[-1:] == ["millrace.exports.live"])
+    (process,) = (
+        child for child in psutil.Process().children() if child.cmdline()[-1:] == ["millrace.readers.exports.live"]
+    )
     os.killpg(process.pid, signal.SIGKILL)
     await until(lambda: len([*directory.glob("*/wandb/offline-run-*")]) >= 2, what="a second session")
     trainer.hold.set()
@@ -127,7 +129,7 @@ async def test_an_online_run_has_every_value_once_though_its_exporter_was_killed
         await until(lambda: "again" in server.runs and server.runs["again"].history, what="the first row")
         stored = server.runs["again"]
         (process,) = (
-            child for child in psutil.Process().children() if child.cmdline()[-1:] == ["millrace.exports.live"]
+            child for child in psutil.Process().children() if child.cmdline()[-1:] == ["millrace.readers.exports.live"]
         )
         os.killpg(process.pid, signal.SIGKILL)
         before = len(stored.history)

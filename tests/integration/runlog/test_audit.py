@@ -6,9 +6,9 @@ import pytest
 
 from millrace.errors import NotFoundError
 from millrace.internal.v1 import batch_pb2
+from millrace.readers.audit import audit_run
 from millrace.rollouts.wire import decode_archive
 from millrace.runlog import chain_hash, commit_batch, new_uid
-from millrace.runlog.audit import audit_run
 from millrace_testing.runlog.recorded_log import (
     MEMBERS,
     NUM_EVENTS,

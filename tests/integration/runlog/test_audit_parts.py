@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from millrace.errors import CorruptObjectError
+from millrace.readers.audit import audit_run, mirror, named
+from millrace.readers.audit.events import Told
 from millrace.runlog import EventWriter, RunLog, Stream
-from millrace.runlog.audit import audit_run, mirror, named
-from millrace.runlog.audit.events import Told
 from millrace.runlog.events.archive import load_archived_events
 from millrace.runlog.records.numbered import latest_epoch
 from millrace.runlog.records.revisions import Reopening

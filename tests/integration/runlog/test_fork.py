@@ -6,8 +6,8 @@ import pytest
 
 from millrace.errors import AlreadyExistsError, ConflictError, CorruptObjectError, InvalidStateError, UnavailableError
 from millrace.internal.v1 import batch_pb2
+from millrace.readers.audit import audit_run
 from millrace.runlog import RunLog, Stream, chain_hash, commit_batch, new_uid, reappend_committed
-from millrace.runlog.audit import audit_run
 from millrace.runlog.fork import copy_fork, plan_fork
 from millrace.runlog.index import create_run, find_request, read_index
 from millrace.runlog.records.frontier import genesis_hash

@@ -9,6 +9,7 @@ import pytest
 from millrace.errors import CorruptObjectError
 from millrace.orchestrator.runs.catalog import RunCatalog
 from millrace.policies.fetch import read_manifest
+from millrace.readers.repair import repair_run
 from millrace.runlog import index
 from millrace.runlog.events.archive import load_archived_events
 from millrace.runlog.names import Deployment
@@ -16,7 +17,6 @@ from millrace.runlog.records import numbered
 from millrace.runlog.records.numbered import epoch_owner
 from millrace.runlog.records.revisions import load_reopenings, load_step, read_chunk
 from millrace.runlog.records.run_record import load_origin
-from millrace.runlog.repair import repair_run
 from millrace_testing.runlog.recorded_log import audit, record
 
 LARGE_BYTES = 200 << 20

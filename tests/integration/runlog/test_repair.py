@@ -10,12 +10,12 @@ from dataclasses import replace
 import pytest
 
 from millrace.errors import CorruptObjectError
+from millrace.readers.repair import RepairState, repair_run
 from millrace.runlog import Entry, Stream, chain_hash
 from millrace.runlog.events import archive as event_archive
 from millrace.runlog.events.archive import EventArchive, decode_archive, encode_archive
 from millrace.runlog.names import Deployment
 from millrace.runlog.redis.entry import FORMAT_MAJOR
-from millrace.runlog.repair import RepairState, repair_run
 from millrace.storage.local import LocalStore
 from millrace.v1 import event_pb2
 from millrace_testing.runlog.recorded_log import STEPS, audit, flip, publish_anew, record

@@ -11,16 +11,16 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from millrace.exports.metrics import read_metrics
-from millrace.exports.samples import read_samples
 from millrace.internal.v1 import batch_pb2
+from millrace.readers.exports.metrics import read_metrics
+from millrace.readers.exports.samples import read_samples
+from millrace.readers.repair import repair_run
 from millrace.rollouts.batch_wire import decode_header
 from millrace.runlog import chain_hash
 from millrace.runlog.events.archive import encode_archive
 from millrace.runlog.names import Deployment
 from millrace.runlog.records.listing import published_policies
 from millrace.runlog.redis.entry import FORMAT_MAJOR, Entry
-from millrace.runlog.repair import repair_run
 from millrace.storage.commit_points import revision_key
 from millrace.v1 import event_pb2
 from millrace_testing.runlog.recorded_log import sha256

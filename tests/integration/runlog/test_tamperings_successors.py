@@ -9,8 +9,8 @@ from collections.abc import Callable
 import pytest
 
 from millrace.internal.v1 import batch_pb2
+from millrace.readers.audit import audit_run
 from millrace.runlog import RunLog, chain_hash, commit_batch, new_uid
-from millrace.runlog.audit import audit_run
 from millrace.runlog.fork import copy_fork, plan_fork
 from millrace.runlog.index import create_run
 from millrace.runlog.records.revisions import find_closing, reopen

@@ -12,7 +12,7 @@ import pytest
 
 from millrace.local.ports import free_port
 from millrace.policies.verify import prove_policies
-from millrace.runlog.audit import Depth, audit_run
+from millrace.readers.audit import Depth, audit_run
 from millrace.telemetry import faults
 from millrace.telemetry.faults import Fault, Point
 from millrace.trainer.checkpoint.proof import differences

@@ -15,8 +15,8 @@ from millrace.errors import InvalidStateError
 from millrace.policies.fetch import pull_files
 from millrace.policies.manifest import PolicyManifest
 from millrace.policies.pull import download_hf, pull_tensors, read_manifest
+from millrace.readers.replay.steps import replay
 from millrace.runlog import Names
-from millrace.trainer.replay.steps import replay
 from millrace_testing.model_files import write_tokenizer
 from millrace_testing.trainer.torchrun import train_gang
 

@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import load_file
 
 from millrace.config.sections.rl import RLConfig
+from millrace.readers.replay.steps import replay
 from millrace.runlog import Names
-from millrace.trainer.replay.steps import replay
 from millrace_testing.trainer.equality import make_model
 from millrace_testing.trainer.forked_ranks import run_ranks
 

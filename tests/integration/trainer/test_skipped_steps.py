@@ -14,7 +14,7 @@ from millrace.cli.main import main
 from millrace.config.sections.rl import RLConfig
 from millrace.errors import InvalidStateError
 from millrace.policies.verify import prove_policies
-from millrace.runlog.audit import Depth, audit_run
+from millrace.readers.audit import Depth, audit_run
 from millrace.runlog.records.revisions import Reopening
 from millrace.telemetry import faults
 from millrace.telemetry.faults import Fault, Point

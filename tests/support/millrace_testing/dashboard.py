@@ -13,10 +13,10 @@ from typing import Any
 
 import numpy as np
 
-from millrace.dashboard.reading import ReaderClient
-from millrace.dashboard.web.serve import dashboard_server
 from millrace.errors import NotFoundError
 from millrace.internal.v1 import batch_pb2
+from millrace.readers.dashboard.reading import ReaderClient
+from millrace.readers.dashboard.web.serve import dashboard_server
 from millrace.rollouts.batch_wire import pack_batch
 from millrace.rollouts.token_log import LoggedSample, TokenLog
 from millrace.rollouts.types import PolicySpan, Purpose, Rollout, RolloutError, RolloutStatus, Sample, TrainSample
@@ -28,7 +28,7 @@ from millrace.runlog.records.frontier import chain_hash
 from millrace.runlog.records.token_logs import store_token_log
 from millrace.runlog.redis.entry import Entry
 from millrace.storage.local import LocalStore
-from millrace.v1 import event_pb2, run_pb2
+from millrace.v1 import audit_pb2, event_pb2, run_pb2
 
 UID = "01a205f04e00c6b2d345401dca64"
 NAMES = Names("millrace", UID)
@@ -228,14 +228,14 @@ class KnownRuns:
     async def act(self, name: str, action: str, *, reason: str) -> None:
         self.done.append((name, action, reason))
 
-    async def audit(self, name: str) -> dict[str, Any]:
-        finding = {"check": "CHAIN_BROKEN", "message": f"{HOSTILE[0]} of {self._find(name)['name']}"}
-        return {
-            "num_steps": 6,
-            "dropped": {"STALE": 2},
-            "violations": [finding],
-            "notes": [finding | {"check": "NOTE"}],
-        }
+    async def audit(self, name: str) -> audit_pb2.AuditReport:
+        message = f"{HOSTILE[0]} of {self._find(name)['name']}"
+        return audit_pb2.AuditReport(
+            num_steps=6,
+            dropped={"STALE": 2},
+            violations=[audit_pb2.AuditFinding(check="CHAIN_BROKEN", message=message)],
+            notes=[audit_pb2.AuditFinding(check="NOTE", message=message)],
+        )
 
     def trouble(self) -> str:
         return self.words

@@ -10,7 +10,7 @@ from millrace.errors import InvalidStateError, MillraceError
 from millrace.v1 import audit_pb2
 
 if TYPE_CHECKING:
-    from millrace.runlog.audit import Depth
+    from millrace.readers.audit import Depth
     from millrace.runlog.names import Names
     from millrace.storage import ObjectStore
 
@@ -40,8 +40,8 @@ def audit_here(request: AuditRequest, say: Say) -> "audit_pb2.AuditReport":
     """Audit, then compute steps again if that is asked for."""
     from millrace.cli import interrupts
     from millrace.cli.offline.run_store import naming, open_run, redis_url
+    from millrace.readers.audit import audit_run
     from millrace.runlog import open_redis
-    from millrace.runlog.audit import audit_run
     from millrace.runlog.names import Names
 
     objects, deployment, uid = open_run(request.name, request.store, request.prefix)
@@ -63,8 +63,8 @@ def audit_here(request: AuditRequest, say: Say) -> "audit_pb2.AuditReport":
 
 
 def _depth(request: AuditRequest) -> "Depth":
+    from millrace.readers.audit import Depth
     from millrace.runlog.attest import Attestation, load_key
-    from millrace.runlog.audit import Depth
 
     prove = compare = None
     if request.is_deep:
@@ -83,7 +83,7 @@ def _replay(report: "audit_pb2.AuditReport", store: "ObjectStore", names: "Names
         report.not_seen.add(check="NOT_REPLAYED", message="no step was computed again (--replay N)")
         return
     try:
-        replay: Any = importlib.import_module("millrace.trainer.replay.steps").replay
+        replay: Any = importlib.import_module("millrace.readers.replay.steps").replay
     except ModuleNotFoundError as error:
         message = f"no step was computed again: {error.name} is not installed here (pip install 'millrace[trainer]')"
         report.not_seen.add(check="NOT_REPLAYED", message=message)

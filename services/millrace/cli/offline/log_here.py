@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from millrace.dashboard.answers import INDEX_GROWING
-from millrace.dashboard.reader import Reader
 from millrace.errors import UnavailableError
+from millrace.readers.dashboard.answers import INDEX_GROWING
+from millrace.readers.dashboard.reader import Reader
 from millrace.runlog.names import Names
 from millrace.runlog.records.run_record import RunRecord
 from millrace.storage import ObjectStore

@@ -77,7 +77,7 @@ async def looks_there(client: "Client", names: Sequence[str], *, note: Note) -> 
 
 def _look(log: "LogHere") -> RunLook:
     from millrace.client.runs import metric_columns
-    from millrace.dashboard.answers import metrics_page
+    from millrace.readers.dashboard.answers import metrics_page
 
     steps: list[Any] = []
     first: int | None = 0

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from millrace.exports.conversation import content_of, given_of, messages_of
+from millrace.readers.exports.conversation import content_of, given_of, messages_of
 
 if TYPE_CHECKING:
     from millrace.rollouts.types import Rollout
@@ -93,7 +93,7 @@ def read_samples(store: "ObjectStore", prefix: str, uid: str, wanted: SampleFilt
     `CorruptObjectError` names an archive that is damaged. One archive is in memory at a time.
     """
     from millrace.errors import NotFoundError
-    from millrace.exports.samples import read_headers
+    from millrace.readers.exports.samples import read_headers
     from millrace.runlog.names import Names, rollout_id
     from millrace.runlog.records.revisions import read_rollouts
 

@@ -9,7 +9,7 @@ from collections import Counter
 from typing import Any
 
 from millrace.cli.offline.samples import SampleRecord
-from millrace.exports.conversation import messages_of
+from millrace.readers.exports.conversation import messages_of
 from millrace.rollouts.types import RolloutStatus
 
 _CUT = re.compile(r"… \(\d+ characters cut\)\Z")

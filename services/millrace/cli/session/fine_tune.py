@@ -101,12 +101,12 @@ async def exporting(config: Mapping[str, Any], directory: Path) -> AsyncIterator
     if config["wandb"] is None:
         yield
         return
-    from millrace.exports.keeper import WANDB, Exporter
+    from millrace.readers.exports.keeper import WANDB, Exporter
 
     async def tell(reason: str, text: str) -> None:
         click.echo(f"warning: {text} [{reason}]", err=True)
 
-    fine_tuning = replace(WANDB, module="millrace.exports.fine_tuning", rest="metrics.jsonl has everything")
+    fine_tuning = replace(WANDB, module="millrace.readers.exports.fine_tuning", rest="metrics.jsonl has everything")
     logs = directory / "logs"
     logs.mkdir(exist_ok=True)
     exporter = Exporter(directory.name, fine_tuning, tell=tell, log_path=logs / "wandb.log")

@@ -214,7 +214,7 @@ async def _measure(
 
 def read_batch(directory: Path, uid: str, event: event_pb2.Event, *, seconds: float) -> MeasuredBatch:
     """What the store in `directory` has of the batch that was committed."""
-    from millrace.exports.samples import read_samples
+    from millrace.readers.exports.samples import read_samples
     from millrace.rollouts.types import RolloutStatus
     from millrace.runlog import Names
     from millrace.storage.local import LocalStore

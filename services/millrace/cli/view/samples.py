@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from millrace.cli.offline.samples import SampleRecord
 from millrace.cli.view.paint import Paint
 from millrace.cli.view.text import printable, table
-from millrace.exports.conversation import content_of, given_of, messages_of
+from millrace.readers.exports.conversation import content_of, given_of, messages_of
 
 if TYPE_CHECKING:
     from millrace.rollouts.types import Rollout

@@ -10,19 +10,18 @@ from typing import TYPE_CHECKING, Any, cast
 
 from millrace.config import EvalRunConfig, RLConfig
 from millrace.config.defaults import differences
-from millrace.dashboard.answers import of_message
-from millrace.dashboard.config_search import ConfigText
 from millrace.errors import NotFoundError, UnavailableError
 from millrace.orchestrator.api.service import RunServicer
 from millrace.orchestrator.explain.chain import boxes
 from millrace.orchestrator.explain.why import chain_of, explain, unanswered
 from millrace.orchestrator.manager import RunManager
 from millrace.orchestrator.runs.catalog import RunCatalog, RunView
+from millrace.orchestrator.runs.config_search import ConfigText
 from millrace.orchestrator.workers import QUIET_S, WorkerKind, WorkerRecord, WorkerRegistry, host_of
 from millrace.runlog.events.run_status import state_name
 from millrace.runlog.records.run_record import EVAL
 from millrace.telemetry.redact import masked, secrets_of
-from millrace.v1 import run_pb2, run_service_pb2
+from millrace.v1 import audit_pb2, run_pb2, run_service_pb2
 
 if TYPE_CHECKING:
     import grpc.aio
@@ -144,12 +143,12 @@ class OrchestratorSource:
                 case _:
                     raise NotFoundError(f"nothing of a run is called {action!r}", reason="PAGE_NOT_FOUND")
 
-    async def audit(self, name: str) -> dict[str, Any]:
+    async def audit(self, name: str) -> audit_pb2.AuditReport:
         """The audit's report on its log."""
         request = run_service_pb2.AuditRunRequest(name=self._known(name).record.uid)
         async with _deadline(AUDIT_S, remedy=f"an audit of a long run takes longer: `millrace run audit {name}`"):
             found = await self._service.AuditRun(request, _NO_CALL)
-        return of_message(found.report)
+        return found.report
 
     def trouble(self) -> str:
         """What does not answer at the moment."""

@@ -10,18 +10,15 @@ from dataclasses import dataclass
 
 import grpc
 import grpc.aio
-from redis.asyncio import Redis
 
 from millrace.backoff import Backoff
 from millrace.config.section import IMAGE_PATTERN
 from millrace.custom_code import CustomCode
-from millrace.dashboard.reading import ReaderClient
-from millrace.dashboard.web.serve import dashboard_server
 from millrace.errors import InvalidSpecError, InvalidStateError, MillraceError, Violation, first_error
 from millrace.internal.v1 import worker_service_pb2, worker_service_pb2_grpc
 from millrace.orchestrator.api.dashboard_source import OrchestratorSource
-from millrace.orchestrator.api.log_lists import LogLists
-from millrace.orchestrator.api.service import LogPlace, RunServicer
+from millrace.orchestrator.api.service import RunServicer
+from millrace.orchestrator.beside import LogPlace, Readers, open_readers
 from millrace.orchestrator.explain.chain import storage_of
 from millrace.orchestrator.manager import RunManager
 from millrace.orchestrator.meters import registry_of
@@ -35,7 +32,7 @@ from millrace.rpc.serve import Shutdown, serve
 from millrace.rpc.worker import new_worker_id
 from millrace.runlog import open_redis
 from millrace.runlog.redis.self_test import redis_self_test
-from millrace.storage import ObjectStore, open_store
+from millrace.storage import open_store
 from millrace.storage.retry import QUIET_S
 from millrace.storage.self_test import require_tested
 from millrace.telemetry import waits
@@ -61,20 +58,18 @@ class _Process:
 
     settings: Settings
     owner: str
-    redis: Redis
-    store: ObjectStore
+    place: LogPlace
     registry: WorkerRegistry
     catalog: RunCatalog
     board: HealthBoard
     manager: RunManager
-    reader: ReaderClient
+    readers: Readers
 
     def servicer(self, draining: asyncio.Event) -> RunServicer:
         """The public API."""
         return RunServicer(
-            place=LogPlace(
-                redis=self.redis, store=self.store, prefix=self.settings.prefix, lists=LogLists(self.reader)
-            ),
+            place=self.place,
+            readers=self.readers,
             catalog=self.catalog,
             manager=self.manager,
             registry=self.registry,
@@ -101,30 +96,30 @@ class _Process:
 def _assemble(settings: Settings) -> _Process:
     owner = new_worker_id("orchestrator")
     redis = open_redis(settings.require("redis_url"))
-    store = open_store(settings.require("store_url"))
+    store_url = settings.require("store_url")
+    store = open_store(store_url)
+    place = LogPlace(redis=redis, store=store, store_url=store_url, prefix=settings.prefix)
+    readers = open_readers(place)
     registry, board = WorkerRegistry(), HealthBoard()
     catalog = RunCatalog(redis=redis, store=store, prefix=settings.prefix, owner=owner)
     manager = RunManager(
         owner=owner,
-        redis=redis,
-        store=store,
-        prefix=settings.prefix,
+        place=place,
         catalog=catalog,
         registry=registry,
+        readers=readers,
         on_scan=lambda: board.touch(PROCESS),
         custom_code=CustomCode.parse(settings.custom_code),
     )
-    manager.store_url = settings.require("store_url")
     return _Process(
         settings=settings,
         owner=owner,
-        redis=redis,
-        store=store,
+        place=place,
         registry=registry,
         catalog=catalog,
         board=board,
         manager=manager,
-        reader=ReaderClient.of(store_url=settings.require("store_url"), prefix=settings.prefix),
+        readers=readers,
     )
 
 
@@ -137,7 +132,7 @@ def _dashboard(process: _Process) -> contextlib.AbstractAsyncContextManager[int]
         registry=process.registry,
         owner=process.owner,
     )
-    return dashboard_server(process.settings.dashboard_listen, source, process.reader)
+    return process.readers.pages(process.settings.dashboard_listen, source)
 
 
 async def serve_orchestrator(
@@ -181,8 +176,8 @@ async def serve_orchestrator(
     except BaseExceptionGroup as group:
         raise first_error(group) from group
     finally:
-        await process.reader.close()
-        await process.redis.aclose()
+        await process.readers.close()
+        await process.place.redis.aclose()
 
 
 async def _test_stores(process: _Process, tested: asyncio.Event) -> None:
@@ -193,8 +188,8 @@ async def _test_stores(process: _Process, tested: asyncio.Event) -> None:
     prefix = process.settings.prefix
     for failures in itertools.count(1):
         try:
-            await redis_self_test(process.redis, prefix=prefix)
-            answered = await asyncio.to_thread(require_tested, process.store, prefix=prefix)
+            await redis_self_test(process.place.redis, prefix=prefix)
+            answered = await asyncio.to_thread(require_tested, process.place.store, prefix=prefix)
             tested.set()
             with waits.waiting("the last answers of the store's self-test", waits_on="object store", quiet_s=QUIET_S):
                 await asyncio.wrap_future(answered)

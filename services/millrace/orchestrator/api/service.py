@@ -5,11 +5,10 @@ import logging
 import re
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 
 import grpc
-import redis.asyncio
 
 from millrace.algorithms import make_algorithms
 from millrace.config import EvalRunConfig, RLConfig
@@ -25,7 +24,8 @@ from millrace.errors import (
     UnavailableError,
     Violation,
 )
-from millrace.orchestrator.api.log_lists import LogLists, next_token, page
+from millrace.orchestrator.api.paging import next_token, page
+from millrace.orchestrator.beside import LogPlace, Readers
 from millrace.orchestrator.drive.assembly import env_specs, require_tasks, trained_envs
 from millrace.orchestrator.explain.why import explain, unanswered
 from millrace.orchestrator.manager import RunManager
@@ -37,13 +37,11 @@ from millrace.orchestrator.runs.intents import IntentCalls
 from millrace.orchestrator.runs.new_run import make_record, validate
 from millrace.orchestrator.workers import WorkerKind, WorkerRegistry
 from millrace.runlog import EventReader, RunLog
-from millrace.runlog.audit import audit_run
 from millrace.runlog.events.run_status import is_terminal
 from millrace.runlog.fork import copy_fork, plan_fork
 from millrace.runlog.index import create_run, find_request
 from millrace.runlog.names import Names, check_request_id, new_uid
 from millrace.runlog.records.run_record import EVAL, RunRecord
-from millrace.storage import ObjectStore
 from millrace.storage.commit_points import newest_revision, require_checksum
 from millrace.telemetry import waits
 from millrace.v1 import checkpoint_pb2, event_pb2, run_pb2, run_service_pb2, run_service_pb2_grpc
@@ -64,16 +62,6 @@ MAX_REASON_CHARS = 2000
 _CURSOR = re.compile(r"[0-9]{1,19}(-[0-9]{1,19})?")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LogPlace:
-    """Where the logs of a deployment are, and who reads them for lists."""
-
-    redis: redis.asyncio.Redis
-    store: ObjectStore
-    prefix: str
-    lists: LogLists
-
-
 class RunServicer(run_service_pb2_grpc.RunServiceServicer):
     """The public API. Every method raises `millrace.errors`; the interceptor maps them."""
 
@@ -81,6 +69,7 @@ class RunServicer(run_service_pb2_grpc.RunServiceServicer):
         self,
         *,
         place: LogPlace,
+        readers: Readers,
         catalog: RunCatalog,
         manager: RunManager,
         registry: WorkerRegistry,
@@ -90,7 +79,7 @@ class RunServicer(run_service_pb2_grpc.RunServiceServicer):
         self._redis = place.redis
         self._store = place.store
         self._prefix = place.prefix
-        self._lists = place.lists
+        self._readers = readers
         self._catalog = catalog
         self._manager = manager
         self._registry = registry
@@ -148,12 +137,8 @@ class RunServicer(run_service_pb2_grpc.RunServiceServicer):
         uid = (await self._catalog.find(request.name)).record.uid
         with waits.waiting(f"an audit of run {uid}: its turn", waits_on="object store") as wait:
             async with self._auditing:
-                report = await audit_run(
-                    self._redis,
-                    self._store,
-                    prefix=self._prefix,
-                    uid=uid,
-                    on_progress=lambda text: wait.update(reason=f"an audit of run {uid}: {text}"),
+                report = await self._readers.audit(
+                    uid, on_progress=lambda text: wait.update(reason=f"an audit of run {uid}: {text}")
                 )
         return run_service_pb2.AuditRunResponse(report=report)
 
@@ -262,19 +247,19 @@ class RunServicer(run_service_pb2_grpc.RunServiceServicer):
         self, request: run_service_pb2.ListMetricsRequest, context: grpc.aio.ServicerContext
     ) -> run_service_pb2.ListMetricsResponse:
         """List a run's metrics by step, oldest first."""
-        return await self._lists.metrics(request, (await self._catalog.find(request.parent)).record)
+        return await self._readers.metrics(request, (await self._catalog.find(request.parent)).record)
 
     async def ListRollouts(
         self, request: run_service_pb2.ListRolloutsRequest, context: grpc.aio.ServicerContext
     ) -> run_service_pb2.ListRolloutsResponse:
         """List what the committed batches of a run resolved."""
-        return await self._lists.rollouts(request, (await self._catalog.find(request.parent)).record)
+        return await self._readers.rollouts(request, (await self._catalog.find(request.parent)).record)
 
     async def GetLineage(
         self, request: run_service_pb2.GetLineageRequest, context: grpc.aio.ServicerContext
     ) -> run_service_pb2.GetLineageResponse:
         """Show where a rollout or a policy version comes from, and what came of it."""
-        return await self._lists.lineage(request, (await self._catalog.find(request.name)).record)
+        return await self._readers.lineage(request, (await self._catalog.find(request.name)).record)
 
     async def ExplainRun(
         self, request: run_service_pb2.ExplainRunRequest, context: grpc.aio.ServicerContext

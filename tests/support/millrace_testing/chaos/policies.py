@@ -3,9 +3,9 @@
 import json
 
 from millrace.policies.digest import digest_hex, policy_digest, tensor_digest
+from millrace.readers.replay.steps import Replayer
 from millrace.runlog import Names
 from millrace.storage import ObjectStore
-from millrace.trainer.replay.steps import Replayer
 
 
 def published(store: ObjectStore, names: Names) -> dict[int, str]:

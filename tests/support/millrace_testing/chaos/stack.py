@@ -34,8 +34,8 @@ from millrace.errors import MillraceError, UnavailableError
 from millrace.local.ports import free_ports
 from millrace.local.redis import die_with_parent
 from millrace.processes.supervisor import tail
+from millrace.readers.audit import audit_run
 from millrace.rpc.probe import probe
-from millrace.runlog.audit import audit_run
 from millrace.storage import ObjectStore, open_store
 from millrace.telemetry import faults
 from millrace.telemetry.faults import Action, Fault, Point

@@ -4,9 +4,9 @@ import asyncio
 
 from millrace.config.load import validate_document
 from millrace.internal.v1 import batch_pb2
+from millrace.readers.audit import audit_run
 from millrace.rpc.channel import call, stream
 from millrace.runlog import RunLog
-from millrace.runlog.audit import audit_run
 from millrace.v1 import run_pb2, run_service_pb2
 from millrace_testing.runlog.committed import load_headers
 

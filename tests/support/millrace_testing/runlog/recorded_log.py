@@ -10,6 +10,7 @@ import numpy as np
 import redis.asyncio as redis_asyncio
 
 from millrace.internal.v1 import batch_pb2, policy_pb2
+from millrace.readers.audit import audit_run
 from millrace.rollouts.batch_wire import pack_batch
 from millrace.rollouts.token_log import LoggedSample, TokenLog
 from millrace.rollouts.types import (
@@ -23,7 +24,6 @@ from millrace.rollouts.types import (
 )
 from millrace.rollouts.wire import decode_archive, encode_archive, encode_rollout
 from millrace.runlog import EventWriter, Frontier, RunLog, Stream, chain_hash, commit_batch
-from millrace.runlog.audit import audit_run
 from millrace.runlog.events import archive as event_archive
 from millrace.runlog.events.archive import EventArchive
 from millrace.runlog.names import Deployment

@@ -13,10 +13,10 @@ from pathlib import Path
 
 from millrace.internal.v1 import batch_pb2
 from millrace.policies.verify import prove_policies
+from millrace.readers.audit import Depth, audit_run
 from millrace.rollouts.batch_wire import decode_header
 from millrace.runlog import RunLog, chain_hash, open_redis
 from millrace.runlog.attest import Attestation, SigningKey, load_key, unsigned, write_attestation
-from millrace.runlog.audit import Depth, audit_run
 from millrace.runlog.names import Deployment, Names, new_uid
 from millrace.runlog.records.known import describe
 from millrace.runlog.records.numbered import create_epoch

@@ -179,7 +179,7 @@ def attest(name: str, key: Path, out: Path | None, store: str | None, prefix: st
 def _audit(store: "ObjectStore", names: "Names") -> "AuditReport":
     """What an audit of the store finds."""
     from millrace.cli import interrupts
-    from millrace.runlog.audit import audit_run
+    from millrace.readers.audit import audit_run
 
     async def work(_: interrupts.Interrupts):
         return await audit_run(None, store, prefix=names.prefix, uid=names.uid)

@@ -9,8 +9,8 @@ from millrace.cli.errors import CliError
 from millrace.cli.options import RUN, STORE
 
 if TYPE_CHECKING:
-    from millrace.exports.wandb_run import WandbTarget
     from millrace.policies.manifest import PolicyManifest
+    from millrace.readers.exports.wandb_run import WandbTarget
     from millrace.runlog.names import Names
     from millrace.storage import ObjectStore
 
@@ -103,9 +103,9 @@ def export(
     and wandb need an extra each, such as millrace[wandb]; W&B's key is read from WANDB_API_KEY.
     """
     from millrace.cli.offline.run_store import open_run
-    from millrace.exports.files import export_files
-    from millrace.exports.metrics import points, read_metrics
-    from millrace.exports.samples import read_samples
+    from millrace.readers.exports.files import export_files
+    from millrace.readers.exports.metrics import points, read_metrics
+    from millrace.readers.exports.samples import read_samples
     from millrace.runlog.names import Names
 
     objects, deployment, uid = open_run(name, store, prefix)
@@ -115,7 +115,7 @@ def export(
     if form == "wandb":
         from dataclasses import replace
 
-        from millrace.exports.live import open_target
+        from millrace.readers.exports.live import open_target
 
         made = _wandb_target(objects, names, target)
         made = replace(
@@ -137,7 +137,7 @@ def export(
 
 def _wandb_target(store: "ObjectStore", names: "Names", directory: Path) -> "WandbTarget":
     """What the run's own config says of W&B."""
-    from millrace.exports.wandb_run import target_of
+    from millrace.readers.exports.wandb_run import target_of
     from millrace.runlog.records.run_record import RunRecord
 
     record = RunRecord.parse(store.get(names.run_json), where=store.uri(names.run_json), needs=["name"])

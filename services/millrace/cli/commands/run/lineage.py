@@ -69,7 +69,7 @@ def _here(
 ) -> "rs.GetLineageResponse":
     from millrace.cli.offline.log_here import open_log
     from millrace.cli.offline.run_store import open_run
-    from millrace.dashboard import answers
+    from millrace.readers.dashboard import answers
 
     objects, deployment, uid = open_run(name, store, prefix)
     asked = {"sample": sample} if sample is not None else {"version": str(version)}

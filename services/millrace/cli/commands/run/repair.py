@@ -10,7 +10,7 @@ from millrace.cli.errors import EXIT_FAILED
 from millrace.cli.options import RUN
 
 if TYPE_CHECKING:
-    from millrace.runlog.repair import Repair
+    from millrace.readers.repair import Repair
 
 
 @click.command()
@@ -40,7 +40,7 @@ def repair(
     """
     if is_applied and dry_run:
         raise click.UsageError("--apply and --dry-run contradict each other")
-    from millrace.runlog.repair import RepairState
+    from millrace.readers.repair import RepairState
 
     uid, repairs = _repair(name, is_applied, backup, store, redis, prefix)
     if as_json:
@@ -56,9 +56,9 @@ def _repair(
     from millrace.cli import interrupts
     from millrace.cli.offline.run_store import find_uid, naming, store_of, store_prefix
     from millrace.errors import CorruptObjectError, LogGoneError, NotFoundError
+    from millrace.readers.repair import repair_run, require_run
     from millrace.runlog import RunLog, open_redis
     from millrace.runlog.names import Names
-    from millrace.runlog.repair import repair_run, require_run
     from millrace.storage import open_store
     from millrace.storage.self_test import require_tested
 
@@ -94,7 +94,7 @@ def _repair(
 
 def _lines(uid: str, repairs: "list[Repair]") -> list[str]:
     from millrace.cli.view.text import table
-    from millrace.runlog.repair import RepairState
+    from millrace.readers.repair import RepairState
 
     if not repairs:
         return [f"run {uid}: nothing is damaged or missing"]

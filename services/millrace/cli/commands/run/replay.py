@@ -12,7 +12,7 @@ from millrace.cli.errors import CliError
 from millrace.cli.options import RUN, STORE
 
 if TYPE_CHECKING:
-    from millrace.trainer.replay.report import ReplayReport
+    from millrace.readers.replay.report import ReplayReport
 
 _INSTALL = "pip install 'millrace[trainer]'"
 OnStep = Callable[[int, int], None]
@@ -44,8 +44,8 @@ def replay(name: str, step: int, loss: str | None, store: str | None, prefix: st
     if loss == "":
         raise click.BadParameter("is empty; name a MODULE:FUNCTION or leave it out", param_hint="--loss")
     from millrace.cli.offline.run_store import open_run
+    from millrace.readers.replay.report import report_lines
     from millrace.runlog.names import Names
-    from millrace.trainer.replay.report import report_lines
 
     objects, deployment, uid = open_run(name, store, prefix)
     names = Names(deployment, uid)
@@ -57,9 +57,9 @@ def replay(name: str, step: int, loss: str | None, store: str | None, prefix: st
 
 
 def _recompute() -> Callable[..., "ReplayReport"]:
-    """`millrace.trainer.replay.steps.replay`, by name: the command line works without torch, which only this needs."""
+    """`millrace.readers.replay.steps.replay`, by name: the command line works without torch, which only this needs."""
     try:
-        return importlib.import_module("millrace.trainer.replay.steps").replay
+        return importlib.import_module("millrace.readers.replay.steps").replay
     except ModuleNotFoundError as error:
         raise CliError(f"replay computes with {error.name}, which is not installed here", hint=_INSTALL) from error
 

@@ -1,0 +1,129 @@
+"""What reads the logs of runs beside an orchestrator: lists, audits, exports and the dashboard's pages.
+
+It is found by an entry point, so that no service imports a reader.
+"""
+
+from collections.abc import Awaitable, Callable
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass
+from importlib import metadata
+from typing import Any, Protocol
+
+import redis.asyncio
+
+from millrace.errors import InternalError
+from millrace.runlog.records.run_record import RunRecord
+from millrace.storage import ObjectStore
+from millrace.v1 import audit_pb2, run_service_pb2
+
+GROUP = "millrace.readers"
+"""The group of entry points in which exactly one distribution names a function of the type of `open_readers`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogPlace:
+    """Where the logs of a deployment are."""
+
+    redis: redis.asyncio.Redis
+    store: ObjectStore
+    store_url: str
+    """The same store for other processes."""
+    prefix: str
+
+
+class RunSource(Protocol):
+    """The runs of a deployment. Answers come from memory where they can: Redis or the store may be away."""
+
+    def list_runs(self, *, config: str = "") -> list[dict[str, Any]]:
+        """Every run, or those whose configs match these words, the newest first, without its config."""
+        ...
+
+    async def find_run(self, name: str) -> dict[str, Any]:
+        """One run with its config as `[path, value, default, is_default]`; NotFoundError if there is none."""
+        ...
+
+    def uid_of(self, name: str) -> str:
+        """The uid of a run that is known; NotFoundError if there is none."""
+        ...
+
+    async def checkpoints(self, name: str) -> list[dict[str, Any]]:
+        """Its committed checkpoints, oldest first."""
+        ...
+
+    def explain(self, name: str) -> dict[str, Any]:
+        """Why it does not move: a summary, the chain of waits as boxes, and the waits of its processes."""
+        ...
+
+    async def act(self, name: str, action: str, *, reason: str) -> None:
+        """`pause`, `resume` or `cancel` it."""
+        ...
+
+    async def audit(self, name: str) -> audit_pb2.AuditReport:
+        """The audit's report on it: reads all of its log."""
+        ...
+
+    def trouble(self) -> str:
+        """What of Redis or the store does not answer at the moment, in words; empty if both do."""
+        ...
+
+
+class Exports(Protocol):
+    """What is written elsewhere of one run while this orchestrator holds it."""
+
+    async def finish(self) -> None:
+        """Wait a bounded time for the rest to be written, as the run has ended."""
+        ...
+
+    async def close(self, *, has_ended: bool) -> None:
+        """End the processes; `has_ended` says that no later claim of the run goes on with it."""
+        ...
+
+
+class Readers(Protocol):
+    """Reads the logs of a deployment for its orchestrator. Methods raise `millrace.errors`."""
+
+    async def metrics(
+        self, request: run_service_pb2.ListMetricsRequest, record: RunRecord
+    ) -> run_service_pb2.ListMetricsResponse:
+        """Return a page of metrics by step."""
+        ...
+
+    async def rollouts(
+        self, request: run_service_pb2.ListRolloutsRequest, record: RunRecord
+    ) -> run_service_pb2.ListRolloutsResponse:
+        """Return a page of rollouts; all pages of a list are of the index as it was at the first one."""
+        ...
+
+    async def lineage(
+        self, request: run_service_pb2.GetLineageRequest, record: RunRecord
+    ) -> run_service_pb2.GetLineageResponse:
+        """Return where a rollout or a version comes from, and what came of it."""
+        ...
+
+    async def audit(self, uid: str, *, on_progress: Callable[[str], None]) -> audit_pb2.AuditReport:
+        """Check the promises of a run against its log."""
+        ...
+
+    def export(self, record: RunRecord, *, warn: Callable[[str, str], Awaitable[object]]) -> Exports:
+        """Start what the run's config and the environment ask for; `warn` gets a reason and a text."""
+        ...
+
+    def pages(self, address: str | None, source: RunSource) -> AbstractAsyncContextManager[int]:
+        """Serve the dashboard at an address while the block runs; the value is its port, 0 without an address."""
+        ...
+
+    async def close(self) -> None:
+        """End the processes that read."""
+        ...
+
+
+def open_readers(place: LogPlace) -> Readers:
+    """Return the readers that are installed; InternalError if there are none, or several."""
+    found = metadata.entry_points(group=GROUP)
+    if len(found) != 1:
+        raise InternalError(
+            f"{len(found)} entry points of the group {GROUP!r} are installed, and one is needed",
+            remedy="install millrace again: its own distribution has one",
+        )
+    (point,) = found
+    return point.load()(place)

@@ -1,0 +1,279 @@
+"""Events: gapless per writer over what survived, no number used twice, progress that only goes forward.
+
+Events of the archive and of Redis overlap, and a writer repeats its newest ones after Redis lost them, under new ids:
+an event is known by (writer, writer_sequence), and nothing here depends on the order in which events are added.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+from millrace.decoding import decode_message
+from millrace.errors import CorruptObjectError
+from millrace.internal.v1 import batch_pb2
+from millrace.readers.audit.findings import MAX_PER_CHECK, Audit, between, gaps, some
+from millrace.rollouts.batch_wire import closes_run
+from millrace.runlog.redis.entry import Entry, id_order
+from millrace.v1 import event_pb2, run_pb2
+
+
+@dataclass(slots=True)
+class _Writer:
+    """What is known of one writer's events."""
+
+    seen: dict[int, tuple[int, bytes]] = field(default_factory=dict)
+    """sequence → generation of its id, first bytes of its hash: about 200 bytes an event."""
+    committed: dict[int, int] = field(default_factory=dict)
+    """sequence → step, of its batch_committed events."""
+
+
+class EventCheck:
+    """Takes every event of the archive and of Redis, then looks for what is not there."""
+
+    def __init__(self, audit: Audit) -> None:
+        self._findings = audit.findings
+        self._report = audit.report
+        self._writers: defaultdict[str, _Writer] = defaultdict(_Writer)
+        self.told = Told()
+        """What events say of batches, versions, checkpoints and the end."""
+        self.newest_generation = 1
+        """The newest generation of the Redis copy that an archived event is of."""
+
+    def add(self, entries: Iterable[Entry], *, archived: bool = False) -> None:
+        """Take entries of the event stream or of its archive, in any order."""
+        for entry in entries:
+            try:
+                event = decode_message(event_pb2.Event, entry.d, what=f"event {entry.id}", reason="EVENT_CORRUPT")
+                generation = id_order(entry.id)[0]
+            except (CorruptObjectError, ValueError) as error:  # ValueError: its id is none
+                self._findings.violation("EVENT_CORRUPT", f"event {entry.id[:80]!r}: {error}")
+                continue
+            self._add(entry, event)
+            if archived:
+                self.newest_generation = max(self.newest_generation, generation)
+
+    def finish(
+        self,
+        *,
+        base_step: int,
+        next_step: int,
+        closing: batch_pb2.BatchHeader | None,
+        copied_until: int,
+        takeovers: dict[str, bool],
+    ) -> None:
+        """Compare what was added with the committed steps.
+
+        `takeovers`: whether another orchestrator or trainer took the run over; steps below `copied_until` are those of
+        the parent of a fork, which its own events do not tell of.
+        """
+        lost = sum([self._check_gaps(name, writer) for name, writer in sorted(self._writers.items())])
+        self._check_progress()
+        self._report.num_events = sum(len(writer.seen) for writer in self._writers.values())
+        self._report.num_writers = len(self._writers)
+        if closing is None or closing.outcome != batch_pb2.RUN_OUTCOME_SUCCEEDED:
+            return
+        for check, steps, first, was_taken_over in (
+            ("STEP_NOT_REPORTED", self.told.completed, base_step, takeovers["trainer"]),
+            ("COMMIT_NOT_REPORTED", self.told.committed, copied_until, takeovers["orchestrator"]),
+        ):
+            silent = [step for missing in gaps(steps, first, next_step) for step in missing[:MAX_PER_CHECK]]
+            if not silent:
+                continue
+            word = "completed" if check == "STEP_NOT_REPORTED" else "committed"
+            message = f"no event says that the steps {some(silent)} were {word}"
+            if lost or self._report.num_generations > 1 or was_taken_over:
+                # What a killed process had not sent yet, or a wiped Redis held alone, cannot be said any more.
+                self._findings.note(check, message)
+            else:
+                self._findings.violation(check, message)
+
+    def _add(self, entry: Entry, event: event_pb2.Event) -> None:
+        at = id_order(entry.id)
+        generation = at[0]
+        digest = bytes.fromhex(entry.h)[:8]
+        writer = self._writers[event.writer]
+        known = writer.seen.get(event.writer_sequence)
+        if known is not None:
+            if known[1] != digest:
+                self._findings.violation(
+                    "EVENT_NUMBER_REUSED",
+                    f"event {event.writer_sequence} of {event.writer} exists with different contents (one at "
+                    f"{entry.id})",
+                )
+            writer.seen[event.writer_sequence] = min(known[0], generation), known[1]
+            return
+        writer.seen[event.writer_sequence] = generation, digest
+        self.told.add(event, at)
+        if event.HasField("batch_committed"):
+            writer.committed[event.writer_sequence] = event.batch_committed.step
+
+    def _check_gaps(self, name: str, writer: _Writer) -> int:
+        """Missing numbers of one writer; returns how many a rebuild of Redis may have taken along."""
+        lost = 0
+        for before, after in pairwise([0, *sorted(writer.seen)]):
+            if after == before + 1:
+                continue
+            missing = between(before, after)
+            generation_before = writer.seen[before][0] if before else 1
+            if writer.seen[after][0] > generation_before:
+                lost += after - before - 1
+                self._findings.note(
+                    "EVENTS_LOST_WITH_REDIS",
+                    f"events {missing} of {name} are gone: Redis lost them before they were archived",
+                )
+            else:
+                self._findings.violation("EVENT_GAP", f"events {missing} of {name} are missing")
+        return lost
+
+    def _check_progress(self) -> None:
+        committers: defaultdict[int, list[str]] = defaultdict(list)
+        for name, writer in self._writers.items():
+            steps = [step for _, step in sorted(writer.committed.items())]
+            for before, after in pairwise(steps):
+                if after <= before:
+                    self._findings.violation(
+                        "PROGRESS_BACK", f"{name} reports batch {after} as committed behind batch {before}"
+                    )
+            for step in set(steps):
+                committers[step].append(name)
+        for step, names in sorted(committers.items()):
+            if len(names) > 1:
+                self._findings.violation(
+                    "COMMITTED_TWICE", f"batch {step} is reported as committed by {', '.join(sorted(names))}"
+                )
+
+
+# What the events of a run say of its batches, versions, checkpoints and its end, against what is there.
+#
+# Orchestrator and trainer write their events apart from the objects, and each event names the hash of what it tells
+# of: a header, a manifest or a checkpoint that was taken away or changed contradicts them.
+
+TERMINAL = {
+    run_pb2.RUN_STATE_SUCCEEDED: batch_pb2.RUN_OUTCOME_SUCCEEDED,
+    run_pb2.RUN_STATE_FAILED: batch_pb2.RUN_OUTCOME_FAILED,
+    run_pb2.RUN_STATE_CANCELLED: batch_pb2.RUN_OUTCOME_CANCELLED,
+}
+"""States in which a run has ended, and how the closing header says so."""
+
+_MAX_STEP = 1 << 62  # what is above was never counted up to
+
+
+@dataclass(slots=True)
+class Told:
+    """Collected from events, in any order."""
+
+    committed: dict[int, event_pb2.BatchCommitted] = field(default_factory=dict)
+    completed: dict[int, set[str]] = field(default_factory=dict)
+    """Chain hashes (hex) by step."""
+    published: defaultdict[tuple[int, int], set[tuple[str, str]]] = field(default_factory=lambda: defaultdict(set))
+    """Digest and sha256 of the manifest (hex) by lineage and version."""
+    saved: defaultdict[int, set[str]] = field(default_factory=lambda: defaultdict(set))
+    """sha256 (hex) of manifests of checkpoints by step."""
+    token_logs: defaultdict[str, set[tuple[str, int]]] = field(default_factory=lambda: defaultdict(set))
+    """sha256 (hex) and bytes by key, of the trainer's log-probs."""
+    newest_at: float = 0.0
+    """The latest time of any event (seconds since the epoch, on the clock of its writer)."""
+    ends: list[tuple[event_pb2.StateChanged, float, tuple[int, int]]] = field(default_factory=list)
+    """Changes to a terminal state, when (seconds since the epoch, on the writer's clock), and where in the stream."""
+
+    def add(self, event: event_pb2.Event, at: tuple[int, int]) -> None:
+        """Take an event that was not taken before; `at` are the numbers of its entry's id."""
+        self.newest_at = max(self.newest_at, event.time.seconds + event.time.nanos / 1e9)
+        match event.WhichOneof("body"):
+            case "batch_committed":
+                self.committed[event.batch_committed.step] = event.batch_committed
+            case "step_completed":
+                self.completed.setdefault(event.step_completed.step, set()).add(event.step_completed.chain_hash)
+            case "policy_published":
+                body = event.policy_published
+                self.published[body.lineage, body.version].add((body.digest, body.manifest_sha256))
+            case "checkpoint_saved":
+                self.saved[event.checkpoint_saved.step].add(event.checkpoint_saved.manifest_sha256)
+            case "token_log_stored":
+                body = event.token_log_stored
+                self.token_logs[body.key].add((body.sha256, body.size_bytes))
+            case "state_changed" if event.state_changed.new_state in TERMINAL:
+                self.ends.append((event.state_changed, event.time.seconds + event.time.nanos / 1e9, at))
+            case _:
+                pass
+
+    @property
+    def end(self) -> tuple[event_pb2.StateChanged, float] | None:
+        """The newest end and its time; entries tell the order, clocks may jump."""
+        newest = max(self.ends, key=lambda end: end[2], default=None)
+        return None if newest is None else newest[:2]
+
+
+class ToldSteps:
+    """Compares events of batches with headers, one header after the other, so that none is kept."""
+
+    def __init__(self, audit: Audit, told: Told) -> None:
+        self._findings = audit.findings
+        self._told = told
+        self._seen: set[int] = set()
+        self._closing: dict[str, batch_pb2.RunOutcome] = {}
+        """How each closing header says that the run ended, by the chain hash behind it."""
+
+    def check(self, header: batch_pb2.BatchHeader, step: int, chain: bytes) -> None:
+        """Compare what is told of a header; `chain` is the chain hash behind it."""
+        if closes_run(header):
+            self._closing[chain.hex()] = header.outcome
+            return
+        self._seen.add(step)
+        hashes = {*self._told.completed.get(step, ())}
+        event = self._told.committed.get(step)
+        if event is not None:
+            hashes.add(event.chain_hash)
+            self._compare_counts(header, step, event)
+        for told in sorted(hashes - {chain.hex(), ""}):
+            self._findings.violation(
+                "EVENT_CHAIN_MISMATCH",
+                f"an event says that the chain behind step {step} is {told[:16]}…, the headers give "
+                f"{chain.hex()[:16]}…: a header up to this one, or run.json, was changed",
+            )
+
+    def finish(self, *, base_step: int) -> list[int]:
+        """Steps and ends that events tell of and no header shows; returns these steps."""
+        told = {step for step in (*self._told.committed, *self._told.completed) if base_step <= step < _MAX_STEP}
+        lost = sorted(told - self._seen)
+        if lost:
+            self._findings.violation(
+                "HEADER_MISSING", f"events say that the steps {some(lost)} were committed, and no header can be read"
+            )
+        for end, *_ in self._told.ends:
+            state = run_pb2.RunState.Name(end.new_state).removeprefix("RUN_STATE_")
+            outcome = self._closing.get(end.chain_hash)
+            if not self._closing:
+                self._findings.violation(
+                    "CLOSING_HEADER_MISSING", f"an event says that the run ended as {state}, and no header closes it"
+                )
+            elif outcome is None and end.chain_hash:
+                self._findings.violation(
+                    "EVENT_CHAIN_MISMATCH",
+                    f"the event of the end ({state}) names the chain {end.chain_hash[:16]}…, the closing header gives "
+                    f"{', '.join(chain[:16] for chain in self._closing)}…",
+                )
+            elif outcome not in (None, TERMINAL[end.new_state]):
+                self._findings.violation(
+                    "OUTCOME_MISMATCH",
+                    f"an event says that the run ended as {state}, the closing header says "
+                    f"{batch_pb2.RunOutcome.Name(outcome) if outcome in range(4) else outcome}",
+                )
+        return lost
+
+    def _compare_counts(self, header: batch_pb2.BatchHeader, step: int, event: event_pb2.BatchCommitted) -> None:
+        dropped: defaultdict[str, int] = defaultdict(int)
+        num_trained = 0
+        for item in header.resolutions:
+            if item.outcome == batch_pb2.ORDINAL_OUTCOME_DROPPED:
+                dropped[item.reason] += 1
+            else:
+                num_trained += 1
+        told = (event.num_trained, dict(event.dropped))
+        if told != (num_trained, dict(dropped)):
+            self._findings.violation(
+                "EVENT_DIFFERS",
+                f"the event of batch {step} says {told[0]} trained, dropped {told[1]}; its header says {num_trained} "
+                f"trained, dropped {dict(dropped)}",
+            )

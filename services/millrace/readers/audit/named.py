@@ -1,0 +1,286 @@
+"""Small objects that headers and seals name by their sha256: all of them are there, and as they were named."""
+
+import functools
+import hashlib
+import re
+from collections.abc import Collection, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+from millrace.decoding import decode_object
+from millrace.errors import CorruptObjectError, InvalidSpecError, NotFoundError
+from millrace.internal.v1 import batch_pb2
+from millrace.readers.audit.findings import Audit
+from millrace.runlog.names import Deployment
+from millrace.runlog.records.known import describe
+from millrace.runlog.records.numbered import latest_epoch
+from millrace.runlog.records.sealed import Seal
+
+_AT_ONCE = 16  # objects fetched at once
+_PROGRESS_EVERY = 256
+MAX_NAMED_BYTES = 128 << 20
+"""Largest object that is read because somebody names it; those that headers name have some megabytes at most."""
+
+KINDS = {
+    "run.json": "RUN_JSON",
+    "epochs/": "EPOCH",
+    "generations/": "GENERATION",
+    "intents/": "INTENT",
+    "events/": "EVENT_ARCHIVE",
+    "policies/": "POLICY",
+    "checkpoints/": "CHECKPOINT",
+    "scores/": "SCORES",
+    "reopened/": "REOPENING",
+    "seals/": "SEAL",
+}
+"""What an object is, as the names of checks begin, by the beginning of its key behind the run's prefix."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Named:
+    sha256: str
+    digest: str
+    by: str
+
+
+class NamedCheck:
+    """Takes what is named, then compares each with the store."""
+
+    def __init__(self, audit: Audit) -> None:
+        self._audit = audit
+        self._named: dict[str, _Named] = {}
+        self.repaired: set[str] = set()
+        """Manifests that a whole successor stands in for: they may be damaged or gone."""
+        self.pruned: set[str] = set()
+        """What retention has removed."""
+
+    def add_header(self, header: batch_pb2.BatchHeader) -> None:
+        """Take what a header names."""
+        for ref in header.objects:
+            self._add(ref.key, ref.sha256.hex(), ref.digest, f"header {header.step}")
+
+    def add_seal(self, objects: Mapping[str, str], *, by: str) -> None:
+        """Take what a seal names, by its key behind the run's prefix."""
+        for key, sha256 in objects.items():
+            self._add(key, sha256, "", by)
+
+    def digest_of(self, key: str) -> str:
+        """The digest of weights that a header names with a manifest, hex; empty if none does."""
+        named = self._named.get(key)
+        return named.digest if named else ""
+
+    def compare(self) -> None:
+        """Read every named object; several at once, since there may be many."""
+        keys = sorted(self._named.keys() - self.pruned - self.repaired)
+        with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="audit-named") as pool:
+            for first in range(0, len(keys), _PROGRESS_EVERY):
+                self._audit.progress(f"object {first} of {len(keys)} that headers name")
+                for found in pool.map(self._compare, keys[first : first + _PROGRESS_EVERY]):
+                    if found is not None:
+                        self._audit.findings.violation(*found)
+
+    def _add(self, key: str, sha256: str, digest: str, by: str) -> None:
+        kind = kind_of(key)
+        before = self._named.get(key)
+        if not kind or not self._audit.is_own(self._audit.names.root + key):
+            self._audit.findings.violation("NAMED_UNKNOWN", f"{by} names {key[:200]!r}, which is no object of a run")
+        elif before is None:
+            self._named[key] = _Named(sha256, digest, by)
+        elif before.sha256 != sha256:
+            self._audit.findings.violation(
+                "NAMED_TWICE", f"{before.by} and {by} name {key} with different hashes: one of the two was changed"
+            )
+
+    def _compare(self, key: str) -> tuple[str, str] | None:
+        audit, named, kind = self._audit, self._named[key], kind_of(key)
+        full = audit.names.root + key
+        try:
+            info = audit.store.head(full)
+            if info is not None and info.size_bytes > MAX_NAMED_BYTES:
+                return f"{kind}_CHANGED", f"{audit.uri(full)} has {info.size_bytes} bytes, and {named.by} names it"
+            found = describe(audit.names, key, audit.store.get(full, max_bytes=MAX_NAMED_BYTES))
+        except NotFoundError:
+            return f"{kind}_MISSING", f"{audit.uri(full)} does not exist, but {named.by} names it"
+        except (CorruptObjectError, InvalidSpecError) as error:
+            return "OBJECT_CORRUPT", f"{audit.uri(full)}, which {named.by} names: {error}"
+        if found.sha256.hex() == named.sha256:
+            return None
+        return (
+            f"{kind}_CHANGED",
+            f"{audit.uri(full)} has sha256 {found.sha256.hex()[:16]}…, {named.by} names {named.sha256[:16]}…: it was "
+            "changed, or the one that names it",
+        )
+
+
+def kind_of(key: str) -> str:
+    """What an object is by its key behind the run's prefix, as the names of checks begin; empty if it is none."""
+    return next((kind for start, kind in KINDS.items() if key.startswith(start)), "")
+
+
+# What nobody names: objects that were added to a run. Behind its seal nothing may be new but two kinds of records.
+#
+# named by a header, a seal, or a manifest that counts left over listed by the seal and named by nobody: of writers
+# that died, or made it again. No reader looks there new neither: somebody has added it
+
+_UNNAMED_AT_ONCE = 16  # objects fetched at once
+_SHOWN = 8
+_PLACES = ("run.json", "epochs/", "generations/", "intents/", "events/", "policies/", "policy-files/", "checkpoints/")
+_PLACES += ("scores/", "reopened/", "seals/", "attestations/", "batches/", "rollouts/", "token_logs/", "quarantine/")
+"""Beginnings of the keys of a run, behind its prefix."""
+
+
+def check_unnamed(
+    audit: Audit, *, seal: Seal | None, key: str, blind: Collection[int], closing: batch_pb2.BatchHeader | None
+) -> None:
+    """Name every object of the run that is not accounted for.
+
+    `seal` is that of its present end, `key` its own. Of the steps `blind` the headers cannot be read. `closing` is the
+    closing header.
+    """
+    late = _Late(audit, seal, closing)
+    left_over: list[str] = []
+    for info in audit.store.list(audit.names.root):
+        own = info.key.removeprefix(audit.names.root)
+        if info.key == audit.names.tombstone:
+            audit.findings.violation(
+                "TOMBSTONE", f"{audit.uri(info.key)} says that the run is being deleted, and nothing deletes runs"
+            )
+        elif not own.startswith(_PLACES) or (own.startswith("run.json") and own != "run.json"):
+            audit.findings.violation("OBJECT_UNNAMED", f"{audit.uri(info.key)} is no object of a run")
+        elif info.key in audit.named or own == "run.json" or own.startswith(("attestations/", "scores/")):
+            continue  # who names it is compared with it
+        elif _step_of(own) in blind:
+            continue  # of a header that cannot be read
+        elif own.startswith("quarantine/"):
+            _check_quarantined(audit, info.key, info.size_bytes)
+        elif seal is None or seal.others is None or info.key == key:
+            continue  # it goes on, so that what is new is named by the next header or by the seal
+        elif own in seal.others:
+            if info.size_bytes != seal.others[own]:
+                audit.findings.violation(
+                    "OBJECT_CHANGED",
+                    f"{audit.uri(info.key)} has {info.size_bytes} bytes, and had {seal.others[own]} at the seal",
+                )
+            left_over.append(own)
+        elif own.startswith("reopened/") or late.may_be(own):
+            audit.findings.note("WRITTEN_BEHIND_SEAL", f"{audit.uri(info.key)} came behind the seal of the run")
+        else:
+            audit.findings.violation(
+                f"{kind_of(own) or 'OBJECT'}_UNNAMED",
+                f"{audit.uri(info.key)} is named by no header and not by the seal: it was added behind the end",
+            )
+    if left_over:
+        shown = ", ".join(left_over[:_SHOWN]) + (f" and {len(left_over) - _SHOWN} more" if left_over[_SHOWN:] else "")
+        audit.findings.note("LEFT_OVER", f"nothing names {shown}, which the seal lists: left by writers that died")
+    if seal is not None and seal.others is None:
+        audit.findings.not_seen(
+            "UNNAMED_OBJECTS", "the seal does not list what nobody names: objects that were added were not looked for"
+        )
+
+
+def check_other_names(audit: Audit, *, own: Collection[str]) -> None:
+    """No name of the deployment but the run's `own` (keys) leads to it; reads every one."""
+    deployment = Deployment(audit.names.prefix)
+    uid = audit.names.uid.encode()
+
+    def leads_here(key: str) -> bool:
+        try:
+            return audit.store.get(key, max_bytes=1 << 10).strip() == uid
+        except (NotFoundError, CorruptObjectError):
+            return False  # the audit of its own run tells of it
+
+    for prefix, check in ((deployment.names_prefix, "NAME"), (deployment.requests_prefix, "REQUEST")):
+        others = [info.key for info in audit.store.list(prefix) if info.key not in own]
+        with ThreadPoolExecutor(_UNNAMED_AT_ONCE, thread_name_prefix="audit-names") as pool:
+            for key, leads in zip(others, pool.map(leads_here, others), strict=True):
+                if leads:
+                    audit.findings.violation(
+                        f"{check}_UNNAMED", f"{audit.uri(key)} leads to this run, whose run.json names another"
+                    )
+
+
+class _Late:
+    """What may come behind the seal of a run that failed or was cancelled, by itself.
+
+    Nobody waits for its trainer, which may write what it had in hand: versions, checkpoints and log-probs of committed
+    steps behind the newest that the seal has. And `run resume` of a failed run may have died behind its intent.
+    """
+
+    def __init__(self, audit: Audit, seal: Seal | None, closing: batch_pb2.BatchHeader | None) -> None:
+        self._audit = audit
+        self._state = "SUCCEEDED" if seal is None or closing is None else seal.state
+        self._closing = closing
+        sealed = [] if seal is None else [*seal.objects, *(seal.others or ())]
+        whole = [own for own in sealed if own.endswith("/manifest.json") or own.startswith("token_logs/")]
+        self._newest = max(filter(None, map(_version_of, whole)), default=("0000", -1))
+        self._newest_by_step: dict[str, int] = {}
+        for folder, step in filter(None, map(_step_of_trainer, whole)):
+            self._newest_by_step[folder] = max(self._newest_by_step.get(folder, -1), step)
+
+    def may_be(self, own: str) -> bool:
+        """Return whether the object under a key behind the run's prefix may have come by itself."""
+        if self._closing is None or self._state == "SUCCEEDED":
+            return False
+        if own.startswith("policy-files/"):
+            epoch = latest_epoch(self._audit.store, self._audit.names, "trainer")
+            return own.startswith(f"policy-files/e{epoch}-")  # one that starts writes them before all else
+        if version := _version_of(own):
+            lineage, newest = self._newest
+            return version[0] == lineage and newest < version[1] <= self._closing.step
+        if place := _step_of_trainer(own):
+            folder, step = place
+            newest = self._newest_by_step.get(folder, -1)
+            if folder == "token_logs":
+                return newest <= step < self._closing.step  # one trainer writes several of a step
+            return newest < step <= self._closing.step
+        if self._state != "FAILED":
+            return False
+        return self._is_resumed if own.startswith("epochs/orchestrator/") else self._asks_to_resume(own)
+
+    @functools.cached_property
+    def _is_resumed(self) -> bool:
+        root, intents = self._audit.names.root, self._audit.store.list(self._audit.names.intents)
+        return any(self._asks_to_resume(info.key.removeprefix(root)) for info in intents)
+
+    def _asks_to_resume(self, own: str) -> bool:
+        """Return whether this is an intent that asks to open the present end again."""
+        names, closing = self._audit.names, self._closing
+        if closing is None or not own.startswith("intents/"):
+            return False
+        header = self._audit.get(names.batch_header(closing.step, closing.revision), what="closing header")
+        data = self._audit.get(names.root + own, what="intent")
+        if header is None or data is None:
+            return False
+        try:
+            asked = decode_object(data, what="intent", reason="INTENT_CORRUPT")
+        except CorruptObjectError:
+            return False  # told where intents are read
+        payload, wanted = asked.get("payload"), hashlib.sha256(header).hexdigest()
+        return asked.get("kind") == "reopen" and isinstance(payload, dict) and payload.get("closing_sha256") == wanted
+
+
+def _version_of(own: str) -> tuple[str, int] | None:
+    """Return lineage and version of the policy whose object lies under a key."""
+    place = re.match(r"policies/([0-9]+)-([0-9]+)/", own)
+    return None if place is None else (place[1], int(place[2]))
+
+
+def _step_of_trainer(own: str) -> tuple[str, int] | None:
+    """Return the folder and the step of the checkpoint or the log-probs under a key."""
+    place = re.match(r"(checkpoints|token_logs)/([0-9]+)/", own)
+    return None if place is None else (place[1], int(place[2]))
+
+
+def _step_of(own: str) -> int | None:
+    """Return the step whose batch or archive lies under a key."""
+    folder, _, rest = own.partition("/")
+    step = rest.partition("/")[0]
+    return int(step) if folder in ("batches", "rollouts") and step.isdecimal() else None
+
+
+def _check_quarantined(audit: Audit, key: str, size_bytes: int) -> None:
+    """What `run repair` has set aside is named by its own hash."""
+    if audit.is_deep and key.rpartition(".")[2] != audit.sha256(key, size_bytes)[:16]:
+        audit.findings.violation("OBJECT_UNNAMED", f"{audit.uri(key)} is not what `run repair` sets aside")
+    else:
+        audit.findings.note("QUARANTINED", f"{audit.uri(key)} is what `run repair` set aside")

@@ -1,0 +1,425 @@
+"""Checkpoints: each proves the batches that it was trained on, its objects are there, and none is missing."""
+
+import hashlib
+import json
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from millrace.decoding import decode_object
+from millrace.errors import CorruptObjectError
+from millrace.internal.v1 import batch_pb2
+from millrace.readers.audit.events import Told
+from millrace.readers.audit.findings import MAX_PER_CHECK, Audit, gaps
+from millrace.readers.audit.named import NamedCheck
+from millrace.runlog.events.archive import decode_archive
+from millrace.runlog.records.listing import checkpoint_at, policy_at
+from millrace.runlog.redis.entry import Entry, id_order
+from millrace.storage.commit_points import find_newest, newest_revision
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointFact:
+    """What the audit keeps of a committed checkpoint."""
+
+    step: int
+    chain_hash: str
+    lineage: int
+    manifest_sha256: str
+    is_repaired: bool
+    """A later manifest stands in for the first one."""
+    files: Mapping[str, tuple[str, int]]
+    """Key and bytes by name; empty if one of them is not there."""
+
+
+def check_checkpoints(audit: Audit, *, run_hash: str) -> list[CheckpointFact]:
+    """Check manifests and objects of all committed checkpoints; returns them, oldest first."""
+    facts: list[CheckpointFact] = []
+    torn = 0
+    for prefix in list(audit.store.list_prefixes(audit.names.checkpoints)):
+        if (step := checkpoint_at(audit.names, prefix)) is None:
+            audit.findings.violation("CHECKPOINT_CORRUPT", f"{audit.uri(prefix)} is no checkpoint's place")
+            continue
+        if audit.store.head(f"{prefix}manifest.json") is None:
+            torn += 1
+            continue
+        fact = _check(audit, prefix, step, run_hash=run_hash)
+        if fact is not None:
+            facts.append(fact)
+    if torn:
+        audit.findings.note(
+            "CHECKPOINTS_TORN", f"{torn} checkpoints were uploaded in part and never committed; nobody reads them"
+        )
+    audit.report.num_checkpoints = len(facts)
+    return sorted(facts, key=lambda fact: fact.step)
+
+
+def compare_chains(audit: Audit, facts: Sequence[CheckpointFact], chains: Mapping[int, bytes]) -> None:
+    """Checkpoint k was trained on the batches that H(k - 1) proves."""
+    last = max(chains)
+    for fact in facts:
+        chain = chains.get(fact.step - 1)
+        if fact.step - 1 > last:
+            audit.findings.violation(
+                "CHECKPOINT_AHEAD", f"checkpoint {fact.step} exists, but step {fact.step - 1} is not committed"
+            )
+        elif chain is not None and fact.chain_hash != chain.hex():
+            audit.findings.violation(
+                "CHECKPOINT_CHAIN_MISMATCH",
+                f"checkpoint {fact.step} was trained on the chain {fact.chain_hash[:16]}…, the headers give "
+                f"{chain.hex()[:16]}…",
+            )
+
+
+def compare_saved(
+    audit: Audit,
+    facts: Sequence[CheckpointFact],
+    saved: Mapping[int, frozenset[str]],
+    *,
+    kept: tuple[int | None, int | None],
+    base_step: int,
+) -> set[int]:
+    """What was ever saved, as events and seals say, is there unless retention removes it; returns what it removed.
+
+    `saved` are the hashes of manifests by step; `kept` are `keep_last` and `keep_interval`. Retention keeps the newest
+    `keep_last` of those that were saved, and the multiples of `keep_interval`.
+    """
+    there = {fact.step: fact for fact in facts}
+    known = sorted({*there, *saved, *([base_step] if base_step else ())})
+    promised = _promised(known, *kept)
+    for step in known:
+        if step not in there and step in promised and _has_no_manifest(audit, step):
+            uri = audit.uri(audit.names.checkpoint_manifest(step))
+            audit.findings.violation(
+                "CHECKPOINT_MISSING", f"checkpoint {step} was saved and [ckpt] keeps it, but {uri} does not exist"
+            )
+    for step, fact in there.items():
+        hashes = saved.get(step, frozenset())
+        if hashes and not fact.is_repaired and fact.manifest_sha256 not in hashes:
+            audit.findings.violation(
+                "CHECKPOINT_CHANGED",
+                f"the manifest of checkpoint {step} has sha256 {fact.manifest_sha256[:16]}…, its event names "
+                f"{', '.join(sorted(one[:16] for one in hashes))}…",
+            )
+    return {step for step in known if step not in there and step not in promised}
+
+
+def _promised(steps: Sequence[int], keep_last: int | None, keep_interval: int | None) -> set[int]:
+    if keep_last is None:
+        return set(steps)
+    return set(steps[-keep_last:]) | {step for step in steps if keep_interval and step % keep_interval == 0}
+
+
+def _has_no_manifest(audit: Audit, step: int) -> bool:
+    """One that is damaged is told of as such."""
+    return find_newest(audit.store, audit.names.checkpoint_manifest(step)) is None
+
+
+def _check(audit: Audit, prefix: str, step: int, *, run_hash: str) -> CheckpointFact | None:
+    what = f"manifest of checkpoint {step} ({audit.uri(prefix)})"
+    first = f"{prefix}manifest.json"
+    key = newest_revision(audit.store, first)
+    data = audit.get(key, what=what)
+    if key != first:
+        audit.findings.note("CHECKPOINT_REPAIRED", f"checkpoint {step} was written anew: {audit.uri(key)}")
+    if data is None:  # also if it was pruned just now
+        return None
+    fact: CheckpointFact | None = None
+    with audit.reading("CHECKPOINT_CORRUPT", what):
+        manifest = decode_object(data, what=what, reason="CHECKPOINT_CORRUPT")
+        _check_identity(audit, step, manifest, run_hash=run_hash)
+        if not isinstance(manifest["chain_hash"], str) or not isinstance(manifest.get("lineage", 0), int):
+            raise CorruptObjectError("chain_hash or lineage is none", reason="CHECKPOINT_CORRUPT")
+        objects = manifest["objects"]
+        problems = [audit.object_problem(item["key"], item["size_bytes"], item["sha256"]) for item in objects]
+        if any(problems) and audit.store.head(key) is None:
+            return None  # pruned meanwhile, its manifest first
+        for problem in filter(None, problems):
+            audit.object_violation("CHECKPOINT", f"checkpoint {step}", problem)
+        fact = CheckpointFact(
+            step=step,
+            chain_hash=manifest["chain_hash"],
+            lineage=manifest.get("lineage", 0),
+            manifest_sha256=hashlib.sha256(data).hexdigest(),
+            is_repaired=key != first,
+            files={} if any(problems) else {str(item["name"]): (item["key"], item["size_bytes"]) for item in objects},
+        )
+    return fact
+
+
+def _check_identity(audit: Audit, step: int, manifest: Mapping[str, Any], *, run_hash: str) -> None:
+    expected = {"run_uid": audit.names.uid, "run_hash": run_hash, "step": step}
+    for field, wanted in expected.items():
+        if manifest[field] != wanted:
+            audit.findings.violation(
+                "CHECKPOINT_MISNAMED", f"checkpoint {step} says {field} = {manifest[field]!r}, not {wanted!r}"
+            )
+
+
+# The archived events, object by object, so that a damaged one hides no other.
+
+
+def read_archives(audit: Audit) -> list[Entry]:
+    """Every archived event that can be read, each id once; those of a writer may come in any order."""
+    found: dict[str, Entry] = {}
+    prefix = audit.names.event_archive
+    for key, data in audit.read_each(prefix, "event archive", missing="EVENT_ARCHIVE_MISSING"):
+        audit.progress(f"events {key.removeprefix(prefix)}")
+        where = audit.uri(key)
+        with audit.reading("EVENT_ARCHIVE_CORRUPT", where):
+            entries = decode_archive(data, where)
+            _check_name(audit, key, entries)
+            for entry in entries:
+                if found.setdefault(entry.id, entry).h != entry.h:
+                    audit.findings.violation(
+                        "EVENT_ARCHIVE_CHANGED",
+                        f"{where} has another event {entry.id} than an archive that overlaps it: one was changed",
+                    )
+    return list(found.values())
+
+
+def _check_name(audit: Audit, key: str, entries: list[Entry]) -> None:
+    ids = [id_order(entry.id) for entry in entries]
+    if not entries or ids != sorted(set(ids)):
+        raise CorruptObjectError("its events are not in the order of their ids", reason="EVENT_ARCHIVE_CORRUPT")
+    if audit.names.archived_events(entries[0].id, entries[-1].id) != key:
+        audit.findings.violation(
+            "EVENT_ARCHIVE_CHANGED", f"{audit.uri(key)} holds the events {entries[0].id} to {entries[-1].id}"
+        )
+
+
+# Token logs: each is what its event says.
+
+_KEY = re.compile(r"token_logs/[0-9]{8,19}/[0-9]{4,10}(\.r[1-9][0-9]{0,3})?\.bin")
+
+
+def check_token_logs(audit: Audit, told: Told) -> None:
+    """Compare the trainer's log-probs with the events that tell of them: their size, in a deep audit their bytes."""
+    for own, sayings in sorted(told.token_logs.items()):
+        if not _KEY.fullmatch(own):
+            audit.findings.violation("TOKEN_LOG_MISNAMED", f"an event names {own[:200]!r}, which is no token log")
+            continue
+        problems = [
+            audit.object_problem(audit.names.root + own, size_bytes, sha256) for sha256, size_bytes in sorted(sayings)
+        ]
+        for problem in filter(None, problems):
+            audit.object_violation("TOKEN_LOG", "log-probs of the trainer", problem)
+    unsaid = [
+        info.key
+        for info in audit.store.list(f"{audit.names.root}token_logs/")
+        if info.key.removeprefix(audit.names.root) not in told.token_logs
+    ]
+    if unsaid:
+        audit.findings.not_seen(
+            "TOKEN_LOGS",
+            f"no event tells of {len(unsaid)} token logs, such as {audit.uri(unsaid[0])}: they were not compared",
+        )
+
+
+# Published policies: every version once, none left out, named as they are stored, their digests as they were told.
+#
+# Nothing removes a version: later ones may be deltas against it, so every object of every version must be there.
+
+_CORRUPT = "POLICY_CORRUPT"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PolicyFact:
+    """What the audit keeps of a published version."""
+
+    lineage: int
+    version: int
+    key: str
+    """Of the manifest that counts."""
+    sha256: str
+    """sha256 of the manifest's bytes."""
+    digest: str
+    has_full: bool
+    bases: tuple[tuple[int, str], ...]
+    """Version and digest that its deltas are against."""
+    anchor: int
+    is_repaired: bool
+
+
+class PolicyCheck:
+    """Lists the published versions first, and compares them with the headers once these are known."""
+
+    def __init__(self, audit: Audit) -> None:
+        self._audit = audit
+        self._lineages: defaultdict[int, list[int]] = defaultdict(list)
+        """version → its lineages, ascending."""
+        self.facts: dict[tuple[int, int], PolicyFact] = {}
+        """By lineage and version: those whose manifests can be read."""
+        self._objects: dict[str, str] = {}
+        """What is wrong with an object, empty if nothing: files are shared by many versions."""
+
+    def scan(self) -> None:
+        """Read every manifest."""
+        audit, torn = self._audit, 0
+        for prefix in audit.store.list_prefixes(audit.names.policies):
+            if (place := policy_at(audit.names, prefix)) is None:
+                audit.findings.violation(_CORRUPT, f"{audit.uri(prefix)} is no version's place")
+                continue
+            version, lineage = place
+            if (key := find_newest(audit.store, f"{prefix}manifest.json")) is None:
+                torn += 1
+                continue
+            self._lineages[version].append(lineage)
+            audit.progress(f"policy {version}")
+            self._check(key, lineage, version, is_repaired=key != f"{prefix}manifest.json")
+        if torn:
+            audit.findings.note(
+                "POLICIES_TORN", f"{torn} policies were uploaded in part and never published; nobody reads them"
+            )
+        audit.report.num_policies = sum(map(len, self._lineages.values()))
+        audit.report.num_lineages = len({lineage for found in self._lineages.values() for lineage in found})
+
+    def compare(self, *, first: int, next_step: int, closing: batch_pb2.BatchHeader | None) -> None:
+        """Versions `first` to the newest without a gap, none without its batch, all of them where the run succeeded."""
+        findings = self._audit.findings
+        newest = min(max(self._lineages, default=first - 1), next_step)
+        succeeded = closing is not None and closing.outcome == batch_pb2.RUN_OUTCOME_SUCCEEDED
+        if closing is not None and closing.final_version != next_step:
+            findings.violation(
+                "FINAL_VERSION_WRONG",
+                f"the closing header names version {closing.final_version} as the final one, behind {next_step} steps",
+            )
+        for missing in gaps(self._lineages, first, (next_step if succeeded else newest) + 1):
+            for version in missing[:MAX_PER_CHECK]:
+                findings.violation("POLICY_MISSING", f"version {version} was never published")
+            if missing.stop - missing.start > MAX_PER_CHECK:
+                findings.violation("POLICY_MISSING", f"versions up to {missing[-1]} were never published either")
+        for version in sorted(self._lineages):
+            if not first <= version <= next_step:
+                findings.violation(
+                    "POLICY_WITHOUT_BATCH",
+                    f"version {version} is published, but the committed steps end with {next_step - 1}",
+                )
+        self._compare_lineages()
+        self._compare_bases()
+
+    def compare_told(self, told: Mapping[tuple[int, int], Iterable[tuple[str, str]]], named: NamedCheck) -> None:
+        """Compare with what events and headers said of a version: digest and sha256 of its manifest, hex."""
+        names, findings = self._audit.names, self._audit.findings
+        for (lineage, version), sayings in sorted(told.items()):
+            if lineage not in self._lineages.get(version, ()):
+                findings.violation(
+                    "POLICY_MISSING",
+                    f"an event says that version {version} of lineage {lineage} was published, and its manifest does "
+                    "not exist",
+                )
+            for digest, sha256 in sayings:
+                self._compare_digest(lineage, version, digest, "its event")
+                fact = self.facts.get((lineage, version))
+                if fact is not None and not fact.is_repaired and sha256 and sha256 != fact.sha256:
+                    findings.violation(
+                        "POLICY_CHANGED",
+                        f"the manifest of policy {lineage}-{version} has sha256 {fact.sha256[:16]}…, its event "
+                        f"names {sha256[:16]}…",
+                    )
+        for (lineage, version), fact in sorted(self.facts.items()):
+            key = names.policy_manifest(lineage, version).removeprefix(names.root)
+            self._compare_digest(lineage, version, named.digest_of(key), "a header")
+            if fact.is_repaired:
+                named.repaired.add(key)
+
+    def _compare_digest(self, lineage: int, version: int, digest: str, by: str) -> None:
+        fact = self.facts.get((lineage, version))
+        if fact is not None and digest and digest != fact.digest:
+            self._audit.findings.violation(
+                "POLICY_DIGEST_MISMATCH",
+                f"policy {lineage}-{version} has digest {fact.digest[:16]}…, {by} says {digest[:16]}…",
+            )
+
+    def _compare_lineages(self) -> None:
+        findings, highest = self._audit.findings, 0
+        for version, lineages in sorted(self._lineages.items()):
+            if len(lineages) > 1:
+                findings.note(
+                    "POLICY_SUPERSEDED", f"version {version} exists in the lineages {lineages}: the newest one counts"
+                )
+            if max(lineages) < highest:
+                findings.violation(
+                    "LINEAGE_BACK",
+                    f"version {version} is of lineage {max(lineages)}, behind a version of lineage {highest}",
+                )
+            highest = max(highest, *lineages)
+
+    def _compare_bases(self) -> None:
+        """Deltas are against what is published under that version, and an anchor is whole."""
+        for (lineage, version), fact in sorted(self.facts.items()):
+            what = f"policy {lineage}-{version}"
+            for base, digest in fact.bases:
+                found = self.facts.get((lineage, base))
+                if found is None:
+                    self._audit.findings.violation(
+                        "POLICY_BASE_MISSING", f"{what} is a delta against version {base}, which cannot be read"
+                    )
+                elif found.digest != digest:
+                    self._audit.findings.violation(
+                        "POLICY_DIGEST_MISMATCH",
+                        f"{what} is a delta against digest {digest[:16]}…, version {base} has {found.digest[:16]}…",
+                    )
+            anchor = self.facts.get((lineage, fact.anchor))
+            if anchor is None or not anchor.has_full:
+                self._audit.findings.violation(
+                    "POLICY_BASE_MISSING", f"{what} names version {fact.anchor} as its anchor, which is no full copy"
+                )
+
+    def _check(self, key: str, lineage: int, version: int, *, is_repaired: bool) -> None:
+        """Read the manifest that counts: the newest successor, whatever became of those before it, else the first."""
+        audit, what = self._audit, f"manifest of policy {lineage}-{version}"
+        data = audit.get(key, missing="POLICY_MISSING", what=what)
+        if is_repaired:
+            audit.findings.note("POLICY_REPAIRED", f"policy {lineage}-{version} was published anew: {audit.uri(key)}")
+        if data is None:
+            return
+        with audit.reading(_CORRUPT, f"{what} ({audit.uri(key)})"):
+            manifest = decode_object(data, what=f"{what} ({audit.uri(key)})", reason=_CORRUPT)
+            self._check_identity(manifest, lineage, version)
+            self._check_digest(manifest, what)
+            self._check_objects(manifest, what)
+            encodings = manifest["encodings"]
+            self.facts[lineage, version] = PolicyFact(
+                lineage=lineage,
+                version=version,
+                key=key,
+                sha256=hashlib.sha256(data).hexdigest(),
+                digest=str(manifest["digest"]),
+                has_full=any(encoding["base"] is None for encoding in encodings),
+                bases=tuple((int(e["base"]), str(e["base_digest"])) for e in encodings if e["base"] is not None),
+                anchor=int(manifest["anchor"]),
+                is_repaired=is_repaired,
+            )
+
+    def _check_objects(self, manifest: Mapping[str, Any], what: str) -> None:
+        named = [item for encoding in manifest["encodings"] for item in encoding["objects"]]
+        for item in (*named, *manifest["files"]):
+            problem = self._objects.get(item["key"])
+            if problem is None:
+                problem = self._audit.object_problem(item["key"], item["size_bytes"], item["sha256"])
+                self._objects[item["key"]] = problem
+            if problem:
+                self._audit.object_violation("POLICY", what.removeprefix("manifest of "), problem)
+
+    def _check_digest(self, manifest: Mapping[str, Any], what: str) -> None:
+        """The digest of the whole follows from those of the tensors, as `policies.digest` makes it."""
+        whole = hashlib.sha256()
+        for tensor in sorted(manifest["tensors"], key=lambda tensor: tensor["name"]):
+            shape = ",".join(map(str, tensor["shape"]))
+            whole.update(f"{tensor['name']}\0{tensor['dtype']}\0{shape}\0{tensor['digest']}\n".encode())
+        if whole.hexdigest() != manifest["digest"]:
+            self._audit.findings.violation(
+                "POLICY_DIGEST_MISMATCH",
+                f"the {what} says digest {manifest['digest']!r:.18}…, its tensors give {whole.hexdigest()[:16]}…",
+            )
+
+    def _check_identity(self, manifest: Mapping[str, Any], lineage: int, version: int) -> None:
+        expected = {"run_uid": self._audit.names.uid, "lineage": lineage, "version": version}
+        wrong = {name: manifest[name] for name, wanted in expected.items() if manifest[name] != wanted}
+        if wrong:
+            self._audit.findings.violation(
+                "POLICY_MISNAMED", f"the manifest of policy {lineage}-{version} says {json.dumps(wrong)}"
+            )

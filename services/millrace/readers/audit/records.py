@@ -1,0 +1,338 @@
+"""What the run is: run.json fits its hash, and the run's name and its request lead to it."""
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
+
+from millrace.decoding import decode_object
+from millrace.errors import CorruptObjectError, InvalidSpecError
+from millrace.readers.audit.events import Told
+from millrace.readers.audit.findings import Audit, as_utf8, between
+from millrace.readers.audit.named import NamedCheck
+from millrace.runlog.attest import Attestation, SigningKey
+from millrace.runlog.names import Deployment
+from millrace.runlog.records.numbered import GENERATION_ROLE
+from millrace.runlog.records.run_record import RunRecord
+from millrace.runlog.records.sealed import Seal, seal_key
+from millrace.v1 import run_pb2
+
+
+def check_identity(audit: Audit, record: RunRecord) -> set[str]:
+    """Check a run.json that could be parsed against itself and the index of runs; returns the keys that lead to it."""
+    findings, uid, where = audit.findings, audit.names.uid, audit.uri(audit.names.run_json)
+    if record.uid not in ("", uid):
+        findings.violation("RUN_JSON_CHANGED", f"{where} is that of run {record.uid!r}")
+    if record.config is not None:
+        text = json.dumps(record.config, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+        with audit.reading("RUN_JSON_CHANGED", where):
+            if (found := hashlib.sha256(text.encode()).hexdigest()) != record.run_hash:
+                findings.violation(
+                    "RUN_JSON_CHANGED", f"the config in {where} has the hash {found}, not {record.run_hash}"
+                )
+    deployment = Deployment(audit.names.prefix)
+    own = {_check_index(audit, "NAME", record.name, deployment.name_object)}
+    if record.request_id:
+        own.add(_check_index(audit, "REQUEST", record.request_id, deployment.request_object))
+    return own
+
+
+def _check_index(audit: Audit, kind: str, value: str, key_of: Callable[[str], str]) -> str:
+    """The object that leads from a name or a request to the run."""
+    try:
+        key = key_of(value)
+    except InvalidSpecError as error:
+        audit.findings.violation("RUN_JSON_CORRUPT", f"{audit.uri(audit.names.run_json)}: {error}")
+        return ""
+    data = audit.get(key, missing=f"{kind}_MISSING", what=f"the {kind.lower()} object of the run,")
+    if data is not None and data != audit.names.uid.encode():
+        audit.findings.violation(f"{kind}_CHANGED", f"{audit.uri(key)} leads to {data[:80]!r}, not to this run")
+    return key
+
+
+def read_kept(record: RunRecord) -> tuple[int | None, int | None]:
+    """`keep_last` and `keep_interval` of the checkpoints; (None, None) keeps all, as where the config names nothing."""
+    try:
+        settings = (record.config or {})["trainer"]["ckpt"]
+        keep_last, keep_interval = settings.get("keep_last"), settings.get("keep_interval")
+    except (KeyError, TypeError, AttributeError):
+        return None, None
+    if not isinstance(keep_last, int) or keep_last < 1:
+        return None, None
+    return keep_last, keep_interval if isinstance(keep_interval, int) and keep_interval > 0 else None
+
+
+# Epochs, intents and generations: numbered from 1 without a gap, and readable.
+
+
+def check_epochs(audit: Audit) -> dict[str, int]:
+    """Check every role's epochs; returns the newest epoch by role."""
+    newest: dict[str, int] = {}
+    for prefix in audit.store.list_prefixes(audit.names.all_epochs):
+        role = prefix.removeprefix(audit.names.all_epochs).rstrip("/")
+        numbers = _numbers(audit, prefix, "EPOCH", suffix="", fields=("owner", "nonce"))
+        newest[role] = max(numbers, default=0)
+        _require_all(audit, numbers, "EPOCH_MISSING", f"epochs of {role}")
+    for role, number in newest.items():
+        audit.report.epochs[as_utf8(role)] = min(number, (1 << 63) - 1)
+    if GENERATION_ROLE not in newest:
+        audit.findings.violation("EPOCH_MISSING", f"no epoch of {GENERATION_ROLE} exists: the run was never created")
+    return newest
+
+
+def check_intents(audit: Audit) -> None:
+    """Intents are numbered without a gap."""
+    numbers = _numbers(audit, audit.names.intents, "INTENT", suffix=".json", fields=("kind", "payload", "time"))
+    _require_all(audit, numbers, "INTENT_MISSING", "intents")
+
+
+def check_generations(audit: Audit, seen_in_events: int) -> int:
+    """Marks of generations of the Redis copy; returns the newest installed: 1 at creation, then one per rebuild.
+
+    `seen_in_events` is the newest generation that archived events have: it was installed, so it has a mark.
+    """
+    prefix = audit.names.generations
+    installed = {1}
+    for info in audit.store.list(prefix):
+        name = info.key.removeprefix(prefix)
+        if not name.isdecimal() or audit.names.generation(int(name)) != info.key or info.size_bytes:
+            audit.findings.violation("GENERATION_CORRUPT", f"{audit.uri(info.key)} is no mark of a generation")
+        else:
+            installed.add(int(name))
+    if seen_in_events > max(installed):
+        audit.findings.violation(
+            "GENERATION_MISSING",
+            f"archived events are of generation {seen_in_events}, and "
+            f"{audit.uri(audit.names.generation(seen_in_events))} does not exist",
+        )
+    for number in sorted(installed - {1}):
+        if audit.store.head(audit.names.epoch(GENERATION_ROLE, number)) is None:
+            audit.findings.violation(
+                "GENERATION_CORRUPT",
+                f"{audit.uri(audit.names.generation(number))} marks a generation whose epoch of {GENERATION_ROLE} "
+                "nobody took",
+            )
+    audit.report.num_generations = len(installed)
+    return max(installed)
+
+
+def _numbers(audit: Audit, prefix: str, kind: str, *, suffix: str, fields: tuple[str, ...]) -> list[int]:
+    """The numbers of JSON objects under a prefix, each of which has these fields."""
+    numbers: list[int] = []
+    for info in audit.store.list(prefix):
+        name, what = info.key.removeprefix(prefix).removesuffix(suffix), f"{kind.lower()} {audit.uri(info.key)}"
+        if not name.isdecimal() or len(name) < 8 or info.key != f"{prefix}{int(name):08d}{suffix}":
+            audit.findings.violation(f"{kind}_CORRUPT", f"{audit.uri(info.key)} is no {kind.lower()}")
+            continue
+        numbers.append(int(name))
+        data = audit.get(info.key, what=what)
+        if data is None:
+            continue
+        with audit.reading(f"{kind}_CORRUPT", what):
+            document = decode_object(data, what=what, reason=f"{kind}_CORRUPT")
+            if missing := [field for field in fields if field not in document]:
+                raise CorruptObjectError(f"it lacks {missing}", reason=f"{kind}_CORRUPT")
+    return numbers
+
+
+def _require_all(audit: Audit, numbers: list[int], check: str, what: str) -> None:
+    for before, after in pairwise([0, *sorted(numbers)]):
+        if after != before + 1:
+            audit.findings.violation(check, f"{what}: {between(before, after)} does not exist, but {after} does")
+
+
+# Attestations: what was signed is what the log says, so that a history that was rewritten as a whole is found.
+
+
+def check_attestations(
+    audit: Audit,
+    chains: Mapping[int, bytes],
+    closings: Sequence[bytes],
+    *,
+    key: SigningKey | None,
+    kept: Sequence[Attestation],
+) -> None:
+    """Check every attestation in the store, and those that were kept elsewhere, against the headers' chain hashes."""
+    names, findings = audit.names, audit.findings
+    stored: list[Attestation] = []
+    for number, info in enumerate(list(audit.store.list(names.attestations)), start=1):
+        where = audit.uri(info.key)
+        if info.key != names.attestation(number):
+            findings.violation("ATTESTATION_MISSING", f"{audit.uri(names.attestation(number))} does not exist")
+        data = audit.get(info.key, what="attestation")
+        if data is None:
+            continue
+        try:
+            stored.append(Attestation.decode(data, where=where))
+        except CorruptObjectError as error:
+            findings.violation("ATTESTATION_CORRUPT", error.message)
+            continue
+        if info.key != names.attestation(stored[-1].number):
+            findings.violation(
+                "ATTESTATION_MISNAMED", f"{where} is attestation {stored[-1].number}, and stands elsewhere"
+            )
+        _check(audit, stored[-1], where, chains, closings, key=key)
+    for number, attestation in enumerate(kept, start=1):
+        where = f"kept attestation {number} ({attestation.time:.40})"
+        _check(audit, attestation, where, chains, closings, key=key)
+        if attestation not in stored:
+            findings.violation("ATTESTATION_MISSING", f"the store does not have the {where}")
+    if not stored and not kept:
+        findings.not_seen(
+            "NO_ATTESTATION",
+            "the run has no attestation: a history that was rewritten as a whole, with every hash, would not be seen",
+        )
+    elif key is None:
+        findings.not_seen(
+            "SIGNATURES", "no key was named: the signatures of attestations were not checked (--attest-key)"
+        )
+
+
+def _check(
+    audit: Audit,
+    attestation: Attestation,
+    where: str,
+    chains: Mapping[int, bytes],
+    closings: Sequence[bytes],
+    *,
+    key: SigningKey | None,
+) -> None:
+    findings = audit.findings
+    if attestation.run_uid != audit.names.uid:
+        findings.violation("ATTESTATION_MISMATCH", f"{where} is of run {attestation.run_uid[:80]!r}")
+        return
+    if key is not None and (attestation.algorithm, attestation.key_id) != (key.algorithm, key.key_id):
+        findings.violation(
+            "SIGNATURE_WRONG",
+            f"{where} was signed with the key {attestation.key_id:.16} ({attestation.algorithm:.16}), not with "
+            f"{key.key_id} ({key.algorithm})",
+        )
+        return
+    if key is not None and not key.verifies(attestation.message(), attestation.signature):
+        findings.violation("SIGNATURE_WRONG", f"{where} was not signed by the key {key.key_id}, or was changed")
+        return
+    wanted = attestation.chain_hash
+    if wanted not in {chain.hex() for chain in (chains.get(attestation.step, b""), *closings)}:
+        findings.violation(
+            "ATTESTATION_MISMATCH",
+            f"{where} says that the chain behind step {attestation.step} was {wanted[:16]}…, the headers give "
+            f"{chains.get(attestation.step, b'').hex()[:16] or 'none'}…: the history was rewritten",
+        )
+    elif attestation.seal_sha256 and attestation.seal_sha256 not in _seals(audit):
+        findings.violation(
+            "ATTESTATION_MISMATCH", f"{where} names a seal with sha256 {attestation.seal_sha256[:16]}…, which is gone"
+        )
+    elif key is not None:
+        audit.report.num_attestations += 1
+
+
+def _seals(audit: Audit) -> set[str]:
+    return {hashlib.sha256(data).hexdigest() for _, data in audit.read_each(audit.names.seals, "seal")}
+
+
+# Seals: an ended run has one, and it says what the log says.
+
+GRACE_S = 300.0
+"""How long an ended run may be without its seal: an orchestrator that starts again seals it.
+
+Nobody accuses a run because one clock jumped: both its writers' clocks and the store's must say that it was long ago.
+"""
+END_GRACE_S = 3600.0
+"""How long a closed run may be without an event of its end: the trainer writes its last version and checkpoint."""
+
+
+class SealCheck:
+    """Reads every seal: what they name goes to `NamedCheck`."""
+
+    def __init__(self, audit: Audit) -> None:
+        self._audit = audit
+        self._seals: dict[str, Seal] = {}
+        self._hashes: dict[str, str] = {}
+        self._closing_key = ""
+        self.saved: dict[int, str] = {}
+        """sha256 (hex) of the manifests of checkpoints that seals name, by step."""
+        self.key = ""
+        """That of the seal of the present end, once `compare` has looked."""
+
+    def scan(self, named: NamedCheck) -> None:
+        """Read them."""
+        audit, names = self._audit, self._audit.names
+        keys = {info.key: info for info in audit.store.list(names.seals)}
+        for number in range(sum(1 for _ in audit.store.list(names.reopenings))):
+            if names.seal(number) not in keys:  # if it was there, a later seal names it
+                audit.findings.note(
+                    "SEAL_MISSING", f"{audit.uri(names.seal(number))} does not exist: the run was reopened before"
+                )
+        for info in keys.values():
+            what = f"seal {audit.uri(info.key)}"
+            if not info.key.removeprefix(names.seals).removesuffix(".json").isdecimal():
+                audit.findings.violation("SEAL_CORRUPT", f"{audit.uri(info.key)} is no seal's place")
+            data = audit.get(info.key, what=what)
+            if data is None:
+                continue
+            self._hashes[info.key] = hashlib.sha256(data).hexdigest()
+            with audit.reading("SEAL_CORRUPT", what):
+                seal = self._seals[info.key] = Seal.decode(data, where=what)
+                named.add_seal(seal.objects, by=what)
+                for key, sha256 in seal.objects.items():
+                    self._note_checkpoint(key, sha256)
+
+    def compare(self, told: Told, *, closings: list[bytes], closing_key: str, now: float) -> None:
+        """Compare with the closing headers' chain hashes (in their order) and with the end that events tell of.
+
+        `closing_key` is that of the closing header in force, empty if there is none.
+        """
+        self._closing_key = closing_key
+        findings, names = self._audit.findings, self._audit.names
+        for key, seal in self._seals.items():
+            if seal.run_uid != names.uid:
+                findings.violation("SEAL_CHANGED", f"{self._audit.uri(key)} is that of run {seal.run_uid!r}")
+            ends = [chain.hex() for end, chain in enumerate(closings) if names.seal(end) == key]
+            if seal.chain_hash not in ends:
+                findings.violation(
+                    "SEAL_CHAIN_MISMATCH",
+                    f"{self._audit.uri(key)} seals the chain {seal.chain_hash[:16]}…, the headers give "
+                    f"{f'{ends[0][:16]}…' if ends else 'no such end'}",
+                )
+        wanted = self.key = seal_key(self._audit.store, names)
+        self._audit.report.seal_sha256 = self._hashes.get(wanted, "")
+        if told.end is None:
+            if wanted in self._seals:
+                findings.violation("END_NOT_REPORTED", "the run is sealed, and no event says that it ended")
+            elif closing_key and now - self._newest_at(told.newest_at) > END_GRACE_S:
+                findings.violation(
+                    "END_NOT_REPORTED",
+                    "the run was closed long ago, and no event says that it ended: an orchestrator that runs ends it; "
+                    "if one does, somebody removed the events",
+                )
+            return
+        change, at = told.end
+        state = run_pb2.RunState.Name(change.new_state).removeprefix("RUN_STATE_")
+        seal = self._seals.get(wanted)
+        if seal is not None and seal.state != state:
+            findings.violation("OUTCOME_MISMATCH", f"the run ended as {state}, its seal says {seal.state!r:.80}")
+        if self._audit.store.head(wanted) is None:
+            message = (
+                f"the run ended as {state}, and {self._audit.uri(wanted)} does not exist: an orchestrator that runs "
+                "seals it; if one does, somebody removed it"
+            )
+            is_old = now - self._newest_at(at) > GRACE_S
+            (findings.violation if is_old else findings.note)("SEAL_MISSING", message)
+        elif seal is not None and " later" in seal.by:
+            findings.note("SEALED_LATER", f"sealed by {seal.by} at {seal.time}: what was changed before is not sealed")
+
+    @property
+    def in_force(self) -> Seal | None:
+        """The seal of the run's present end; None without one, or if it is damaged."""
+        return self._seals.get(self.key)
+
+    def _newest_at(self, told_at: float) -> float:
+        """When the run was closed: the later of what an event says and of the header's time, on the store's clock."""
+        found = self._audit.store.head(self._closing_key) if self._closing_key else None
+        return max(told_at, found.modified if found is not None else 0.0)
+
+    def _note_checkpoint(self, key: str, sha256: str) -> None:
+        full, prefix = self._audit.names.root + key, self._audit.names.checkpoints
+        step = full.removeprefix(prefix).removesuffix("/manifest.json")
+        if full.startswith(prefix) and step.isdecimal():
+            self.saved[int(step)] = sha256

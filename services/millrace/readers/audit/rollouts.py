@@ -1,0 +1,183 @@
+"""The archives of rollouts: whole, holding what was trained, and proof that nothing was generated again.
+
+**No regeneration.** A rollout says how far the orchestrator had read the stream when it asked for it
+(`dispatched_after`), and the archive says where each rollout stands in it (`entry_id`). A play of a member that was
+asked for when a finished one of the same member had been read is a broken promise. Ids are times, so they compare
+across generations of the log.
+"""
+
+import hashlib
+from collections import Counter, defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from millrace.errors import CorruptObjectError
+from millrace.internal.v1 import batch_pb2
+from millrace.readers.audit.findings import Audit
+from millrace.rollouts.batch_wire import closes_run
+from millrace.rollouts.types import Purpose, Rollout, RolloutStatus
+from millrace.rollouts.wire import decode_archive
+
+_SHOWN = 100
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutFact:
+    """What the audit keeps of an OK rollout."""
+
+    env: str
+    attempt: int
+    num_samples: int
+    entry_id: str
+    dispatched_after: str
+    is_duplicate: bool = False
+
+    @classmethod
+    def of(cls, rollout: Rollout, *, entry_id: str = "") -> "RolloutFact":
+        """The facts of a rollout; `entry_id` where it is read from the stream."""
+        return cls(
+            env=rollout.env,
+            attempt=rollout.attempt,
+            num_samples=len(rollout.samples),
+            entry_id=entry_id or rollout.entry_id,
+            dispatched_after=rollout.dispatched_after,
+            is_duplicate=rollout.is_duplicate,
+        )
+
+
+def is_trainable(rollout: Rollout) -> bool:
+    """Whether a rollout can be trained on."""
+    return rollout.status is RolloutStatus.OK and rollout.purpose is Purpose.TRAIN
+
+
+class Archives:
+    """Checks the archive of every header, together with the rollouts that Redis still holds."""
+
+    def __init__(self, audit: Audit, in_redis: dict[tuple[int, int], list[RolloutFact]]) -> None:
+        self._audit = audit
+        self._in_redis = in_redis
+        self._by_ordinal: defaultdict[int, set[int]] = defaultdict(set)
+        for ordinal, member in in_redis:
+            self._by_ordinal[ordinal].add(member)
+        self.num_rollouts = 0
+        self.num_duplicates = 0
+
+    def check(self, header: batch_pb2.BatchHeader, trained: set[int], *, scored_whole: frozenset[str]) -> None:
+        """Check what one header archives."""
+        rollouts = self._load(header, trained)
+        if rollouts is None:
+            return
+        resolved = {item.ordinal for item in header.resolutions}
+        found: defaultdict[tuple[int, int], list[RolloutFact]] = defaultdict(list)
+        for rollout in rollouts:
+            self.num_rollouts += 1
+            self.num_duplicates += rollout.is_duplicate
+            if rollout.purpose is Purpose.EVAL:
+                continue  # an evaluation run archives what it played; it has no ordinals
+            if rollout.ordinal not in resolved:
+                self._audit.findings.violation(
+                    "ARCHIVE_STRANGER",
+                    f"the archive of batch {header.step} has a rollout of ordinal {rollout.ordinal}, which it does not "
+                    "resolve",
+                )
+            elif is_trainable(rollout):
+                found[rollout.ordinal, rollout.member].append(RolloutFact.of(rollout))
+        self._check_trained(header, found)
+        self._check_whole(header, [rollout for rollout in rollouts if rollout.ordinal in trained])
+        for ordinal in resolved:
+            for member in self._by_ordinal.pop(ordinal, ()):
+                found[ordinal, member] += self._in_redis[ordinal, member]
+        for (ordinal, member), facts in found.items():
+            self._check_regeneration(ordinal, member, facts, scored_whole)
+
+    def check_rest(self, scored_whole: frozenset[str]) -> None:
+        """Rollouts in Redis whose ordinal no header resolves yet."""
+        for ordinal, members in self._by_ordinal.items():
+            for member in members:
+                self._check_regeneration(ordinal, member, self._in_redis[ordinal, member], scored_whole)
+
+    def _load(self, header: batch_pb2.BatchHeader, trained: set[int]) -> list[Rollout] | None:
+        what = f"archive of batch {header.step}"
+        if not header.rollouts_key:
+            if trained:
+                self._audit.findings.violation(
+                    "ARCHIVE_MISSING", f"step {header.step} names no archive of its rollouts"
+                )
+            return None
+        if not self._audit.is_own(header.rollouts_key):
+            self._audit.findings.violation(
+                "ARCHIVE_MISSING", f"{what} is {header.rollouts_key!r}, which is no object of this run"
+            )
+            return None
+        data = self._audit.get(header.rollouts_key, missing="ARCHIVE_MISSING", what=what)
+        if data is None:
+            return None
+        where = f"{what} ({self._audit.uri(header.rollouts_key)})"
+        if hashlib.sha256(data).digest() != header.rollouts_sha256:
+            self._audit.findings.violation("ARCHIVE_CORRUPT", f"{where} has not the sha256 that the header names")
+            return None
+        try:
+            return decode_archive(data)
+        except CorruptObjectError as error:
+            self._audit.findings.violation("ARCHIVE_CORRUPT", f"{where}: {error.message}")
+            return None
+
+    def _check_trained(self, header: batch_pb2.BatchHeader, found: dict[tuple[int, int], list[RolloutFact]]) -> None:
+        """Every trained member is archived as OK, from the attempt that was trained, with as many samples or more."""
+        if closes_run(header):
+            return  # its samples are those of the final evaluation
+        trained = Counter((sample.ordinal, sample.member, sample.attempt) for sample in header.samples)
+        for (ordinal, member, attempt), count in trained.items():
+            facts = [fact for fact in found.get((ordinal, member), ()) if fact.attempt == attempt]
+            where = f"step {header.step} trains member {member} of ordinal {ordinal} (attempt {attempt})"
+            if not facts:
+                self._audit.findings.violation(
+                    "TRAINED_NOT_ARCHIVED", f"{where}, but its archive has no such rollout that ended OK"
+                )
+            elif count > max(fact.num_samples for fact in facts):
+                self._audit.findings.violation(
+                    "SAMPLE_TRAINED_TWICE", f"{where} with {count} samples, its rollout has fewer"
+                )
+
+    def _check_whole(self, header: batch_pb2.BatchHeader, rollouts: Iterable[Rollout]) -> None:
+        """Of a trained group every member is there once; what else there is was discarded as a duplicate."""
+        groups: defaultdict[int, Counter[int]] = defaultdict(Counter)
+        sizes: dict[int, int] = {}
+        for rollout in rollouts:
+            if is_trainable(rollout) and not rollout.is_duplicate:
+                groups[rollout.ordinal][rollout.member] += 1
+                sizes[rollout.ordinal] = max(rollout.group_size, sizes.get(rollout.ordinal, 0))
+        for ordinal, members in groups.items():
+            found = sorted(members.elements())
+            if len(found) != sizes[ordinal] or found != list(range(len(found))):
+                self._audit.findings.violation(
+                    "GROUP_NOT_WHOLE",
+                    f"step {header.step} trains ordinal {ordinal} with the members {found[:_SHOWN]}, its "
+                    f"group has {sizes[ordinal]}",
+                )
+
+    def _check_regeneration(
+        self, ordinal: int, member: int, facts: Iterable[RolloutFact], scored_whole: frozenset[str]
+    ) -> None:
+        known = {fact.entry_id: fact for fact in facts if fact.entry_id}
+        for later in known.values():
+            if later.env in scored_whole or not later.dispatched_after:
+                continue  # where members are compared, all of them must come from one attempt
+            asked_at = entry_key(later.dispatched_after)
+            seen = [fact for fact in known.values() if fact is not later and entry_key(fact.entry_id) <= asked_at]
+            if seen:
+                first = min(seen, key=lambda fact: entry_key(fact.entry_id))
+                self._audit.findings.violation(
+                    "ROLLOUT_REGENERATED",
+                    f"member {member} of ordinal {ordinal} was generated again as attempt {later.attempt} (entry "
+                    f"{later.entry_id}), asked for behind entry {later.dispatched_after}, although entry "
+                    f"{first.entry_id} holds it finished",
+                )
+
+
+def entry_key(entry_id: str) -> tuple[int, int]:
+    """The numbers of a stream id, which compare as times; (0, 0) if it is none."""
+    milliseconds, _, sequence = entry_id.partition("-")
+    if not milliseconds.isdecimal() or not (sequence or "0").isdecimal():
+        return 0, 0
+    return int(milliseconds[:40]), int((sequence or "0")[:40])

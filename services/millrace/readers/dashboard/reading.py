@@ -1,0 +1,133 @@
+"""Asks the reader, which is a process of its own, and keeps it going while somebody looks."""
+
+import asyncio
+import contextlib
+import itertools
+import json
+import logging
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+from millrace.errors import CapacityError, InvalidSpecError, MillraceError, UnavailableError, Violation
+from millrace.processes import sessions
+from millrace.readers.dashboard.answers import LENGTH, MAX_ANSWER_BYTES, MAX_QUESTION_BYTES, frame
+from millrace.storage.scratch import scratch_parent
+from millrace.telemetry import waits
+
+logger = logging.getLogger(__name__)
+
+ANSWER_S = 30.0
+"""How long a question may take; a page shows what it has, and asks again."""
+MAX_QUESTIONS = 64
+STOP_S = 3.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReaderAnswer:
+    """What the reader says: a status of HTTP, and JSON."""
+
+    status: int
+    body: bytes
+
+
+class ReaderClient:
+    """The reader of this orchestrator; started with the first question, and again after its death."""
+
+    def __init__(self, *, store_url: str, prefix: str, directory: Path) -> None:
+        self._order = {"store_url": store_url, "prefix": prefix, "directory": str(directory)}
+        self._process: asyncio.subprocess.Process | None = None
+        self._listening: asyncio.Task[None] | None = None
+        self._starting = asyncio.Lock()
+        self._numbers = itertools.count(1)
+        self._open: dict[int, asyncio.Future[ReaderAnswer]] = {}
+
+    @classmethod
+    def of(cls, *, store_url: str, prefix: str) -> Self:
+        """With its indexes in the scratch directory."""
+        return cls(store_url=store_url, prefix=prefix, directory=scratch_parent() / "dashboard" / prefix)
+
+    async def ask(self, question: str, uid: str, params: Mapping[str, str]) -> ReaderAnswer:
+        """The answer; UnavailableError if there is none in time, CapacityError where too many ask."""
+        if len(self._open) >= MAX_QUESTIONS:
+            raise CapacityError(
+                f"{MAX_QUESTIONS} questions of pages are open", reason="DASHBOARD_BUSY", remedy="ask again in a moment"
+            )
+        ends = time.monotonic() + ANSWER_S  # the clock of this machine, and so the reader's, too
+        data = json.dumps({"question": question, "uid": uid, "params": dict(params), "ends": ends}).encode()
+        if len(data) > MAX_QUESTION_BYTES:  # the reader would end, with what it answers to others
+            wrong = Violation(
+                field="request", message=f"has {len(data)} bytes, and at most {MAX_QUESTION_BYTES} are taken"
+            )
+            raise InvalidSpecError([wrong], remedy="ask with shorter filters or ids")
+        number = next(self._numbers)
+        future = self._open[number] = asyncio.get_running_loop().create_future()
+        try:
+            with waits.waiting("an answer of the dashboard's reader", waits_on="object store", deadline_s=ANSWER_S):
+                async with asyncio.timeout(ANSWER_S):
+                    process = await self._started()
+                    assert process.stdin is not None
+                    process.stdin.write(frame(number, data))
+                    await process.stdin.drain()
+                    return await future
+        except (TimeoutError, OSError) as error:
+            raise UnavailableError(
+                f"the log of the run could not be read within {ANSWER_S:.0f} s",
+                reason="READER_SILENT",
+                remedy="see whether the object store answers; the page tries again",
+            ) from error
+        finally:
+            self._open.pop(number, None)
+
+    async def close(self) -> None:
+        """End the process."""
+        if self._listening is not None:
+            self._listening.cancel()
+            await asyncio.gather(self._listening, return_exceptions=True)
+
+    async def _started(self) -> asyncio.subprocess.Process:
+        async with self._starting:
+            if self._process is None or self._process.returncode is not None:
+                self._process = await sessions.start(
+                    [sys.executable, "-m", "millrace.readers.dashboard.reader_process"],
+                    env=None,
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                )
+                assert self._process.stdin is not None
+                self._process.stdin.write(frame(0, json.dumps(self._order).encode()))
+                self._listening = asyncio.create_task(self._listen(self._process), name="reader of the dashboard")
+            return self._process
+
+    async def _listen(self, process: asyncio.subprocess.Process) -> None:
+        assert process.stdout is not None
+        try:
+            while True:
+                size, number = LENGTH.unpack(await process.stdout.readexactly(LENGTH.size))
+                if size > MAX_ANSWER_BYTES:
+                    break
+                data = await process.stdout.readexactly(size)
+                future = self._open.get(number)
+                if future is not None and not future.done():
+                    future.set_result(ReaderAnswer(status=int(data[:3]), body=data[3:]))
+        except (asyncio.IncompleteReadError, ValueError, OSError):
+            logger.info("the reader of the dashboard ended")
+        finally:
+            sessions.kill_group(process.pid)
+            if self._process is process:
+                self._process = None
+            self._fail()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(process.wait(), STOP_S)
+
+    def _fail(self) -> None:
+        error: MillraceError = UnavailableError(
+            "the process that reads for the dashboard died", reason="READER_DIED", remedy="nothing: ask again"
+        )
+        for future in self._open.values():
+            if not future.done():
+                future.set_exception(error)

@@ -1,0 +1,312 @@
+"""One sample with all that the log knows of it: conversation, reward parts, its group, and its tokens."""
+
+import threading
+from collections import Counter, OrderedDict
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from millrace.errors import CorruptObjectError, MillraceError, NotFoundError
+from millrace.internal.v1 import batch_pb2
+from millrace.readers.dashboard.index.columns import Columns, Segment
+from millrace.readers.dashboard.index.query import parse_id, row_json, sample_id
+from millrace.readers.dashboard.views.facts import RunFacts
+from millrace.readers.dashboard.views.tokens import Asked, TrainerLogprobs, Vocabulary, not_trained, of_secrets
+from millrace.readers.exports.conversation import given_of, messages_of
+from millrace.rollouts.batch_wire import MAX_HEADER_BYTES, chunks_for, decode_header, unpack_batch
+from millrace.rollouts.types import Rollout, Sample, TrainSample
+from millrace.rollouts.wire import decode_archive
+from millrace.runlog.names import Names
+from millrace.runlog.records.frontier import chain_hash
+from millrace.runlog.records.revisions import read_archive
+from millrace.storage import ObjectStore
+from millrace.telemetry.redact import MASK
+
+MAX_TOKENS = 4096
+"""On one page of tokens."""
+MAX_MEMBERS = 256
+"""Of a group, on one page."""
+_SECRET_TOKENS = 512  # a secret may begin so many tokens before a page, or end behind it
+_KEPT, _MAX_KEPT_BYTES = 2, 32 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class BatchArchive:
+    """A header, its chain hash (empty if it continues nothing), and the rollouts that it archives."""
+
+    header: batch_pb2.BatchHeader
+    chain_hash: bytes
+    rollouts: list[Rollout]
+
+
+class RecentArchives:
+    """The archives that were read last: who looks at a sample looks at its neighbours next."""
+
+    def __init__(self, store: ObjectStore) -> None:
+        self._store = store
+        self._lock = threading.Lock()
+        self._kept: OrderedDict[str, BatchArchive] = OrderedDict()
+
+    def read(self, key: str) -> BatchArchive:
+        """What lies at the key of a header."""
+        with self._lock:
+            if key in self._kept:
+                self._kept.move_to_end(key)
+                return self._kept[key]
+        header_bytes = self._store.get(key, max_bytes=MAX_HEADER_BYTES)
+        header = decode_header(header_bytes)
+        chain = chain_hash(header.previous_chain_hash, header_bytes) if len(header.previous_chain_hash) == 32 else b""
+        data = read_archive(self._store, header)
+        found = BatchArchive(header, chain, decode_archive(data) if data else [])
+        with self._lock:
+            if len(data) <= _MAX_KEPT_BYTES:
+                self._kept[key] = found
+            while len(self._kept) > _KEPT:
+                self._kept.popitem(last=False)
+        return found
+
+
+class Details:
+    """Answers for single samples of one run."""
+
+    def __init__(
+        self, store: ObjectStore, names: Names, columns: Columns, facts: RunFacts, *, secrets: tuple[str, ...] = ()
+    ) -> None:
+        """`secrets` are values that no token may show; what `redact` finds by its look is hidden in any case."""
+        self._store = store
+        self._secrets = secrets
+        self._names = names
+        self._columns = columns
+        self._trainer = TrainerLogprobs(store, names, facts)
+        self._archives = RecentArchives(store)
+        self._vocabulary: Vocabulary | None = None
+
+    def row(self, sample: str) -> int:
+        """The row of a sample; NotFoundError if the index has none of that id."""
+        step, revision, place = parse_id(sample)
+        segments = self._columns.segments
+        segment = next((each for each in segments if (each.step, each.revision) == (step, revision)), None)
+        if segment is None:
+            newest = max((each.step for each in segments), default=-1)
+            why = f"the newest is {newest}" if segments else "there is none yet"
+            raise _no_sample(sample, f"no batch {step}{f'r{revision}' if revision else ''} is committed, {why}")
+        rows = self._columns.rows()[segment.first : segment.first + segment.count]
+        found = np.flatnonzero(rows["place"] == place)
+        if not len(found):
+            what = segment.problem or f"batch {step} resolved {segment.count} samples, and not this one"
+            raise _no_sample(sample, what)
+        return segment.first + int(found[0])
+
+    def tokens_by_version(self, sample: str) -> dict[int, int] | None:
+        """How many tokens of a sample each policy version made; None where its archive is not kept any more."""
+        try:
+            at, archive = self._read(sample)
+        except (CorruptObjectError, NotFoundError):
+            return None
+        rollout = archive.rollouts[int(self._columns.rows()["place"][at])]
+        found: Counter[int] = Counter()
+        for each in rollout.samples:
+            found.update(version for version in _versions(each).tolist() if version >= 0)
+        return dict(found)
+
+    def show(self, sample: str) -> dict[str, Any]:
+        """The sample without its tokens."""
+        at, archive = self._read(sample)
+        rows = self._columns.rows()
+        rollout = archive.rollouts[int(rows["place"][at])]
+        same = self._group(at)
+        members = [
+            row_json(self._columns, rows[row], texts)
+            for row, texts in zip(same, self._columns.texts([int(row) for row in same]), strict=True)
+        ]
+        own = next(self._columns.texts([at]))
+        return {
+            **row_json(self._columns, rows[at], own),
+            **_facts(rollout),
+            "messages": messages_of(rollout),
+            "group": members,
+            "samples": [_sample_facts(each) for each in rollout.samples],
+            "traces": [
+                {"agent": trace.agent, "reward": trace.reward, "samples": trace.num_samples, "turns": trace.num_turns}
+                for trace in rollout.traces
+            ],
+        }
+
+    def _group(self, at: int) -> np.ndarray:
+        """Rows of a sample's group, by member: of its batch, or of its evaluation, in whichever batches that lies."""
+        rows = self._columns.rows()
+        segment, first, last = self._segment(rows[at]), 0, len(rows)
+        if rows["evaluation"][at] < 0:
+            first, last = segment.first, segment.first + segment.count
+        is_same = np.ones(last - first, bool)
+        for name in ("evaluation", "ordinal", "purpose", "env"):
+            is_same &= self._columns.column(name)[first:last] == rows[name][at]
+        found = first + np.flatnonzero(is_same)
+        return found[np.argsort(rows["member"][found], kind="stable")][:MAX_MEMBERS]
+
+    def tokens(self, sample: str, *, part: int, offset: int, size: int) -> dict[str, Any]:
+        """Columns over the tokens `[offset, offset + size)` of one of its token sequences."""
+        at, archive = self._read(sample)
+        row = self._columns.rows()[at]
+        rollout = archive.rollouts[int(row["place"])]
+        if not 0 <= part < len(rollout.samples):
+            raise NotFoundError(
+                f"sample {sample} has {len(rollout.samples)} token sequences, and no number {part}",
+                reason="PART_NOT_FOUND",
+                remedy="a rollout that failed has no tokens",
+            )
+        columns = rollout.samples[part]
+        window = slice(offset, offset + min(size, MAX_TOKENS))
+        ids, texts = self._readable(columns.token_ids, window)
+        advantages = self._advantages(archive.header, rollout, part) if row["trained"] else None
+        return {
+            "total": columns.num_tokens,
+            "offset": offset,
+            "ids": ids,
+            "texts": texts,
+            "mask": columns.loss_mask[window].tolist(),
+            "logprobs": [round(float(value), 5) for value in columns.inference_logprobs[window]],
+            "versions": _versions(columns)[window].tolist(),
+            "advantages": None if advantages is None else _rounded(advantages[window]),
+            "trainer": self._of_trainer(row, archive, part, window) if row["trained"] else not_trained(),
+        }
+
+    def _readable(self, token_ids: np.ndarray, window: slice) -> tuple[list[int], list[str | None]]:
+        """The ids and texts of a window; those of secrets, which stand in several tokens, are -1 and masked."""
+        if self._vocabulary is None:
+            self._vocabulary = Vocabulary.of_run(self._store, self._names)
+        first = max(0, window.start - _SECRET_TOKENS)
+        around = token_ids[first : window.stop + _SECRET_TOKENS].tolist()
+        texts = [self._vocabulary.text(token) for token in around]
+        hidden = of_secrets(texts, self._secrets)
+        shown = range(window.start - first, min(window.stop - first, len(around)))
+        return [-1 if hidden[at] else around[at] for at in shown], [MASK if hidden[at] else texts[at] for at in shown]
+
+    def _of_trainer(self, row: Any, archive: BatchArchive, part: int, window: slice) -> dict[str, Any]:
+        """The trainer's columns; where it has those of others only, the samples that they are of."""
+        asked = Asked(
+            step=int(row["step"]),
+            chain_hash=archive.chain_hash,
+            rollouts=archive.rollouts,
+            place=int(row["place"]),
+            part=part,
+            window=window,
+        )
+        found = self._trainer.of(asked)
+        if (places := found.pop("places", None)) is not None:
+            batch = {name: int(row[name]) for name in ("step", "revision")}
+            found["samples"] = [sample_id({**batch, "place": place}) for place in places]
+        return found
+
+    def _read(self, sample: str) -> tuple[int, BatchArchive]:
+        at = self.row(sample)
+        row = self._columns.rows()[at]
+        archive = self._archives.read(self._segment(row).key)
+        if not 0 <= row["place"] < len(archive.rollouts):
+            raise CorruptObjectError(
+                f"the archive of batch {row['step']} has no rollout {row['place']} any more",
+                reason="INDEX_CORRUPT",
+                remedy="`millrace run audit` says whether the archive is what was written",
+            )
+        return at, archive
+
+    def _segment(self, row: Any) -> Segment:
+        """The batch of a row."""
+        wanted = (int(row["step"]), int(row["revision"]))
+        return next(each for each in self._columns.segments if (each.step, each.revision) == wanted)
+
+    def _advantages(self, header: batch_pb2.BatchHeader, rollout: Rollout, part: int) -> np.ndarray | None:
+        """Of the tokens of one sequence, as the batch has them (NaN behind its cut).
+
+        None where nothing of it was trained on, or where the batch is not kept any more.
+        """
+        member = (rollout.ordinal, rollout.member, rollout.attempt)
+        own = [
+            index for index, entry in enumerate(header.samples)
+            if (entry.ordinal, entry.member, entry.attempt) == member
+        ]  # fmt: skip
+        if not own:
+            return None
+        try:
+            chunks = {at: self._store.get(header.chunks[at].key) for at in chunks_for(header, own)}
+            found = _trained_parts(unpack_batch(header, chunks, only=own), rollout)[part]
+        except MillraceError:  # pruned or damaged: the page shows the rest
+            return None
+        if found is None:
+            return None
+        whole = np.full(rollout.samples[part].num_tokens, np.nan, np.float32)
+        whole[: len(found.advantages)] = found.advantages
+        return whole
+
+
+def _trained_parts(trained: list[TrainSample], rollout: Rollout) -> list[TrainSample | None]:
+    """What a batch has of each token sequence of a rollout; None of one that it has nothing of.
+
+    A batch has the sequences in their order, each cut, and leaves out those of which nothing sampled is left then: the
+    number of a sequence in the rollout is not its number in the batch.
+    """
+    found: list[TrainSample | None] = []
+    waiting = iter(trained)
+    first = next(waiting, None)
+    for sample in rollout.samples:
+        is_it = (
+            first is not None
+            and np.array_equal(first.token_ids, sample.token_ids[: len(first.token_ids)])
+            and np.array_equal(first.loss_mask != 0, sample.loss_mask[: len(first.loss_mask)] != 0)
+        )
+        found.append(first if is_it else None)
+        first = next(waiting, None) if is_it else first
+    return found
+
+
+def _no_sample(sample: str, why: str) -> NotFoundError:
+    return NotFoundError(
+        f"the run has no sample {sample}: {why}",
+        reason="SAMPLE_NOT_FOUND",
+        remedy="`millrace run samples` and the page of samples list them; one of a batch that was just committed comes "
+        "within seconds",
+    )
+
+
+def _facts(rollout: Rollout) -> dict[str, Any]:
+    error = rollout.error
+    return {
+        "task_id": rollout.task_id[:2000],
+        "task_index": rollout.task_index,
+        "group_size": rollout.group_size,
+        "error": None if error is None else {"type": error.type, "message": error.message, "frames": error.frames},
+        "metrics": {name[:200]: value for name, value in sorted(rollout.metrics.items())[:500]},
+        "temperature": rollout.temperature,
+        "model_seconds": rollout.model_seconds,
+        "env_server": rollout.env_server,
+        "planned_step": rollout.planned_step,
+        "eval_id": rollout.eval_id,
+        "sampling": rollout.sampling_json,
+        "given": given_of(rollout),
+    }
+
+
+def _sample_facts(sample: Sample) -> dict[str, Any]:
+    return {
+        "tokens": sample.num_tokens,
+        "sampled": sample.num_loss_tokens,
+        "spans": [
+            {"lineage": span.lineage, "version": span.version, "start": span.start, "end": span.end}
+            for span in sample.policy_spans[:1000]
+        ],
+    }
+
+
+def _rounded(values: np.ndarray) -> list[float | None]:
+    """To five places; None for what is not finite."""
+    return [round(float(value), 5) if np.isfinite(value) else None for value in values]
+
+
+def _versions(sample: Sample) -> np.ndarray:
+    """The policy version of each token; -1 where none sampled it."""
+    found = np.full(sample.num_tokens, -1, np.int64)
+    for span in sample.policy_spans:
+        found[span.start : span.end] = span.version
+    found[sample.loss_mask == 0] = -1
+    return found

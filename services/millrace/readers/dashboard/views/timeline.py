@@ -1,0 +1,347 @@
+"""Lanes of who did what when, and why a step takes as long as it does, in words."""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from millrace.readers.dashboard.index.columns import Columns
+from millrace.readers.dashboard.views.facts import RunFacts
+from millrace.runlog.events.run_status import state_name
+from millrace.telemetry.redact import redacted_beginning
+from millrace.v1 import event_pb2
+
+STEPS_DEFAULT, STEPS_MAX = 20, 500
+_BINS = 400
+_MAX_MARKS = 2_000
+_LOSSES = re.compile(r"LOST|DIED|KILLED|REPLACED|RESTART|TAKEOVER|TAKEN_OVER|RECOVER|REBUILT|UNREACHABLE|STALL")
+HELD_UP = 0.02
+"""From which share of a step on it is said that something held the trainer up beside its work."""
+_HELD_UP = {
+    "publish": "until a version could be published",
+    "load": "to read its batch from the object store",
+    "checkpoint": "for a checkpoint",
+}
+
+
+# What the time of steps went to: measured where a service measured it, else laid on the way that a batch takes.
+
+TEXTS = {
+    "trainer": "the trainer computes",
+    "load": "the trainer reads its batch from the object store",
+    "checkpoint": "the trainer saves a checkpoint",
+    "publish": "the new version is written to the object store",
+    "update": "engines fetch and apply the new version",
+    "engine": "engines generate",
+    "environment": "environments and rewards run",
+    "commit": "finished rollouts are written to the object store as a batch",
+    "batches": "the trainer waits for its batch",
+}
+STORE = ("load", "checkpoint", "publish", "commit")
+"""Causes that are time in which the object store writes or reads."""
+MAIN_SHARE = 0.4
+"""From which share of the time on a cause is called the main one."""
+_ALONE, _SHOWN = 0.8, 0.01
+_MEASURED = {"load": "time/load_data", "checkpoint": "time/save_ckpt", "publish": "time/broadcast_weights"}
+"""What holds the trainer up beside its work and its wait, by the metric of a step that says so."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """One step of the trainer, whose wait for the batch is at its beginning."""
+
+    ended: float
+    body: event_pb2.StepCompleted
+    writer: str
+
+    @property
+    def began(self) -> float:
+        """When the step before ended."""
+        return self.ended - self.body.step_seconds
+
+    @property
+    def waited(self) -> float:
+        """Seconds without a batch."""
+        return min(self.body.wait_seconds, self.body.step_seconds)
+
+    def held_up(self, cause: str) -> float:
+        """Seconds in which the trainer stood still for this cause, as it measured them."""
+        return max(0.0, self.body.metrics.get(_MEASURED[cause], 0.0))
+
+    def overlap(self, begin: float, end: float) -> float:
+        """Seconds of its wait between these times."""
+        return max(0.0, min(end, self.began + self.waited) - max(begin, self.began))
+
+
+def shares_of(
+    steps: Sequence[Step], way: Mapping[str, float], *, whole: Mapping[int, float], committed: Mapping[int, float]
+) -> list[dict[str, Any]]:
+    """Causes with a share of 0 to 1 each, the largest first.
+
+    `whole` is when the last rollout of a step's batch was finished, and `committed` when the batch was in the store:
+    what of this a trainer waited for is measured. The rest of its wait is laid on the parts of `way` in proportion to
+    their seconds; without any it is a cause of its own.
+    """
+    total = sum(step.body.step_seconds for step in steps)
+    if total <= 0:
+        return []
+    spent = {cause: sum(step.held_up(cause) for step in steps) for cause in _MEASURED}
+    spent["commit"] = sum(
+        step.overlap(whole[number], committed[number])
+        for step in steps
+        if (number := step.body.step) in whole and number in committed
+    )
+    wait = max(0.0, sum(step.waited for step in steps) - spent["commit"])
+    spent["trainer"] = max(0.0, total - wait - sum(spent.values()))
+    length = sum(way.values())
+    if length > 0:
+        for cause, seconds in way.items():
+            spent[cause] = spent.get(cause, 0.0) + wait * seconds / length
+    else:
+        spent["batches"] = wait
+    return [
+        {"cause": cause, "share": round(seconds / total, 4), "seconds": round(seconds / len(steps), 4),
+         "text": TEXTS[cause]}
+        for cause, seconds in sorted(spent.items(), key=lambda each: -each[1])
+        if seconds > 0
+    ]  # fmt: skip
+
+
+def headline(shares: Sequence[Mapping[str, Any]]) -> str:
+    """The main cause in a sentence. What a slow object store holds up in several places is one cause."""
+    first = shares[0]
+    store = [each for each in shares if each["cause"] in STORE]
+    together = sum(each["share"] for each in store)
+    others = max((each["share"] for each in shares if each["cause"] not in STORE), default=0.0)
+    if together <= others or store[0]["share"] >= _ALONE * together:
+        return f"{_verb(first['share'])}, {first['text']}: {first['share']:.0%} of a step."
+    parts = ", ".join(f"{each['text']} ({each['share']:.0%})" for each in store if each["share"] >= _SHOWN)
+    return f"{_verb(together)}, the object store is waited for: {together:.0%} of a step: {parts}."
+
+
+def _verb(share: float) -> str:
+    return "Mostly" if share >= MAIN_SHARE else "First of all"
+
+
+@dataclass(slots=True)
+class _Window:
+    """The last steps of a run, and what else happened meanwhile."""
+
+    steps: list[Step]
+    begin: float
+    end: float
+    published: dict[int, float] = field(default_factory=dict)
+    served: dict[int, float] = field(default_factory=dict)
+    committed: dict[int, float] = field(default_factory=dict)
+    pauses: dict[str, float] = field(default_factory=dict)
+    lanes: dict[str, dict[str, Any]] = field(default_factory=dict)
+    marks: list[dict[str, Any]] = field(default_factory=list)
+
+    def span(self, lane: str, kind: str, start: float, end: float, text: str, *, group: str) -> None:
+        found = self.lanes.setdefault(lane, {"name": lane, "group": group, "spans": []})
+        if end > self.begin and start < self.end:
+            found["spans"].append([kind, max(start, self.begin), min(end, self.end), text])
+
+
+def timeline(facts: RunFacts, columns: Columns, *, num_steps: int) -> dict[str, Any]:
+    """The lanes of the last steps, and the shares of causes."""
+    done: dict[int, Step] = {}
+    for event in facts.events:
+        if event.HasField("step_completed"):
+            body = event.step_completed
+            done.setdefault(body.step, Step(ended=_time(event), body=body, writer=event.writer))
+    steps = [done[step] for step in sorted(done)][-num_steps:]
+    if not steps:
+        return {"steps": 0, "lanes": [], "marks": [], "shares": [], "words": ["No step is done yet."]}
+    begin = steps[0].began
+    window = _Window(steps=steps, begin=begin, end=steps[-1].ended)
+    _trainer_lanes(window)
+    for event in facts.events:
+        _take(window, event)
+    rollouts = _rollout_lanes(window, columns)
+    shares = _shares(window, columns, rollouts)
+    return {
+        "steps": len(steps),
+        "first_step": steps[0].body.step,
+        "last_step": steps[-1].body.step,
+        "begin": begin,
+        "end": window.end,
+        "lanes": sorted(window.lanes.values(), key=lambda lane: (_ORDER.index(lane["group"]), lane["name"])),
+        "marks": window.marks[-_MAX_MARKS:],
+        "shares": shares,
+        "words": _words(window, rollouts, shares),
+    }
+
+
+_ORDER = ["trainer", "publish", "orchestrator", "inference", "env-server"]
+
+
+def _time(event: event_pb2.Event) -> float:
+    return event.time.ToNanoseconds() / 1e9
+
+
+def _trainer_lanes(window: _Window) -> None:
+    for step in window.steps:
+        at, body, writer = step.ended, step.body, step.writer
+        got = step.began + step.waited
+        window.span(writer, "wait", step.began, got, f"step {body.step}: waits for its batch", group="trainer")
+        learning = body.metrics.get("time/forward_backward", at - got) if body.metrics else at - got
+        learnt = min(at, got + max(0.0, learning))
+        window.span(writer, "work", got, learnt, f"step {body.step}: forward and backward", group="trainer")
+        window.span(writer, "other", learnt, at, f"step {body.step}: the rest of the step", group="trainer")
+
+
+def _take(window: _Window, event: event_pb2.Event) -> None:
+    """What one event says of the time that is shown."""
+    at = _time(event)
+    if not window.begin - 60 <= at <= window.end + 60:
+        return
+    match event.WhichOneof("body"):
+        case "policy_published":
+            new = event.policy_published
+            window.published.setdefault(new.version, at)
+            text = f"policy {new.version} is published"
+            window.span(f"{event.writer} publishes", "publish", at - new.seconds, at, text, group="publish")
+        case "policy_served":
+            new = event.policy_served
+            window.served.setdefault(new.version, at)
+            began = at - max(new.update_seconds, new.pause_seconds)
+            text = f"policy {new.version} is fetched and prepared, requests go on"
+            window.span(new.replica, "update", began, at - new.pause_seconds, text, group="inference")
+            text = f"policy {new.version} is applied: generation stands still"
+            window.span(new.replica, "pause", at - new.pause_seconds, at, text, group="inference")
+            if window.begin <= at <= window.end:
+                window.pauses[new.replica] = window.pauses.get(new.replica, 0.0) + new.pause_seconds
+        case "batch_committed":
+            window.committed.setdefault(event.batch_committed.step, at)
+            text = f"batch of step {event.batch_committed.step + 1} is committed"
+            window.span(event.writer, "commit", at, at, text, group="orchestrator")
+        case "warning" | "rollouts_failed" | "state_changed":
+            _mark(window, event, at)
+        case "wait_reported":
+            wait = event.wait_reported.wait
+            text = f"{wait.owner} waits for {wait.reason}"
+            window.marks.append({"time": at, "kind": "wait", "text": _short(text), "on": wait.waits_on})
+        case _:
+            pass
+
+
+def _mark(window: _Window, event: event_pb2.Event, at: float) -> None:
+    kind = event.WhichOneof("body")
+    if kind == "warning":
+        reason = event.warning.reason
+        is_loss = _LOSSES.search(reason) is not None
+        mark = {"kind": "death" if is_loss else "warning", "text": _short(f"{reason}: {event.warning.message}")}
+    elif kind == "rollouts_failed":
+        mark = {"kind": "warning", "text": _short(event.rollouts_failed.message)}
+    else:
+        change = event.state_changed
+        mark = {"kind": "state", "text": _short(f"the run is {state_name(change.new_state)}: {change.reason}")}
+    window.marks.append({"time": at, **mark})
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= 500 else redacted_beginning(text, 500)  # what is whole is masked on its way out
+
+
+def _rollout_lanes(window: _Window, columns: Columns) -> dict[str, float]:
+    """A lane per env-server with how many rollouts it played; returns the means of what took their time."""
+    near = np.flatnonzero(columns.column("finished") >= window.begin)
+    rows = columns.rows()[near]
+    rows = rows[rows["finished"] - rows["seconds"] <= window.end]
+    if not len(rows):
+        return {}
+    edges = np.linspace(window.begin, window.end, _BINS + 1)
+    for number in np.unique(rows["server"]):
+        own = rows[rows["server"] == number]
+        name = columns.names.name("server", int(number)) or "env-server"
+        counts = _in_flight(own, edges)
+        model = float(own["model_seconds"].sum()) / max(1e-9, float(own["seconds"].sum()))
+        lane = window.lanes.setdefault(name, {"name": name, "group": "env-server", "spans": []})
+        lane |= {"counts": [round(float(count), 2) for count in counts], "model_share": round(model, 4)}
+    model = np.minimum(rows["model_seconds"], rows["seconds"]).astype(np.float64)
+    return {
+        "count": float(len(rows)),
+        "seconds": float(rows["seconds"].mean()),
+        "slow": float(np.quantile(rows["seconds"], 0.9)),
+        "model": float(model.mean()),
+        "env": float((rows["seconds"] - model).mean()),
+    }
+
+
+def _in_flight(rows: np.ndarray, edges: np.ndarray) -> np.ndarray:
+    """How many of these rollouts were being played, at each edge."""
+    ends = np.sort(rows["finished"])
+    starts = np.sort(rows["finished"] - rows["seconds"])
+    return np.searchsorted(starts, edges, "right") - np.searchsorted(ends, edges, "left")
+
+
+def _shares(window: _Window, columns: Columns, rollouts: dict[str, float]) -> list[dict[str, Any]]:
+    """What the time of the steps went to; see `causes`."""
+    way: dict[str, float] = {}
+    if rollouts:  # without them the way is not known
+        way = {"publish": _publish_gap(window), "update": _update_gap(window)}
+        way |= {"engine": rollouts["model"], "environment": rollouts["env"]}
+    return shares_of(window.steps, way, whole=_whole(window, columns), committed=window.committed)
+
+
+def _whole(window: _Window, columns: Columns) -> dict[int, float]:
+    """When the last rollout of each step's batch was finished."""
+    steps, finished = columns.column("step"), columns.column("finished")
+    near = np.flatnonzero((steps >= window.steps[0].body.step) & (steps <= window.steps[-1].body.step))
+    found, which = np.unique(steps[near], return_inverse=True)
+    last = np.full(len(found), -np.inf)
+    np.maximum.at(last, which, finished[near])
+    shown = {step.body.step for step in window.steps}
+    return {int(step): float(at) for step, at in zip(found, last, strict=True) if int(step) in shown}
+
+
+def _publish_gap(window: _Window) -> float:
+    """Mean seconds from the end of a step until its version is in the store."""
+    ends = {step.body.step + 1: step.ended for step in window.steps}
+    gaps = [window.published[version] - at for version, at in ends.items() if version in window.published]
+    return max(0.0, sum(gaps) / len(gaps)) if gaps else 0.0
+
+
+def _update_gap(window: _Window) -> float:
+    """Mean seconds from there until the first engine serves it."""
+    gaps = [window.served[version] - at for version, at in window.published.items() if version in window.served]
+    return max(0.0, sum(gaps) / len(gaps)) if gaps else 0.0
+
+
+def _words(window: _Window, rollouts: dict[str, float], shares: list[dict[str, Any]]) -> list[str]:
+    """The answer to "why is my step slow", the most important first."""
+    count = len(window.steps)
+    total = sum(step.body.step_seconds for step in window.steps)
+    wait = sum(step.waited for step in window.steps)
+    mean = total / count
+    told = [
+        f"A step took {_s(mean)} over the last {count}; the trainer waited for {wait / max(total, 1e-9):.0%} of it."
+    ]
+    if shares:
+        told.insert(0, headline(shares))
+    if rollouts:
+        env = rollouts["env"] / max(1e-9, rollouts["seconds"])
+        told.append(
+            f"A rollout took {_s(rollouts['seconds'])} (the slowest tenth {_s(rollouts['slow'])} or more): "
+            f"{1 - env:.0%} in the engine, {env:.0%} in the environment and its rewards."
+        )
+    publish, update = _publish_gap(window), _update_gap(window)
+    if publish or update:
+        told.append(f"A version is in the object store {_s(publish)} after its step, and served {_s(update)} later.")
+    for cause, words in _HELD_UP.items():
+        if (held := sum(step.held_up(cause) for step in window.steps) / count) > HELD_UP * mean:
+            told.append(f"The trainer stood still for {_s(held)} of a step {words}.")
+    if window.pauses and window.end > window.begin:
+        share = max(window.pauses.values()) / (window.end - window.begin)
+        told.append(f"Generation stood still for updates for {share:.1%} of the time.")
+    deaths = sum(mark["kind"] == "death" for mark in window.marks)
+    if deaths:
+        told.append(f"{deaths} times something died, was lost or had to recover: see the marks.")
+    return told
+
+
+def _s(seconds: float) -> str:
+    return f"{seconds:.2f} s" if seconds < 10 else f"{seconds:.0f} s"

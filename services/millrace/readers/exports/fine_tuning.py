@@ -1,0 +1,100 @@
+"""The process that writes a `millrace sft` run to W&B while it goes on, from its `metrics.jsonl`.
+
+Lines of evaluations come when later steps are under way, and a run that goes on from a checkpoint makes steps again. So
+a row is known by what it is of, and the order in which rows went to W&B is kept in `wandb-rows.jsonl`: the n-th line of
+it is W&B's n-th row, for every exporter that is started again.
+"""
+
+import re
+from pathlib import Path
+from typing import Any, NoReturn
+
+from millrace.decoding import decode_object, require_integer, require_number
+from millrace.errors import CorruptObjectError
+from millrace.readers.exports.live import open_run, read_key
+from millrace.readers.exports.metrics import MetricRow
+from millrace.readers.exports.process import RunExport, serve
+from millrace.readers.exports.wandb_run import WandbRun
+
+ORDER = "wandb-rows.jsonl"
+_EVALUATED = re.compile(r"eval/(.+)/reward/mean")
+
+
+class FineTuningExport(RunExport):
+    """Writes the lines of a file as they come."""
+
+    def __init__(self, order: dict[str, Any]) -> None:
+        super().__init__()
+        self._order = order
+        self._path = Path(order["metrics"])
+        self._kept = self._path.with_name(ORDER)
+        self._keys: set[str] = set()
+        self._run: WandbRun | None = None
+
+    def look(self) -> bool:
+        """Write the lines that are new; the parent says when the run has ended."""
+        run = self._run = self._run or open_run(self, self._order, samples_of=lambda _: [])
+        if not self._keys:
+            self._write_kept(run)
+        for line, row in read_lines(self._path):
+            if row.key not in self._keys:
+                with self._kept.open("ab") as kept:
+                    kept.write(line + b"\n")
+                self._write(run, row)
+        return False
+
+    def _write_kept(self, run: WandbRun) -> None:
+        """Write what exporters before this one did, in their order; W&B has all or some of it, or is another run."""
+        found = read_lines(self._kept)
+        for _, row in found:
+            self._write(run, row)
+        if self._kept.exists():  # a kill may have torn its last line, which W&B has not seen
+            fresh = self._kept.with_name(f".{ORDER}.new")
+            fresh.write_bytes(b"".join(line + b"\n" for line, _ in found))
+            fresh.replace(self._kept)
+
+    def _write(self, run: WandbRun, row: MetricRow) -> None:
+        self._keys.add(row.key)
+        run.write(self.rows, row)
+        self.rows += 1
+
+    def finish(self) -> None:
+        """Close the run in W&B."""
+        if self._run is not None:
+            self._run.finish()
+
+
+def read_lines(path: Path) -> list[tuple[bytes, MetricRow]]:
+    """Return the whole lines of the file with what they say, up to the first that is damaged."""
+    found: list[tuple[bytes, MetricRow]] = []
+    try:
+        *lines, _ = path.read_bytes().split(b"\n")
+    except FileNotFoundError:
+        return found
+    for line in lines:
+        try:
+            said = decode_object(line, what="a line of metrics.jsonl", reason="METRICS_CORRUPT")
+            step = require_integer(said.pop("step", None), what="its step")
+            values = {name: require_number(value, what=name) for name, value in said.items() if value is not None}
+        except (CorruptObjectError, ValueError):
+            return found
+        found.append((line, MetricRow(key=_key(step, said), step=step, time=0.0, values=values)))
+    return found
+
+
+def _key(step: int, said: dict[str, Any]) -> str:
+    """Return what a line is of: a step, the validation behind the last one, or evaluations of environments."""
+    envs = sorted(match[1] for name in said if (match := _EVALUATED.fullmatch(name)))
+    if any(name.startswith("eval/") for name in said):
+        return f"eval/{','.join(envs)}/{step}"
+    return f"step/{step}" if "loss/mean" in said else f"validation/{step}"
+
+
+def main() -> NoReturn:
+    """Export the run that the first line of the standard input names; ends with its parent."""
+    read_key()
+    serve(FineTuningExport)
+
+
+if __name__ == "__main__":
+    main()

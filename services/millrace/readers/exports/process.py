@@ -1,0 +1,113 @@
+"""A process that writes a run somewhere while it goes on: it reads what the run has made durable, and asks nobody.
+
+A process of its own, because the libraries that it needs are large, start others, and may hang. It is told what to do
+by one JSON line on its standard input, whose end is the end of its parent, and reports by JSON lines on its standard
+output (`millrace.readers.exports.keeper` is the other end).
+"""
+
+import importlib
+import json
+import os
+import sys
+import threading
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any, NoReturn
+
+from millrace.backoff import Backoff
+from millrace.decoding import decode_object
+from millrace.errors import InvalidStateError, MillraceError
+from millrace.runlog.names import Names
+from millrace.storage import open_store
+from millrace.telemetry.redact import redact
+
+POLL_S = 5.0
+RETRY = Backoff(2.0, 60.0)
+
+
+class RunExport:
+    """Writes what comes, until the run has ended and everything is written."""
+
+    def __init__(self) -> None:
+        self.rows = 0
+        """How many were written."""
+        self.hurry = threading.Event()
+        """Look now: the run has ended, or nobody waits for the next look."""
+        self.is_ending = False
+        self.is_told = False
+        """Whether the parent says when the run has ended. Then the log does not: one that was reopened still holds the
+        end before, for as long as nothing behind it is archived."""
+        self._said = ""
+
+    def look(self) -> bool:
+        """Write what is new; whether the log has told the end of the run. Errors of ours are tried again later."""
+        raise NotImplementedError
+
+    def finish(self) -> None:
+        """Everything is written: let it arrive."""
+
+    def run(self) -> None:
+        """Follow the run to its end. What is no error of ours ends the process, and its parent begins anew."""
+        failures = 0
+        while True:
+            is_last = self.is_ending
+            try:
+                has_ended = self.look() and not self.is_told
+                if has_ended or is_last:
+                    self.say("finishing")
+                    self.finish()
+                    self.say("done", text=f"{self.rows} rows")
+                    return
+                failures = 0
+            except MillraceError as error:
+                failures += 1
+                self.say("waiting", error.reason, str(error))
+            self.hurry.wait(RETRY.after(failures) if failures else POLL_S)
+            self.hurry.clear()
+
+    def say(self, state: str, reason: str = "", text: str = "") -> None:
+        """Report it to the parent, unless it is what was said last."""
+        line = json.dumps({"state": state, "reason": reason, "text": redact(text)[:2000], "rows": self.rows})
+        if line != self._said:
+            self._said = line
+            print(line, flush=True)
+
+
+class LogExport(RunExport):
+    """One that reads a run's log from the object store."""
+
+    def __init__(self, order: dict[str, Any]) -> None:
+        super().__init__()
+        self.store, self.names = open_store(order["store_url"]), Names(order["prefix"], order["uid"])
+
+
+def serve(make: Callable[[dict[str, Any]], RunExport]) -> NoReturn:
+    """Export the run that the first line of the standard input names; ends with the parent."""
+    order = decode_object(sys.stdin.readline().encode(), what="the order of an export", reason="ORDER_UNREADABLE")
+    export = make(order)
+    export.is_told = order.get("is_told") is True
+
+    def listen() -> None:
+        for _ in sys.stdin:  # any further line: the run has ended
+            export.is_ending = True
+            export.hurry.set()
+        os._exit(0)  # the parent is gone: another process exports the run
+
+    threading.Thread(target=listen, daemon=True, name="end of the parent").start()
+    export.run()
+    os._exit(0)  # what foreign threads still do is not waited for
+
+
+# Libraries that only some exports need.
+
+
+def import_extra(module: str, *, extra: str) -> ModuleType:
+    """The module; an error with the pip command where the extra that brings it is not installed."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise InvalidStateError(
+            f"exporting to {extra} needs {module.partition('.')[0]}, which is not installed ({error})",
+            reason="EXTRA_MISSING",
+            remedy=f"pip install 'millrace[{extra}]'",
+        ) from error

@@ -1,0 +1,153 @@
+"""The samples of a run as other tools read them: what was asked, what was answered, and what came of it."""
+
+import re
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from millrace.errors import CorruptObjectError, NotFoundError
+from millrace.internal.v1 import batch_pb2
+from millrace.readers.exports.conversation import answer_of, content_of, info_of, messages_of
+from millrace.rollouts.batch_wire import MAX_HEADER_BYTES, closes_run, decode_header, unpack_batch
+from millrace.rollouts.types import Rollout
+from millrace.runlog.names import Names
+from millrace.runlog.records.revisions import read_rollouts
+from millrace.storage import ObjectStore
+from millrace.storage.commit_points import revision_of
+
+HEADER_NAME = re.compile(r"(\d{8})(?:\.r\d+)?\.pb")
+"""What a key of a header is behind `Names.batches`; its group is the step."""
+_Member = tuple[int, int, int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExportedSample:
+    """A rollout, the step whose batch resolved it, and its advantage there."""
+
+    step: int
+    rollout: Rollout
+    advantage: float | None
+    """Mean over the tokens that it was trained on; None if it was not, or the batch's data is not kept any more."""
+    messages: list[dict[str, Any]]
+
+    @property
+    def completion(self) -> str:
+        """What the policy said last."""
+        last = self.messages[self._answer_at :]
+        return "\n".join(content_of(message) for message in last)
+
+    @property
+    def prompt(self) -> str:
+        """Everything before that, with who said it."""
+        before = self.messages[: self._answer_at]
+        return "\n".join(f"{message.get('role', '?')}: {content_of(message)}" for message in before)
+
+    @property
+    def _answer_at(self) -> int:
+        """Where the last message of the policy stands; the end if it said nothing."""
+        roles = [message.get("role") for message in self.messages]
+        return len(roles) - 1 - roles[::-1].index("assistant") if "assistant" in roles else len(roles)
+
+    def to_json(self) -> dict[str, Any]:
+        """The sample as plain columns."""
+        rollout = self.rollout
+        return {
+            "step": self.step,
+            "environment": rollout.env,
+            "purpose": rollout.purpose.value,
+            "evaluation": rollout.eval_id,
+            "task_id": rollout.task_id,
+            "ordinal": rollout.ordinal,
+            "member": rollout.member,
+            "attempt": rollout.attempt,
+            "status": rollout.status.value,
+            "error": "" if rollout.error is None else f"{rollout.error.type}: {rollout.error.message}",
+            "prompt": self.prompt,
+            "completion": self.completion,
+            "reward": rollout.reward,
+            "advantage": self.advantage,
+            "version_min": rollout.min_version,
+            "version_max": rollout.max_version,
+            "tokens": rollout.num_tokens,
+            "sampled_tokens": rollout.num_loss_tokens,
+            "turns": rollout.num_turns,
+            "stop": rollout.stop_condition,
+            "truncated": rollout.is_truncated,
+            "seconds": rollout.seconds,
+            "metrics": dict(rollout.metrics),
+            "answer": answer_of(rollout),
+            "info": info_of(rollout),
+        }
+
+
+def list_headers(store: ObjectStore, names: Names) -> list[tuple[int, str]]:
+    """Step and key of every committed header, the closing ones included, in the order of the run."""
+    keys = (
+        (HEADER_NAME.fullmatch(info.key.removeprefix(names.batches)), info.key) for info in store.list(names.batches)
+    )
+    headers = [(int(found[1]), key) for found, key in keys if found]
+    return sorted(headers, key=lambda each: (each[0], revision_of(each[1])))
+
+
+def read_headers(
+    store: ObjectStore, names: Names, *, step: int | None = None
+) -> Iterator[tuple[int, int, batch_pb2.BatchHeader]]:
+    """Step, revision and header of everything that is committed (of one step), up to the header that ends the run.
+
+    `CorruptObjectError` names a header that is damaged.
+    """
+    previous: tuple[int, str] | None = None
+    for at, key in list_headers(store, names):
+        is_wanted = step is None or at == step
+        if is_wanted and previous is not None and previous[0] != at and closes_run(_read_header(store, previous[1])):
+            return  # what comes behind the end is no part of the run
+        if is_wanted:
+            yield at, revision_of(key), _read_header(store, key)
+        previous = at, key
+
+
+def _read_header(store: ObjectStore, key: str) -> batch_pb2.BatchHeader:
+    try:
+        return decode_header(store.get(key, max_bytes=MAX_HEADER_BYTES))
+    except CorruptObjectError as error:
+        raise CorruptObjectError(f"{store.uri(key)}: {error.message}", reason=error.reason) from error
+
+
+def read_samples(
+    store: ObjectStore, names: Names, *, step: int | None = None, advantages: bool = True
+) -> Iterator[ExportedSample]:
+    """The samples that committed batches resolved, in the order of steps; one archive is in memory at a time.
+
+    `CorruptObjectError` names an archive that is damaged.
+    """
+    for at, _, header in read_headers(store, names, step=step):
+        try:
+            rollouts = read_rollouts(store, header)
+        except NotFoundError:  # pruned: archives of rollouts are kept longer than batches, but not for ever
+            continue
+        trained = advantages_of(store, header) if advantages else {}
+        for rollout in rollouts:
+            if not rollout.is_duplicate:
+                member = (rollout.ordinal, rollout.member, rollout.attempt)
+                yield ExportedSample(
+                    step=at,
+                    rollout=rollout,
+                    advantage=trained.get(member) if rollout.purpose.value == "train" else None,
+                    messages=messages_of(rollout),
+                )
+
+
+def advantages_of(store: ObjectStore, header: batch_pb2.BatchHeader) -> dict[_Member, float]:
+    """The mean advantage of each rollout that the batch trains on; empty where its data is gone."""
+    try:
+        chunks = {index: store.get(ref.key) for index, ref in enumerate(header.chunks)}
+        samples = unpack_batch(header, chunks)
+    except (NotFoundError, CorruptObjectError):
+        return {}
+    sums: dict[_Member, list[float]] = defaultdict(lambda: [0.0, 0.0])
+    for sample in samples:
+        found = sums[sample.ordinal, sample.member, sample.attempt]
+        found[0] += float(sample.advantages[sample.loss_mask != 0].sum())
+        found[1] += sample.num_loss_tokens
+    return {member: total / count for member, (total, count) in sums.items() if count}

@@ -1,0 +1,362 @@
+"""`run repair`: what of a run is damaged or missing, from what it can be restored, and its restoration.
+
+Only bytes that another object proves are restored: headers by the chain, what headers and seals name by its sha256, the
+objects of policies and checkpoints by their manifests, a record of a reopening by the header that it names. What proves
+is looked at before what it proves. See `objects` for how bytes get to their place.
+"""
+
+import asyncio
+import hashlib
+import re
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from millrace.decoding import Fields, decode_message, decode_object
+from millrace.errors import CorruptObjectError, InvalidSpecError, NotFoundError
+from millrace.readers.repair.objects import (
+    Header,
+    Judge,
+    Position,
+    RedisCopy,
+    Repair,
+    Workbench,
+    of_hash,
+    repair_headers,
+)
+from millrace.runlog.events.archive import decode_archive, encode_archive
+from millrace.runlog.names import Deployment, Names
+from millrace.runlog.records.known import manifest_digest
+from millrace.runlog.records.listing import list_checkpoints, list_policies
+from millrace.runlog.records.revisions import Reopening, parse_reopening
+from millrace.runlog.records.run_record import RunRecord, parse_origin
+from millrace.runlog.records.sealed import Seal
+from millrace.runlog.redis.entry import id_order
+from millrace.runlog.redis.log import RunLog
+from millrace.storage import ObjectStore
+from millrace.storage.commit_points import find_newest, newest_revision, revision_key, revision_of
+from millrace.v1 import event_pb2
+
+
+async def repair_run(
+    log: RunLog | None,
+    store: ObjectStore,
+    names: Names,
+    *,
+    backup: ObjectStore | None = None,
+    is_applied: bool = False,
+    on_progress: Callable[[str], None] = lambda text: None,
+) -> list[Repair]:
+    """Look at every object of a run, and restore what can be restored if `is_applied`; reads every byte of it.
+
+    `log` is the copy in Redis, None without; `backup` a replica of the bucket.
+    `on_progress` is called from another thread.
+    """
+    redis = None if log is None else await RedisCopy.load(log)
+    bench = Workbench(
+        store=store, names=names, backup=backup, redis=redis, is_applied=is_applied, on_progress=on_progress
+    )
+    await asyncio.to_thread(_repair, bench)
+    return bench.repairs
+
+
+def _repair(bench: Workbench) -> None:
+    headers = repair_headers(bench)
+    run_json = _repair_run_json(bench, headers)
+    if run_json is not None:
+        _repair_names(bench, run_json)
+    _repair_reopenings(bench, headers)
+    pins = _pins(bench, headers)
+    kept_from = next(list_checkpoints(bench.store, bench.names), 0)  # batches since then are needed
+    for at, (_, header) in headers.items():
+        for chunk in header.chunks:
+            sha256 = chunk.sha256.hex()
+            held = None if bench.redis is None else bench.redis.by_hash(sha256)
+            bench.examine(
+                chunk.key,
+                of_hash(sha256),
+                prover=f"header {at[0]}",
+                candidates=[("Redis", held)],
+                may_be_gone=header.step < kept_from,
+                without="" if header.step >= kept_from else f"checkpoint {kept_from} has what it taught",
+            )
+        if header.rollouts_key:
+            bench.examine(header.rollouts_key, of_hash(header.rollouts_sha256.hex()), prover=f"header {at[0]}")
+    for key, (sha256, prover) in pins.items():
+        _repair_pinned(bench, key, sha256, prover)
+    _repair_archives(bench, pins)
+    _repair_checkpoints(bench, headers)
+    _repair_policies(bench, headers)
+
+
+def _repair_run_json(bench: Workbench, headers: dict[Position, Header]) -> bytes | None:
+    """`run.json`: the chain begins with its hash."""
+    names = bench.names
+    first = next(iter(headers.items()), None)
+
+    def judge(data: bytes) -> str:
+        try:
+            record = RunRecord.parse(data, where="it", needs=["name"])
+            if record.uid not in ("", names.uid):
+                return "it is another run's"
+            origin = parse_origin(data, where="it")
+            _index_objects(record, names)
+        except (CorruptObjectError, InvalidSpecError) as error:
+            return error.message
+        is_first = first is not None and first[0] == (origin.base_step, 0)
+        if first is not None and is_first and origin.chain_hash != first[1][1].previous_chain_hash:
+            return f"the chain of header {first[0][0]} does not begin with it"
+        return ""
+
+    prover = f"the chain, which begins with it (header {first[0][0]})" if first is not None else ""
+    return bench.examine(names.run_json, judge, prover=prover)
+
+
+def _repair_names(bench: Workbench, run_json: bytes) -> None:
+    """The objects that lead from the run's name and request to its uid."""
+    record = RunRecord.parse(run_json, where=bench.names.run_json, needs=["name"])
+    uid, (name, request) = bench.names.uid.encode(), _index_objects(record, bench.names)
+
+    def judge(data: bytes) -> str:
+        return "" if data == uid else "it names another run, or none"
+
+    made = [("run.json", uid)]
+    bench.examine(name, judge, prover="run.json", candidates=made)
+    if request:  # made up, and without an object, where the caller named none
+        bench.examine(request, judge, prover="run.json", candidates=made, may_be_gone=True)
+
+
+def _index_objects(record: RunRecord, names: Names) -> tuple[str, str]:
+    """The objects that lead to a run by its name and its request ("" without one); raises if no run is called so."""
+    deployment, request = Deployment(names.prefix), record.request_id
+    return deployment.name_object(record.name), deployment.request_object(request) if request else ""
+
+
+def _repair_reopenings(bench: Workbench, headers: dict[Position, Header]) -> None:
+    """The records of the closing headers that have a successor: what counts of them follows from the chain."""
+    number = 0
+    for (step, revision), (data, _) in headers.items():
+        if (step, revision + 1) not in headers:
+            continue
+        number += 1
+        sha256 = hashlib.sha256(data).hexdigest()
+
+        def judge(record: bytes, sha256: str = sha256, step: int = step, revision: int = revision) -> str:
+            try:
+                found = parse_reopening(record, where="it")
+            except CorruptObjectError as error:
+                return error.message
+            wanted = (step, revision, sha256)
+            return "" if (found.step, found.revision, found.closing_sha256) == wanted else "it names another header"
+
+        made = Reopening(
+            step=step, revision=revision, closing_sha256=sha256, epoch=0, owner="made anew by run repair", time=""
+        )
+        bench.examine(
+            bench.names.reopened(number),
+            judge,
+            prover=f"revision {revision + 1} of header {step}, which continues it",
+            candidates=[("the headers", made.encode())] if bench.backup is None else [],
+        )
+
+
+def _pins(bench: Workbench, headers: dict[Position, Header]) -> dict[str, tuple[str, str]]:
+    """sha256 (hex) by key, and who names it, of what headers and seals name."""
+    pins: dict[str, tuple[str, str]] = {}
+    for info in list(bench.store.list(bench.names.seals)):
+        data = bench.examine(info.key, _judge_seal, prover="")
+        for key, sha256 in Seal.decode(data, where=info.key).objects.items() if data is not None else ():
+            pins[bench.names.root + key] = sha256, info.key.removeprefix(bench.names.root)
+    for (step, _), (_, header) in headers.items():
+        for item in header.objects:
+            pins[bench.names.root + item.key] = item.sha256.hex(), f"header {step}"
+    pins.pop(bench.names.run_json, None)  # the chain proves it
+    return pins
+
+
+def _repair_pinned(bench: Workbench, key: str, sha256: str, prover: str) -> None:
+    names = bench.names
+    if key.startswith(names.reopenings):
+        return
+    folder = key.rpartition("/")[0] + "/"
+    is_large = bench.is_ours(key) and key.startswith((names.policies, names.checkpoints))
+    is_retired = is_large and not any(bench.store.list(folder))
+    candidates = []
+    if key.startswith(names.event_archive):
+        candidates = [("Redis", _archive_from_redis(bench, key))]
+    without = _successor_of(bench, key) if is_large and key.endswith("/manifest.json") else ""
+    bench.examine(key, of_hash(sha256), prover=prover, candidates=candidates, may_be_gone=is_retired, without=without)
+
+
+def _successor_of(bench: Workbench, key: str) -> str:
+    """In words, which newer revision stands in for a manifest; empty if none that can be read does."""
+    newest = find_newest(bench.store, key)
+    if newest is None or newest == key or _json_judge("manifest")(bench.read(newest) or b""):
+        return ""
+    return f"{newest.removeprefix(bench.names.root)} was written in its place"
+
+
+def _archive_from_redis(bench: Workbench, key: str) -> bytes | None:
+    """An archive of events made anew of the entries in Redis, if Redis has all of them."""
+    name = key.removeprefix(bench.names.event_archive).removesuffix(".zst")
+    found = re.fullmatch(r"(\d+)-(\d+)_(\d+)-(\d+)", name)
+    if bench.redis is None or found is None:
+        return None
+    first, last = (int(found[1]), int(found[2])), (int(found[3]), int(found[4]))
+    entries = [entry for entry in bench.redis.events if first <= id_order(entry.id) <= last]
+    if not entries or (id_order(entries[0].id), id_order(entries[-1].id)) != (first, last):
+        return None
+    if first[0] == last[0] and len(entries) != last[1] - first[1] + 1:
+        return None  # ids of a generation are without gaps
+    return encode_archive(entries)
+
+
+def _repair_archives(bench: Workbench, pins: dict[str, tuple[str, str]]) -> None:
+    """Archive of events that no header names yet: Redis proves each of their events."""
+    for info in list(bench.store.list(bench.names.event_archive)):
+        if info.key in pins:
+            continue
+
+        def judge(data: bytes, key: str = info.key) -> str:
+            try:
+                for entry in decode_archive(data, bench.store.uri(key)):
+                    decode_message(event_pb2.Event, entry.d, what=f"event {entry.id}", reason="EVENT_CORRUPT")
+            except CorruptObjectError as error:
+                return error.message
+            return ""
+
+        made = _archive_from_redis(bench, info.key)
+        prover = "the hashes of its events in Redis" if made is not None else ""
+        bench.examine(
+            info.key,
+            judge,
+            prover=prover,
+            proof=lambda data, made=made: "" if data == made else "it is not what Redis has",
+            candidates=[("Redis", made)],
+        )
+    for prefix, what in ((bench.names.all_epochs, "epoch"), (bench.names.intents, "intent")):
+        for info in list(bench.store.list(prefix)):
+            if info.key not in pins:
+                bench.examine(info.key, _json_judge(what), prover="")
+
+
+def _json_judge(what: str) -> Callable[[bytes], str]:
+    def judge(data: bytes) -> str:
+        try:
+            decode_object(data, what=f"the {what}", reason="OBJECT_CORRUPT")
+        except CorruptObjectError as error:
+            return error.message
+        return ""
+
+    return judge
+
+
+def _judge_seal(data: bytes) -> str:
+    try:
+        Seal.decode(data, where="it")
+    except CorruptObjectError as error:
+        return error.message
+    return ""
+
+
+def _judge_checkpoint(data: bytes) -> str:
+    """What is wrong with the manifest of a checkpoint, as far as its files are taken from it."""
+    try:
+        for item in Fields(decode_object(data, what="the manifest", reason="OBJECT_CORRUPT")).objects("objects"):
+            item.key("key")
+            item.hexadecimal("sha256", num_bytes=32)
+            item.integer("size_bytes")
+    except (CorruptObjectError, ValueError) as error:
+        return str(error)
+    return ""
+
+
+def _repair_checkpoints(bench: Workbench, headers: dict[Position, Header]) -> None:
+    """Manifests prove the files of checkpoints; without one the trainer begins at an older one."""
+    has_older = (0, 0) in headers and all(
+        bench.exists(chunk.key) for chunk in headers[0, 0][1].chunks
+    )  # the start model, and every batch since
+    for step in list(list_checkpoints(bench.store, bench.names)):
+        key = newest_revision(bench.store, bench.names.checkpoint_manifest(step))
+        without = f"an older state than checkpoint {step} is whole: the trainer computes the steps since again"
+        data = bench.examine(key, _judge_checkpoint, prover="", without=without if has_older else "")
+        if data is None:
+            continue
+        whole = [
+            bench.examine_file(
+                str(item["key"]),
+                sha256=str(item["sha256"]),
+                size_bytes=int(item["size_bytes"]),
+                prover=f"the manifest of checkpoint {step}",
+                without=without if has_older else "",
+            )
+            for item in _items(data, "objects")
+        ]
+        has_older = has_older or all(whole)
+
+
+def _repair_policies(bench: Workbench, headers: dict[Position, Header]) -> None:
+    """Manifests prove the objects of policies. Of a version that was published anew its successor has to be whole."""
+    digests = {item.key: item.digest for _, header in headers.values() for item in header.objects if item.digest}
+    for version, lineage in list_policies(bench.store, bench.names):
+        first_key, what = bench.names.policy_manifest(lineage, version), f"the manifest of policy {lineage}-{version}"
+        newest = find_newest(bench.store, first_key) or first_key
+        without = ""
+        for number in range(revision_of(newest), -1, -1):
+            key = revision_key(first_key, number)
+            if number == 0:
+                data = bench.good.get(key) or bench.read(key)  # told of above where a header names it
+            else:
+                digest = digests.get(first_key.removeprefix(bench.names.root), "") or manifest_digest(
+                    bench.read(first_key) or b""
+                )
+                judge = _manifest_judge(key, digest)
+                prover = "the digest of the weights, which a header or the first manifest names" if digest else ""
+                data = bench.examine(key, judge, prover=prover, without=without)
+            is_whole = data is not None and _repair_objects(bench, data, what, without)
+            if is_whole and not without:
+                without = f"{key.removeprefix(bench.names.root)} was written in its place"
+
+
+def _repair_objects(bench: Workbench, manifest: bytes, prover: str, without: str) -> bool:
+    """Whether every object that the manifest of a policy names is there or can be restored, and its JSON read."""
+    try:
+        objects = [item for encoding in _items(manifest, "encodings") for item in encoding["objects"]]
+        files = [*objects, *_items(manifest, "files")]
+        wanted = {str(item["key"]): (str(item["sha256"]), int(item["size_bytes"])) for item in files}
+    except (CorruptObjectError, KeyError, TypeError, ValueError):
+        return False
+    whole = [
+        bench.examine_file(key, sha256=sha256, size_bytes=size_bytes, prover=prover, without=without)
+        for key, (sha256, size_bytes) in wanted.items()
+    ]
+    return all(whole)
+
+
+def _manifest_judge(key: str, digest: str) -> Judge:
+    """The judge of the manifest of a policy that lies under `key`; its weights must have `digest` (any if empty)."""
+
+    def judge(data: bytes) -> str:
+        try:
+            manifest = decode_object(data, what="the manifest", reason="MANIFEST_CORRUPT")
+        except CorruptObjectError as error:
+            return error.message
+        if manifest.get("key") != key:
+            return f"it is the manifest {manifest.get('key')!r}"
+        return "" if manifest.get("digest") == digest or not digest else "it is of other weights"
+
+    return judge
+
+
+def _items(data: bytes, name: str) -> Iterable[Any]:
+    found = decode_object(data, what="a manifest", reason="MANIFEST_CORRUPT").get(name, [])
+    return found if isinstance(found, list) else []
+
+
+def require_run(store: ObjectStore, names: Names) -> None:
+    """`NotFoundError` if the store has nothing of the run (blocking)."""
+    if next(iter(store.list(names.root)), None) is None:
+        raise NotFoundError(
+            f"{store.describe()} holds nothing of a run {names.uid}",
+            reason="RUN_NOT_FOUND",
+            remedy="check --store and --prefix",
+        )
