@@ -15,9 +15,8 @@ pytest.importorskip("opentelemetry.exporter.otlp.proto.http", reason="needs mill
 from millrace.cli.session import follow
 from millrace.client import Client
 from millrace.config.load import validate_document
-from millrace.orchestrator import manager
 from millrace.orchestrator.drive import housekeeping
-from millrace.readers.exports import keeper
+from millrace.readers.exports import keeper, of_run
 from millrace.readers.exports.traces import span_id, trace_id
 from millrace.rpc.channel import call
 from millrace.telemetry import waits
@@ -56,7 +55,7 @@ async def test_spans_arrive_though_their_exporter_was_killed_and_each_has_one_id
     trainer.hold.clear()
     run = await create(stack)
     await until(lambda: collector.named("batch 0"), what="the first batch")
-    (process,) = (each for each in psutil.Process().children() if each.cmdline()[-1:] == [manager.TRACES.module])
+    (process,) = (each for each in psutil.Process().children() if each.cmdline()[-1:] == [of_run.TRACES.module])
     os.killpg(process.pid, signal.SIGKILL)
     trainer.hold.set()
     events = await watch(stack, run)
@@ -129,7 +128,7 @@ async def test_a_run_that_has_ended_is_held_until_its_traces_are_sent_and_why_sa
 async def test_a_run_goes_on_while_no_collector_takes_its_traces(
     stack, collector: Collector, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
-    monkeypatch.setattr(manager, "TRACES", replace(manager.TRACES, finish_s=0.5))
+    monkeypatch.setattr(of_run, "TRACES", replace(of_run.TRACES, finish_s=0.5))
     monkeypatch.setattr(keeper, "STOP_S", 0.5)
     collector.status = 401
     url = collector.url

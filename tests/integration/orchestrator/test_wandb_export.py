@@ -14,8 +14,7 @@ import psutil
 import pytest
 
 from millrace.config.load import validate_document
-from millrace.orchestrator import manager
-from millrace.readers.exports import keeper
+from millrace.readers.exports import keeper, of_run
 from millrace.readers.exports.metrics import points, read_metrics
 from millrace.rpc.channel import call
 from millrace.runlog.names import Names
@@ -154,7 +153,7 @@ async def test_an_online_run_has_every_value_once_though_its_exporter_was_killed
 async def test_a_run_goes_on_while_wandb_does_not_take_it(
     stack, directory: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
-    monkeypatch.setattr(manager, "WANDB", replace(manager.WANDB, finish_s=0.5))
+    monkeypatch.setattr(of_run, "WANDB", replace(of_run.WANDB, finish_s=0.5))
     monkeypatch.setattr(keeper, "STOP_S", 0.5)
     monkeypatch.setenv("WANDB_API_KEY", "0123456789" * 4)
     monkeypatch.setenv("WANDB_INIT_TIMEOUT", "5")
@@ -186,7 +185,7 @@ async def test_a_run_goes_on_while_wandb_does_not_take_it(
 async def test_without_the_library_the_run_says_so_and_goes_on(
     stack, directory: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(manager, "WANDB", replace(manager.WANDB, finish_s=0.5))
+    monkeypatch.setattr(of_run, "WANDB", replace(of_run.WANDB, finish_s=0.5))
     (tmp_path / "shadow").mkdir()
     (tmp_path / "shadow" / "wandb.py").write_text("raise ImportError('not here')\n")
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path / 'shadow'}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
