@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Makes what the tests of environments need beside .venv: public task packages in .venv-environments, a directory for
-# PYTHONPATH, virtual environments with other releases of verifiers, .venv-verifiers-*, and .venv-nemo-gym, if there is a
-# Python 3.12. Idempotent and quick when nothing changed; 1.5 GB and three minutes the first time. pycosat needs a C compiler.
+# PYTHONPATH, virtual environments with public agents, .venv-agents, and other releases of verifiers, .venv-verifiers-*,
+# and .venv-nemo-gym, if there is a Python 3.12. Idempotent and quick when nothing changed; 2 GB and four minutes the first time. pycosat needs a C compiler.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 python=${MILLRACE_VENV:-.venv}/bin/python
@@ -27,6 +27,11 @@ if ! is_done .venv-environments requirements/environments.txt; then
   rm -rf .venv-environments
   setup .venv-environments requirements/environments.txt --python "$python" --target .venv-environments
   "$python" -W ignore -m compileall -qq -j 0 .venv-environments || true # a file for a newer Python may refuse
+fi
+if ! is_done .venv-agents requirements/agents.txt; then
+  rm -rf .venv-agents
+  "$python" -m uv venv --quiet --python "$python" .venv-agents
+  setup .venv-agents requirements/agents.txt --python .venv-agents/bin/python
 fi
 for release in 0.1 0.4; do
   target=.venv-verifiers-$release

@@ -28,6 +28,7 @@ _SERVER_START_S = 60.0
 _VENV_VLLM = Path(__file__).resolve().parents[1] / ".venv-vllm" / "bin" / "python"
 _REPOSITORY = Path(__file__).resolve().parents[1]
 _PUBLIC_ENVIRONMENTS = _REPOSITORY / ".venv-environments"
+_AGENTS = _REPOSITORY / ".venv-agents"
 _TEMPLATE_PACKAGES = _REPOSITORY / ".venv-templates"
 _TRANSFORMERS_4 = _REPOSITORY / ".venv-transformers-4"
 _VENV_NEMO_GYM = _REPOSITORY / ".venv-nemo-gym"
@@ -162,7 +163,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.vllm)
         if "vllm_wheels" in names:
             item.add_marker(pytest.mark.vllm_wheels)
-        if not {"public_environments", "pinned_pythons", "nemo_gym_python"}.isdisjoint(names):
+        if not {"public_environments", "pinned_pythons", "nemo_gym_python", "agents_python"}.isdisjoint(names):
             item.add_marker(pytest.mark.environments)
         if "template_packages" in names:
             item.add_marker(pytest.mark.templates)
@@ -176,6 +177,14 @@ def public_environments() -> Path:
     if not (_PUBLIC_ENVIRONMENTS / ".millrace-setup").exists():
         pytest.skip("no public task packages: run scripts/setup_environments.sh")
     return _PUBLIC_ENVIRONMENTS
+
+
+@pytest.fixture(scope="session")
+def agents_python() -> Path:
+    """The interpreter that has public agents."""
+    if not (_AGENTS / ".millrace-setup").exists():
+        pytest.skip("no public agents: run scripts/setup_environments.sh")
+    return _AGENTS / "bin" / "python"
 
 
 @pytest.fixture(scope="session")
