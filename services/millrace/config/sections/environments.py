@@ -52,9 +52,9 @@ class AgentConfig(ConfigSection):
 
     def to_wire(self) -> str:
         """Return what an env-server is told; empty where nothing differs from the default."""
-        names = {"timeout_s": "deadline_s"}
-        said = self.model_dump(exclude={"branches"}, exclude_none=True)
-        limits = {names.get(name, name): value for name, value in said.items()}
+        counts = {"max_requests": self.max_requests, "max_tokens": self.max_tokens}
+        said = {**counts, "max_concurrent": self.max_concurrent, "deadline_s": self.timeout_s}
+        limits = {name: value for name, value in said.items() if value is not None}
         if not limits and self.branches == "used":
             return ""
         return json.dumps({"branches": self.branches, "limits": limits}, sort_keys=True)
