@@ -1,17 +1,16 @@
 """`docs/configuration.md`, made from the schema. this script prints it; a test compares."""
 
 import json
+import re
 import sys
-from collections.abc import Mapping
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, get_args, get_origin
 
 from pydantic import BaseModel
 
 from millrace.config.filling import shared_keys
-from millrace.config.notes import Effect
-from millrace.config.prime_rl.eval_keys import EVAL_KEYS
-from millrace.config.prime_rl.meanings import Meaning
-from millrace.config.prime_rl.rl_keys import RL_KEYS
-from millrace.config.prime_rl.sft_keys import SFT_KEYS
 from millrace.config.sections.eval import EvalRunConfig
 from millrace.config.sections.rl import RLConfig
 from millrace.config.sections.sft import SFTConfig
@@ -21,88 +20,73 @@ _INTRODUCTION = """# Configuration
 
 <!-- Made by `python scripts/configuration_reference.py > docs/configuration.md`; a test fails where the two differ. -->
 
-A run is described by one config. Its keys are those of prime-rl; a key that does not exist is an error with a
-suggestion, and everything that is wrong is reported at once, each with the key, the value, where it is written, and
-what would be right.
+A run is described by one config. An unknown key is an error with a suggestion, and all errors are reported at once,
+each with the key, the value, where it is written, and what would be right. Keys are named as in prime-rl, whose files
+are read, too: [prime_rl_keys.md](prime_rl_keys.md).
 
 ## Sources
 
 The later one wins:
 
 1. the defaults below;
-2. environment variables: `MILLRACE_CONFIG__trainer__optim__lr=1e-5`, or prime-rl's `PRIME_TRAINER__OPTIM__LR=1e-5`;
+2. environment variables: `MILLRACE_CONFIG__trainer__optim__lr=1e-5`;
 3. files: `millrace rl @ base.toml @ more.toml`, merged left to right. Tables are merged key by key, lists are replaced.
-   TOML, or JSON where the name ends in `.json`. Names are relative to the working directory;
+   TOML, or JSON if the name ends in `.json`. Paths are relative to the working directory;
 4. flags: `--trainer.optim.lr 1e-5` or `--trainer.optim.lr=1e-5`, in kebab or snake case.
 
 Flags for tables and lists take JSON: `--orchestrator.env '[{"id": "reverse-text"}]'`. A table that is off by default is
 switched on by its bare flag (`--ckpt`) or an empty table in a file, and off by `--no-ckpt` or `--ckpt None`. A boolean
-is set by `--wandb.offline` and cleared by `--no-wandb.offline`. Where a source changes the `type` of a table (such as
+is set by `--wandb.offline` and cleared by `--no-wandb.offline`. If a source changes the `type` of a table (such as
 `trainer.scheduler`), what earlier sources wrote into that table is dropped.
 
-`--dry-run` prints the resolved config: every key below with its value, as JSON that loads as the same config.
+`--dry-run` prints the resolved config: every key with its value, as JSON that loads as the same config.
+
+Addresses and credentials of services, Redis and the object store are not part of a config: they are `MILLRACE_*`
+variables of the processes ([operations.md](operations.md)). `inference.*` is about the stack that the command starts; a
+stack that runs already keeps its own settings.
 
 ## One file or one per service
 
-The keys at the top of a combined file are shared: they fill the keys of the services that mean the same. Where
-both are written, the shared key wins if it comes from a stronger source: flags over files over the environment, so
-`--max-steps 3` shortens any run. A shared key is overruled in turn where all the keys that it fills come from a
-stronger source. Different values in equally strong sources, and in one of several services' keys alone, are an error
-that lists every place.
+Keys at the top are shared: each fills the keys of the services that mean the same. If both are written, the stronger
+source wins (flags over files over the environment), so `--max-steps 3` shortens any run; a shared key yields only if
+all the keys that it fills come from a stronger source. Different values in equally strong sources, and in only one of
+several services' keys, are an error that lists every place.
 
 """
 
 _SPLIT = """
-The split form puts each service's section into a file of its own, as in `examples/reverse_text_split`:
+The split form has each service's section in a file of its own, as in `examples/reverse_text_split`:
 `millrace rl --trainer @ trainer.toml --orchestrator @ orchestrator.toml --inference @ inference.toml`. There the
-shared keys are filled from the services' where those agree. Any section can be read so: `--trainer.optim @ optim.toml`.
+shared keys are filled from the services' keys if those agree. Any section can be read so:
+`--trainer.optim @ optim.toml`.
 
-## Other names
-
-Where prime-rl has had two names for one key, both work; the resolved config has the first.
-
-| Key | Other name |
-|---|---|
+In the tables below, "Value" is the default with its bounds, or the type if there is no default; of several choices, the
+default is bold.
 """
 
-_PRIME_RL = """
-## Files of prime-rl
 
-Files, flags and `PRIME_*` variables of prime-rl are understood as they are, whether they are the split files of 2025,
-the one file of early 2026, or the schemas of August and October 2026: `millrace rl @ their.toml` says once how each of
-their keys was read, and no key is passed over. Tried on 118 public files of September 2025 to October 2026, 107 of
-which import; the others are refused for what would train something else, or not at all. `millrace config import FILE…`
-writes the same as a file of Millrace. A key without effect yet is accepted with a warning; where a run would learn
-something else without it (`blocks`), `--dry-run` and the import take it, and the run is not started. A document that is
-sent to a server is in Millrace's own schema: there such keys are errors.
+@dataclass(frozen=True, slots=True)
+class _Printed:
+    """A section that is on the page, for others to refer to."""
 
-"""
+    path: str
+    anchor: str
+    presence: str
+    rows: dict[str, str]
 
-_DIFFERENCES = """
-## What differs from prime-rl
-
-* `orchestrator.rollouts_per_example` has prime-rl's default of 1, but grpo with 1 is an error: every advantage would be
-  0 and the run would train nothing.
-* `trainer.scheduler`: a constant schedule may have `warmup_steps` (prime-rl ignores it), and `decay_steps = 1` works.
-* `inference.server.port` is any free port by default, not 8000: engines are found by registration.
-* `inference.*` is about the stack that `millrace rl` starts; a stack that runs already keeps its own settings.
-* `inference.engine`, `inference.max_num_seqs`, `orchestrator.rollout_timeout_s`, `trainer.determinism`,
-  `trainer.micro_batch_tokens`, `trainer.model.dtype`, `trainer.model.publish_dtype` and `trainer.pack` are additions.
-* Addresses and credentials of services, Redis and the object store are not part of a run: they are `MILLRACE_*`
-  variables of the processes.
-"""
+    @property
+    def link(self) -> str:
+        """Return a link to the section."""
+        return f"[`{self.path}`](#{self.anchor})"
 
 
 def render() -> str:
-    """The whole page."""
-    rl, sft = schema_tree(RLConfig), schema_tree(SFTConfig)
-    parts = [_INTRODUCTION, _shared_rows(), _SPLIT, _alias_rows(rl), _PRIME_RL]
-    parts += [_prime_rl_rows("`millrace rl`", RL_KEYS, rl), _prime_rl_rows("`millrace sft`", SFT_KEYS, sft)]
-    parts += [_prime_rl_rows("`millrace eval`", EVAL_KEYS, schema_tree(EvalRunConfig))]
-    parts += [_DIFFERENCES]
-    parts += [_config("RL: `millrace rl`", RLConfig, rl), _config("SFT: `millrace sft`", SFTConfig, sft)]
-    parts += [_config("Evaluation: `millrace eval`", EvalRunConfig, schema_tree(EvalRunConfig))]
-    return "".join(parts)
+    """Return the whole page."""
+    page = _Page()
+    text = _INTRODUCTION + _shared_rows() + _SPLIT
+    text += page.command("rl", RLConfig)
+    text += page.command("sft", SFTConfig)
+    return text + page.command("eval", EvalRunConfig)
 
 
 def _shared_rows() -> str:
@@ -112,49 +96,130 @@ def _shared_rows() -> str:
     return rows
 
 
-def _alias_rows(root: SchemaKey) -> str:
-    rows = [f"| `{dotted(node.path)}` | `{alias}` |\n" for node in root.walk() for alias in node.aliases]
-    return "".join(rows)
+_FORMATS_BOUND = f"below {2**31:g}"
+"""A bound of the stored format, which no user comes near."""
 
 
-def _prime_rl_rows(command: str, keys: Mapping[str, Meaning], schema: SchemaKey) -> str:
-    """What becomes of each key; those that have their effect under another name come first."""
-    rows = "".join(
-        f"| `{key}` | {meaning.effect.value} | {meaning.text.replace('|', chr(92) + '|')} |\n"
-        for effect in Effect
-        for key, meaning in keys.items()
-        if meaning.effect is effect and (meaning.is_native or not schema.find(tuple(key.replace("[]", "").split("."))))
+class _Page:
+    """The sections of all commands; one that has the keys of another refers to it."""
+
+    def __init__(self) -> None:
+        """Begin with an empty page."""
+        self._printed: list[_Printed] = []
+        self._anchors: Counter[str] = Counter()
+
+    def command(self, name: str, model: type[BaseModel]) -> str:
+        """Return the sections of one command; those that are the same as others by their names, at the end."""
+        root = schema_tree(model)
+        text = f"\n## `millrace {name}`\n\n{_prose(model.__doc__)}\n"
+        same: defaultdict[str, list[str]] = defaultdict(list)
+        for section in (root, *(node for node in root.walk() if node.kind in (Kind.SECTION, Kind.SECTION_LIST))):
+            rows = {node.name: _row(node) for node in section.children.values() if not node.children}
+            model_section = self._model_of(section, rows)
+            if model_section and model_section.rows == rows:
+                differs = "" if _presence(section) == model_section.presence else _presence(section)
+                same[model_section.link].append(f"`{_header(section)}`{differs}")
+            elif rows or section.path:
+                text += self._section(section, rows, model_section)
+        lines = "".join(f"| {', '.join(names)} | {link} |\n" for link, names in same.items())
+        return text + (f"\n| Tables | Have the keys of |\n|---|---|\n{lines}" if same else "")
+
+    def _section(self, section: SchemaKey, rows: Mapping[str, str], other: _Printed | None) -> str:
+        """Return one section: its heading, its purpose, and a row for each key that is no section itself."""
+        heading = _header(section) if section.path else "Top"
+        self._add(heading, _presence(section), dict(rows))
+        text = f"\n### {f'`{heading}`' if section.path else heading}\n"
+        if section.path:
+            text += f"\n{_class_doc(section)}{_presence(section)}\n"
+        if other:
+            missing = [f"`{name}`" for name in other.rows if name not in rows]
+            text += f"\nThe keys of {other.link}{f' but {_and(missing)}' if missing else ''}"
+            rows = {name: row for name, row in rows.items() if other.rows.get(name) != row}
+            text += ", and:\n" if rows else ".\n"
+        return text + _table(rows)
+
+    def _add(self, heading: str, presence: str, rows: dict[str, str]) -> None:
+        anchor = re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-")
+        suffix = f"-{self._anchors[anchor]}" if self._anchors[anchor] else ""
+        self._anchors[anchor] += 1
+        self._printed.append(_Printed(heading, anchor + suffix, presence, rows))
+
+    def _model_of(self, section: SchemaKey, rows: Mapping[str, str]) -> _Printed | None:
+        """Return the section with the most rows of this one, if it has at least half of them and little beside them."""
+        best = max(self._printed, key=lambda each: _shared_count(each, rows), default=None)
+        if best is None or not section.path:
+            return None
+        shared, missing = _shared_count(best, rows), len(best.rows.keys() - rows.keys())
+        return best if rows and shared > missing and 2 * shared >= len(rows) else None
+
+
+def _shared_count(printed: _Printed, rows: Mapping[str, str]) -> int:
+    return sum(printed.rows.get(name) == row for name, row in rows.items())
+
+
+def _row(node: SchemaKey) -> str:
+    """Return the cells of one key behind its name; of a key that has all from one of that name elsewhere, where."""
+    default = node.facts.default_text or ""
+    if default.startswith("as in ") and node.description.startswith("As `") and ";" not in node.description:
+        return f"| | {default.capitalize()}. |\n"
+    return f"| {_value(node)} | {node.description} |\n"
+
+
+def _table(rows: Mapping[str, str]) -> str:
+    """Return a table of keys; those with the same cells share a line."""
+    names: defaultdict[str, list[str]] = defaultdict(list)
+    for name, cells in rows.items():
+        names[cells].append(f"`{name}`")
+    lines = "".join(f"| {', '.join(each)} {cells}" for cells, each in names.items())
+    return f"\n| Key | Value | Meaning |\n|---|---|---|\n{lines}" if rows else ""
+
+
+def _value(node: SchemaKey) -> str:
+    """Return the type, the default and the bounds of a key; a default shows its type."""
+    if get_origin(node.annotation) is Literal:
+        choices = [f"`{json.dumps(choice)}`".replace('"', "") for choice in get_args(node.annotation)]
+        if node.default is None or node.facts.default_text:
+            return "; ".join(filter(None, (", ".join(choices), _default(node))))
+        default = f"`{json.dumps(node.default)}`".replace('"', "")
+        return ", ".join((f"**{default}**", *(choice for choice in choices if choice != default)))
+    default, kind = _default(node), _kind(node)
+    kind, default = (f"{kind} ({default})", "") if node.facts.default_text else (kind, default)
+    bounds = [bound for bound in node.bounds if bound != _FORMATS_BOUND]
+    if limit := node.facts.limit:
+        bounds.append(f"{limit.words} `{dotted(node.other(limit.key))}`")
+    return ", ".join(filter(None, (kind, default, *(_signed(bound) for bound in bounds))))
+
+
+def _kind(node: SchemaKey) -> str:
+    """Return the type of a key whose default does not show it."""
+    if node.kind is Kind.LEAF and node.default not in (None, []) and not node.facts.default_text:
+        return ""
+    return {"true or false": "boolean", "free table": "table"}.get(
+        text := type_text(node), text.removeprefix("list of ")
     )
-    return f"Keys for {command}:\n\n| Key of prime-rl | Effect | Here |\n|---|---|---|\n{rows}\n"
 
 
-def _config(title: str, model: type[BaseModel], root: SchemaKey) -> str:
-    """All sections of one command."""
-    sections = [root, *(node for node in root.walk() if node.kind in (Kind.SECTION, Kind.SECTION_LIST))]
-    text = f"\n## {title}\n"
-    for section in sections:
-        text += _section(section, model)
-    return text
+def _signed(bound: str) -> str:
+    """Return `at least 1` as `≥ 1`."""
+    for words, sign in (("at least", "≥"), ("at most", "≤"), ("above", ">"), ("below", "<")):
+        if bound.startswith(words):
+            return sign + bound.removeprefix(words)
+    raise ValueError(bound)
 
 
-def _section(section: SchemaKey, model: type[BaseModel]) -> str:
-    """One section: its heading, what it is for, and a row for each key that is no section itself."""
-    heading = f"`{_header(section)}`" if section.path else "top"
-    about = " ".join((_class_doc(section) if section.path else (model.__doc__ or "")).split()).replace("``", "`")
-    text = f"\n### {heading}\n\n{about}{_presence(section)}\n"
-    rows = [node for node in section.children.values() if node.kind in (Kind.LEAF, Kind.FREE_TABLE)]
-    if rows:
-        text += "\n| Key | Type | Default | Meaning |\n|---|---|---|---|\n"
-    for node in rows:
-        text += f"| `{node.name}` | {type_text(node)} | {_default(node)} | {node.about()} |\n"
-    return text
+def _and(names: Sequence[str]) -> str:
+    return " and ".join(filter(None, (", ".join(names[:-1]), names[-1])))
+
+
+def _prose(docstring: str | None) -> str:
+    return " ".join((docstring or "").split()).replace("``", "`")
 
 
 def _class_doc(section: SchemaKey) -> str:
     """The docstring of a section's class, or of the class in its list."""
     annotation = section.annotation
     inner = annotation.__args__[0] if section.kind is Kind.SECTION_LIST else annotation
-    return (inner.__doc__ or "").strip()
+    return _prose(inner.__doc__)
 
 
 def _presence(section: SchemaKey) -> str:
@@ -164,7 +229,7 @@ def _presence(section: SchemaKey) -> str:
         return " At least one is required."
     if section.facts.default_text:
         return f" Default: {section.facts.default_text}."
-    return " Off unless it is written." if section.is_optional else ""
+    return " Off by default." if section.is_optional else ""
 
 
 def _header(node: SchemaKey) -> str:
@@ -176,9 +241,7 @@ def _default(node: SchemaKey) -> str:
         return node.facts.default_text
     if node.is_required:
         return "required"
-    if node.kind is Kind.FREE_TABLE:
-        return "empty"
-    return "none" if node.default is None else f"`{json.dumps(node.default)}`"
+    return "" if node.kind is Kind.FREE_TABLE or node.default is None else f"`{json.dumps(node.default)}`"
 
 
 if __name__ == "__main__":

@@ -3,12 +3,28 @@
 import re
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
+from pydantic import BaseModel
+
+from millrace.config.prime_rl.eval_keys import EVAL_KEYS
+from millrace.config.prime_rl.meanings import Meaning
+from millrace.config.prime_rl.rl_keys import RL_KEYS
+from millrace.config.prime_rl.sft_keys import SFT_KEYS
+from millrace.config.sections.eval import EvalRunConfig
+from millrace.config.sections.rl import RLConfig
+from millrace.config.sections.sft import SFTConfig
+from millrace.config.tree import schema_tree
 
 ROOT = Path(__file__).parents[2]
-PAGES = {"docs/commands.md": "scripts/commands_reference.py", "docs/events.md": "scripts/events_reference.py"}
+PAGES = {
+    "docs/commands.md": "scripts/commands_reference.py",
+    "docs/configuration.md": "scripts/configuration_reference.py",
+    "docs/events.md": "scripts/events_reference.py",
+    "docs/prime_rl_keys.md": "scripts/prime_rl_reference.py",
+}
 
 
 def made_by(script: str) -> subprocess.CompletedProcess[str]:
@@ -21,6 +37,21 @@ def test_a_page_is_up_to_date(page: str) -> None:
     done = made_by(PAGES[page])
     assert done.returncode == 0, done.stderr
     assert (ROOT / page).read_text() == done.stdout, f"run: python {PAGES[page]} > {page}"
+
+
+@pytest.mark.parametrize("model", [RLConfig, SFTConfig, EvalRunConfig])
+def test_every_key_of_the_schema_is_on_the_page_of_keys(model: type[BaseModel]) -> None:
+    text = (ROOT / "docs/configuration.md").read_text()
+    names = {name for key in schema_tree(model).walk() for name in key.path}
+    assert len(names) > 40 and not {name for name in names if not re.search(rf"[`.\[]{name}[`.\]]", text)}
+
+
+@pytest.mark.parametrize("keys", [RL_KEYS, SFT_KEYS, EVAL_KEYS])
+def test_every_key_of_prime_rl_that_we_lack_is_on_its_page(keys: Mapping[str, Meaning]) -> None:
+    text = (ROOT / "docs/prime_rl_keys.md").read_text()
+    known = {node.name for model in (RLConfig, SFTConfig, EvalRunConfig) for node in schema_tree(model).walk()}
+    names = {key.rpartition(".")[2].removesuffix("[]") for key in keys} - known
+    assert len(names) > 10 and not {name for name in names if not re.search(rf"[`.]{name}`", text)}
 
 
 def reasons() -> set[str]:

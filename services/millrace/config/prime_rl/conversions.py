@@ -32,7 +32,7 @@ def environment(target: Target, path: Path, value: Any) -> None:
 
 
 def evaluated_ids(target: Target, path: Path, value: Any) -> None:
-    """`eval.environment_ids`, whose neighbours may be lists with one entry each (see `finish`)."""
+    """`eval.environment_ids`, whose neighbours may be lists with one entry each."""
     to = (*path[:-1], "env")
     target.note(path, Effect.MEANS, f"is `[[{dotted(to)}]]` here, one for each")
     ids = [value] if isinstance(value, str) else value
@@ -71,7 +71,7 @@ def renderer(target: Target, path: Path, value: Any) -> None:
 
 
 def validation(target: Target, path: Path, value: Any) -> None:
-    """Validation plays held-out tasks of the training environments, as `[orchestrator.eval]` does (see `finish`)."""
+    """Validation plays held-out tasks of the training environments, as `[orchestrator.eval]` does."""
     if isinstance(value, dict):
         target.deferred["val"] = (path, value)
     else:

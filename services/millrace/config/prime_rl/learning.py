@@ -69,7 +69,7 @@ def as_list(target: Target, path: Path, value: Any) -> None:
 
 
 def loss_part(target: Target, path: Path, value: Any) -> None:
-    """`eps`, `ratio_low` and `ratio_high` as the bounds of the loss that is chosen (see `finish_learning`)."""
+    """`eps`, `ratio_low` and `ratio_high` as the bounds of the loss that is chosen."""
     if isinstance(value, (int, float)) and not isinstance(value, bool) and value >= 0:
         target.deferred[f"loss.{path[-1]}"] = (path, value)
     else:
