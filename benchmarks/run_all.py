@@ -22,7 +22,7 @@ from report import REPOSITORY, end_like_interrupt, machine, progress
 
 HERE = REPOSITORY / "benchmarks"
 RESULTS = HERE / "results"
-NAMES = ("budget", "batch_encoding", "engine", "http_api", "async_levels", "demo", "first_token", "rollout_cost")
+NAMES = ("budget", "batch_encoding", "engine", "async_levels", "demo", "first_token", "rollout_cost")
 NAMES += ("recovery", "aof", "weight_sync")
 TIMEOUT_S = 3600  # of one benchmark; the longest takes ten minutes
 STOP_TIMEOUT_S = 90  # above what a command in a workplace takes to stop its stack
