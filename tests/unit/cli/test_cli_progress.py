@@ -141,6 +141,22 @@ def test_log_lines_carry_time_and_writer_for_every_kind_of_event():
     assert "does not know" in log_line(at(1), progress)
 
 
+def test_processes_have_the_short_names_of_the_pages():
+    progress = progress_of([])
+    served = event_pb2.PolicyServed(version=1, replica="inference-node-7-412-9f3ac1d2")
+    event = at(1, policy_served=served)
+    event.writer = "orchestrator-vm-32179-c1758318"
+    line = log_line(event, progress)
+    assert " orchestrator-1 " in line and "served by inference-1 " in line and "9f3ac1d2" not in line
+    served.replica, event.writer = "inference-node-8-77-0000beef", "orchestrator-vm-5-c1758319"
+    event.policy_served.CopyFrom(served)
+    line = log_line(event, progress)
+    assert " orchestrator-2 " in line and "served by inference-2 " in line
+    assert progress.short("inference-node-7-412-9f3ac1d2, trainer-1, env-server-my-host.a-3-00c0ffee") == (
+        "inference-1, trainer-1, env-server-1"
+    )
+
+
 def test_picture_before_the_first_event():
     text = picture(Progress(name="runs/x", max_steps=3))
     assert "runs/x  QUEUED  step 0/3  1m 01s" in text

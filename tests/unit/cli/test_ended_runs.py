@@ -118,3 +118,48 @@ def test_an_event_of_an_unknown_kind_is_shown_as_one(capsys: pytest.CaptureFixtu
     store.create(Names("millrace", UID).archived_events("1-900", "1-900"), encode_archive([entry]))
     assert main(["run", "logs", "one"]) == 0
     assert "an event of a kind that this version does not know" in capsys.readouterr().out
+
+
+def test_the_list_has_them_without_a_server(capsys: pytest.CaptureFixture[str]) -> None:
+    store_run(Path("outputs/one"))
+    store_run(Path("outputs/broken"))
+    (record,) = Path("outputs/broken/store").glob("**/run.json")
+    record.write_text("no JSON")
+    assert main(["run", "list"]) == 0
+    shown = capsys.readouterr()
+    header, *lines = shown.out.splitlines()
+    assert header.split()[-1] == "STACK" and len(lines) == 1, shown.out
+    assert lines[0].split()[:2] == ["one", "SUCCEEDED"] and lines[0].endswith("ended, in outputs/one")
+    assert "no stack runs at 127.0.0.1:" in shown.err and "outputs/broken is left out: " in shown.err
+    assert main(["run", "list", "--format", "json"]) == 0
+    (run,) = json.loads(capsys.readouterr().out)
+    assert run["name"] == "runs/one" and run["endedStack"] == "outputs/one"
+
+
+def test_the_list_has_those_of_a_state_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    store_run(Path("outputs/one"))
+    assert main(["run", "list", "--state", "running"]) == 5
+    store_run(Path("outputs/killed"), events=7)
+    capsys.readouterr()
+    assert main(["run", "list", "--state", "running"]) == 0
+    shown = capsys.readouterr().out
+    assert "killed" in shown and "one" not in shown.replace("STACK", "")
+
+
+def test_the_list_of_a_server_that_is_named_is_its_own(capsys: pytest.CaptureFixture[str]) -> None:
+    store_run(Path("outputs/one"))
+    assert main(["run", "list", "--server", f"127.0.0.1:{free_ports(1)[0]}"]) == 5
+    assert "outputs" not in capsys.readouterr().err
+
+
+def test_a_log_says_which_processes_its_short_names_stand_for(capsys: pytest.CaptureFixture[str]) -> None:
+    store_run(Path("outputs/one"))
+    store = LocalStore(Path("outputs/one/store"))
+    event = event_pb2.Event(writer="orchestrator-node-7-412-9f3ac1d2", writer_sequence=1)
+    data = event.SerializeToString()
+    entry = Entry(id="1-900", v=1, h=hashlib.sha256(data).hexdigest(), d=data, tp="")
+    store.create(Names("millrace", UID).archived_events("1-900", "1-900"), encode_archive([entry]))
+    assert main(["run", "logs", "one"]) == 0
+    shown = capsys.readouterr()
+    assert "  orchestrator-1  " in shown.out and "9f3ac1d2" not in shown.out
+    assert "note: orchestrator-1 is orchestrator-node-7-412-9f3ac1d2" in shown.err

@@ -1,6 +1,6 @@
 """Runs whose own stack has ended: found by the directory that they worked in, told from the log that is there."""
 
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -9,7 +9,7 @@ from millrace.cli.errors import EXIT_FAILED, CliError
 from millrace.cli.options import DEFAULT_DIRECTORY
 from millrace.cli.stacks import OUTPUTS, read_stack
 from millrace.decoding import decode_object
-from millrace.errors import CorruptObjectError, NotFoundError, UnavailableError
+from millrace.errors import CorruptObjectError, MillraceError, NotFoundError, UnavailableError
 from millrace.runlog import run_name
 
 if TYPE_CHECKING:
@@ -119,11 +119,9 @@ def find_ended(text: str, *, root: Path = OUTPUTS) -> EndedRun | None:
 def _directory_of(text: str, root: Path) -> Path | None:
     if text != "-" and _is_ended(Path(text)):
         return Path(text)
-    paths = sorted({path.parent for pattern in _PATTERNS for path in root.glob(pattern)})
     found: dict[str, list[Path]] = {}
-    for path in paths:
-        if path != DEFAULT_DIRECTORY and _is_ended(path):
-            found.setdefault(path.name, []).append(path)
+    for path in _directories(root):
+        found.setdefault(path.name, []).append(path)
     if text == "-":
         newest = [path for same in found.values() for path in same]
         return max(newest, key=lambda path: path.stat().st_mtime, default=None)
@@ -138,6 +136,24 @@ def _directory_of(text: str, root: Path) -> Path | None:
             hint=f"name one by its directory, such as {meant[0]}",
         )
     return meant[0]
+
+
+def _directories(root: Path) -> list[Path]:
+    """Return the directories below `root` in which a stack of its own has worked and does no longer."""
+    paths = sorted({path.parent for pattern in _PATTERNS for path in root.glob(pattern)})
+    return [path for path in paths if path != DEFAULT_DIRECTORY and _is_ended(path)]
+
+
+def list_ended(*, note: Callable[[str], None], root: Path = OUTPUTS) -> Iterator[EndedRun]:
+    """Yield the ended runs below `root`, the directory that was changed last first; note those that cannot be read."""
+    for path in sorted(_directories(root), key=lambda path: path.stat().st_mtime, reverse=True):
+        try:
+            yield read_ended(path)
+        except NotFoundError as error:
+            if _said(path).get("is_durable") is not True:  # what `millrace up --dir` leaves has no run of its name
+                note(f"note: {path} is left out: {error.message}")
+        except MillraceError as error:
+            note(f"note: {path} is left out: {error.message}")
 
 
 def _is_ended(directory: Path) -> bool:

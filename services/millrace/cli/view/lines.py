@@ -57,7 +57,7 @@ def is_of_level(event: event_pb2.Event, level: str | None) -> bool:
 
 def event_line(event: event_pb2.Event, progress: Progress) -> str:
     """Any event in one line, which steers no terminal: the errors of environments quote what a model wrote."""
-    return printable(_event_words(event, progress).replace("\n", " ⏎ "))
+    return printable(progress.short(_event_words(event, progress)).replace("\n", " ⏎ "))
 
 
 def _event_words(event: event_pb2.Event, progress: Progress) -> str:
@@ -143,4 +143,5 @@ def wait_line(wait: event_pb2.Wait) -> str:
 def log_line(event: event_pb2.Event, progress: Progress) -> str:
     """An event with its time (UTC) and its writer in front."""
     time = datetime.datetime.fromtimestamp(event.time.ToNanoseconds() / 1e9, tz=datetime.UTC)
-    return f"{time:%H:%M:%S}.{time.microsecond // 1000:03d}  {event.writer:<24}  {event_line(event, progress)}"
+    writer = progress.short(event.writer)
+    return f"{time:%H:%M:%S}.{time.microsecond // 1000:03d}  {writer:<16}  {event_line(event, progress)}"

@@ -27,9 +27,10 @@ _CURVE_WIDTH = 40
 _HEADER = ("NAME", "STATE", "STEP", "REWARD", "POLICY", "TOKENS", "AGE")
 
 
-def runs_json(runs: Sequence[run_pb2.Run]) -> str:
-    """The JSON form of the messages, as the API defines it."""
-    return json.dumps([MessageToDict(run) for run in runs], indent=2)
+def runs_json(runs: Sequence[run_pb2.Run], *, ended: Mapping[str, str] = MappingProxyType({})) -> str:
+    """Return runs in the JSON form of the API; `endedStack` is the directory that `ended` has for a uid."""
+    said = [(run.uid, MessageToDict(run)) for run in runs]
+    return json.dumps([{**run, "endedStack": ended[uid]} if uid in ended else run for uid, run in said], indent=2)
 
 
 def message_json(message: Message, *, indent: int | None = 2) -> str:
@@ -37,9 +38,18 @@ def message_json(message: Message, *, indent: int | None = 2) -> str:
     return json.dumps(MessageToDict(message), indent=indent)
 
 
-def runs_table(runs: Sequence[run_pb2.Run], *, now: datetime.datetime, paint: Paint = PLAIN) -> str:
-    """One line per run."""
-    return table([_row(run, now) for run in runs], header=_HEADER, paint=paint.run_cell)
+def runs_table(
+    runs: Sequence[run_pb2.Run],
+    *,
+    now: datetime.datetime,
+    ended: Mapping[str, str] = MappingProxyType({}),
+    paint: Paint = PLAIN,
+) -> str:
+    """One line per run; where the stack of one has ended, its last cell names the directory that `ended` has for it."""
+    if not ended:
+        return table([_row(run, now) for run in runs], header=_HEADER, paint=paint.run_cell)
+    rows = [(*_row(run, now), f"ended, in {ended[run.uid]}" if run.uid in ended else "runs") for run in runs]
+    return table(rows, header=(*_HEADER, "STACK"), paint=paint.run_cell)
 
 
 def eval_curves(config: Mapping[str, Any]) -> dict[str, str]:

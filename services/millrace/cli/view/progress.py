@@ -1,6 +1,7 @@
 """What is known of a run from its events: a plain state that every view, the summary and the plot are drawn from."""
 
 import json
+import re
 import statistics
 from collections import deque
 from dataclasses import dataclass, field
@@ -12,6 +13,8 @@ from millrace.v1 import event_pb2, run_pb2
 
 _KL_NAMES = ("mismatch_kl/mean", "mismatch_kl/all/mean", "mismatch_kl")
 _RECENT_STEPS = 8
+_WORKER_ID = re.compile(r"\b(trainer|env-server|inference|orchestrator)-[\w.-]*?-?\d+-[0-9a-f]{8}\b")
+"""Service, host, process id and a random part, as `new_worker_id` makes them."""
 LAST_EVENTS = 5
 
 
@@ -101,6 +104,8 @@ class Progress(RunStatus):
     """The newest wait of each owner."""
     last_lines: deque[str] = field(default_factory=lambda: deque(maxlen=LAST_EVENTS))
     """The last events in words, kept by the views."""
+    shown_as: dict[str, str] = field(default_factory=dict)
+    """Short names of processes, such as `trainer-1`, by their ids."""
     held_up: RefusedError | None = None
     """Why nobody waits for it any more, though it has not ended."""
 
@@ -113,6 +118,17 @@ class Progress(RunStatus):
             orchestrator = {}
         bound = orchestrator.get("max_off_policy_steps")
         return cls(name=run.name, uid=run.uid, max_steps=run.progress.max_steps, staleness_bound=bound)
+
+    def short(self, text: str) -> str:
+        """Return the text with short names for ids of processes, numbered by service as they come."""
+        return _WORKER_ID.sub(self._name, text)
+
+    def _name(self, found: re.Match[str]) -> str:
+        worker_id, service = found.group(), found.group(1)
+        if worker_id not in self.shown_as:
+            number = 1 + sum(name.rpartition("-")[0] == service for name in self.shown_as.values())
+            self.shown_as[worker_id] = f"{service}-{number}"
+        return self.shown_as[worker_id]
 
     def apply(self, event: event_pb2.Event) -> None:
         """Take an event in. Events of a kind that this version does not know change nothing."""

@@ -3,7 +3,7 @@
 import datetime
 import os
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 import click
@@ -108,22 +108,44 @@ def submit(arguments: tuple[str, ...]) -> int:
 @FORMAT
 @SERVER
 def list_runs(states: tuple[str, ...], limit: int, form: str, server: str | None) -> None:
-    """List runs, newest first."""
+    """List runs, newest first, with the local ones whose own stack has ended; a server that is named is asked alone."""
+    from millrace.cli.address import is_listening, server_address
+    from millrace.cli.offline.ended import list_ended
+
+    wanted = [_state(text) for text in states]
+    address, origin = server_address(server)
+    is_named = origin in ("--server", "MILLRACE_SERVER")
+    found = [] if is_named else list_ended(note=lambda text: click.echo(text, err=True))
+    here = [each for each in found if not wanted or each.run.state in wanted]
+
+    async def show(client: "Client") -> None:
+        _print_runs(await client.runs.list(states=wanted, limit=limit), here, limit=limit, form=form)
+
+    if here and not is_listening(address):
+        click.echo(f"note: no stack runs at {address} ({origin}); these are local runs whose stack has ended", err=True)
+        _print_runs([], here, limit=limit, form=form)
+    else:
+        ask_server(server, show)
+
+
+def _print_runs(served: "Sequence[run_pb2.Run]", here: "Sequence[EndedRun]", *, limit: int, form: str) -> None:
+    """Print the runs of a server and those that are here, one line each."""
     from millrace.cli.view.output import runs_json, runs_table
     from millrace.cli.view.paint import Paint
 
-    wanted = [_state(text) for text in states]
-
-    async def show(client: "Client") -> None:
-        runs = await client.runs.list(states=wanted, limit=limit)
-        if form == "json":
-            click.echo(runs_json(runs))
-        elif runs:
-            click.echo(runs_table(runs, now=datetime.datetime.now(datetime.UTC), paint=Paint.of(sys.stdout)))
-        else:
-            click.echo("no runs", err=True)
-
-    ask_server(server, show)
+    known = {run.uid for run in served}
+    ended = {each.run.uid: each for each in here if each.run.uid not in known}
+    runs = [*served, *(each.run for each in ended.values())]
+    runs.sort(key=lambda run: run.create_time.ToNanoseconds(), reverse=True)
+    runs = runs[:limit] if limit else runs
+    directories = {run.uid: str(ended[run.uid].directory) for run in runs if run.uid in ended}
+    if form == "json":
+        click.echo(runs_json(runs, ended=directories))
+    elif runs:
+        now = datetime.datetime.now(datetime.UTC)
+        click.echo(runs_table(runs, now=now, ended=directories, paint=Paint.of(sys.stdout)))
+    else:
+        click.echo("no runs", err=True)
 
 
 @run.command()
@@ -269,6 +291,7 @@ def logs(name: str, component: str | None, form: str, server: str | None, **opti
         progress = Progress.of(ended.run)
         for event in ended.events:
             _show_event(event, progress, form=form, level=options["level"])
+        _say_names(progress, form)
 
     ask_or_read(server, lambda client: _event_lines(client, name, **asked), read, run=name)
 
@@ -321,6 +344,14 @@ async def _event_lines(
 
     async for event in events():
         _show_event(event, progress, form=form, level=level, writer=writer)
+    _say_names(progress, form)
+
+
+def _say_names(progress: "Progress", form: str) -> None:
+    """Say which processes the short names stand for: an id has the host and the process id."""
+    if progress.shown_as and form != "json":
+        names = ", ".join(f"{name} is {process}" for process, name in progress.shown_as.items())
+        click.echo(f"note: {names}", err=True)
 
 
 @run.command()
