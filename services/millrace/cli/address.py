@@ -8,7 +8,7 @@ from pathlib import Path
 
 from millrace.cli.options import DEFAULT_LISTEN
 from millrace.cli.stacks import OUTPUTS, RunningStack, choose_stack, read_stack, running_stacks
-from millrace.errors import InvalidSpecError, UnavailableError, Violation
+from millrace.errors import InvalidSpecError, UnauthenticatedError, UnavailableError, Violation
 from millrace.rpc.reach import is_wildcard, own_host
 from millrace.telemetry.settings import Settings, parse_address
 
@@ -48,7 +48,7 @@ def server_address(
 
 @contextlib.contextmanager
 def explain_unreachable(origin: str, address: str, *, directory: Path | None = None) -> Iterator[None]:
-    """Say where the address came from and what to do, when none answers at it."""
+    """Say where the address came from and what to do, when none answers at it, or the one there refuses the token."""
     try:
         yield
     except UnavailableError as error:
@@ -62,6 +62,21 @@ def explain_unreachable(origin: str, address: str, *, directory: Path | None = N
             remedy = START_REMEDY + (WAIT_REMEDY if stack_at(address, directory) else "")
         message = f"{error.message} (the address is from {origin})"
         raise UnavailableError(message, reason=error.reason, remedy=remedy) from error
+    except UnauthenticatedError as error:
+        message = f"{error.message} by {address} (the address is from {origin}); {_token_given()}"
+        raise UnauthenticatedError(
+            message, reason=error.reason, remedy=error.remedy, metadata=error.metadata
+        ) from error
+
+
+def _token_given() -> str:
+    """Say where the token of this command comes from, without it."""
+    from millrace.cli.connection import environ
+
+    given = environ()
+    if path := given.get("MILLRACE_TOKEN_FILE"):
+        return f"it does not accept the one in {path}"
+    return "it does not accept the one in MILLRACE_TOKEN" if given.get("MILLRACE_TOKEN") else "none was given"
 
 
 def is_listening(address: str) -> bool:

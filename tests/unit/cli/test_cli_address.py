@@ -5,7 +5,7 @@ import socket
 import pytest
 
 from millrace.cli.address import SILENT_REMEDY, START_REMEDY, WAIT_REMEDY, explain_unreachable
-from millrace.errors import UnavailableError
+from millrace.errors import UnauthenticatedError, UnavailableError
 from millrace_testing.local.stack_files import write_stack
 
 
@@ -40,3 +40,22 @@ def test_listens_and_does_not_answer(port, tmp_path, reason):
 
 def test_what_a_server_said_itself_stays(port, tmp_path):
     assert remedy(f"127.0.0.1:{port.getsockname()[1]}", "DRAINING", tmp_path / "none") == "own"
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"MILLRACE_TOKEN_FILE": "mine.token"}, "it does not accept the one in mine.token"),
+        ({"MILLRACE_TOKEN": "secret"}, "it does not accept the one in MILLRACE_TOKEN"),
+        ({}, "none was given"),
+    ],
+)
+def test_a_token_that_is_refused_is_told_with_its_place(given, said, monkeypatch):
+    for name in ("MILLRACE_TOKEN_FILE", "MILLRACE_TOKEN"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UnauthenticatedError) as caught, explain_unreachable("--server", "127.0.0.1:7001"):
+        raise UnauthenticatedError("a valid bearer token is required", remedy="give one")
+    assert said in caught.value.message and "by 127.0.0.1:7001 (the address is from --server)" in caught.value.message
+    assert caught.value.remedy == "give one" and "secret" not in caught.value.message

@@ -1,14 +1,22 @@
 """The mistakes: a sentence, the command, and what has to be there before it."""
 
 import json
+import os
 import shutil
+import signal
 import socket
+import subprocess
+import sys
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from safetensors.torch import load_file, save_file
+
+from millrace.local.ports import free_ports
+from millrace.rpc.tokens import new_token, token_line
 
 Prepare = Callable[[Path], object]
 
@@ -25,15 +33,15 @@ DONE = "done"
 
 @dataclass(frozen=True, kw_only=True)
 class Mistake:
-    """One mistake. `prepare` is called in the place; what it returns is kept until the command has ended."""
+    """One mistake. `prepare` is called in the place; what it returns is closed, if it can be, after the command."""
 
     what: str
     command: str
     """Behind `millrace`."""
     prepare: Prepare = lambda place: None
     env: Mapping[str, str] = field(default_factory=dict)
-    is_note: bool = False
-    """It is no error: a note says what will come of it."""
+    answer: str = "Error:"
+    """How the line begins that tells it; `note:` says what will come of it, and is no error."""
     limit_s: float = 60.0
 
 
@@ -134,7 +142,7 @@ CONFIGS = (
     Mistake(
         what="all steps are warm-up",
         command=f"{RL} --max-steps 3 --trainer.scheduler.warmup-steps 3 --dry-run --set-only",
-        is_note=True,
+        answer="note:",
     ),
     Mistake(what="a prompt has no room", command=f"{RL} --seq-len 8{SMALL}"),
     Mistake(what="a GPU that is not there", command=f"{RL} --trainer-gpu-ids '[0]'{SMALL}"),
@@ -235,7 +243,7 @@ PLACES = (
     Mistake(what="a store that is no URL", command=f"{RL}{SMALL}", env={"MILLRACE_STORE_URL": "bucket/prefix"}),
 )
 COMMANDS = (
-    Mistake(what="no server runs", command="run list"),
+    Mistake(what="no server runs", command="run submit @ examples/reverse_text/rl.toml"),
     Mistake(what="a wrong server address", command="run list --server 127.0.0.1:1"),
     Mistake(what="an address that is none", command="run list --server localhost"),
     Mistake(what="a token's file is not there", command="run list --token-file nobody.token --server 127.0.0.1:1"),
@@ -256,4 +264,136 @@ COMMANDS = (
     Mistake(what="a fork of a step that is not there", command=f"{RL}{SMALL} --name {DONE} --ckpt.resume-step 99"),
     Mistake(what="a command that there is not", command="run wathc done"),
 )
-ALL = (*CONFIGS, *MODELS, *DATA, *ENVIRONMENTS, *PLACES, *COMMANDS)
+
+
+class CannotBeMade(Exception):
+    """This machine does not allow the mistake, such as a mount by somebody who is not root."""
+
+
+class Running:
+    """A program that has written `until`; `close` interrupts it, and waits for its end."""
+
+    def __init__(self, argv: list[str], place: Path, *, until: str, env: Mapping[str, str] | None = None) -> None:
+        log = place / f"{Path(argv[-1]).name}.out"
+        with log.open("w") as out:
+            self._process = subprocess.Popen(
+                argv, cwd=place, stdout=out, stderr=out, env=clean_environ(env or {}), start_new_session=True
+            )
+        deadline = time.monotonic() + 120
+        while until not in log.read_text():
+            if self._process.poll() is not None or time.monotonic() > deadline:
+                self.close()
+                raise RuntimeError(f"{argv} did not start: {log.read_text()[-2000:]}")
+            time.sleep(0.2)
+
+    def close(self) -> None:
+        """End it, by force if it does not."""
+        self._process.send_signal(signal.SIGINT)
+        try:
+            self._process.wait(timeout=60)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+
+class Several(list[Running]):
+    """Programs that are ended together."""
+
+    def close(self) -> None:
+        """End them, the last one first."""
+        while self:
+            self.pop().close()
+
+
+class Mounted:
+    """A file system of a few pages in memory; `close` takes it away."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        directory.mkdir(exist_ok=True)
+        mount = ["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(directory)]
+        try:
+            done = subprocess.run(mount, capture_output=True, text=True)
+        except FileNotFoundError as error:
+            raise CannotBeMade("there is no `mount`") from error
+        if done.returncode:
+            raise CannotBeMade(done.stderr.strip())
+
+    def close(self) -> None:
+        """Unmount it."""
+        subprocess.run(["umount", str(self._directory)], check=True)
+
+
+def clean_environ(more: Mapping[str, str]) -> dict[str, str]:
+    """The environment without settings of Millrace's and S3's, and with `more`."""
+    left = {name: value for name, value in os.environ.items() if not name.startswith(("MILLRACE_", "AWS_"))}
+    return {**left, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", **more}
+
+
+S3, GUARDED, GUARDED_HTTP, FIRST, FIRST_HTTP, SECOND, SECOND_HTTP, SHARED, SHARED_HTTP = free_ports(9)
+
+
+def _up(place: Path, name: str, port: int, http_port: int, env: Mapping[str, str] | None = None) -> Running:
+    up = [sys.executable, "-m", "millrace.cli", "up", "--listen", f"127.0.0.1:{port}", "--http-port", str(http_port)]
+    return Running([*up, "--dir", f"outputs/{name}"], place, until="export MILLRACE_SERVER=", env=env)
+
+
+def _checking_store(place: Path) -> Running:
+    """An S3 server that asks who somebody is from the first request on."""
+    argv = [str(Path(sys.executable).with_name("moto_server")), "--host=127.0.0.1", f"--port={S3}"]
+    return Running(argv, place, until="Running on", env={"INITIAL_NO_AUTH_ACTION_COUNT": "0"})
+
+
+def _guarded(place: Path) -> Running:
+    """A stack that asks for a token, and a token that it does not know."""
+    (place / "tokens").write_text(token_line(new_token(), "somebody") + "\n")
+    (place / "wrong.token").write_text(new_token() + "\n")
+    (place / "wrong.token").chmod(0o600)
+    return _up(place, "guarded", GUARDED, GUARDED_HTTP, {"MILLRACE_TOKENS_FILE": str(place / "tokens")})
+
+
+def _two_stacks(place: Path) -> Several:
+    return Several([_up(place, "first", FIRST, FIRST_HTTP), _up(place, "second", SECOND, SECOND_HTTP)])
+
+
+def _cancelled(place: Path) -> Running:
+    """A stack with a run that somebody has asked to end."""
+    stack = _up(place, "shared", SHARED, SHARED_HTTP)
+    server = clean_environ({"MILLRACE_SERVER": f"127.0.0.1:{SHARED}"})
+    submit = ["run", "submit", "@", "examples/reverse_text/rl.toml", "--name", "twice", "--max-steps", "500"]
+    for words in (submit, ["run", "cancel", "twice"]):
+        subprocess.run([sys.executable, "-m", "millrace.cli", *words], cwd=place, check=True, stdout=2, env=server)
+    return stack
+
+
+LENT = (
+    Mistake(
+        what="a disk that is full",
+        command=f"{RL}{SMALL} --output-dir full",
+        prepare=lambda place: Mounted(place / "full"),
+    ),
+    Mistake(
+        what="wrong credentials of the store",
+        command=f"{RL}{SMALL}",
+        prepare=_checking_store,
+        env={
+            "MILLRACE_STORE_URL": f"s3://bucket?endpoint=http://127.0.0.1:{S3}",
+            "AWS_ACCESS_KEY_ID": "x",
+            "AWS_SECRET_ACCESS_KEY": "y",
+        },
+    ),
+    Mistake(
+        what="a wrong token",
+        command=f"run list --token-file wrong.token --server 127.0.0.1:{GUARDED}",
+        prepare=_guarded,
+    ),
+    Mistake(what="several servers, and none is named", command="run list", prepare=_two_stacks),
+    Mistake(
+        what="cancel a second time",
+        command=f"run cancel twice --server 127.0.0.1:{SHARED}",
+        prepare=_cancelled,
+        answer="runs/",
+    ),
+)
+"""Those that need something beside them: a file system, a server, stacks."""
+ALL = (*CONFIGS, *MODELS, *DATA, *ENVIRONMENTS, *PLACES, *COMMANDS, *LENT)
