@@ -47,7 +47,7 @@ def server_address(
 
 
 @contextlib.contextmanager
-def explain_unreachable(origin: str, address: str, *, directory: Path | None = None) -> Iterator[None]:
+def explain_unreachable(origin: str, address: str, *, directory: Path | None = None, token: str = "") -> Iterator[None]:
     """Say where the address came from and what to do, when none answers at it, or the one there refuses the token."""
     try:
         yield
@@ -63,20 +63,10 @@ def explain_unreachable(origin: str, address: str, *, directory: Path | None = N
         message = f"{error.message} (the address is from {origin})"
         raise UnavailableError(message, reason=error.reason, remedy=remedy) from error
     except UnauthenticatedError as error:
-        message = f"{error.message} by {address} (the address is from {origin}); {_token_given()}"
+        message = f"{error.message} by {address} (the address is from {origin}){token and f'; {token}'}"
         raise UnauthenticatedError(
             message, reason=error.reason, remedy=error.remedy, metadata=error.metadata
         ) from error
-
-
-def _token_given() -> str:
-    """Say where the token of this command comes from, without it."""
-    from millrace.cli.connection import environ
-
-    given = environ()
-    if path := given.get("MILLRACE_TOKEN_FILE"):
-        return f"it does not accept the one in {path}"
-    return "it does not accept the one in MILLRACE_TOKEN" if given.get("MILLRACE_TOKEN") else "none was given"
 
 
 def is_listening(address: str) -> bool:

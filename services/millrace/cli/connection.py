@@ -54,6 +54,14 @@ def environ(base: Mapping[str, str] | None = None) -> Mapping[str, str]:
     return {**(os.environ if base is None else base), **_given}
 
 
+def token_given() -> str:
+    """Say, without the token, where that comes from which a server does not accept."""
+    given = environ()
+    if path := given.get("MILLRACE_TOKEN_FILE"):
+        return f"it does not accept the one in {path}"
+    return "it does not accept the one in MILLRACE_TOKEN" if given.get("MILLRACE_TOKEN") else "none was given"
+
+
 def open_client(address: str) -> "Client":
     """A client of the server at `address`, as this command line and the environment say."""
     # gRPC writes one line of its own to stderr for every handshake that fails; ours says it better. Read at its import.
@@ -78,5 +86,5 @@ def ask_server(server: str | None, work: "Callable[[Client], Coroutine[Any, Any,
         async with open_client(address) as client:
             return await work(client)
 
-    with explain_unreachable(origin, address):
+    with explain_unreachable(origin, address, token=token_given()):
         return interrupts.run(call)

@@ -5,6 +5,7 @@ import socket
 import pytest
 
 from millrace.cli.address import SILENT_REMEDY, START_REMEDY, WAIT_REMEDY, explain_unreachable
+from millrace.cli.connection import token_given
 from millrace.errors import UnauthenticatedError, UnavailableError
 from millrace_testing.local.stack_files import write_stack
 
@@ -55,7 +56,8 @@ def test_a_token_that_is_refused_is_told_with_its_place(given, said, monkeypatch
         monkeypatch.delenv(name, raising=False)
     for name, value in given.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(UnauthenticatedError) as caught, explain_unreachable("--server", "127.0.0.1:7001"):
+    explained = explain_unreachable("--server", "127.0.0.1:7001", token=token_given())
+    with pytest.raises(UnauthenticatedError) as caught, explained:
         raise UnauthenticatedError("a valid bearer token is required", remedy="give one")
     assert said in caught.value.message and "by 127.0.0.1:7001 (the address is from --server)" in caught.value.message
     assert caught.value.remedy == "give one" and "secret" not in caught.value.message
