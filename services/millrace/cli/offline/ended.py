@@ -149,9 +149,8 @@ def list_ended(*, note: Callable[[str], None], root: Path = OUTPUTS) -> Iterator
     for path in sorted(_directories(root), key=lambda path: path.stat().st_mtime, reverse=True):
         try:
             yield read_ended(path)
-        except NotFoundError as error:
-            if _said(path).get("is_durable") is not True:  # what `millrace up --dir` leaves has no run of its name
-                note(f"note: {path} is left out: {error.message}")
+        except NotFoundError:  # what `millrace up --dir` leaves has no run of its name
+            continue
         except MillraceError as error:
             note(f"note: {path} is left out: {error.message}")
 

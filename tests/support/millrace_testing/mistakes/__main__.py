@@ -36,7 +36,7 @@ _HEAD = """# Mistakes of a first day, and what they are answered with
 <!-- .venv/bin/python -m millrace_testing.mistakes PLACE > docs/first_mistakes.md -->
 
 Each was made for real, with the tiny model of `examples/reverse_text` on a CPU. Seconds are those from the command to
-the message, on a machine with two cores and a load of 5 to 20.
+the message, on a machine with two cores and a load of 1 to 20.
 [`troubleshooting.md`](troubleshooting.md) goes by symptom, [`events.md`](events.md) by reason.
 
 | mistake | command | seconds | exit code | message |
