@@ -1,7 +1,8 @@
 """Every name of a run: Redis keys and object keys, in one place.
 
 Keys are `{prefix}:{uid}:…` with a Redis Cluster hash tag around the uid only, so that one run lives in one slot.
-Objects are `{prefix}/runs/{uid}/…`. These names are the stored format of a deployment: never change one.
+Objects are `{prefix}/runs/{uid}/…`; their kinds are declared in `runlog/catalogue.py`. These names are the stored
+format of a deployment: never change one.
 """
 
 import re
@@ -11,6 +12,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from millrace.errors import InvalidSpecError, Violation
+from millrace.runlog import catalogue
 from millrace.storage.commit_points import revision_key
 
 _PREFIX = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}")
@@ -135,17 +137,17 @@ class Names:
     @property
     def run_json(self) -> str:
         """Create-only: what the run is (resolved config, hash, kind, request id, ...)."""
-        return f"{self.root}run.json"
+        return self._object(catalogue.RUN_JSON)
 
     @property
     def tombstone(self) -> str:
         """Its existence says that the run is being deleted; removed last."""
-        return f"{self.root}tombstone.json"
+        return self._object(catalogue.TOMBSTONE)
 
     @property
     def all_epochs(self) -> str:
         """Prefix of the epochs of every role."""
-        return f"{self.root}epochs/"
+        return self._folder(catalogue.EPOCH)
 
     def epochs(self, role: str) -> str:
         """Prefix of a role's epochs."""
@@ -153,75 +155,76 @@ class Names:
 
     def epoch(self, role: str, number: int) -> str:
         """Create-only: who holds this epoch of the role."""
-        return f"{self.epochs(role)}{number:08d}"
+        return self._object(catalogue.EPOCH, role=role, number=number)
 
     @property
     def generations(self) -> str:
         """Prefix of the marks of installed generations."""
-        return f"{self.root}generations/"
+        return self._folder(catalogue.GENERATION)
 
     def generation(self, number: int) -> str:
         """Create-only: this generation of the Redis copy was installed."""
-        return f"{self.generations}{number:08d}"
+        return self._object(catalogue.GENERATION, number=number)
 
     @property
     def event_archive(self) -> str:
         """Prefix of the archived events."""
-        return f"{self.root}events/"
+        return self._folder(catalogue.EVENT_ARCHIVE)
 
     def archived_events(self, first: str, last: str) -> str:
         """Create-only: the events with the ids from `first` to `last`, such as `1-0` and `1-17`."""
-        return f"{self.event_archive}{'_'.join(_sortable(id_) for id_ in (first, last))}.zst"
+        (a, b), (c, d) = (map(int, id_.split("-")) for id_ in (first, last))
+        return self._object(catalogue.EVENT_ARCHIVE, first=a, first_place=b, last=c, last_place=d)
 
     @property
     def intents(self) -> str:
         """Prefix of the intents."""
-        return f"{self.root}intents/"
+        return self._folder(catalogue.INTENT)
 
     def intent(self, sequence: int) -> str:
         """Create-only: one acknowledged intent (pause, resume, cancel, config update)."""
-        return f"{self.intents}{sequence:08d}.json"
+        return self._object(catalogue.INTENT, number=sequence)
 
     @property
     def reopenings(self) -> str:
         """Prefix of the records that reopened the run."""
-        return f"{self.root}reopened/"
+        return self._folder(catalogue.REOPENING)
 
     @property
     def seals(self) -> str:
         """Prefix of the seals."""
-        return f"{self.root}seals/"
+        return self._folder(catalogue.SEAL)
 
     def seal(self, number: int) -> str:
         """Create-only: what the run consists of at its end, after it was reopened `number` times."""
-        return f"{self.seals}{number:08d}.json"
+        return self._object(catalogue.SEAL, number=number)
 
     @property
     def attestations(self) -> str:
         """Prefix of the attestations."""
-        return f"{self.root}attestations/"
+        return self._folder(catalogue.ATTESTATION)
 
     def attestation(self, number: int) -> str:
         """Create-only: a signed chain hash, numbered from 1."""
-        return f"{self.attestations}{number:08d}.json"
+        return self._object(catalogue.ATTESTATION, number=number)
 
     @property
     def batches(self) -> str:
         """Prefix of headers and batch data."""
-        return f"{self.root}batches/"
+        return self._folder(catalogue.BATCH_HEADER)
 
     def batch_header(self, step: int, revision: int = 0) -> str:
         """Create-only commit point of a step; from revision 1 on the successor of a failed closing header."""
-        return revision_key(f"{self.batches}{step:08d}.pb", revision)
+        return revision_key(self._object(catalogue.BATCH_HEADER, step=step), revision)
 
     def quarantined(self, key: str, sha256: str) -> str:
         """Where `run repair` keeps the bytes of a damaged object of the deployment; sha256 in hex."""
         own = key.removeprefix(self.root) if key.startswith(self.root) else f"deployment/{key}"
-        return f"{self.root}quarantine/{own}.{sha256[:16]}"
+        return self._object(catalogue.QUARANTINED, key=own, sha256=sha256[:16])
 
     def reopened(self, number: int) -> str:
         """Create-only: the closing header that it names does not end the run; numbered from 1."""
-        return f"{self.reopenings}{number:08d}.json"
+        return self._object(catalogue.REOPENING, number=number)
 
     def batch_data(self, step: int, epoch: int, nonce: str) -> str:
         """Prefix of the chunks that one writer uploads for a step."""
@@ -233,7 +236,7 @@ class Names:
 
     def scores(self, digest: str) -> str:
         """A teacher's log-probs of one rollout's tokens, by the digest of those tokens; written before its entry."""
-        return f"{self.root}scores/{digest}.bin"
+        return self._object(catalogue.SCORES, digest=digest)
 
     def token_logs(self, step: int) -> str:
         """Prefix of what the trainer computed of a step's tokens."""
@@ -241,12 +244,12 @@ class Names:
 
     def token_log(self, step: int, lineage: int) -> str:
         """Create-only: log-probs and entropies of sampled tokens of a step, by the trainer of a lineage."""
-        return f"{self.token_logs(step)}{lineage:04d}.bin"
+        return self._object(catalogue.TOKEN_LOG, step=step, lineage=lineage)
 
     @property
     def policies(self) -> str:
         """Prefix of the published policies."""
-        return f"{self.root}policies/"
+        return self._folder(catalogue.POLICY_MANIFEST)
 
     def policy(self, lineage: int, version: int) -> str:
         """Prefix of one policy version."""
@@ -254,12 +257,12 @@ class Names:
 
     def policy_manifest(self, lineage: int, version: int) -> str:
         """Create-only commit point of a policy version."""
-        return f"{self.policy(lineage, version)}manifest.json"
+        return self._object(catalogue.POLICY_MANIFEST, lineage=lineage, version=version)
 
     @property
     def checkpoints(self) -> str:
         """Prefix of the checkpoints."""
-        return f"{self.root}checkpoints/"
+        return self._folder(catalogue.CHECKPOINT_MANIFEST)
 
     def checkpoint(self, step: int) -> str:
         """Prefix of the checkpoint that is version `step`."""
@@ -267,17 +270,17 @@ class Names:
 
     def checkpoint_manifest(self, step: int) -> str:
         """Create-only commit point of a checkpoint."""
-        return f"{self.checkpoint(step)}manifest.json"
+        return self._object(catalogue.CHECKPOINT_MANIFEST, step=step)
+
+    def _folder(self, kind: catalogue.Kind) -> str:
+        return self.root + kind.folder
+
+    def _object(self, kind: catalogue.Kind, **fields: object) -> str:
+        return self.root + kind.path(**fields)
 
     @property
     def _key(self) -> str:
         return f"{self.prefix}:{{{self.uid}}}"
-
-
-def _sortable(id_: str) -> str:
-    """An entry id that sorts as text."""
-    major, _, minor = id_.partition("-")
-    return f"{int(major):08d}-{int(minor):012d}"
 
 
 def _check(pattern: re.Pattern[str], value: str, field: str, rule: str) -> str:

@@ -10,11 +10,11 @@ import asyncio
 import datetime
 import hashlib
 import logging
-import re
 
 from millrace.decoding import MAX_JSON_BYTES
 from millrace.errors import CorruptObjectError, NotFoundError
 from millrace.rollouts.batch_wire import closes_run
+from millrace.runlog.catalogue import BATCH_HEADER, SCORES
 from millrace.runlog.events.archive import EventArchive
 from millrace.runlog.names import Names
 from millrace.runlog.records.known import KnownObjects
@@ -29,7 +29,6 @@ _MAX_OTHERS = 1 << 18
 """Most objects that a seal lists by their size: 30 MB of JSON."""
 _SEALED_WHOLE = ("events/", "policies/")
 """What a seal names whole, also where headers do: readers of an ended run ask the seal alone."""
-_BY_CONTENT = "scores/"
 """Named by the digests of the tokens that they are of: nobody finds another one, and there is one for each rollout."""
 
 
@@ -99,13 +98,12 @@ def _others_by_size(
     """Everything that neither the headers nor `objects` name, and that is no attestation; None if it is too much."""
     others: dict[str, int] = {}
     named = objects.keys() | known.named("").keys()
-    headers = re.compile(re.escape(names.batches) + r"[0-9.r]+\.pb")
     for prefix in store.list_prefixes(names.root):
-        if prefix in (names.attestations, names.root + _BY_CONTENT):
+        if prefix in (names.attestations, names.root + SCORES.folder):
             continue
         for info in store.list(prefix):
             key = info.key.removeprefix(names.root)
-            if key not in named and not known.holds(info.key) and not headers.fullmatch(info.key):
+            if key not in named and not known.holds(info.key) and not BATCH_HEADER.parse(key):
                 others[key] = info.size_bytes
         if len(others) > _MAX_OTHERS:
             logger.warning("too many objects to be listed in the seal", extra={"uid": names.uid})

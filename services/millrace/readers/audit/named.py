@@ -11,6 +11,7 @@ from millrace.decoding import decode_object
 from millrace.errors import CorruptObjectError, InvalidSpecError, NotFoundError
 from millrace.internal.v1 import batch_pb2
 from millrace.readers.audit.findings import Audit
+from millrace.runlog.catalogue import POLICY_OBJECT, finding_at, is_place
 from millrace.runlog.names import Deployment
 from millrace.runlog.records.known import describe
 from millrace.runlog.records.numbered import latest_epoch
@@ -20,20 +21,6 @@ _AT_ONCE = 16  # objects fetched at once
 _PROGRESS_EVERY = 256
 MAX_NAMED_BYTES = 128 << 20
 """Largest object that is read because somebody names it; those that headers name have some megabytes at most."""
-
-KINDS = {
-    "run.json": "RUN_JSON",
-    "epochs/": "EPOCH",
-    "generations/": "GENERATION",
-    "intents/": "INTENT",
-    "events/": "EVENT_ARCHIVE",
-    "policies/": "POLICY",
-    "checkpoints/": "CHECKPOINT",
-    "scores/": "SCORES",
-    "reopened/": "REOPENING",
-    "seals/": "SEAL",
-}
-"""What an object is, as the names of checks begin, by the beginning of its key behind the run's prefix."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +67,7 @@ class NamedCheck:
                         self._audit.findings.violation(*found)
 
     def _add(self, key: str, sha256: str, digest: str, by: str) -> None:
-        kind = kind_of(key)
+        kind = finding_at(key)
         before = self._named.get(key)
         if not kind or not self._audit.is_own(self._audit.names.root + key):
             self._audit.findings.violation("NAMED_UNKNOWN", f"{by} names {key[:200]!r}, which is no object of a run")
@@ -92,7 +79,7 @@ class NamedCheck:
             )
 
     def _compare(self, key: str) -> tuple[str, str] | None:
-        audit, named, kind = self._audit, self._named[key], kind_of(key)
+        audit, named, kind = self._audit, self._named[key], finding_at(key)
         full = audit.names.root + key
         try:
             info = audit.store.head(full)
@@ -112,11 +99,6 @@ class NamedCheck:
         )
 
 
-def kind_of(key: str) -> str:
-    """What an object is by its key behind the run's prefix, as the names of checks begin; empty if it is none."""
-    return next((kind for start, kind in KINDS.items() if key.startswith(start)), "")
-
-
 # What nobody names: objects that were added to a run. Behind its seal nothing may be new but two kinds of records.
 #
 # named by a header, a seal, or a manifest that counts left over listed by the seal and named by nobody: of writers
@@ -124,9 +106,6 @@ def kind_of(key: str) -> str:
 
 _UNNAMED_AT_ONCE = 16  # objects fetched at once
 _SHOWN = 8
-_PLACES = ("run.json", "epochs/", "generations/", "intents/", "events/", "policies/", "policy-files/", "checkpoints/")
-_PLACES += ("scores/", "reopened/", "seals/", "attestations/", "batches/", "rollouts/", "token_logs/", "quarantine/")
-"""Beginnings of the keys of a run, behind its prefix."""
 
 
 def check_unnamed(
@@ -145,7 +124,7 @@ def check_unnamed(
             audit.findings.violation(
                 "TOMBSTONE", f"{audit.uri(info.key)} says that the run is being deleted, and nothing deletes runs"
             )
-        elif not own.startswith(_PLACES) or (own.startswith("run.json") and own != "run.json"):
+        elif not is_place(own):
             audit.findings.violation("OBJECT_UNNAMED", f"{audit.uri(info.key)} is no object of a run")
         elif info.key in audit.named or own == "run.json" or own.startswith(("attestations/", "scores/")):
             continue  # who names it is compared with it
@@ -166,7 +145,7 @@ def check_unnamed(
             audit.findings.note("WRITTEN_BEHIND_SEAL", f"{audit.uri(info.key)} came behind the seal of the run")
         else:
             audit.findings.violation(
-                f"{kind_of(own) or 'OBJECT'}_UNNAMED",
+                f"{finding_at(own) or 'OBJECT'}_UNNAMED",
                 f"{audit.uri(info.key)} is named by no header and not by the seal: it was added behind the end",
             )
     if left_over:
@@ -212,7 +191,7 @@ class _Late:
         self._closing = closing
         sealed = [] if seal is None else [*seal.objects, *(seal.others or ())]
         whole = [own for own in sealed if own.endswith("/manifest.json") or own.startswith("token_logs/")]
-        self._newest = max(filter(None, map(_version_of, whole)), default=("0000", -1))
+        self._newest = max(filter(None, map(_version_of, whole)), default=(0, -1))
         self._newest_by_step: dict[str, int] = {}
         for folder, step in filter(None, map(_step_of_trainer, whole)):
             self._newest_by_step[folder] = max(self._newest_by_step.get(folder, -1), step)
@@ -259,10 +238,10 @@ class _Late:
         return asked.get("kind") == "reopen" and isinstance(payload, dict) and payload.get("closing_sha256") == wanted
 
 
-def _version_of(own: str) -> tuple[str, int] | None:
+def _version_of(own: str) -> tuple[int, int] | None:
     """Return lineage and version of the policy whose object lies under a key."""
-    place = re.match(r"policies/([0-9]+)-([0-9]+)/", own)
-    return None if place is None else (place[1], int(place[2]))
+    place = POLICY_OBJECT.parse(own)
+    return None if place is None else (int(place["lineage"]), int(place["version"]))
 
 
 def _step_of_trainer(own: str) -> tuple[str, int] | None:

@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from millrace.internal.v1 import batch_pb2
 from millrace.readers.audit.events import Told
 from millrace.readers.audit.findings import MAX_PER_CHECK, Audit, gaps
 from millrace.readers.audit.named import NamedCheck
+from millrace.runlog.catalogue import TOKEN_LOG
 from millrace.runlog.events.archive import decode_archive
 from millrace.runlog.records.listing import checkpoint_at, policy_at
 from millrace.runlog.redis.entry import Entry, id_order
@@ -192,13 +192,11 @@ def _check_name(audit: Audit, key: str, entries: list[Entry]) -> None:
 
 # Token logs: each is what its event says.
 
-_KEY = re.compile(r"token_logs/[0-9]{8,19}/[0-9]{4,10}(\.r[1-9][0-9]{0,3})?\.bin")
-
 
 def check_token_logs(audit: Audit, told: Told) -> None:
     """Compare the trainer's log-probs with the events that tell of them: their size, in a deep audit their bytes."""
     for own, sayings in sorted(told.token_logs.items()):
-        if not _KEY.fullmatch(own):
+        if TOKEN_LOG.parse(own) is None:
             audit.findings.violation("TOKEN_LOG_MISNAMED", f"an event names {own[:200]!r}, which is no token log")
             continue
         problems = [

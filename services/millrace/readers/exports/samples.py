@@ -1,6 +1,5 @@
 """The samples of a run as other tools read them: what was asked, what was answered, and what came of it."""
 
-import re
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -12,11 +11,11 @@ from millrace.readers.exports.conversation import answer_of, content_of, info_of
 from millrace.rollouts.batch_wire import MAX_HEADER_BYTES, closes_run, decode_header, unpack_batch
 from millrace.rollouts.types import Rollout
 from millrace.runlog.names import Names
+from millrace.runlog.records import revisions
 from millrace.runlog.records.revisions import read_rollouts
 from millrace.storage import ObjectStore
 from millrace.storage.commit_points import revision_of
 
-HEADER_NAME = re.compile(r"(\d{8})(?:\.r\d+)?\.pb")
 """What a key of a header is behind `Names.batches`; its group is the step."""
 _Member = tuple[int, int, int]
 
@@ -83,11 +82,7 @@ class ExportedSample:
 
 def list_headers(store: ObjectStore, names: Names) -> list[tuple[int, str]]:
     """Step and key of every committed header, the closing ones included, in the order of the run."""
-    keys = (
-        (HEADER_NAME.fullmatch(info.key.removeprefix(names.batches)), info.key) for info in store.list(names.batches)
-    )
-    headers = [(int(found[1]), key) for found, key in keys if found]
-    return sorted(headers, key=lambda each: (each[0], revision_of(each[1])))
+    return [(step, names.batch_header(step, revision)) for step, revision in revisions.list_headers(store, names)]
 
 
 def read_headers(

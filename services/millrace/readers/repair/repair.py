@@ -7,7 +7,6 @@ is looked at before what it proves. See `objects` for how bytes get to their pla
 
 import asyncio
 import hashlib
-import re
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -23,6 +22,7 @@ from millrace.readers.repair.objects import (
     of_hash,
     repair_headers,
 )
+from millrace.runlog.catalogue import EVENT_ARCHIVE
 from millrace.runlog.events.archive import decode_archive, encode_archive
 from millrace.runlog.names import Deployment, Names
 from millrace.runlog.records.known import manifest_digest
@@ -197,11 +197,10 @@ def _successor_of(bench: Workbench, key: str) -> str:
 
 def _archive_from_redis(bench: Workbench, key: str) -> bytes | None:
     """An archive of events made anew of the entries in Redis, if Redis has all of them."""
-    name = key.removeprefix(bench.names.event_archive).removesuffix(".zst")
-    found = re.fullmatch(r"(\d+)-(\d+)_(\d+)-(\d+)", name)
-    if bench.redis is None or found is None:
+    ids = EVENT_ARCHIVE.parse(key.removeprefix(bench.names.root))
+    if bench.redis is None or ids is None:
         return None
-    first, last = (int(found[1]), int(found[2])), (int(found[3]), int(found[4]))
+    first, last = (int(ids["first"]), int(ids["first_place"])), (int(ids["last"]), int(ids["last_place"]))
     entries = [entry for entry in bench.redis.events if first <= id_order(entry.id) <= last]
     if not entries or (id_order(entries[0].id), id_order(entries[-1].id)) != (first, last):
         return None

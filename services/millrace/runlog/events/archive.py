@@ -18,6 +18,7 @@ import zstandard
 
 from millrace.decoding import decompress
 from millrace.errors import CorruptObjectError, LogGoneError
+from millrace.runlog.catalogue import EVENT_ARCHIVE
 from millrace.runlog.events.reader import with_damage
 from millrace.runlog.names import Names, Stream
 from millrace.runlog.records.sealed import load_seal
@@ -35,7 +36,6 @@ _MAX_OBJECT_BYTES = 16 << 20
 _MAX_OBJECT_ENTRIES = 2 * _PAGE_ENTRIES
 _PARALLEL_GETS = 8
 _LENGTH = struct.Struct("<I")
-_NAME = re.compile(r"[0-9]{8,20}-[0-9]{12,20}_[0-9]{8,20}-[0-9]{12,20}\.zst")
 _ID = re.compile(r"[0-9]{1,20}-[0-9]{1,20}")
 
 
@@ -177,7 +177,7 @@ def _get(store: ObjectStore, key: str) -> bytes:
 def _objects(store: ObjectStore, names: Names) -> list[str]:
     """The keys of the archive. What else lies under its prefix is not ours, nor is what came behind the run's seal."""
     keys = [info.key for info in store.list(names.event_archive)]
-    ours = [key for key in keys if _NAME.fullmatch(key.removeprefix(names.event_archive))]
+    ours = [key for key in keys if EVENT_ARCHIVE.parse(key.removeprefix(names.root))]
     seal = load_seal(store, names)
     if seal is not None and seal.others is not None:
         ours = [key for key in ours if key.removeprefix(names.root) in seal.objects]

@@ -5,16 +5,14 @@ never changes, so the chain hash shows whether one of them was changed or remove
 """
 
 import hashlib
-import re
 from collections.abc import Iterable
 
 from millrace.decoding import decode_object
 from millrace.errors import CorruptObjectError, NotFoundError
 from millrace.internal.v1 import batch_pb2
+from millrace.runlog.catalogue import POLICY_MANIFEST
 from millrace.runlog.names import Names
 from millrace.storage import ObjectStore
-
-_MANIFEST = re.compile(r"[^/]+/manifest(\.r\d+)?\.json")
 
 
 class KnownObjects:
@@ -62,7 +60,7 @@ class KnownObjects:
         for prefix in (names.intents, names.event_archive):
             keys += [info.key for info in store.list(prefix, start_after=self._last(names, prefix))]
         manifests = store.list(names.policies, start_after=self._last(names, names.policies))
-        keys += [info.key for info in manifests if _MANIFEST.fullmatch(info.key.removeprefix(names.policies))]
+        keys += [info.key for info in manifests if POLICY_MANIFEST.parse(info.key.removeprefix(names.root))]
         return [key for full in keys if (key := full.removeprefix(names.root)) not in self._named]
 
     def _last(self, names: Names, prefix: str) -> str:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+from millrace.runlog.catalogue import CHECKPOINT_MANIFEST, POLICY_MANIFEST
 from millrace.runlog.names import Names
 from millrace.runlog.records.sealed import load_seal
 from millrace.storage import ObjectStore
@@ -42,13 +43,11 @@ def published_policies(store: ObjectStore, names: Names) -> Iterator[tuple[int, 
 
 def checkpoint_at(names: Names, prefix: str) -> int | None:
     """The step whose checkpoint lies under a prefix; None if that is no checkpoint's place."""
-    text = prefix.removeprefix(names.checkpoints).removesuffix("/")
-    return int(text) if text.isdecimal() and names.checkpoint(int(text)) == prefix else None
+    place = CHECKPOINT_MANIFEST.parse(f"{prefix.removeprefix(names.root)}manifest.json")
+    return None if place is None else int(place["step"])
 
 
 def policy_at(names: Names, prefix: str) -> tuple[int, int] | None:
     """(version, lineage) of the policy that lies under a prefix; None if that is no policy's place."""
-    lineage, _, version = prefix.removeprefix(names.policies).removesuffix("/").partition("-")
-    if not (lineage.isdecimal() and version.isdecimal()) or names.policy(int(lineage), int(version)) != prefix:
-        return None
-    return int(version), int(lineage)
+    place = POLICY_MANIFEST.parse(f"{prefix.removeprefix(names.root)}manifest.json")
+    return None if place is None else (int(place["version"]), int(place["lineage"]))

@@ -12,6 +12,7 @@ from typing import Any
 
 from millrace.decoding import decode_object
 from millrace.errors import CorruptObjectError, NotFoundError, UnavailableError
+from millrace.runlog.catalogue import INTENT
 from millrace.runlog.names import Names
 from millrace.storage import ObjectStore
 
@@ -186,5 +187,5 @@ def _last_sequence(store: ObjectStore, names: Names) -> int:
 
 def _number(names: Names, key: str) -> int | None:
     """The number in an intent's key; None of what is no key of ours."""
-    number = key.removeprefix(names.intents).removesuffix(".json")
-    return int(number) if number.isdecimal() and key == names.intent(int(number)) else None
+    place = INTENT.parse(key.removeprefix(names.root))
+    return None if place is None else int(place["number"])

@@ -12,7 +12,6 @@ Only FAILED is ever superseded. Everything here reads the store (blocking).
 import datetime
 import hashlib
 import json
-import re
 from dataclasses import asdict, dataclass, fields
 
 from millrace.decoding import decode_object
@@ -21,12 +20,12 @@ from millrace.internal.v1 import batch_pb2
 from millrace.rollouts.batch_wire import MAX_HEADER_BYTES, closes_run, decode_header, verify_chunk
 from millrace.rollouts.types import Rollout
 from millrace.rollouts.wire import decode_archive
+from millrace.runlog.catalogue import BATCH_HEADER
 from millrace.runlog.names import Names
 from millrace.runlog.records.run_record import load_origin
 from millrace.storage.base import MAX_GET_BYTES, ObjectStore
 
 _MAX_RECORD_BYTES = 1 << 20
-_HEADER = re.compile(r"([0-9]{8,18})(?:\.r([1-9][0-9]{0,8}))?\.pb")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,14 +137,8 @@ def parse_reopening(data: bytes, *, where: str) -> Reopening:
 
 def list_headers(store: ObjectStore, names: Names) -> list[tuple[int, int]]:
     """(step, revision) of every header object, ascending."""
-    found: list[tuple[int, int]] = []
-    for info in store.list(names.batches):
-        match = _HEADER.fullmatch(info.key.removeprefix(names.batches))
-        if match is not None:
-            at = int(match[1]), int(match[2] or 0)
-            if names.batch_header(*at) == info.key:
-                found.append(at)
-    return sorted(found)
+    places = (BATCH_HEADER.parse(info.key.removeprefix(names.root)) for info in store.list(names.batches))
+    return sorted((int(place["step"]), int(place["revision"])) for place in places if place)
 
 
 def load_newest(store: ObjectStore, names: Names) -> tuple[int, StepHeaders] | None:

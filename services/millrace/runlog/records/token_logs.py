@@ -5,15 +5,13 @@ The event of each names its sha256; events are named by headers and seals.
 """
 
 import hashlib
-import re
 from dataclasses import dataclass
 
 from millrace.rollouts.token_log import MAX_TOKEN_LOG_BYTES, TokenLog, decode_token_log, encode_token_log
+from millrace.runlog.catalogue import TOKEN_LOG
 from millrace.runlog.names import Names
 from millrace.storage.base import ObjectStore
 from millrace.storage.commit_points import find_newest, next_revision
-
-_LOG = re.compile(r"([0-9]{4,9})(?:\.r([1-9][0-9]{0,3}))?\.bin")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,8 +50,8 @@ def store_token_log(store: ObjectStore, names: Names, log: TokenLog) -> StoredTo
 def find_token_log(store: ObjectStore, names: Names, step: int) -> str | None:
     """The key of a step's log: of its newest lineage, which is the one that the run went on with; None without any."""
     prefix = names.token_logs(step)
-    found = ((_LOG.fullmatch(info.key.removeprefix(prefix)), info.key) for info in store.list(prefix))
-    numbered = [(int(match[1]), int(match[2] or 0), key) for match, key in found if match]
+    found = ((TOKEN_LOG.parse(info.key.removeprefix(names.root)), info.key) for info in store.list(prefix))
+    numbered = [(int(place["lineage"]), int(place["revision"]), key) for place, key in found if place]
     return max(numbered, default=(0, 0, None))[2]
 
 

@@ -491,7 +491,7 @@ TARGETS = [
     Target(name="entry", load=_entry, mutate=_entry_mutate),
     Target(name="intent", load=_intent, mutate=_json),
     Target(name="epoch", load=_epoch, mutate=_json),
-    Target(name="origin", load=_of("runlog.records.origin", "parse_origin", where="x"), mutate=_json),
+    Target(name="origin", load=_of("runlog.records.run_record", "parse_origin", where="x"), mutate=_json),
     Target(name="run_hash", load=_of("runlog.redis.log", "parse_run_hash"), mutate=_json),
     Target(name="run_json", load=_record, mutate=_json),
     Target(name="header_state", load=_of("orchestrator.drive.batcher", "decode_state"), mutate=_json),
@@ -502,7 +502,7 @@ TARGETS = [
     ),
     Target(
         name="adapter_config",
-        load=_of("policies.peft.plain", "parse_adapter_config", source="x"),
+        load=_of("inference.vllm.lora", "parse_adapter_config", source="x"),
         mutate=_json,
     ),
     Target(name="safetensors", load=_read_places, mutate=_places_mutate),

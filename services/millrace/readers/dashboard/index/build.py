@@ -13,9 +13,10 @@ from millrace.internal.v1 import batch_pb2
 from millrace.readers.dashboard.index.columns import ROW, Columns, Texts, packed
 from millrace.readers.dashboard.looking import Looking
 from millrace.readers.exports.conversation import answer_of, messages_of
-from millrace.readers.exports.samples import HEADER_NAME, ExportedSample, advantages_of
+from millrace.readers.exports.samples import ExportedSample, advantages_of
 from millrace.rollouts.batch_wire import MAX_HEADER_BYTES, decode_header
 from millrace.rollouts.types import Purpose, Rollout
+from millrace.runlog.catalogue import BATCH_HEADER
 from millrace.runlog.names import Names
 from millrace.runlog.records.revisions import read_rollouts
 from millrace.storage import ObjectStore
@@ -79,9 +80,9 @@ class SampleIndex:
         # From the first header of the last step on: among its revisions, the tenth sorts before the second.
         after = self._names.batch_header(last.step) if last else ""
         found = [
-            (int(match[1]), revision_of(info.key), info.key)
+            (int(place["step"]), int(place["revision"]), info.key)
             for info in self._store.list(prefix, start_after=after)
-            if (match := HEADER_NAME.fullmatch(info.key.removeprefix(prefix)))
+            if (place := BATCH_HEADER.parse(info.key.removeprefix(self._names.root)))
         ]
         return ((step, key) for step, revision, key in sorted(found) if (step, revision) > known)
 
