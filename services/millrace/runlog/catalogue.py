@@ -17,7 +17,7 @@ _BACKUP = "restore the object from a replica of the bucket"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Kind:
+class ObjectKind:
     """One kind of object of a run."""
 
     name: str
@@ -68,7 +68,7 @@ class Kind:
         return read if self.path(**{name: read[name] for name in widths}) == bare else None
 
 
-RUN_JSON = Kind(
+RUN_JSON = ObjectKind(
     name="run.json",
     key="run.json",
     codec="runlog.records.run_record:RunRecord.decode",
@@ -76,7 +76,7 @@ RUN_JSON = Kind(
     named_by="the chain, which begins with its hash; a seal by sha256",
     repair="bytes with which the chain begins",
 )
-TOMBSTONE = Kind(
+TOMBSTONE = ObjectKind(
     name="tombstone",
     key="tombstone.json",
     named_by="nobody: its existence counts",
@@ -84,7 +84,7 @@ TOMBSTONE = Kind(
     remedy="let the deletion end",
     repair="",
 )
-EPOCH = Kind(
+EPOCH = ObjectKind(
     name="epoch",
     key="epochs/{role}/{number:08d}",
     codec="decoding:decode_object",
@@ -92,14 +92,14 @@ EPOCH = Kind(
     finding="EPOCH",
     named_by="the next header, by sha256",
 )
-GENERATION = Kind(
+GENERATION = ObjectKind(
     name="generation mark",
     key="generations/{number:08d}",
     numbering="dense",
     finding="GENERATION",
     named_by="a seal, by sha256",
 )
-INTENT = Kind(
+INTENT = ObjectKind(
     name="intent",
     key="intents/{number:08d}.json",
     codec="decoding:decode_object",
@@ -107,7 +107,7 @@ INTENT = Kind(
     finding="INTENT",
     named_by="the next header, by sha256",
 )
-EVENT_ARCHIVE = Kind(
+EVENT_ARCHIVE = ObjectKind(
     name="event archive",
     key="events/{first:08d}-{first_place:012d}_{last:08d}-{last_place:012d}.zst",
     codec="runlog.events.archive:decode_archive",
@@ -116,7 +116,7 @@ EVENT_ARCHIVE = Kind(
     named_by="the next header, by sha256",
     repair=f"{_PROVED_BY_HASH}, also made anew of Redis",
 )
-POLICY_MANIFEST = Kind(
+POLICY_MANIFEST = ObjectKind(
     name="policy manifest",
     key="policies/{lineage:04d}-{version:08d}/manifest.json",
     codec="policies.manifest:PolicyManifest.from_bytes",
@@ -127,7 +127,7 @@ POLICY_MANIFEST = Kind(
     remedy="the trainer publishes it again as its next revision",
     repair=f"{_PROVED_BY_HASH}; of a revision, a manifest of the same digest",
 )
-POLICY_OBJECT = Kind(
+POLICY_OBJECT = ObjectKind(
     name="policy object",
     key="policies/{lineage:04d}-{version:08d}/{file}",
     numbering="by version",
@@ -135,12 +135,12 @@ POLICY_OBJECT = Kind(
     named_by="its manifest, by sha256 and size",
     remedy="the trainer publishes the version again",
 )
-POLICY_FILE = Kind(
+POLICY_FILE = ObjectKind(
     name="policy file",
     key="policy-files/e{epoch}-{nonce}/{file}",
     named_by="policy manifests, by sha256 and size",
 )
-CHECKPOINT_MANIFEST = Kind(
+CHECKPOINT_MANIFEST = ObjectKind(
     name="checkpoint manifest",
     key="checkpoints/{step:08d}/manifest.json",
     codec="trainer.checkpoint.manifest:CheckpointManifest.from_bytes",
@@ -151,7 +151,7 @@ CHECKPOINT_MANIFEST = Kind(
     kept="`ckpt` retention",
     remedy="the trainer begins at an older one",
 )
-CHECKPOINT_OBJECT = Kind(
+CHECKPOINT_OBJECT = ObjectKind(
     name="checkpoint object",
     key="checkpoints/{step:08d}/{file}",
     numbering="by step",
@@ -160,14 +160,14 @@ CHECKPOINT_OBJECT = Kind(
     kept="`ckpt` retention",
     remedy="the trainer begins at an older one",
 )
-SCORES = Kind(
+SCORES = ObjectKind(
     name="scores",
     key="scores/{digest}.bin",
     codec="rollouts.scores:with_scores",
     finding="SCORES",
     named_by="the header that trains on it, by sha256",
 )
-REOPENING = Kind(
+REOPENING = ObjectKind(
     name="reopening",
     key="reopened/{number:08d}.json",
     codec="runlog.records.revisions:parse_reopening",
@@ -176,7 +176,7 @@ REOPENING = Kind(
     named_by="a later seal, by sha256; the closing header's successor",
     repair="what the headers say, made anew",
 )
-SEAL = Kind(
+SEAL = ObjectKind(
     name="seal",
     key="seals/{number:08d}.json",
     codec="runlog.records.sealed:Seal.decode",
@@ -185,7 +185,7 @@ SEAL = Kind(
     named_by="a later seal and an attestation, by sha256",
     repair="only where a later seal names it",
 )
-ATTESTATION = Kind(
+ATTESTATION = ObjectKind(
     name="attestation",
     key="attestations/{number:08d}.json",
     codec="runlog.attest:Attestation.decode",
@@ -194,7 +194,7 @@ ATTESTATION = Kind(
     remedy="keep a copy elsewhere (`--attestation`)",
     repair="",
 )
-BATCH_HEADER = Kind(
+BATCH_HEADER = ObjectKind(
     name="batch header",
     key="batches/{step:08d}.pb",
     codec="rollouts.batch_wire:decode_header",
@@ -203,7 +203,7 @@ BATCH_HEADER = Kind(
     named_by="the chain hash of the next header",
     repair="bytes that continue the chain, also of Redis",
 )
-BATCH_CHUNK = Kind(
+BATCH_CHUNK = ObjectKind(
     name="batch chunk",
     key="batches/{step:08d}/e{epoch:08d}-{nonce}/chunk-{index:05d}.pb",
     codec="rollouts.batch_wire:decode_chunk",
@@ -212,14 +212,14 @@ BATCH_CHUNK = Kind(
     kept="until a checkpoint has what it taught",
     repair=f"{_PROVED_BY_HASH}, also of Redis",
 )
-ROLLOUT_ARCHIVE = Kind(
+ROLLOUT_ARCHIVE = ObjectKind(
     name="rollout archive",
     key="rollouts/{step:08d}/e{epoch:08d}-{nonce}/rollouts.pb.zst",
     codec="rollouts.wire:decode_archive",
     numbering="by step",
     named_by="its header, by sha256",
 )
-TOKEN_LOG = Kind(
+TOKEN_LOG = ObjectKind(
     name="token log",
     key="token_logs/{step:08d}/{lineage:04d}.bin",
     codec="rollouts.token_log:decode_token_log",
@@ -229,7 +229,7 @@ TOKEN_LOG = Kind(
     remedy="none is needed: nothing is made of it",
     repair="",
 )
-QUARANTINED = Kind(
+QUARANTINED = ObjectKind(
     name="quarantined object",
     key="quarantine/{key}.{sha256}",
     named_by="its own key, by the first 16 digits of its sha256",
@@ -262,7 +262,7 @@ KINDS = [
 """Every kind. Of two that a key may be, the first is it."""
 
 
-def kind_at(key: str) -> Kind | None:
+def kind_at(key: str) -> ObjectKind | None:
     """Return the kind of the object under a key behind the run's prefix; None if it is no object of a run."""
     return next((kind for kind in KINDS if kind.parse(key) is not None), None)
 
@@ -288,12 +288,12 @@ def table() -> str:
     return "".join(f"| {' | '.join(row)} |\n" for row in rows)
 
 
-def _is_within(kind: Kind, key: str) -> bool:
+def _is_within(kind: ObjectKind, key: str) -> bool:
     return key.startswith(kind.folder) if kind.folder.endswith("/") else key == kind.folder
 
 
 @functools.cache
-def _pattern(kind: Kind) -> re.Pattern[str]:
+def _pattern(kind: ObjectKind) -> re.Pattern[str]:
     text, parts, end = kind.key, list[str](), 0
     for field in _FIELD.finditer(text):
         parts += [re.escape(text[end : field.start()]), _field_pattern(kind, field)]
@@ -308,7 +308,7 @@ def _pattern(kind: Kind) -> re.Pattern[str]:
     return re.compile("".join(parts) + rest)
 
 
-def _field_pattern(kind: Kind, field: re.Match[str]) -> str:
+def _field_pattern(kind: ObjectKind, field: re.Match[str]) -> str:
     if field["digits"]:
         return f"(?P<{field['name']}>[0-9]{{{field['digits']},{_NUMBER_DIGITS}}})"
     return f"(?P<{field['name']}>{'.+' if field['name'] in ('file', 'key') else '[^/]+'})"

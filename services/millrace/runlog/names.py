@@ -272,10 +272,10 @@ class Names:
         """Create-only commit point of a checkpoint."""
         return self._object(catalogue.CHECKPOINT_MANIFEST, step=step)
 
-    def _folder(self, kind: catalogue.Kind) -> str:
+    def _folder(self, kind: catalogue.ObjectKind) -> str:
         return self.root + kind.folder
 
-    def _object(self, kind: catalogue.Kind, **fields: object) -> str:
+    def _object(self, kind: catalogue.ObjectKind, **fields: object) -> str:
         return self.root + kind.path(**fields)
 
     @property

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from millrace.runlog import catalogue
-from millrace.runlog.catalogue import KINDS, Kind, finding_at, is_place, kind_at, table
+from millrace.runlog.catalogue import KINDS, ObjectKind, finding_at, is_place, kind_at, table
 from millrace.runlog.names import Names
 from millrace_testing.repository import REPOSITORY
 
@@ -18,11 +18,13 @@ FIELDS = {
     **dict.fromkeys(("first", "first_place", "last", "last_place"), 123_456_789),
     **dict.fromkeys(("role", "nonce", "digest", "file", "key", "sha256"), "ab"),
 }
-RECIPE = Kind(name="recipe", key="recipes/{step:08d}.json", has_revisions=True, finding="RECIPE", named_by="a header")
+RECIPE = ObjectKind(
+    name="recipe", key="recipes/{step:08d}.json", has_revisions=True, finding="RECIPE", named_by="a header"
+)
 """A kind that is made up."""
 
 
-def codec(kind: Kind) -> Callable[..., Any]:
+def codec(kind: ObjectKind) -> Callable[..., Any]:
     module, _, name = kind.codec.partition(":")
     return attrgetter(name)(importlib.import_module(f"millrace.{module}"))
 
