@@ -1,6 +1,6 @@
 """Every family on real vLLM: as it is saved, as a policy, and behind a delta, beside transformers.
 
-    python -m millrace_testing.inference.vllm_families PYTHON [FAMILY ...]    # the second table in docs/models.md
+    python -m millrace_testing.inference.vllm_families PYTHON [FAMILY ...]    # rows; docs/models.md sums them up
 
 PYTHON is that of an environment with vLLM. Models that see need torchvision, which that for CPUs lacks:
 `pip install --no-deps --target DIRECTORY torchvision==0.28.0`, and DIRECTORY in TORCHVISION_DIR.

@@ -1,10 +1,11 @@
 """Every family, written by transformers 4 or 5, saved by Millrace, and read by transformers 4.
 
-python -m millrace_testing.trainer.older .venv-transformers-4    # the second table in docs/models.md
+python -m millrace_testing.trainer.older .venv-transformers-4    # the table in docs/models.md
 """
 
 import sys
 import tempfile
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -127,9 +128,12 @@ def _differences(found: Any, wanted: Any) -> Iterator[str]:
 
 
 def table(readings: Iterable[OlderReading]) -> str:
-    """The table of docs/models.md."""
-    lines = ["| model | written by transformers 4 | written by transformers 5 |", "|---|---|---|"]
-    return "\n".join([*lines, *(f"| {each.name} | {each.of_4} | {each.of_5} |" for each in readings)]) + "\n"
+    """Return the table of docs/models.md: a line for each outcome, with the families that have it."""
+    names: defaultdict[str, list[str]] = defaultdict(list)
+    for each in readings:
+        names[each.of_4 if each.of_4 == each.of_5 else f"{each.of_4}; {each.of_5} if written by 5"].append(each.name)
+    lines = [f"| {outcome} | {'; '.join(each)} |" for outcome, each in names.items()]
+    return "\n".join(["| read by transformers 4 | families |", "|---|---|", *lines]) + "\n"
 
 
 def main() -> None:

@@ -1,6 +1,6 @@
 """A model goes through all that Millrace does with it, and what comes out is compared with what went in.
 
-python -m millrace_testing.trainer.saved    # the table in docs/models.md
+python -m millrace_testing.trainer.saved    # a row for each family; docs/models.md sums them up
 """
 
 import tempfile
