@@ -6,6 +6,7 @@ PYTHONPATH=.venv-templates python -m millrace_testing.templates.page > docs/chat
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
+from itertools import groupby
 from typing import Any
 
 from millrace_testing.repository import REPOSITORY
@@ -15,45 +16,35 @@ from millrace_testing.templates.families import FAMILIES, TRAINED
 from millrace_testing.templates.judge import CAUSES, EQUAL
 
 _NUMBERS = {name: number for number, name in enumerate(CONVERSATIONS, start=1)}
-_COLUMNS = ("the template refuses", "not written", "rewritten", "melts")
+_REFUSED = {"the template refuses": "raises", "not written": "loses", "rewritten": "rewrites", "melts": "melts"}
 _PEERS = ("TRL", "renderers")
 
 _HEAD = """# Chat templates
 
 <!-- PYTHONPATH=.venv-templates python -m millrace_testing.templates.page > docs/chat_templates.md -->
 
-What `millrace sft` makes of real chat templates, and where its loss mask is another one than that of two peers: TRL
-{trl}, by the `{{% generation %}}` markers of its training templates, and renderers {renderers}, by its own programs.
-`make test-templates` installs the packages that have the templates
-({packages}),
-makes this page of {templates} templates and {conversations} conversations, and fails at a difference that has none of
-the causes below. Tokenizers are small ones with the special tokens of each family.
+What `millrace sft` makes of real chat templates, and where its loss mask differs from that of two peers: TRL {trl}, by
+the `{{% generation %}}` markers of its training templates, and renderers {renderers}, by its own programs.
+`make test-templates` makes this page of {templates} templates ({packages}) and {conversations} conversations, and fails
+at a difference without one of the causes below.
 
-What is trained of a turn is what the policy would sample: the tokens behind the prompt that an engine is given, up to
-the first one that ends the turn. A row of which a template breaks that is refused with what is lost or rewritten, and
-with the argument of the template that helps, if one does; see [Supervised fine-tuning](guides/sft.md).
+What is trained of a turn is what the policy would sample: the tokens after the prompt that an engine is given, up to
+the first one that ends the turn. If a template breaks that, the row is refused with what is lost or rewritten, and with
+the argument of the template that helps, if one does ([SFT](guides/sft.md)).
 """
 _FAMILIES = """
 ## Families
 
-*Ends*: the tokens behind an answer and behind a turn of calls, as found by rendering, and equal to those that the
-models' documents name; – where the template, under transformers, writes no calls. *Behind*: what the template writes
-behind the end of the last turn, which is not trained. The other columns have the numbers of the conversations that are
-refused:
+*Ends*: the tokens after an answer and after a turn of calls (– if the template, under transformers, writes no calls).
+*After*: what the template writes after the last turn's end, which is not trained. *Refused*: the numbers of the
+conversations of which the template *raises*, *loses* a text, a call or reasoning, *rewrites* earlier turns or the
+prompt that an engine was given, or *melts* the end of a prompt and the beginning of its answer into one token.
 
-* *raises*: the template does not take the conversation;
-* *loses*: it does not write a text, a call or reasoning;
-* *rewrites*: earlier turns, or the prompt that an engine was given, stand otherwise in the whole;
-* *melts*: the end of a prompt and the beginning of its answer are one token where both are context.
-
-| family | ends | behind | raises | loses | rewrites | melts |
-|---|---|---|---|---|---|---|
+| family | ends | after | refused |
+|---|---|---|---|
 """
 _TRAINED = """
-With TRL's training templates as the models' own, markers say what is trained of rows that such a template rewrites:
-
-| training template of | trained | of these by its markers | refused |
-|---|---|---|---|
+With TRL's training templates as the models' own, their markers say what is trained of {count} more rows: {families}.
 """
 _DIFFERENCES = """
 ## Differences from the peers
@@ -87,17 +78,19 @@ def _parts(rows: list[dict[str, Any]], ends: list[dict[str, Any]]) -> Iterator[s
     yield _FAMILIES
     for family, end in zip(FAMILIES, ends, strict=True):
         own = by_family[family.name]
-        cells = [_numbers(row for row in own if row["outcome"] == column) for column in _COLUMNS]
+        found = {word: _numbers(row for row in own if row["outcome"] == outcome) for outcome, word in _REFUSED.items()}
+        refused = "; ".join(f"{word} {numbers}" for word, numbers in found.items() if numbers)
         behind = repr(end["behind"]).replace("'", "`") if end["behind"] else "–"
         stops = " ".join(f"`{stop}`" for stop in dict.fromkeys(filter(None, (end["answer"], end["call"]))))
         stops += "" if end["call"] else ", –"
-        yield f"| {family.name} | {_escaped(stops)} | {_escaped(behind)} | {' | '.join(cells)} |\n"
-    yield _TRAINED
-    for name, own in by_family.items():
-        if name.startswith(TRAINED):
-            counts = Counter(row["outcome"] for row in own)
-            marked, trained = counts["marked"], counts["marked"] + counts["trained"]
-            yield f"| {name.removeprefix(TRAINED)} | {trained} | {marked} | {len(own) - trained} |\n"
+        yield f"| {family.name} | {_escaped(stops)} | {_escaped(behind)} | {refused} |\n"
+    marked = {
+        name.removeprefix(TRAINED): sum(row["outcome"] == "marked" for row in own)
+        for name, own in by_family.items()
+        if name.startswith(TRAINED)
+    }
+    families = ", ".join(f"{name} {count}" for name, count in marked.items() if count)
+    yield _TRAINED.format(count=sum(marked.values()), families=families)
     yield from _differences(rows)
 
 
@@ -119,7 +112,10 @@ def _escaped(cell: str) -> str:
 
 
 def _numbers(rows: Iterable[Mapping[str, Any]]) -> str:
-    return " ".join(str(_NUMBERS[row["conversation"]]) for row in rows)
+    """Return the numbers of the rows' conversations, neighbours as a range: `1–3,5`."""
+    numbers = sorted(_NUMBERS[row["conversation"]] for row in rows)
+    runs = [[*run] for _, run in groupby(numbers, key=lambda number: number - numbers.index(number))]
+    return ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}–{run[-1]}" for run in runs)
 
 
 if __name__ == "__main__":
