@@ -14,34 +14,42 @@ _INTRODUCTION = """# Commands
 
 <!-- Made by `python scripts/commands_reference.py > docs/commands.md`; a test fails where the two differ. -->
 
-What `millrace COMMAND --help` prints, on one page. `--debug` shows tracebacks and may stand anywhere, as may these
-options of a protected server:
+One line a command: what it does, and the names of its options. `millrace COMMAND --help` says what each option means,
+its default, and more about the command. Anywhere on a command line, of a protected server:
 
 ```text
 {access}
 ```
 
-Exit codes: 0 done; 1 an internal error, or a run that failed or was cancelled; 2 the input is wrong (arguments, config,
-names); 3 something is not there; 4 not allowed; 5 something does not answer (another try may help); 130 interrupted.
-Keys of configs are in [`configuration.md`](configuration.md), events in [`events.md`](events.md).
+`--debug` shows tracebacks. Exit codes: 0 done; 1 an internal error, or a run that failed or was cancelled; 2 wrong
+input (arguments, config, names); 3 not there; 4 not allowed; 5 no answer (another try may help); 130 interrupted. `RUN`
+is a name, the beginning of one, a uid, or `-` for the newest run. `--KEY VALUE` is any key of
+[the config](configuration.md).
+
+| command | what it does | options |
+|---|---|---|
 """
 
-_WIDTH = 100
+_EVERYWHERE = ("--debug", "--help", "--token-file", "--tls-ca", "--insecure", "--KEY", "@")
+"""Options that the introduction has, or the usage."""
 
 
 def render() -> str:
-    """The whole page."""
-    text = _INTRODUCTION.format(access=textwrap.dedent((cli.epilog or "").partition("line):\n")[2]).rstrip())
-    for path, command, context in _commands(cli, "millrace", None):
-        text += _page(path, command, context)
-    return text
+    """Return the whole page."""
+    access = textwrap.dedent((cli.epilog or "").partition("line):\n")[2]).rstrip()
+    rows = (
+        _row(path, command, context)
+        for path, command, context in _commands(cli, "millrace", None)
+        if not isinstance(command, click.Group)
+    )
+    return _INTRODUCTION.format(access=access) + "".join(rows)
 
 
 def _commands(
     command: click.Command, path: str, parent: click.Context | None
 ) -> Iterator[tuple[str, click.Command, click.Context]]:
     """Every command with its path, groups before what they hold."""
-    context = click.Context(command, info_name=path.rpartition(" ")[2], parent=parent, terminal_width=_WIDTH)
+    context = click.Context(command, info_name=path.rpartition(" ")[2], parent=parent)
     if parent is not None:
         yield path, command, context
     if isinstance(command, click.Group):
@@ -51,33 +59,27 @@ def _commands(
                 yield from _commands(inner, f"{path} {name}", context)
 
 
-def _page(path: str, command: click.Command, context: click.Context) -> str:
-    """One command: usage, what it does, its options."""
-    usage = " ".join([path, *command.collect_usage_pieces(context)])
-    text = f"\n{'#' * len(path.split())} {path}\n\n```text\n{usage}\n```\n\n{_prose(command.help or '')}\n"
-    if options := _options(command, context):
-        text += f"\n```text\n{options}\n```\n"
-    return text
+def _row(path: str, command: click.Command, context: click.Context) -> str:
+    """Return the line of one command."""
+    pieces = " ".join(command.collect_usage_pieces(context)).replace("[OPTIONS]", "")
+    about = _first_paragraph(command.help or "")
+    options = ", ".join(f"`{name}`" for name in _names(command, context) if name not in (*_EVERYWHERE, *pieces.split()))
+    return f"| `{' '.join((path, *pieces.split()))}` | {about} | {options} |\n"
 
 
-def _prose(help_text: str) -> str:
-    """A docstring as paragraphs."""
-    paragraphs = re.split(r"\n\s*\n", inspect.cleandoc(help_text).replace("``", "`"))
-    return "\n\n".join(" ".join(each.split()) for each in paragraphs)
+def _first_paragraph(help_text: str) -> str:
+    """Return how a docstring begins, on one line."""
+    return " ".join(re.split(r"\n\s*\n", inspect.cleandoc(help_text))[0].replace("``", "`").split())
 
 
-def _options(command: click.Command, context: click.Context) -> str:
-    """The options that click knows, and what a command that reads its own arguments says of them."""
-    options = [each for each in command.get_params(context) if isinstance(each, click.Option)]
-    records = [option.get_help_record(context) for option in options]
-    own = [record for record in records if record is not None and not record[0].startswith(("-h,", "--help"))]
-    formatter = click.HelpFormatter(width=_WIDTH)
-    if own:
-        formatter.write_dl(own)
-    lines = textwrap.dedent(formatter.getvalue()).rstrip()
-    epilog = (command.epilog or "").replace("\b\n", "").removeprefix("Options:\n")
-    blocks = [textwrap.dedent(block).strip("\n") for block in epilog.split("\n\n")]
-    return "\n".join(each for each in (lines, "\n\n".join(blocks)) if each)
+def _names(command: click.Command, context: click.Context) -> Iterator[str]:
+    """Yield the options that click knows, and those that a command which reads its own arguments lists in its help."""
+    for option in command.get_params(context):
+        if isinstance(option, click.Option) and not option.hidden:
+            yield max(option.opts, key=len)
+    listed = (command.epilog or "").replace("\b\n", "").removeprefix("Options:\n").partition("\n\n")[0]
+    for line in textwrap.dedent(listed).splitlines():
+        yield from re.findall(r"--[\w-]+|^@", re.split(r"  ", line)[0] if not line.startswith(" ") else "")
 
 
 if __name__ == "__main__":
