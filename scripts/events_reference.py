@@ -50,63 +50,61 @@ Reasons in capitals are stable for programs. [`troubleshooting.md`](troubleshoot
 Texts = Mapping[str, tuple[str, str]]
 """What it is about: its cause, and what to do."""
 
-NOTHING = "nothing"
+NOTHING = ""
 
 EVENTS: Texts = {
     "state_changed": (
         "queued → starting → running → stopping → succeeded; or paused, cancelled, failed",
-        "for FAILED see the reasons below; `millrace run why RUN` for one that stays queued or starting",
+        "`millrace run why RUN` if it stays queued or starting; reasons of FAILED are below",
     ),
-    "step_completed": ("the trainer finished a step; `metrics` has its figures", NOTHING),
+    "step_completed": ("the trainer finished a step", NOTHING),
     "eval_completed": (
         "an evaluation is due (`orchestrator.eval.interval`), or the run begins or ends",
-        "with `num_failed` above 0 look at them: `millrace eval show RUN --status env_error`",
+        "of failed ones: `millrace eval show RUN --status env_error`",
     ),
     "policy_published": ("the trainer made a version durable, in full or as a delta", NOTHING),
     "checkpoint_saved": ("`ckpt.interval`, or the run ends or is paused", NOTHING),
     "token_log_stored": ("`trainer.token_log.share`: the log-probs of a step's tokens are durable", NOTHING),
     "training_resumed": (
-        "a trainer takes a run that was begun before: from which checkpoint it goes on, and how the training before "
-        "it ended (it gave the run back, its process ended, it was silent)",
-        "nothing if you stopped or resumed it; else see the log of the trainer that it names, and its memory",
+        "a trainer goes on with a run: from which checkpoint, and how the training before it ended",
+        "if you did not stop it, see that trainer's log and memory",
     ),
-    "warning": ("something needs a person; the run goes on", "see the reasons below"),
+    "warning": ("the run goes on; reasons are below", NOTHING),
     "wait_reported": (
         "no step for 20 s, then 60, 300, 900 s; or one wait is older than its deadline",
-        "the wait names who is waited on; `millrace run why RUN` prints the whole chain",
+        "`millrace run why RUN` prints the chain",
     ),
     "score_completed": (
         "the run ends: the trainer scored the final evaluation with the last policy",
         "`mismatch_kl` far from 0 (1e-12 in float32, 1e-3 in bf16): engine and trainer compute differently",
     ),
     "batch_committed": (
-        "a batch is durable; `dropped` counts what was not trained on, by reason (below)",
-        "see the drop reasons if they are many",
+        "a batch is durable; `dropped` counts groups by reason (below)",
+        NOTHING,
     ),
     "policy_served": ("a replica loaded and proved a version", NOTHING),
     "rollouts_failed": (
         "rollouts of an environment failed: the first group that did, then each doubling",
-        "the message has the first error, its frames and the remedy; `millrace env check ID` plays one task",
+        "fix the error in the message; `millrace env check ID` plays one task",
     ),
 }
 
 WARNINGS: Texts = {
     "EXTRA_MISSING": (
-        "`[wandb]` is set, or OpenTelemetry's variables ask for traces, and the orchestrator lacks the library",
-        "`pip install 'millrace[wandb]'` or `'millrace[otel]'` where the orchestrator runs; later, "
-        "`millrace run export RUN --to wandb`",
+        "`[wandb]` or OpenTelemetry's variables are set, and the orchestrator lacks the library",
+        "`pip install 'millrace[wandb]'` or `'millrace[otel]'` there; later `millrace run export RUN --to wandb`",
     ),
     "TRACES_EXPORTER_DIED": (
-        "the process that sends traces died; it is started again with the steps of the last five minutes",
+        "the process that sends traces died; another one begins with the last five minutes",
         "see the orchestrator's log if it keeps happening",
     ),
     "TRACES_UNREACHABLE": (
-        "the collector of OTEL_EXPORTER_OTLP_ENDPOINT does not take traces; they are sent once it does",
-        "nothing if it passes; else see that it listens there for OTLP over HTTP, and takes the headers",
+        "the collector does not take traces; they are sent once it does",
+        "check OTEL_EXPORTER_OTLP_ENDPOINT (OTLP over HTTP) and the headers",
     ),
     "WANDB_EXPORTER_DIED": (
-        "the process that writes to W&B died; it is started again, and nothing of the run is lost",
-        "see the orchestrator's log if it keeps happening; `millrace run export RUN --to wandb` writes everything",
+        "the process that writes to W&B died; it is started again",
+        "`millrace run export RUN --to wandb` writes everything",
     ),
     "WANDB_REFUSED": (
         "W&B refuses the key, or it may not write to that project; the run goes on",
@@ -114,17 +112,15 @@ WARNINGS: Texts = {
     ),
     "WANDB_UNREACHABLE": (
         "W&B does not answer; the run goes on, and what it did not get is written once it does",
-        "nothing if it passes; else see WANDB_BASE_URL and the orchestrator's network",
+        "check WANDB_BASE_URL and the orchestrator's network",
     ),
     "ALL_TRUNCATED": (
         "nine of ten rollouts of the last batches, or more, were cut at their token limit",
         "raise `orchestrator.sampling.max_tokens` and `seq_len`, or use the model's own chat template",
     ),
     "CHECKPOINT_NOT_DELETED": (
-        "a checkpoint that retention no longer keeps cannot be deleted: the object is protected, or its owner may not "
-        "delete; the training goes on, and it is tried again after a minute, then more and more seldom",
-        "let the trainer delete below that prefix (`s3:DeleteObject`, the directory's rights), or delete it yourself: "
-        "it takes room and nothing else",
+        "a checkpoint that need not be kept cannot be deleted; it is tried again",
+        "give the trainer the right (`s3:DeleteObject`, the directory's), or delete it yourself",
     ),
     "CHECKPOINT_DAMAGED": (
         "a checkpoint's bytes are not those that were written; an older one is used",
@@ -136,22 +132,21 @@ WARNINGS: Texts = {
     ),
     "ENTRY_DAMAGED": (
         "a Redis stream has an entry that nobody of this run wrote, or a damaged one",
-        "nothing is lost; find out who else writes to this Redis",
+        "find out who else writes to this Redis",
     ),
     "EVAL_FAILED": (
         "no rollout of an evaluation during training finished; the run goes on",
         "as for `rollouts_failed`; `millrace env check ID --eval` plays a held-out task",
     ),
     "SAMPLES_CUT": (
-        "samples are longer than `orchestrator.seq_len`, or than `max_seq_len` of their environment, which the message "
-        "names then: what lies behind it is not trained on",
-        "raise `orchestrator.seq_len` to the length that it names, or that environment's `max_seq_len`, or let "
-        "rollouts end sooner",
+        "samples are longer than `orchestrator.seq_len`, or than their environment's `max_seq_len`: the rest is not "
+        "trained on",
+        "raise the key to the length in the message, or let rollouts end sooner",
     ),
     "EVAL_SKIPPED": (
-        "an evaluation lasted longer than `orchestrator.eval.interval` steps, or the run was taken over: the named "
-        "versions are not evaluated",
-        "raise `orchestrator.eval.interval`, lower its `num_examples` or `rollouts_per_example`, or add replicas",
+        "an evaluation lasted longer than `orchestrator.eval.interval`, or the run was taken over: the named versions "
+        "are not evaluated",
+        "raise the interval, lower `num_examples` or `rollouts_per_example`, or add replicas",
     ),
     "EVAL_ON_TRAINING_TASKS": (
         "the environment has no held-out tasks, so the evaluation plays training tasks",
@@ -174,8 +169,9 @@ WARNINGS: Texts = {
         'let the environment reward its steps (`state.add_step_reward`), or set `orchestrator.algo.credit = "rollout"`',
     ),
     "NOTHING_TO_ECHO": (
-        "`echo` learns what the environment says, but no token behind a reply is of a role that is learned",
-        "name the roles that the message has heard in `orchestrator.algo.roles`, or use `grpo`",
+        "no token after a reply is of a role that `echo` learns; the message says which roles have spoken (`nobody`: "
+        "rollouts of one turn, or every turn is a sample of its own)",
+        "name roles in `orchestrator.algo.roles`, or use `grpo`",
     ),
     "TURN_REWARDS_UNEQUAL": (
         '`credit` is `"turn"`, and the rewards of the turns of some rollouts do not add up to the rollout\'s reward',
@@ -186,34 +182,30 @@ WARNINGS: Texts = {
         'use a template that keeps earlier turns as they were, or `orchestrator.trajectory_strategy = "branching"`',
     ),
     "COMPILE_FAILED": (
-        "`trainer.model.compile` is on, and a block could not be compiled; it runs eagerly, at the speed of a run "
-        "without the key, and learns the same",
-        "the message has the cause: most often there is no C++ compiler (CPU) or Triton (GPU) in the trainer's image; "
-        "or leave the key out",
+        "a block could not be compiled (`trainer.model.compile`); it runs eagerly",
+        "mostly a C++ compiler (CPU) or Triton (GPU) is missing; or leave the key out",
     ),
     "ENGINE_DISAGREES": (
         "engine and trainer disagree by 0.01 nats or more on tokens that the trained version itself sampled "
-        "(`on_policy_mismatch_kl`): they compute different distributions, whatever the learning rate is",
-        "leave out penalties, `min_tokens` and what else changes what is sampled; compare the engine's dtype and "
-        "quantization with `trainer.model.dtype`",
+        "(`on_policy_mismatch_kl`): they compute different distributions",
+        "leave out penalties and `min_tokens`; compare dtype and quantization of the engine with `trainer.model.dtype`",
     ),
     "KL_EXPLODING": (
-        "engine and trainer disagree ten times more than before on the tokens of a batch, or by more than 0.5 nats, "
-        "and on those of the trained version they do not",
+        "engine and trainer disagree ten times more than before on a batch (0.01 nats or more), or by more than 0.5, "
+        "and not on tokens of the trained version: steps are too large",
         "lower `trainer.optim.lr` or `async_level`, or raise `trainer.loss.kl_tau`",
     ),
     "LOSS_NOT_FINITE": (
         "the loss of a token is not finite; the step is skipped",
-        "lower `trainer.optim.lr`; look at the sample that the message names: its advantage, its log-probs",
+        "lower `trainer.optim.lr`; look at the advantage and log-probs of the named sample",
     ),
     "NEW_LINEAGE": (
-        "after a resume, published versions could not be computed again bit for bit, or a strict run goes on with "
-        "another number of ranks",
-        'nothing; `trainer.determinism = "strict"`, and as many ranks as before, avoid it',
+        "after a resume, published versions came out differently, or a strict run has another number of ranks",
+        '`trainer.determinism = "strict"` and as many ranks as before avoid it',
     ),
     "ORCHESTRATOR_BACK": ("the orchestrator answers the trainer again", NOTHING),
     "ORCHESTRATOR_REPLACED": (
-        "another orchestrator took the run over: the one before was stopped, frozen or gone",
+        "another orchestrator took the run over",
         "look at its log if nobody stopped it",
     ),
     "ORCHESTRATOR_SILENT": (
@@ -233,23 +225,21 @@ WARNINGS: Texts = {
         "the message has the replica's error; see its log",
     ),
     "PUBLISHER_DIED": (
-        "the process that publishes a trainer's policies was killed, perhaps for memory; another one published the "
-        "version, each once",
-        "nothing if somebody killed it; else give the trainer's machine more memory",
+        "the process that publishes policies was killed, perhaps for memory; another one published the version",
+        "give the trainer's machine more memory",
     ),
     "REDIS_RESTARTED": (
         "Redis restarted; what it lost of the log is appended again",
-        "nothing, if somebody restarted it",
+        NOTHING,
     ),
     "REDIS_SILENT": ("Redis did not answer for a while", "look at its machine, its memory and its disk"),
     "SCORE_OTHER_VERSION": (
         "some tokens of the final evaluation are of another version and were not scored",
-        "nothing; `mismatch_kl` is of the others",
+        "`mismatch_kl` is of the others",
     ),
     "TOKEN_LOG_NOT_STORED": (
-        "the trainer's log-probs of a step, and perhaps of those behind it, are not in the store; nothing else is "
-        "touched, and the dashboard shows no difference of trainer and engine for these steps",
-        "the message has the cause; lower `trainer.token_log.share` if the object is too large or the store too slow",
+        "the trainer's log-probs of some steps are not in the store, so the dashboard cannot compare them",
+        "lower `trainer.token_log.share` if the object is too large or the store too slow",
     ),
     "TRAINER_FINISH_TIMEOUT": (
         "the run is over, and the trainer did not say that it has written everything",
@@ -263,7 +253,7 @@ WARNINGS: Texts = {
     "WORKER_REPLACED": ("a worker ended and another took its place", "see the log of the one that ended"),
     "WORKER_SILENT": ("a worker does not answer", "it is frozen, overloaded or cut off: look at its machine"),
     "ZERO_ADVANTAGE": (
-        "in every group of a batch, or of as many groups in a row where batches are refilled, all rewards are equal",
+        "in every group of a batch (refilled: of as many groups in a row) all rewards are equal",
         "look at the rewards (`millrace run samples RUN`); raise `rollouts_per_example` or the temperature",
     ),
 }
@@ -282,8 +272,7 @@ FAILURES: Texts = {
         "give it that model, under `trainer.model.name`",
     ),
     "CHECKPOINT_CONDITIONS_DIFFER": (
-        "with strict determinism: another device, number of threads, release of a library or way to make rows than "
-        "at the checkpoint",
+        "strict determinism, and device, threads, library releases or packing differ from the checkpoint's",
         'resume under the same conditions, or fork with `trainer.determinism = "best_effort"`',
     ),
     "CHECKPOINT_INDEX_INVALID": ("the index of a checkpoint's tensors cannot be read", "as for CHECKPOINTS_DAMAGED"),
@@ -296,14 +285,14 @@ FAILURES: Texts = {
         "a fork has lost the checkpoint that it begins with",
         "restore it from a replica of the bucket, or fork again",
     ),
-    "ENV_ARGS_INVALID": ("`args` of an environment are no JSON object", "mend `orchestrator.env.args`"),
+    "ENV_ARGS_INVALID": ("`args` of an environment are no JSON object", "correct `orchestrator.env.args`"),
     "ENV_IMAGE_MISSING": (
-        "no env-server announces the image that `orchestrator.env.image` names, or all have one and it is not set",
+        "no env-server announces the image of `orchestrator.env.image`, or all announce one and it is not set",
         "start one from it with `MILLRACE_ENV_IMAGE` (with the chart: a pool of `envServer.pools`), or correct the key",
     ),
     "ENV_KILLS_WORKERS": (
         "the environment ends its worker process again and again (memory, a crash, an exit)",
-        "see the env-server's log; mend the environment, or raise the limits of its workers",
+        "see the env-server's log; correct the environment, or raise its workers' limits",
     ),
     "ENV_LOAD_FAILED": (
         "`load_environment` raised on every env-server",
@@ -333,28 +322,28 @@ FAILURES: Texts = {
     "GANG_MESSAGE_INVALID": ("the ranks of one trainer run different releases", "install the same one on every rank"),
     "HEADER_CORRUPT": ("the log's last header cannot be read", "`millrace run repair RUN`"),
     "HINT_NOT_RENDERED": (
-        "the model's chat template writes no system message alone, which the teacher of opsd is told its hint by",
-        "take a model with such a template, or opd with a teacher of its own",
+        "the chat template writes no system message alone, which carries the hint of opsd",
+        "take another template, or opd with a teacher",
     ),
     "MODEL_CONFIG_INVALID": (
         "the `config.json` of the model is damaged or no JSON object",
         "restore the file of the model that `model.name` says",
     ),
     "LAYOUT_IMPOSSIBLE": (
-        "the ranks, or the model's heads, experts or layers, cannot be cut as `dp_replicate`, `cp`, `tp` and `ep` say",
-        "each line says what to set, or start another number of ranks",
+        "ranks, heads, experts or layers cannot be divided as `dp_replicate`, `cp`, `tp` and `ep` say",
+        "each line says what to set",
     ),
     "LORA_SAVED_TIED": ("`modules_to_save` names one end of a tied weight", "leave it out"),
     "LORA_SAVED_UNKNOWN": ("`modules_to_save` fits no layer of the model", "name layers of this model"),
     "LORA_TARGET_UNKNOWN": ("`target_modules` fits no layer of the model", "name layers of this model"),
     "MODEL_CORRUPT": (
-        "the model's weight files are damaged, contradict their index, or have a tensor that is missing, unexpected, "
-        "of another shape or not finite",
-        "the message names the tensors; fetch or make the model again",
+        "weight files are damaged, contradict their index, or have a tensor that is missing, unexpected, misshapen or "
+        "not finite",
+        "fetch or make the model again",
     ),
     "MODEL_FILE_UNUSABLE": (
         "a small file of the model (config, tokenizer, template) cannot be read, or is not what its name says",
-        "mend the file that the message names, or take it out of the directory",
+        "correct or remove the file in the message",
     ),
     "MODEL_IS_ADAPTER": (
         "the start model is an adapter of PEFT, or has one beside it",
@@ -362,15 +351,14 @@ FAILURES: Texts = {
     ),
     "MODEL_NOT_FOUND": (
         "`model.name` is neither a directory there nor a model of the Hub",
-        "mend it; private models need HF_TOKEN",
+        "correct it; private models need HF_TOKEN",
     ),
     "MODEL_QUANTIZED": (
-        "the model's weights are stored in a format from which they are not known to come back as they were: all but "
-        "FP8 in blocks and MXFP4",
-        "take the model's files in bfloat16 or float32, or dequantize these and save them",
+        "the weights are quantized in another way than FP8 in blocks or MXFP4",
+        "take the model in bfloat16 or float32",
     ),
     "NO_ADVANTAGE": (
-        "ten batches in a row, or as many groups where batches are refilled, had no group with different rewards",
+        "ten batches (or as many groups) in a row without different rewards in a group",
         "as for ZERO_ADVANTAGE",
     ),
     "NO_TASKS_LEFT": (
@@ -378,9 +366,8 @@ FAILURES: Texts = {
         "move `easy_threshold` or `hard_threshold`, add tasks, or fork the run with an `easy_fraction`",
     ),
     "OUT_OF_MEMORY": (
-        "the trainer's GPU, or its host, has no memory left for the model or for a step",
-        "`millrace estimate` says which key brings it down: a shorter `seq_len`, `model.ac`, `model.fsdp_cpu_offload`, "
-        "`model.lora`, more GPUs",
+        "the trainer's GPU or host has no memory left",
+        "`millrace estimate`: a shorter `seq_len`, `model.ac`, `model.fsdp_cpu_offload`, `model.lora`, more GPUs",
     ),
     "PACK_UNSUPPORTED": (
         '`trainer.pack.mode = "always"`, and the model mixes the samples of one row',
@@ -388,7 +375,7 @@ FAILURES: Texts = {
     ),
     "POLICY_ABANDONED": (
         "the trainer was stopped before it committed a version",
-        "nothing: who trains next publishes it",
+        NOTHING,
     ),
     "POLICY_BASE_DIFFERS": (
         "the trainer's base model is not the one that was published",
@@ -403,26 +390,26 @@ FAILURES: Texts = {
         "use a start model with finite weights, or fork a few steps before with a lower `trainer.optim.lr`",
     ),
     "PUBLISHER_MESSAGE_INVALID": (
-        "Millrace was installed anew under a running trainer, which publishes with a process of the other release",
+        "Millrace was reinstalled under a running trainer",
         "start the trainer again",
     ),
     "ENV_SAMPLING_REFUSED": (
-        "an environment sets what the trainer does not compute for its own model calls: a seed, penalties, "
-        "`min_tokens`, `logit_bias`, another model; the message has environment and key",
-        "leave it out of the environment; temperature, `top_p`, `top_k` and `min_p` it may set, and "
+        "an environment sets for its model calls what the trainer does not compute: a seed, penalties, `min_tokens`, "
+        "`logit_bias`, another model",
+        "leave it out; temperature, `top_p`, `top_k` and `min_p` are allowed, and "
         "`orchestrator.sampling.allow_biased_sampling` admits penalties and `min_tokens`",
     ),
     "REWARD_OUT_OF_RANGE": (
-        "a reward is outside of `reward_range` of its environment, which `online_difficulty_filtering` and max_rl need",
-        "set `reward_range` of the `[[orchestrator.env]]` to the lowest and the highest reward there is",
+        "a reward is outside of its environment's `reward_range` (`online_difficulty_filtering`, max_rl)",
+        "set `reward_range` to the lowest and highest reward",
     ),
     "ROLLOUTS_FAILED": (
         "more than `orchestrator.max_failed_share` of the rollouts of the last `failure_window` groups failed",
-        "mend the first error, which the message has, then submit again or `millrace run resume RUN`",
+        "correct the first error, which the message has, then submit again or `millrace run resume RUN`",
     ),
     "SAMPLES_MIXED": (
-        "the model computes a sample differently behind others, even where each has a micro-batch of its own",
-        "train another model: what this one learned of a sample would depend on the order of the batch",
+        "the model computes a sample differently after others, even in a micro-batch of its own",
+        "train another model: what it learns would depend on the order of the batch",
     ),
     "SCORES_MISSING": (
         "rollouts came without the teacher's log-probs",
@@ -456,8 +443,8 @@ FAILURES: Texts = {
         "fork before the first of them with a lower `trainer.optim.lr`",
     ),
     "VOCABULARY_TOO_SMALL": (
-        "a token of the tokenizer, or an id of the model's configs, has no row in the model's embedding",
-        "use the tokenizer that belongs to the model, or resize the model's embedding for it",
+        "a token or id has no row in the model's embedding",
+        "use the model's own tokenizer, or resize the embedding",
     ),
 }
 
@@ -483,10 +470,10 @@ def render() -> str:
     _require_all("warnings in the code", _warnings() | _CAUGHT, WARNINGS)
     _require_all("reasons of failed runs in the code", _failures() - _ANSWERED | _by_value(), FAILURES)
     _require_all("drop reasons in the code", _drops(), DROPPED)
-    text = _INTRODUCTION + "\n## Kinds\n\n| Event | Says | Fields | Cause | What to do |\n|---|---|---|---|---|\n"
-    for name, (message, says) in bodies.items():
+    text = _INTRODUCTION + "\n## Kinds\n\n| Event | When | What to do | Fields |\n|---|---|---|---|\n"
+    for name, message in bodies.items():
         cause, remedy = EVENTS[name]
-        text += f"| `{name}` | {says} | {', '.join(f'`{each}`' for each in fields[message])} | {cause} | {remedy} |\n"
+        text += f"| `{name}` | {cause} | {remedy} | {', '.join(f'`{each}`' for each in fields[message])} |\n"
     text += _table("Warnings", "The run goes on.", WARNINGS)
     text += _table(
         "Why a run failed",
@@ -510,13 +497,11 @@ def _require_all(what: str, there: Collection[str], texts: Texts) -> None:
         sys.exit(f"explained in scripts/events_reference.py, but not among the {what}: {', '.join(gone)}")
 
 
-def _proto() -> tuple[dict[str, tuple[str, str]], dict[str, list[str]]]:
-    """Events with their message and comment, and the fields of each message."""
+def _proto() -> tuple[dict[str, str], dict[str, list[str]]]:
+    """Return events with their message, and the fields of each message."""
     text = PROTO.read_text()
     oneof = text.partition("oneof body {")[2].partition("}")[0]
-    bodies = {
-        name: (message, says.strip(". ")) for says, message, name in re.findall(r"// (.+)\n\s+(\w+) (\w+) = ", oneof)
-    }
+    bodies = {name: message for message, name in re.findall(r"^\s+(\w+) (\w+) = ", oneof, re.MULTILINE)}
     messages = re.findall(r"^message (\w+) \{\n(.*?)^\}", text, re.MULTILINE | re.DOTALL)
     return bodies, {name: re.findall(r"^  [\w.<>, ]+ (\w+) = \d+;", body, re.MULTILINE) for name, body in messages}
 
