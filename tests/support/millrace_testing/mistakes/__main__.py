@@ -30,17 +30,17 @@ from millrace_testing.mistakes.catalog import (
 
 ROOT = Path(__file__).resolve().parents[4]
 _LIMIT_S = 180.0
-_LONGEST = 420
-_HEAD = """# Mistakes of a first day, and what they are answered with
+_LONGEST = 170
+_HEAD = """# Mistakes of a first day
 
 <!-- .venv/bin/python -m millrace_testing.mistakes PLACE > docs/first_mistakes.md -->
 
-Each was made for real, with the tiny model of `examples/reverse_text` on a CPU. Seconds are those from the command to
-the message, on a machine with two cores and a load of 1 to 20.
-[`troubleshooting.md`](troubleshooting.md) goes by symptom, [`events.md`](events.md) by reason.
+Each was made for real, with the tiny model of `examples/reverse_text` on a CPU. Seconds are from the command to the
+message, on two cores with a load of 1 to 20. Messages are shown as they begin; each goes on with the place and the
+remedy. [Troubleshooting](troubleshooting.md) goes by symptom, [events](events.md) by reason.
 
-| mistake | command | seconds | exit code | message |
-|---|---|---|---|---|
+| mistake | seconds | the message |
+|---|---|---|
 """
 
 
@@ -139,14 +139,11 @@ def fault(mistake: Mistake, told: Told) -> str:
 
 
 def row(mistake: Mistake, told: Told, place: Path) -> str:
-    """A line of the table."""
-    command = mistake.command.replace(SMALL, " …")
-    variables = "".join(f"{name}={value} " for name, value in mistake.env.items() if not name.startswith("AWS_"))
-    message, _, _ = told.message.partition("\n{")  # of `--dry-run` the config comes behind the note
-    lines = [line.strip() for line in message.strip().splitlines()]
-    message = "<br>".join(_cut(_plain(line, place)) for line in lines[:5])
-    shown = f"`{_plain(variables, place)}millrace {command}`"
-    return f"| {mistake.what} | {shown} | {told.seconds:.1f} | {told.code} | {message} |"
+    """Return a line of the table: the mistake, and how the message begins."""
+    lines = [line.strip().removeprefix("- ") for line in told.message.strip().splitlines()]
+    first = _plain(" ".join(lines[:2] if lines[0].endswith(":") else lines[:1]), place)
+    first = re.sub(r"^Error: |runs/\S+ failed: ", "", first)
+    return f"| {mistake.what} | {told.seconds:.0f} | {_cut(first)} |"
 
 
 def _plain(text: str, place: Path) -> str:
@@ -156,7 +153,8 @@ def _plain(text: str, place: Path) -> str:
 
 
 def _cut(text: str) -> str:
-    return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 1]}…"
+    """Return the text, cut between two words if it is long."""
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST].rpartition(' ')[0]} …"
 
 
 if __name__ == "__main__":
