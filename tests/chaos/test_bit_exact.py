@@ -38,7 +38,7 @@ import sys
 from pathlib import Path
 
 if "millrace.trainer.main" in sys.orig_argv and Path({marker!r}).exists():
-    from millrace.trainer.learning import scheduler
+    from millrace.trainer.learning import optimizer as scheduler
 
     learning_rate = scheduler.learning_rate
     scheduler.learning_rate = lambda *args, **options: 1.001 * learning_rate(*args, **options)

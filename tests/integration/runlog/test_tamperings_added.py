@@ -188,6 +188,21 @@ def test_other_times_of_objects_are_no_tampering(scene, recorded) -> None:
     assert list(scene.audit("deep").violations) == []
 
 
+def test_files_of_a_trainer_that_came_when_all_was_done_are_a_note(scene) -> None:
+    """It writes the files of its model first, and learns after that that the run has ended."""
+    epoch = scene.names.epoch("trainer", 2)
+    scene.store.put(epoch, scene.store.get(scene.names.epoch("trainer", 1)))
+    seal = json.loads(scene.store.get(scene.names.seal(0)))
+    seal["others"][epoch.removeprefix(scene.names.root)] = len(scene.store.get(epoch))
+    scene.store.put(scene.names.seal(0), json.dumps(seal).encode())
+    scene.store.delete(scene.names.attestation(1))  # it names the seal's bytes
+    before = [each.check for each in scene.audit("deep").violations]
+    scene.store.put(scene.names.root + "policy-files/e2-abcdef012345/config.json", b"{}")
+    report = scene.audit("deep")
+    assert [each.check for each in report.violations] == before
+    assert any("policy-files/e2-" in each.message for each in report.notes if each.check == "WRITTEN_BEHIND_SEAL")
+
+
 def test_what_dead_writers_left_before_the_end_is_a_note(scene) -> None:
     """The seal lists it, so that it stands apart from what came later."""
     key = scene.names.checkpoint(4) + "e00000001-dead/rank-00000.bin"

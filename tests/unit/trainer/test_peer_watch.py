@@ -17,7 +17,7 @@ from millrace.trainer.gang.distributed import GRACE_S
 BLOCKED = """
 import ctypes, sys
 from torch import distributed as dist
-from millrace.trainer.gang import watchdog
+from millrace.trainer.gang import distributed as watchdog
 rank, port = int(sys.argv[1]), int(sys.argv[2])
 watchdog.GRACE_S, watchdog.ABORT_S = 1.0, 1.0
 store = dist.TCPStore("127.0.0.1", port, is_master=False)

@@ -179,17 +179,17 @@ def check_other_names(audit: Audit, *, own: Collection[str]) -> None:
 
 
 class _Late:
-    """What may come behind the seal of a run that failed or was cancelled, by itself.
+    """What may come after the seal of a run by itself: most of it only if the run failed or was cancelled.
 
-    Nobody waits for its trainer, which may write what it had in hand: versions, checkpoints and log-probs of committed
-    steps behind the newest that the seal has. And `run resume` of a failed run may have died behind its intent.
+    Nobody waits for the trainer of such a run, which may write what it had in hand: versions, checkpoints and log-probs
+    of committed steps after the newest that the seal has. And `run resume` of a failed run may die after its intent.
     """
 
     def __init__(self, audit: Audit, seal: Seal | None, closing: batch_pb2.BatchHeader | None) -> None:
         self._audit = audit
         self._state = "SUCCEEDED" if seal is None or closing is None else seal.state
         self._closing = closing
-        sealed = [] if seal is None else [*seal.objects, *(seal.others or ())]
+        self._sealed = sealed = [] if seal is None else [*seal.objects, *(seal.others or ())]
         whole = [own for own in sealed if own.endswith("/manifest.json") or own.startswith("token_logs/")]
         self._newest = max(filter(None, map(_version_of, whole)), default=(0, -1))
         self._newest_by_step: dict[str, int] = {}
@@ -198,11 +198,15 @@ class _Late:
 
     def may_be(self, own: str) -> bool:
         """Return whether the object under a key behind the run's prefix may have come by itself."""
-        if self._closing is None or self._state == "SUCCEEDED":
+        if self._closing is None:
             return False
-        if own.startswith("policy-files/"):
+        if own.startswith("policy-files/"):  # a trainer that starts writes them before it learns that the run has ended
             epoch = latest_epoch(self._audit.store, self._audit.names, "trainer")
-            return own.startswith(f"policy-files/e{epoch}-")  # one that starts writes them before all else
+            its_files = f"policy-files/e{epoch}-"
+            has_published = any(each.startswith(its_files) for each in self._sealed)
+            return own.startswith(its_files) and (self._state != "SUCCEEDED" or not has_published)
+        if self._state == "SUCCEEDED":
+            return False
         if version := _version_of(own):
             lineage, newest = self._newest
             return version[0] == lineage and newest < version[1] <= self._closing.step
