@@ -1,8 +1,10 @@
-"""Every command line in the documents is one that exists: its command, and each of its options or config keys."""
+"""Every command line in documents and messages exists: the command, and each of its options or config keys."""
 
+import ast
 import re
 import shlex
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import click
@@ -115,6 +117,51 @@ def test_a_command_that_a_document_names_exists(path: Path) -> None:
         else:
             wrong += [f"millrace {' '.join(words)}: {option}" for option in unknown_options(name, command, words)]
     assert not wrong
+
+
+def messages_of(path: Path) -> Iterator[str]:
+    """Yield the texts of a module that are no docstrings; what an f-string fills in is `X`."""
+    source = path.read_text()
+    tree = ast.parse(source if "`millrace " in source or "`--" in source else "")
+    statements = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    inner = {id(part) for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for part in node.values}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.JoinedStr):
+            yield "".join(str(part.value) if isinstance(part, ast.Constant) else "X" for part in node.values)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in statements | inner:
+            yield node.value
+
+
+@cache
+def every_option() -> frozenset[str]:
+    """Return the options of all commands."""
+
+    def options(command: click.Command) -> Iterator[str]:
+        yield from (name for each in command.params for name in (*each.opts, *each.secondary_opts))
+        yield from re.findall(r"--[\w-]+", f"{command.epilog} {command.help}")
+        if isinstance(command, click.Group):
+            context = click.Context(command)
+            for name in command.list_commands(context):
+                if inner := command.get_command(context, name):
+                    yield from options(inner)
+
+    return frozenset(options(cli)) | EVERYWHERE
+
+
+def test_commands_and_flags_that_messages_name_exist() -> None:
+    wrong, count = set[str](), 0
+    for path in (ROOT / "services/millrace").rglob("*.py"):
+        for text in messages_of(path) if not path.name.endswith(("_pb2.py", "_pb2_grpc.py")) else ():
+            for words in lines_of(text) if "`millrace " in text else ():
+                count += 1
+                name, command = command_of(words)
+                if command is None or unknown_options(name, command, words):
+                    wrong.add(f"{path.name}: millrace {' '.join(words)}")
+            for flag in re.findall(r"`(--[a-z][\w.-]*)[` =]", text):
+                key = flag.removeprefix("--").removeprefix("no-")
+                if flag not in every_option() and not any(_is_key(each, key) for each in MODELS if each != "inference"):
+                    wrong.add(f"{path.name}: {flag}")
+    assert not wrong and count > 60
 
 
 def test_documents_name_many_commands() -> None:

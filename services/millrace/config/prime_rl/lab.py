@@ -199,8 +199,8 @@ def _vf_rl(target: Target) -> None:
             target.put(key, value, source=path)
             filled.append(f"{'.'.join(map(str, key))} = {value}")
     text = (
-        "is trained by vf-rl with CISPO and one step of overlap; the loss here is `trainer.loss`, and `--preset cispo` "
-        "is nearest"
+        "is trained by vf-rl with CISPO and one step of overlap; the loss here is `trainer.loss`, and "
+        "`--algo.preset cispo` is nearest"
     )
     target.note(path, Effect.MEANS, f"{text}. As vf-rl's defaults: {', '.join(filled)}" if filled else text)
 
