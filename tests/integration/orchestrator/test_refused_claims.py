@@ -111,14 +111,13 @@ async def test_who_waits_is_told_within_a_bound(stack, own_redis, admin, tmp_pat
             assert found.error.reason == caught.value.metadata["cause"]
             assert found.state == run_pb2.RUN_STATE_QUEUED
 
-            async for event in client.runs.watch(run.name):  # it goes on, and who comes back may wait again
-                if event.state_changed.new_state == run_pb2.RUN_STATE_RUNNING:
-                    break
-
             async def is_well() -> bool:
                 return not (await client.runs.get(run.name)).error.reason
 
             await until(is_well)
+            async for event in client.runs.watch(run.name):  # it goes on, and who comes back may wait again
+                if event.state_changed.new_state == run_pb2.RUN_STATE_RUNNING:
+                    break
     finally:
         await stack.stop()
 
