@@ -183,7 +183,7 @@ class EnvPool:
             self._start_probe,
             limit=limits.num_probes,
             idle_s=limits.probe_idle_s,
-            on_standing=lambda: self._judge(is_blocked=True),
+            on_standing=lambda: self._in_background(self._judge(is_blocked=True)),  # it outlives the play that stands
         )
         self._ending: set[asyncio.Task[None]] = set()
         self._num_plays = 0

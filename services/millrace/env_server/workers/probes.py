@@ -45,7 +45,7 @@ class Probes:
         *,
         limit: int,
         idle_s: float,
-        on_standing: Callable[[], Awaitable[None]] | None = None,
+        on_standing: Callable[[], object] = lambda: None,
     ) -> None:
         """`start` gives a worker that has loaded the environment, or raises EnvLoadError or OSError.
 
@@ -132,8 +132,7 @@ class Probes:
                 continue
             if self.num_probing < self._limit * MOST_STANDING:
                 give_place()
-            if self._on_standing is not None:
-                await self._on_standing()
+            self._on_standing()
 
     def num_standing(self, *, at_least_s: float, at: Callable[[str], bool]) -> int:
         """Return how many tasks have waited so long in one call, at a place of which `at` holds."""
