@@ -14,6 +14,7 @@ _ENDING = re.compile(r"(?P<ending>\.[a-z]+)$")
 _NUMBER_DIGITS = 18  # what fits into 63 bits
 _PROVED_BY_HASH = "bytes with that hash"
 _BACKUP = "restore the object from a replica of the bucket"
+_KEPT = "as long as the run"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,7 +35,7 @@ class ObjectKind:
     """How the names of the audit's findings begin, where a header or a seal names the object; empty if none does."""
     named_by: str
     """Who names it, and by which hash; who counts it, if there is no hash."""
-    kept: str = "as long as the run"
+    kept: str = _KEPT
     """Retention class."""
     remedy: str = _BACKUP
     """What to do if it is damaged or missing."""
@@ -278,13 +279,14 @@ def is_place(key: str) -> bool:
 
 
 def table() -> str:
-    """Return the table of all kinds for the documents, in Markdown."""
+    """Return the table of all kinds for the documents, in Markdown, with empty cells for the usual answers."""
+    usual = {_KEPT, _BACKUP, _PROVED_BY_HASH}
     heads = ("object", "key", "numbers", "named by", "kept", "if it is damaged", "a repair takes")
     rows: list[tuple[str, ...]] = [heads, ("---",) * len(heads)]
     for kind in KINDS:
         key = _ENDING.sub(r"[.rN]\g<ending>", kind.key) if kind.has_revisions else kind.key
         cells = (kind.name, f"`{key}`", kind.numbering, kind.named_by, kind.kept, kind.remedy, kind.repair or "nothing")
-        rows.append(cells)
+        rows.append(tuple("" if cell in usual else cell for cell in cells))
     return "".join(f"| {' | '.join(row)} |\n" for row in rows)
 
 

