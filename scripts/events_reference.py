@@ -18,6 +18,7 @@ _ROOMS = (
     "algorithms",
     "env_server/adapters",
     "env_server/adapters/tasks",
+    "env_server/interpreters",
     "env_server/teacher",
     "orchestrator/drive",
     "orchestrator/play",
@@ -307,6 +308,18 @@ FAILURES: Texts = {
         "see `docs/guides/first_environment.md`",
     ),
     "ENV_NOT_FOUND": ("no such module on the env-servers", "install the environment's package there"),
+    "ENV_PYTHON_REFUSED": (
+        "`orchestrator.env.python` names an interpreter that the env-server may not use, or that is none",
+        "have its operator list the directory in `MILLRACE_ENV_PYTHONS`, or correct the path",
+    ),
+    "ENV_PYTHON_UNUSABLE": (
+        "the interpreter of an environment is too old, does not start, or lacks what a worker needs",
+        "run the command of the message",
+    ),
+    "ENV_RELEASE_UNSUPPORTED": (
+        "an environment's package asks for a release of `verifiers` that no interpreter of the env-servers has with it",
+        "run the command of the message, which makes such an interpreter (docs/environments.md)",
+    ),
     "ENV_SELECT_INVALID": (
         "`select` names tasks that the environment does not have, leaves none, or evaluates what is trained on",
         "correct `select` of the environment: the message says what there is",

@@ -15,6 +15,7 @@ from millrace.env_server.adapters.env_args import parse_args
 from millrace.env_server.adapters.outcome import failed, make_rollout
 from millrace.env_server.adapters.tasks.selection import canonical_json
 from millrace.env_server.interpreters.allowed import require_allowed
+from millrace.env_server.interpreters.choice import Choice, choose
 from millrace.env_server.isolation.inherited import api_key_problem, teacher_key_problem
 from millrace.env_server.own_sampling import AskedSampling, OwnSamplingError
 from millrace.env_server.settings import require_image
@@ -189,6 +190,7 @@ class EnvService(env_service_pb2_grpc.EnvServiceServicer):
         self._starter = starter
         self.admits = admits or Admits()
         self._pools: dict[tuple[object, ...], EnvPool] = {}
+        self._choices: dict[str, Choice] = {}
         self._closing: set[asyncio.Task[None]] = set()
 
     @property
@@ -251,14 +253,14 @@ class EnvService(env_service_pb2_grpc.EnvServiceServicer):
         ]
         if wrong := [each for each in wrong if each[2]]:
             raise invalid_request(wrong, source="OpenEnvRequest")
-        env = env_from_wire(request.env)
+        env, choice = await self._placed(env_from_wire(request.env))
         pool = self._pool(env)
         if request.HasField("sampling") and pool.info is not None:
             try:
                 AskedSampling.by(env, sampling_from_wire(request.sampling)).require_declared(pool.info.declared)
             except OwnSamplingError as error:
                 return _failed(error.error_type, str(error))
-        return _describe(pool)
+        return _describe(pool, choice)
 
     async def PlayGroup(
         self, request: env_service_pb2.PlayGroupRequest, context: grpc.aio.ServicerContext
@@ -267,6 +269,8 @@ class EnvService(env_service_pb2_grpc.EnvServiceServicer):
         check_play(request)
         play = play_from_wire(request)
         self.groups.check_epoch(play.run_uid, play.epoch)
+        play = replace(play, env=(await self._placed(play.env))[0])
+        self.groups.check_epoch(play.run_uid, play.epoch)  # another orchestrator may have asked meanwhile
         if not self.groups.is_known(group_key(play)) and self._teachers is not None:
             await self._teachers.require_ready(play)
             self.groups.check_epoch(play.run_uid, play.epoch)  # another orchestrator may have asked what is played here
@@ -321,6 +325,32 @@ class EnvService(env_service_pb2_grpc.EnvServiceServicer):
                 remedy="wait for groups to finish, use another env-server, or raise MILLRACE_ENV_CAPACITY",
             )
 
+    async def _placed(self, env: EnvSpec) -> tuple[EnvSpec, Choice]:
+        """The environment with the interpreter that it names, or that is chosen; InvalidSpecError if none fits.
+
+        What failed long enough ago is chosen anew: packages may have been installed meanwhile.
+        """
+        if env.python:
+            return env, Choice(python=env.python)
+        stale = [pool for pool in self.pools if pool.env.id == env.id and _is_to_try_again(pool)]
+        choice = self._choices.get(env.id)
+        if choice is None or stale:
+            choice = await asyncio.to_thread(choose, env.id, self.admits.pythons)
+            if choice != self._choices.get(env.id):
+                self._choices[env.id] = choice
+                if choice.why:
+                    logger.info("an interpreter is chosen", extra={"env": env.id, "why": choice.why})
+            for pool in stale:
+                self._drop(pool)
+        return replace(env, python=choice.python), choice
+
+    def _drop(self, pool: EnvPool) -> None:
+        """Close a pool; the next OpenEnv makes another one."""
+        self.forget(pool)
+        closing = asyncio.create_task(pool.close())
+        self._closing.add(closing)
+        closing.add_done_callback(self._closing.discard)
+
     def _pool(self, env: EnvSpec) -> EnvPool:
         """The environment's pool, by what its workers load; one that failed long enough ago is tried again.
 
@@ -330,10 +360,8 @@ class EnvService(env_service_pb2_grpc.EnvServiceServicer):
         require_allowed(env.python, self.admits.pythons)
         key = (*env.loaded_as, canonical_json(parse_args(env)))
         pool = self._pools.get(key)
-        if pool is not None and pool.failure is not None and time.monotonic() - pool.failed_at > _RETRY_FAILED_S:
-            closing = asyncio.create_task(pool.close())
-            self._closing.add(closing)
-            closing.add_done_callback(self._closing.discard)
+        if pool is not None and _is_to_try_again(pool):
+            self._drop(pool)
             pool = None
         if pool is None:
             pool = self._pools[key] = EnvPool(env, self._limits, self._starter)
@@ -420,7 +448,11 @@ def _failed(kind: str, message: str, remedy: str = "") -> env_service_pb2.OpenEn
     )
 
 
-def _describe(pool: EnvPool) -> env_service_pb2.OpenEnvResponse:
+def _is_to_try_again(pool: EnvPool) -> bool:
+    return pool.failure is not None and time.monotonic() - pool.failed_at > _RETRY_FAILED_S
+
+
+def _describe(pool: EnvPool, choice: Choice) -> env_service_pb2.OpenEnvResponse:
     if pool.failure is not None:
         return _failed(pool.failure.error_type, str(pool.failure), pool.failure.remedy)
     if pool.info is None:
@@ -431,4 +463,5 @@ def _describe(pool: EnvPool) -> env_service_pb2.OpenEnvResponse:
         eval=tasks_to_wire(pool.info.eval),
         api=pool.info.api,
         requires_group=pool.info.requires_group,
+        played_in=choice.why,
     )

@@ -10,12 +10,13 @@ import json
 import os
 import time
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from aiohttp import web
 
-from millrace.env_server.interpreters.allowed import ANY, require_allowed
+from millrace.env_server.interpreters.allowed import own_pythons, require_allowed
+from millrace.env_server.interpreters.choice import choose
 from millrace.env_server.isolation.inherited import api_key_problem
 from millrace.env_server.settings import EnvServerSettings, require_image
 from millrace.env_server.workers.pool import EnvPool, PoolLimits
@@ -103,6 +104,8 @@ class LoadedTrial:
     loaded: LoadedEnv
     load_s: float
     pool: EnvPool
+    played_in: str = ""
+    """The interpreter that was chosen for it, and why; empty where that is ours, or named."""
 
     async def play(self, task: TrialTask, model: TrialModel) -> Rollout:
         """One rollout of a task. InvalidSpecError if there is no such task, or the model's key is not set."""
@@ -150,7 +153,12 @@ async def opened(env: EnvSpec, note_start: Callable[[], object] = lambda: None) 
     settings = EnvServerSettings.from_env(os.environ)
     # A command runs as its user, who may run whatever is here, unless the variable says what the env-server may.
     require_image(env.image, settings.image)
-    require_allowed(env.python, settings.pythons or (ANY,))
+    pythons = settings.pythons or own_pythons()
+    require_allowed(env.python, pythons)
+    why = ""
+    if not env.python:
+        choice = await asyncio.to_thread(choose, env.id, pythons)
+        env, why = replace(env, python=choice.python), choice.why
     starter = WorkerStarter(settings.confinement(), forks=False)
     pool = EnvPool(env, PoolLimits(), starter)
     try:
@@ -167,7 +175,7 @@ async def opened(env: EnvSpec, note_start: Callable[[], object] = lambda: None) 
                 remedy=pool.failure.remedy or "correct what it names, then check it again",
             )
         assert pool.info is not None, "the loop above"
-        yield LoadedTrial(env=env, loaded=pool.info, load_s=time.monotonic() - began, pool=pool)
+        yield LoadedTrial(env=env, loaded=pool.info, load_s=time.monotonic() - began, pool=pool, played_in=why)
     finally:
         await pool.close()
         await starter.close()

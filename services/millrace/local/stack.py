@@ -23,6 +23,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import IO, Any, NoReturn, Self, TypeVar
 
+from millrace.env_server.interpreters.allowed import PYTHONS_VARIABLE, own_pythons
 from millrace.errors import UnavailableError
 from millrace.inference.launch_env import engine_python
 from millrace.local import gpus, preloads
@@ -435,7 +436,7 @@ class LocalStack:
             case "orchestrator" | "trainer":  # the user's own process: their code may run in it
                 return {} if "MILLRACE_CUSTOM_CODE" in self._environ else {"MILLRACE_CUSTOM_CODE": "*"}
             case "env-server":
-                own = {} if "MILLRACE_ENV_PYTHONS" in self._environ else {"MILLRACE_ENV_PYTHONS": "*"}
+                own = {} if PYTHONS_VARIABLE in self._environ else {PYTHONS_VARIABLE: os.pathsep.join(own_pythons())}
                 return {"MILLRACE_SPOOL_DIR": str(self.directory / "spool"), **own}
             case _:
                 return {}

@@ -18,8 +18,10 @@ import pytest
 from millrace.env_server.isolation import namespaces
 from millrace.env_server.isolation.confinement import Confinement, Isolation, why_no_container
 from millrace.env_server.isolation.namespaces import visible_to_workers
+from millrace.env_server.service import Admits
 from millrace.env_server.workers.pool import EnvPool, PoolLimits
 from millrace.env_server.workers.starter import WorkerStarter
+from millrace.errors import InvalidSpecError
 from millrace.internal.v1 import env_service_pb2
 from millrace.rollouts.requests import EnvSpec
 from millrace.rollouts.types import Rollout, RolloutStatus
@@ -84,6 +86,33 @@ async def test_workers_run_in_it_with_its_packages_alone(server: Any, python: st
 
 def rollout_reply(rollout: Rollout) -> str:
     return str(json.loads(rollout.messages_json)[-1]["content"])
+
+
+@pytest.mark.long
+async def test_it_is_chosen_for_what_only_it_has_and_that_is_said(
+    server: Any, python: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server.service, "admits", Admits(pythons=[str(Path(python).parents[2]), "*"]))
+    opened = await server.open("owner/here-env@1.0")
+    assert opened.state == env_service_pb2.ENV_STATE_READY, opened
+    assert opened.played_in.startswith(f"played in {python} (verifiers "), opened
+    assert opened.played_in.endswith("the env-server's own interpreter does not have it")
+    rollout = await server.play_one("owner/here-env@1.0", 0)
+    assert rollout.status is RolloutStatus.OK, rollout.error
+    assert json.loads(rollout.messages_json)[0]["content"].startswith(str(Path(python).parents[1]))
+
+
+async def test_one_that_no_interpreter_has_the_release_for_is_refused_when_it_is_opened(
+    server: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    info = tmp_path / "next_env-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Name: next-env\nVersion: 1.0\nRequires-Dist: verifiers>=0.4\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(InvalidSpecError) as raised:
+        await server.open("next-env")
+    assert raised.value.reason == "ENV_RELEASE_UNSUPPORTED"
+    assert "-m pip install next-env==1.0 'verifiers==0.4.0' 'aiohttp" in str(raised.value)
 
 
 @pytest.mark.long

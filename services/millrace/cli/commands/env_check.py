@@ -1,6 +1,7 @@
 """`millrace env`: try an environment before a run needs it."""
 
 import json
+import sys
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -115,6 +116,7 @@ def _describe_env(trial: "LoadedTrial") -> dict[str, Any]:
     return {
         "env": trial.env.id,
         "api": trial.loaded.api,
+        "python": trial.env.python or sys.executable,
         "num_train": len(trial.loaded.train),
         "num_eval": len(trial.loaded.eval),
         "compares_a_group": trial.loaded.requires_group,

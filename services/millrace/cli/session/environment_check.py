@@ -107,7 +107,8 @@ def keep_logs_off_the_terminal() -> None:
 def loaded_line(trial: "LoadedTrial") -> str:
     """What was loaded, for people."""
     sizes = f"{len(trial.loaded.train)} training tasks, {len(trial.loaded.eval)} held-out tasks"
-    return f"loaded in {trial.load_s:.1f} s: API {trial.loaded.api}, {sizes}"
+    where = trial.played_in and f"; {trial.played_in}"
+    return f"loaded in {trial.load_s:.1f} s: API {trial.loaded.api}, {sizes}{where}"
 
 
 class Steps:

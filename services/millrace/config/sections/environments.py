@@ -80,7 +80,7 @@ class NamedEnv(ConfigSection):
         "Python interpreter of a virtual environment of its own, on the machine of the env-server: workers of this "
         "environment run in it, with its `verifiers` and packages. Only where the env-server's "
         "`MILLRACE_ENV_PYTHONS` allows it.",
-        facts=Facts(default_text="that of the env-server"),
+        facts=Facts(default_text="that of the env-server, or one that has what its package asks for"),
         min_length=1,
     )
     image: str | None = option(

@@ -1,4 +1,4 @@
-"""Which interpreters a run's config may name (`orchestrator.env.python`): `MILLRACE_ENV_PYTHONS`.
+"""Which interpreters environments may run in, named by a run's config or chosen: `MILLRACE_ENV_PYTHONS`.
 
 Who may submit runs must not thereby run programs where the env-server is: the variable lists directories, and is
 empty unless the operator sets it.
@@ -13,6 +13,17 @@ PYTHONS_VARIABLE = "MILLRACE_ENV_PYTHONS"
 ANY = "*"
 """Stands for every interpreter: for a stack of the user's own."""
 FIELD = "orchestrator.env.python"
+
+
+def default_place() -> str:
+    """Return the directory for virtual environments of environments, on a machine of the user's own."""
+    data = os.environ.get("XDG_DATA_HOME") or os.path.join(os.path.expanduser("~"), ".local", "share")
+    return os.path.join(data, "millrace", "pythons")
+
+
+def own_pythons() -> tuple[str, ...]:
+    """Return what a user's own programs allow: every interpreter, with `default_place` as one to look in."""
+    return (default_place(), ANY)
 
 
 def parse_pythons(text: str) -> tuple[str, ...]:

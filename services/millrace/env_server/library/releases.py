@@ -20,7 +20,11 @@ _OTHER = {
     "v1": "older ones have another v1 API, or none",
 }
 
-_FIELD, _REASON = "orchestrator.env.id", "ENV_RELEASE_UNSUPPORTED"
+HOSTED = " and ".join(f"{generation} with {text}" for generation, (_, text) in _TEXT.items())
+"""In words."""
+TRIED = ("0.4.0", "0.3.1", "0.1.14")
+"""Releases that were tried, the newest first (`docs/versions.md`)."""
+FIELD, _REASON = "orchestrator.env.id", "ENV_RELEASE_UNSUPPORTED"
 _REMEDY = (
     "install a release that fits beside it, or give it a virtual environment of its own (`orchestrator.env.python`)"
 )
@@ -55,19 +59,18 @@ def problem_of(generation: str, release: str) -> str:
 def unfit(env_id: str, error: BaseException) -> InvalidSpecError:
     """What is said of an environment whose imports fail in this process's release."""
     release, asks = installed(), _asked_by_its_package(env_id)
-    hosted = " and ".join(f"{generation} with {text}" for generation, (_, text) in _TEXT.items())
     message = (
         f"cannot be imported with verifiers {release or '(none)'}, which is installed with it: {error}. "
-        f"{asks}Millrace plays {hosted}; {_REMEDY}"
+        f"{asks}Millrace plays {HOSTED}; {_REMEDY}"
     )
-    return InvalidSpecError([Violation(field=_FIELD, value=env_id, message=message)], reason=_REASON)
+    return InvalidSpecError([Violation(field=FIELD, value=env_id, message=message)], reason=_REASON)
 
 
 def require(generation: str, env_id: str) -> None:
     """InvalidSpecError unless this process's release hosts environments of that generation (v0, v1)."""
     if problem := problem_of(generation, installed()):
         message = f"{problem}. {_asked_by_its_package(env_id)}To play it, {_REMEDY}"
-        wrong = Violation(field=_FIELD, value=env_id, message=message)
+        wrong = Violation(field=FIELD, value=env_id, message=message)
         raise InvalidSpecError([wrong], reason=_REASON)
 
 

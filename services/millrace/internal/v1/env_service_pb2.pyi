@@ -70,7 +70,7 @@ class OpenEnvRequest(_message.Message):
     def __init__(self, env: _Optional[_Union[EnvSpec, _Mapping]] = ..., api_key_var: _Optional[str] = ..., teacher_key_var: _Optional[str] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ...) -> None: ...
 
 class OpenEnvResponse(_message.Message):
-    __slots__ = ("state", "train", "eval", "api", "requires_group", "error_type", "error_message", "error_remedy")
+    __slots__ = ("state", "train", "eval", "api", "requires_group", "error_type", "error_message", "error_remedy", "played_in")
     STATE_FIELD_NUMBER: _ClassVar[int]
     TRAIN_FIELD_NUMBER: _ClassVar[int]
     EVAL_FIELD_NUMBER: _ClassVar[int]
@@ -79,6 +79,7 @@ class OpenEnvResponse(_message.Message):
     ERROR_TYPE_FIELD_NUMBER: _ClassVar[int]
     ERROR_MESSAGE_FIELD_NUMBER: _ClassVar[int]
     ERROR_REMEDY_FIELD_NUMBER: _ClassVar[int]
+    PLAYED_IN_FIELD_NUMBER: _ClassVar[int]
     state: EnvState
     train: TaskSet
     eval: TaskSet
@@ -87,7 +88,8 @@ class OpenEnvResponse(_message.Message):
     error_type: str
     error_message: str
     error_remedy: str
-    def __init__(self, state: _Optional[_Union[EnvState, str]] = ..., train: _Optional[_Union[TaskSet, _Mapping]] = ..., eval: _Optional[_Union[TaskSet, _Mapping]] = ..., api: _Optional[str] = ..., requires_group: bool = ..., error_type: _Optional[str] = ..., error_message: _Optional[str] = ..., error_remedy: _Optional[str] = ...) -> None: ...
+    played_in: str
+    def __init__(self, state: _Optional[_Union[EnvState, str]] = ..., train: _Optional[_Union[TaskSet, _Mapping]] = ..., eval: _Optional[_Union[TaskSet, _Mapping]] = ..., api: _Optional[str] = ..., requires_group: bool = ..., error_type: _Optional[str] = ..., error_message: _Optional[str] = ..., error_remedy: _Optional[str] = ..., played_in: _Optional[str] = ...) -> None: ...
 
 class Sampling(_message.Message):
     __slots__ = ("temperature", "max_tokens", "top_p", "extra_body_json", "top_k", "min_p", "repetition_penalty", "allows_bias", "is_plain", "holds_temperature")

@@ -49,7 +49,7 @@ class EvalRunDriver(RunDriver):
         if has_predecessor:
             await self._take_over()
         background.append(tasks.create_task(lasting(parts.stream.follow)))
-        await self._events.state_changed(run_pb2.RUN_STATE_RUNNING, "environments are ready")
+        await self._events.state_changed(run_pb2.RUN_STATE_RUNNING, f"environments are ready{parts.envs.chosen()}")
         try:
             for evaluation in self._evaluations:
                 report = await self._unless_stopped(parts.evals.finish(evaluation))

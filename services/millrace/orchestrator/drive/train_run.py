@@ -49,7 +49,9 @@ class TrainRunDriver(RunDriver):
         self._parts.intake.begin(loop.make_play, has_predecessor=self._context.epoch.number > 1)
         await self._take_over()
         background.append(tasks.create_task(lasting(self._parts.stream.follow)))
-        await self._events.state_changed(run_pb2.RUN_STATE_RUNNING, "workers, environments and policy are ready")
+        await self._events.state_changed(
+            run_pb2.RUN_STATE_RUNNING, f"workers, environments and policy are ready{self._parts.envs.chosen()}"
+        )
         settings = self._config.orchestrator.eval
         if settings is not None and self._parts.book.step == 0 and not settings.skip_first_step:
             await self._unless_stopped(self._evaluate(0, done=self._done_evals))

@@ -68,6 +68,8 @@ class OpenedEnv:
     train_digest: str
     num_eval: int
     requires_group: bool
+    played_in: str = ""
+    """The interpreter that an env-server chose for it, and why; empty where that is its own, or named."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,6 +131,10 @@ class EnvServers:
                             await asyncio.sleep(OPEN_POLL.after(num_looks))
             except TimeoutError as error:
                 raise self._not_opened(spec) from error
+
+    def chosen(self) -> str:
+        """Return which environments are played in interpreters that env-servers chose, as the end of a sentence."""
+        return "".join(f"; {name} is {env.played_in}" for name, env in sorted(self.envs.items()) if env.played_in)
 
     def is_complete(self, specs: Sequence[EnvSpec]) -> bool:
         """Whether every environment is ready on every living env-server."""
@@ -249,6 +255,7 @@ class EnvServers:
             train_digest=answer.train.digest,
             num_eval=answer.eval.num_tasks,
             requires_group=answer.requires_group,
+            played_in=answer.played_in,
         )
         self._ready.setdefault(spec.name, set()).add(worker_id)
 
