@@ -3,8 +3,9 @@
 import json
 import re
 import sys
+import textwrap
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Literal, get_args, get_origin
 
@@ -20,9 +21,8 @@ _INTRODUCTION = """# Configuration
 
 <!-- Made by `python scripts/configuration_reference.py > docs/configuration.md`; a test fails where the two differ. -->
 
-A run is described by one config. An unknown key is an error with a suggestion, and all errors are reported at once,
-each with the key, the value, where it is written, and what would be right. Keys are named as in prime-rl, whose files
-are read, too: [prime_rl_keys.md](prime_rl_keys.md).
+A run is described by one config. All errors are reported at once, each with key, value, place and remedy; an unknown
+key is one. Most keys are named as in prime-rl, whose files are read, too: [prime_rl_keys.md](prime_rl_keys.md).
 
 ## Sources
 
@@ -30,37 +30,37 @@ The later one wins:
 
 1. the defaults below;
 2. environment variables: `MILLRACE_CONFIG__trainer__optim__lr=1e-5`;
-3. files: `millrace rl @ base.toml @ more.toml`, merged left to right. Tables are merged key by key, lists are replaced.
-   TOML, or JSON if the name ends in `.json`. Paths are relative to the working directory;
+3. files, left to right: `millrace rl @ base.toml @ more.toml`. Tables are merged, lists are replaced. TOML, or JSON if
+   the name ends in `.json`. Paths are relative to the working directory;
 4. flags: `--trainer.optim.lr 1e-5` or `--trainer.optim.lr=1e-5`, in kebab or snake case.
 
-Flags for tables and lists take JSON: `--orchestrator.env '[{"id": "reverse-text"}]'`. A table that is off by default is
-switched on by its bare flag (`--ckpt`) or an empty table in a file, and off by `--no-ckpt` or `--ckpt None`. A boolean
-is set by `--wandb.offline` and cleared by `--no-wandb.offline`. If a source changes the `type` of a table (such as
-`trainer.scheduler`), what earlier sources wrote into that table is dropped.
+| To | write |
+|---|---|
+| give a table or list in a flag | JSON: `--orchestrator.env '[{"id": "reverse-text"}]'` |
+| read a table from a file | `--trainer.optim @ optim.toml` |
+| switch a table on that is off by default | `--ckpt`, or an empty table in a file |
+| switch it off | `--no-ckpt` or `--ckpt None` |
+| set or clear a boolean | `--wandb.offline`, `--no-wandb.offline` |
+| see the resolved config, as JSON that loads again | `--dry-run` |
 
-`--dry-run` prints the resolved config: every key with its value, as JSON that loads as the same config.
+A source that changes the `type` of a table (such as `trainer.scheduler`) drops what earlier sources wrote into it.
 
-Addresses and credentials of services, Redis and the object store are not part of a config: they are `MILLRACE_*`
-variables of the processes ([operations.md](operations.md)). `inference.*` is about the stack that the command starts; a
-stack that runs already keeps its own settings.
+Addresses and credentials of services, Redis and the object store are `MILLRACE_*` variables of the processes
+([operations.md](operations.md)).
 
 ## One file or one per service
 
-Keys at the top are shared: each fills the keys of the services that mean the same. If both are written, the stronger
-source wins (flags over files over the environment), so `--max-steps 3` shortens any run; a shared key yields only if
-all the keys that it fills come from a stronger source. Different values in equally strong sources, and in only one of
-several services' keys, are an error that lists every place.
+A shared key at the top fills the services' keys with the same meaning, and is filled from them if they agree. If both
+are written, the stronger source wins: `--max-steps 3` shortens any run. Different values in equally strong sources, or
+in only one of several services' keys, are an error that lists every place.
 
 """
 
 _SPLIT = """
-The split form has each service's section in a file of its own, as in `examples/reverse_text_split`:
-`millrace rl --trainer @ trainer.toml --orchestrator @ orchestrator.toml --inference @ inference.toml`. There the
-shared keys are filled from the services' keys if those agree. Any section can be read so:
-`--trainer.optim @ optim.toml`.
+The split form has a file per service, as in `examples/reverse_text_split`:
+`millrace rl --trainer @ trainer.toml --orchestrator @ orchestrator.toml --inference @ inference.toml`.
 
-In the tables below, "Value" is the default with its bounds, or the type if there is no default; of several choices, the
+Below, a key's default follows its name, or its type if it has no default, and then its bounds. Of several choices, the
 default is bold.
 """
 
@@ -125,18 +125,18 @@ class _Page:
         return text + (f"\n| Tables | Have the keys of |\n|---|---|\n{lines}" if same else "")
 
     def _section(self, section: SchemaKey, rows: Mapping[str, str], other: _Printed | None) -> str:
-        """Return one section: its heading, its purpose, and a row for each key that is no section itself."""
+        """Return one section: its heading, its purpose, and an item for each key that is no section itself."""
         heading = _header(section) if section.path else "Top"
         self._add(heading, _presence(section), dict(rows))
         text = f"\n### {f'`{heading}`' if section.path else heading}\n"
         if section.path:
-            text += f"\n{_class_doc(section)}{_presence(section)}\n"
+            text += "\n" + wrapped(_class_doc(section) + _presence(section), indent="")
         if other:
             missing = [f"`{name}`" for name in other.rows if name not in rows]
             text += f"\nThe keys of {other.link}{f' but {_and(missing)}' if missing else ''}"
             rows = {name: row for name, row in rows.items() if other.rows.get(name) != row}
             text += ", and:\n" if rows else ".\n"
-        return text + _table(rows)
+        return text + _list(rows)
 
     def _add(self, heading: str, presence: str, rows: dict[str, str]) -> None:
         anchor = re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-")
@@ -158,30 +158,65 @@ def _shared_count(printed: _Printed, rows: Mapping[str, str]) -> int:
 
 
 def _row(node: SchemaKey) -> str:
-    """Return the cells of one key behind its name; of a key that has all from one of that name elsewhere, where."""
+    """Return what follows the name of a key: its value and its meaning, or the place that has both."""
     default = node.facts.default_text or ""
     if default.startswith("as in ") and node.description.startswith("As `") and ";" not in node.description:
-        return f"| | {default.capitalize()}. |\n"
-    return f"| {_value(node)} | {node.description} |\n"
+        return f"{default}."
+    meaning, defined = _with_choices(node)
+    value = _value(node, defined)
+    return f"{value}. {meaning}" if value else meaning
 
 
-def _table(rows: Mapping[str, str]) -> str:
-    """Return a table of keys; those with the same cells share a line."""
+def _list(rows: Mapping[str, str]) -> str:
+    """Return a list of keys; those with the same text share an item."""
     names: defaultdict[str, list[str]] = defaultdict(list)
-    for name, cells in rows.items():
-        names[cells].append(f"`{name}`")
-    lines = "".join(f"| {', '.join(each)} {cells}" for cells, each in names.items())
-    return f"\n| Key | Value | Meaning |\n|---|---|---|\n{lines}" if rows else ""
+    for name, text in rows.items():
+        names[text].append(f"`{name}`")
+    return "\n" + "".join(wrapped(f"* {', '.join(each)}: {text}") for text, each in names.items()) if rows else ""
 
 
-def _value(node: SchemaKey) -> str:
-    """Return the type, the default and the bounds of a key; a default shows its type."""
-    if get_origin(node.annotation) is Literal:
-        choices = [f"`{json.dumps(choice)}`".replace('"', "") for choice in get_args(node.annotation)]
-        if node.default is None or node.facts.default_text:
-            return "; ".join(filter(None, (", ".join(choices), _default(node))))
-        default = f"`{json.dumps(node.default)}`".replace('"', "")
-        return ", ".join((f"**{default}**", *(choice for choice in choices if choice != default)))
+def wrapped(text: str, *, indent: str = "  ") -> str:
+    """Return the text in lines, the later ones indented. No line begins with a sign that would start an item."""
+    text = re.sub(r" ([-+*>#]|1\.) ", "\0\\1\0", text)
+    lines = textwrap.wrap(text, 120, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+    return "\n".join(lines).replace("\0", " ") + "\n"
+
+
+def _choices(node: SchemaKey) -> tuple[str, ...]:
+    """Return the values of a key that has only some; none for other keys."""
+    return tuple(map(_plain, get_args(node.annotation))) if get_origin(node.annotation) is Literal else ()
+
+
+def _plain(value: object) -> str:
+    return json.dumps(value).replace('"', "")
+
+
+def _code(choice: str, node: SchemaKey) -> str:
+    """Return a choice as code, in bold if it is the default."""
+    is_default = node.default is not None and not node.facts.default_text and choice == _plain(node.default)
+    return f"**`{choice}`**" if is_default else f"`{choice}`"
+
+
+def _with_choices(node: SchemaKey) -> tuple[str, set[str]]:
+    """Return the description with the choices that it defines (`name: …`) as code, and those choices."""
+    either, defined = "|".join(sorted(_choices(node), key=len, reverse=True)), set[str]()
+    if not either:
+        return node.description, defined
+
+    def marked(names: re.Match[str]) -> str:
+        defined.update(re.findall(either, names[0]))
+        return re.sub(either, lambda name: _code(name[0], node), names[0])
+
+    return re.sub(rf"(?<![\w`])(?:(?:{either}), )*(?:{either}):", marked, node.description), defined
+
+
+def _value(node: SchemaKey, defined: Set[str]) -> str:
+    """Return the type, the default and the bounds of a key. A default shows its type; defined choices are left out."""
+    if choices := _choices(node):
+        default = _default(node) if node.default is None or node.facts.default_text else ""
+        default = f"default: {default}" if node.facts.default_text else default
+        rest = [_code(choice, node) for choice in choices if choice not in defined]
+        return "; ".join(filter(None, (", ".join(rest), default)))
     default, kind = _default(node), _kind(node)
     kind, default = (f"{kind} ({default})", "") if node.facts.default_text else (kind, default)
     bounds = [bound for bound in node.bounds if bound != _FORMATS_BOUND]

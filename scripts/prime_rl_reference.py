@@ -4,6 +4,8 @@ import sys
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
+from configuration_reference import wrapped
+
 from millrace.config.notes import Effect
 from millrace.config.prime_rl.eval_keys import EVAL_KEYS
 from millrace.config.prime_rl.meanings import Meaning
@@ -18,17 +20,13 @@ _INTRODUCTION = """# Keys of prime-rl
 
 <!-- Made by `python scripts/prime_rl_reference.py > docs/prime_rl_keys.md`; a test fails where the two differ. -->
 
-Millrace reads prime-rl's files, flags and `PRIME_*` variables as they are: the split files of 2025, the single file of
-early 2026, and the schemas of August and October 2026. `millrace rl @ their.toml` prints how it read each of their
-keys, and skips none. `millrace config import FILE…` writes the same as a file of Millrace;
-[the guide](guides/bring_your_prime_rl_config.md) shows both. Of 118 public files of September 2025 to October 2026,
-107 import; the others ask for something that is not supported.
+Millrace reads prime-rl's files, flags and `PRIME_*` variables unchanged: the split files of 2025, the single file of
+early 2026, and the schemas of August and October 2026. [The guide](guides/bring_your_prime_rl_config.md) shows how. Of
+119 public files of September 2025 to October 2026, 107 import; the others need something unsupported. A document that
+is sent to a server has Millrace's own keys: prime-rl's are errors there.
 
-A document that is sent to a server has Millrace's own keys: prime-rl's are errors there.
-
-Below are the keys that Millrace's own schema does not have, or reads differently. `table`: `a`, `b` stands for
-`table.a` and `table.b`, `*.a` for `a` at the top, in `trainer`, in `orchestrator` and in `inference`, and `…` for the
-value.
+Below are the keys that Millrace's own schema lacks, or reads differently. `table`: `a`, `b` means `table.a` and
+`table.b`; `*.a` means `a` at the top and in `trainer`, `orchestrator` and `inference`; `…` is the value.
 """
 
 _RL = """
@@ -69,15 +67,11 @@ Both work; the resolved config has the first.
 """
 
 _EFFECTS = {
-    Effect.MEANS: ("Read", "Theirs", "Here"),
-    Effect.NOTHING: ("Without effect, and without need", "Key", "Why"),
-    Effect.LATER: ("Without effect so far: accepted with a warning; what is learned is the same", "Key", "Why"),
-    Effect.BLOCKS: (
-        "Not supported, and it would change what is learned: imported and shown, but the run is not started",
-        "Key",
-        "What to do",
-    ),
-    Effect.REFUSED: ("Errors", "Key", "What to write"),
+    Effect.MEANS: "Read",
+    Effect.NOTHING: "Without effect, and without need",
+    Effect.LATER: "Without effect so far: accepted with a warning; what is learned is the same",
+    Effect.BLOCKS: "Unsupported, and would change what is learned: imported and shown, but the run does not start",
+    Effect.REFUSED: "Errors",
 }
 _SERVICES = ("trainer", "orchestrator", "inference")
 _REPEATED = {"sft": ("trainer.", "orchestrator."), "eval": ("orchestrator.", "orchestrator.eval.")}
@@ -93,11 +87,11 @@ def render() -> str:
         (
             _INTRODUCTION,
             _RL,
-            *_tables({key: meaning for key, meaning in rl.items() if not _is_of_environment(key, meaning, rl)}),
+            *_lists({key: meaning for key, meaning in rl.items() if not _is_of_environment(key, meaning, rl)}),
             _SFT,
-            *_tables(_new(sft, rl, _REPEATED["sft"])),
+            *_lists(_new(sft, rl, _REPEATED["sft"])),
             _EVAL,
-            *_tables(_new(evaluation, rl, _REPEATED["eval"])),
+            *_lists(_new(evaluation, rl, _REPEATED["eval"])),
             _DIFFERENCES,
             *_aliases(),
         )
@@ -144,22 +138,21 @@ def _is_of_environment(key: str, meaning: Meaning, keys: Mapping[str, Meaning]) 
     return ".env[]." in key and _is_same(meaning, keys.get(key.replace(".env[]", "")), "")
 
 
-def _tables(keys: Mapping[str, Meaning]) -> Iterator[str]:
-    """Yield a table for each effect."""
-    return (_table(effect, keys) for effect in _EFFECTS)
+def _lists(keys: Mapping[str, Meaning]) -> Iterator[str]:
+    """Yield a list for each effect."""
+    return (_list(effect, keys) for effect in _EFFECTS)
 
 
-def _table(effect: Effect, keys: Mapping[str, Meaning]) -> str:
-    """Return the keys of one effect, a line for each meaning."""
+def _list(effect: Effect, keys: Mapping[str, Meaning]) -> str:
+    """Return the keys of one effect, an item for each meaning."""
     by_text: defaultdict[str, list[str]] = defaultdict(list)
     for key, meaning in keys.items():
         if meaning.effect is effect:
             by_text[_here(key, meaning)].append(key)
     if not by_text:
         return ""
-    title, left, right = _EFFECTS[effect]
-    rows = "".join(f"| {_folded(names)} | {text.replace('|', chr(92) + '|')} |\n" for text, names in by_text.items())
-    return f"\n{title}:\n\n| {left} | {right} |\n|---|---|\n{rows}"
+    items = "".join(wrapped(f"* {_folded(names)} → {text}") for text, names in by_text.items())
+    return f"\n{_EFFECTS[effect]}:\n\n{items}"
 
 
 def _here(key: str, meaning: Meaning) -> str:
@@ -180,11 +173,14 @@ def _folded(names: Sequence[str]) -> str:
     for key in (f"*.{name}" if name in shared else name for name in names if name not in inner):
         table, _, name = key.rpartition(".")
         tables[table].append(name)
+    alike: defaultdict[tuple[str, ...], list[str]] = defaultdict(list)
+    for table, inside in tables.items():
+        alike[tuple(inside)].append(table)
     return "; ".join(
-        f"`{table}`: {_quoted(inside)}"
-        if table and len(inside) > 1
-        else _quoted(f"{table}.{inside[0]}" if table else name for name in inside)
-        for table, inside in tables.items()
+        f"{_quoted(names)}: {_quoted(inside)}"
+        if names != [""] and len(inside) * len(names) > max(1, len(names))
+        else ", ".join(_quoted(f"{table}.{name}" if table else name for name in inside) for table in names)
+        for inside, names in alike.items()
     )
 
 

@@ -10,17 +10,16 @@ from millrace.config.tree import Facts, OnlyFor
 
 
 class TeacherConfig(ClientConfig):
-    """The frozen model that opd distils from: an OpenAI-compatible server that gives `prompt_logprobs` of token ids."""
+    """The frozen model that opd distils from: an OpenAI-compatible server with `prompt_logprobs` of token ids."""
 
     name: str = required("Name that the server knows the teacher by.", min_length=1)
     base_url: list[str] = required(
-        "URLs of the server's API, each ending in `/v1`; with several the rollouts are spread over them.", min_length=1
+        "The server's URLs, each ending in `/v1`; rollouts are spread over several.", min_length=1
     )
     api_key_var: str | None = option(
         None,
-        "Name of the environment variable of the env-server that holds the API key; the key itself is never written "
-        f"anywhere. Let the name begin with `{WITHHELD_KEY_PREFIX}`: only the env-server itself asks the teacher, and "
-        "environments, which are foreign code, inherit every other variable. None is sent if left out.",
+        f"Environment variable of the env-server with the API key, best named `{WITHHELD_KEY_PREFIX}…`: environments "
+        "inherit every other variable. The key itself is never stored. No key is sent if left out.",
         pattern=VARIABLE_PATTERN,
     )
 
@@ -46,24 +45,24 @@ DEFAULT_ALPHA = 0.1
 
 
 class OverlongConfig(ConfigSection):
-    """DAPO's soft punishment: what is taken off the reward of responses that come near the limit."""
+    """DAPO's soft punishment: subtracted from the reward of responses that come near the limit."""
 
     buffer_tokens: int = required("Tokens below the limit over which the punishment grows from 0.", ge=1)
     max_tokens: int = required(
-        "The limit from which the punishment is whole: sampled tokens of a rollout, those of all its turns together.",
+        "Sampled tokens of a rollout, over all its turns, from which the punishment is whole.",
         ge=1,
     )
     factor: float = option(1.0, "The whole punishment.", gt=0)
 
 
 class EchoRoleConfig(ConfigSection):
-    """Messages of one role that the environment adds behind a reply."""
+    """Messages of one role that the environment adds after a reply."""
 
     alpha: float = required("Weight of each of their tokens in the cross-entropy.", gt=0)
 
 
 class EchoRolesConfig(ConfigSection):
-    """Whose messages echo learns to predict."""
+    """Roles whose messages echo learns to predict."""
 
     system: EchoRoleConfig | None = option(None, "System messages; not learned if left out.")
     user: EchoRoleConfig | None = option(None, "What a user says; not learned if left out.")
@@ -76,44 +75,43 @@ class AdvantageConfig(ConfigSection):
 
     type: _OfOneEnvironment = option(
         "grpo",
-        "With r a reward and m the mean reward of the rollouts of the same task: grpo: r - m. rloo: r minus the mean "
-        "of the others. opo: r minus the mean weighted by length. reinforce_pp: r - m, whitened over the tokens of the "
-        "batch. max_rl: (r - m) / m, of rewards as shares of `reward_range`. custom: what `import_path` returns. "
-        "rae: r minus a moving average of the agent's rewards. hierarchical_grpo: r minus the mean over the traces of "
-        "the same agent. echo: as grpo, and the cross-entropy of what the environment says behind a reply (`roles`).",
+        "r is a reward, m the mean reward of the task's rollouts. grpo: r - m. rloo: r minus the mean of the others. "
+        "opo: r minus the mean weighted by length. reinforce_pp: r - m, whitened over the batch's tokens. max_rl: (r - "
+        "m) / m, with rewards scaled to `reward_range`. custom: the result of `import_path`. rae: r minus a moving "
+        "average of the agent's rewards. hierarchical_grpo: r minus the mean over the same agent's traces. echo: grpo, "
+        "plus the cross-entropy of what the environment adds after a reply (`roles`).",
     )
     std_norm: Literal["none", "group", "batch"] = option(
-        "none", "grpo and echo: divide by the deviation of the rewards of the group, or of the batch.", facts=_OF_GRPO
+        "none", "grpo and echo: divide by the standard deviation of the group's or the batch's rewards.", facts=_OF_GRPO
     )
     leave_one_out: bool = option(False, "grpo and echo: compare with the mean of the others.", facts=_OF_GRPO)
     credit: Literal["rollout", "turn"] = option(
         "rollout",
-        "grpo, rloo and reinforce_pp: what the tokens of a turn (model call) get the advantage of. rollout: the "
-        "rollout's reward. turn: the reward to go, which is the rollout's reward less what the environment gave for "
-        "the turns before (`state.add_step_reward` in `verifiers`), compared with the rollouts of the task that came "
-        "to the same turn.",
+        "grpo, rloo and reinforce_pp: what a turn's tokens are credited with. rollout: the rollout's reward. turn: the "
+        "reward to go (the rollout's reward less `state.add_step_reward` of earlier turns), compared with the task's "
+        "rollouts that reached the same turn.",
         facts=Facts(only_for=OnlyFor(".type", ("grpo", "rloo", "reinforce_pp"))),
     )
     import_path: str | None = option(
         None,
-        "custom only: the function `my.module:fn` of (rewards, lengths, **kwargs), float64 and int64 arrays of the "
-        "rollouts of one task (lengths in sampled tokens), that returns one advantage for each. The orchestrator loads "
-        "it, and only if its `MILLRACE_CUSTOM_CODE` allows the module.",
+        "custom only: `my.module:fn` of (rewards, lengths, **kwargs): float64 and int64 arrays over one task's "
+        "rollouts, lengths in sampled tokens. Returns one advantage each. `MILLRACE_CUSTOM_CODE` of the orchestrator "
+        "must allow the module.",
         pattern=IMPORT_PATH_PATTERN,
         facts=_CUSTOM_ONLY,
     )
     kwargs: FreeTable = table(dict, "custom only: passed on to the function.", facts=_CUSTOM_ONLY)
     decay: float = option(
         0.95,
-        "rae only: what a moving average of an agent's rewards keeps of itself with every trace.",
+        "rae only: share of the moving average of an agent's rewards that each trace leaves in place.",
         facts=Facts(only_for=OnlyFor(".type", ("rae",))),
         ge=0,
         lt=1,
     )
     episode_agents: list[str] = option(
         [],
-        "hierarchical_grpo only: agents whose traces are compared with those of the same agent in the same rollout, "
-        "such as several solvers of one proposed task; the others are compared over all rollouts of the task.",
+        "hierarchical_grpo only: agents whose traces are compared within one rollout, such as several solvers of one "
+        "proposed task; the others are compared over all rollouts of the task.",
         facts=Facts(only_for=OnlyFor(".type", ("hierarchical_grpo",))),
     )
     roles: EchoRolesConfig | None = option(
@@ -150,7 +148,7 @@ class AdvantageConfig(ConfigSection):
 
 
 class EnvAlgoConfig(AdvantageConfig):
-    """How the rewards of one environment become advantages, whatever those of the others do."""
+    """How rewards of one environment become advantages, independent of the others."""
 
     type: _OfOneEnvironment = required("As `orchestrator.algo.type`.")
 
@@ -173,29 +171,28 @@ class AlgoConfig(AdvantageConfig):
         "sft",
     ] = option(
         "grpo",
-        "With r a reward and m the mean reward of the rollouts of the same task: grpo: r - m. rloo: r minus the mean "
-        "of the others. opo: r minus the mean weighted by length. reinforce_pp: r - m, whitened over the tokens of the "
-        "batch. max_rl: (r - m) / m, of rewards as shares of `reward_range`. custom: what `import_path` returns. "
-        "opd: on-policy distillation, per token the "
-        "teacher's log-probability minus the policy's; rewards only show. rae: r minus a moving average of the rewards "
-        "of the same agent (role) in the same environment, for self-play. hierarchical_grpo: r minus the mean over the "
-        "traces of the same agent. Only these two take environments with several trained agents. opsd: as opd, with "
-        "the policy itself as the teacher, which is told the task's demonstration (`demo_key`) besides. echo: as "
-        "grpo, and the cross-entropy of what the environment says behind a reply (`roles`). sft is not there yet: runs "
-        "with it are refused at submission.",
+        "r is a reward, m the mean reward of the task's rollouts. grpo: r - m. rloo: r minus the mean of the others. "
+        "opo: r minus the mean weighted by length. reinforce_pp: r - m, whitened over the batch's tokens. max_rl: (r - "
+        "m) / m, with rewards scaled to `reward_range`. custom: the result of `import_path`. opd: on-policy "
+        "distillation, the teacher's log-probability minus the policy's per token; rewards are only shown. rae: r "
+        "minus a moving average of the rewards of the same agent (role) in the same environment, for self-play. "
+        "hierarchical_grpo: r minus the mean over the same agent's traces. Only these two take environments with "
+        "several trained agents. opsd: opd with the policy itself as teacher, which also reads the task's "
+        "demonstration (`demo_key`). echo: grpo, plus the cross-entropy of what the environment adds after a reply "
+        "(`roles`). sft: not available yet, refused at submission.",
     )
     demo_key: str = option(
         "demonstration",
-        "opsd only: the field of a task that holds the demonstration, a text such as an expert's answer: a name in its "
-        "`info` (v0) or in its own data (v1), or `answer`. At most 256 KiB.",
+        "opsd only: the task's field with the demonstration, such as an expert's answer: a name in `info` (v0) or in "
+        "its data (v1), or `answer`. At most 256 KiB.",
         facts=_OPSD_ONLY,
         min_length=1,
         max_length=200,
     )
     template: str = option(
         f"The task below was solved before, with this result:\n\n{HINT}",
-        "opsd only: the system message that the teacher reads before what the policy has read and sampled, with "
-        f"`{HINT}` in the place of the demonstration.",
+        f"opsd only: the teacher's system message, put before what the policy read and sampled. `{HINT}` becomes the "
+        "demonstration.",
         facts=_OPSD_ONLY,
         max_length=20_000,
     )

@@ -9,7 +9,7 @@ DEFAULT_STEPS = 5
 
 
 class FakeDataConfig(ConfigSection):
-    """Samples without an environment or a data set behind them: `--data.fake.KEY`."""
+    """Samples made up, without an environment or a data set: `--data.fake.KEY`."""
 
     type: Literal["fixed", "variable"] = option(
         "fixed", "fixed: every sample has `seq_len` tokens. variable: from a tenth of `seq_len` to all of it."

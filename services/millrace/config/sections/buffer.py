@@ -20,37 +20,37 @@ class RatioConfig(ConfigSection):
 
 
 class BufferConfig(ConfigSection):
-    """Easy, normal and hard tasks: only normal ones are drawn. What a task is follows from the log alone."""
+    """Easy, normal and hard tasks, of which only normal ones are drawn. The run's log alone decides what a task is."""
 
     easy_threshold: float | None = option(
         None,
-        "A task whose group has at least this mean reward is easy from then on, and not drawn again in this run.",
+        "A task whose group has at least this mean reward becomes easy and is not drawn again in this run.",
         facts=Facts(default_text="off", aliases=("easy_border",)),
     )
     hard_threshold: float | None = option(
         None,
-        "A task whose group has at most this mean reward is hard from then on, and not drawn again in this run.",
+        "A task whose group has at most this mean reward becomes hard and is not drawn again in this run.",
         facts=Facts(default_text="off", aliases=("hard_border",)),
     )
     easy_fraction: float = option(
         0.0,
-        "Share of the easy tasks, chosen at random, that are normal again where a run begins anew: a fork, or a failed "
-        "run that is resumed. A restart of the orchestrator is neither.",
+        "Share of the easy tasks, chosen at random, that become normal when a run begins anew: a fork, or a failed run "
+        "that is resumed, but not a restart of the orchestrator.",
         ge=0,
         le=1,
     )
     hard_fraction: float = option(0.0, "Likewise for hard tasks.", ge=0, le=1)
     hard_replay: float = option(
         0.0,
-        "Share of the draws that play a hard task again, chosen at random. One whose group then has a mean reward "
-        "above `hard_threshold` is normal again, or easy.",
+        "Share of the draws that play a random hard task again. A group with a mean reward above `hard_threshold` "
+        "makes it normal, or easy.",
         ge=0,
         lt=1,
     )
     online_difficulty_filtering: bool = option(
         False,
-        "Replace a group whose rewards are all the lowest, or all the highest, of the environment's `reward_range` by "
-        "another task's before the batch is cut, so that batches stay full.",
+        "Before a batch is cut, replace groups whose rewards are all at the same end of the environment's "
+        "`reward_range`, so that batches stay full.",
     )
     schedule: list[RatioConfig] = table(
         list,
@@ -60,10 +60,9 @@ class BufferConfig(ConfigSection):
 
     sampler: str | None = option(
         None,
-        "The function `my.module:fn` of (ordinal, tasks, *, step, seed, **kwargs) that says which task is drawn; "
-        "`tasks` maps each environment to the indices that may be drawn, and it returns (environment, index), always "
-        "the same for the same arguments. The orchestrator loads it, and only if its `MILLRACE_CUSTOM_CODE` allows the "
-        "module.",
+        "`my.module:fn` of (ordinal, tasks, *, step, seed, **kwargs) that draws a task: `tasks` maps environments to "
+        "the indices that may be drawn. Returns (environment, index), the same for the same arguments. "
+        "`MILLRACE_CUSTOM_CODE` of the orchestrator must allow the module.",
         pattern=IMPORT_PATH_PATTERN,
     )
     sampler_kwargs: FreeTable = table(dict, "Passed on to `sampler`.")

@@ -15,17 +15,17 @@ WITHHELD_KEY_PREFIX = "MILLRACE_KEY_"
 
 
 class ClientConfig(ConfigSection):
-    """OpenAI-compatible endpoints to evaluate. Without this section the model is served by the stack itself."""
+    """OpenAI-compatible endpoints to evaluate. If left out, the stack itself serves the model."""
 
     base_url: list[str] = required(
-        "URLs of the endpoint's API, each ending in `/v1`; with several the rollouts are spread over them.",
+        "The endpoint's URLs, each ending in `/v1`; rollouts are spread over several.",
         min_length=1,
     )
     api_key_var: str | None = option(
         None,
-        "Name of the environment variable of the env-server that holds the API key; the key itself is never written "
-        "anywhere. None is sent if left out. Environments call the endpoint and can read its key, so it must not begin "
-        f"with `{WITHHELD_KEY_PREFIX}`, which they do not get.",
+        "Environment variable of the env-server with the API key, which environments use and can read. Its name must "
+        f"not begin with `{WITHHELD_KEY_PREFIX}`: they do not get those. The key is never stored. No key is sent if "
+        "left out.",
         pattern=VARIABLE_PATTERN,
     )
 

@@ -20,20 +20,20 @@ _AS_FOR_ALL = "as for all environments"
 
 
 class AgentConfig(ConfigSection):
-    """An agent with a loop of its own, which asks the policy at the address of its rollout."""
+    """An agent with a loop of its own, which asks the policy at its rollout's address."""
 
     branches: Literal["used", "last", "longest", "all"] = option(
         "used",
-        "Which of its model calls are trained on. `used`: its last conversation, and calls whose reply that quotes (a "
-        "summary, the answer of a helper); `last`: the last conversation alone; `longest`: the one in which most was "
-        "sampled; `all`: every call, tries that it threw away included.",
+        "Model calls that are trained on. `used`: the last conversation, and calls whose reply it quotes (a summary, a "
+        "helper's answer); `last`: the last conversation; `longest`: the one with most sampled tokens; `all`: every "
+        "call, abandoned tries included.",
     )
     max_requests: int | None = option(
         None, "Model calls of a rollout; more are answered 403.", facts=Facts(default_text=_OWN), ge=1, lt=2**31
     )
     max_tokens: int | None = option(
         None,
-        "Sampled tokens of a rollout: once there are so many, model calls are answered 403.",
+        "Sampled tokens of a rollout after which model calls are answered 403.",
         facts=Facts(default_text=_OWN),
         ge=1,
         lt=2**31,
@@ -43,8 +43,7 @@ class AgentConfig(ConfigSection):
     )
     timeout_s: float | None = option(
         None,
-        "Seconds that the address of a rollout answers; then it answers 410. A v0 environment's rollout ends then as "
-        "`EnvironmentTimeout`.",
+        "Seconds until the rollout's address answers 410. In v0 the rollout then ends as `EnvironmentTimeout`.",
         facts=Facts(default_text=_OWN),
         gt=0,
         le=86400 * 7,
@@ -77,16 +76,15 @@ class NamedEnv(ConfigSection):
     agent: AgentConfig = table(AgentConfig, "Its agents with a loop of their own; others have no such limits.")
     python: str | None = option(
         None,
-        "Python interpreter of a virtual environment of its own, on the machine of the env-server: workers of this "
-        "environment run in it, with its `verifiers` and packages. Only where the env-server's "
-        "`MILLRACE_ENV_PYTHONS` allows it.",
+        "Python interpreter on the env-server's machine for this environment's workers, with its own `verifiers` and "
+        "packages. `MILLRACE_ENV_PYTHONS` of the env-server must allow it.",
         facts=Facts(default_text="that of the env-server, or one that has what its package asks for"),
         min_length=1,
     )
     image: str | None = option(
         None,
-        "Container image that its env-servers run, as their `MILLRACE_ENV_IMAGE` announces it: it is played there "
-        "alone. Env-servers that announce one play no other environment.",
+        "Container image of its env-servers (their `MILLRACE_ENV_IMAGE`); it is played only there. Env-servers that "
+        "announce one play no other environment.",
         facts=Facts(default_text="env-servers that announce none"),
         pattern=IMAGE_PATTERN,
     )
@@ -124,30 +122,30 @@ class EnvConfig(NamedEnv):
     )
     rollouts_per_example: int | None = option(
         None,
-        "Rollouts per task of this environment. Batches are cut in whole groups then: of `orchestrator.batch_size` "
-        "rollouts, or of those that complete the last group.",
+        "Rollouts per task of this environment. Batches are then cut in whole groups, and may exceed "
+        "`orchestrator.batch_size` by part of the last one.",
         facts=Facts(aliases=("group_size",), default_text=_AS_FOR_ALL),
         ge=1,
     )
     min_abs_advantage: float = option(
         0.0,
-        "Tokens whose advantage is no larger than this, up or down, are not trained on. A sample of such tokens alone "
-        "is left out; a group of such samples is replaced where `orchestrator.filter_zero_advantages` is `refill`.",
+        "Tokens whose absolute advantage is at most this are not trained on. A sample of only such tokens is left out; "
+        "a group of only such samples is replaced if `orchestrator.filter_zero_advantages` is `refill`.",
         ge=0,
     )
     reward_range: list[float] = option(
         [0.0, 1.0],
-        "Lowest and highest reward of a rollout. `buffer.online_difficulty_filtering` and max_rl need it, and end the "
-        "run with the first reward outside of it; nothing else does.",
+        "Lowest and highest reward of a rollout. Only `buffer.online_difficulty_filtering` and max_rl use it, and end "
+        "the run at a reward outside of it.",
         min_length=2,
         max_length=2,
     )
 
 
 class EvalEnvConfig(NamedEnv):
-    """One evaluation environment. Its held-out tasks are played.
+    """One evaluation environment, of which held-out tasks are played.
 
-    One with the name of a training environment is that environment: `id` and `args` have to be the same.
+    If it has the name of a training environment, `id` and `args` must be the same.
     """
 
     select: SelectConfig | None = option(

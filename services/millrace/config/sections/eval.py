@@ -16,7 +16,7 @@ class FixedModelConfig(ConfigSection):
     """The model that is evaluated."""
 
     name: str = required(
-        "Name that the endpoint knows the model by; without `[client]` a directory with a Hugging Face model.",
+        "The endpoint's name of the model; without `[client]` a directory with a Hugging Face model.",
         min_length=1,
     )
 
@@ -32,23 +32,23 @@ class FixedSamplingConfig(ConfigSection):
         ge=1,
     )
     top_p: float = option(1.0, "Sample from the smallest set of tokens with this much probability.", gt=0, le=1)
-    top_k: int = option(0, "Sample from this many of the likeliest tokens; 0 or -1 is all.", ge=-1, lt=2**31)
+    top_k: int = option(0, "Sample from this many likeliest tokens; 0 or -1: all.", ge=-1, lt=2**31)
     min_p: float = option(
-        0.0, "Sample from tokens with at least this share of the likeliest one's probability; 0 is all.", ge=0, le=1
+        0.0, "Sample from tokens with at least this share of the likeliest one's probability; 0: all.", ge=0, le=1
     )
     repetition_penalty: float = option(1.0, "Divides the logits of tokens that are there already.", gt=0, le=100)
-    extra_body: FreeTable = table(dict, "More fields of the request to the endpoint, passed on as they are.")
+    extra_body: FreeTable = table(dict, "More fields of the request to the endpoint, passed on unchanged.")
 
 
 class EvalRunConfig(Document):
-    """An evaluation run: every task of every environment, with a model that does not change."""
+    """An evaluation run: every task of every environment, with a fixed model."""
 
     model: FixedModelConfig = required("The model.")
     client: ClientConfig | None = option(None, "The endpoint that serves the model; our own engine if left out.")
     env: list[EvalEnvConfig] = required("Environments to evaluate on, at least one (`[[env]]`).", min_length=1)
     tasks: Literal["eval", "train"] = option(
         "eval",
-        "eval: held-out tasks, or all of an environment that has none. train: training tasks, to be trained on.",
+        "eval: held-out tasks, or all if an environment has none. train: training tasks.",
     )
     num_examples: int = option(-1, "Tasks per environment: -1 for all of them, else at least 1.")
     rollouts_per_example: int = option(1, "Rollouts per task.", facts=Facts(aliases=("group_size",)), ge=1)

@@ -16,16 +16,16 @@ _ONLY_FOR = {
 
 
 class FilterConfig(ConfigSection):
-    """One filter. Whatever it does, the batch's event and the metrics say how many rollouts it found."""
+    """One filter. The batch's event and the metrics count the rollouts that it found."""
 
     type: Literal["truncated", "repetition", "gibberish"] = required(
-        "truncated: the rollout was cut at a token limit. repetition: it is sure of itself for a long time, as in a "
-        "loop. gibberish: a rare token that the policy found very unlikely was sampled."
+        "truncated: cut at a token limit. repetition: a long run of near-certain tokens, as in a loop. gibberish: a "
+        "rare token was sampled that the policy found very unlikely."
     )
     action: Literal["count", "mask", "drop", "penalise"] = option(
         "mask",
-        "count: only count. mask: the rollout is compared with the others of its task, and not trained on. drop: nor "
-        "is it compared. penalise: its reward is lowered by `penalty` where rewards are compared.",
+        "count: only count. mask: compare the rollout with the others of its task, but do not train on it. drop: do "
+        "not compare it either. penalise: lower its reward by `penalty` in comparisons.",
     )
     penalty: float = option(
         1.0,
@@ -37,8 +37,8 @@ class FilterConfig(ConfigSection):
     token_id_threshold: int = option(100_000, "gibberish only: a rare token is one with a greater id.", ge=0)
     logprob_threshold: float = option(
         -13.9,
-        "gibberish only: a very unlikely one has a log-probability below this; the default is 2 nats below that of a "
-        "uniform choice among 150,000 tokens.",
+        "gibberish only: very unlikely is a log-probability below this. The default is 2 nats below a uniform choice "
+        "among 150,000 tokens.",
         lt=0,
     )
 

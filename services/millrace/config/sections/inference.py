@@ -29,15 +29,15 @@ class InferenceModelConfig(ConfigSection):
 
     name: str = option(
         DEFAULT_MODEL,
-        "`millrace rl`: has to be equal to `model.name`, since the engine serves what the trainer publishes. `millrace "
-        "inference`: the directory or Hub id to serve from the start.",
+        "`millrace rl`: equal to `model.name`, since the engine serves what the trainer publishes. `millrace "
+        "inference`: the directory or Hub id to serve.",
         facts=SHARED_MODEL,
         min_length=1,
     )
     max_model_len: int | None = option(
         None,
-        "Longest sequence in tokens that the engine serves. Positions that follow the longest sequence (longrope, "
-        "dynamic) are those of this one, in the engine and in the trainer.",
+        "Longest sequence in tokens that the engine serves. Scaled positions (longrope, dynamic) use it, in the engine "
+        "and in the trainer.",
         facts=Facts(
             default_text="`orchestrator.seq_len`; the model's own in `millrace inference`",
             limit=Limit("at least", "orchestrator.seq_len", "; raise it or leave it out"),
@@ -46,8 +46,8 @@ class InferenceModelConfig(ConfigSection):
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = option(
         "auto",
-        "Number format that vLLM computes in. auto is that of the policy; another one than the policy's is refused, "
-        "because what the engine holds could not be proved.",
+        "Number format of vLLM. auto is the policy's; any other is refused, because the weights of the engine could "
+        "not be verified.",
         facts=_VLLM_ONLY,
     )
     enforce_eager: bool = option(
@@ -59,21 +59,21 @@ class InferenceModelConfig(ConfigSection):
     )
     tool_call_parser: str | None = option(
         None,
-        "How tool calls stand in what the model writes, by vLLM's name. The embedded engine has "
+        "Format of tool calls in the model's text, by vLLM's name. The embedded engine has "
         f"{', '.join(EMBEDDED_PARSERS['tool_call_parser'])}; another name means vLLM.",
         facts=Facts(default_text="hermes in the embedded engine, none in vLLM"),
         min_length=1,
     )
     reasoning_parser: str | None = option(
         None,
-        "How reasoning stands in what the model writes, by vLLM's name: it becomes a message's `reasoning`. The "
-        f"embedded engine has {', '.join(EMBEDDED_PARSERS['reasoning_parser'])}; another name means vLLM.",
+        "Format of reasoning in the model's text, by vLLM's name; it becomes a message's `reasoning`. The embedded "
+        f"engine has {', '.join(EMBEDDED_PARSERS['reasoning_parser'])}; another name means vLLM.",
         min_length=1,
     )
     enable_auto_tool_choice: bool | None = option(
         None,
-        "Whether the model may choose to call tools that a request offers. false: requests with tools are refused "
-        'unless they say `tool_choice = "none"`.',
+        "Whether the model may call tools that a request offers. false: a request with tools is refused unless it has "
+        '`tool_choice = "none"`.',
         facts=Facts(default_text="true where there is a tool call parser"),
     )
 
@@ -90,22 +90,22 @@ class ServerConfig(ConfigSection):
 
     host: str = option("127.0.0.1", "Address to listen on.", min_length=1)
     port: int | None = option(
-        None, "Port; a free one is picked if left out: engines are found by registration.", ge=1, le=65535
+        None, "Port; a free one if left out, since engines are found by registration.", ge=1, le=65535
     )
 
 
 class InferenceConfig(ConfigSection):
-    """The engine of the stack that `millrace rl` starts for the run, and the replica of `millrace inference`.
+    """The engine of the stack that `millrace rl` starts, and the replica of `millrace inference`.
 
-    A stack that runs already (`--server`, `millrace up`) keeps its own settings: MILLRACE_ENGINE, MILLRACE_VLLM_FLAGS,
+    A running stack (`--server`, `millrace up`) keeps its own settings: MILLRACE_ENGINE, MILLRACE_VLLM_FLAGS,
     MILLRACE_MAX_NUM_SEQS, MILLRACE_MAX_MODEL_LEN and MILLRACE_HTTP_LISTEN of its inference process.
     """
 
     engine: Literal["auto", "embedded", "vllm"] = option(
         "auto",
-        "Which engine. auto: vllm where one of its keys is set, or where a GPU and vLLM are there; else embedded. "
-        "embedded is transformers-based, for laptops and tests; vllm is vLLM 0.32 or 0.33, from the Python "
-        "environment that MILLRACE_VLLM_PYTHON names.",
+        "auto: vllm if one of its keys is set, or if a GPU and vLLM are present; else embedded. embedded: based on "
+        "transformers, for laptops and tests. vllm: vLLM 0.32 or 0.33 of the Python environment that "
+        "MILLRACE_VLLM_PYTHON names.",
     )
     model: InferenceModelConfig = table(InferenceModelConfig, "The model.")
     parallel: ParallelConfig = table(ParallelConfig, "vLLM: the devices of one replica.")
@@ -120,14 +120,14 @@ class InferenceConfig(ConfigSection):
     )
     sleep_while_training: bool = option(
         False,
-        "Where trainer and vLLM share GPUs: replicas give weights and KV cache back while a batch is trained, and take "
-        "them again for the next version. Needs `async_level = 0`, as nothing generates meanwhile; the embedded engine "
-        "stands still. A stack that runs already needs replicas with vLLM's `enable_sleep_mode`.",
+        "For trainer and vLLM on the same GPUs: replicas free weights and KV cache while a batch is trained. Needs "
+        "`async_level = 0`; the embedded engine only pauses. A running stack needs replicas with vLLM's "
+        "`enable_sleep_mode`.",
     )
     vllm: FreeTable = table(
         dict,
-        "Any other flag of `vllm serve`, with the name that it has there (`enable_prefix_caching = true`). vLLM's own "
-        "parser checks them before it starts.",
+        "Any other flag of `vllm serve` under its own name (`enable_prefix_caching = true`), checked by vLLM's parser "
+        "before it starts.",
         facts=_VLLM_ONLY,
     )
 

@@ -5,23 +5,23 @@ from millrace.config.sections.client import VARIABLE_PATTERN
 
 
 class JudgeConfig(ConfigSection):
-    """Endpoints that an environment asks while it scores a rollout: judges, mostly."""
+    """Endpoints that an environment calls while it scores a rollout, mostly judges."""
 
     max_concurrent: int = option(
         32,
-        "Most calls at once, in each worker process of the environment; more of them wait for their turn.",
+        "Most calls at once per worker process of the environment; more wait.",
         ge=1,
         lt=2**31,
     )
     timeout_s: float = option(
         60.0,
-        "Seconds that a call may take, its repetitions included; then its rollout fails as `JudgeTimeout`.",
+        "Seconds for a call with its retries; then its rollout fails as `JudgeTimeout`.",
         gt=0,
         le=86400,
     )
     api_key_var: str | None = option(
         None,
-        "Name of the environment variable of the env-server from which the environment takes the judge's key: the run "
-        "is refused where it is not set. The key itself is never written anywhere.",
+        "Environment variable of the env-server with the judge's key; the run is refused if it is not set. The key "
+        "itself is never stored.",
         pattern=VARIABLE_PATTERN,
     )

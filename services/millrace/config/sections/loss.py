@@ -24,12 +24,12 @@ def _by_type(values: Mapping[str, Any], otherwise: Any = None) -> Any:
 
 
 class CorrectionConfig(ConfigSection):
-    """One correction for tokens that another policy sampled than the one that is trained. r is the ratio of both."""
+    """One correction for tokens that another policy sampled. r is the ratio of the trained policy to it."""
 
     type: Literal["token_tis", "sequence_tis", "icepop", "token_mask", "sequence_mask", "geometric_mask"] = required(
         "token_tis: weight min(r, high) per token. sequence_tis: the same with the product of r over the sample. "
-        "icepop: weight r, 0 outside of low to high. token_mask, sequence_mask, geometric_mask: weight 0 where r, its "
-        "product or its geometric mean over the sample is outside of low to high, else 1."
+        "icepop: weight r, 0 outside of low to high. token_mask, sequence_mask, geometric_mask: weight 1, 0 where r, "
+        "its product or its geometric mean over the sample is outside."
     )
     low: float = option(
         0.0,
@@ -57,13 +57,12 @@ class KlConfig(ConfigSection):
     coef: float = required("Factor of the divergence.", gt=0)
     place: Literal["loss", "reward"] = option(
         "loss",
-        "loss: a term of the loss. reward: each token's advantage is lowered by the log-ratio of the policy to the "
-        "start model.",
+        "loss: a term of the loss. reward: subtract the log-ratio to the start model from each token's advantage.",
     )
     estimator: Literal["k1", "k2", "k3"] = option(
         "k3",
-        "With l the log-ratio at a token: k1: l, in the reward only. k2: l^2 / 2. k3: exp(-l) - 1 + l. In the loss, k2 "
-        "and k3 are weighed by the ratio to the policy that sampled, and have the same gradient.",
+        "l is a token's log-ratio. k1: l, in the reward only. k2: l^2 / 2. k3: exp(-l) - 1 + l. In the loss, k2 and k3 "
+        "are weighted by the ratio to the sampling policy and have the same gradient.",
         facts=Facts(
             default_from=lambda table: "k1" if table.get("place") == "reward" else "k3",
             default_text="k3; k1 in the reward",
@@ -72,48 +71,47 @@ class KlConfig(ConfigSection):
 
 
 class LossConfig(ConfigSection):
-    """The policy loss. Its gradient is -w f A grad log p for every token: `type` says what f is, A is the advantage."""
+    """The policy loss. Its gradient is -w f A grad log p for every token: A is the advantage, `type` defines f."""
 
     type: Literal["default", "ppo", "gspo", "cispo", "importance_sampling", "ipo", "custom"] = option(
         "default",
-        "With r the ratio of the trained policy to the one that sampled: default: r, but 0 where the probability moved "
-        "too far (DPPO), and a squared log-ratio penalty. ppo: r, but 0 where it is clipped. gspo: the ratio of the "
-        "whole sample, clipped. cispo: r clipped, no token is dropped. importance_sampling: r. ipo: r, but 0 where the "
-        "probability moved by more than `ipo_threshold`, and the penalty of default. custom: what `import_path` "
-        "returns.",
+        "r is the ratio of the trained policy to the sampling one. default: r, but 0 where the probability moved too "
+        "far (DPPO), plus a squared log-ratio penalty. ppo: r, but 0 where clipped. gspo: the whole sample's ratio, "
+        "clipped. cispo: r clipped; no token is dropped. importance_sampling: r. ipo: r, but 0 where the probability "
+        "moved by more than `ipo_threshold`, plus default's penalty. custom: the result of `import_path`.",
     )
     import_path: str | None = option(
         None,
-        "custom only: the function `my.module:fn`, of the shape of `millrace.trainer.losses.policy_losses`. The "
-        "trainer loads it, and only if its `MILLRACE_CUSTOM_CODE` allows the module.",
+        "custom only: `my.module:fn` with the signature of `millrace.trainer.losses.policy_losses`. "
+        "`MILLRACE_CUSTOM_CODE` of the trainer must allow the module.",
         facts=_for("custom"),
         pattern=IMPORT_PATH_PATTERN,
     )
     kwargs: FreeTable = table(dict, "custom only: for the function, as `config.kwargs`.", facts=_for("custom"))
     dppo_mask_low: float = option(
         0.2,
-        "A token with advantage <= 0 is dropped when its probability fell by more than this.",
+        "Drop a token with advantage <= 0 whose probability fell by more than this.",
         facts=_for("default"),
         ge=0,
         le=1,
     )
     dppo_mask_high: float = option(
         0.2,
-        "A token with advantage > 0 is dropped when its probability rose by more than this.",
+        "Drop a token with advantage > 0 whose probability rose by more than this.",
         facts=_for("default"),
         ge=0,
         le=1,
     )
     ipo_threshold: float = option(
         0.1,
-        "A token is dropped when its probability moved by more than this, up or down.",
+        "Drop a token whose probability moved by more than this, up or down.",
         facts=_for("ipo"),
         ge=0,
         le=1,
     )
     max_importance_ratio: float | None = option(
         None,
-        "The ratio of a token that is kept counts at most this much; without a limit if left out.",
+        "Largest ratio that a kept token counts with; no limit if left out.",
         facts=_for("default", "ipo", "ppo", "importance_sampling"),
         ge=1,
     )
@@ -147,7 +145,7 @@ class LossConfig(ConfigSection):
     )
     dual_clip: float | None = option(
         None,
-        "ppo: a token with advantage < 0 is dropped when its ratio is above this; off if left out.",
+        "ppo: drop a token with advantage < 0 and a ratio above this; off if left out.",
         facts=_for("ppo"),
         gt=1,
     )
@@ -158,14 +156,14 @@ class LossConfig(ConfigSection):
     entropy_coef: float = option(0.0, "Factor of an entropy bonus.", ge=0)
     aggregation: Literal["token", "sequence", "constant", "prompt"] = option(
         "token",
-        "token: every token of the batch weighs the same. sequence: every sample does, its tokens share its weight. "
-        "constant: the sum over a sample's tokens divided by `constant_tokens` (Dr. GRPO). prompt: every task weighs "
-        "the same, the tokens of its rollouts share its weight.",
+        "token: every token of the batch has the same weight. sequence: every sample has, shared by its tokens. "
+        "prompt: every task has, shared by the tokens of its rollouts. constant: the sum over a sample's tokens "
+        "divided by `constant_tokens` (Dr. GRPO).",
         facts=Facts(default_from=_by_type({"gspo": "sequence"}, "token"), default_text="token; sequence for gspo"),
     )
     constant_tokens: int | None = option(
         None,
-        "constant only, required there: what every sample's sum is divided by, such as its longest length.",
+        "constant only, required there: divisor of every sample's sum, such as the longest length.",
         facts=Facts(only_for=OnlyFor(".aggregation", ("constant",))),
         ge=1,
     )

@@ -54,14 +54,14 @@ class EvalConfig(ConfigSection):
     skip_first_step: bool = option(False, "Leave out the evaluation before the first step.")
     pin: Literal["hold", "span"] = option(
         "hold",
-        "hold: one replica keeps the version that is evaluated until the evaluation is over; where a run has no other, "
-        "the trainer may wait for that. span: nobody waits, later versions answer, too, and the record names them.",
+        "hold: one replica keeps the evaluated version until the evaluation is over; the trainer may wait for it if "
+        "the run has no other replica. span: nobody waits; later versions answer, too, and the record names them.",
     )
     sampling: EvalSamplingConfig = table(EvalSamplingConfig, "How the policy is sampled.")
 
 
 class OrchestratorModelConfig(ConfigSection):
-    """The model whose policies are sampled: the trainer publishes them, so there is nothing to choose here."""
+    """The model whose policies are sampled: those that the trainer publishes."""
 
     name: str = option(
         DEFAULT_MODEL, "Only checked: has to be equal to `model.name`, which decides.", facts=SHARED_MODEL, min_length=1
@@ -69,7 +69,7 @@ class OrchestratorModelConfig(ConfigSection):
 
 
 class OrchestratorConfig(ConfigSection):
-    """The loop of an RL run: which rollouts are played and what becomes a batch."""
+    """The loop of an RL run: which rollouts are played, and what becomes a batch."""
 
     model: OrchestratorModelConfig = table(OrchestratorModelConfig, "The model.")
     env: list[EnvConfig] = required("Training environments, at least one (`[[orchestrator.env]]`).", min_length=1)
@@ -80,10 +80,10 @@ class OrchestratorConfig(ConfigSection):
         128, "Rollouts per optimizer step, a multiple of `orchestrator.rollouts_per_example`.", ge=1
     )
     rollouts_per_example: int = option(
-        1, "Rollouts per task whose rewards are compared: at least 2, for opd 1 is enough.", facts=_ROLLOUTS, ge=1
+        1, "Rollouts per task whose rewards are compared: at least 2, or 1 for opd.", facts=_ROLLOUTS, ge=1
     )
     oversampling_factor: float = option(
-        1.0, "Start this many times the rollouts that a batch needs, and train on the first that finish.", ge=1
+        1.0, "Start this many times the rollouts of a batch, and train on the first that finish.", ge=1
     )
     async_level: int = option(
         1,
@@ -93,7 +93,7 @@ class OrchestratorConfig(ConfigSection):
     )
     max_off_policy_steps: int = option(
         8,
-        "A rollout with a token sampled more versions ago than this is dropped.",
+        "Drop a rollout with a token sampled more versions ago than this.",
         facts=Facts(
             limit=Limit(
                 "at least",
@@ -115,15 +115,15 @@ class OrchestratorConfig(ConfigSection):
     seed: int = option(0, "Seed of the task order.", facts=Facts(shared="seed"), ge=0)
     trajectory_strategy: TrajectoryStrategy = option(
         "branching",
-        "A rollout is one sample while each turn's prompt begins with all tokens before it. Where the chat template "
-        "rewrites history (thinking models), the turn begins a sample of its own, with its exact tokens and the "
-        "rollout's credit. `interleaved`: the same, with a warning, for who expects one sample per rollout.",
+        "A rollout is one sample while each turn's prompt begins with all earlier tokens. If the chat template "
+        "rewrites history (thinking models), the turn starts another sample with its exact tokens and the rollout's "
+        "credit. `interleaved` adds a warning when that happens.",
     )
     filter_zero_advantages: ZeroAdvantageFilter = option(
         True,
-        "What happens to samples whose advantages are all zero. `shrink`, or true: they are left out, and the batch "
-        "gets smaller. `refill`: a group of which all are zero is replaced by another task's before the batch is cut, "
-        "so that batches stay full. False: they are trained on.",
+        "Samples whose advantages are all zero: `shrink` or true leaves them out, and the batch gets smaller; `refill` "
+        "replaces a group that has only such samples before the batch is cut, so that batches stay full; false trains "
+        "on them.",
     )
     buffer: BufferConfig = table(BufferConfig, "Which tasks are drawn, by what their groups were worth.")
     filters: list[FilterConfig] = table(
@@ -131,14 +131,14 @@ class OrchestratorConfig(ConfigSection):
     )
     max_failed_share: float = option(
         0.9,
-        "Share of failed rollouts, over the last `orchestrator.failure_window` groups, from which the run fails: it "
-        "cannot learn. What the infrastructure loses is not counted.",
+        "Share of failed rollouts over the last `orchestrator.failure_window` groups at which the run fails. Losses of "
+        "the infrastructure do not count.",
         gt=0,
         le=1,
     )
     failure_window: int | None = option(
         None,
-        "Groups over which failed rollouts are counted; the larger of 64 and two steps' worth if left out.",
+        "Groups over which failed rollouts are counted; by default the larger of 64 and two steps' groups.",
         ge=1,
         le=MAX_FAILURE_WINDOW,
     )

@@ -18,21 +18,17 @@ from millrace.config.sections.trainer import (
 
 
 class RLConfig(SharedKeys):
-    """A reinforcement learning run.
-
-    The keys `model.name`, `max_steps`, `seq_len`, `seed`, `async_level` and `ckpt` at the top are shared: each fills
-    the services' keys of the same meaning, and is filled from them where only those are written.
-    """
+    """A reinforcement learning run."""
 
     inference_gpu_ids: list[int] | None = option(
         None,
-        "GPUs that the engine sees in the stack of `millrace rl`. Left out: vLLM gets the first `parallel.tp` × "
-        "`parallel.dp`, the embedded engine none. `[]` hides them.",
+        "GPUs of the engine in the stack of `millrace rl`. By default vLLM gets the first `parallel.tp` × "
+        "`parallel.dp`, the embedded engine none. `[]` hides all.",
     )
     trainer_gpu_ids: list[int] | None = option(
         None,
-        "GPUs that the trainer sees in the stack of `millrace rl`, one rank each. Left out: all that the engine does "
-        "not get; with a single GPU both share it, and vLLM takes 0.4 of it unless it is told otherwise.",
+        "GPUs of the trainer in the stack of `millrace rl`, one rank each. By default all that the engine does not "
+        "get; a single GPU is shared, with 0.4 of its memory for vLLM unless configured.",
     )
     algo: PresetConfig = table(PresetConfig, "An algorithm by one word.")
     run: RunConfig = table(RunConfig, "What the run is called.")

@@ -22,12 +22,12 @@ MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-6, 100.0
 
 
 class TemperatureSchedule(ConfigSection):
-    """The temperature of training rollouts by the step that they are planned for; each one records its own."""
+    """The temperature of training rollouts by the step for which they are planned; each records its own."""
 
     type: Literal["linear", "cosine"] = option("linear", "A straight line, or half a cosine.")
     start_temperature: float = required("That of step 0.", ge=MIN_TEMPERATURE, le=MAX_TEMPERATURE)
     end_temperature: float = required(
-        "That of the last step, and of all behind it.", ge=MIN_TEMPERATURE, le=MAX_TEMPERATURE
+        "That of the last step, and of all after it.", ge=MIN_TEMPERATURE, le=MAX_TEMPERATURE
     )
     total_steps: int | None = option(
         None,
@@ -52,32 +52,30 @@ class SamplingConfig(ConfigSection):
     )
     top_p: float = option(
         1.0,
-        "Sample from the smallest set of tokens with this much probability. Log-probabilities, the engine's and the "
-        "trainer's, are those of what is left, renormalised.",
+        "Sample from the smallest set of tokens with this much probability. Log-probabilities of engine and trainer "
+        "are renormalised over it.",
         gt=0,
         le=1,
     )
-    top_k: int = option(0, "Sample from this many of the likeliest tokens; 0 or -1 is all.", ge=-1, lt=2**31)
+    top_k: int = option(0, "Sample from this many likeliest tokens; 0 or -1: all.", ge=-1, lt=2**31)
     min_p: float = option(
-        0.0, "Sample from tokens with at least this share of the likeliest one's probability; 0 is all.", ge=0, le=1
+        0.0, "Sample from tokens with at least this share of the likeliest one's probability; 0: all.", ge=0, le=1
     )
     repetition_penalty: float = option(
         1.0, "Divides the logits of tokens that are in prompt or reply already.", gt=0, le=100
     )
     presence_penalty: float = option(0.0, "Taken off the logits of tokens that are in the reply already.", ge=-2, le=2)
     frequency_penalty: float = option(
-        0.0, "Taken off the logits of tokens of the reply, as often as they are in it.", ge=-2, le=2
+        0.0, "Subtracted from the logits of tokens of the reply, once per occurrence.", ge=-2, le=2
     )
     min_tokens: int = option(0, "No reply ends before this many tokens.", ge=0, lt=2**31)
-    stop: list[str] = table(list, "A reply ends behind the token that completes one of these texts.")
+    stop: list[str] = table(list, "A reply ends after the token that completes one of these texts.")
     allow_biased_sampling: bool = option(
         False,
-        "Train on replies that penalties or `min_tokens` changed, although the trainer does not compute these: "
-        "its log-probabilities are then those of another distribution.",
+        "Train on replies shaped by penalties or `min_tokens`, although the trainer does not compute these: its "
+        "log-probabilities belong to another distribution.",
     )
-    extra_body: FreeTable = table(
-        dict, "More fields of the request to the engine, passed on as they are; none that changes what is sampled."
-    )
+    extra_body: FreeTable = table(dict, "More fields of the request to the engine; none that changes what is sampled.")
 
 
 def _own(name: str, **bounds: Any) -> Any:
@@ -103,7 +101,9 @@ class EnvSamplingConfig(ConfigSection):
     frequency_penalty: float | None = _own("frequency_penalty", ge=-2, le=2)
     min_tokens: int | None = _own("min_tokens", ge=0, lt=2**31)
     stop: list[str] = table(list, "As `orchestrator.sampling.stop`; that of the run if it is empty.")
-    extra_body: FreeTable = table(dict, "More fields of the request to the engine, beside and over those of the run.")
+    extra_body: FreeTable = table(
+        dict, "More fields of the request to the engine, added to those of the run and overriding them."
+    )
 
     @property
     def written(self) -> set[tuple[str, ...]]:
@@ -127,7 +127,7 @@ class EnvSamplingConfig(ConfigSection):
 
 
 class EvalSamplingConfig(ConfigSection):
-    """How the policy is sampled in evaluations. What is left out is taken from `orchestrator.sampling`."""
+    """How the policy is sampled in evaluations. Defaults come from `orchestrator.sampling`."""
 
     temperature: float = option(1.0, "0 takes the likeliest token.", facts=_as_in_training("temperature"), ge=0)
     max_tokens: int | None = option(
@@ -145,7 +145,7 @@ class EvalSamplingConfig(ConfigSection):
     )
     top_k: int = option(
         0,
-        "Sample from this many of the likeliest tokens; 0 or -1 is all.",
+        "Sample from this many likeliest tokens; 0 or -1: all.",
         facts=_as_in_training("top_k"),
         ge=-1,
         lt=2**31,
@@ -162,11 +162,11 @@ class EvalSamplingConfig(ConfigSection):
     )
     presence_penalty: float = option(0.0, "Taken off the logits of tokens that are in the reply already.", ge=-2, le=2)
     frequency_penalty: float = option(
-        0.0, "Taken off the logits of tokens of the reply, as often as they are in it.", ge=-2, le=2
+        0.0, "Subtracted from the logits of tokens of the reply, once per occurrence.", ge=-2, le=2
     )
     min_tokens: int = option(0, "No reply ends before this many tokens.", ge=0, lt=2**31)
     stop: list[str] = table(
-        list, "A reply ends behind the token that completes one of these texts.", facts=_as_in_training("stop")
+        list, "A reply ends after the token that completes one of these texts.", facts=_as_in_training("stop")
     )
     extra_body: FreeTable = table(
         dict, "More fields of the request to the engine.", facts=_as_in_training("extra_body")
@@ -195,9 +195,9 @@ class EvalEnvSamplingConfig(ConfigSection):
     presence_penalty: float | None = _own_in_eval("presence_penalty", ge=-2, le=2)
     frequency_penalty: float | None = _own_in_eval("frequency_penalty", ge=-2, le=2)
     min_tokens: int | None = _own_in_eval("min_tokens", ge=0, lt=2**31)
-    stop: list[str] = table(list, "As `stop` of the evaluation's `sampling`; that of all environments if it is empty.")
+    stop: list[str] = table(list, "As `stop` of the evaluation's `sampling`, used if this is empty.")
     extra_body: FreeTable = table(
-        dict, "More fields of the request to the engine, beside and over those of all environments."
+        dict, "More fields of the request to the engine, added to those of all environments and overriding them."
     )
 
     def over(self, shared: _Shared) -> _Shared:

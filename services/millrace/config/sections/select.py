@@ -14,19 +14,17 @@ _LISTS = ("idx", "ids", "keys", "names")
 
 
 class TaskMatchConfig(ConfigSection):
-    """Tasks by position or identity: one is matched when any list names it."""
+    """Tasks by position or identity; any list may name a task."""
 
     idx: list[str] = table(
         list,
-        "Positions, from 0, in the order in which the environment has its tasks: numbers, and slices "
-        '`"start:stop:step"` of which each part may be left out. One number or text, such as `"0:10,17"`, is a list.',
+        'Positions from 0 in the environment\'s order: numbers, or slices `"start:stop:step"` with optional parts. A '
+        'single number or text, such as `"0:10,17"`, is a list.',
     )
     ids: list[str] = table(
-        list, "Ids that tasks have in their environment: `id` of their data; v0: the column `id`, else `example_id`."
+        list, "Ids of tasks in their environment: `id` of their data (v1); the column `id`, else `example_id` (v0)."
     )
-    keys: list[str] = table(
-        list, "Task ids as Millrace's samples and events name them, or the `key` of a v1 environment's task."
-    )
+    keys: list[str] = table(list, "Task ids as in Millrace's samples and events, or the `key` of a v1 task.")
     names: list[str] = table(list, "Names of tasks, as v1 environments have them.")
 
     @field_validator("idx", mode="before")
@@ -56,10 +54,10 @@ class TaskMatchConfig(ConfigSection):
 
 
 class SelectConfig(ConfigSection):
-    """Which tasks of an environment are played; all if left out.
+    """Which tasks of an environment are played, all by default.
 
-    In this order: `include` keeps tasks, `exclude` drops them, then `shuffle`, `skip` and `limit` pick from what is
-    left. As `SelectConfig` of verifiers 0.4.
+    `include` keeps tasks, `exclude` drops some of them, then `shuffle`, `skip` and `limit` pick from the rest, as
+    in `SelectConfig` of verifiers 0.4.
     """
 
     include: TaskMatchConfig = table(TaskMatchConfig, "Keep these alone; all if it names none.")

@@ -46,7 +46,7 @@ class SFTModelConfig(ModelLayoutConfig):
 
 
 class ColumnsConfig(ConfigSection):
-    """What the columns of a row are called in the data; all others are left out."""
+    """Names of the columns in the data; others are ignored."""
 
     messages: str = option("messages", "The conversation, such as `conversation`.", min_length=1)
     prompt: str = option("prompt", "What is answered, such as `instruction`.", min_length=1)
@@ -65,28 +65,28 @@ class DataSourceConfig(ConfigSection):
 
     name: str = option(
         "PrimeIntellect/Reverse-Text-SFT",
-        "A file of JSON lines or one JSON array (plain, `.gz` or `.zst`), Parquet or Arrow; a directory of such files; "
-        "or the id of a dataset on the Hugging Face Hub.",
+        "A file of JSON lines or one JSON array (plain, `.gz`, `.zst`), Parquet or Arrow; a directory of such files; "
+        "or a dataset id of the Hugging Face Hub.",
         min_length=1,
     )
     split: str = option(
-        "train", "Split of a Hub dataset where `splits` is left out; a directory is read whole then.", min_length=1
+        "train", "Split of a Hub dataset if `splits` is left out; a directory is then read whole.", min_length=1
     )
     subsets: list[str] | None = option(
         None,
-        "Subsets that are mixed: configurations of a Hub dataset, or names in a local directory "
-        "(`<subset>.jsonl`, or a directory `<subset>`). The data set as a whole if left out.",
+        "Subsets to mix: configurations of a Hub dataset, or `<subset>.jsonl` or directories `<subset>` of a local "
+        "one. The whole data set if left out.",
     )
     splits: list[str] | None = option(
         None,
-        "Splits that are mixed: of a Hub dataset, or `<split>.jsonl` in a local directory. With `subsets`, as many: "
-        "the n-th split is read of the n-th subset.",
+        "Splits to mix: of a Hub dataset, or `<split>.jsonl` of a local directory. With `subsets`, as many: the n-th "
+        "split belongs to the n-th subset.",
     )
     columns: ColumnsConfig = table(ColumnsConfig, "What the columns are called in the data.")
     probabilities: list[float] | None = option(
         None,
-        "How often each subset or split is drawn, one number above 0 for each; they are scaled to the sum of 1. "
-        "If left out they take turns.",
+        "How often each subset or split is drawn: one number above 0 each, scaled to sum 1. They take turns if left "
+        "out.",
     )
 
     @field_validator("subsets", "splits")
@@ -122,11 +122,11 @@ class DataSourceConfig(ConfigSection):
 
 
 class LossMaskConfig(ConfigSection):
-    """Messages of which roles are trained on."""
+    """Roles whose messages are trained on."""
 
     system: bool = option(False, "Train on system messages.")
-    user: bool = option(False, "Train on user messages, and on the prompt of a row of text.")
-    assistant: bool = option(True, "Train on assistant messages with their stop token, but not on their header.")
+    user: bool = option(False, "Train on user messages, and on the prompt of a text row.")
+    assistant: bool = option(True, "Train on assistant messages with their stop token, without their header.")
     tool: bool = option(False, "Train on what tools answered.")
 
 
@@ -135,38 +135,35 @@ class SFTDataConfig(DataSourceConfig):
 
     stopping_strategy: Stopping = option(
         "all_exhausted",
-        "When a pass over several subsets or splits ends: once the rows of all were taken (those of small ones are "
-        "repeated), or once the rows of one were.",
+        "A pass over several subsets or splits ends when the rows of all were taken (small ones repeat), or when those "
+        "of one were.",
     )
     loss_mask: LossMaskConfig = table(LossMaskConfig, "Messages of which roles are trained on.")
     batch_size: int = option(128, "Samples per optimizer step; with pack_function cat, `seq_len` tokens each.", ge=1)
     seq_len: int = option(
         128,
-        "Longest sample in tokens; a longer one is cut. Positions that follow the longest sequence (longrope, dynamic) "
-        "are those of this one.",
+        "Longest sample in tokens; longer ones are cut. Scaled positions (longrope, dynamic) use it.",
         ge=2,
     )
     pack_function: Literal["stack", "cat"] = option(
         "stack",
-        "stack: a step takes `batch_size` samples. cat: a step takes as many whole samples as fit into `batch_size` "
-        "rows of `seq_len` tokens; no sample sees another one.",
+        "stack: a step takes `batch_size` samples. cat: as many whole samples as fit into `batch_size` rows of "
+        "`seq_len` tokens, none of which attends to another.",
     )
-    shuffle: bool = option(True, "Draw the rows in a random order, a new one in every pass.")
+    shuffle: bool = option(True, "Draw rows in a random order, anew in every pass.")
     seed: int = option(0, "Seed of the order.", facts=Facts(follows="seed", default_text="`seed`"), ge=0)
 
 
 class SFTValDataConfig(DataSourceConfig):
-    """The rows that are validated, all of them each time."""
+    """The rows that every validation takes."""
 
     probabilities: list[float] | None = option(
         None,
-        "How often each subset or split is drawn for a mixed set, as `data.probabilities`; each row counts once if "
-        "this and `stopping_strategy` are left out.",
+        "As `data.probabilities`. Each row counts once if this and `stopping_strategy` are left out.",
     )
     stopping_strategy: Stopping | None = option(
         None,
-        "When a mixed set of several subsets or splits is whole, as `data.stopping_strategy`. If left out, each row "
-        "counts once, or, with `probabilities`, as all_exhausted.",
+        "As `data.stopping_strategy`. If left out, each row counts once, or, with `probabilities`, as all_exhausted.",
     )
     loss_mask: LossMaskConfig | None = option(
         None, "Messages of which roles count.", facts=Facts(default_text="`data.loss_mask`")
@@ -195,7 +192,7 @@ class SFTValDataConfig(DataSourceConfig):
 
 
 class SFTValConfig(ConfigSection):
-    """The mean loss on rows that are not trained on, as `val/loss`."""
+    """The mean loss on held-out rows, as `val/loss`."""
 
     interval: int = option(50, "Steps between two validations; the trained model is validated always.", ge=1)
     eval_on_start: bool = option(False, "Validate the model before the first step, too.")
@@ -203,13 +200,13 @@ class SFTValConfig(ConfigSection):
 
 
 class SFTEvalConfig(ConfigSection):
-    """Environments played with the model that is trained: before the first step, every `interval` steps, at the end.
+    """Evaluations before the first step, every `interval` steps and at the end.
 
-    Each evaluation is of exactly the weights behind its step. It runs beside the training.
+    Each has exactly the weights of its step and runs beside the training.
     """
 
     env: list[PeriodicEvalEnvConfig] = required("Environments to evaluate on (`[[eval.env]]`).", min_length=1)
-    num_examples: int = option(-1, "Tasks per environment: -1 for all held-out tasks, or all where there are none.")
+    num_examples: int = option(-1, "Tasks per environment; -1: all held-out tasks, or all if there are none.")
     rollouts_per_example: int = option(1, "Rollouts per task.", facts=Facts(aliases=("group_size",)), ge=1)
     interval: int = option(100, "Steps between evaluations; the trained model is evaluated always.", ge=1)
     skip_first_step: bool = option(False, "Leave out the evaluation before the first step.")
@@ -217,11 +214,11 @@ class SFTEvalConfig(ConfigSection):
     max_concurrent: int = option(64, "Most rollouts that are played at once.", ge=1)
     rollout_timeout_s: float = option(600.0, "Seconds until an unfinished rollout is given up as failed.", gt=0)
     timeout_s: float = option(
-        3600.0, "Seconds until an evaluation is given up, with a warning; the training goes on.", gt=0
+        3600.0, "Seconds until an evaluation is given up with a warning, while training goes on.", gt=0
     )
     max_pending: int = option(
         2,
-        "Evaluations that may be played or wait for that; at the next one the training waits, and says so.",
+        "Evaluations that may run or wait; at the next one training waits, with a message.",
         ge=1,
     )
 
@@ -254,15 +251,15 @@ class SFTConfig(Document):
     inference: InferenceConfig = table(InferenceConfig, "The engine of the evaluations.")
     inference_gpu_ids: list[int] | None = option(
         None,
-        "GPUs that the engine of the evaluations sees; the training has all others. Left out: vLLM gets the first "
-        "`parallel.tp` × `parallel.dp`, the embedded engine none. `[]` hides them.",
+        "GPUs of the engine of evaluations; training has all others. By default vLLM gets the first `parallel.tp` × "
+        "`parallel.dp`, the embedded engine none. `[]` hides all.",
     )
     optim: OptimConfig = table(OptimConfig, "The optimizer.")
     scheduler: SchedulerConfig = table(SchedulerConfig, "Learning rate over the steps.")
     ckpt: CheckpointConfig | None = option(None, "Checkpoints; off if left out.")
     max_steps: int | None = option(None, "Optimizer steps; one pass over the data if left out.", ge=1)
     max_skipped_steps: int = option(
-        3, "A step whose gradient is not finite changes no weight; so many of them in a row end the command.", ge=1
+        3, "A step with a gradient that is not finite changes no weight; so many in a row end the command.", ge=1
     )
     micro_batch_tokens: int = micro_batch_tokens("data.seq_len", "data")
     pack: PackConfig = table(PackConfig, "Packing of samples into rows.")

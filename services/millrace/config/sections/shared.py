@@ -24,8 +24,8 @@ class RunConfig(ConfigSection):
 
     name: str | None = option(
         None,
-        "Name of the run: lower-case letters, digits and dashes, at most 63 characters, beginning with a letter. "
-        "Made up from the environments and a short random id if left out.",
+        "Lower-case letters, digits and dashes, at most 63, beginning with a letter. By default made from the "
+        "environments and a short random id.",
         pattern=RUN_NAME_PATTERN,
     )
 
@@ -42,15 +42,15 @@ class LogExtrasConfig(ConfigSection):
 
     samples: bool = option(True, "Prompts, completions, rewards and advantages of a step, as the table `samples`.")
     distributions: bool = option(
-        True, "Rewards, advantages and lengths of all samples of a step, as the table `distributions`."
+        True, "Rewards, advantages and lengths of a step's samples, as the table `distributions`."
     )
     interval: int = option(10, "Steps between two tables.", ge=1)
 
 
 class WandbConfig(ConfigSection):
-    """Weights & Biases, written from the run's log (of `millrace sft`: from `metrics.jsonl`).
+    """Weights & Biases, written from the run's log, or in SFT from `metrics.jsonl`.
 
-    The key is WANDB_API_KEY of the orchestrator (of that command), never in a config.
+    The orchestrator, or the SFT command, reads WANDB_API_KEY; a config never contains it.
     """
 
     project: str = option("millrace", "Project that the run is filed under.", min_length=1)
@@ -61,25 +61,25 @@ class WandbConfig(ConfigSection):
     offline: bool = option(False, "Write to disk only; `wandb sync` uploads it.")
     id: str | None = option(
         None,
-        "Id of the run in Weights & Biases, which is resumed if it exists; the run's uid if left out.",
+        "Id of the run in Weights & Biases, resumed if it exists; the run's uid if left out.",
         pattern=r"^[A-Za-z0-9_-]{1,128}$",
     )
     log_extras: LogExtrasConfig | None = option(None, "Tables of samples and distributions; off if left out.")
 
 
 class CheckpointConfig(ConfigSection):
-    """When resumable checkpoints are written and which are kept. The last step always writes one."""
+    """Which resumable checkpoints are written and kept. The last step always writes one."""
 
     resume_step: int | None = option(
         None,
-        "Step to go on from; -1 is the newest. A step below the newest one of an RL run makes a fork of it: the log of "
-        "a run is never rewritten. Belongs to the command, and is no part of the run's config.",
+        "Step to resume from; -1: the newest. An earlier step of an RL run makes a fork, since a log is never "
+        "rewritten. An option of the command, not part of the run's config.",
         ge=-1,
     )
     save_async: bool = option(
         True,
-        "Upload a checkpoint while training goes on: it is written to local scratch (`MILLRACE_SCRATCH_DIR`) first, "
-        "and is that of its step. If false, training waits until it is durable.",
+        "Upload checkpoints from local scratch (`MILLRACE_SCRATCH_DIR`) while training goes on. false: training waits "
+        "until they are durable.",
     )
     interval: int | None = option(None, "Steps between checkpoints; only the last step if left out.", ge=1)
     keep_last: int | None = option(
@@ -87,7 +87,7 @@ class CheckpointConfig(ConfigSection):
     )
     keep_interval: int | None = option(
         None,
-        "With `keep_last`: also keep every checkpoint whose step is a multiple of this.",
+        "With `keep_last`: also keep checkpoints at multiples of this step.",
         facts=Facts(needs=(".keep_last", "then every checkpoint is kept")),
         ge=1,
     )
@@ -101,8 +101,8 @@ class PresetConfig(ConfigSection):
 
     preset: Preset | None = option(
         None,
-        "Fills what is left out of `orchestrator.algo` and `trainer.loss` as the algorithm of that name has it; "
-        "docs/algorithms.md has the table, and `--dry-run` shows what the config became.",
+        "Fills what is left out of `orchestrator.algo` and `trainer.loss` for the named algorithm; docs/algorithms.md "
+        "has the table, `--dry-run` the result.",
     )
 
 
@@ -117,7 +117,7 @@ class SharedKeys(Document):
     async_level: int = option(
         1, "Steps that sampling may run ahead of training.", facts=Facts(aliases=("max_async_level",)), ge=0
     )
-    seed: int = option(0, "Seed of the task order and of the trainer; sampled tokens are not seeded.", ge=0)
+    seed: int = option(0, "Seed of the task order and of the trainer; sampled tokens have no seed.", ge=0)
     output_dir: str = option("outputs", "Directory under which the run writes `<run name>/`.", min_length=1)
     log: LogConfig = table(LogConfig, "Logs.")
     ckpt: CheckpointConfig | None = option(None, "Checkpoints; off if left out.")

@@ -27,13 +27,13 @@ class LoraConfig(ConfigSection):
     dropout: float = option(0.0, "Dropout on the adapter's input in training steps.", ge=0, lt=1)
     target_modules: list[str] = table(
         lambda: list(DEFAULT_LORA_TARGETS),
-        "Linear layers with an adapter, at least one: names, the ends of names behind a dot, or regular expressions "
-        "for these. A default one that the model does not have is passed over.",
+        "Linear layers with an adapter, at least one: names, dotted suffixes of names, or regular expressions for "
+        "them. Default names that the model lacks are skipped.",
         facts=Facts(default_text=", ".join(f"`{name}`" for name in DEFAULT_LORA_TARGETS)),
     )
     modules_to_save: list[str] = table(
         list,
-        "Layers that are trained whole, and published with the adapters. The embedded engine serves them, vLLM cannot.",
+        "Layers that are trained whole and published with the adapters. The embedded engine serves them, vLLM cannot.",
     )
 
     @field_validator("target_modules", "modules_to_save")
@@ -59,23 +59,22 @@ class LoraConfig(ConfigSection):
 
 
 class ActivationCheckpointConfig(ConfigSection):
-    """Blocks whose activations are computed again in the backward instead of kept: less memory, more time."""
+    """Recompute activations of blocks in the backward instead of keeping them: less memory, more time."""
 
     freq: int = option(1, "Every how many-th block, from the first on.", ge=1)
     mode: Literal["full", "selective"] = option(
         "full",
-        "full: a block keeps its input only. selective: it keeps the results of its matrix products and of attention "
-        "as well, and computes again what is cheap.",
+        "full: a block keeps only its input. selective: it also keeps the results of matrix products and attention, "
+        "and recomputes what is cheap.",
     )
 
 
 class CompileConfig(ConfigSection):
-    """`torch.compile` of each block. A run with it is best effort: another start may compile to other bits."""
+    """`torch.compile` of each block. Such a run is best effort: another start may compile to other bits."""
 
     fullgraph: bool = option(
         False,
-        "Whether a block has to be one graph. true: one that is not runs eagerly, with a warning; false: it is "
-        "compiled in parts.",
+        "true: a block that is not one graph runs eagerly, with a warning; false: it is compiled in parts.",
     )
 
 
@@ -90,28 +89,28 @@ class ModelMemoryConfig(ConfigSection):
     )
     reshard_after_forward: bool | None = option(
         None,
-        "Whether a block's parameters, in the format that it computes in, are given up between its forward and its "
-        "backward. false: they are gathered once per micro-batch instead of twice, and all of them are in memory "
-        "between. If left out, true, but for one process that steps all weights in float32 and offloads none.",
+        "Whether a block's gathered parameters are freed between its forward and backward. false: gathered once per "
+        "micro-batch instead of twice, all in memory in between. Default: true, except for one process that steps all "
+        "weights in float32 without offload.",
     )
     fsdp_cpu_offload: bool = option(
         False,
-        "Whether parameters, gradients and optimizer state are in host memory, from where each block comes to the GPU "
-        "for as long as it computes. Changes nothing for one process on a CPU.",
+        "Keep parameters, gradients and optimizer state in host memory, and move each block to the GPU while it "
+        "computes. No effect for one process on a CPU.",
     )
     optim_cpu_offload: bool = option(
         False,
-        "Whether the optimizer's state is in host memory, from where that of each parameter comes to the GPU for its "
-        "step. Changes nothing on a CPU, and nothing beside `fsdp_cpu_offload`.",
+        "Keep the optimizer's state in host memory, and move each parameter's to the GPU for its step. No effect on a "
+        "CPU, or with `fsdp_cpu_offload`.",
     )
     reduce_dtype: Literal["float32", "bfloat16"] = option(
         "float32", "Number format in which gradients are summed over the ranks."
     )
     optimization_dtype: Literal["float32", "bfloat16"] = option(
         "float32",
-        "Number format of the weights that are stepped, of their gradients and of the optimizer's state. bfloat16 "
-        "takes half the memory, and loses steps below a 256th of a weight: most of them at a learning rate of 1e-6. "
-        "What is computed is in bfloat16 then, too. Not with `lora`.",
+        "Number format of the stepped weights, their gradients and the optimizer's state. bfloat16 takes half the "
+        "memory, computes in bfloat16, too, and loses steps below 1/256 of a weight: most of them at a learning rate "
+        "of 1e-6. Not with `lora`.",
     )
 
 
@@ -120,28 +119,26 @@ class ModelLayoutConfig(ModelMemoryConfig):
 
     dp_replicate: int = option(
         1,
-        "Copies of the parameters, each sharded over the ranks of its own (HSDP): where machines are many, and the "
-        "network between them is slow.",
+        "Copies of the parameters, each sharded over its own ranks (HSDP): for many machines with a slow network "
+        "between them.",
         ge=1,
     )
     tp: int = option(
         1,
-        "Ranks that share each layer and compute on the same samples (tensor parallel). Divides the model's attention "
-        "heads, key-value heads and intermediate size; not with `lora` or `dropout`. For the types of models that "
-        "docs/planning.md names.",
+        "Ranks that share each layer and compute the same samples (tensor parallel). Must divide attention heads, "
+        "key-value heads and intermediate size; not with `lora` or `dropout`. Model types: docs/planning.md.",
         ge=1,
     )
     cp: int = option(
         1,
-        "Ranks that each compute a piece of the same rows (context parallel): for long samples, whose activations they "
-        "share. They exchange tokens for attention heads where it divides these, and gather keys and values where not. "
-        "For the types of models that docs/planning.md names.",
+        "Ranks that each compute a piece of the same rows (context parallel), for long samples. They exchange tokens "
+        "for attention heads if it divides these, and gather keys and values if not. Model types: docs/planning.md.",
         ge=1,
     )
     ep: int = option(
         1,
-        "Ranks that share out the experts of each layer, and send each other tokens (expert parallel). Divides the "
-        "model's experts, and the ranks that `dp_replicate` and `tp` leave; for Qwen3-MoE.",
+        "Ranks that share each layer's experts and exchange tokens (expert parallel). Must divide the experts, and the "
+        "ranks left by `dp_replicate` and `tp`; for Qwen3-MoE.",
         ge=1,
     )
 
@@ -165,26 +162,22 @@ class TrainerModelConfig(ModelLayoutConfig):
     )
     dtype: Dtype = option(
         "auto",
-        "Number format of forward and backward, for one process as for a gang; that of the weights that are stepped is "
-        "`optimization_dtype`. auto: float32 on a CPU, bfloat16 on a GPU.",
+        "Number format of forward and backward; stepped weights have `optimization_dtype`. auto: float32 on a CPU, "
+        "bfloat16 on a GPU.",
     )
-    publish_dtype: Dtype = option(
-        "auto", "Number format of published policies. auto: the format that the trainer computes in."
-    )
+    publish_dtype: Dtype = option("auto", "Number format of published policies. auto: as the trainer computes.")
     dropout: bool = option(
         False,
-        "Whether the dropout that the model's config.json names is active in training steps. Off, the trainer computes "
-        "the log-probs that the engine computed.",
+        "Use the dropout of the model's config.json in training steps. Without it, the trainer computes the same "
+        "log-probs as the engine.",
     )
     lora: LoraConfig | None = option(None, "Train adapters only; all weights if left out.")
 
 
 class TokenizerConfig(ConfigSection):
-    """The tokenizer that is published with the policy, and that engines and environments use."""
+    """The tokenizer of the published policy, for engines and environments."""
 
-    name: str | None = option(
-        None, "Directory or Hub id of a model that has it; that of the trained model if left out.", min_length=1
-    )
+    name: str | None = option(None, "Directory or Hub id; the trained model's tokenizer if left out.", min_length=1)
 
 
 _WITH_DELTAS = Facts(
@@ -193,26 +186,26 @@ _WITH_DELTAS = Facts(
 
 
 class PolicyConfig(ConfigSection):
-    """How versions of the policy are stored for the replicas that serve them. LoRA adapters are always whole."""
+    """How versions of the policy are stored for replicas. LoRA adapters are always whole."""
 
     delta: bool = option(
         True,
-        "Whether a version is stored as its difference from the one before, where that is smaller. Costs the trainer "
-        "one copy of its weights in host memory (2 bytes per bfloat16 parameter), and each replica one of the policy. "
-        "false: every version is a full copy, and replicas give theirs up once it serves.",
+        "Store a version as its difference from the one before, where that is smaller. Costs the trainer one copy of "
+        "its weights in host memory (2 bytes per bfloat16 parameter), and each replica one of the policy. false: every "
+        "version is a full copy, which replicas free once it serves.",
     )
     anchor_interval: int = option(
         20,
-        "Versions from one full copy to the next. A replica that joins late reads the newest one.",
+        "Versions from one full copy to the next. Late replicas start from the newest one.",
         facts=_WITH_DELTAS,
         ge=1,
         le=256,
     )
     skip_deltas: list[int] = table(
         lambda: [4, 16],
-        "Also store differences from this many versions before, at every version that is a multiple of it; each number "
-        "is 2 to 256. Replicas that fell behind read these. Each costs the trainer up to one more copy, about half of "
-        "one at 1 % of changed weights per step. An empty list turns them off.",
+        "Also store differences from this many versions before (2 to 256), at versions that are multiples of it, for "
+        "replicas that fell behind. Each costs the trainer up to one more copy, about half of one if 1 % of the "
+        "weights change per step. `[]` turns them off.",
         facts=_WITH_DELTAS,
     )
 
@@ -230,8 +223,8 @@ class OptimConfig(ConfigSection):
 
     type: Literal["adamw", "muon", "sgd"] = option(
         "adamw",
-        "adamw. muon: torch's Muon for the matrices of the hidden layers, at steps of AdamW's size, and AdamW for what "
-        "is left; in a gang its bits depend on the number of ranks. sgd: with momentum.",
+        "muon: torch's Muon for the matrices of hidden layers, with steps of AdamW's size, and AdamW for the rest; its "
+        "bits depend on the number of ranks. sgd: with momentum.",
     )
     lr: float = option(1e-6, "Peak learning rate; 0 trains nothing.", ge=0)
     weight_decay: float = option(0.01, "Decoupled weight decay; of sgd, part of the gradient.", ge=0)
@@ -246,9 +239,8 @@ class OptimConfig(ConfigSection):
     momentum: float = option(0.9, "Momentum of sgd.", facts=Facts(only_for=OnlyFor(".type", ("sgd",))), ge=0, lt=1)
     state_dtype: Literal["auto", "bfloat16"] = option(
         "auto",
-        "Number format in which the optimizer's state is held between steps. auto: that of the weights that are "
-        "stepped. bfloat16: half of float32's memory; it is rounded up or down by chance, and each step takes longer, "
-        "because parameters are stepped one by one.",
+        "Number format of the optimizer's state between steps. auto: as the stepped weights. bfloat16: half of "
+        "float32's memory with stochastic rounding, and slower, because parameters are stepped one by one.",
     )
     nesterov: bool = option(True, "Nesterov momentum of sgd.", facts=Facts(only_for=OnlyFor(".type", ("sgd",))))
 
@@ -293,15 +285,11 @@ def _ramp(*types: str) -> Callable[[Mapping[str, Any]], int]:
 
 
 class SchedulerConfig(ConfigSection):
-    """Learning rate over the steps.
-
-    ``warmup_steps`` and ``decay_steps`` that are left out become what the type means by them: a constant schedule has
-    neither, a cosine decays over all that follows the warm-up.
-    """
+    """Learning rate over the steps. A cosine decays over all steps after the warm-up by default."""
 
     type: Literal["constant", "linear", "cosine"] = option(
         "constant",
-        "constant: warm-up, then flat. linear: warm-up, flat, then down to `min_lr` in a straight line over the last "
+        "constant: warm-up, then flat. linear: warm-up, flat, then straight down to `min_lr` over the last "
         "`decay_steps`. cosine: warm-up, then half a cosine down to `min_lr`. linear and cosine need `max_steps`.",
     )
     warmup_steps: int = option(
@@ -396,29 +384,30 @@ def micro_batch_tokens(key: str, section: str) -> Any:
 
 
 class PackConfig(ConfigSection):
-    """Rows of several samples, none of which sees another one. The same for every step of a run, and for its replay.
+    """Rows of several samples, none of which attends to another.
 
-    A cost is that of an operation of attention, in operations of a matrix product; the defaults were measured on CPUs.
+    Replays pack as the run did. A cost is that of one attention operation in operations of a matrix product; the
+    defaults were measured on CPUs.
     """
 
     mode: Literal["auto", "always", "never"] = option(
         "auto",
-        "always: samples are packed into rows as long as the longest of them, or, on a GPU that has a kernel for them, "
-        "as the micro-batch. never: every row is one sample, padded to the longest. auto: what costs less for the "
-        "samples of an optimizer step; padded for models that mix the samples of a row. Whatever it says, a model that "
-        "mixes those of a micro-batch gets micro-batches of one sample.",
+        "always: pack samples into rows as long as the longest sample or, on a GPU with a kernel for it, as the "
+        "micro-batch. never: one sample per row, padded to the longest. auto: the cheaper one per optimizer step; "
+        "padded for models that mix the samples of a row. A model that mixes those of a micro-batch always gets one "
+        "sample per micro-batch.",
     )
     causal_cost: float = option(2.0, "Cost where a row is one sample.", gt=0)
     masked_cost: float = option(3.2, "Cost where a dense mask keeps the samples of a row apart.", gt=0)
 
 
 class TokenLogConfig(ConfigSection):
-    """The trainer's own log-probs, stored step by step for the dashboard, which shows how far the engine's are off."""
+    """The trainer's own log-probs, stored per step: the dashboard compares the engine's with them."""
 
     share: float = option(
         0.1,
-        "Share of a step's rollouts whose tokens are stored, at least one; 0 stores none. 6 bytes per sampled token, "
-        "kept as long as the run.",
+        "Share of a step's rollouts whose tokens are stored, at least one; 0: none. 6 bytes per sampled token, kept as "
+        "long as the run.",
         ge=0,
         le=1,
     )
@@ -439,20 +428,20 @@ class TrainerConfig(ConfigSection):
     )
     max_skipped_steps: int = option(
         3,
-        "A step whose loss, entropy or gradient is not finite changes no weight; after so many of them in a row the "
-        "run ends as FAILED, with the first token that is not finite.",
+        "A step whose loss, entropy or gradient is not finite changes no weight; so many in a row fail the run, which "
+        "names the first token that is not finite.",
         ge=1,
     )
     minibatches: int = option(
         1,
-        "Optimizer steps per batch: its groups are dealt to so many parts, and each part is learned from once, at the "
-        "learning rate of the batch, which makes one version.",
+        "Optimizer steps per batch: its groups are split into so many parts, each learned from once at the batch's "
+        "learning rate. Together they make one version.",
         ge=1,
     )
     determinism: Literal["auto", "strict", "best_effort"] = option(
         "auto",
-        "strict: a step that is replayed has to give the same policy bit for bit, or the run stops. best_effort: a "
-        "replayed policy may differ and starts a new lineage. auto: strict on a CPU, best_effort on a GPU and with "
+        "strict: a replayed step must give the same policy bit for bit, or the run stops. best_effort: a replayed "
+        "policy may differ and starts a new lineage. auto: strict on a CPU; best_effort on a GPU and with "
         "`model.compile`, where strict is refused.",
     )
     micro_batch_tokens: int = micro_batch_tokens("trainer.model.seq_len", "model")
