@@ -30,7 +30,7 @@ from millrace_testing.mistakes.catalog import (
 
 ROOT = Path(__file__).resolve().parents[4]
 _LIMIT_S = 180.0
-_LONGEST = 170
+_LONGEST = 100
 _HEAD = """# Mistakes of a first day
 
 <!-- .venv/bin/python -m millrace_testing.mistakes PLACE > docs/first_mistakes.md -->
