@@ -163,7 +163,7 @@ def unpack_batch(
                     remedy="fetch the chunks that chunks_for() names",
                 )
             verify_chunk(header, number, chunks[number])
-            columns[number] = decode_chunk(chunks[number], header.chunks[number].num_tokens, f"chunks[{number}]")
+            columns[number] = decode_chunk(chunks[number], header.chunks[number].num_tokens, where=f"chunks[{number}]")
         samples.append(columns[number].sample(header, index))
     return samples
 
@@ -281,11 +281,12 @@ def _encode_chunk(group: Sequence[TrainSample], *, first: int) -> bytes:
     return chunk.SerializeToString(deterministic=True)
 
 
-def decode_chunk(data: bytes, num_tokens: int, where: str) -> _Columns:
-    """Decode the columns of one chunk; raise CorruptObjectError if they are not `num_tokens` long."""
+def decode_chunk(data: bytes, num_tokens: int | None = None, *, where: str) -> _Columns:
+    """Decode the columns of one chunk; raise CorruptObjectError if they are not `num_tokens` (or equally) long."""
     chunk = decode_message(
         batch_pb2.BatchChunk, data, what=f"batch {where} of {len(data)} bytes", reason=_REASON, remedy=_REMEDY
     )
+    num_tokens = len(chunk.token_ids_low) // 2 if num_tokens is None else num_tokens
 
     def runs(name: str) -> np.ndarray:
         return runs_from_proto(getattr(chunk, name), num_tokens, f"{where}.{name}")

@@ -56,12 +56,9 @@ def encode_scores(
 
 def with_scores(rollout: Rollout, data: bytes, *, where: str) -> Rollout:
     """The rollout with the scores of an object in its samples; CorruptObjectError if they are not its own."""
-    head, body = data[:_HEAD_BYTES], data[_HEAD_BYTES:]
-    if head != _MAGIC + hashlib.sha256(body).digest():
-        raise _corrupt(where, f"{len(data)} bytes", "is damaged: its sha256 does not hold")
-    begin = _SIZE_BYTES + int.from_bytes(body[:_SIZE_BYTES], "little")
-    taught = _read_taught(body[_SIZE_BYTES:begin], len(rollout.samples), where=where)
-    values = column_from_bytes(body[begin:], "<f4", where)
+    taught, values = decode_scores(data, where=where)
+    if len(taught) != len(rollout.samples):
+        raise _corrupt(where, _TAUGHT, f"is no list of {len(rollout.samples)}")
     if len(values) != rollout.num_tokens:
         raise _corrupt(where, len(values), f"scores, but the rollout has {rollout.num_tokens} tokens")
     samples, start = [], 0
@@ -73,14 +70,20 @@ def with_scores(rollout: Rollout, data: bytes, *, where: str) -> Rollout:
     return replace(rollout, samples=tuple(samples))
 
 
-def _read_taught(data: bytes, count: int, *, where: str) -> list[Taught | None]:
-    listed = decode_json(data, what=_TAUGHT, reason=_CORRUPT, remedy=_REMEDY)
-    if not isinstance(listed, list) or len(listed) != count:
-        raise _corrupt(where, _TAUGHT, f"is no list of {count}")
+def decode_scores(data: bytes, *, where: str) -> tuple[list[Taught | None], Float32Array]:
+    """Return what an object says of each sample, and its columns, float32 [tokens]; CorruptObjectError if damaged."""
+    head, body = data[:_HEAD_BYTES], data[_HEAD_BYTES:]
+    if head != _MAGIC + hashlib.sha256(body).digest():
+        raise _corrupt(where, f"{len(data)} bytes", "is damaged: its sha256 does not hold")
+    begin = _SIZE_BYTES + int.from_bytes(body[:_SIZE_BYTES], "little")
+    listed = decode_json(body[_SIZE_BYTES:begin], what=_TAUGHT, reason=_CORRUPT, remedy=_REMEDY)
+    if not isinstance(listed, list):
+        raise _corrupt(where, _TAUGHT, "is no list")
     try:
-        return [None if each is None else _taught(Fields(each, what=_TAUGHT)) for each in listed]
+        taught = [None if each is None else _taught(Fields(each, what=_TAUGHT)) for each in listed]
     except ValueError as error:
         raise _corrupt(where, _TAUGHT, f"cannot be read: {error}") from error
+    return taught, column_from_bytes(body[begin:], "<f4", where)
 
 
 def _taught(told: Fields) -> Taught:

@@ -1,13 +1,18 @@
 """What is stored of a run, one declaration per kind of object: its key, who names it, how long it is kept, its remedy.
 
-Names, the patterns by which keys are read, the audit's tables and the table in `docs/reliability.md` follow from here.
-What no schema says (the chain, the frontier, events against headers) is code: `audit/` and `repair/`.
+Names, the patterns by which keys are read, what headers and seals name, the structural part of the audit, what a repair
+looks at, the fuzz targets, the tests of tampering and the table in `docs/reliability.md` follow from here. What no
+schema says (the chain, the frontier, events against headers) is code: `audit/` and `repair/`.
 """
 
 import functools
+import importlib
+import inspect
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from operator import attrgetter
+from typing import Any
 
 _FIELD = re.compile(r"\{(?P<name>[a-z0-9_]+)(?::0(?P<digits>[0-9]+)d)?\}")
 _ENDING = re.compile(r"(?P<ending>\.[a-z]+)$")
@@ -15,6 +20,18 @@ _NUMBER_DIGITS = 18  # what fits into 63 bits
 _PROVED_BY_HASH = "bytes with that hash"
 _BACKUP = "restore the object from a replica of the bucket"
 _KEPT = "as long as the run"
+
+DENSE = "dense"
+"""Numbered from 1 without a gap."""
+HEADER = "the next header, by sha256"
+"""Each header names what is new of the kind, and a seal what is new since the last header."""
+SEALED = "a seal, by sha256"
+"""Each seal names all that there is of the kind."""
+TRAINED = "the header that trains on it, by sha256"
+CHAIN = "the chain hash of the next header"
+MANIFEST = "its manifest, by sha256 and size"
+EVENT = "its event, by sha256"
+ITS_HEADER = "its header, by sha256"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,15 +43,19 @@ class ObjectKind:
     key: str
     """Behind the run's prefix, as a format string. `{step:08d}` has eight digits or more, `{nonce}` is any text."""
     codec: str = ""
-    """`module:function` within `millrace` that reads its bytes and refuses damaged ones; empty if nobody decodes it."""
+    """`module:function` that reads its bytes and refuses damaged ones; empty if nobody decodes it."""
+    message: str = ""
+    """`module:class` of the Protobuf message that its bytes are, behind compression or a checksum."""
     numbering: str = ""
-    """What the numbers of its key count: "dense" from 1 without a gap, "dense from 0", "by step" or "by version"."""
+    """What the numbers of its key count: `DENSE`, "by step", …"""
     has_revisions: bool = False
     """A successor `.r1`, `.r2`, … may stand in for a damaged object (`storage/commit_points.py`)."""
     finding: str = ""
-    """How the names of the audit's findings begin, where a header or a seal names the object; empty if none does."""
-    named_by: str
+    """How the names of the audit's findings about the object begin; empty if there are none."""
+    named_by: tuple[str, ...]
     """Who names it, and by which hash; who counts it, if there is no hash."""
+    is_large: bool = False
+    """Only a deep audit reads its bytes; another one compares its size."""
     kept: str = _KEPT
     """Retention class."""
     remedy: str = _BACKUP
@@ -48,9 +69,21 @@ class ObjectKind:
         first, slash, _ = self.key.partition("/")
         return first + slash
 
+    @property
+    def is_ordered(self) -> bool:
+        """Return whether keys of the kind sort by their numbers."""
+        field = _FIELD.search(self.key)
+        return field is not None and field["digits"] is not None
+
     def path(self, **fields: object) -> str:
         """Return the key behind the run's prefix for the numbers and texts of `fields`."""
         return self.key.format(**fields)
+
+    def decode(self, data: bytes, *, where: str) -> Any:
+        """Return what its codec reads; CorruptObjectError, which says `where`, if the bytes are damaged."""
+        found = _codec(self.codec)
+        taken = inspect.signature(found).parameters.keys() & {"where", "source"}
+        return found(data, **dict.fromkeys(taken, where))
 
     def parse(self, key: str) -> Mapping[str, int | str] | None:
         """Read the fields of a key behind the run's prefix; None if it is no key of the kind.
@@ -72,15 +105,16 @@ class ObjectKind:
 RUN_JSON = ObjectKind(
     name="run.json",
     key="run.json",
-    codec="runlog.records.run_record:RunRecord.decode",
+    codec="millrace.runlog.records.run_record:RunRecord.decode",
     finding="RUN_JSON",
-    named_by="the chain, which begins with its hash; a seal by sha256",
+    named_by=(CHAIN, SEALED),
     repair="bytes with which the chain begins",
 )
 TOMBSTONE = ObjectKind(
     name="tombstone",
     key="tombstone.json",
-    named_by="nobody: its existence counts",
+    finding="TOMBSTONE",
+    named_by=("nobody: its existence counts",),
     kept="until the run is deleted",
     remedy="let the deletion end",
     repair="",
@@ -88,43 +122,44 @@ TOMBSTONE = ObjectKind(
 EPOCH = ObjectKind(
     name="epoch",
     key="epochs/{role}/{number:08d}",
-    codec="decoding:decode_object",
-    numbering="dense",
+    codec="millrace.runlog.records.numbered:decode_epoch",
+    numbering=DENSE,
     finding="EPOCH",
-    named_by="the next header, by sha256",
+    named_by=(HEADER,),
 )
 GENERATION = ObjectKind(
     name="generation mark",
     key="generations/{number:08d}",
-    numbering="dense",
+    numbering="by generation",
     finding="GENERATION",
-    named_by="a seal, by sha256",
+    named_by=(SEALED,),
+    repair=f"{_PROVED_BY_HASH}; it is empty",
 )
 INTENT = ObjectKind(
     name="intent",
     key="intents/{number:08d}.json",
-    codec="decoding:decode_object",
-    numbering="dense",
+    codec="millrace.runlog.records.numbered:decode_intent",
+    numbering=DENSE,
     finding="INTENT",
-    named_by="the next header, by sha256",
+    named_by=(HEADER,),
 )
 EVENT_ARCHIVE = ObjectKind(
     name="event archive",
     key="events/{first:08d}-{first_place:012d}_{last:08d}-{last_place:012d}.zst",
-    codec="runlog.events.archive:decode_archive",
+    codec="millrace.runlog.events.archive:decode_archive",
     numbering="by the ids of its events",
     finding="EVENT_ARCHIVE",
-    named_by="the next header, by sha256",
+    named_by=(HEADER, SEALED),
     repair=f"{_PROVED_BY_HASH}, also made anew of Redis",
 )
 POLICY_MANIFEST = ObjectKind(
     name="policy manifest",
     key="policies/{lineage:04d}-{version:08d}/manifest.json",
-    codec="policies.manifest:PolicyManifest.from_bytes",
+    codec="millrace.policies.manifest:PolicyManifest.from_bytes",
     numbering="by version",
     has_revisions=True,
     finding="POLICY",
-    named_by="the next header, by sha256 and by the digest of the weights",
+    named_by=(HEADER, "the next header, by the digest of the weights", EVENT, SEALED),
     remedy="the trainer publishes it again as its next revision",
     repair=f"{_PROVED_BY_HASH}; of a revision, a manifest of the same digest",
 )
@@ -133,22 +168,25 @@ POLICY_OBJECT = ObjectKind(
     key="policies/{lineage:04d}-{version:08d}/{file}",
     numbering="by version",
     finding="POLICY",
-    named_by="its manifest, by sha256 and size",
+    named_by=(MANIFEST,),
+    is_large=True,
     remedy="the trainer publishes the version again",
 )
 POLICY_FILE = ObjectKind(
     name="policy file",
     key="policy-files/e{epoch}-{nonce}/{file}",
-    named_by="policy manifests, by sha256 and size",
+    finding="POLICY",
+    named_by=(MANIFEST,),
+    is_large=True,
 )
 CHECKPOINT_MANIFEST = ObjectKind(
     name="checkpoint manifest",
     key="checkpoints/{step:08d}/manifest.json",
-    codec="trainer.checkpoint.manifest:CheckpointManifest.from_bytes",
+    codec="millrace.trainer.checkpoint.manifest:CheckpointManifest.from_bytes",
     numbering="by step",
     has_revisions=True,
     finding="CHECKPOINT",
-    named_by="its event and the seal, by sha256",
+    named_by=(EVENT, SEALED),
     kept="`ckpt` retention",
     remedy="the trainer begins at an older one",
 )
@@ -157,83 +195,94 @@ CHECKPOINT_OBJECT = ObjectKind(
     key="checkpoints/{step:08d}/{file}",
     numbering="by step",
     finding="CHECKPOINT",
-    named_by="its manifest, by sha256 and size",
+    named_by=(MANIFEST,),
+    is_large=True,
     kept="`ckpt` retention",
     remedy="the trainer begins at an older one",
 )
 SCORES = ObjectKind(
     name="scores",
     key="scores/{digest}.bin",
-    codec="rollouts.scores:with_scores",
+    codec="millrace.rollouts.scores:decode_scores",
     finding="SCORES",
-    named_by="the header that trains on it, by sha256",
+    named_by=(TRAINED,),
 )
 REOPENING = ObjectKind(
     name="reopening",
     key="reopened/{number:08d}.json",
-    codec="runlog.records.revisions:parse_reopening",
-    numbering="dense",
+    codec="millrace.runlog.records.revisions:parse_reopening",
+    numbering=DENSE,
     finding="REOPENING",
-    named_by="a later seal, by sha256; the closing header's successor",
+    named_by=(SEALED, "the successor of the closing header that it names"),
     repair="what the headers say, made anew",
 )
 SEAL = ObjectKind(
     name="seal",
     key="seals/{number:08d}.json",
-    codec="runlog.records.sealed:Seal.decode",
+    codec="millrace.runlog.records.sealed:Seal.decode",
     numbering="dense from 0",
     finding="SEAL",
-    named_by="a later seal and an attestation, by sha256",
+    named_by=(SEALED, "an attestation, by sha256"),
     repair="only where a later seal names it",
 )
 ATTESTATION = ObjectKind(
     name="attestation",
     key="attestations/{number:08d}.json",
-    codec="runlog.attest:Attestation.decode",
-    numbering="dense",
-    named_by="nobody: its signature counts",
+    codec="millrace.runlog.attest:Attestation.decode",
+    numbering=DENSE,
+    finding="ATTESTATION",
+    named_by=("nobody: its signature counts",),
     remedy="keep a copy elsewhere (`--attestation`)",
     repair="",
 )
 BATCH_HEADER = ObjectKind(
     name="batch header",
     key="batches/{step:08d}.pb",
-    codec="rollouts.batch_wire:decode_header",
+    codec="millrace.rollouts.batch_wire:decode_header",
+    message="millrace.internal.v1.batch_pb2:BatchHeader",
     numbering="by step",
     has_revisions=True,
-    named_by="the chain hash of the next header",
+    finding="HEADER",
+    named_by=(CHAIN,),
     repair="bytes that continue the chain, also of Redis",
 )
 BATCH_CHUNK = ObjectKind(
     name="batch chunk",
     key="batches/{step:08d}/e{epoch:08d}-{nonce}/chunk-{index:05d}.pb",
-    codec="rollouts.batch_wire:decode_chunk",
+    codec="millrace.rollouts.batch_wire:decode_chunk",
+    message="millrace.internal.v1.batch_pb2:BatchChunk",
     numbering="by step",
-    named_by="its header, by sha256",
+    finding="CHUNK",
+    named_by=(ITS_HEADER,),
     kept="until a checkpoint has what it taught",
     repair=f"{_PROVED_BY_HASH}, also of Redis",
 )
 ROLLOUT_ARCHIVE = ObjectKind(
     name="rollout archive",
     key="rollouts/{step:08d}/e{epoch:08d}-{nonce}/rollouts.pb.zst",
-    codec="rollouts.wire:decode_archive",
+    codec="millrace.rollouts.wire:decode_archive",
+    message="millrace.internal.v1.rollout_pb2:RolloutArchive",
     numbering="by step",
-    named_by="its header, by sha256",
+    finding="ARCHIVE",
+    named_by=(ITS_HEADER,),
 )
 TOKEN_LOG = ObjectKind(
     name="token log",
     key="token_logs/{step:08d}/{lineage:04d}.bin",
-    codec="rollouts.token_log:decode_token_log",
+    codec="millrace.rollouts.token_log:decode_token_log",
+    message="millrace.internal.v1.token_log_pb2:TokenLog",
     numbering="by step",
     has_revisions=True,
-    named_by="its event, by sha256 and size",
+    finding="TOKEN_LOG",
+    named_by=(EVENT,),
+    is_large=True,
     remedy="none is needed: nothing is made of it",
-    repair="",
 )
 QUARANTINED = ObjectKind(
     name="quarantined object",
     key="quarantine/{key}.{sha256}",
-    named_by="its own key, by the first 16 digits of its sha256",
+    finding="QUARANTINED",
+    named_by=("its own key, by the first 16 digits of its sha256",),
     remedy="none is needed: damaged bytes are kept in it",
     repair="",
 )
@@ -269,8 +318,9 @@ def kind_at(key: str) -> ObjectKind | None:
 
 
 def finding_at(key: str) -> str:
-    """Return how findings about an object begin, by the folder of its key; empty if nobody may name it by a hash."""
-    return next((kind.finding for kind in KINDS if kind.finding and _is_within(kind, key)), "")
+    """Return how findings about an object begin, by the folder of its key; empty if no header or seal may name it."""
+    namers = {HEADER, TRAINED, SEALED}
+    return next((kind.finding for kind in KINDS if namers & {*kind.named_by} and _is_within(kind, key)), "")
 
 
 def is_place(key: str) -> bool:
@@ -285,13 +335,27 @@ def table() -> str:
     rows: list[tuple[str, ...]] = [heads, ("---",) * len(heads)]
     for kind in KINDS:
         key = _ENDING.sub(r"[.rN]\g<ending>", kind.key) if kind.has_revisions else kind.key
-        cells = (kind.name, f"`{key}`", kind.numbering, kind.named_by, kind.kept, kind.remedy, kind.repair or "nothing")
+        cells = (
+            kind.name,
+            f"`{key}`",
+            kind.numbering,
+            "; ".join(kind.named_by),
+            kind.kept,
+            kind.remedy,
+            kind.repair or "nothing",
+        )
         rows.append(tuple("" if cell in usual else cell for cell in cells))
     return "".join(f"| {' | '.join(row)} |\n" for row in rows)
 
 
 def _is_within(kind: ObjectKind, key: str) -> bool:
     return key.startswith(kind.folder) if kind.folder.endswith("/") else key == kind.folder
+
+
+@functools.cache
+def _codec(path: str) -> Callable[..., Any]:
+    module, _, name = path.partition(":")
+    return attrgetter(name)(importlib.import_module(module))
 
 
 @functools.cache

@@ -14,10 +14,12 @@ import logging
 from millrace.decoding import MAX_JSON_BYTES
 from millrace.errors import CorruptObjectError, NotFoundError
 from millrace.rollouts.batch_wire import closes_run
+from millrace.runlog import catalogue
 from millrace.runlog.catalogue import BATCH_HEADER, SCORES
 from millrace.runlog.events.archive import EventArchive
 from millrace.runlog.names import Names
 from millrace.runlog.records.known import KnownObjects
+from millrace.runlog.records.listing import list_objects
 from millrace.runlog.records.sealed import Seal, seal_key
 from millrace.runlog.recovery.recover import load_history
 from millrace.runlog.redis.log import RunLog
@@ -27,9 +29,6 @@ logger = logging.getLogger(__name__)
 
 _MAX_OTHERS = 1 << 18
 """Most objects that a seal lists by their size: 30 MB of JSON."""
-_SEALED_WHOLE = ("events/", "policies/")
-"""What a seal names whole, also where headers do: readers of an ended run ask the seal alone."""
-"""Named by the digests of the tokens that they are of: nobody finds another one, and there is one for each rollout."""
 
 
 def write_seal(
@@ -42,17 +41,19 @@ def write_seal(
     """
     if store.head(key) is not None:
         return False
-    objects = {name: sha256.hex() for prefix in _SEALED_WHOLE for name, sha256 in known.named(prefix).items()}
+    kinds = [kind for kind in catalogue.KINDS if catalogue.SEALED in kind.named_by]
+    in_headers = [kind for kind in kinds if catalogue.HEADER in kind.named_by]
+    objects = {name: sha256.hex() for kind in in_headers for name, sha256 in known.named(kind.folder).items()}
     objects |= {ref.key: ref.sha256.hex() for ref in known.find_new(store, names)}
-    for other in _unnamed(store, names):
+    for other in [key for kind in kinds if kind not in in_headers for key in list_objects(store, names, kind)]:
         try:
-            data = store.get(other, max_bytes=MAX_JSON_BYTES)
+            data = store.get(names.root + other, max_bytes=MAX_JSON_BYTES)
         except NotFoundError:  # a checkpoint that was pruned just now
             continue
         except CorruptObjectError as error:  # nothing of ours is so large; the audit tells of it
             logger.warning("an object is not sealed", extra={"uid": names.uid, "error": error.message})
             continue
-        objects[other.removeprefix(names.root)] = hashlib.sha256(data).hexdigest()
+        objects[other] = hashlib.sha256(data).hexdigest()
     seal = Seal(
         run_uid=names.uid,
         state=state,
@@ -80,16 +81,6 @@ async def seal_late(log: RunLog, *, state: str, by: str) -> bool:
     return await asyncio.to_thread(
         write_seal, log.store, log.names, key, known, chain=committed.chain, state=state, by=by
     )
-
-
-def _unnamed(store: ObjectStore, names: Names) -> list[str]:
-    """What no header names: run.json, the marks of generations, reopenings, checkpoints, earlier seals."""
-    keys = [names.run_json]
-    for prefix in (names.generations, names.reopenings, names.seals):
-        keys += [info.key for info in store.list(prefix)]
-    for prefix in store.list_prefixes(names.checkpoints):
-        keys += [info.key for info in store.list(f"{prefix}manifest")]
-    return keys
 
 
 def _others_by_size(

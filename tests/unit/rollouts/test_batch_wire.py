@@ -183,7 +183,7 @@ def test_columns_that_contradict_the_number_of_tokens_are_refused(match, damage)
     chunk = batch_pb2.BatchChunk.FromString(chunks[0])
     damage(chunk)
     with pytest.raises(CorruptObjectError, match=match):
-        batch_wire.decode_chunk(chunk.SerializeToString(), 10, "chunks[0]")
+        batch_wire.decode_chunk(chunk.SerializeToString(), 10, where="chunks[0]")
 
 
 def test_a_missing_chunk_is_named():

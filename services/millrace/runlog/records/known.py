@@ -1,4 +1,4 @@
-"""The small objects that headers name: epochs, intents, event archives, policy manifests. The chain covers them so.
+"""The small objects that headers name, such as epochs and policy manifests. The chain covers them so.
 
 A header names what exists when it is written and no header before it has named. Such an object is created once and
 never changes, so the chain hash shows whether one of them was changed or removed later.
@@ -10,8 +10,9 @@ from collections.abc import Iterable
 from millrace.decoding import decode_object
 from millrace.errors import CorruptObjectError, NotFoundError
 from millrace.internal.v1 import batch_pb2
-from millrace.runlog.catalogue import POLICY_MANIFEST
+from millrace.runlog import catalogue
 from millrace.runlog.names import Names
+from millrace.runlog.records.listing import list_objects
 from millrace.storage import ObjectStore
 
 
@@ -56,18 +57,13 @@ class KnownObjects:
         return found
 
     def _new(self, store: ObjectStore, names: Names) -> list[str]:
-        keys = [info.key for info in store.list(names.all_epochs)]  # few, and roles take theirs side by side
-        for prefix in (names.intents, names.event_archive):
-            keys += [info.key for info in store.list(prefix, start_after=self._last(names, prefix))]
-        manifests = store.list(names.policies, start_after=self._last(names, names.policies))
-        keys += [info.key for info in manifests if POLICY_MANIFEST.parse(info.key.removeprefix(names.root))]
-        return [key for full in keys if (key := full.removeprefix(names.root)) not in self._named]
+        kinds = [kind for kind in catalogue.KINDS if catalogue.HEADER in kind.named_by]
+        keys = [key for kind in kinds for key in list_objects(store, names, kind, behind=self._last(kind))]
+        return [key for key in keys if key not in self._named]
 
-    def _last(self, names: Names, prefix: str) -> str:
-        """The highest key under a prefix that is named: new ones sort behind it."""
-        own = prefix.removeprefix(names.root)
-        newest = max((key for key in self._named if key.startswith(own)), default="")
-        return names.root + newest if newest else ""
+    def _last(self, kind: catalogue.ObjectKind) -> str:
+        """Return the highest key of a kind that is named, behind which new ones sort; empty if they sort anywhere."""
+        return max((key for key in self._named if key.startswith(kind.folder)), default="") if kind.is_ordered else ""
 
 
 def describe(names: Names, key: str, data: bytes) -> batch_pb2.ObjectRef:

@@ -2,11 +2,18 @@
 
 from collections.abc import Iterator
 
-from millrace.runlog.catalogue import CHECKPOINT_MANIFEST, POLICY_MANIFEST
+from millrace.runlog.catalogue import CHECKPOINT_MANIFEST, POLICY_MANIFEST, ObjectKind
 from millrace.runlog.names import Names
 from millrace.runlog.records.sealed import load_seal
 from millrace.storage import ObjectStore
 from millrace.storage.commit_points import find_newest, revision_key, revision_of
+
+
+def list_objects(store: ObjectStore, names: Names, kind: ObjectKind, *, behind: str = "") -> Iterator[str]:
+    """Yield the keys of all objects of a kind that sort after `behind`; keys are behind the run's prefix."""
+    for info in store.list(names.root + kind.folder, start_after=names.root + behind if behind else ""):
+        if kind.parse(key := info.key.removeprefix(names.root)) is not None:
+            yield key
 
 
 def list_checkpoints(store: ObjectStore, names: Names) -> Iterator[int]:

@@ -6,7 +6,7 @@ import json
 import logging
 import secrets
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -81,11 +81,19 @@ def latest_epoch(store: ObjectStore, names: Names, role: str) -> int:
 
 def epoch_owner(store: ObjectStore, names: Names, role: str, number: int) -> str:
     """Who took an epoch of a role; empty if its object does not say (blocking)."""
+    key = names.epoch(role, number)
     try:
-        data = store.get(names.epoch(role, number), max_bytes=_MAX_BYTES)
-        return str(decode_object(data, what="epoch", reason="EPOCH_CORRUPT").get("owner", ""))
+        return decode_epoch(store.get(key, max_bytes=_MAX_BYTES), where=key)
     except (NotFoundError, CorruptObjectError):  # it is for people: what it says decides nothing
         return ""
+
+
+def decode_epoch(data: bytes, *, where: str) -> str:
+    """Return who took an epoch, from its object; CorruptObjectError if that is none."""
+    document = decode_object(data, what=where, reason="EPOCH_CORRUPT")
+    if missing := sorted({"owner", "nonce"} - document.keys()):
+        raise CorruptObjectError(f"{where} lacks {missing}", reason="EPOCH_CORRUPT")
+    return str(document["owner"])
 
 
 def first_generation(store: ObjectStore, names: Names) -> int:
@@ -160,25 +168,23 @@ def load_intents(store: ObjectStore, names: Names, after: int) -> list[Intent]:
     """The intents behind `after` in the store, in their order."""
     intents = []
     for info in store.list(names.intents, start_after=names.intent(after)):
-        try:
-            number = _number(names, info.key)
-            if number is None:
-                continue
-            body = decode_object(
-                store.get(info.key, max_bytes=_INTENTS_MAX_BYTES),
-                what=store.uri(info.key),
-                reason="INTENT_CORRUPT",
-                remedy="restore that object",
-                max_bytes=_INTENTS_MAX_BYTES,
-            )
-            if not isinstance(body["kind"], str) or not isinstance(body["payload"], dict):
-                raise TypeError("kind must be a string, payload an object")
-            intents.append(Intent(sequence=number, kind=body["kind"], payload=body["payload"], time=str(body["time"])))
-        except (KeyError, TypeError) as error:
-            raise CorruptObjectError(
-                f"{store.uri(info.key)} is no intent: {error!r}", reason="INTENT_CORRUPT", remedy="restore that object"
-            ) from error
+        number = _number(names, info.key)
+        if number is not None:
+            data = store.get(info.key, max_bytes=_INTENTS_MAX_BYTES)
+            intents.append(replace(decode_intent(data, where=store.uri(info.key)), sequence=number))
     return intents
+
+
+def decode_intent(data: bytes, *, where: str) -> Intent:
+    """Return the intent that an object holds, all but its number; CorruptObjectError if it holds none."""
+    reason, remedy = "INTENT_CORRUPT", "restore that object"
+    body = decode_object(data, what=where, max_bytes=_INTENTS_MAX_BYTES, reason=reason, remedy=remedy)
+    try:
+        if not isinstance(body["kind"], str) or not isinstance(body["payload"], dict):
+            raise TypeError("kind must be a string, payload an object")
+        return Intent(sequence=0, kind=body["kind"], payload=body["payload"], time=str(body["time"]))
+    except (KeyError, TypeError) as error:
+        raise CorruptObjectError(f"{where} is no intent: {error!r}", reason=reason, remedy=remedy) from error
 
 
 def _last_sequence(store: ObjectStore, names: Names) -> int:

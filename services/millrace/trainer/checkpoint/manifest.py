@@ -8,13 +8,15 @@ the sha256 of every file, and a checksum over itself.
 import platform
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
-
-import torch
+from typing import TYPE_CHECKING
 
 import millrace
 from millrace.decoding import Fields, decode_object
 from millrace.errors import CorruptObjectError, InvalidStateError
 from millrace.storage.commit_points import require_checksum, with_checksum
+
+if TYPE_CHECKING:
+    import torch
 
 FORMAT = 2
 MAX_MANIFEST_BYTES = 16 << 20
@@ -128,10 +130,12 @@ def decode_checkpoint_object(fields: Fields) -> CheckpointObject:
     )
 
 
-def conditions(device: torch.device, *, rows: str) -> dict[str, str]:
+def conditions(device: "torch.device", *, rows: str) -> dict[str, str]:
     """What bit-exactness depends on besides the log: versions, threads, instruction set, the kind of `device`, and how
     `rows` are made, which follows from the device and from what it computes of the model.
     """
+    import torch  # readers of manifests do without
+
     found = {
         "millrace": millrace.__version__,
         "torch": torch.__version__,
@@ -145,7 +149,7 @@ def conditions(device: torch.device, *, rows: str) -> dict[str, str]:
     return found | ({"rows": rows} if rows else {})
 
 
-def require_same_conditions(manifest: CheckpointManifest, *, run_hash: str, device: torch.device, rows: str) -> None:
+def require_same_conditions(manifest: CheckpointManifest, *, run_hash: str, device: "torch.device", rows: str) -> None:
     """InvalidStateError if a strict resume would not be bit-exact, naming every condition that differs.
 
     The number of ranks is none of them: with another one a strict run goes on in a new lineage. Nor are `rows` where

@@ -1,14 +1,19 @@
 """Hostile inputs out of valid ones: bytes, JSON documents and protobuf messages are damaged each in its own way."""
 
 import copy
+import hashlib
 import json
 import random
 import struct
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
+import zstandard
 from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import DecodeError, Message
+
+from millrace.storage.commit_points import with_checksum
 
 Mutate = Callable[[random.Random, bytes], bytes]
 
@@ -206,6 +211,31 @@ def wrapped(inner: Mutate, unwrap: Callable[[bytes], bytes], wrap: Callable[[byt
             return bytes_of(rng, data)
 
     return mutate
+
+
+def stored_of(message_type: type[Message] | None) -> Mutate:
+    """Damage a stored object inside its envelope: compression, a mark and the sha256 of the rest, JSON's checksum."""
+    inner = json_of if message_type is None else message_of(message_type)
+
+    def mutate(rng: random.Random, data: bytes) -> bytes:
+        if data.startswith(zstandard.FRAME_HEADER):
+            compressor = zstandard.ZstdCompressor(write_checksum=True)
+            return wrapped(inner, _decompress, compressor.compress)(rng, data)
+        if data[8:40] == hashlib.sha256(data[40:]).digest():
+            return wrapped(inner, lambda whole: whole[40:], partial(_sealed, data[:8]))(rng, data)
+        if b'"checksum"' in data:
+            return wrapped(inner, lambda whole: whole, lambda text: with_checksum(json.loads(text)))(rng, data)
+        return inner(rng, data)
+
+    return mutate
+
+
+def _decompress(data: bytes) -> bytes:
+    return zstandard.ZstdDecompressor().decompress(data, max_output_size=1 << 24)
+
+
+def _sealed(mark: bytes, body: bytes) -> bytes:
+    return mark + hashlib.sha256(body).digest() + body
 
 
 def spliced(rng: random.Random, seeds: Sequence[bytes], mutate: Mutate) -> bytes:

@@ -50,7 +50,7 @@ def check(target: Target, decode, encode, data: bytes) -> bool:
     began = time.process_time()
     try:
         value = decode(data)
-        if encode is not None:
+        if encode is not None and value is not None:
             again = decode(encode(value))
             assert again == value or _is_nan(again, value), "it decodes to something else after it was encoded again"
     except target.errors as error:

@@ -5,13 +5,14 @@ python -m millrace_testing.fuzz.seeds
 
 import hashlib
 import json
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from millrace.internal.v1 import batch_pb2, env_worker_pb2
+from millrace.internal.v1 import env_worker_pb2
 from millrace.rollouts.types import (
     OwnSampling,
     PolicySpan,
@@ -21,13 +22,12 @@ from millrace.rollouts.types import (
     RolloutStatus,
     Sample,
     Trace,
-    TrainSample,
     Truncation,
     TurnReward,
 )
 from millrace_testing.fuzz.data_files import data_files
 from millrace_testing.fuzz.pages import requests
-from millrace_testing.fuzz.targets import CORPUS
+from millrace_testing.fuzz.targets import CORPUS, fuzz_name
 from millrace_testing.inference import parser_cases
 
 RUN = {
@@ -96,69 +96,25 @@ def delta_base() -> np.ndarray:
     return np.random.default_rng(0).integers(0, 2**16, 300).astype(np.uint16)
 
 
-def _batch() -> tuple[bytes, bytes]:
-    from millrace.rollouts.batch_wire import pack_batch
-
-    one = sample()
-    made = TrainSample(
-        token_ids=one.token_ids,
-        loss_mask=one.loss_mask,
-        inference_logprobs=one.inference_logprobs,
-        advantages=np.array([0, 0, 1, 1, 1], np.float32),
-        ordinal=1,
-        member=0,
-        attempt=0,
-        env="reverse-text",
-        reward=1.0,
-        temperature=1.0,
-        own_sampling=OWN_SAMPLING,
-        min_version=1,
-        max_version=2,
-        lineage=0,
-    )
-    header = batch_pb2.BatchHeader(run_uid="u", kind=batch_pb2.BATCH_KIND_TRAIN, step=3)
-    [chunk] = pack_batch(header, [made])
-    return header.SerializeToString(), chunk
-
-
-def _token_log() -> bytes:
-    from millrace.rollouts.token_log import LoggedSample, TokenLog, encode_token_log
-
-    samples = tuple(
-        LoggedSample(
-            sample=place,
-            ordinal=1,
-            member=place,
-            attempt=0,
-            minibatch=place,
-            mask=np.array([0] * 7 + [1] * count, np.uint8),
-            logprobs=np.linspace(-1, -3, count, dtype=np.float32),
-            entropies=np.linspace(1, 3, count).astype(np.float16),
-        )
-        for place, count in enumerate((3, 1, 6))
-    )
-    log = TokenLog(run_uid="u", step=3, lineage=0, chain_hash=bytes(32), num_rollouts=9, share=0.25, samples=samples)
-    return encode_token_log(log)
-
-
-def _policy() -> bytes:
-    import tempfile
-
-    from millrace.policies.manifest import PolicyPlace
-    from millrace.policies.publishing.publish import PolicyContents, publish_policy
-    from millrace.policies.tensors import TensorBytes
-    from millrace.storage.local import LocalStore
+def stored() -> Iterator[tuple[str, bytes]]:
+    """Yield the first and the last object of each kind that the catalogue declares, of a recorded run."""
+    from millrace.local.redis import EmbeddedRedis
+    from millrace.runlog.catalogue import REOPENING
+    from millrace.runlog.records.revisions import Reopening
+    from millrace_testing.runlog.scene import objects, record_scene
 
     with tempfile.TemporaryDirectory() as directory:
-        store = LocalStore(Path(directory))
-        tensors = [("w", TensorBytes.from_numpy(np.arange(6, dtype=np.float32)))]
-        made = publish_policy(
-            store,
-            PolicyPlace(prefix="p", uid="u", lineage=0, version=0),
-            PolicyContents(tensors=tensors, files={"config.json": b"{}"}),
-            epoch=1,
-        )
-        return store.get(made.manifest_key)
+        redis = EmbeddedRedis(Path(directory) / "redis")
+        redis.start()
+        try:
+            scene = record_scene(Path(directory), redis.url)
+        finally:
+            redis.kill()
+        for kind, keys in objects(scene.store, scene.names).items():
+            if kind.codec:
+                yield from ((fuzz_name(kind), scene.store.get(key)) for key in sorted({keys[0], keys[-1]}))
+    reopening = Reopening(step=1, revision=0, closing_sha256="0" * 64, epoch=1, owner="o", time="")
+    yield fuzz_name(REOPENING), reopening.encode()
 
 
 def _safetensors() -> bytes:
@@ -180,35 +136,7 @@ def _deltas() -> Iterator[bytes]:
             yield bytes(piece.data)
 
 
-def _archive_of_events(event: bytes) -> bytes:
-    from millrace.runlog.events.archive import encode_archive
-    from millrace.runlog.redis.entry import Entry
-
-    digest = hashlib.sha256(event).hexdigest()
-    return encode_archive([Entry(id=f"1-{n}", v=2, h=digest, d=event, tp="") for n in (1, 2)])
-
-
 INDEX_SIZES = {"0.bin": 48}
-
-
-def _checkpoint() -> bytes:
-    from millrace.trainer.checkpoint.manifest import FORMAT, CheckpointManifest, CheckpointObject
-
-    one = CheckpointObject(name="0.bin", key="p/runs/u/checkpoints/00000002/e1/0.bin", sha256="0" * 64, size_bytes=48)
-    return CheckpointManifest(
-        format=FORMAT,
-        run_uid="u",
-        run_hash="0" * 64,
-        step=2,
-        lineage=0,
-        chain_hash="0" * 64,
-        epoch=1,
-        world_size=1,
-        determinism="strict",
-        conditions={"torch": "2"},
-        objects=(one,),
-        created="2026-01-01T00:00:00.000+00:00",
-    ).to_bytes()
 
 
 def _index() -> bytes:
@@ -216,42 +144,6 @@ def _index() -> bytes:
 
     pieces = (ShardPiece("0.bin", 0, 0, 6), ShardPiece("0.bin", 24, 6, 6))
     return encode_index([ShardTensor(name="w", dtype="float32", shape=(3, 4), pieces=pieces)])
-
-
-def _log_objects() -> Iterator[tuple[str, bytes]]:
-    from millrace.runlog.attest import Attestation
-    from millrace.runlog.records.sealed import Seal
-
-    now, hexes = "2026-01-01T00:00:00+00:00", "0" * 64
-    objects = {"run.json": hexes}
-    yield (
-        "seal",
-        Seal(run_uid="u", state="FAILED", chain_hash=hexes, objects=objects, others={}, by="o", time=now).encode(),
-    )
-    yield (
-        "attestation",
-        Attestation(
-            number=1,
-            run_uid="u",
-            run="a",
-            step=3,
-            chain_hash=hexes,
-            seal_sha256="",
-            time=now,
-            algorithm="ed25519",
-            key_id="k",
-            signature="00",
-        ).encode(),
-    )
-    yield "reopening", _reopening()
-
-
-def _reopening() -> bytes:
-    from dataclasses import fields
-
-    from millrace.runlog.records.revisions import Reopening
-
-    return json.dumps({each.name: 1 if each.type is int else "x" for each in fields(Reopening)}).encode()
 
 
 def _status() -> bytes:
@@ -274,41 +166,30 @@ def corpus() -> Iterator[tuple[str, bytes]]:
 
     good, failed = rollout(), rollout(is_ok=False, ordinal=1)
     yield from (("rollout", encode_rollout(one)) for one in (good, failed))
-    yield from (("rollout_archive", encode_archive(some)) for some in ([], [good, failed]))
-    header, chunk = _batch()
-    yield "batch_header", header
-    yield "batch_chunk", chunk
+    yield from stored()
+    yield "rollout_archive", encode_archive([good, failed])
     columns = [np.array([0, 0, -1, -1, -1], np.float32)]
-    yield "scores", encode_scores(good.samples, columns)
     yield "scores", encode_scores(good.samples, columns, [Taught(lineage=0, version=1, hint_ids=(1, 2))])
-    yield "token_log", _token_log()
     changed = event_pb2.StateChanged(new_state=run_pb2.RUN_STATE_RUNNING)
     event = event_pb2.Event(writer="w", writer_sequence=3, time=Timestamp(seconds=5), state_changed=changed)
     data = event.SerializeToString()
     yield "event", data
-    yield "event_archive", _archive_of_events(data)
     yield "entry", b"|".join([b"1-7", str(FORMAT_MAJOR).encode(), hashlib.sha256(data).hexdigest().encode(), data, b""])
-    yield "intent", json.dumps({"kind": "pause", "payload": {"reason": "x"}, "time": 1.0}).encode()
-    yield "epoch", json.dumps({"owner": "orchestrator-1"}).encode()
     run = json.dumps(RUN).encode()
     fork = {"uid": "u", "step": 3, "base_step": 2, "chain_hash": "0" * 64, "name": "p"}
     yield from (("origin", one) for one in (run, json.dumps({**RUN, "parent": fork}).encode()))
     yield "run_hash", run
-    yield "run_json", run
     yield "header_state", json.dumps({"num_duplicates": 1, "read_until": "1-2", "scored_whole": []}).encode()
     pools = {"placed": [{"env": "a", "pool": "easy", "tasks": [3]}, {"env": "a", "pool": "hard", "bitmap": "Bg=="}]}
     pools |= {"recent": [{"drawn_below": 9, "step": 2, **pools}], "step": 1, "drawn_below": 9, "digests": {"a": "d"}}
     yield "header_state", json.dumps({"num_duplicates": 0, "read_until": "", "pools": pools}).encode()
-    yield "policy_manifest", _policy()
     yield (
         "adapter_config",
         json.dumps({"peft_type": "LORA", "r": 8, "lora_alpha": 16, "target_modules": ["q_proj"]}).encode(),
     )
     yield "safetensors", _safetensors()
     yield from (("delta_frame", frame) for frame in _deltas())
-    yield "checkpoint_manifest", _checkpoint()
     yield "checkpoint_index", _index()
-    yield from _log_objects()
     for tree in (MINIMAL, {**MINIMAL, "trainer": {"optim": {"lr": 1e-4}}, "ckpt": {"interval": 2}}):
         yield "config_document", json.dumps(tree).encode()
         yield "config_json", json.dumps(tree).encode()

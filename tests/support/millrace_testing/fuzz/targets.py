@@ -7,18 +7,22 @@ A target returns a value or raises a `MillraceError` (a decoder may name further
 import asyncio
 import hashlib
 import importlib
+import inspect
 import json
+import re
 import struct
 import tempfile
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
+from google.protobuf.message import Message
+
 from millrace.errors import MillraceError
+from millrace.runlog.catalogue import KINDS, ObjectKind
 from millrace_testing.fuzz import mutate as m
 from millrace_testing.repository import REPOSITORY
 
@@ -72,74 +76,11 @@ def _json() -> m.Mutate:
     return m.json_of
 
 
-def _unzstd(data: bytes) -> bytes:
-    import zstandard
-
-    return zstandard.ZstdDecompressor().decompress(data, max_output_size=1 << 24)
-
-
-def _zstd(data: bytes) -> bytes:
-    import zstandard
-
-    return zstandard.ZstdCompressor(write_checksum=True).compress(data)
-
-
-def _archive() -> tuple[Any, Any]:
-    from millrace.rollouts import wire
-
-    def in_order(data: bytes) -> list[Any]:
-        return sorted(wire.decode_archive(data), key=lambda r: (r.ordinal, r.attempt, r.member))
-
-    return in_order, wire.encode_archive
-
-
-def _chunk() -> tuple[Any, Any]:
-    from millrace.rollouts import batch_wire
-
-    return (lambda data: batch_wire.decode_chunk(data, 5, "chunk") and None), None
-
-
-def _scores() -> tuple[Any, Any]:
-    from millrace.rollouts.scores import with_scores
-    from millrace_testing.fuzz.seeds import rollout
-
-    return (lambda data: with_scores(rollout(), data, where="x") and None), None
-
-
-def _scores_mutate() -> m.Mutate:
-    def wrap(body: bytes) -> bytes:
-        return b"MRSCORE1" + hashlib.sha256(body).digest() + body
-
-    return m.wrapped(m.bytes_of, lambda data: data[40:], wrap)
-
-
-def _token_log() -> tuple[Any, Any]:
-    from millrace.rollouts.token_log import decode_token_log, encode_token_log
-
-    def decode(data: bytes) -> bytes:
-        return encode_token_log(decode_token_log(data, where="x"))  # arrays say not whether they are equal
-
-    return decode, lambda data: data
-
-
-def _token_log_mutate() -> m.Mutate:
-    def wrap(body: bytes) -> bytes:
-        return b"MRTOKLG1" + hashlib.sha256(body).digest() + body
-
-    return m.wrapped(_pb("internal.v1.token_log_pb2", "TokenLog")(), lambda data: data[40:], wrap)
-
-
 def _event() -> tuple[Any, Any]:
     from millrace.runlog.events.reader import decode_event
     from millrace.runlog.redis.entry import Entry
 
     return (lambda data: decode_event(Entry(id="1-7", v=2, h="", d=data, tp=""))), None
-
-
-def _event_archive() -> tuple[Any, Any]:
-    from millrace.runlog.events import archive as event_archive
-
-    return (lambda data: list(event_archive.decode_archive(data, "x"))), event_archive.encode_archive
 
 
 def _entry() -> tuple[Any, Any]:
@@ -163,50 +104,6 @@ def _entry_mutate() -> m.Mutate:
     return m.wrapped(m.bytes_of, lambda data: data, wrap)
 
 
-class _Store:
-    """An object store with one object."""
-
-    def __init__(self, key: str, data: bytes) -> None:
-        self.key, self.data = key, data
-
-    def get(self, key: str, **_: Any) -> bytes:
-        return self.data
-
-    def list(self, prefix: str, **_: Any) -> Iterator[Any]:
-        yield SimpleNamespace(key=self.key, size=len(self.data), modified=0.0)
-
-    def uri(self, key: str) -> str:
-        return f"memory://{key}"
-
-
-def _intent() -> tuple[Any, Any]:
-    from millrace.runlog.names import Names
-    from millrace.runlog.records import numbered
-
-    names = Names("p", "u")
-    return (lambda data: numbered.load_intents(_Store(names.intent(1), data), names, 0)), None  # pyright: ignore
-
-
-def _epoch() -> tuple[Any, Any]:
-    from millrace.runlog.names import Names
-    from millrace.runlog.records.numbered import epoch_owner
-
-    names = Names("p", "u")
-    return (lambda data: epoch_owner(_Store(names.epoch("trainer", 1), data), names, "trainer", 1)), None  # pyright: ignore
-
-
-def _record() -> tuple[Any, Any]:
-    from millrace.orchestrator.runs.catalog import RunView
-    from millrace.runlog.records.run_record import RunRecord
-
-    def decode(data: bytes) -> Any:
-        record = RunRecord.decode(data, where="x")
-        RunView(record)
-        return record
-
-    return decode, lambda record: record.encode()
-
-
 def _sealed_frame(body: bytes) -> bytes:
     lead = _delta_lead()
     return lead[:4] + struct.pack("<I", zlib.crc32(body)) + body
@@ -223,12 +120,6 @@ def _delta() -> tuple[Any, Any]:
 
     base = delta_base()
     return (lambda data: decode_piece(data, base) and None), None
-
-
-def _checksum_mutate() -> m.Mutate:
-    from millrace.storage.commit_points import with_checksum
-
-    return m.wrapped(m.json_of, lambda data: data, lambda data: with_checksum(json.loads(data)))
 
 
 def _index() -> tuple[Any, Any]:
@@ -463,43 +354,50 @@ def _agents_mutate() -> m.Mutate:
     return mutate
 
 
+def of_kind(kind: ObjectKind) -> Target:
+    """Return the target of what the catalogue declares: its codec, whose bytes come again if its module writes them."""
+
+    def load() -> tuple[Any, Any]:
+        module, name = kind.codec.split(":")
+        writer = getattr(importlib.import_module(module), name.replace("decode_", "encode_", 1), None)
+        if writer is not None and len(inspect.signature(writer).parameters) != 1:
+            writer = None  # it needs more than what was read
+
+        def decode(data: bytes) -> bytes | None:
+            value = kind.decode(data, where="x")
+            if isinstance(value, Message):
+                return value.SerializeToString(deterministic=True)
+            if writer is not None:
+                return writer(value)
+            method = getattr(value, "encode", None) or getattr(value, "to_bytes", None)
+            return None if method is None or isinstance(value, str) else method()
+
+        return decode, lambda data: data
+
+    def mutate() -> m.Mutate:
+        module, _, name = kind.message.partition(":")
+        return m.stored_of(getattr(importlib.import_module(module), name) if name else None)
+
+    return Target(name=fuzz_name(kind), load=load, mutate=mutate)
+
+
+def fuzz_name(kind: ObjectKind) -> str:
+    """Return how a kind's target and its folder in the corpus are called."""
+    return re.sub(r"[^a-z]+", "_", kind.name)
+
+
 TARGETS = [
+    *(of_kind(kind) for kind in KINDS if kind.codec),
     Target(
         name="rollout",
         load=_of("rollouts.wire", "decode_rollout", encode="encode_rollout"),
         mutate=_pb("internal.v1.rollout_pb2", "Rollout"),
     ),
-    Target(
-        name="rollout_archive",
-        load=_archive,
-        mutate=lambda: m.wrapped(_pb("internal.v1.rollout_pb2", "RolloutArchive")(), _unzstd, _zstd),
-    ),
-    Target(
-        name="batch_header",
-        load=_of("rollouts.batch_wire", "decode_header", encode=".SerializeToString"),
-        mutate=_pb("internal.v1.batch_pb2", "BatchHeader"),
-    ),
-    Target(name="batch_chunk", load=_chunk, mutate=_pb("internal.v1.batch_pb2", "BatchChunk")),
-    Target(name="scores", load=_scores, mutate=_scores_mutate),
-    Target(name="token_log", load=_token_log, mutate=_token_log_mutate),
     Target(name="event", load=_event, mutate=_pb("v1.event_pb2", "Event")),
-    Target(
-        name="event_archive",
-        load=_event_archive,
-        mutate=lambda: m.wrapped(m.bytes_of, _unzstd, _zstd),
-    ),
     Target(name="entry", load=_entry, mutate=_entry_mutate),
-    Target(name="intent", load=_intent, mutate=_json),
-    Target(name="epoch", load=_epoch, mutate=_json),
     Target(name="origin", load=_of("runlog.records.run_record", "parse_origin", where="x"), mutate=_json),
     Target(name="run_hash", load=_of("runlog.redis.log", "parse_run_hash"), mutate=_json),
-    Target(name="run_json", load=_record, mutate=_json),
     Target(name="header_state", load=_of("orchestrator.drive.batcher", "decode_state"), mutate=_json),
-    Target(
-        name="policy_manifest",
-        load=_of("policies.manifest", "PolicyManifest.from_bytes", encode=".to_bytes", source="x"),
-        mutate=_checksum_mutate,
-    ),
     Target(
         name="adapter_config",
         load=_of("inference.vllm.lora", "parse_adapter_config", source="x"),
@@ -511,17 +409,7 @@ TARGETS = [
         load=_delta,
         mutate=lambda: m.wrapped(m.bytes_of, lambda data: data[8:], _sealed_frame),
     ),
-    Target(
-        name="checkpoint_manifest",
-        load=_of("trainer.checkpoint.manifest", "CheckpointManifest.from_bytes", encode=".to_bytes", source="x"),
-        mutate=_checksum_mutate,
-    ),
     Target(name="checkpoint_index", load=_index, mutate=_json),
-    Target(name="seal", load=_of("runlog.seal", "Seal.decode", encode=".encode", where="x"), mutate=_json),
-    Target(
-        name="attestation", load=_of("runlog.attest", "Attestation.decode", encode=".encode", where="x"), mutate=_json
-    ),
-    Target(name="reopening", load=_of("runlog.records.revisions", "parse_reopening", where="x"), mutate=_json),
     Target(name="config_document", load=_config, mutate=_json),
     Target(name="config_toml", load=_config_file(".toml")),
     Target(name="config_json", load=_config_file(".json"), mutate=_json),

@@ -187,6 +187,12 @@ def checkpoint(run: Recorded, step: int) -> event_pb2.Event:
         "step": step,
         "lineage": 0,
         "chain_hash": (run.chains[step - 1] if step else bytes(32)).hex(),
+        "epoch": 1,
+        "world_size": 2,
+        "determinism": "strict",
+        "conditions": {},
+        "created": "",
+        "base_digest": "",
         "objects": [
             {"name": name, "key": base + name, "sha256": sha256(data), "size_bytes": len(data)}
             for name, data in files.items()

@@ -17,6 +17,7 @@ from millrace.readers.audit import Depth, audit_run
 from millrace.rollouts.batch_wire import decode_header
 from millrace.runlog import RunLog, chain_hash, open_redis
 from millrace.runlog.attest import Attestation, SigningKey, load_key, unsigned, write_attestation
+from millrace.runlog.catalogue import ObjectKind, kind_at
 from millrace.runlog.names import Deployment, Names, new_uid
 from millrace.runlog.records.known import describe
 from millrace.runlog.records.numbered import create_epoch
@@ -77,6 +78,10 @@ async def record_run(store: LocalStore, redis_url: str, name: str, uid: str, *, 
         "config": config,
         "run_hash": hashlib.sha256(text.encode()).hexdigest(),
         "request_id": f"request-{name}",
+        "kind": "RL",
+        "create_time": "2026-01-01T00:00:00Z",
+        "code_version": "0.1.0",
+        "labels": {"a": "b"},
     }
     names = Names(PREFIX, uid)
     await redis.delete(*names.all_keys)
@@ -108,6 +113,16 @@ def record_scene(directory: Path, redis_url: str) -> Scene:
 
 
 # What there is to tamper with.
+
+
+def objects(store: LocalStore, names: Names) -> dict[ObjectKind, list[str]]:
+    """Return the keys of all objects of a run, by their kind."""
+    found: dict[ObjectKind, list[str]] = {}
+    for info in store.list(names.root):
+        kind = kind_at(info.key.removeprefix(names.root))
+        assert kind is not None, info.key
+        found.setdefault(kind, []).append(info.key)
+    return found
 
 
 def first(store: LocalStore, prefix: str, ending: str = "") -> str:
