@@ -7,6 +7,7 @@ import textwrap
 from collections.abc import Iterator
 
 import click
+from configuration_reference import wrapped
 
 from millrace.cli.main import cli
 
@@ -14,8 +15,8 @@ _INTRODUCTION = """# Commands
 
 <!-- Made by `python scripts/commands_reference.py > docs/commands.md`; a test fails where the two differ. -->
 
-One line a command: what it does, and the names of its options. `millrace COMMAND --help` says what each option means,
-its default, and more about the command. Anywhere on a command line, of a protected server:
+What each command does, and its options. `millrace COMMAND --help` says what each option means, its default, and
+more. Anywhere on a command line, for a protected server:
 
 ```text
 {access}
@@ -26,8 +27,6 @@ input (arguments, config, names); 3 not there; 4 not allowed; 5 no answer (anoth
 is a name, the beginning of one, a uid, or `-` for the newest run. `--KEY VALUE` is any key of
 [the config](configuration.md).
 
-| command | what it does | options |
-|---|---|---|
 """
 
 _EVERYWHERE = ("--debug", "--help", "--token-file", "--tls-ca", "--insecure", "--KEY", "@")
@@ -48,7 +47,7 @@ def render() -> str:
 def _commands(
     command: click.Command, path: str, parent: click.Context | None
 ) -> Iterator[tuple[str, click.Command, click.Context]]:
-    """Every command with its path, groups before what they hold."""
+    """Yield every command with its path, groups before what they hold."""
     context = click.Context(command, info_name=path.rpartition(" ")[2], parent=parent)
     if parent is not None:
         yield path, command, context
@@ -60,11 +59,11 @@ def _commands(
 
 
 def _row(path: str, command: click.Command, context: click.Context) -> str:
-    """Return the line of one command."""
+    """Return the item of one command."""
     pieces = " ".join(command.collect_usage_pieces(context)).replace("[OPTIONS]", "")
     about = _first_paragraph(command.help or "")
     options = ", ".join(f"`{name}`" for name in _names(command, context) if name not in (*_EVERYWHERE, *pieces.split()))
-    return f"| `{' '.join((path, *pieces.split()))}` | {about} | {options} |\n"
+    return wrapped(f"* `{' '.join((path, *pieces.split()))}`: {about}{f' Options: {options}.' if options else ''}")
 
 
 def _first_paragraph(help_text: str) -> str:

@@ -176,7 +176,8 @@ def _list(rows: Mapping[str, str]) -> str:
 
 
 def wrapped(text: str, *, indent: str = "  ") -> str:
-    """Return the text in lines, the later ones indented. No line begins with a sign that would start an item."""
+    """Return the text in lines, the later ones indented. Code stays on one line; no line begins like an item."""
+    text = re.sub(r"`[^`]*`", lambda code: code[0].replace(" ", "\0"), text)
     text = re.sub(r" ([-+*>#]|1\.) ", "\0\\1\0", text)
     lines = textwrap.wrap(text, 120, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
     return "\n".join(lines).replace("\0", " ") + "\n"
