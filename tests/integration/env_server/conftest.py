@@ -210,7 +210,7 @@ class FakeEngine:
         return web.json_response({"request_id": "g", "choices": [choice]})
 
     async def models(self, request: web.Request) -> web.StreamResponse:
-        size = 8 if request.match_info["mode"] == "tiny" else 4096
+        size = {"tiny": 8, "fills": 120}.get(request.match_info["mode"], 4096)
         return web.json_response({"object": "list", "data": [{"id": "policy", "max_model_len": size}]})
 
 

@@ -108,6 +108,30 @@ async def test_v1_of_0_4_says_that_a_prompt_does_not_fit(server: Any, pins: dict
     assert (rollout.status, rollout.error.type) == (RolloutStatus.PROMPT_TOO_LONG, "PromptTooLong"), rollout.error
 
 
+async def test_v1_of_0_4_scores_a_conversation_that_outgrows_the_context_as_it_stands(
+    server: Any, pins: dict[str, str]
+) -> None:
+    """0.4 by itself fails it, and scores nothing."""
+    answer, args = await opened(server, "talks-v1", pins["0.4"])
+    assert answer.state == env_service_pb2.ENV_STATE_READY, answer
+    rollout = await server.play_one("talks-v1", 0, args=args, mode="fills")
+    assert rollout.status is RolloutStatus.OK, rollout.error
+    assert rollout.num_turns > 1 and rollout.reward == rollout.num_turns and rollout.samples
+    assert rollout.stop_condition == "context_length" and rollout.is_truncated
+
+
+@pytest.mark.parametrize("rule", [{"type": "TaskError"}, {"message": "attempt 1"}])
+async def test_v1_of_0_4_repeats_by_rules(server: Any, pins: dict[str, str], rule: dict[str, Any]) -> None:
+    """An attempt that ended well after others has their errors, which fail nothing."""
+    retries = {"rules": [{**rule, "max_retries": 1}]}
+    answer, args = await opened(server, "talks-v1", pins["0.4"], env={"player": {"retries": retries}})
+    assert answer.state == env_service_pb2.ENV_STATE_READY, answer
+    rollout = await server.play_one("talks-v1", 1, args=args)
+    assert rollout.status is RolloutStatus.OK and rollout.reward == 1.0, rollout.error
+    failed = await server.play_one("talks-v1", 2, args=args)
+    assert failed.error is not None and failed.error.message.endswith("attempt 2 failed"), failed.error
+
+
 @pytest.mark.parametrize("mode", ["tools", "objects"])
 async def test_v1_of_0_4_calls_the_tools_of_mcp_servers(server: Any, pins: dict[str, str], mode: str) -> None:
     answer, args = await opened(server, "tooled-v1", pins["0.4"])

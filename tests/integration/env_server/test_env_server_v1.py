@@ -126,6 +126,33 @@ async def test_engine_failures(server: Any, mode: str, status: RolloutStatus, er
     assert_failed(await faulty(server, "ok", mode=mode), status, error_type, text)
 
 
+AGENT_REPEATS = {"env": {"player": {"retries": {"max_retries": 1}}}}
+
+
+async def test_a_conversation_that_outgrows_the_context_is_scored_as_it_stands(server: Any) -> None:
+    assert (await server.open("talks-v1", AGENT_REPEATS)).state == env_service_pb2.ENV_STATE_READY
+    rollout = await server.play_one("talks-v1", 0, args=AGENT_REPEATS, mode="fills")
+    assert rollout.status is RolloutStatus.OK, rollout.error
+    assert rollout.num_turns > 1 and rollout.reward == rollout.num_turns
+    assert rollout.stop_condition == "context_length" and rollout.is_truncated
+    num_sampled = sum(sample.loss_mask.sum() for sample in rollout.samples)
+    assert num_sampled == rollout.num_turns * len(server.engine.generated_ids)
+
+
+@pytest.mark.parametrize(("task", "is_of_agent"), [(1, True), (1, False), (3, False)])
+async def test_a_repetition_that_ends_well_is_no_failure(server: Any, task: int, is_of_agent: bool) -> None:
+    args = AGENT_REPEATS if is_of_agent else {"env": {"retries": {"max_retries": 1}}}
+    assert (await server.open("talks-v1", args)).state == env_service_pb2.ENV_STATE_READY
+    rollout = await server.play_one("talks-v1", task, args=args)
+    assert rollout.status is RolloutStatus.OK and rollout.reward == 1.0, rollout.error
+
+
+async def test_of_attempts_that_all_fail_the_last_is_told(server: Any) -> None:
+    assert (await server.open("talks-v1", AGENT_REPEATS)).state == env_service_pb2.ENV_STATE_READY
+    failed = await server.play_one("talks-v1", 2, args=AGENT_REPEATS)
+    assert_failed(failed, RolloutStatus.ENV_ERROR, "TaskError", "attempt 2 failed")
+
+
 async def test_engine_unreachable(server: Any) -> None:
     rollout = await faulty(server, "ok", base_url="http://127.0.0.1:1/v1")
     assert_failed(rollout, RolloutStatus.ENGINE_LOST, "EngineLostError", "127.0.0.1:1")

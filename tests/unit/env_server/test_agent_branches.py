@@ -142,5 +142,10 @@ def test_the_cause_of_what_a_program_wrote(text, cause):
 def test_the_librarys_message_has_the_cause_first():
     first = cause_first(f"harness 'mine' exited 1: {TRACEBACK}")
     assert first.startswith("harness 'mine' exited 1: ValueError: no key\nTraceback")
+    cut = cause_first(f"harness 'mine' model connection to interception failed: {TRACEBACK}")
+    assert cut.startswith("harness 'mine' model connection to interception failed: ValueError: no key\nTraceback")
+    quoted = cause_first(f"harness 'mine': RuntimeError: the program said:\n{TRACEBACK}")
+    assert quoted.startswith("harness 'mine': RuntimeError: the program said: ValueError: no key\nTraceback")
+    assert cause_first(TRACEBACK).startswith("ValueError: no key\nTraceback")
     assert cause_first("harness 'mine' exited 1: no task") == "harness 'mine' exited 1: no task"
     assert cause_first("setup failed:\nfor a reason") == "setup failed:\nfor a reason"

@@ -12,6 +12,7 @@ import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Self
@@ -19,6 +20,7 @@ from typing import Any, Self
 import verifiers.v1 as vf
 from verifiers.v1.configs.agent import AgentConfig
 from verifiers.v1.utils.loaders import taskset_config_type
+from verifiers.v1.utils.retries import run_episode_with_retry
 
 from millrace.env_server.adapters import harness_v1
 from millrace.env_server.adapters.env_args import (
@@ -55,7 +57,7 @@ from millrace.env_server.engine_access import ENGINE_LOST_MARK, engine_access
 from millrace.env_server.library import interception, relaying, rendering
 from millrace.env_server.library.lookups import remember_lookups
 from millrace.env_server.library.too_long import explain_trace, watch_v1
-from millrace.env_server.library.v1 import is_too_long
+from millrace.env_server.library.v1 import OUTGROWN, is_too_long, stop_what_outgrows
 from millrace.env_server.own_sampling import AskedSampling, OwnSamplingError, flat
 from millrace.errors import InvalidSpecError, Violation
 from millrace.rollouts.requests import EnvSpec, LoadedEnv, PlayRequest
@@ -142,6 +144,7 @@ class V1Adapter:
         watched_v1.take_numbers()
         watched_v1.refuse_other_parts_of_chats()
         watch_v1()
+        stop_what_outgrows()
         remember_lookups()
         interception.install()
         agents.install(self._traces.rules)
@@ -168,7 +171,8 @@ class V1Adapter:
         )
         outcomes: list[Outcome] = []
         for _ in request.members:
-            episode = await self._env.run_episode(task, context)
+            again = partial(self._env.run_episode, task, context)
+            episode = await run_episode_with_retry(again, self._env.config.retries)
             asked = None if request.is_external else AskedSampling.of(request)
             outcomes.append(_outcome(episode, self._traces, asked))
         return outcomes
@@ -272,7 +276,7 @@ def _played(trace: Any) -> Outcome:
         reward=float(trace.reward),
         metrics={**rewards, **trace.metrics},
         stop_condition=str(trace.stop_condition or ""),
-        is_truncated=bool(trace.is_truncated),
+        is_truncated=bool(trace.is_truncated) or trace.stop_condition == OUTGROWN,
         num_turns=int(trace.num_turns),
         model_s=float(sum(call.time.duration for call in trace.calls)),
         messages=[message.model_dump(mode="json", exclude_none=True) for message in shown],
@@ -296,7 +300,7 @@ def own_data(data: Any) -> dict[str, Any]:
 
 def _failure(episode: Any, trace: Any, played: Outcome) -> Outcome | None:
     """The typed failure of an episode, or None. The order is: deadline, context length, lost engine, error, reward."""
-    errors = [*(error for each in episode.traces for error in each.errors), *episode.errors]
+    errors = _errors(episode)
     error = errors[0] if errors else None
     stop = played.stop_condition
     # 0.4 marks a timed-out trace and still calls the episode ok; 0.3 records an error that says so.
@@ -332,6 +336,23 @@ def _failure(episode: Any, trace: Any, played: Outcome) -> Outcome | None:
             RolloutStatus.ENV_ERROR, "RewardError", f"rewards without a value: {', '.join(missing)}", of=played
         )
     return None
+
+
+def _errors(episode: Any) -> list[Any]:
+    """Return the errors of what did not end well, the cause first.
+
+    A trace or an episode that was repeated (`retries`) has the errors of each attempt, the last attempt's last; one
+    that ended well has those of the attempts before.
+    """
+    if episode.ok:
+        return []
+    found: list[Any] = []
+    for trace in episode.traces:
+        if not trace.ok:
+            retries = trace.agent.config.retries
+            is_repeated = retries.max_retries or getattr(retries, "rules", ())  # rules are of 0.4
+            found += reversed(trace.errors) if is_repeated else trace.errors
+    return [*found, *reversed(episode.errors)]
 
 
 def _error_status(error: Any) -> RolloutStatus:

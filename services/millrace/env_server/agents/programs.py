@@ -12,7 +12,10 @@ from millrace.processes.sessions import describe_exit, kill_group, start
 
 _MAX_OUTPUT_BYTES = 1 << 20
 _FRAME = re.compile(r'^[ |]*File "[^"]+", line \d+')
-_EXIT = re.compile(r"\A(?P<what>[^\n]*? exited -?\d+|[^\n]*?\(exit -?\d+\)): (?P<said>.+)\Z", re.S)
+_EXIT = re.compile(
+    r"\A(?P<what>[^\n]*? exited -?\d+|[^\n]*?\(exit -?\d+\)|[^\n]*? to interception failed): (?P<said>.+)\Z", re.S
+)
+_TRACEBACK = re.compile(r"\A(?P<what>.*?)(?P<said>Traceback \(most recent call last\).+)\Z", re.S)
 _CAUSE_CHARS, _SHOWN_CHARS = 400, 1200
 
 
@@ -104,11 +107,12 @@ def cause_of(text: str) -> str:
 
 
 def cause_first(message: str) -> str:
-    """Return the library's message about a program that failed, with the cause before the rest of what it wrote.
+    """Return a message about a program that failed, with the cause before the rest of what the program wrote.
 
-    Messages are cut at their ends, and the cause is what a traceback ends with.
+    Messages are cut at their ends, and the cause is what a traceback ends with. The message is the library's own, or
+    that of a harness or a tool which quotes a traceback.
     """
-    found = _EXIT.match(message)
+    found = _EXIT.match(message) or _TRACEBACK.match(message)
     if found is None or "\n" not in found["said"]:
         return message
-    return f"{found['what']}: {cause_of(found['said'])}\n{found['said']}"
+    return ": ".join(filter(None, (found["what"].strip(" :\n"), cause_of(found["said"])))) + f"\n{found['said']}"
