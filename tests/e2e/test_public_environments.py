@@ -1,7 +1,8 @@
 """Public task packages, unmodified, through the integrations of `verifiers`: they end in trained steps.
 
-`reasoning-gym` is one turn; `textarena` has several, as a v0 game and as the library's own v1 taskset. Nothing is
-downloaded: the words that the game draws from are made here, and NLTK fetches nothing through a proxy.
+`reasoning-gym` is one turn; `textarena` has several, as a v0 game and as the library's own v1 taskset. Both are played
+with `verifiers` 0.3.1 and, as v1 tasksets, with 0.4 as well. Nothing is downloaded: the words that the game draws from
+are made here, and NLTK fetches nothing through a proxy.
 """
 
 import json
@@ -16,7 +17,7 @@ from millrace.storage.local import LocalStore
 
 FIXTURES = Path(__file__).resolve().parents[1] / "fixtures" / "environments" / "public_tasks"
 WORDS = ["apple", "bread", "chair", "house", "plant", "river", "stone", "table", "train", "water"]
-STEPS, BATCH, GROUP = 2, 12, 2
+STEPS, BATCH, GROUP, NUM_TASKS = 2, 12, 2, 8
 ENVIRONMENTS = [
     {"id": "sums-of-reasoning-gym", "args": {"gym": "chain_sum", "num_train_examples": 64, "num_eval_examples": 4}},
     {"id": "word-game-of-textarena", "args": {"game": "Wordle-v0", "num_train_examples": 64}},
@@ -41,29 +42,8 @@ def nltk_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.timeout(600)
 def test_public_packages_end_in_trained_steps(warm, public_environments: Path, nltk_data: Path) -> None:
-    offline = {"HTTPS_PROXY": "http://127.0.0.1:9", "https_proxy": "http://127.0.0.1:9"}
-    env = {"PYTHONPATH": f"{FIXTURES}:{public_environments}", "NLTK_DATA": str(nltk_data), **offline}
-    settings = {"max-steps": STEPS, "seq-len": 1536, "orchestrator.batch-size": BATCH}
-    settings |= {"orchestrator.rollouts-per-example": GROUP, "orchestrator.sampling.max-tokens": 16}
-    argv = [part for name, value in settings.items() for part in (f"--{name}", str(value))]
-    summary, _ = warm.train(
-        "--orchestrator.env",
-        json.dumps(ENVIRONMENTS),
-        *argv,
-        "--no-orchestrator.filter-zero-advantages",
-        "--orchestrator.eval.env",
-        json.dumps(ENVIRONMENTS[:1]),
-        "--orchestrator.eval.num-examples",
-        "2",
-        env=env,
-        timeout_s=500,
-    )
-    assert summary["steps"] == STEPS
-    assert summary["mismatch_kl"] <= 1e-4, "the trainer sees the very tokens that the engine sampled"
-    run = (warm.path / summary["checkpoint_path"]).parents[1]
-    store = LocalStore(run.parents[2])
-    keys = [info.key for info in store.list(f"millrace/runs/{run.name}/rollouts/")]
-    rollouts = [rollout for key in keys for rollout in decode_archive(store.get(key))]
+    evaluated = ("--orchestrator.eval.env", json.dumps(ENVIRONMENTS[:1]), "--orchestrator.eval.num-examples", "2")
+    rollouts = _trained(warm, ENVIRONMENTS, public_environments, nltk_data, *evaluated)
     failed = [rollout.error for rollout in rollouts if rollout.status is not RolloutStatus.OK]
     assert not failed, failed[0]
     played = Counter(rollout.env for rollout in rollouts)
@@ -74,3 +54,63 @@ def test_public_packages_end_in_trained_steps(warm, public_environments: Path, n
     for game in ("word-game-of-textarena", "textarena"):
         turns = [rollout.num_turns for rollout in rollouts if rollout.env == game]
         assert max(turns) > 1, "a wrong move may be tried again"
+
+
+@pytest.mark.timeout(900)
+def test_one_taskset_is_trained_with_two_releases(
+    warm, public_environments: Path, pinned_pythons: dict[str, str], nltk_data: Path
+) -> None:
+    """`textarena` and `reasoning-gym` beside each other with 0.3.1 and 0.4: the same prompts, token by token."""
+    new = pinned_pythons["0.4"]
+    [site] = Path(new).parents[1].glob("lib/python*/site-packages")
+    (site / "public_tasks.pth").write_text(f"{FIXTURES}\n")
+    each = [
+        {"id": "textarena", "args": {"game": "Hangman-v0", "num_tasks": NUM_TASKS}},
+        {"id": "sums_of_reasoning_gym_v1", "args": {"size": NUM_TASKS}},
+    ]
+    old = [{**environment, "name": f"{environment['id']}/0.3"} for environment in each]
+    environments = [*old, *({**environment, "name": f"{environment['id']}/0.4", "python": new} for environment in each)]
+    rollouts = _trained(warm, environments, public_environments, nltk_data, "--no-orchestrator.eval", batch=24)
+    failed = [rollout.error for rollout in rollouts if rollout.status is not RolloutStatus.OK]
+    assert not failed, failed[0]
+    assert {rollout.env for rollout in rollouts} == {environment["name"] for environment in environments}
+    prompts: dict[tuple[str, int], set[tuple[int, ...]]] = {}
+    for rollout in rollouts:
+        sample = rollout.samples[0]
+        prompt = tuple(sample.token_ids[: int(sample.loss_mask.argmax())].tolist())
+        prompts.setdefault((rollout.env.partition("/")[0], rollout.task_index), set()).add(prompt)
+    assert all(len(seen) == 1 for seen in prompts.values())
+    for release in ("0.3", "0.4"):
+        turns = [rollout.num_turns for rollout in rollouts if rollout.env == f"textarena/{release}"]
+        assert max(turns) > 1, "a wrong move may be tried again"
+    shared = {
+        release: {(rollout.env.partition("/")[0], rollout.task_index) for rollout in rollouts if release in rollout.env}
+        for release in ("/0.3", "/0.4")
+    }
+    assert shared["/0.3"] & shared["/0.4"], "some task was played with both"
+
+
+def _trained(warm, environments: list[dict], public: Path, nltk_data: Path, *argv: str, batch: int = BATCH) -> list:
+    """Train on them offline, audit the run, and return its rollouts."""
+    offline = {"HTTPS_PROXY": "http://127.0.0.1:9", "https_proxy": "http://127.0.0.1:9"}
+    env = {"PYTHONPATH": f"{FIXTURES}:{public}", "NLTK_DATA": str(nltk_data), **offline}
+    settings = {"max-steps": STEPS, "seq-len": 1536, "orchestrator.batch-size": batch}
+    settings |= {"orchestrator.rollouts-per-example": GROUP, "orchestrator.sampling.max-tokens": 16}
+    flags = [part for name, value in settings.items() for part in (f"--{name}", str(value))]
+    summary, _ = warm.train(
+        "--orchestrator.env",
+        json.dumps(environments),
+        *flags,
+        "--no-orchestrator.filter-zero-advantages",
+        *argv,
+        env=env,
+        timeout_s=500,
+    )
+    assert summary["steps"] == STEPS
+    assert summary["mismatch_kl"] <= 1e-4, "the trainer sees the very tokens that the engine sampled"
+    run = (warm.path / summary["checkpoint_path"]).parents[1]
+    place = run.parents[2]
+    warm.millrace("run", "audit", run.name, "--deep", "--store", place.as_uri())
+    store = LocalStore(place)
+    keys = [info.key for info in store.list(f"millrace/runs/{run.name}/rollouts/")]
+    return [rollout for key in keys for rollout in decode_archive(store.get(key))]

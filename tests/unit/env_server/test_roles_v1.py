@@ -81,6 +81,21 @@ def test_a_harness_that_needs_a_container_is_refused_at_load() -> None:
         load("boxed-v1")
 
 
+@pytest.mark.parametrize(
+    ("needs", "said"),
+    [({"image": "python:3.12"}, "requires image 'python:3.12'"), ({"network_allow": []}, "requires a network policy")],
+)
+def test_tasks_that_the_runtime_cannot_play_are_refused_at_load(
+    monkeypatch: pytest.MonkeyPatch, needs: dict[str, Any], said: str
+) -> None:
+    import rev_text_v1
+
+    task = rev_text_v1.RevTask(rev_text_v1.RevData(idx=0, prompt="a", answer="a", **needs))
+    monkeypatch.setattr(rev_text_v1.RevTaskset, "load", lambda self: [task])
+    with refused("args.env.agent.runtime.type: must be 'docker'", said):
+        load("rev-text-v1")
+
+
 def test_what_an_environment_says_of_its_roles_counts(seen: list[Any]) -> None:
     """A simulated user's `null` is the library's chat loop, which ours is as well."""
     load("rev-text-v1", num_examples=4, env={"id": "user_sim"})

@@ -15,6 +15,7 @@ from typing import Any, get_args
 
 import verifiers.v1 as vf
 from verifiers.v1.configs.agent import AgentConfig
+from verifiers.v1.utils.compile import resolve_runtime_config
 from verifiers.v1.utils.loaders import default_harness_id
 
 from millrace.env_server.adapters.env_args import table_of
@@ -106,6 +107,24 @@ def check_default_runtime(env: Any, task: Any, said: Mapping[str, Any], *, where
     )
     wrong = [Violation(field=f"{where}.{name}.runtime.type", value="", message=message) for name in roles]
     raise InvalidSpecError(wrong)
+
+
+def check_task_fits(env: Any, task: Any, *, where: str) -> None:
+    """Refuse an environment of one role whose first task needs what the runtime does not have. Raises InvalidSpecError.
+
+    It may be an image, or a network policy (of 0.4). The library would find it out in every rollout.
+    """
+    roles = [(name, role) for name, role in env.config if isinstance(role, AgentConfig)]
+    if len(roles) != 1:
+        return  # which role plays which task is decided by the environment's code
+    [(name, role)] = roles
+    try:
+        resolve_runtime_config(role.runtime, task)
+    except ValueError as error:
+        kind = str(role.runtime.type)
+        message = f"must be {_either(_containers())}: {error}" if kind == LOCAL else str(error)
+        wrong = Violation(field=f"{where}.{name}.runtime.type", value=kind, message=message)
+        raise InvalidSpecError([wrong]) from error
 
 
 def _hook_on_machine(task: Any) -> str:

@@ -42,7 +42,13 @@ from millrace.env_server.adapters.renderer import (
     install_span_capture,
     renderer_config,
 )
-from millrace.env_server.adapters.runtimes_v1 import check_default_runtime, check_runtimes, tool_servers, with_roles
+from millrace.env_server.adapters.runtimes_v1 import (
+    check_default_runtime,
+    check_runtimes,
+    check_task_fits,
+    tool_servers,
+    with_roles,
+)
 from millrace.env_server.adapters.samples import SPANS, MissingTokensError
 from millrace.env_server.adapters.samples_v1 import branch_samples, kept_nodes, merged, timeout_remedy
 from millrace.env_server.adapters.scoring import judges, watched_v1
@@ -128,6 +134,7 @@ class V1Adapter:
         refuse_unknown_arguments(table.row(0) for table in tables)
         if len(loaded.train):
             check_default_runtime(env, loaded.train.row(0), extra, where=where)
+            check_task_fits(env, loaded.train.row(0), where=where)
         if spec.demo_key:
             rows = (own_data(loaded.train.row(at).data) for at in range(len(loaded.train)))
             require_demonstrations(rows, spec.demo_key)
