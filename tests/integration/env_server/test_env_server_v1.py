@@ -153,6 +153,12 @@ async def test_of_attempts_that_all_fail_the_last_is_told(server: Any) -> None:
     assert_failed(failed, RolloutStatus.ENV_ERROR, "TaskError", "attempt 2 failed")
 
 
+async def test_a_reply_that_the_environment_replaces_is_said(server: Any) -> None:
+    assert (await server.open("talks-v1", AGENT_REPEATS)).state == env_service_pb2.ENV_STATE_READY
+    failed = await server.play_one("talks-v1", 4, args=AGENT_REPEATS)
+    assert_failed(failed, RolloutStatus.MISSING_TOKENS, "MissingTokens", "`censor` of the environment (`@intercept`)")
+
+
 async def test_engine_unreachable(server: Any) -> None:
     rollout = await faulty(server, "ok", base_url="http://127.0.0.1:1/v1")
     assert_failed(rollout, RolloutStatus.ENGINE_LOST, "EngineLostError", "127.0.0.1:1")

@@ -259,7 +259,8 @@ def _outcome(episode: Any, expected: ExpectedTraces, asked: AskedSampling | None
     except OwnSamplingError as error:
         return failed(RolloutStatus.ENV_ERROR, error.error_type, str(error), of=played)
     except MissingTokensError as error:
-        return failed(RolloutStatus.MISSING_TOKENS, error.error_type, str(error), of=played)
+        message = _replaced_replies(traces) or str(error)
+        return failed(RolloutStatus.MISSING_TOKENS, error.error_type, message, of=played)
     if not samples:
         return failed(RolloutStatus.MISSING_TOKENS, "MissingTokens", "no agent made a model call", of=played)
     moved = [(trace, own) for trace, own in zip(traces, each, strict=True) if trace.num_turns]
@@ -272,6 +273,17 @@ def _outcome(episode: Any, expected: ExpectedTraces, asked: AskedSampling | None
         else []
     )
     return checked(replace(played, samples=[sample for cut in samples for sample in cut], traces=named))
+
+
+def _replaced_replies(traces: Sequence[Any]) -> str:
+    """Return why replies have no tokens that the environment replaced, or "" if it replaced none."""
+    handlers = sorted({record.handler for trace in traces for record in trace.response_rewrites})
+    if not handlers:
+        return ""
+    return (
+        f"`{', '.join(handlers)}` of the environment (`@intercept`) replaced a reply of the policy by a text that the "
+        "policy did not sample, and which cannot be trained on; end the rollout with a `@stop` instead, or score it"
+    )
 
 
 def _played(trace: Any) -> Outcome:
