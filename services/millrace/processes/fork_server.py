@@ -15,6 +15,7 @@ come with it shall have in the child. `{"id", "module", "preload"}` names one mo
 subprocess has it) for each end of a child.
 """
 
+import atexit
 import contextlib
 import ctypes
 import fcntl
@@ -26,6 +27,7 @@ import select
 import signal
 import sys
 import tempfile
+import threading
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -171,7 +173,27 @@ def become(message: Message) -> NoReturn:
     random.seed()
     if (numpy_random := sys.modules.get("numpy.random")) is not None:
         numpy_random.seed()
-    sys.exit(importlib.import_module(message["module"]).main())
+    try:
+        sys.exit(importlib.import_module(message["module"]).main())
+    except SystemExit as ended:
+        if not isinstance(ended.code, int | None):
+            raise  # Python prints it
+        _leave(ended.code or 0)
+
+
+def _leave(code: int) -> NoReturn:
+    """End this process as Python does, but leave its objects to the kernel.
+
+    Python would take all modules apart, and so copy every page that is shared with the server: half a second of
+    processor time for each child.
+    """
+    threading._shutdown()  # type: ignore[attr-defined]  # ends executors, joins threads, as multiprocessing does
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):  # nobody reads it any more, or it is closed
+            stream.flush()
+    ctypes.CDLL(None).fflush(None)  # what libraries in C have printed
+    os._exit(code)
 
 
 def _show(argv: Sequence[str], marks: Sequence[str]) -> None:

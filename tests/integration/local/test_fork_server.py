@@ -94,6 +94,13 @@ async def test_how_it_ends_is_known(supervisor: Supervisor, tmp_path: Path, what
     assert ("as asked" in "\n".join(describe_death(child).last_lines)) == (what == "raise")
 
 
+async def test_what_it_leaves_for_its_end_is_done(supervisor: Supervisor, tmp_path: Path) -> None:
+    child = await supervisor.start(spec_of(tmp_path, "goodbyes"))
+    assert is_forked(child) and await exit_code(child) == 0
+    said = child.spec.log_path.read_text().splitlines()[1:]
+    assert said.index("of a thread") < said.index("of an exit handler") and "of a library" in said
+
+
 async def test_one_that_has_ended_before_its_start_is_heard_of_is_known(supervisor: Supervisor, tmp_path: Path) -> None:
     await exit_code(await supervisor.start(spec_of(tmp_path, "exit 0", name="first")))  # everything is loaded
     starting = asyncio.create_task(supervisor.start(spec_of(tmp_path, "exit 7")))

@@ -37,8 +37,11 @@ _TEMPLATE_MODULE = "millrace.env_server.workers.starter"
 WORKER_MODULE = "millrace.env_server.workers.env_worker"
 # What every worker imports, and those of environments of v0; they are most.
 _PRELOADED = (WORKER_MODULE, "millrace.env_server.adapters.v0", "millrace.env_server.adapters.renderer")
-_OF_V1 = "millrace.env_server.adapters.v1"
-"""Another second of imports, which the first worker of v1 pays itself; the template follows for the next ones."""
+_OF_V1 = ("millrace.env_server.adapters.v1", "transformers.models.auto.tokenization_auto")
+"""Three more CPU-seconds of imports: the environment's, and the tokenizer's, which v1 loads with the first rollout.
+
+The first worker of v1 pays them itself; the template follows for the next ones.
+"""
 # It imports 3 CPU-seconds' worth of libraries; a busy machine has its own idea of seconds.
 _READY_S = 180.0
 _FORK_S = 20.0
@@ -78,7 +81,11 @@ class WorkerTemplate:
         """An environment of this generation was loaded: what its next workers import is imported now."""
         if api == "v1" and not self._has_v1:
             self._has_v1 = True
-            self.fork_server.preload(WORKER_MODULE, _OF_V1)
+            self._preload_v1()
+
+    def _preload_v1(self) -> None:
+        for module in _OF_V1:
+            self.fork_server.preload(WORKER_MODULE, module)
 
     def close(self) -> None:
         """End the template, and with it every copy."""
@@ -94,7 +101,7 @@ class WorkerTemplate:
                 raise ForkServerError(f"the template could not be started: {error}") from error
             self._began = time.monotonic()
             if self._has_v1:
-                self.fork_server.preload(WORKER_MODULE, _OF_V1)
+                self._preload_v1()
         with waits.shared("the template of env workers to import", waits_on="env worker", deadline_s=_READY_S):
             await self.fork_server.wait_loaded(timeout_s=_READY_S)
 

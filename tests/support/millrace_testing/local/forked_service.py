@@ -1,9 +1,12 @@
 """A service whose process is forked: says who it is, then does what WHAT says."""
 
+import atexit
+import ctypes
 import json
 import os
 import random
 import sys
+import threading
 import time
 
 
@@ -14,6 +17,11 @@ def main() -> int:
     match os.environ["WHAT"].split():
         case ["exit", code]:
             return int(code)
+        case ["goodbyes"]:
+            atexit.register(print, "of an exit handler")
+            threading.Timer(0.2, print, ["of a thread"]).start()
+            ctypes.CDLL(None).printf(b"of a library\n")
+            return 0
         case ["raise"]:
             raise RuntimeError("as asked")
     time.sleep(600)
