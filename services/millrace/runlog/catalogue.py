@@ -20,6 +20,7 @@ _NUMBER_DIGITS = 18  # what fits into 63 bits
 _PROVED_BY_HASH = "bytes with that hash"
 _BACKUP = "restore the object from a replica of the bucket"
 _KEPT = "as long as the run"
+UNTIL_TAUGHT = "until a checkpoint has what it taught"
 
 DENSE = "dense"
 """Numbered from 1 without a gap."""
@@ -254,7 +255,7 @@ BATCH_CHUNK = ObjectKind(
     numbering="by step",
     finding="CHUNK",
     named_by=(ITS_HEADER,),
-    kept="until a checkpoint has what it taught",
+    kept=UNTIL_TAUGHT,
     repair=f"{_PROVED_BY_HASH}, also of Redis",
 )
 ROLLOUT_ARCHIVE = ObjectKind(

@@ -19,7 +19,7 @@ from millrace.runlog.seal import write_seal
 from millrace.storage.local import LocalStore
 from millrace_testing.runlog.recorded_log import STEPS as FEW_STEPS
 from millrace_testing.runlog.recorded_log import Recorded, audit, record, violations
-from millrace_testing.runlog.scene import PREFIX, STEPS, Scene, first, read_header, record_scene
+from millrace_testing.runlog.scene import STEPS, Scene, first, record_scene
 
 
 @pytest.fixture(scope="module")
@@ -27,64 +27,21 @@ def recorded(tmp_path_factory, redis_url) -> Scene:
     return record_scene(tmp_path_factory.mktemp("recorded"), redis_url)
 
 
-@pytest.fixture(scope="module")
-def untouched(recorded) -> dict[str, bytes]:
-    return {info.key: recorded.store.get(info.key) for info in recorded.store.list(PREFIX)}
-
-
 @pytest.fixture
-def scene(recorded, untouched) -> Iterator[Scene]:
+def scene(recorded) -> Iterator[Scene]:
     yield recorded
-    now = {info.key for info in recorded.store.list(PREFIX)}
-    for key in now - untouched.keys():
-        recorded.store.delete(key)
-    for key, data in untouched.items():
-        if key not in now or recorded.store.get(key) != data:
-            recorded.store.put(key, data)
-
-
-def under(prefix: Callable[[Names], str], ending: str = "") -> Callable[[LocalStore, Names], tuple[str, str]]:
-    """The first and the last object below a prefix whose bytes differ."""
-
-    def pair(store: LocalStore, names: Names) -> tuple[str, str]:
-        keys = [info.key for info in store.list(prefix(names)) if info.key.endswith(ending)]
-        return keys[0], next(key for key in reversed(keys) if store.get(key) != store.get(keys[0]))
-
-    return pair
+    recorded.store.undo()
 
 
 PAIRS: dict[str, Callable[[LocalStore, Names], tuple[str, str]]] = {
     "epochs of two roles": lambda store, names: (names.epoch("trainer", 1), names.epoch("orchestrator", 1)),
-    "intents": under(lambda names: names.intents),
-    "event archives": under(lambda names: names.event_archive),
-    "headers": lambda store, names: (names.batch_header(3), names.batch_header(4)),
     "last headers": lambda store, names: (names.batch_header(STEPS - 1), names.batch_header(STEPS)),
-    "chunks of two steps": lambda store, names: (
-        read_header(store, names, 3).chunks[0].key, read_header(store, names, 4).chunks[0].key
-    ),
-    "archives": lambda store, names: (
-        read_header(store, names, 3).rollouts_key, read_header(store, names, 4).rollouts_key
-    ),
-    "scores": under(lambda names: names.root + "scores/"),
     "policy manifests": lambda store, names: (names.policy_manifest(0, 3), names.policy_manifest(0, 4)),
-    "anchors": lambda store, names: (
-        first(store, names.policy(0, 0), ".safetensors"), first(store, names.policy(0, 8), ".safetensors")
-    ),
-    "deltas": lambda store, names: (first(store, names.policy(0, 6), ".bin"), first(store, names.policy(0, 7), ".bin")),
     "a delta and a skip delta": lambda store, names: (
         first(store, names.policy(0, 8) + "e", "delta-00000004-00001.bin"),
         first(store, names.policy(0, 8) + "e", "delta-00000007-00001.bin"),
     ),
-    "checkpoint manifests": lambda store, names: (names.checkpoint_manifest(5), names.checkpoint_manifest(10)),
-    "checkpoint objects": lambda store, names: (
-        first(store, names.checkpoint(5) + "e", ".bin"), first(store, names.checkpoint(10) + "e", ".bin")
-    ),
-    "token logs": lambda store, names: (names.token_log(4, 0), names.token_log(5, 0)),
 }  # fmt: skip
-
-
-NEEDS_BYTES = {"anchors", "deltas", "checkpoint objects", "token logs"}
-"""Other bytes under a name whose object has as many: only who reads large objects sees it."""
 
 
 def change_places(store: LocalStore, one: str, two: str) -> None:
@@ -103,11 +60,11 @@ WAYS = [change_places, put_older]
 @pytest.mark.parametrize("kind", PAIRS)
 @pytest.mark.parametrize("way", WAYS)
 def test_objects_of_one_kind_that_change_places_are_found(scene, kind: str, way) -> None:
+    """More pairs than the table of every kind has, which is in `test_tamperings.py`."""
     one, two = PAIRS[kind](scene.store, scene.names)
-    assert scene.store.get(one) != scene.store.get(two)
     way(scene.store, one, two)
     scene.store.delete(scene.names.attestation(1))  # it would tell of most of these by itself
-    assert list(scene.audit("deep" if kind in NEEDS_BYTES else "fast").violations)
+    assert list(scene.audit("fast").violations)
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -7,7 +7,6 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -29,7 +28,40 @@ from millrace.v1 import audit_pb2
 from millrace_testing.runlog.recorded_log import record
 
 STEPS = 12
+CHECKPOINTS = (5, 10, STEPS)
 PREFIX = "tampered"
+
+
+class UndoStore(LocalStore):
+    """A store that takes back what was written to it."""
+
+    def __init__(self, directory: Path) -> None:
+        super().__init__(directory)
+        self._before: dict[str, bytes | None] = {}
+
+    def create(self, key: str, data: bytes) -> bool:
+        self._note(key)
+        return super().create(key, data)
+
+    def put(self, key: str, data: bytes) -> None:
+        self._note(key)
+        super().put(key, data)
+
+    def delete(self, key: str) -> None:
+        self._note(key)
+        super().delete(key)
+
+    def undo(self) -> None:
+        for key, data in self._before.items():
+            if data is None:
+                super().delete(key)
+            else:
+                super().put(key, data)
+        self._before.clear()
+
+    def _note(self, key: str) -> None:
+        if key not in self._before:
+            self._before[key] = self.get(key) if self.head(key) is not None else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,8 +75,8 @@ class Scene:
     kept: Attestation
 
     @functools.cached_property
-    def store(self) -> LocalStore:
-        return LocalStore(self.directory)
+    def store(self) -> UndoStore:
+        return UndoStore(self.directory)
 
     def copy(self, directory: Path) -> "Scene":
         """Return a copy to tamper with. The files are shared: a store replaces files, and writes into none."""
@@ -89,7 +121,7 @@ async def record_run(store: LocalStore, redis_url: str, name: str, uid: str, *, 
     await create_epoch(store, names, "log", "rebuilder")
     store.create(names.generation(2), b"")
     store.create(Deployment(PREFIX).request_object(f"request-{name}"), uid.encode())
-    await record(log, redis, store, steps=STEPS, checkpoints=(5, 10, 12), seed=seed, scored=True, name=name)
+    await record(log, redis, store, steps=STEPS, checkpoints=CHECKPOINTS, seed=seed, scored=True, name=name)
     await redis.delete(*names.all_keys)
     await redis.aclose()
     return names
@@ -137,42 +169,6 @@ def read_header(store: LocalStore, names: Names, step: int) -> batch_pb2.BatchHe
     return decode_header(store.get(names.batch_header(step)))
 
 
-KINDS: dict[str, Callable[[LocalStore, Names], str]] = {
-    "run.json": lambda store, names: names.run_json,
-    "name object": lambda store, names: Deployment(PREFIX).name_object(_name(store, names)),
-    "request object": lambda store, names: Deployment(PREFIX).request_object(f"request-{_name(store, names)}"),
-    "epoch": lambda store, names: names.epoch("trainer", 1),
-    "generation mark": lambda store, names: names.generation(2),
-    "intent": lambda store, names: names.intent(2),
-    "first event archive": lambda store, names: first(store, names.event_archive),
-    "last event archive": lambda store, names: last(store, names.event_archive),
-    "batch header": lambda store, names: names.batch_header(6),
-    "last batch header": lambda store, names: names.batch_header(STEPS - 1),
-    "closing header": lambda store, names: names.batch_header(STEPS),
-    "batch chunk": lambda store, names: read_header(store, names, 10).chunks[1].key,
-    "last batch chunk": lambda store, names: read_header(store, names, STEPS - 1).chunks[-1].key,
-    "rollout archive": lambda store, names: read_header(store, names, 3).rollouts_key,
-    "scores": lambda store, names: first(store, names.root + "scores/"),
-    "old policy manifest": lambda store, names: names.policy_manifest(0, 1),
-    "last policy manifest": lambda store, names: names.policy_manifest(0, STEPS),
-    "old anchor": lambda store, names: first(store, names.policy(0, 0), ".safetensors"),
-    "anchor": lambda store, names: first(store, names.policy(0, 8), ".safetensors"),
-    "delta": lambda store, names: first(store, names.policy(0, 7), ".bin"),
-    "skip delta": lambda store, names: first(store, names.policy(0, 8) + "e", "delta-00000004-00001.bin"),
-    "policy file": lambda store, names: first(store, names.root + "policy-files/"),
-    "checkpoint manifest": lambda store, names: names.checkpoint_manifest(5),
-    "last checkpoint manifest": lambda store, names: names.checkpoint_manifest(STEPS),
-    "checkpoint object": lambda store, names: first(store, names.checkpoint(5) + "e", ".bin"),
-    "token log": lambda store, names: names.token_log(4, 0),
-    "seal": lambda store, names: names.seal(0),
-    "attestation": lambda store, names: names.attestation(1),
-}
-
-
-def _name(store: LocalStore, names: Names) -> str:
-    return json.loads(store.get(names.run_json))["name"]
-
-
 def rehash(scene: Scene) -> None:
     """Redo every hash in manifests, headers and checkpoints; events, seal and attestation stay."""
     store, names = scene.store, scene.names
@@ -201,7 +197,7 @@ def rehash(scene: Scene) -> None:
         data = header.SerializeToString(deterministic=True)
         store.put(names.batch_header(step), data)
         chain = chains[step] = chain_hash(chain, data)
-    for step in (5, 10, STEPS):
+    for step in CHECKPOINTS:
         hashes(names.checkpoint_manifest(step))
         manifest = json.loads(store.get(names.checkpoint_manifest(step)))
         manifest["chain_hash"] = chains[step - 1].hex()
