@@ -12,6 +12,7 @@ import pytest
 from millrace.env_server.interpreters.allowed import ANY, parse_pythons, problem_of, require_allowed
 from millrace.env_server.interpreters.examine import NEEDED, require_usable, shown_files
 from millrace.env_server.library import releases, v1
+from millrace.env_server.workers.starter import preloaded
 from millrace.errors import InvalidSpecError
 from millrace_testing.repository import REPOSITORY
 
@@ -181,6 +182,12 @@ def test_releases_say_in_their_own_words_that_a_prompt_does_not_fit(
 ) -> None:
     said = None if error is None else SimpleNamespace(type=error[0], message=error[1])
     assert v1.is_too_long(stop, said) == is_too_long
+
+
+@pytest.mark.parametrize(("release", "generation"), [("0.1.14", "v0"), ("0.3.1", "v0"), ("0.4.0", "v1")])
+def test_the_template_of_workers_imports_what_the_release_has(release: str, generation: str) -> None:
+    adapters = [each for each in preloaded(release) if each.rpartition(".")[2] in ("v0", "v1")]
+    assert adapters == [f"millrace.env_server.adapters.{generation}"]
 
 
 def test_fields_of_the_mcp_library_are_found_by_either_name() -> None:

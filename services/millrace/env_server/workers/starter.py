@@ -21,6 +21,7 @@ from millrace.env_server.interpreters.examine import shown_files
 from millrace.env_server.isolation.confinement import Confinement, furnish
 from millrace.env_server.isolation.inherited import worker_environ
 from millrace.env_server.isolation.namespaces import DIRECTORY
+from millrace.env_server.library import releases
 from millrace.processes import fork_server, sessions
 from millrace.processes.forked import ForkedProcess, ForkServerClient, ForkServerError
 from millrace.processes.sessions import Process, die_with_parent
@@ -35,13 +36,13 @@ from millrace.telemetry import waits
 
 _TEMPLATE_MODULE = "millrace.env_server.workers.starter"
 WORKER_MODULE = "millrace.env_server.workers.env_worker"
-# What every worker imports, and those of environments of v0; they are most.
-_PRELOADED = (WORKER_MODULE, "millrace.env_server.adapters.v0", "millrace.env_server.adapters.renderer")
+_OF_V0 = ("millrace.env_server.adapters.v0",)
 _OF_V1 = ("millrace.env_server.adapters.v1", "transformers.models.auto.tokenization_auto")
 """Three more CPU-seconds of imports: the environment's, and the tokenizer's, which v1 loads with the first rollout.
 
 The first worker of v1 pays them itself; the template follows for the next ones.
 """
+_RENDERER = "millrace.env_server.adapters.renderer"
 # It imports 3 CPU-seconds' worth of libraries; a busy machine has its own idea of seconds.
 _READY_S = 180.0
 _FORK_S = 20.0
@@ -51,6 +52,15 @@ _SHORT_LIFE_S = 60.0
 _PAUSE_S = 300.0
 
 
+def preloaded(release: str) -> tuple[str, ...]:
+    """Return what every worker imports with that release of `verifiers`, and those of v0, which are most.
+
+    A release without v0 has workers of v1 alone.
+    """
+    own = _OF_V1 if releases.problem_of("v0", release) else _OF_V0
+    return (WORKER_MODULE, *own, _RENDERER)
+
+
 class WorkerTemplate:
     """One template at a time. Of one event loop."""
 
@@ -58,7 +68,7 @@ class WorkerTemplate:
         """`environ` gives the variables of the template, `cwd` is its working directory."""
         self._environ = environ
         self._cwd = cwd
-        self.fork_server = ForkServerClient({WORKER_MODULE: _PRELOADED}, module=_TEMPLATE_MODULE)
+        self.fork_server = ForkServerClient({WORKER_MODULE: preloaded(releases.installed())}, module=_TEMPLATE_MODULE)
         self._began: float | None = None
         self._has_v1 = False
         self._num_short_lives = 0
