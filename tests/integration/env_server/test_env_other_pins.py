@@ -1,5 +1,7 @@
 """Other releases of `verifiers` than ours, in virtual environments of their own, through the whole env-server."""
 
+import asyncio
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -8,6 +10,8 @@ import pytest
 
 from millrace.internal.v1 import env_service_pb2, rollout_pb2
 from millrace.rollouts.types import RolloutStatus
+from millrace_testing import chosen_tasks
+from millrace_testing.repository import REPOSITORY
 
 pytestmark = [
     pytest.mark.asyncio(loop_scope="session"),
@@ -130,6 +134,19 @@ async def test_v1_of_0_4_repeats_by_rules(server: Any, pins: dict[str, str], rul
     assert rollout.status is RolloutStatus.OK and rollout.reward == 1.0, rollout.error
     failed = await server.play_one("talks-v1", 2, args=args)
     assert failed.error is not None and failed.error.message.endswith("attempt 2 failed"), failed.error
+
+
+async def test_select_chooses_what_0_4_chooses(pins: dict[str, str]) -> None:
+    env = {**os.environ, "PYTHONPATH": str(REPOSITORY / "services")}
+    compared = await asyncio.create_subprocess_exec(
+        pins["0.4"],
+        str(chosen_tasks.__file__),
+        env=env,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.STDOUT,
+    )
+    said, _ = await compared.communicate()
+    assert compared.returncode == 0 and int(said) > 200, said.decode()
 
 
 @pytest.mark.parametrize("mode", ["tools", "objects"])
