@@ -95,6 +95,9 @@ async def test_agents_of_v1(server, tokenizer_manifest_key):
         assert (rollout.status, rollout.error) == (RolloutStatus.OK, None)
         assert sum(int(sample.loss_mask.sum()) for sample in rollout.samples) == num_trained * size
         assert rollout.metrics.get("agent_calls_left_out", 0) == num_left_out
+    failed = await played_v1(server, "fails")
+    assert (failed.status, failed.error.type) == (RolloutStatus.ENV_ERROR, "HarnessError")
+    assert " exited 1: ValueError: the tool xxx" in failed.error.message.partition("\n")[0], failed.error.message
 
 
 @pytest.mark.long
