@@ -44,8 +44,8 @@ _INTRODUCTION = """# Events
 <!-- Made by `python scripts/events_reference.py > docs/events.md`; a test fails where the two differ. -->
 
 What a run says of itself: `millrace run logs RUN` prints it, `millrace run watch RUN` follows it, `WatchRun` streams it
-to programs (`proto/millrace/v1/event.proto`). Each has a cursor, a time, a writer, and that writer's number of it.
-Reasons in capitals are stable for programs. [`troubleshooting.md`](troubleshooting.md) goes by symptom.
+to programs (fields: `proto/millrace/v1/event.proto`). Each event has a cursor, a time, a writer, and the writer's
+number of it. Reasons in capitals are stable for programs. [`troubleshooting.md`](troubleshooting.md) goes by symptom.
 """
 
 Texts = Mapping[str, tuple[str, str]]
@@ -67,7 +67,7 @@ EVENTS: Texts = {
     "checkpoint_saved": ("`ckpt.interval`, or the run ends or is paused", NOTHING),
     "token_log_stored": ("`trainer.token_log.share`: the log-probs of a step's tokens are durable", NOTHING),
     "training_resumed": (
-        "a trainer goes on with a run: from which checkpoint, and how the training before it ended",
+        "a trainer continues a run: from which checkpoint, and how the training before ended",
         "if you did not stop it, see that trainer's log and memory",
     ),
     "warning": ("the run goes on; reasons are below", NOTHING),
@@ -85,22 +85,22 @@ EVENTS: Texts = {
     ),
     "policy_served": ("a replica loaded and proved a version", NOTHING),
     "rollouts_failed": (
-        "rollouts of an environment failed: the first group that did, then each doubling",
+        "rollouts of an environment failed: the first group, then each doubling",
         "fix the error in the message; `millrace env check ID` plays one task",
     ),
 }
 
 WARNINGS: Texts = {
     "EXTRA_MISSING": (
-        "`[wandb]` or OpenTelemetry's variables are set, and the orchestrator lacks the library",
+        "the orchestrator lacks the library for `[wandb]` or OpenTelemetry",
         "`pip install 'millrace[wandb]'` or `'millrace[otel]'` there; later `millrace run export RUN --to wandb`",
     ),
     "TRACES_EXPORTER_DIED": (
-        "the process that sends traces died; another one begins with the last five minutes",
+        "the process that sends traces died and is replaced; it resends five minutes",
         "see the orchestrator's log if it keeps happening",
     ),
     "TRACES_UNREACHABLE": (
-        "the collector does not take traces; they are sent once it does",
+        "the collector does not answer; traces are sent later",
         "check OTEL_EXPORTER_OTLP_ENDPOINT (OTLP over HTTP) and the headers",
     ),
     "WANDB_EXPORTER_DIED": (
@@ -108,49 +108,48 @@ WARNINGS: Texts = {
         "`millrace run export RUN --to wandb` writes everything",
     ),
     "WANDB_REFUSED": (
-        "W&B refuses the key, or it may not write to that project; the run goes on",
+        "W&B refuses the key, or the key may not write to that project",
         "set WANDB_API_KEY, or WANDB_API_KEY_FILE, of the orchestrator, and see `wandb.entity`",
     ),
     "WANDB_UNREACHABLE": (
-        "W&B does not answer; the run goes on, and what it did not get is written once it does",
+        "W&B does not answer; everything is written later",
         "check WANDB_BASE_URL and the orchestrator's network",
     ),
     "ALL_TRUNCATED": (
-        "nine of ten rollouts of the last batches, or more, were cut at their token limit",
+        "at least 90 % of the last batches' rollouts were cut at their token limit",
         "raise `orchestrator.sampling.max_tokens` and `seq_len`, or use the model's own chat template",
     ),
     "CHECKPOINT_NOT_DELETED": (
-        "a checkpoint that need not be kept cannot be deleted; it is tried again",
-        "give the trainer the right (`s3:DeleteObject`, the directory's), or delete it yourself",
+        "an old checkpoint cannot be deleted; it is tried again",
+        "give the trainer the right (`s3:DeleteObject`, the directory's)",
     ),
     "CHECKPOINT_DAMAGED": (
-        "a checkpoint's bytes are not those that were written; an older one is used",
-        "`millrace run repair RUN --from URL` restores it from a replica of the bucket; look at the store",
+        "a checkpoint's bytes changed; an older one is used",
+        "`millrace run repair RUN --from URL`; look at the store",
     ),
     "ENTROPY_NOT_FINITE": (
         "the entropy of a token is not finite; the step is skipped",
         "lower `trainer.optim.lr`; look at the sample that the message names",
     ),
     "ENTRY_DAMAGED": (
-        "a Redis stream has an entry that nobody of this run wrote, or a damaged one",
+        "a Redis stream has a foreign or damaged entry",
         "find out who else writes to this Redis",
     ),
     "EVAL_FAILED": (
-        "no rollout of an evaluation during training finished; the run goes on",
+        "no rollout of an evaluation finished",
         "as for `rollouts_failed`; `millrace env check ID --eval` plays a held-out task",
     ),
     "SAMPLES_CUT": (
-        "samples are longer than `orchestrator.seq_len`, or than their environment's `max_seq_len`: the rest is not "
-        "trained on",
+        "samples are longer than `orchestrator.seq_len` or their environment's `max_seq_len`, and are cut",
         "raise the key to the length in the message, or let rollouts end sooner",
     ),
     "EVAL_SKIPPED": (
-        "an evaluation lasted longer than `orchestrator.eval.interval`, or the run was taken over: the named versions "
+        "an evaluation outlasted `orchestrator.eval.interval`, or the run was taken over: the named versions "
         "are not evaluated",
         "raise the interval, lower `num_examples` or `rollouts_per_example`, or add replicas",
     ),
     "EVAL_ON_TRAINING_TASKS": (
-        "the environment has no held-out tasks, so the evaluation plays training tasks",
+        "the environment has no held-out tasks",
         "give it an `eval_dataset`, or an `[[orchestrator.eval.env]]` with other args",
     ),
     "GRADIENT_NOT_FINITE": (
@@ -158,42 +157,42 @@ WARNINGS: Texts = {
         "lower `trainer.optim.lr`; compute in float32 (`trainer.model.dtype`); look at the batch that it names",
     ),
     "ROLLOUTS_LOST": (
-        "an engine answers 5xx or ends, or a worker is lost from outside; no rollout of a group's worth came back OK",
-        "look at the log of the process that the message names; the run goes on by itself once it works",
+        "engines fail or workers are lost; no rollout of a group's worth came back OK",
+        "see the log of the process that the message names; the run recovers by itself",
     ),
     "GROUPS_STALE": (
-        "a quarter of an environment's last groups, or more, were older than `orchestrator.max_off_policy_steps`",
-        "add replicas, or raise it; the message says whether it is the slow tasks that are lost",
+        "at least a quarter of an environment's last groups were older than `orchestrator.max_off_policy_steps`",
+        "add replicas, or raise it; the message says whether slow tasks are lost",
     ),
     "NO_TURN_REWARDS": (
         '`credit` is `"turn"`, but no turn of an environment has a reward of its own',
         'let the environment reward its steps (`state.add_step_reward`), or set `orchestrator.algo.credit = "rollout"`',
     ),
     "NOTHING_TO_ECHO": (
-        "no token after a reply is of a role that `echo` learns; the message says which roles have spoken (`nobody`: "
-        "rollouts of one turn, or every turn is a sample of its own)",
+        "no token after a reply is of a role that `echo` learns; the message lists the roles (`nobody`: "
+        "single turns, or every turn is a sample)",
         "name roles in `orchestrator.algo.roles`, or use `grpo`",
     ),
     "TURN_REWARDS_UNEQUAL": (
         '`credit` is `"turn"`, and the rewards of the turns of some rollouts do not add up to the rollout\'s reward',
-        "let the rubric sum the steps (`state.total_step_reward()`), with a weight of 1 and nothing beside it",
+        "let the rubric be `state.total_step_reward()` alone, with weight 1",
     ),
     "HISTORY_REWRITTEN": (
-        "`trajectory_strategy` is `interleaved`, but a chat template that rewrites earlier turns split rollouts",
+        "the chat template rewrites earlier turns, which splits rollouts in spite of `trajectory_strategy` "
+        "`interleaved`",
         'use a template that keeps earlier turns as they were, or `orchestrator.trajectory_strategy = "branching"`',
     ),
     "COMPILE_FAILED": (
         "a block could not be compiled (`trainer.model.compile`); it runs eagerly",
-        "mostly a C++ compiler (CPU) or Triton (GPU) is missing; or leave the key out",
+        "install a C++ compiler (CPU) or Triton (GPU), or leave the key out",
     ),
     "ENGINE_DISAGREES": (
-        "engine and trainer disagree by 0.01 nats or more on tokens that the trained version itself sampled "
-        "(`on_policy_mismatch_kl`): they compute different distributions",
-        "leave out penalties and `min_tokens`; compare dtype and quantization of the engine with `trainer.model.dtype`",
+        "engine and trainer disagree by 0.01 nats or more on on-policy tokens (`on_policy_mismatch_kl`)",
+        "leave out penalties and `min_tokens`; compare the engine's dtype and quantization with `trainer.model.dtype`",
     ),
     "KL_EXPLODING": (
-        "engine and trainer disagree ten times more than before on a batch (0.01 nats or more), or by more than 0.5, "
-        "and not on tokens of the trained version: steps are too large",
+        "engine and trainer disagree ten times more than before (0.01 nats or more), or by more than 0.5, on "
+        "off-policy tokens: steps are too large",
         "lower `trainer.optim.lr` or `async_level`, or raise `trainer.loss.kl_tau`",
     ),
     "LOSS_NOT_FINITE": (
@@ -201,7 +200,7 @@ WARNINGS: Texts = {
         "lower `trainer.optim.lr`; look at the advantage and log-probs of the named sample",
     ),
     "NEW_LINEAGE": (
-        "after a resume, published versions came out differently, or a strict run has another number of ranks",
+        "after a resume published versions came out differently, or a strict run has other ranks",
         '`trainer.determinism = "strict"` and as many ranks as before avoid it',
     ),
     "ORCHESTRATOR_BACK": ("the orchestrator answers the trainer again", NOTHING),
@@ -218,15 +217,15 @@ WARNINGS: Texts = {
         "give it a processor of its own",
     ),
     "POLICY_PUBLISHED_ANEW": (
-        "an object of a published version was damaged or gone; the trainer wrote it again",
-        "look at the object store: who deletes or changes objects?",
+        "an object of a published version was damaged or missing; the trainer wrote it again",
+        "who deletes or changes objects?",
     ),
     "POLICY_UPDATE_FAILED": (
         "a replica could not load or prove a version; it is tried again",
         "the message has the replica's error; see its log",
     ),
     "PUBLISHER_DIED": (
-        "the process that publishes policies was killed, perhaps for memory; another one published the version",
+        "the process that publishes policies was killed, perhaps for memory, and replaced",
         "give the trainer's machine more memory",
     ),
     "REDIS_RESTARTED": (
@@ -243,7 +242,7 @@ WARNINGS: Texts = {
         "lower `trainer.token_log.share` if the object is too large or the store too slow",
     ),
     "TRAINER_FINISH_TIMEOUT": (
-        "the run is over, and the trainer did not say that it has written everything",
+        "the run is over, and the trainer did not confirm its last objects",
         "look at the trainer's log",
     ),
     "WORKER_BACK": ("a silent worker answers again", NOTHING),
@@ -254,26 +253,26 @@ WARNINGS: Texts = {
     "WORKER_REPLACED": ("a worker ended and another took its place", "see the log of the one that ended"),
     "WORKER_SILENT": ("a worker does not answer", "it is frozen, overloaded or cut off: look at its machine"),
     "ZERO_ADVANTAGE": (
-        "in every group of a batch (refilled: of as many groups in a row) all rewards are equal",
+        "all rewards are equal in every group of a batch (or of as many groups in a row)",
         "look at the rewards (`millrace run samples RUN`); raise `rollouts_per_example` or the temperature",
     ),
 }
 
 FAILURES: Texts = {
     "CHAT_TEMPLATE_MISSING": (
-        "the tokenizer has no chat template that takes conversations, and the run's environments play them",
+        "the tokenizer has no chat template for the environments' conversations",
         "put `chat_template.jinja` beside the tokenizer, or name its file in `inference.model.chat_template` (vLLM)",
     ),
     "CHECKPOINTS_DAMAGED": (
         "no whole checkpoint reaches to where the log begins",
-        "restore one from a replica of the bucket (`millrace run repair RUN --from URL --apply`), then resume",
+        "`millrace run repair RUN --from URL --apply`, then resume",
     ),
     "CHECKPOINT_BASE_DIFFERS": (
         "the trainer has another base model than the run began with",
         "give it that model, under `trainer.model.name`",
     ),
     "CHECKPOINT_CONDITIONS_DIFFER": (
-        "strict determinism, and device, threads, library releases or packing differ from the checkpoint's",
+        "strict determinism, and device, threads, releases or packing differ from the checkpoint's",
         'resume under the same conditions, or fork with `trainer.determinism = "best_effort"`',
     ),
     "CHECKPOINT_INDEX_INVALID": ("the index of a checkpoint's tensors cannot be read", "as for CHECKPOINTS_DAMAGED"),
@@ -288,20 +287,20 @@ FAILURES: Texts = {
     ),
     "ENV_ARGS_INVALID": ("`args` of an environment are no JSON object", "correct `orchestrator.env.args`"),
     "ENV_IMAGE_MISSING": (
-        "no env-server announces the image of `orchestrator.env.image`, or all announce one and it is not set",
-        "start one from it with `MILLRACE_ENV_IMAGE` (with the chart: a pool of `envServer.pools`), or correct the key",
+        "no env-server announces the image of `orchestrator.env.image`, or none is without one",
+        "start one with `MILLRACE_ENV_IMAGE` (chart: `envServer.pools`), or correct the key",
     ),
     "ENV_KILLS_WORKERS": (
-        "the environment ends its worker process again and again (memory, a crash, an exit)",
+        "the environment ends its worker again and again (memory, crash, exit)",
         "see the env-server's log; correct the environment, or raise its workers' limits",
     ),
     "ENV_LOAD_FAILED": (
         "`load_environment` raised on every env-server",
-        "the message has the error; `millrace env check ID --args …` shows it without a run",
+        "`millrace env check ID --args …` shows it without a run",
     ),
     "ENV_LOAD_TIMEOUT": (
-        "no env-server was there, or none loaded the environment in time",
-        "start an env-server, or look at its log (downloads of data sets are the usual cause)",
+        "no env-server loaded the environment in time",
+        "start an env-server, or see its log (usually a download)",
     ),
     "ENV_NOT_AN_ENVIRONMENT": (
         "the module has no `load_environment` that returns one",
@@ -321,12 +320,12 @@ FAILURES: Texts = {
         "run the command of the message, which makes such an interpreter (docs/environments.md)",
     ),
     "ENV_SELECT_INVALID": (
-        "`select` names tasks that the environment does not have, leaves none, or evaluates what is trained on",
-        "correct `select` of the environment: the message says what there is",
+        "`select` names missing tasks, leaves none, or evaluates training tasks",
+        "correct `select`; the message lists what exists",
     ),
     "ENV_WITHOUT_TASKS": (
         "an environment to train on has no training tasks",
-        "see what its `args` select; one that has held-out tasks alone belongs under `orchestrator.eval.env`",
+        "see its `args`; one with held-out tasks alone belongs under `orchestrator.eval.env`",
     ),
     "EVAL_FAILED": (
         "no rollout of the first or the last evaluation finished",
@@ -335,7 +334,7 @@ FAILURES: Texts = {
     "GANG_MESSAGE_INVALID": ("the ranks of one trainer run different releases", "install the same one on every rank"),
     "HEADER_CORRUPT": ("the log's last header cannot be read", "`millrace run repair RUN`"),
     "HINT_NOT_RENDERED": (
-        "the chat template writes no system message alone, which carries the hint of opsd",
+        "the chat template cannot write the hint of opsd, a system message alone",
         "take another template, or opd with a teacher",
     ),
     "MODEL_CONFIG_INVALID": (
@@ -343,27 +342,27 @@ FAILURES: Texts = {
         "restore the file of the model that `model.name` says",
     ),
     "LAYOUT_IMPOSSIBLE": (
-        "ranks, heads, experts or layers cannot be divided as `dp_replicate`, `cp`, `tp` and `ep` say",
+        "ranks, heads, experts or layers do not divide by `dp_replicate`, `cp`, `tp`, `ep`",
         "each line says what to set",
     ),
     "LORA_SAVED_TIED": ("`modules_to_save` names one end of a tied weight", "leave it out"),
     "LORA_SAVED_UNKNOWN": ("`modules_to_save` fits no layer of the model", "name layers of this model"),
     "LORA_TARGET_UNKNOWN": ("`target_modules` fits no layer of the model", "name layers of this model"),
     "MODEL_CORRUPT": (
-        "weight files are damaged, contradict their index, or have a tensor that is missing, unexpected, misshapen or "
-        "not finite",
+        "weight files are damaged or contradict their index, or a tensor is missing, unexpected, misshapen or"
+        " not finite",
         "fetch or make the model again",
     ),
     "MODEL_FILE_UNUSABLE": (
-        "a small file of the model (config, tokenizer, template) cannot be read, or is not what its name says",
+        "a small file of the model (config, tokenizer, template) is unreadable or of another kind",
         "correct or remove the file in the message",
     ),
     "MODEL_IS_ADAPTER": (
         "the start model is an adapter of PEFT, or has one beside it",
-        "`millrace merge ADAPTER --base BASE --to MODEL`, or move the adapter out of the directory",
+        "`millrace merge ADAPTER --base BASE --to MODEL`, or move the adapter away",
     ),
     "MODEL_NOT_FOUND": (
-        "`model.name` is neither a directory there nor a model of the Hub",
+        "`model.name` is neither a directory there nor on the Hub",
         "correct it; private models need HF_TOKEN",
     ),
     "MODEL_QUANTIZED": (
@@ -371,11 +370,11 @@ FAILURES: Texts = {
         "take the model in bfloat16 or float32",
     ),
     "NO_ADVANTAGE": (
-        "ten batches (or as many groups) in a row without different rewards in a group",
+        "ten batches (or as many groups) in a row without an advantage",
         "as for ZERO_ADVANTAGE",
     ),
     "NO_TASKS_LEFT": (
-        "every task is easy or hard (`orchestrator.buffer`), and what was played makes no batch",
+        "every task is easy or hard (`orchestrator.buffer`), and no batch is left",
         "move `easy_threshold` or `hard_threshold`, add tasks, or fork the run with an `easy_fraction`",
     ),
     "OUT_OF_MEMORY": (
@@ -395,46 +394,46 @@ FAILURES: Texts = {
         "as for CHECKPOINT_BASE_DIFFERS",
     ),
     "POLICY_LOST": (
-        "a published version is damaged, and these weights cannot make it again",
-        "`millrace run repair RUN --from URL --apply`, then `millrace run resume RUN`",
+        "a published version is damaged, and the trainer cannot make it again",
+        "`millrace run repair RUN --from URL --apply`, then resume",
     ),
     "POLICY_NOT_FINITE": (
-        "the start model, or what the last step made of it, gives log-probs that are not finite",
-        "use a start model with finite weights, or fork a few steps before with a lower `trainer.optim.lr`",
+        "the start model, or the last step's, gives log-probs that are not finite",
+        "use another start model, or fork a few steps before with a lower `trainer.optim.lr`",
     ),
     "PUBLISHER_MESSAGE_INVALID": (
         "Millrace was reinstalled under a running trainer",
         "start the trainer again",
     ),
     "ENV_SAMPLING_REFUSED": (
-        "an environment sets for its model calls what the trainer does not compute: a seed, penalties, `min_tokens`, "
+        "an environment sets in model calls what the trainer cannot compute: seed, penalties, `min_tokens`, "
         "`logit_bias`, another model",
         "leave it out; temperature, `top_p`, `top_k` and `min_p` are allowed, and "
         "`orchestrator.sampling.allow_biased_sampling` admits penalties and `min_tokens`",
     ),
     "REWARD_OUT_OF_RANGE": (
-        "a reward is outside of its environment's `reward_range` (`online_difficulty_filtering`, max_rl)",
+        "a reward is outside of `reward_range` (`online_difficulty_filtering`, max_rl)",
         "set `reward_range` to the lowest and highest reward",
     ),
     "ROLLOUTS_FAILED": (
         "more than `orchestrator.max_failed_share` of the rollouts of the last `failure_window` groups failed",
-        "correct the first error, which the message has, then submit again or `millrace run resume RUN`",
+        "correct the first error, which the message has, then resume",
     ),
     "SAMPLES_MIXED": (
-        "the model computes a sample differently after others, even in a micro-batch of its own",
-        "train another model: what it learns would depend on the order of the batch",
+        "the model computes a sample differently after others",
+        "train another model",
     ),
     "SCORES_MISSING": (
         "rollouts came without the teacher's log-probs",
         "see `orchestrator.algo.teacher` and the env-server's log",
     ),
     "SHARD_LAYOUT_UNKNOWN": (
-        "the model's tensors are sharded in a way that cannot be published",
+        "the model's tensors are sharded in an unsupported way",
         "report it, with the model's name",
     ),
     "TASK_SET_DIFFERS": (
         "two env-servers have different tasks for one environment",
-        "install the same version on all; make the data set depend on nothing but its args",
+        "install the same version on all; let the data set depend on its args only",
     ),
     "TEACHER_KEY_MISSING": ("the variable `api_key_var` is not set in the env-server", "set it there"),
     "TEACHER_REFUSED": ("the teacher's endpoint refused the request", "the message has its answer"),
@@ -448,8 +447,8 @@ FAILURES: Texts = {
         "use the release that wrote it",
     ),
     "TOKENIZER_MISSING": (
-        "the directory of the tokenizer has no files of one, or none that load",
-        "copy the model's tokenizer there, or name its directory in `trainer.tokenizer.name`",
+        "the directory has no tokenizer that loads",
+        "copy the tokenizer there, or set `trainer.tokenizer.name`",
     ),
     "TOO_MANY_SKIPPED_STEPS": (
         "`trainer.max_skipped_steps` steps in a row had no finite loss, entropy or gradient",
@@ -478,15 +477,15 @@ DROPPED: Texts = {
 
 def render() -> str:
     """The whole page."""
-    bodies, fields = _proto()
+    bodies = _events()
     _require_all("events of event.proto", set(bodies), EVENTS)
     _require_all("warnings in the code", _warnings() | _CAUGHT, WARNINGS)
     _require_all("reasons of failed runs in the code", _failures() - _ANSWERED | _by_value(), FAILURES)
     _require_all("drop reasons in the code", _drops(), DROPPED)
-    text = _INTRODUCTION + "\n## Kinds\n\n| Event | When | What to do | Fields |\n|---|---|---|---|\n"
-    for name, message in bodies.items():
+    text = _INTRODUCTION + "\n## Kinds\n\n| Event | When | What to do |\n|---|---|---|\n"
+    for name in bodies:
         cause, remedy = EVENTS[name]
-        text += f"| `{name}` | {cause} | {remedy} | {', '.join(f'`{each}`' for each in fields[message])} |\n"
+        text += f"| `{name}` | {cause} | {remedy} |\n"
     text += _table("Warnings", "The run goes on.", WARNINGS)
     text += _table(
         "Why a run failed",
@@ -510,13 +509,10 @@ def _require_all(what: str, there: Collection[str], texts: Texts) -> None:
         sys.exit(f"explained in scripts/events_reference.py, but not among the {what}: {', '.join(gone)}")
 
 
-def _proto() -> tuple[dict[str, str], dict[str, list[str]]]:
-    """Return events with their message, and the fields of each message."""
-    text = PROTO.read_text()
-    oneof = text.partition("oneof body {")[2].partition("}")[0]
-    bodies = {name: message for message, name in re.findall(r"^\s+(\w+) (\w+) = ", oneof, re.MULTILINE)}
-    messages = re.findall(r"^message (\w+) \{\n(.*?)^\}", text, re.MULTILINE | re.DOTALL)
-    return bodies, {name: re.findall(r"^  [\w.<>, ]+ (\w+) = \d+;", body, re.MULTILINE) for name, body in messages}
+def _events() -> list[str]:
+    """Return the names of the events that event.proto declares."""
+    oneof = PROTO.read_text().partition("oneof body {")[2].partition("}")[0]
+    return re.findall(r"^\s+\w+ (\w+) = ", oneof, re.MULTILINE)
 
 
 def _calls(room: Path, *, is_deep: bool) -> Iterator[tuple[str, ast.Call]]:
