@@ -27,8 +27,8 @@ from typing import Any
 from report import REPOSITORY, end_like_interrupt, machine, progress, table
 from workplace import RunResult, Workplace, short_run
 
-from millrace.config.presets import PRESETS
-from millrace.local.ports import free_ports
+from millrace.config.filling import PRESETS
+from millrace.local.directory import free_ports
 
 RESULTS = REPOSITORY / "benchmarks" / "results" / "algorithms.json"
 PLOT = REPOSITORY / "docs" / "algorithms.png"

@@ -22,9 +22,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "support"
 
 from millrace.errors import UnavailableError
 from millrace.internal.v1 import batch_pb2
-from millrace.readers.dashboard.index.build import SampleIndex
-from millrace.readers.dashboard.index.columns import TEXT_BYTES, Columns
-from millrace.readers.dashboard.lists import LogLists
+from millrace.readers.beside import LogLists
+from millrace.readers.dashboard.index import TEXT_BYTES, Columns
+from millrace.readers.dashboard.query import SampleIndex
 from millrace.readers.dashboard.reading import ReaderClient
 from millrace.rollouts.batch_wire import decode_header
 from millrace.rpc.channel import call, open_channel

@@ -41,10 +41,10 @@ from scripted_engine import MODEL
 from workplace import Workplace
 
 from millrace.internal.v1 import env_service_pb2, env_service_pb2_grpc, rollout_pb2
-from millrace.local.ports import free_ports
+from millrace.local.directory import free_ports
 from millrace.local.redis import EmbeddedRedis
 from millrace.policies.manifest import PolicyPlace
-from millrace.policies.publishing.publish import PolicyContents, publish_policy
+from millrace.policies.publish import PolicyContents, publish_policy
 from millrace.policies.tensors import TensorBytes
 from millrace.rollouts.types import RolloutStatus
 from millrace.rollouts.wire import decode_rollout

@@ -18,7 +18,7 @@ from typing import Any
 
 import grpc.aio
 
-from millrace.local.ports import free_ports
+from millrace.local.directory import free_ports
 
 ENVIRONMENTS = {"v0": "reverse-text", "v1": "rev-text-v1"}
 HARNESS = "inprocess_harness"
@@ -97,8 +97,8 @@ def host_v1(place: Path, num_workers: int) -> None:
 async def host_ours(place: Path, redis_url: str, num_workers: int) -> None:
     """Our service, until SIGTERM; runs lie under `bench` in the store of the directory."""
     from millrace.env_server.service import EnvService
-    from millrace.env_server.spool.files import Spool
-    from millrace.env_server.spool.sink import RolloutSink
+    from millrace.env_server.sink import RolloutSink
+    from millrace.env_server.spool import Spool
     from millrace.env_server.tokenizer_files import TokenizerFiles
     from millrace.env_server.workers.pool import PoolLimits
     from millrace.env_server.workers.starter import WorkerStarter

@@ -31,7 +31,7 @@ from cpu_seconds import cpu_by_process, difference
 from report import REPOSITORY, end_like_interrupt, machine, progress, table
 from workplace import EXAMPLE, STOP_TIMEOUT_S, Workplace, short_run
 
-from millrace.local.ports import free_ports
+from millrace.local.directory import free_ports
 
 POLL_S = 0.05
 LONGEST_S = 240.0

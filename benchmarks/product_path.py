@@ -91,7 +91,7 @@ class Announced:
 
 def trained(place: Path, asked: dict[str, Any]) -> list[dict[str, Any]]:
     """The trainer: load, publish version 0, step, publish version 1."""
-    from millrace.config.sections.bench import TrainerBench
+    from millrace.config.sections.rl import TrainerBench
     from millrace.custom_code import CustomCode
     from millrace.runlog import Names
     from millrace.storage.local import LocalStore
@@ -100,9 +100,8 @@ def trained(place: Path, asked: dict[str, Any]) -> list[dict[str, Any]]:
     from millrace.trainer.learning.batch import BatchLayout
     from millrace.trainer.learning.learner import Learner
     from millrace.trainer.loop import learn
-    from millrace.trainer.publish.plan import PublishPlan
+    from millrace.trainer.publish.plan import PublishPlan, PublishTarget
     from millrace.trainer.publish.publisher import Publisher
-    from millrace.trainer.publish.target import PublishTarget
 
     rows, seq_len = 2, asked["tokens"] // 2
     model = {"name": str(place / "model"), "seq_len": seq_len, "publish_dtype": "bfloat16", "ac": {"mode": "full"}}

@@ -17,7 +17,7 @@ from typing import Any
 import httptools
 import uvloop
 
-from millrace.rollouts import choices_wire
+from millrace.rollouts import parameters
 
 MODEL = "policy"
 MAX_MODEL_LEN = 40_960
@@ -26,7 +26,7 @@ TOKEN, LAST = 65, 258  # of the demo's vocabulary: a letter, and the end of a tu
 
 def _reply(body: bytes, *, kind: str = "application/json", can_stream: bool = False) -> bytes:
     """A whole HTTP answer."""
-    more = f"{choices_wire.HEADER}: {choices_wire.LINES}\r\n" if can_stream else ""
+    more = f"{parameters.HEADER}: {parameters.LINES}\r\n" if can_stream else ""
     head = f"HTTP/1.1 200 OK\r\ncontent-type: {kind}\r\n{more}content-length: {len(body)}\r\n\r\n"
     return head.encode() + body
 
@@ -61,7 +61,7 @@ class Answers:
         self._is_whole = is_whole
         self._lines = [
             json.dumps({"index": index, "status": 200, "body": chat}).encode() + b"\n"
-            for index in range(choices_wire.MAX_CHOICES)
+            for index in range(parameters.MAX_CHOICES)
         ]
         self._chat = _reply(json.dumps(chat).encode(), can_stream=not is_whole)
         self._generated = _json_reply({"request_id": "g", "choices": [shared]})
@@ -73,9 +73,9 @@ class Answers:
             return self._generated
         if path.endswith(b"/models"):
             return self._models
-        if not self._is_whole and choices_wire.FIELD.encode() in body:
+        if not self._is_whole and parameters.FIELD.encode() in body:
             lines = b"".join(self._lines[: json.loads(body)["n"]])
-            return _reply(lines, kind=choices_wire.CONTENT_TYPE, can_stream=True)
+            return _reply(lines, kind=parameters.CONTENT_TYPE, can_stream=True)
         return self._chat
 
 

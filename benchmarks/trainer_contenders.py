@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
-from millrace.config.sections.bench import TrainerBench
+from millrace.config.sections.rl import TrainerBench
 from millrace.trainer.bench.measure import SHORTEST, PeakMemory, fake_batch, fake_samples
 from millrace.trainer.gang.distributed import Gang
 
@@ -185,9 +185,9 @@ def limit(cell: Cell, directory: Path, turns: Turns) -> None:
     from torch.nn import functional
 
     from millrace.trainer.learning.batch import BatchLayout
-    from millrace.trainer.learning.head import Targets, linear_logprobs
+    from millrace.trainer.learning.forward import Targets, linear_logprobs
     from millrace.trainer.learning.packing import packing_of
-    from millrace.trainer.model.attention import lengths_of_samples
+    from millrace.trainer.model.context_parallel import lengths_of_samples
 
     device = device_of(cell)
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval().to(device)

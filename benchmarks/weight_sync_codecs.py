@@ -17,9 +17,9 @@ import zstandard
 from numpy.typing import NDArray
 from weight_sync_data import Versions
 
-from millrace.policies.delta import codec as delta
-from millrace.policies.delta import frame as frame_kinds
-from millrace.policies.delta.codec import decode_piece, encode_piece
+from millrace.policies import delta_codec as delta
+from millrace.policies import delta_frame as frame_kinds
+from millrace.policies.delta_codec import decode_piece, encode_piece
 from millrace.policies.digest import bits_digest
 from millrace.policies.tensors import TensorBytes, pack_safetensors, read_places
 

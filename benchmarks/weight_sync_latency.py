@@ -27,13 +27,13 @@ from millrace.inference.embedded.engine import EmbeddedEngine
 from millrace.inference.engine import InflightMode, PolicyIdentity
 from millrace.policies.host_copy import HostCopy
 from millrace.policies.manifest import StagedPolicy
-from millrace.policies.publishing.upload import whole_parts
+from millrace.policies.publish import whole_parts
 from millrace.policies.tensors import TensorBytes
 from millrace.runlog.names import Names
 from millrace.storage.local import LocalStore
 from millrace.trainer.gang.distributed import Gang
 from millrace.trainer.publish.commit import Committer, VersionInput
-from millrace.trainer.publish.target import PublishTarget
+from millrace.trainer.publish.plan import PublishTarget
 
 DENSITY = 0.009
 FULL, DELTA = "full copies", "deltas"

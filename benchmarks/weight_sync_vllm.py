@@ -42,15 +42,14 @@ from millrace.internal.v1 import policy_service_pb2_grpc
 from millrace.internal.v1.policy_pb2 import PolicyEntry
 from millrace.local.redis import free_port
 from millrace.policies.manifest import Probe
-from millrace.policies.publishing.publish import upload_files
-from millrace.policies.publishing.upload import whole_parts
+from millrace.policies.publish import upload_files, whole_parts
 from millrace.policies.tensors import TensorBytes, pack_safetensors
 from millrace.rpc.channel import call, open_channel
 from millrace.runlog.names import Names
 from millrace.storage.local import LocalStore
 from millrace.trainer.gang.distributed import Gang
 from millrace.trainer.publish.commit import Committer, VersionInput
-from millrace.trainer.publish.target import PublishTarget
+from millrace.trainer.publish.plan import PublishTarget
 
 PYTHON = REPOSITORY / ".venv-vllm" / "bin" / "python"
 FLAGS = {"enforce_eager": True, "max_model_len": 4096, "max_num_seqs": 8, "kv_cache_memory_bytes": 512 << 20}

@@ -533,7 +533,7 @@ def _warnings() -> set[str]:
             found |= {first.value} if isinstance(first.value, str) and first.value.isupper() else set()
         if name == "Warning":
             found |= set(_reasons(call))
-    silent = (SERVICES / "trainer" / "silence.py").read_text()
+    silent = (SERVICES / "trainer" / "worker.py").read_text()
     return found | set(re.findall(r'"(ORCHESTRATOR_\w+)"', silent)) | {f"{what}_NOT_FINITE" for what in _NOT_FINITE}
 
 

@@ -6,11 +6,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from configuration_reference import wrapped
 
-from millrace.config.notes import Effect
-from millrace.config.prime_rl.eval_keys import EVAL_KEYS
+from millrace.config.messages import Effect
+from millrace.config.prime_rl.keys import EVAL_KEYS, RL_KEYS, SFT_KEYS
 from millrace.config.prime_rl.meanings import Meaning
-from millrace.config.prime_rl.rl_keys import RL_KEYS
-from millrace.config.prime_rl.sft_keys import SFT_KEYS
 from millrace.config.sections.eval import EvalRunConfig
 from millrace.config.sections.rl import RLConfig
 from millrace.config.sections.sft import SFTConfig

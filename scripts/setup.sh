@@ -57,7 +57,7 @@ if [ "${1:-}" = dev ]; then
 fi
 echo "  bytecode"
 # uv leaves bytecode to the first import, which then costs seconds in every service: two processes import what those do.
-services='from millrace.local.preloads import NEEDS; [importlib.import_module(name) for needed in NEEDS.values() for name in needed]'
+services='from millrace.local.stack import NEEDS; [importlib.import_module(name) for needed in NEEDS.values() for name in needed]'
 others='datasets anthropic openai matplotlib.pyplot millrace.cli.main millrace.env_server.adapters.v0 millrace.env_server.adapters.renderer'
 "$venv/bin/python" -c "import importlib; $services" &
 if ! "$venv/bin/python" -c "import ${others// /, }" || ! wait $!; then

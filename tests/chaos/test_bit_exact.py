@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from millrace.local import preloads
+from millrace.local import stack as preloads
 from millrace.runlog import Names
 from millrace.telemetry.faults import Point
 from millrace.v1 import run_pb2

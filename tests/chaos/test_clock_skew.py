@@ -12,7 +12,7 @@ import pytest
 from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 
-from millrace.local import preloads
+from millrace.local import stack as preloads
 from millrace_testing.chaos.clocks import Clocks, library
 from millrace_testing.chaos.run import RECOVERS_WITHIN_S, Event
 from millrace_testing.chaos.stack import SERVICES, ChaosStack

@@ -16,7 +16,7 @@ import pytest
 
 from millrace.env_server.isolation.confinement import Confinement, Isolation, why_no_container
 from millrace.env_server.isolation.namespaces import is_administrator, visible_to_workers
-from millrace.local.ports import free_ports
+from millrace.local.directory import free_ports
 from millrace.v1 import run_pb2
 from millrace_testing.chaos.run import ChaosRun
 from millrace_testing.chaos.stack import ChaosStack

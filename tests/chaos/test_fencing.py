@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from millrace.internal.v1 import batch_pb2
-from millrace.local.ports import free_port
+from millrace.local.directory import free_port
 from millrace.local.redis import die_with_parent
 from millrace.runlog.names import Names, Stream
 from millrace.telemetry.faults import Action, Point

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from millrace.config.presets import PRESETS
+from millrace.config.filling import PRESETS
 from millrace.readers.replay.steps import replay
 from millrace.runlog import Names
 from millrace.telemetry.faults import Point

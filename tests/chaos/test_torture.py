@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 
-from millrace.local import preloads
+from millrace.local import stack as preloads
 from millrace.storage.s3 import S3Store
 from millrace_testing.chaos.clocks import Clocks, library
 from millrace_testing.chaos.fault_proxy import FaultProxy

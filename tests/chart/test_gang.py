@@ -7,8 +7,8 @@ import sys
 
 import pytest
 
-from millrace.inference.launch.launcher import Node
-from millrace.local.ports import free_ports
+from millrace.inference.launcher import Node
+from millrace.local.directory import free_ports
 
 CASES = {"multi-node": (4, 8), "external-stores": (2, 2)}
 

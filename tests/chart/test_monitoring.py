@@ -12,7 +12,7 @@ import yaml
 from prometheus_client import CollectorRegistry, generate_latest
 
 from millrace.env_server import run as env_server
-from millrace.inference import meters as inference
+from millrace.inference import updater as inference
 from millrace.inference.engine import EngineState, EngineStatus
 from millrace.orchestrator import meters as orchestrator
 from millrace.orchestrator.workers import WorkerRegistry

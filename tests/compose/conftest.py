@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from millrace.local.ports import free_ports
+from millrace.local.directory import free_ports
 from millrace_testing.deployment import ROOT, Deployment, free_gib, run, started
 
 NO_PACKAGE = 3

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from millrace.local.ports import free_ports
+from millrace.local.directory import free_ports
 from millrace_testing.deployment import CEPH, ROOT, Deployment, run, started
 
 pytestmark = [pytest.mark.compose, pytest.mark.timeout(1800)]

@@ -10,9 +10,9 @@ ROOT = Path(millrace.__file__).parent
 REMOVING = {"rmtree", "unlink", "remove", "rmdir", "TemporaryDirectory"}
 MODULES = {"os", "shutil", "tempfile", "Path"}
 HAS_TO_BE_GONE = {
-    "cli/commands/stack/dashboard.py": "the page before, whose code is spent, gives its name to the new one",
-    "readers/dashboard/index/columns.py": "the files of a damaged index, which is made anew",
-    "env_server/spool/files.py": "half a file, where the error of writing it is raised",
+    "cli/commands/dashboard.py": "the page before, whose code is spent, gives its name to the new one",
+    "readers/dashboard/index.py": "the files of a damaged index, which is made anew",
+    "env_server/spool.py": "half a file, where the error of writing it is raised",
     "inference/vllm/ranks.py": "the file of the order before, which workers may still have mapped",
     "local/redis.py": "a file of the same process id, which gives its name to the new one",
     "policies/host_copy.py": "the file before, which processes may still have mapped",

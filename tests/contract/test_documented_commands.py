@@ -12,9 +12,7 @@ import pytest
 from pydantic import BaseModel
 
 from millrace.cli.main import cli
-from millrace.config.prime_rl.eval_keys import EVAL_KEYS
-from millrace.config.prime_rl.rl_keys import RL_KEYS
-from millrace.config.prime_rl.sft_keys import SFT_KEYS
+from millrace.config.prime_rl.keys import EVAL_KEYS, RL_KEYS, SFT_KEYS
 from millrace.config.sections.eval import EvalRunConfig
 from millrace.config.sections.inference import InferenceConfig
 from millrace.config.sections.orchestrator import OrchestratorConfig

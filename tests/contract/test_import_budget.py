@@ -27,12 +27,12 @@ SERVERS = {"redis", "opentelemetry", "fastapi", "uvicorn", "starlette", "numpy",
 
 MAY: dict[str, set[str]] = {
     "millrace.processes.fork_server": set(),
-    "millrace.orchestrator.api.serve": set(),
+    "millrace.orchestrator.serve": set(),
     "millrace.env_server.run": set(),
     "millrace.trainer.serve": set(),  # registers, and imports torch meanwhile
     "millrace.trainer.publish.share_main": set(),  # started anew for every run, and when it is killed
     "millrace.inference.main": set(),
-    "millrace.inference.launch.launcher": set(),  # vLLM is another process
+    "millrace.inference.launcher": set(),  # vLLM is another process
     "millrace.inference.embedded.replica": {"torch", "transformers", "sympy", "PIL"},
 }
 
@@ -47,7 +47,7 @@ COMMANDS: dict[str, set[str]] = {
 """What runs before the first process of a stack is started, or before a run is submitted."""
 MOST_MODULES = {
     "millrace.cli.session.run_session, millrace.local.stack": 700,  # 512 when this was written
-    "millrace.orchestrator.api.serve": 1150,  # 874
+    "millrace.orchestrator.serve": 1150,  # 874
     "millrace.env_server.run": 1350,  # 1022
     "millrace.env_server.workers.env_worker": 700,  # 502
     "millrace.trainer.publish.share_main": 500,  # 388

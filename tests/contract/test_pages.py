@@ -9,10 +9,8 @@ from pathlib import Path
 import pytest
 from pydantic import BaseModel
 
-from millrace.config.prime_rl.eval_keys import EVAL_KEYS
+from millrace.config.prime_rl.keys import EVAL_KEYS, RL_KEYS, SFT_KEYS
 from millrace.config.prime_rl.meanings import Meaning
-from millrace.config.prime_rl.rl_keys import RL_KEYS
-from millrace.config.prime_rl.sft_keys import SFT_KEYS
 from millrace.config.sections.eval import EvalRunConfig
 from millrace.config.sections.rl import RLConfig
 from millrace.config.sections.sft import SFTConfig

@@ -15,28 +15,26 @@ ROOT = Path(millrace.__file__).parent
 CALLS = re.compile(r"\b(\w+_service|env_worker)_pb2\b")
 EDGES = {
     "client/": "the public client",
-    "cli/commands/run/lineage.py": "shows what the client answered, or the same made from files",
-    "cli/view/lineage.py": "prints the same",
+    "cli/commands/run/compare.py": "shows what the client answered, or the same made from files",
+    "cli/view/records.py": "prints the same",
     "cli/view/output.py": "prints what the client answered",
     "readers/dashboard/answers.py": "makes the answers of ListMetrics, ListRollouts and GetLineage",
-    "readers/dashboard/lists.py": "answers these requests",
+    "readers/beside.py": "answers these requests",
     "env_server/run.py": "serves",
     "env_server/service.py": "a servicer",
     "env_server/workers/env_worker.py": "the worker's end of its channel",
     "env_server/workers/worker_process.py": "the env-server's end of it",
-    "inference/launch/front.py": "a servicer",
-    "inference/launch/launcher.py": "maps vLLM's states to those of the service",
+    "inference/front.py": "a servicer",
+    "inference/launcher.py": "maps vLLM's states to those of the service",
     "inference/settings.py": "registers",
-    "inference/replica_parts.py": "serves",
     "inference/service.py": "a servicer",
-    "orchestrator/api/": "servicers",
+    "orchestrator/": "servicers",
     "orchestrator/beside.py": "says what readers answer in the API",
-    "orchestrator/drive/device_turns.py": "a client of replicas",
     "orchestrator/drive/policy_driver.py": "a client of replicas",
-    "orchestrator/drive/trainer_watch.py": "reads what trainers say in their heartbeats",
-    "orchestrator/explain/why.py": "makes the answer of ExplainRun",
+    "orchestrator/drive/trainer_watch.py": "a client of replicas; reads what trainers say in their heartbeats",
+    "orchestrator/why.py": "makes the answer of ExplainRun",
     "orchestrator/play/env_servers.py": "a client of env-servers",
-    "orchestrator/runs/new_run.py": "reads the requests of CreateRun and ForkRun",
+    "orchestrator/new_run.py": "reads the requests of CreateRun and ForkRun",
     "orchestrator/workers.py": "a servicer",
     "rpc/serve.py": "registers",
     "rpc/worker.py": "registers",
@@ -45,28 +43,28 @@ EDGES = {
 }
 RECORDS = {
     "internal.v1.batch_pb2": """
-        readers/dashboard/index readers/dashboard/views readers/exports orchestrator/drive rollouts runlog readers/audit
-        runlog/records runlog/recovery runlog/redis readers/repair trainer trainer/bench trainer/checkpoint
+        readers/dashboard readers/dashboard/views readers/exports orchestrator/drive rollouts runlog
+        readers/audit runlog/records runlog/redis readers/repair trainer trainer/bench trainer/checkpoint
         trainer/learning trainer/log
     """,
     "internal.v1.policy_pb2": """
-        orchestrator orchestrator/drive orchestrator/play readers/audit runlog/recovery runlog/redis trainer trainer/log
+        orchestrator orchestrator/drive orchestrator/play readers/audit runlog runlog/redis trainer trainer/log
         trainer/publish
     """,
     "internal.v1.rollout_pb2": "env_server env_server/workers rollouts",
     "internal.v1.token_log_pb2": "rollouts",
     "v1.event_pb2": """
-        cli/commands/run cli/evals cli/offline cli/session cli/view client readers/dashboard/views readers/exports
-        orchestrator orchestrator/api orchestrator/drive orchestrator/play orchestrator/runs rpc readers/audit
-        runlog/events runlog/recovery readers/repair trainer trainer/log trainer/publish
+        cli/commands/run cli/evals cli/offline cli/session cli/view client readers/dashboard/views
+        readers/exports orchestrator orchestrator/drive orchestrator/play rpc readers/audit runlog
+        readers/repair trainer trainer/log trainer/publish
     """,
     "v1.run_pb2": """
-        cli cli/commands/run cli/evals cli/offline cli/session cli/view client orchestrator orchestrator/api
-        orchestrator/drive orchestrator/explain orchestrator/runs rpc readers/audit runlog/events runlog/records
+        cli cli/commands/run cli/evals cli/offline cli/session cli/view client orchestrator orchestrator/drive
+        rpc readers/audit runlog runlog/records
     """,
     # Answers about the log: made by one room, shown by another.
-    "v1.audit_pb2": "cli/commands/run cli/offline client orchestrator orchestrator/api readers readers/audit",
-    "v1.checkpoint_pb2": "cli/view client orchestrator/api",
+    "v1.audit_pb2": "cli/commands/run cli/offline client orchestrator readers readers/audit",
+    "v1.checkpoint_pb2": "cli/view client orchestrator",
     "v1.lineage_pb2": "cli/view readers/dashboard",
     "v1.metric_pb2": "client readers/dashboard",
     "v1.rollout_pb2": "cli/view client readers/dashboard",

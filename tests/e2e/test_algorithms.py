@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from millrace.config.presets import PRESETS
+from millrace.config.filling import PRESETS
 from millrace_testing import teachers
 from millrace_testing.workplaces import Workplace
 

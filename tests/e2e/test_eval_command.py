@@ -20,7 +20,7 @@ from reverse_text import load_environment
 from transformers import AutoTokenizer
 
 from millrace.config.sections.sft import LossMaskConfig
-from millrace.local.ports import free_ports
+from millrace.local.directory import free_ports
 from millrace.local.redis import die_with_parent
 from millrace.readers.audit import audit_run
 from millrace.storage import open_store

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from millrace.internal.v1 import batch_pb2
-from millrace.local.ports import free_ports
+from millrace.local.directory import free_ports
 from millrace.rollouts.wire import decode_archive
 from millrace_testing.patience import patient
 

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import pytest
 
-from millrace.local.ports import free_port
+from millrace.local.directory import free_port
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 GUIDES = sorted((REPOSITORY / "docs" / "guides").glob("*.md"))

@@ -9,7 +9,7 @@ import pytest
 from google.protobuf.json_format import MessageToDict
 
 from millrace.internal.v1 import batch_pb2
-from millrace.local.ports import free_ports
+from millrace.local.directory import free_ports
 
 
 @pytest.mark.slow  # tests/chaos/test_kills.py kills each of its processes

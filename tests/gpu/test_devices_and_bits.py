@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from millrace.errors import InvalidStateError
+from millrace.local.directory import free_port
 from millrace.local.gpus import machine_gpus
-from millrace.local.ports import free_port
 from millrace.trainer.gang.devices import choose_device
 
 pytestmark = pytest.mark.gpu

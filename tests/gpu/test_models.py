@@ -9,15 +9,15 @@ import torch
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
-from millrace.config.sections.bench import TrainerBench
-from millrace.context_length import fix_context_length
+from millrace.config.sections.rl import TrainerBench
 from millrace.custom_code import CustomCode
+from millrace.models.context_length import fix_context_length
 from millrace.trainer.gang.distributed import Gang
 from millrace.trainer.learning.batch import build_micro_batch, fake_sample
 from millrace.trainer.learning.forward import token_logprobs
 from millrace.trainer.learning.learner import Learner
 from millrace.trainer.learning.packing import Apart
-from millrace.trainer.model.attention import use_varlen_kernel
+from millrace.trainer.model.context_parallel import use_varlen_kernel
 from millrace.trainer.model.mesh import RankLayout
 from millrace.trainer.model.pretrained import load_model
 from millrace.trainer.model.published import Snapshots

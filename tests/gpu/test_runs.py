@@ -33,7 +33,7 @@ MISMATCH = {"auto": 1e-3, "fp8": 5e-2}
 DIGEST = """
 import os, sys
 from pathlib import Path
-from millrace.config.sections.bench import TrainerBench
+from millrace.config.sections.rl import TrainerBench
 from millrace.custom_code import CustomCode
 from millrace.trainer.bench.measure import fake_batch, fake_samples
 from millrace.trainer.gang.distributed import Gang

@@ -15,14 +15,13 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, Qwen3Config
 
-from millrace.config.sections.bench import TrainerBench
+from millrace.config.sections.rl import TrainerBench
 from millrace.config.sections.trainer import OptimConfig, SchedulerConfig
 from millrace.custom_code import CustomCode
 from millrace.device_digest import device_digest, torch_digest
-from millrace.inference.vllm.workers.layout import Region, Slot
-from millrace.inference.vllm.workers.memory import Write
+from millrace.inference.vllm.workers.layout import Region, Slot, Write
 from millrace.internal.v1 import policy_pb2
-from millrace.local.ports import free_port
+from millrace.local.directory import free_port
 from millrace.policies.digest import bits_digest
 from millrace.runlog import Names
 from millrace.storage.local import LocalStore
@@ -34,12 +33,11 @@ from millrace.trainer.learning.forward import token_logprobs
 from millrace.trainer.learning.learner import Learner
 from millrace.trainer.learning.optimizer import PolicyOptimizer
 from millrace.trainer.loop import learn
-from millrace.trainer.model.attention import use_varlen_kernel
+from millrace.trainer.model.context_parallel import use_varlen_kernel
 from millrace.trainer.model.mesh import RankLayout
 from millrace.trainer.model.published import Snapshots
-from millrace.trainer.publish.plan import PublishPlan
+from millrace.trainer.publish.plan import PublishPlan, PublishTarget
 from millrace.trainer.publish.publisher import Publisher
-from millrace.trainer.publish.target import PublishTarget
 from millrace.v1 import event_pb2
 from millrace_testing.trainer.equality import LAYOUTS, compare, make_model, table
 from millrace_testing.trainer.sizes import config_of, write_model
@@ -48,7 +46,7 @@ pytestmark = pytest.mark.gpu
 STEPS = """
 import json, sys
 from pathlib import Path
-from millrace.config.sections.bench import TrainerBench
+from millrace.config.sections.rl import TrainerBench
 from millrace.custom_code import CustomCode
 from millrace.device_digest import device_digest
 from millrace.trainer.bench.measure import fake_batch, fake_samples

@@ -18,8 +18,8 @@ from millrace.inference.updater import DesiredPolicy
 from millrace.inference.vllm.ranks import write_order
 from millrace.internal.v1 import policy_service_pb2 as pb
 from millrace.internal.v1.policy_pb2 import PolicyEntry
-from millrace.policies.adapter import AdapterSpec
 from millrace.policies.host_copy import HostCopy
+from millrace.policies.peft.config import AdapterSpec
 from millrace.storage.local import LocalStore
 from millrace_testing.inference import adapters, published, vllm_server
 from millrace_testing.inference.gpu_replicas import (

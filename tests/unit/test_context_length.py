@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from millrace.context_length import contexts_like, fix_context_length
+from millrace.models.context_length import contexts_like, fix_context_length
 from millrace_testing import scaled_positions
 from millrace_testing.inference import tiny
 from millrace_testing.scaled_positions import BORDER, KINDS

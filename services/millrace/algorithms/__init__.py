@@ -3,19 +3,21 @@
 from collections.abc import Mapping
 from typing import Any
 
-from millrace.algorithms.base import Algorithm, Credit, Credited, ScalarAdvantage
+from millrace.algorithms.advantages import (
+    Baselines,
+    Echo,
+    Grpo,
+    HierarchicalGrpo,
+    MaxRl,
+    Opd,
+    Opo,
+    Rae,
+    ReinforcePlusPlus,
+    Rloo,
+)
+from millrace.algorithms.base import Algorithm, Credit, Credited, RewardRanges, ScalarAdvantage
 from millrace.algorithms.custom import Custom
-from millrace.algorithms.echo import Echo
 from millrace.algorithms.filters import Filtered, Thresholded, count_found
-from millrace.algorithms.grpo import Grpo
-from millrace.algorithms.hierarchical_grpo import HierarchicalGrpo
-from millrace.algorithms.max_rl import MaxRl
-from millrace.algorithms.opd import Opd
-from millrace.algorithms.opo import Opo
-from millrace.algorithms.rae import Baselines, Rae
-from millrace.algorithms.ranges import RewardRanges
-from millrace.algorithms.reinforce_pp import ReinforcePlusPlus
-from millrace.algorithms.rloo import Rloo
 from millrace.config.sections.algo import AdvantageConfig
 from millrace.config.sections.orchestrator import OrchestratorConfig
 from millrace.custom_code import CustomCode

@@ -6,15 +6,16 @@ trainer, a replay and a fork never compute them again.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol, Self, TypeAlias
 
 import numpy as np
 
-from millrace.algorithms.overlong import OverlongPenalty
 from millrace.config.sections.algo import AdvantageConfig
-from millrace.rollouts.types import Rollout, Sample, Trace, TurnReward, are_equal
+from millrace.config.sections.environments import EnvConfig
+from millrace.errors import InvalidSpecError, Violation
+from millrace.rollouts.types import Rollout, Sample, Trace, TurnReward, are_equal, reaches
 
 _Turns: TypeAlias = tuple[tuple[TurnReward, ...], ...]
 """Of each sample of a rollout its turns."""
@@ -81,6 +82,31 @@ class Algorithm(Protocol):
     def finish(self, batch: Sequence[Credited]) -> list[Credit]:
         """Return the final credit of every sample of a batch, in order."""
         ...
+
+
+# DAPO's soft punishment of responses that come near the limit (arXiv 2503.14476, equation 13).
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OverlongPenalty:
+    """0 up to `max_tokens - buffer_tokens` sampled tokens, from there linearly down to `-factor` at `max_tokens`."""
+
+    max_tokens: int
+    buffer_tokens: int
+    factor: float = 1.0
+
+    @classmethod
+    def from_config(cls, config: AdvantageConfig) -> Self | None:
+        """As `[orchestrator.algo.overlong]` says; None without that table."""
+        table = config.overlong
+        if table is None:
+            return None
+        return cls(max_tokens=table.max_tokens, buffer_tokens=table.buffer_tokens, factor=table.factor)
+
+    def __call__(self, lengths: np.ndarray) -> np.ndarray:
+        """Return what is added to the rewards, float64 [G], for int64 [G] lengths in sampled tokens."""
+        over = lengths - (self.max_tokens - self.buffer_tokens)
+        return -self.factor * np.clip(over / self.buffer_tokens, 0.0, 1.0)
 
 
 class ScalarAdvantage(ABC):
@@ -188,3 +214,51 @@ def _by_turn(rollout: Rollout, turns: _Turns, advantages: np.ndarray) -> list[Cr
 def broadcast(advantage: float, sample: Sample) -> np.ndarray:
     """Spread one scalar over a sample's sampled tokens: float32 [T], 0 elsewhere."""
     return np.where(sample.loss_mask == 1, np.float32(advantage), np.float32(0.0)).astype(np.float32)
+
+
+# The ranges of rewards that `[[orchestrator.env]] reward_range` states, and rewards that are outside of theirs.
+
+WHOLE = (0.0, 1.0)
+"""Where nothing is said."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RewardRanges:
+    """Lowest and highest reward, by name of environment."""
+
+    by_env: Mapping[str, tuple[float, float]] = field(default_factory=dict[str, tuple[float, float]])
+
+    @classmethod
+    def of(cls, envs: Iterable[EnvConfig]) -> Self:
+        """As the config has them."""
+        return cls(by_env={env.name: (env.reward_range[0], env.reward_range[1]) for env in envs})
+
+    def shares(self, rollouts: Sequence[Rollout]) -> np.ndarray:
+        """The rewards as shares of their ranges, float64 [N] of 0 to 1. InvalidSpecError names one outside of it."""
+        shares = np.asarray([self._share(rollout) for rollout in rollouts], dtype=np.float64)
+        outside = [at for at, share in enumerate(shares) if not (reaches(share, 0.0) and reaches(-share, -1.0))]
+        if outside:
+            rollout = rollouts[outside[0]]
+            low, high = self.by_env.get(rollout.env, WHOLE)
+            message = (
+                f"is [{low:g}, {high:g}] for environment {rollout.env!r}, and the reward of ordinal {rollout.ordinal}, "
+                f"member {rollout.member} is {rollout.reward:g}: `buffer.online_difficulty_filtering` and max_rl have "
+                "to know the lowest and the highest reward there is; set it"
+            )
+            value = f"{[low, high]}"
+            wrong = Violation(field="orchestrator.env.reward_range", value=value, message=message, source="a rollout")
+            raise InvalidSpecError([wrong], reason="REWARD_OUT_OF_RANGE")
+        return np.clip(shares, 0.0, 1.0)
+
+    def extreme(self, rollouts: Sequence[Rollout]) -> str:
+        """`easy` for a group whose rewards are all the highest, `hard` if all are the lowest; else ""."""
+        share = float(self.shares(rollouts)[0])
+        if not are_equal([rollout.reward for rollout in rollouts]):
+            return ""
+        if reaches(share, 1.0):
+            return "easy"
+        return "hard" if reaches(-share, 0.0) else ""
+
+    def _share(self, rollout: Rollout) -> float:
+        low, high = self.by_env.get(rollout.env, WHOLE)
+        return (rollout.reward - low) / (high - low)

@@ -5,8 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from millrace.algorithms.base import ScalarAdvantage
-from millrace.algorithms.overlong import OverlongPenalty
+from millrace.algorithms.base import OverlongPenalty, ScalarAdvantage
 from millrace.config.sections.algo import AdvantageConfig
 from millrace.custom_code import CustomCode, bad_code
 from millrace.rollouts.types import MAX_REWARD

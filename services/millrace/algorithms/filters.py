@@ -11,7 +11,7 @@ from dataclasses import replace
 import numpy as np
 
 from millrace.algorithms.base import Algorithm, Credit, Credited
-from millrace.config.sections.filters import FilterConfig
+from millrace.config.sections.buffer import FilterConfig
 from millrace.rollouts.types import Rollout, Sample
 
 

@@ -4,14 +4,27 @@ They are the variables MILLRACE_TOKEN_FILE, MILLRACE_TLS_CA and MILLRACE_INSECUR
 option: process lists show command lines.
 """
 
+import contextlib
+import importlib.util
 import os
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+import socket
+import sys
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from millrace.cli.errors import CliError
+from millrace.cli.options import DEFAULT_LISTEN
+from millrace.custom_code import environment_module
+from millrace.decoding import decode_object
+from millrace.errors import CorruptObjectError, InvalidSpecError, UnauthenticatedError, UnavailableError, Violation
+from millrace.rpc.reach import is_wildcard, own_host
+from millrace.telemetry.settings import Settings, parse_address
 
 if TYPE_CHECKING:
     from millrace.client import Client
+    from millrace.config import RLConfig
 
 T = TypeVar("T")
 
@@ -78,7 +91,6 @@ def ask_server(server: str | None, work: "Callable[[Client], Coroutine[Any, Any,
     The first signal cancels the work; UnavailableError says where the address came from if nobody answers at it.
     """
     from millrace.cli import interrupts
-    from millrace.cli.address import explain_unreachable, server_address
 
     address, origin = server_address(server, run=run)
 
@@ -88,3 +100,216 @@ def ask_server(server: str | None, work: "Callable[[Client], Coroutine[Any, Any,
 
     with explain_unreachable(origin, address, token=token_given()):
         return interrupts.run(call)
+
+
+# Which orchestrator a command talks to, and what to say when nobody is there.
+
+CONNECT_TIMEOUT_S = 1.0
+LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
+"""Names of this machine in an address."""
+START_REMEDY = "start a stack with `millrace up`, or name another server with --server or MILLRACE_SERVER"
+WAIT_REMEDY = "; or wait: a stack restarts what died"
+SILENT_REMEDY = "it listens but does not answer; a stack kills and restarts what is silent for 30 s; try again"
+
+
+def check_address(text: str, *, option: str) -> str:
+    """The address; InvalidSpecError naming the option if it is no host:port."""
+    try:
+        parse_address(text)
+    except ValueError as error:
+        violation = Violation(field=option, value=text, message=str(error), source="command line")
+        raise InvalidSpecError([violation]) from None
+    return text
+
+
+# The stacks that run on this machine, as the `stack.json` in the directory of each says.
+#
+# A file is believed as long as the supervisor that wrote it lives: its process id and its start time are compared,
+# because another process may get the id later.
+
+OUTPUTS = Path("outputs")
+"""Below it the stacks that were started in this directory work, unless `output_dir` or `--dir` says otherwise."""
+_PATTERNS = ("*/stack.json", "*/*/stack.json")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunningStack:
+    """A stack whose supervisor lives."""
+
+    directory: Path
+    address: str
+    """host:port of its orchestrator."""
+    says: Mapping[str, Any]
+    """The whole of its `stack.json`."""
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether it stays for the runs of all (`millrace up`); else it ends with the run that it was started for."""
+        return self.says.get("is_durable") is True
+
+    def text(self, name: str) -> str | None:
+        """Return what it says under this name, if that is a text."""
+        found = self.says.get(name)
+        return found if isinstance(found, str) else None
+
+
+def read_stack(directory: Path) -> RunningStack | None:
+    """The stack of a directory; None if none runs there: no file, a damaged one, or one whose supervisor is gone."""
+    path = directory / "stack.json"
+    try:
+        says = decode_object(path.read_bytes(), what=str(path), reason="STACK_FILE_CORRUPT")
+    except (CorruptObjectError, OSError):  # none, or being written
+        return None
+    address, pid, ticks = says.get("address"), says.get("pid"), says.get("start_ticks")
+    if not (isinstance(address, str) and isinstance(pid, int) and isinstance(ticks, int)):
+        return None
+    return RunningStack(directory=directory, address=address, says=says) if _is_alive(pid, ticks) else None
+
+
+def running_stacks(root: Path = OUTPUTS) -> list[RunningStack]:
+    """Return the stacks that work below `root`, by directory."""
+    paths = sorted({path for pattern in _PATTERNS for path in root.glob(pattern)})
+    return [stack for path in paths if (stack := read_stack(path.parent)) is not None]
+
+
+def choose_stack(run: str = "", *, root: Path = OUTPUTS, option: str = "--server") -> RunningStack | None:
+    """Return the stack that a command means that names none; None if none runs here.
+
+    The only one, or that of the run (`millrace rl` calls a stack's directory as its run), or the only one that several
+    runs share. CliError with the list of them where it may be one or another; `option` is what names one.
+    """
+    found = running_stacks(root)
+    wanted = run.removeprefix("runs/")
+    named = [stack for stack in found if wanted and stack.directory.name == wanted]
+    named = named or [stack for stack in found if wanted and stack.directory.name.startswith(wanted)]
+    shared = [stack for stack in found if stack.is_shared] if wanted not in ("", "-") else []
+    for meant in (named, found, shared):
+        if len(meant) == 1:
+            return meant[0]
+    if not found:
+        return None
+    lines = "\n".join(f"  - {stack.address:<21} {_describe(stack)}" for stack in found)
+    first = found[0]
+    hint = (
+        f"--dir {first.directory}" if option == "--dir" else f"--server {first.address}, or set MILLRACE_SERVER to it"
+    )
+    raise CliError(
+        f"{len(found)} stacks run here, and it is not said which is meant:\n{lines}", hint=f"name one, such as {hint}"
+    )
+
+
+def shared_address(root: Path = OUTPUTS) -> str:
+    """Where a run is submitted that names no server: the only shared stack here, or where `millrace up` listens."""
+    shared = [stack for stack in running_stacks(root) if stack.is_shared]
+    return shared[0].address if len(shared) == 1 else DEFAULT_LISTEN
+
+
+def say_environments_beside(config: "RLConfig", stack: RunningStack | None, *, server: str) -> None:
+    """Note the environments whose file is here and nowhere else that this stack is known to look in."""
+    evaluation = config.orchestrator.eval
+    ids = [env.id for env in (*config.orchestrator.env, *(evaluation.env if evaluation else ()))]
+    looks_in = _looks_in(stack)
+    if looks_in is not None and Path(looks_in[0]) == Path.cwd():
+        return
+    for name in dict.fromkeys(map(environment_module, ids)):
+        found = next((path for path in (Path(f"{name}.py"), Path(name) / "__init__.py") if path.is_file()), None)
+        is_installed = not name.isidentifier() or importlib.util.find_spec(name) is not None
+        if found is None or is_installed:
+            continue
+        where = (
+            "looks where its env-servers run"
+            if looks_in is None
+            else f"looks in {looks_in[0]} and its venv {looks_in[1]}"
+        )
+        print(
+            f"note: ./{found} is here, and the stack at {server} {where}: start the stack here, put the file there, "
+            "or train without it (unset MILLRACE_SERVER, no --server)",
+            file=sys.stderr,
+        )
+
+
+def _describe(stack: RunningStack) -> str:
+    made_by = "millrace up" if stack.is_shared else f"of {stack.directory.name} alone"
+    return f"{stack.directory} ({made_by}, pid {stack.says['pid']})"
+
+
+def _is_alive(pid: int, ticks: int) -> bool:
+    """Whether the process that started then lives; without psutil (the client alone) no stack was started from here."""
+    try:
+        from millrace.processes import table
+    except ModuleNotFoundError:
+        return False
+    try:
+        return table.is_running(pid) and table.start_ticks(pid) == ticks
+    except (OverflowError, ValueError):  # no number of a process
+        return False
+
+
+def _looks_in(stack: RunningStack | None) -> list[str] | None:
+    said = stack.says.get("looks_in") if stack is not None else None
+    is_pair = isinstance(said, list) and len(said) == 2 and all(isinstance(each, str) for each in said)
+    return said if is_pair else None
+
+
+def server_address(
+    option: str | None, *, run: str = "", environ: Mapping[str, str] = os.environ, root: Path = OUTPUTS
+) -> tuple[str, str]:
+    """host:port and where it comes from: the option, MILLRACE_SERVER, a stack here, or the default of `millrace up`.
+
+    CliError if several stacks run here and neither of them is that of `run` alone.
+    """
+    if option:
+        return check_address(option, option="--server"), "--server"
+    settings = Settings.from_env(environ)
+    if settings.server:
+        return settings.server, "MILLRACE_SERVER"
+    stack = choose_stack(run, root=root)
+    return (DEFAULT_LISTEN, "the default") if stack is None else (stack.address, f"{stack.directory}/stack.json")
+
+
+@contextlib.contextmanager
+def explain_unreachable(origin: str, address: str, *, directory: Path | None = None, token: str = "") -> Iterator[None]:
+    """Say where the address came from and what to do, when none answers at it, or the one there refuses the token."""
+    try:
+        yield
+    except UnavailableError as error:
+        if error.reason not in ("UNREACHABLE", "DEADLINE_EXCEEDED"):
+            raise
+        if is_listening(address):
+            remedy = SILENT_REMEDY
+        elif error.reason == "DEADLINE_EXCEEDED":
+            raise
+        else:
+            remedy = START_REMEDY + (WAIT_REMEDY if stack_at(address, directory) else "")
+        message = f"{error.message} (the address is from {origin})"
+        raise UnavailableError(message, reason=error.reason, remedy=remedy) from error
+    except UnauthenticatedError as error:
+        message = f"{error.message} by {address} (the address is from {origin}){token and f'; {token}'}"
+        raise UnauthenticatedError(
+            message, reason=error.reason, remedy=error.remedy, metadata=error.metadata
+        ) from error
+
+
+def is_listening(address: str) -> bool:
+    """Whether the port takes connections; a frozen process's does, because the kernel answers for it."""
+    host, port = parse_address(address)
+    try:
+        with socket.create_connection((own_host(host), port), timeout=CONNECT_TIMEOUT_S):
+            return True
+    except OSError:
+        return False
+
+
+def stack_at(address: str, directory: Path | None = None) -> RunningStack | None:
+    """Return the stack of the directory, or else of one below `outputs`, that listens at this address."""
+    found = running_stacks() if directory is None else [read_stack(directory)]
+    return next((stack for stack in found if stack and _place(stack.address) == _place(address)), None)
+
+
+def _place(address: str) -> tuple[str, int] | None:
+    """Host and port, with one name for all those that mean this machine."""
+    try:
+        host, port = parse_address(address)
+    except ValueError:
+        return None
+    return ("127.0.0.1" if host in LOOPBACK or is_wildcard(host) else host), port

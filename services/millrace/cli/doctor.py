@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from millrace.cli.address import explain_unreachable, stack_at
 from millrace.cli.connection import environ as with_options
+from millrace.cli.connection import explain_unreachable, stack_at
 from millrace.errors import InvalidStateError, MillraceError
-from millrace.telemetry.redact import redact
+from millrace.telemetry.logging import redact
 from millrace.telemetry.settings import Settings
 
 TIMEOUT_S = 30.0

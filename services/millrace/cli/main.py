@@ -30,16 +30,16 @@ _COMMANDS = {
     "orchestrator": ("millrace.cli.commands.service:orchestrator", "Run the orchestrator: waits for runs."),
     "trainer": ("millrace.cli.commands.service:trainer", "Run one trainer: waits for runs of its orchestrator."),
     "env-server": ("millrace.cli.commands.service:env_server", "Run one env-server: plays environments."),
-    "merge": ("millrace.cli.commands.merge:merge", "Merge an adapter of PEFT into its base: millrace merge ADAPTER …"),
-    "config": ("millrace.cli.commands.config:config", "Translate config files of prime-rl."),
+    "merge": ("millrace.cli.commands.tools:merge", "Merge an adapter of PEFT into its base: millrace merge ADAPTER …"),
+    "config": ("millrace.cli.commands.tools:config", "Translate config files of prime-rl."),
     "eval": ("millrace.cli.commands.eval:evaluate", "Evaluate a fixed model or an endpoint: millrace eval @ eval.toml"),
     "up": ("millrace.cli.commands.up:up", "Start the one-machine stack and leave it running."),
-    "dashboard": ("millrace.cli.commands.stack.dashboard:dashboard", "Open the dashboard of a stack or a deployment."),
+    "dashboard": ("millrace.cli.commands.dashboard:dashboard", "Open the dashboard of a stack or a deployment."),
     "run": ("millrace.cli.commands.run.group:run", "Submit, list, show, watch and cancel runs; ask why one waits."),
     "env": ("millrace.cli.commands.env_check:env", "Try an environment before a run needs it: millrace env check ID"),
-    "doctor": ("millrace.cli.commands.stack.doctor:doctor", "Check that API, Redis and object store are fit for runs."),
-    "token": ("millrace.cli.commands.token:token", "Make bearer tokens for protected servers."),
-    "version": ("millrace.cli.commands.version:version", "Show the versions of Millrace and of what it stands on."),
+    "doctor": ("millrace.cli.commands.doctor:doctor", "Check that API, Redis and object store are fit for runs."),
+    "token": ("millrace.cli.commands.tools:token", "Make bearer tokens for protected servers."),
+    "version": ("millrace.cli.commands.tools:version", "Show the versions of Millrace and of what it stands on."),
 }
 
 _EPILOG = f"""\b

@@ -11,6 +11,6 @@ What it returns are the messages of `millrace.v1`; what it raises are the classe
 from millrace.client.client import Client, SyncClient
 from millrace.client.runs import RunsClient
 from millrace.rpc.access import ClientAccess
-from millrace.runlog.events.run_status import is_terminal, state_name
+from millrace.runlog.run_status import is_terminal, state_name
 
 __all__ = ["Client", "ClientAccess", "RunsClient", "SyncClient", "is_terminal", "state_name"]

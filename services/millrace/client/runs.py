@@ -14,7 +14,7 @@ from millrace.config import EvalRunConfig, RLConfig
 from millrace.config.load import load
 from millrace.errors import HELD_UP, InvalidSpecError, InvalidStateError, MillraceError, UnavailableError, Violation
 from millrace.rpc.channel import call, stream
-from millrace.runlog.events.run_status import is_terminal, state_name
+from millrace.runlog.run_status import is_terminal, state_name
 from millrace.v1 import audit_pb2, checkpoint_pb2, event_pb2, metric_pb2, rollout_pb2, run_pb2
 from millrace.v1 import run_service_pb2 as rs
 from millrace.v1.run_service_pb2_grpc import RunServiceStub

@@ -7,11 +7,11 @@ a command line, files and the environment over each other (`layers`), fills what
 
 from millrace.config.load import Loaded, load, validate_document
 from millrace.config.section import run_hash
-from millrace.config.sections.client import ClientConfig
 from millrace.config.sections.eval import EvalRunConfig
 from millrace.config.sections.orchestrator import OrchestratorConfig, ZeroAdvantageFilter
 from millrace.config.sections.rl import RLConfig
 from millrace.config.sections.sft import SFTConfig
+from millrace.config.sections.shared import ClientConfig
 
 __all__ = [
     "ClientConfig",

@@ -7,7 +7,7 @@ from pathlib import Path as FilePath
 from typing import Any
 
 from millrace.config.layers import Layer, Provenance, put
-from millrace.config.suggest import close
+from millrace.config.messages import close
 from millrace.config.tree import Path
 from millrace.decoding import decode_json
 from millrace.errors import CorruptObjectError, Violation

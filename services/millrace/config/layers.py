@@ -12,8 +12,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from millrace.config.notes import Effect, Note
-from millrace.config.suggest import shown, unknown_key_message
+from millrace.config.messages import Effect, Note, shown, unknown_key_message
 from millrace.config.tree import Kind, Path, SchemaKey, dotted
 from millrace.errors import Violation
 

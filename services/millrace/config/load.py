@@ -9,17 +9,19 @@ from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path as FilePath
-from typing import Any, Generic
+from typing import Any, Generic, Literal, TypeVar, get_args, get_origin
 
-from millrace.config.argv import RESERVED_FLAGS, read_command_line
-from millrace.config.check import ConfigT, build
-from millrace.config.layers import Layer, Provenance, Tree
-from millrace.config.notes import Effect, Note
+from pydantic import ValidationError
+from pydantic_core import ErrorDetails
+
+from millrace.config.argv import RESERVED_FLAGS, read_command_line, read_environment
+from millrace.config.filling import Conflict, fill
+from millrace.config.layers import ABSENT, Layer, Provenance, Strength, Tree, put
+from millrace.config.messages import Effect, Note, close, shown
 from millrace.config.prime_rl import translate
-from millrace.config.section import Document
+from millrace.config.section import LOADING, BrokenRule, Document, value_at
 from millrace.config.sections.rl import RLConfig
-from millrace.config.text import read_environment
-from millrace.config.tree import dotted, schema_tree
+from millrace.config.tree import Kind, Path, SchemaKey, dotted, schema_tree, type_text
 from millrace.decoding import decode_json
 from millrace.errors import CorruptObjectError, InvalidSpecError, Violation
 
@@ -29,6 +31,193 @@ MAX_DOCUMENT_BYTES = 1 << 20
 MOST_CHECKED = 64
 """Most checked configs that a process keeps: those of the runs that it drives, and of requests on their way."""
 _checked: OrderedDict[str, Document] = OrderedDict()
+
+
+# From a layered tree to a config, or to every violation at once.
+#
+# Pydantic stops where a section cannot be built, and rules over several keys need a built config. So values that are
+# reported are taken out, the rest is built with their defaults, and the rules run on that; a rule that involves a key
+# which was reported already is left out.
+
+ConfigT = TypeVar("ConfigT", bound=Document)
+
+_ROUNDS = 5
+_BOUNDS = {
+    "greater_than": ("gt", "above"),
+    "greater_than_equal": ("ge", "at least"),
+    "less_than": ("lt", "below"),
+    "less_than_equal": ("le", "at most"),
+}
+_TYPES = {type(None): "nothing", bool: "true or false", int: "integer", float: "number", str: "string", dict: "table"}
+
+
+def build(model: type[ConfigT], tree: Tree) -> ConfigT:
+    """Fill the tree and build the config. Raises InvalidSpecError with every violation, those of laying included."""
+    bad: set[Path] = set()
+    for conflict in fill(tree):
+        _report_conflict(tree, conflict)
+        bad |= {path for path, _, _ in conflict.values}
+    config = None
+    for _ in range(_ROUNDS):
+        try:
+            config = model.model_validate(tree.values, context={LOADING: True})
+            break
+        except ValidationError as error:
+            bad |= _report_and_repair(error, tree)
+    for rule in config.broken_rules() if config else ():
+        if not any(_touches(path, bad | tree.suspects) for path in rule.paths):
+            _report_finding(tree, config, rule)
+    if tree.violations:
+        raise InvalidSpecError(list(dict.fromkeys(tree.violations)))
+    if config is None:
+        raise InvalidSpecError([Violation(field="config", message="cannot be built; correct the sections above")])
+    for remark in config.remarks():
+        tree.note(
+            next((path for path in remark.paths if tree.locate(path)), remark.paths[0]), Effect.MEANS, remark.message
+        )
+    return config
+
+
+def _report_finding(tree: Tree, config: Any, rule: BrokenRule) -> None:
+    """Report a broken rule at its first key, or at the key that this was filled from; else say that it is a default."""
+    path = rule.paths[0]
+    if tree.get(path) is not ABSENT:
+        tree.report(path, rule.message)
+        return
+    written = next((tree.source(other) for other in rule.paths if tree.get(other) is not ABSENT), None)
+    default = f"default, with `{dotted(written)}` from {tree.locate(written)}" if written else "default"
+    value, source = shown(path, value_at(config, path)), tree.locate(path) or default
+    tree.violations.append(Violation(field=dotted(path), value=value, message=rule.message, source=source))
+
+
+def _report_conflict(tree: Tree, conflict: Conflict) -> None:
+    """Report a shared key that is set twice with different values, with the flag that would overrule what files say."""
+    top, first = conflict.shared.top, conflict.values[0][0]
+    remedy = "set one of them only"
+    if not (tree.is_written(top) and tree.strength(top) is Strength.COMMAND_LINE):
+        remedy += f", or give --{dotted(top).replace('_', '-')}, which overrules files"
+    message = f"has to be equal to the keys of the same meaning, but {conflict.others()}; {remedy}"
+    tree.report(first, message)
+
+
+def _report_and_repair(error: ValidationError, tree: Tree) -> set[Path]:
+    """Report pydantic's errors and replace the values by something that can be built. Returns the keys concerned."""
+    details = error.errors(include_url=False)
+    located = [(_path(detail, tree.schema), detail) for detail in details]
+    any_written = any(_is_written(path, detail, tree) for path, detail in located)
+    for path, detail in located:
+        if any_written and not _is_written(path, detail, tree):
+            continue  # filled from a value that is reported itself
+        if detail["type"] == "missing" and _touches(path, tree.suspects):
+            continue  # misspelt, and reported as an unknown key
+        tree.report(path, _message(detail, tree.schema.find(path)))
+    bad = {path for path, _ in located}
+    for path in sorted(bad, key=len, reverse=True):
+        _repair(tree, path)
+    return bad
+
+
+def _path(detail: ErrorDetails, schema: SchemaKey) -> Path:
+    """The path of the key that an error is about; inside free tables and lists of values that is the whole of them."""
+    node: SchemaKey | None = schema
+    path: Path = ()
+    for part in detail["loc"]:
+        if node is None or node.kind in (Kind.FREE_TABLE, Kind.LEAF):
+            break
+        path = (*path, part)
+        node = node if isinstance(part, int) else node.child(part)
+    return path
+
+
+def _is_written(path: Path, detail: ErrorDetails, tree: Tree) -> bool:
+    """Whether an error is about what the user wrote or left out, and not about a value filled from elsewhere."""
+    if detail["type"] != "missing":
+        return tree.is_written(path)
+    indices = [position for position, part in enumerate(path) if isinstance(part, int)]
+    return not indices or tree.is_written(path[: indices[-1] + 1])
+
+
+def _repair(tree: Tree, path: Path) -> None:
+    """Take out the value at a path, or put in the least that can be built where one is required."""
+    node = tree.schema.find(path)
+    if not path or node is None:
+        tree.values.clear()
+    elif isinstance(path[-1], int):
+        put(tree.values, path, _least(node, index=path[-1]))
+    elif node.is_required:
+        put(tree.values, path, _placeholder(node, index=next((part for part in path if isinstance(part, int)), 0)))
+    else:
+        tree.drop(path)
+
+
+def _placeholder(node: SchemaKey, *, index: int) -> Any:
+    """The least value of a required key."""
+    match node.kind:
+        case Kind.SECTION:
+            return _least(node, index=index)
+        case Kind.SECTION_LIST:
+            return [_least(node, index=index)]
+        case Kind.FREE_TABLE:
+            return {}
+        case Kind.LEAF:
+            if get_origin(node.annotation) is Literal:
+                return get_args(node.annotation)[0]
+            return node.annotation(1) if node.annotation in (int, float) else f"placeholder-{index}"
+
+
+def _least(node: SchemaKey, *, index: int) -> dict[str, Any]:
+    """The least section: its required keys only."""
+    return {key: _placeholder(child, index=index) for key, child in node.children.items() if child.is_required}
+
+
+def _touches(path: Path, others: set[Path]) -> bool:
+    """Whether a key, or a section that contains it or lies in it, is among others."""
+    return any(path[: len(other)] == other or other[: len(path)] == path for other in others)
+
+
+def _message(detail: ErrorDetails, node: SchemaKey | None) -> str:
+    """What is wrong and what would be right, for one pydantic error."""
+    kind, context, said = detail["type"], detail.get("ctx", {}), ""
+    if kind == "missing":
+        return f"is required; {_how_to_write(node)}"
+    if kind in _BOUNDS:
+        name, words = _BOUNDS[kind]
+        said = f"{words} {context[name]:g}"
+        wrong = f"must be {said}"
+    elif kind == "literal_error" and node is not None:
+        near = close(str(detail["input"]), type_text(node).replace('"', "").split(" or "), most=1)
+        wrong = f"must be {type_text(node)}" + (f'; did you mean "{near[0]}"?' if near else "")
+    elif kind == "string_pattern_mismatch":
+        wrong = f"must match {context['pattern']}"
+    elif kind in ("too_short", "string_too_short"):
+        wrong = "must not be empty"
+    elif kind == "finite_number":
+        wrong = "must be a finite number"
+    elif kind == "value_error":
+        wrong = str(context.get("error", detail["msg"]))
+    elif node is not None and kind.endswith(("_type", "_parsing", "_from_float", "_overflow")):
+        given = _TYPES.get(type(detail["input"]), type(detail["input"]).__name__)
+        wrong = f"must be {_article(type_text(node))}, not {_article(given)}"
+    else:
+        wrong = detail["msg"][:1].lower() + detail["msg"][1:]
+    about = node.about(said=said) if node is not None else ""
+    return f"{wrong}{'' if wrong.endswith('?') else '.'} {about}" if about else wrong
+
+
+def _how_to_write(node: SchemaKey | None) -> str:
+    """How a required key is written, as the end of a message."""
+    table = {Kind.SECTION: "[{}]", Kind.SECTION_LIST: "[[{}]]"}.get(node.kind) if node else None
+    what = f"a table {table.format(dotted(node.path))}" if node and table else "it"
+    inner = next((child for child in node.children.values() if child.is_required), node) if node else None
+    is_one = inner is not None and inner.kind is Kind.LEAF and node is not None and node.kind is not Kind.SECTION_LIST
+    flag = f", or give --{dotted(inner.path).replace('_', '-')}" if inner and is_one else ""
+    return f"write {what} into the config file{flag}"
+
+
+def _article(noun: str) -> str:
+    if noun.startswith(("list of", "nothing", "true", '"')):
+        return noun
+    return f"an {noun}" if noun[:1] in "aeiou" else f"a {noun}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

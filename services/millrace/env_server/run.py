@@ -11,14 +11,14 @@ from dataclasses import dataclass, field
 import grpc.aio
 from prometheus_client import CollectorRegistry
 
-from millrace.env_server.isolation import system
+from millrace.env_server.isolation import namespaces
 from millrace.env_server.isolation.confinement import Confinement
 from millrace.env_server.isolation.inherited import teacher_key_problem
 from millrace.env_server.play_meters import COUNTED, env_label, env_opened
 from millrace.env_server.service import Admits, EnvService
 from millrace.env_server.settings import EnvServerSettings
-from millrace.env_server.spool.files import Spool
-from millrace.env_server.spool.sink import RolloutSink
+from millrace.env_server.sink import RolloutSink
+from millrace.env_server.spool import Spool
 from millrace.env_server.teacher.scorer import Teachers
 from millrace.env_server.tokenizer_files import TokenizerFiles
 from millrace.env_server.workers.pool import EnvPool, PoolLimits
@@ -119,7 +119,7 @@ logger = logging.getLogger(__name__)
 async def run(settings: Settings, own: EnvServerSettings, confinement: Confinement) -> None:
     """Serve until SIGTERM or SIGINT. Raises MillraceError if it cannot start or is refused for good."""
     own.make_private()
-    extra = {"isolation": confinement.isolation.value, "landlock": system.version()}
+    extra = {"isolation": confinement.isolation.value, "landlock": namespaces.version()}
     logger.info("environments are confined", extra=extra)
     store = await asyncio.to_thread(open_store, settings.require("store_url"))
     worker_id = new_worker_id("env-server")

@@ -13,13 +13,13 @@ import grpc.aio
 from millrace.env_server import play_meters
 from millrace.env_server.adapters.env_args import parse_args
 from millrace.env_server.adapters.outcome import failed, make_rollout
-from millrace.env_server.adapters.tasks.selection import canonical_json
+from millrace.env_server.adapters.selection import canonical_json
 from millrace.env_server.interpreters.allowed import require_allowed
 from millrace.env_server.interpreters.choice import Choice, choose
 from millrace.env_server.isolation.inherited import api_key_problem, teacher_key_problem
 from millrace.env_server.own_sampling import AskedSampling, OwnSamplingError
 from millrace.env_server.settings import require_image
-from millrace.env_server.spool.sink import RolloutSink
+from millrace.env_server.sink import RolloutSink
 from millrace.env_server.teacher.scorer import Teachers
 from millrace.env_server.tokenizer_files import TokenizerFiles
 from millrace.env_server.wire import check_play, invalid_request, tasks_to_wire

@@ -13,7 +13,8 @@ from typing import Any
 from millrace.config.section import IMAGE_PATTERN
 from millrace.env_server.agents.listen import AgentListen
 from millrace.env_server.interpreters.allowed import PYTHONS_VARIABLE, parse_pythons
-from millrace.env_server.isolation import namespaces, system
+from millrace.env_server.isolation import namespaces
+from millrace.env_server.isolation import namespaces as system
 from millrace.env_server.isolation.confinement import Confinement, Isolation, why_no_container
 from millrace.env_server.isolation.limits import NO_LIMITS, WorkerLimits
 from millrace.env_server.isolation.namespaces import VISIBLE_VARIABLE, covered, visible_to_workers

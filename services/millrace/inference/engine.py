@@ -19,8 +19,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from millrace.errors import InvalidStateError
-from millrace.policies.adapter import AdapterSpec, Shape, adapter_problems
 from millrace.policies.manifest import AdapterEntry, StagedPolicy
+from millrace.policies.peft.config import AdapterSpec, Shape, adapter_problems
 from millrace.rollouts.types import PolicySpan
 
 STALL_S = 60.0

@@ -1,7 +1,7 @@
 """The inference process: `python -m millrace.inference.main` or `millrace-inference`.
 
 MILLRACE_ENGINE chooses the engine. `embedded` runs in this process; `vllm` makes this process the launcher of a vLLM
-server (`launch/launcher.py`), in the interpreter that has vLLM, which may be another one than that it was started with.
+server (`launcher.py`), in the interpreter that has vLLM, which may be another one than that it was started with.
 """
 
 import asyncio
@@ -65,7 +65,7 @@ async def _serve(settings: Settings, own: InferenceSettings) -> None:
     if own.engine == "vllm":
         if warning := releases.require_tried(releases.installed(), may_be_untried=may_be_untried(os.environ)):
             logger.warning(warning)
-        from millrace.inference.launch.launcher import Launcher
+        from millrace.inference.launcher import Launcher
 
         await Launcher(settings, own).run()
         return

@@ -9,23 +9,126 @@ It begins when every process was ready once: a death before is an error of the s
 import asyncio
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
-from enum import Enum
+from enum import Enum, auto
 from pathlib import Path
 from typing import BinaryIO, NoReturn
 
+import grpc.aio
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
 from millrace.backoff import Backoff
 from millrace.errors import first_error
-from millrace.local import liveness
-from millrace.local.liveness import Answer, AnswerHistory, LivenessAction, Probe
+from millrace.local.redis import EmbeddedRedis
 from millrace.processes.supervisor import Child, Supervisor, describe_death
 from millrace.processes.table import is_stopped
+from millrace.rpc.access import ClientAccess
+from millrace.rpc.channel import open_channel
 from millrace.storage.clean_up import remove
 from millrace.telemetry import waits
 
 _READY_POLL_S = 0.1
 _TELL_READY_AFTER_S = 1.0
+
+
+# Whether a process that is alive still answers: probes, and the arithmetic of their failures.
+#
+# A health check that fails says little on a busy laptop. A process is named after `NAME_AFTER_S` and killed after
+# `KILL_AFTER_S` without an answer, and only if as many checks failed in a row, if the supervisor itself was on time
+# meanwhile, and if the machine is not the reason: another process answered, or the kernel says that this one is
+# stopped.
+
+PERIOD_S = 5.0
+CHECK_TIMEOUT_S = 2.0
+NAME_AFTER_S = 10.0
+KILL_AFTER_S = 30.0
+KILL_SICK_AFTER_S = 60.0
+"""A process that says itself that it is not healthy has measured its own patience before: it gets longer."""
+LEAST_FAILURES = 4
+_LATE_S = 3 * PERIOD_S
+
+
+class Answer(Enum):
+    """What a probe heard."""
+
+    SERVING = auto()
+    SICK = auto()
+    """It answers, and says that it does not serve."""
+    SILENT = auto()
+
+
+class LivenessAction(Enum):
+    """What to do after an answer."""
+
+    FINE = auto()
+    NAME = auto()
+    """Tell the user, once."""
+    KILL = auto()
+
+
+Probe = Callable[[], Awaitable[Answer]]
+
+
+def probe_service(address: str, access: ClientAccess | None = None) -> Probe:
+    """A health check of the process behind a gRPC address, on a new connection: an old one may be backing off.
+
+    `access` says how to call it; by default as on loopback, in plain text.
+    """
+    how = ClientAccess.plain() if access is None else access
+
+    async def ask() -> Answer:
+        async with open_channel(address, access=how) as channel:
+            check = health_pb2_grpc.HealthStub(channel).Check  # type: ignore[attr-defined] - set by its constructor
+            try:
+                answer = await check(health_pb2.HealthCheckRequest(service=""), timeout=CHECK_TIMEOUT_S)
+            except grpc.aio.AioRpcError:
+                return Answer.SILENT
+        return Answer.SERVING if answer.status == health_pb2.HealthCheckResponse.SERVING else Answer.SICK
+
+    return ask
+
+
+def probe_redis(redis: EmbeddedRedis) -> Probe:
+    """PING."""
+
+    async def ask() -> Answer:
+        is_ready = await asyncio.to_thread(redis.is_ready, timeout_s=CHECK_TIMEOUT_S)
+        return Answer.SERVING if is_ready else Answer.SILENT
+
+    return ask
+
+
+class AnswerHistory:
+    """The answers of one life of one process. Times are monotonic seconds."""
+
+    def __init__(self, now: float) -> None:
+        """It serves now."""
+        self.failures = 0
+        self.answer = Answer.SERVING
+        self._well_at = now
+        self._asked_at = now
+        self._is_named = False
+
+    def silent_s(self, now: float) -> float:
+        """Seconds since it was last well."""
+        return now - self._well_at
+
+    def hear(self, answer: Answer, now: float, *, is_certain: bool) -> LivenessAction:
+        """Judge an answer; `is_certain`: the machine is not to blame for a silence."""
+        was_late = now - self._asked_at > _LATE_S  # the machine slept, or we did not get the processor either
+        self._asked_at, self.answer = now, answer
+        if answer is Answer.SERVING or was_late:
+            self._well_at, self.failures, self._is_named = now, 0, False
+            return LivenessAction.FINE
+        self.failures += 1
+        bound_s = KILL_SICK_AFTER_S if answer is Answer.SICK else KILL_AFTER_S
+        if self.silent_s(now) >= bound_s and self.failures >= LEAST_FAILURES and is_certain:
+            return LivenessAction.KILL
+        if self.silent_s(now) >= NAME_AFTER_S and not self._is_named:
+            self._is_named = True
+            return LivenessAction.NAME
+        return LivenessAction.FINE
 
 
 class Keeper:
@@ -125,7 +228,7 @@ class Keeper:
         """Ask one process for its health as long as the stack lives; kills each life of it that stops answering."""
         # unregistered wait: a periodic look; what it awaits is registered where it is awaited
         while True:
-            await asyncio.sleep(liveness.PERIOD_S)
+            await asyncio.sleep(PERIOD_S)
             child = self._supervisor.children[name]
             if self._is_serving(child):  # else it is between two lives: nothing is expected of it
                 await self._check_life(child)
@@ -148,7 +251,7 @@ class Keeper:
                 self._note(f"{said}: killing it")
                 await self._supervisor.end_rest(child)
                 return
-            await asyncio.sleep(liveness.PERIOD_S)
+            await asyncio.sleep(PERIOD_S)
 
     def _is_serving(self, child: Child) -> bool:
         name = child.spec.name
@@ -156,7 +259,7 @@ class Keeper:
         return is_newest and child.is_alive and self.lives[name].ready_at is not None
 
     def _others_answer(self, name: str, now: float) -> bool:
-        recent = now - liveness.NAME_AFTER_S
+        recent = now - NAME_AFTER_S
         return any(at > recent for other, at in self._heard_at.items() if other != name)
 
 
@@ -254,7 +357,7 @@ class Lives:
 
 MAX_BYTES = 64 << 20
 """Of one file; with the one before it, a process keeps twice as much."""
-PERIOD_S = 5.0
+ROTATION_PERIOD_S = 5.0
 _CHUNK_BYTES = 1 << 20
 _LOOKS, _LOOK_AGAIN_S = 10, 0.001
 """How often a copy that ends within a line is looked at again: the write is done, or the line is a prompt."""
@@ -298,7 +401,7 @@ def _copy_lines(source: BinaryIO, target: BinaryIO) -> None:
 
 
 async def keep_bounded(
-    directory: Path, *, note: Callable[[str], None], max_bytes: int = MAX_BYTES, period_s: float = PERIOD_S
+    directory: Path, *, note: Callable[[str], None], max_bytes: int = MAX_BYTES, period_s: float = ROTATION_PERIOD_S
 ) -> NoReturn:
     """Rotate the logs of a directory as they grow, until cancelled. `note` is told once of what cannot be rotated."""
     told: set[str] = set()

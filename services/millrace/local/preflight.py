@@ -5,12 +5,11 @@ from concurrent.futures import Future
 from urllib.parse import parse_qsl, urlsplit
 
 from millrace.errors import UnavailableError
-from millrace.runlog.redis.connection import open_redis
-from millrace.runlog.redis.self_test import DEADLINE_S, redis_self_test
+from millrace.runlog.redis.connection import DEADLINE_S, open_redis, redis_self_test
 from millrace.storage import open_store
 from millrace.storage.self_test import require_tested
 from millrace.telemetry import waits
-from millrace.telemetry.redact import redact
+from millrace.telemetry.logging import redact
 
 STORE_TIMEOUT_S = 30.0
 CONNECT_TIMEOUT_S = 5.0

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Literal, Self
 
 from millrace.errors import InvalidStateError, UnavailableError
-from millrace.local.ports import free_port
+from millrace.local.directory import free_port
 from millrace.processes.sessions import die_with_parent, kill_group
 
 READY_POLL_S = 0.02

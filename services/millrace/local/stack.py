@@ -16,7 +16,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, fields, replace
 from datetime import UTC, datetime
@@ -26,11 +26,9 @@ from typing import IO, Any, NoReturn, Self, TypeVar
 from millrace.env_server.interpreters.allowed import PYTHONS_VARIABLE, own_pythons
 from millrace.errors import UnavailableError
 from millrace.inference.launch_env import engine_python
-from millrace.local import gpus, preloads
-from millrace.local.directory import StackId, hold_directory
-from millrace.local.keeper import Keeper
-from millrace.local.liveness import Answer, Probe, probe_redis, probe_service
-from millrace.local.ports import free_ports, require_free
+from millrace.local import gpus
+from millrace.local.directory import StackId, free_ports, hold_directory, require_free
+from millrace.local.keeper import Answer, Keeper, Probe, probe_redis, probe_service
 from millrace.local.redis import READY_POLL_S, EmbeddedRedis
 from millrace.processes import sessions
 from millrace.processes.forked import ForkServerClient
@@ -41,7 +39,7 @@ from millrace.rpc.access import ClientAccess
 from millrace.storage.clean_up import remove
 from millrace.storage.scratch import SCRATCH_VARIABLE, sweep
 from millrace.telemetry import waits
-from millrace.telemetry.redact import redact
+from millrace.telemetry.logging import redact
 from millrace.telemetry.settings import Settings, join_address, parse_address, variable_name
 
 HOST = "127.0.0.1"
@@ -405,8 +403,8 @@ class LocalStack:
         """From now on services are forked from a process that has imported what they need, where that can be."""
         is_vllm = self.options.engine == "vllm"
         modules = [module for name, module in self._modules.items() if not (is_vllm and name == "inference")]
-        if needs := preloads.needs(modules, self._environ):
-            server = ForkServerClient(needs, log_path=self.logs / "fork-server.log")
+        if preloaded := needs(modules, self._environ):
+            server = ForkServerClient(preloaded, log_path=self.logs / "fork-server.log")
             self.supervisor.start_fork_server(server, env={**self._defaults(), **self._environ})
 
     def _peers(self) -> ClientAccess:
@@ -502,3 +500,41 @@ async def _wait_redis(redis: EmbeddedRedis) -> None:
                     await asyncio.sleep(READY_POLL_S)
         except TimeoutError:
             raise redis.failed(f"did not answer within {REDIS_DEADLINE_S:g} s") from None
+
+
+# Which services of a one-machine stack are forked from a process that has imported what they need, and what.
+
+VARIABLE = "MILLRACE_FORK_SERVER"
+"""0 has every service of a one-machine stack start as a program of its own."""
+NEEDS: Mapping[str, Sequence[str]] = {
+    "millrace.orchestrator.main": ("millrace.orchestrator.main", "millrace.orchestrator.serve"),
+    "millrace.env_server.main": ("millrace.env_server.main", "millrace.env_server.run"),
+    "millrace.inference.main": (
+        "millrace.inference.main",
+        "millrace.inference.embedded.replica",
+        "transformers.modeling_utils",
+        "transformers.models.auto.modeling_auto",
+    ),
+    "millrace.trainer.main": (
+        "millrace.trainer.main",
+        "millrace.trainer.serve",
+        "millrace.trainer.gang.distributed",
+        "millrace.trainer.job",
+        "millrace.trainer.model.pretrained",
+    ),
+}
+"""What each service imports before it works, lighter ones first."""
+WITH_TORCH = ("millrace.inference.main", "millrace.trainer.main")
+GPUS = ("/dev/nvidiactl", "/dev/kfd")
+
+
+def needs(modules: Iterable[str], environ: Mapping[str, str]) -> dict[str, Sequence[str]]:
+    """What to import for those of these main modules that may be forked.
+
+    None of them elsewhere than on Linux, or where `VARIABLE` says 0. What uses a GPU is started afresh: what a driver
+    did in a process does not survive a fork.
+    """
+    if environ.get(VARIABLE, "1") == "0" or not hasattr(os, "pidfd_open") or not Path("/proc/self/stat").exists():
+        return {}
+    has_gpu = any(Path(path).exists() for path in GPUS)
+    return {name: NEEDS[name] for name in modules if name in NEEDS and not (has_gpu and name in WITH_TORCH)}

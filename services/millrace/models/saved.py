@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from millrace.decoding import decode_object
-from millrace.models.older_names import with_older_names
+from millrace.models.configs import with_older_names
 
 _OF_THE_FILES = ("quantization_config", "compression_config", "transformers_weights", "auto_map")
 """Keys of configs that say how files are stored, how they are called, and which code beside them makes the model.

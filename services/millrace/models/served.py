@@ -23,7 +23,7 @@ from millrace.models.files import (
     read_object,
     require_no_adapter,
 )
-from millrace.models.loading import check_stored
+from millrace.models.loading import check_stored, check_weights
 from millrace.models.vocabulary import check_tokenizer
 
 _INDICES = "*.index.json"
@@ -49,7 +49,7 @@ def look_at_served(
     """Look at all of a model: its files, its names and shapes, its tokenizer, and every number.
 
     What does not count is left out of `place`, which becomes a directory of links, where it would be read. `tell` is
-    told how far it is. Raises as `millrace.models.look.look_at`, and CorruptObjectError (MODEL_CORRUPT) for numbers
+    told how far it is. Raises as `millrace.models.served.look_at`, and CorruptObjectError (MODEL_CORRUPT) for numbers
     that are not finite and for files that hold more than their index says.
     """
     require_no_adapter(directory)
@@ -140,3 +140,18 @@ def _cleared(weights: WeightFiles, place: Path) -> Path:
         if path.name not in {*weights.beside, *others}:
             (place / path.name).symlink_to(path.absolute())
     return place
+
+
+# A look at a local model before anything starts: what a run would refuse of it, but for its numbers.
+
+
+def look_at(directory: Path, *, tokenizer: Path, needs_template: bool) -> list[str]:
+    """Raise what a run would end with, as `require_no_adapter`, `check_weights` and `check_tokenizer` do; the notes.
+
+    `tokenizer` is the directory that the tokenizer is in.
+    """
+    require_no_adapter(directory)
+    check_weights(directory)
+    check_tokenizer(tokenizer, model=directory, needs_template=needs_template)
+    beside = WeightFiles.find(directory, read_object(directory / "config.json")).beside
+    return [f"{first_names(beside)} beside the model's own weight files: not read"] if beside else []

@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from millrace.custom_code import CustomCode
-from millrace.orchestrator.play.buffer import PoolSizes
 from millrace.orchestrator.play.failures import EnvCount
+from millrace.orchestrator.play.pools import PoolSizes
 from millrace.orchestrator.run_meters import RunMeters
 from millrace.orchestrator.workers import WorkerRegistry
 from millrace.rpc.worker import to_proto

@@ -19,7 +19,7 @@ def _run() -> None:
     settings = Settings.from_env(os.environ, required=["redis_url", "store_url", "listen"])
     setup("orchestrator")
     with without_gc():
-        from millrace.orchestrator.api.serve import serve_orchestrator
+        from millrace.orchestrator.serve import serve_orchestrator
 
     asyncio.run(serve_orchestrator(settings))
 

@@ -11,21 +11,20 @@ from millrace.custom_code import CustomCode
 from millrace.errors import CorruptObjectError, FencedError, LogGoneError, MillraceError, all_errors
 from millrace.orchestrator import run_meters
 from millrace.orchestrator.beside import LogPlace, Readers
+from millrace.orchestrator.catalog import RunCatalog, RunView
+from millrace.orchestrator.chain import storage_of
 from millrace.orchestrator.drive.assembly import RunParts
-from millrace.orchestrator.drive.eval_run import EvalRunDriver
 from millrace.orchestrator.drive.run_driver import RunDriver
-from millrace.orchestrator.drive.train_run import TrainRunDriver
+from millrace.orchestrator.drive.train_run import EvalRunDriver, TrainRunDriver
 from millrace.orchestrator.events import RunContext, RunEvents
-from millrace.orchestrator.explain.chain import storage_of
-from millrace.orchestrator.explain.held_up import HeldUp
-from millrace.orchestrator.explain.watchdog import Watchdog, tell_takeover
-from millrace.orchestrator.runs.catalog import RunCatalog, RunView
-from millrace.orchestrator.runs.intents import POLL_S, ROLE, DesiredState, DesiredStates
+from millrace.orchestrator.intents import POLL_S, ROLE, DesiredState, DesiredStates
+from millrace.orchestrator.watchdog import Watchdog, tell_takeover
+from millrace.orchestrator.why import HeldUp
 from millrace.orchestrator.workers import RETIRED_S, WorkerKind, WorkerRegistry
 from millrace.runlog import EventWriter, Lease, RunLog
-from millrace.runlog.events.run_status import state_name
 from millrace.runlog.records.revisions import load_reopenings
 from millrace.runlog.records.run_record import EVAL
+from millrace.runlog.run_status import state_name
 from millrace.runlog.seal import seal_late
 from millrace.telemetry import faults, waits
 from millrace.v1 import run_pb2

@@ -12,11 +12,11 @@ from collections.abc import Collection
 from prometheus_client import CollectorRegistry, Counter
 
 from millrace.config import OrchestratorConfig
+from millrace.orchestrator.catalog import RunCatalog
 from millrace.orchestrator.drive.assembly import RunParts
 from millrace.orchestrator.manager import RunManager
 from millrace.orchestrator.play.play import PlayState, num_rollouts
 from millrace.orchestrator.run_meters import COUNTED, seconds_since, seen
-from millrace.orchestrator.runs.catalog import RunCatalog
 from millrace.orchestrator.workers import QUIET_S, WorkerKind, WorkerRecord, WorkerRegistry
 from millrace.runlog.records.run_record import EVAL
 from millrace.telemetry.metrics import Family, Sheet, StateCollector, make_registry

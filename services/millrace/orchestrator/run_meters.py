@@ -9,10 +9,10 @@ from collections.abc import Iterable, Mapping
 
 from prometheus_client import Counter, Gauge, Histogram
 
-from millrace.orchestrator.play.buffer import PoolSizes
 from millrace.orchestrator.play.play import Play
+from millrace.orchestrator.play.pools import PoolSizes
 from millrace.rollouts.types import Rollout
-from millrace.runlog.events.run_status import BatchAge
+from millrace.runlog.run_status import BatchAge
 from millrace.telemetry.metrics import BoundedLabel
 from millrace.v1 import run_pb2
 

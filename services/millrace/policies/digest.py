@@ -16,8 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 from numpy.typing import NDArray
 
-from millrace.policies.change import TensorChange
-from millrace.policies.tensors import TensorBytes
+from millrace.policies.tensors import TensorBytes, TensorChange
 
 _MASK = (1 << 64) - 1
 BLOCK_ELEMENTS = 1 << 14  # five scratch arrays of 8 bytes per element: they stay in a core's second-level cache

@@ -5,9 +5,9 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-from millrace.policies.publishing.upload import DEFAULT_SHARD_BYTES, group_by_bytes
+from millrace.policies.publish import DEFAULT_SHARD_BYTES, group_by_bytes
 from millrace.policies.tensors import TensorBytes, pack_safetensors
-from millrace.storage.disk import io_errors, make_parent
+from millrace.storage.scratch import io_errors, make_parent
 
 
 def write_hf(

@@ -21,17 +21,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from millrace.errors import ConflictError, CorruptObjectError, MillraceError, NotFoundError
-from millrace.policies.change import TensorChange
-from millrace.policies.delta.codec import decode_piece
-from millrace.policies.delta.frame import read_header
+from millrace.policies.delta_codec import decode_piece
+from millrace.policies.delta_frame import read_header
 from millrace.policies.digest import change_digest, decode_threads, digest_hex, tensor_digests
 from millrace.policies.fetch import Chain, Link, Manifests, find_chain, read_objects, require_sizes
 from millrace.policies.manifest import ObjectEntry, Piece, PolicyManifest, StagedPolicy, TensorEntry
-from millrace.policies.tensors import TensorBytes, TensorPlace, bits_type, plan_safetensors
+from millrace.policies.tensors import TensorBytes, TensorChange, TensorPlace, bits_type, plan_safetensors
 from millrace.storage.base import ObjectStore
 from millrace.storage.clean_up import remove
-from millrace.storage.disk import io_errors, make_parent
-from millrace.storage.scratch import SCRATCH_VARIABLE
+from millrace.storage.scratch import SCRATCH_VARIABLE, io_errors, make_parent
 from millrace.telemetry import faults
 from millrace.telemetry.faults import Point
 

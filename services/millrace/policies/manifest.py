@@ -17,10 +17,16 @@ from typing import Any, Protocol, Self
 
 from millrace.decoding import Fields, decode_object, require_file_name, require_integer, require_number
 from millrace.errors import CorruptObjectError, InvalidStateError
-from millrace.policies.change import TensorChange
 from millrace.policies.digest import policy_digest
-from millrace.policies.tensors import MAX_DIMENSIONS, TensorBytes, TensorPlace, element_bytes, tensor_bytes
-from millrace.storage.commit_points import revision_key
+from millrace.policies.tensors import (
+    MAX_DIMENSIONS,
+    TensorBytes,
+    TensorChange,
+    TensorPlace,
+    element_bytes,
+    tensor_bytes,
+)
+from millrace.storage.base import revision_key
 
 FORMAT = 5
 MAX_OBJECT_BYTES = 1 << 40
@@ -98,7 +104,7 @@ class Encoding:
     """One way to get the version's bits.
 
     `full`: the pieces are raw little-endian elements and cover every tensor. `delta`: each piece is a frame of
-    `delta/codec.py` against the version `base` of the same lineage, whose policy digest is `base_digest`; what has no
+    `delta_codec.py` against the version `base` of the same lineage, whose policy digest is `base_digest`; what has no
     piece did not change.
     """
 

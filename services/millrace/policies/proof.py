@@ -22,10 +22,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from millrace.errors import InternalError
-from millrace.policies.change import TensorChange
 from millrace.policies.digest import add_digests, change_digest, digest_hex, policy_digest, tensor_digests
 from millrace.policies.manifest import PolicyManifest
-from millrace.policies.tensors import TensorBytes
+from millrace.policies.tensors import TensorBytes, TensorChange
 
 MISMATCH = "POLICY_READBACK_MISMATCH"
 """Reason of an error that says that the engine holds other bits than it should."""

@@ -1,16 +1,106 @@
 """The readers of an orchestrator, which finds them by the entry point `millrace.readers`."""
 
-from collections.abc import Awaitable, Callable
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AbstractAsyncContextManager
+from typing import Any
 
-from millrace.orchestrator.beside import LogPlace, RunSource
+from millrace.decoding import decode_object
+from millrace.errors import InvalidSpecError, Violation
+from millrace.orchestrator.beside import LogPlace, RunSource, numbers_of, page_size, token_of
 from millrace.readers.audit import audit_run
-from millrace.readers.dashboard.lists import LogLists
+from millrace.readers.dashboard import answers
+from millrace.readers.dashboard.answers import error_of
 from millrace.readers.dashboard.reading import ReaderClient
-from millrace.readers.dashboard.web.serve import dashboard_server
 from millrace.readers.exports.of_run import RunExports
+from millrace.rpc.access import PUBLIC, ServerAccess
 from millrace.runlog.records.run_record import RunRecord
+from millrace.telemetry.settings import parse_address
 from millrace.v1 import audit_pb2
+from millrace.v1 import run_service_pb2 as rs
+
+# Metrics, rollouts and lineage of a run as the public API answers them: asked of the reader's process.
+
+MAX_NAMES_CHARS = 64 << 10
+_PAGING = ("sort", "offset", "size", "rows")
+"""Parameters of the reader that are no filters."""
+
+
+class LogLists:
+    """Answers from the log of one run at a time. Raises `millrace.errors`."""
+
+    def __init__(self, reader: ReaderClient) -> None:
+        self._reader = reader
+
+    async def metrics(self, request: rs.ListMetricsRequest, record: RunRecord) -> rs.ListMetricsResponse:
+        """A page of metrics by step."""
+        size, at = page_size(request.page_size), numbers_of(request, count=1)
+        names = ",".join(request.names)
+        if len(names) > MAX_NAMES_CHARS:
+            wrong = Violation(field="names", message=f"has more than {MAX_NAMES_CHARS} characters in all")
+            raise InvalidSpecError([wrong], remedy="leave it out for all metrics")
+        params = {"size": str(size), "first": str(at[0] if at else 0)} | ({"names": names} if names else {})
+        said = await self._ask("list-metrics", record, params)
+        found = answers.metrics_page(said)
+        found.next_page_token = "" if said["next"] is None else token_of(request, said["next"])
+        return found
+
+    async def rollouts(self, request: rs.ListRolloutsRequest, record: RunRecord) -> rs.ListRolloutsResponse:
+        """A page of rollouts; all pages of a list are of the index as it was at the first one."""
+        size, at = page_size(request.page_size), numbers_of(request, count=2)
+        params = _filters(request.filter) | {"size": str(size), "sort": _sort(request.order_by)}
+        params |= {"rows": str(at[0]), "offset": str(at[1])} if at else {}
+        said = await self._ask("list-rollouts", record, params)
+        found = answers.rollouts_page(said, run=record.name)
+        behind = said["offset"] + len(found.rollouts)
+        if found.rollouts and behind < found.total_size:
+            found.next_page_token = token_of(request, said["rows"], behind)
+        return found
+
+    async def lineage(self, request: rs.GetLineageRequest, record: RunRecord) -> rs.GetLineageResponse:
+        """Where a rollout or a version comes from, and what came of it."""
+        match request.WhichOneof("subject"):
+            case "rollout":
+                params = {"sample": request.rollout}
+            case "version":
+                params = {"version": str(request.version)}
+            case _:
+                wrong = Violation(field="subject", message="is not set: nothing says what to trace")
+                raise InvalidSpecError([wrong], remedy="set rollout, such as 12-3, or version")
+        return answers.lineage(await self._ask("get-lineage", record, params), run=record.name)
+
+    async def _ask(self, question: str, record: RunRecord, params: Mapping[str, str]) -> dict[str, Any]:
+        answer = await self._reader.ask(question, record.uid, params)
+        said = await asyncio.to_thread(
+            decode_object, answer.body, what="an answer of the reader", reason="ANSWER_UNREADABLE"
+        )
+        if answer.status != 200:
+            raise error_of(answer.status, said)
+        return said
+
+
+def _filters(asked: Mapping[str, str]) -> dict[str, str]:
+    wrong = [
+        Violation(field=f"filter[{name!r}]", message="is no filter: use order_by, page_size and page_token")
+        for name in _PAGING
+        if name in asked
+    ]
+    if wrong:
+        raise InvalidSpecError(wrong)
+    return dict(asked)
+
+
+def _sort(order_by: str) -> str:
+    """`reward desc` as the reader has it, `-reward`."""
+    name, _, direction = order_by.strip().partition(" ")
+    if direction.strip() not in ("", "asc", "desc"):
+        wrong = Violation(
+            field="order_by", value=order_by[:80], message="must be one name, with ` desc` behind it or not"
+        )
+        raise InvalidSpecError([wrong], remedy="such as `reward desc`")
+    return f"{'-' if direction.strip() == 'desc' else ''}{name or 'step'}"
 
 
 class LogReaders(LogLists):
@@ -37,3 +127,49 @@ class LogReaders(LogLists):
     async def close(self) -> None:
         """End the process that reads."""
         await self._client.close()
+
+
+# Starts and stops the dashboard of one orchestrator.
+
+logger = logging.getLogger(__name__)
+
+FIELD = "MILLRACE_DASHBOARD_LISTEN"
+MAX_CONNECTIONS = 64
+REQUEST_S = 10.0
+IDLE_S = 30.0
+
+
+@contextlib.asynccontextmanager
+async def dashboard_server(
+    address: str | None,
+    source: RunSource,
+    reader: ReaderClient,
+    *,
+    access: ServerAccess | None = None,
+) -> AsyncIterator[int]:
+    """Serve the pages while the block runs; the value is the port. Without an address nothing is served (port 0).
+
+    `reader` stays the caller's to close. InvalidSpecError if the address needs protection that is not set up,
+    UnavailableError if it cannot be bound.
+    """
+    if address is None:
+        yield 0
+        return
+    from millrace.readers.dashboard.app import MAX_BODY_BYTES, Dashboard, Guard, Sessions
+    from millrace.rpc.http_server import HttpBounds, HttpServer
+
+    access = ServerAccess.from_environ() if access is None else access
+    access.require_safe(address, {PUBLIC}, field=FIELD)
+    host, port = parse_address(address)
+    sessions = Sessions()
+    guard = Guard(access, sessions, host=host)
+    dashboard = Dashboard(source, reader, guard, sessions, port=port, is_tls=access.tls is not None)
+    bounds = HttpBounds(
+        connections=MAX_CONNECTIONS, request_s=REQUEST_S, idle_s=IDLE_S, message_bytes=MAX_BODY_BYTES, shutdown_s=1.0
+    )
+    server = await HttpServer.start(dashboard.app(), host, port, tls=access.tls, bounds=bounds, field=FIELD)
+    logger.info("the dashboard listens", extra={"address": address, "port": server.port})
+    try:
+        yield server.port
+    finally:
+        await server.stop()

@@ -1,7 +1,7 @@
 """Batches on the wire: samples ↔ chunks of packed columns plus a table of where each sample lies.
 
 A chunk holds whole samples, about 2 MiB of them (Redis and the network are fastest with 1–4 MiB entries), so a rank
-that needs some samples fetches only the chunks that hold them. Samples are views of a chunk's columns (`columns.py`).
+that needs some samples fetches only the chunks that hold them. Samples are views of a chunk's columns (`index.py`).
 Nothing is trusted: a chunk must have the hash that the header names, and the table must tile its columns exactly.
 """
 

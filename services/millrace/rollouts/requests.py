@@ -34,7 +34,7 @@ class EnvSpec:
     image: str = ""
     """Container image that its env-servers run; empty: any of those that announce none."""
     select_json: str = ""
-    """Which of its tasks are played (`env_server/adapters/tasks/selection.py`); empty: all."""
+    """Which of its tasks are played (`env_server/adapters/selection.py`); empty: all."""
 
     demo_key: str = ""
     """Field of its training tasks with the demonstration that a teacher is told; empty if none is."""

@@ -8,24 +8,24 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from millrace.runlog.commit import commit_batch
-    from millrace.runlog.events.reader import EventReader
-    from millrace.runlog.events.writer import EventWriter
+    from millrace.runlog.event_archive import EventReader
+    from millrace.runlog.event_writer import EventWriter
     from millrace.runlog.names import Names, Stream, new_uid
     from millrace.runlog.records.frontier import ZERO_CHAIN_HASH, Frontier, chain_hash
     from millrace.runlog.records.numbered import Epoch, Intent
-    from millrace.runlog.recovery.recover import reappend_committed, reappend_policies
+    from millrace.runlog.recover import reappend_committed, reappend_policies
     from millrace.runlog.redis.connection import open_redis
     from millrace.runlog.redis.lease import Lease
     from millrace.runlog.redis.log import AppendResult, Entry, RunLog
 
 _HOMES = {
     "commit": ("commit_batch",),
-    "events.reader": ("EventReader",),
-    "events.writer": ("EventWriter",),
+    "event_archive": ("EventReader",),
+    "event_writer": ("EventWriter",),
     "names": ("Names", "Stream", "new_uid"),
     "records.numbered": ("Epoch", "Intent"),
     "records.frontier": ("ZERO_CHAIN_HASH", "Frontier", "chain_hash"),
-    "recovery.recover": ("reappend_committed", "reappend_policies"),
+    "recover": ("reappend_committed", "reappend_policies"),
     "redis.connection": ("open_redis",),
     "redis.lease": ("Lease",),
     "redis.log": ("AppendResult", "Entry", "RunLog"),

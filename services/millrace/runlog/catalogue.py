@@ -50,7 +50,7 @@ class ObjectKind:
     numbering: str = ""
     """What the numbers of its key count: `DENSE`, "by step", …"""
     has_revisions: bool = False
-    """A successor `.r1`, `.r2`, … may stand in for a damaged object (`storage/commit_points.py`)."""
+    """A successor `.r1`, `.r2`, … may stand in for a damaged object (`storage/base.py`)."""
     finding: str = ""
     """How the names of the audit's findings about the object begin; empty if there are none."""
     named_by: tuple[str, ...]
@@ -147,7 +147,7 @@ INTENT = ObjectKind(
 EVENT_ARCHIVE = ObjectKind(
     name="event archive",
     key="events/{first:08d}-{first_place:012d}_{last:08d}-{last_place:012d}.zst",
-    codec="millrace.runlog.events.archive:decode_archive",
+    codec="millrace.runlog.event_archive:decode_archive",
     numbering="by the ids of its events",
     finding="EVENT_ARCHIVE",
     named_by=(HEADER, SEALED),
@@ -204,7 +204,7 @@ CHECKPOINT_OBJECT = ObjectKind(
 SCORES = ObjectKind(
     name="scores",
     key="scores/{digest}.bin",
-    codec="millrace.rollouts.scores:decode_scores",
+    codec="millrace.rollouts.token_log:decode_scores",
     finding="SCORES",
     named_by=(TRAINED,),
 )

@@ -13,7 +13,7 @@ from millrace.rollouts.batch_wire import check_header, decode_header, verify_chu
 from millrace.runlog.names import Stream
 from millrace.runlog.records.known import KnownObjects
 from millrace.runlog.records.numbered import Epoch, latest_epoch
-from millrace.runlog.recovery.recover import MAX_REDIS_BATCH_BYTES, reappend_committed
+from millrace.runlog.recover import MAX_REDIS_BATCH_BYTES, reappend_committed
 from millrace.runlog.redis.log import AppendResult, RunLog
 from millrace.telemetry import faults
 

@@ -26,11 +26,10 @@ from millrace.internal.v1 import batch_pb2
 from millrace.rollouts.batch_wire import closes_run, decode_header
 from millrace.runlog.names import Names
 from millrace.runlog.records.frontier import Frontier, chain_hash
-from millrace.runlog.records.listing import list_checkpoints
 from millrace.runlog.records.revisions import chain_broken, list_headers, load_reopenings, load_step, read_header
-from millrace.runlog.records.run_record import RunOrigin, RunRecord, load_origin, parse_origin
+from millrace.runlog.records.run_record import RunOrigin, RunRecord, list_checkpoints, load_origin, parse_origin
 from millrace.storage import ObjectStore
-from millrace.storage.commit_points import newest_revision, require_checksum, with_checksum
+from millrace.storage.base import newest_revision, require_checksum, with_checksum
 from millrace.storage.scratch import owned_directory
 
 logger = logging.getLogger(__name__)

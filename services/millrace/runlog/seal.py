@@ -16,12 +16,12 @@ from millrace.errors import CorruptObjectError, NotFoundError
 from millrace.rollouts.batch_wire import closes_run
 from millrace.runlog import catalogue
 from millrace.runlog.catalogue import BATCH_HEADER, SCORES
-from millrace.runlog.events.archive import EventArchive
+from millrace.runlog.event_archive import EventArchive
 from millrace.runlog.names import Names
 from millrace.runlog.records.known import KnownObjects
-from millrace.runlog.records.listing import list_objects
+from millrace.runlog.records.run_record import list_objects
 from millrace.runlog.records.sealed import Seal, seal_key
-from millrace.runlog.recovery.recover import load_history
+from millrace.runlog.recover import load_history
 from millrace.runlog.redis.log import RunLog
 from millrace.storage import ObjectStore
 

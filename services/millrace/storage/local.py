@@ -25,10 +25,8 @@ from millrace.storage.base import (
     require_range,
     require_size,
 )
-from millrace.storage.clean_up import TEMPORARY, remove
-from millrace.storage.disk import STORE, io_errors, key_is_directory, make_parent
-from millrace.storage.retry import RetryPolicy, TransientError
-from millrace.storage.scratch import SCRATCH_VARIABLE
+from millrace.storage.clean_up import TEMPORARY, RetryPolicy, TransientError, remove
+from millrace.storage.scratch import SCRATCH_VARIABLE, STORE, io_errors, key_is_directory, make_parent
 from millrace.telemetry import progress
 
 _TMP = ".tmp"

@@ -34,9 +34,7 @@ from millrace.storage.base import (
     require_range,
     require_size,
 )
-from millrace.storage.clean_up import TEMPORARY, remove
-from millrace.storage.disk import io_errors, make_parent
-from millrace.storage.retry import ATTEMPT_S, RetryPolicy, TransientError
+from millrace.storage.clean_up import ATTEMPT_S, TEMPORARY, RetryPolicy, TransientError, remove
 from millrace.storage.s3_errors import (
     ABSENT,
     CLIENT_ERRORS,
@@ -46,7 +44,7 @@ from millrace.storage.s3_errors import (
     is_unconditional,
     translate,
 )
-from millrace.storage.scratch import SCRATCH_VARIABLE
+from millrace.storage.scratch import SCRATCH_VARIABLE, io_errors, make_parent
 from millrace.telemetry import progress
 
 T = TypeVar("T")

@@ -29,7 +29,7 @@ from millrace.errors import (
     PermissionDeniedError,
     UnavailableError,
 )
-from millrace.storage.retry import TransientError
+from millrace.storage.clean_up import TransientError
 
 CLIENT_ERRORS = (
     ClientError,

@@ -13,8 +13,7 @@ from typing import Any, Self
 from urllib.parse import urlsplit
 
 from millrace.errors import InvalidSpecError, Violation
-from millrace.telemetry.logging import LEVELS
-from millrace.telemetry.redact import keep_secret, redact
+from millrace.telemetry.logging import LEVELS, keep_secret, redact
 
 # Kubernetes adds MILLRACE_ORCHESTRATOR_SERVICE_HOST, MILLRACE_REDIS_PORT_6379_TCP, ... for services named millrace-*.
 _SERVICE_LINK = re.compile(r"_(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT(_\d+_\w+)?)$")

@@ -10,28 +10,26 @@ from millrace.custom_code import CustomCode
 from millrace.decoding import MAX_JSON_BYTES
 from millrace.errors import CorruptObjectError, MillraceError, UnavailableError
 from millrace.models.files import ADAPTER_CONFIG
+from millrace.models.torch_support import shortage_named
 from millrace.models.vocabulary import check_tokenizer
-from millrace.policies.adapter import base_model_name
 from millrace.policies.manifest import FileEntry
-from millrace.policies.publishing.publish import upload_files
+from millrace.policies.peft.config import base_model_name
+from millrace.policies.publish import upload_files
 from millrace.runlog import Names
 from millrace.runlog.records.revisions import last_reopened
 from millrace.runlog.records.run_record import RunOrigin, RunRecord, parse_origin
 from millrace.storage import ObjectStore
-from millrace.trainer.checkpoint.checkpointer import Checkpointer
 from millrace.trainer.checkpoint.manifest import Author
-from millrace.trainer.checkpoint.resume import Resumed, describe, require_batches, resume
+from millrace.trainer.checkpoint.resume import Checkpointer, Resumed, describe, require_batches, resume
 from millrace.trainer.checkpoint.store import CheckpointStore
-from millrace.trainer.device_turn import Desk, DeviceTurn
 from millrace.trainer.gang.agreement import agreed
 from millrace.trainer.gang.distributed import Gang
 from millrace.trainer.learning.batch import BatchLayout
 from millrace.trainer.learning.learner import Learner
 from millrace.trainer.learning.plan import how_rows_are_made
-from millrace.trainer.log.background import BackgroundLoop
+from millrace.trainer.log.background import BackgroundLoop, StopRequested
 from millrace.trainer.log.batches import POLL_S, Batches
 from millrace.trainer.log.client import LogClient
-from millrace.trainer.log.stop import StopRequested
 from millrace.trainer.log.token_log import TokenLogWriter
 from millrace.trainer.loop import train
 from millrace.trainer.model.pretrained import (
@@ -41,23 +39,21 @@ from millrace.trainer.model.pretrained import (
     with_tokenizer,
     with_turn_stops,
 )
-from millrace.trainer.model.shortage import shortage_named
 from millrace.trainer.publish.executor import Executor
-from millrace.trainer.publish.lora import AdapterBase
 from millrace.trainer.publish.plan import (
     DamageReport,
     Mender,
     PublishPlan,
+    PublishTarget,
     first_of_lineage,
     newest_published,
     plan_publishing,
     published_anew,
 )
-from millrace.trainer.publish.publisher import Publisher
-from millrace.trainer.publish.target import PublishTarget
+from millrace.trainer.publish.publisher import AdapterBase, Publisher
 from millrace.trainer.reporter import Reporter
-from millrace.trainer.silence import SilenceTeller
-from millrace.trainer.training import Position, Training
+from millrace.trainer.training import Desk, DeviceTurn, Position, Training
+from millrace.trainer.worker import SilenceTeller
 from millrace.v1 import event_pb2
 
 _PEER_OPENS_WITHIN_S = 120.0

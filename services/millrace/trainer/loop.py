@@ -18,13 +18,12 @@ import torch
 from millrace.errors import InvalidStateError
 from millrace.telemetry import faults
 from millrace.telemetry.faults import Point
-from millrace.trainer.learning.alarms import NotFinite, describe_not_finite, find_not_finite
 from millrace.trainer.learning.batch import Minibatch
 from millrace.trainer.learning.learner import Learner
-from millrace.trainer.learning.metrics import Score, StepMetrics
+from millrace.trainer.learning.metrics import NotFinite, Score, StepMetrics, describe_not_finite, find_not_finite
 from millrace.trainer.learning.optimizer import OptimizerReport
+from millrace.trainer.log.background import StopRequested
 from millrace.trainer.log.batches import Batch
-from millrace.trainer.log.stop import StopRequested
 from millrace.trainer.log.token_log import TokenRows
 from millrace.trainer.losses import LossFunction, divisor, total_loss
 from millrace.trainer.model.compiled import is_compiled, take_failures

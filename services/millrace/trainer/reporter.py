@@ -10,9 +10,9 @@ import torch
 from millrace.internal.v1 import batch_pb2
 from millrace.runlog.records.token_logs import StoredTokenLog
 from millrace.trainer import meters
-from millrace.trainer.checkpoint.checkpointer import SavedCheckpoint
-from millrace.trainer.learning.flops import Utilization
+from millrace.trainer.checkpoint.resume import SavedCheckpoint
 from millrace.trainer.learning.optimizer import OptimizerReport
+from millrace.trainer.learning.packing import Utilization
 from millrace.trainer.log.batches import Batch
 from millrace.trainer.publish.publisher import PolicyLog
 from millrace.v1 import event_pb2

@@ -29,8 +29,7 @@ from millrace.telemetry.startup import without_gc
 from millrace.trainer import meters
 from millrace.trainer.log.background import BackgroundLoop
 from millrace.trainer.publish.executor import Executor
-from millrace.trainer.silence import SilenceTeller
-from millrace.trainer.worker import TrainerWorker
+from millrace.trainer.worker import SilenceTeller, TrainerWorker
 
 logger = logging.getLogger(__name__)
 

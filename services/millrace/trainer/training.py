@@ -1,14 +1,19 @@
 """What the loop works on: the learner of one run, where its work comes from and where it goes to."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from typing import Protocol
 
-from millrace.trainer.checkpoint.checkpointer import Checkpointer
-from millrace.trainer.device_turn import DeviceTurn
-from millrace.trainer.learning.alarms import Disagreement, KlTrend
+from millrace.telemetry.waits import LastingWait
+from millrace.trainer.checkpoint.resume import Checkpointer
+from millrace.trainer.gang.devices import release_unused
+from millrace.trainer.gang.distributed import Gang
 from millrace.trainer.learning.learner import Learner, state_tensors
-from millrace.trainer.log.batches import Batches
+from millrace.trainer.learning.metrics import Disagreement, KlTrend
+from millrace.trainer.log.background import StopRequested
+from millrace.trainer.log.batches import Batches, PolicyMender
 from millrace.trainer.log.token_log import TokenLogWriter
 from millrace.trainer.publish.publisher import Publisher
 from millrace.trainer.reporter import Reporter
@@ -24,6 +29,99 @@ class Position:
     version: int
     chain_hash: bytes
     num_skipped: int = 0
+
+
+# The trainer's turn on devices that it shares with replicas (`inference.sleep_while_training`).
+#
+# Before it computes it asks the orchestrator, which puts the replicas to sleep; behind the version that it published
+# it gives back what its allocator has kept, and the replicas wake. What it keeps are weights, optimizer state and
+# buffers.
+
+_POLL_S = 0.5  # how soon a stop is noticed
+_SLOW_S = 600.0  # age from which the wait is overdue: an evaluation may have to end
+
+
+class Desk(Protocol):
+    """Where rank 0 asks for devices; `TrainerWorker` is one."""
+
+    def want_devices(self) -> None:
+        """Ask for a turn."""
+        ...
+
+    def has_devices(self, *, timeout_s: float) -> bool:
+        """Whether the turn is this trainer's; waits for that so long at most."""
+        ...
+
+    def return_devices(self) -> None:
+        """The turn is over."""
+        ...
+
+    def should_stop(self) -> bool:
+        """Whether to raise StopRequested instead of waiting on."""
+        ...
+
+
+class DeviceTurn:
+    """`with turn(version):` computes while the replicas sleep. Without a desk it computes at once.
+
+    `mender` publishes the live version anew if replicas find it damaged: one that cannot load it may be what is waited
+    for.
+    """
+
+    def __init__(self, gang: Gang, desk: Desk | None, *, mender: PolicyMender | None = None) -> None:
+        self._gang = gang
+        self._desk = desk
+        self._mender = mender
+        self._wait = LastingWait()
+        self.waited_s = 0.0
+        """Seconds that the last turn was waited for."""
+
+    def begin(self) -> None:
+        """Give back what loading has left to the allocator."""
+        if self._desk is not None:
+            release_unused(self._gang.device)
+
+    def __call__(self, version: int) -> AbstractContextManager[None]:
+        """A turn, before which `version` is live. Waits as long as it takes; StopRequested if asked to.
+
+        Collective in a gang. An error within leaves the devices this process's until the worker has freed what the
+        error's frames hold.
+        """
+        return nullcontext() if self._desk is None else self._taken(self._desk, version)
+
+    @contextmanager
+    def _taken(self, desk: Desk, version: int) -> Iterator[None]:
+        began = time.monotonic()
+        self._take(desk, version)
+        self.waited_s = time.monotonic() - began
+        yield
+        release_unused(self._gang.device)
+        self._gang.barrier()  # the replicas wake on the devices of all ranks
+        if self._gang.is_leader:
+            desk.return_devices()
+
+    def _take(self, desk: Desk, version: int) -> None:
+        if self._gang.is_leader:
+            desk.want_devices()
+
+        def look() -> bytes:
+            """At rank 0: `go`, `stop`, which policy to `mend` or, after a short wait, `wait`."""
+            if desk.should_stop():
+                desk.return_devices()
+                return b"stop"
+            if self._mender is not None and (policy := self._mender.wanted(version)) is not None:
+                return b"mend" + policy
+            self._wait.on("replicas to sleep", waits_on="orchestrator", key="turn", deadline_s=_SLOW_S)
+            return b"go" if desk.has_devices(timeout_s=_POLL_S) else b"wait"
+
+        try:
+            while (told := self._gang.from_leader(look)) != b"go":
+                if told == b"stop":
+                    raise StopRequested
+                if self._mender is not None and told.startswith(b"mend"):
+                    self._mender.mend(told[4:])
+        finally:
+            self._wait.over()
 
 
 @dataclass(slots=True, kw_only=True)

@@ -17,8 +17,8 @@ from aiohttp import web
 
 from millrace.env_server.isolation.inherited import teacher_key_problem
 from millrace.env_server.service import Admits, EnvService
-from millrace.env_server.spool.files import Spool
-from millrace.env_server.spool.sink import RolloutSink
+from millrace.env_server.sink import RolloutSink
+from millrace.env_server.spool import Spool
 from millrace.env_server.teacher.scorer import Teachers
 from millrace.env_server.tokenizer_files import TokenizerFiles
 from millrace.env_server.workers.pool import PoolLimits
@@ -26,7 +26,7 @@ from millrace.env_server.workers.starter import WorkerStarter
 from millrace.internal.v1 import env_service_pb2, env_service_pb2_grpc, rollout_pb2
 from millrace.orchestrator.play.env_servers import PLAY_TIMEOUT_S
 from millrace.policies.manifest import PolicyPlace
-from millrace.policies.publishing.publish import PolicyContents, publish_policy
+from millrace.policies.publish import PolicyContents, publish_policy
 from millrace.policies.tensors import TensorBytes
 from millrace.rollouts.types import Rollout
 from millrace.rollouts.wire import decode_rollout

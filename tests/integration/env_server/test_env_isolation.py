@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from millrace.env_server.isolation import system
+from millrace.env_server.isolation import namespaces
 from millrace.env_server.isolation.confinement import Confinement, Isolation
 from millrace.env_server.workers.starter import WorkerStarter, WorkerTemplate
 from millrace.env_server.workers.worker_process import WorkerProcess
@@ -21,7 +21,7 @@ from millrace.rollouts.requests import EnvSpec
 
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(600)]
 
-needs_landlock = pytest.mark.skipif(system.version() < 6, reason="needs Linux 6.12 with Landlock")
+needs_landlock = pytest.mark.skipif(namespaces.version() < 6, reason="needs Linux 6.12 with Landlock")
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root to run workers as another user")
 NOBODY = 65534
 

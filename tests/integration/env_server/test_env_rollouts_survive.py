@@ -11,15 +11,15 @@ import pytest
 import pytest_asyncio
 import redis.asyncio as redis_asyncio
 
-from millrace.env_server.spool.files import Kept, Spool
-from millrace.env_server.spool.sink import RolloutSink, RunAppender
+from millrace.env_server.sink import RolloutSink, RunAppender
+from millrace.env_server.spool import Kept, Spool
 from millrace.errors import UnavailableError
 from millrace.internal.v1 import batch_pb2, rollout_pb2
 from millrace.rollouts.types import Purpose, Rollout, RolloutError, RolloutStatus
 from millrace.rollouts.wire import encode_rollout
 from millrace.runlog.names import Names, Stream
+from millrace.runlog.rebuild import open_or_rebuild
 from millrace.runlog.records.revisions import has_ended
-from millrace.runlog.recovery.rebuild import open_or_rebuild
 from millrace.runlog.redis.connection import open_redis
 from millrace.runlog.redis.log import RunLog
 from millrace.storage.local import LocalStore

@@ -18,7 +18,7 @@ import pytest
 import pytest_asyncio
 import redis.asyncio as redis_asyncio
 
-from millrace.env_server.spool.files import Record, scan_file
+from millrace.env_server.spool import Record, scan_file
 from millrace.errors import CapacityError, UnavailableError
 from millrace.internal.v1 import (
     env_service_pb2,
@@ -31,7 +31,7 @@ from millrace.local.redis import EmbeddedRedis
 from millrace.orchestrator.play.env_servers import PLAY_TIMEOUT_S
 from millrace.rpc.channel import call, open_channel
 from millrace.runlog.names import Stream
-from millrace.runlog.recovery.rebuild import open_or_rebuild
+from millrace.runlog.rebuild import open_or_rebuild
 from millrace.runlog.redis.connection import open_redis
 from millrace.runlog.redis.log import RunLog
 from millrace.storage.local import LocalStore

@@ -19,7 +19,7 @@ from millrace.inference.http.server import HttpApi, start_http
 from millrace.inference.model_files import ModelSlot
 from millrace.inference.updater import PolicyUpdater
 from millrace.internal.v1 import env_service_pb2
-from millrace.local.ports import free_ports
+from millrace.local.directory import free_ports
 from millrace.orchestrator.play.env_servers import PLAY_TIMEOUT_S
 from millrace.rollouts.types import RolloutStatus, Taught
 from millrace.rpc.channel import call

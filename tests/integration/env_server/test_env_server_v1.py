@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from millrace.config.sections.select import SelectConfig, selection_json
+from millrace.config.sections.environments import SelectConfig, selection_json
 from millrace.internal.v1 import env_service_pb2, rollout_pb2
 from millrace.rollouts.types import OWN_SAMPLING, PolicySpan, Rollout, RolloutStatus
 

@@ -15,7 +15,7 @@ from millrace.inference.model_files import ModelSlot
 from millrace.inference.updater import PolicyUpdater
 from millrace.internal.v1.policy_pb2 import PolicyEntry
 from millrace.policies.manifest import PolicyPlace
-from millrace.policies.publishing.publish import PolicyContents, PublishedPolicy, publish_policy
+from millrace.policies.publish import PolicyContents, PublishedPolicy, publish_policy
 from millrace.storage.base import ObjectStore
 from millrace_testing.inference import tiny
 from millrace_testing.inference.registry import Orchestrator, orchestrator

@@ -15,7 +15,7 @@ from millrace.env_server.adapters import client_v0
 from millrace.env_server.adapters.client_v0 import EngineLostError, LeanClient
 from millrace.env_server.adapters.samples import SPANS
 from millrace.env_server.engine_access import make_session
-from millrace.rollouts import choices_wire
+from millrace.rollouts import parameters
 
 MESSAGES = [{"role": "user", "content": "turn me around"}]
 LONG = {"max_tokens": 2000, "extra_body": {"ignore_eos": True}}
@@ -66,7 +66,7 @@ async def until(condition, timeout_s: float = 20.0) -> None:
 async def test_a_group_asks_once_and_each_member_has_its_own_exact_tokens(served, client, reference):
     answers = await asyncio.gather(*(client.ask(f"r{number}", temperature=0.7) for number in range(8)))
     [body] = client.sent
-    assert body["n"] == 8 and body[choices_wire.FIELD] is True
+    assert body["n"] == 8 and body[parameters.FIELD] is True
     sampled = set()
     for number, answer in enumerate(answers):
         await client.client.raise_from_native_response(answer)
@@ -174,8 +174,8 @@ async def test_an_answer_that_breaks_off_is_an_engine_lost(end):
         body = await request.json()
         whole = {"choices": [{"index": 0, "message": {"content": "hi"}, "token_ids": [1]}]}
         if "n" not in body:
-            return web.json_response(whole, headers={choices_wire.HEADER: choices_wire.LINES})
-        reply = web.StreamResponse(headers={"content-type": choices_wire.CONTENT_TYPE})
+            return web.json_response(whole, headers={parameters.HEADER: parameters.LINES})
+        reply = web.StreamResponse(headers={"content-type": parameters.CONTENT_TYPE})
         await reply.prepare(request)
         await reply.write(orjson.dumps({"index": 0, "status": 200, "body": whole}) + b"\n")
         await reply.write({"half a line": b'{"index": 1, ', "no line": b'[1]\n{"index": -1}\n', "not there": b""}[end])
@@ -201,7 +201,7 @@ async def test_an_engine_that_has_become_another_is_asked_alone():
     async def chat(request: web.Request) -> web.StreamResponse:
         body = await request.json()
         asked.append(body.get("n", 1))
-        headers = {choices_wire.HEADER: choices_wire.LINES} if len(asked) <= 2 else {}
+        headers = {parameters.HEADER: parameters.LINES} if len(asked) <= 2 else {}
         return web.json_response({"choices": [{"index": 0, "token_ids": [7]}]}, headers=headers)
 
     asked: list[int] = []

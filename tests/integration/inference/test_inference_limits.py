@@ -7,7 +7,7 @@ import time
 import aiohttp
 import pytest
 
-from millrace.inference.http import limits
+from millrace.inference.http import access
 from millrace_testing.patience import patient
 
 PROMPT = "/v1/completions"
@@ -28,20 +28,20 @@ async def post(http: aiohttp.ClientSession, path: str, body: object) -> tuple[in
 @pytest.mark.parametrize(
     ("path", "body", "words"),
     [
-        (PROMPT, {"prompt": ["a"] * 3000, "n": 128}, ["prompt", "3000", str(limits.MAX_PROMPTS), "several requests"]),
-        (PROMPT, {"prompt": ["a"] * 10, "n": 128}, ["n", "1280 completions", str(limits.MAX_COMPLETIONS), "several"]),
-        (PROMPT, {"prompt": [[1]] * 300}, ["prompt", "300", str(limits.MAX_PROMPTS)]),
+        (PROMPT, {"prompt": ["a"] * 3000, "n": 128}, ["prompt", "3000", str(access.MAX_PROMPTS), "several requests"]),
+        (PROMPT, {"prompt": ["a"] * 10, "n": 128}, ["n", "1280 completions", str(access.MAX_COMPLETIONS), "several"]),
+        (PROMPT, {"prompt": [[1]] * 300}, ["prompt", "300", str(access.MAX_PROMPTS)]),
         (PROMPT, {"prompt": "ab " * 1_300_000}, ["prompt", "3900000 characters", "4096", "reduce its length"]),
         (PROMPT, {"prompt": [1] * 5000}, ["5000 tokens", "256", "reduce its length"]),
         (PROMPT, {"prompt": "a", "n": 129}, ["n", "128"]),
         (PROMPT, {"prompt": "a", "logprobs": 20}, ["logprobs", "1"]),
-        (PROMPT, {"prompt": "a", "stop": ["x"] * 100}, ["stop", "100 stop strings", str(limits.MAX_STOPS)]),
-        (PROMPT, {"prompt": "a", "stop": "x" * 300}, ["stop", "300 characters", str(limits.MAX_STOP_CHARS)]),
+        (PROMPT, {"prompt": "a", "stop": ["x"] * 100}, ["stop", "100 stop strings", str(access.MAX_STOPS)]),
+        (PROMPT, {"prompt": "a", "stop": "x" * 300}, ["stop", "300 characters", str(access.MAX_STOP_CHARS)]),
         (PROMPT, {"prompt": "a", "logit_bias": {"1": "x" * 100_000}}, ["logit_bias", "leave it out"]),
         (
             "/v1/chat/completions",
             {"messages": [{"role": "user", "content": "a"}] * 3000},
-            ["messages", "3000", str(limits.MAX_MESSAGES), "leave old ones out"],
+            ["messages", "3000", str(access.MAX_MESSAGES), "leave old ones out"],
         ),
         (
             "/v1/chat/completions",
@@ -66,10 +66,10 @@ async def test_too_much_is_refused_by_field_value_limit_and_remedy(http, path, b
 
 
 async def test_a_body_above_the_bound_is_413(http):
-    async with http.post(PROMPT, data=b" " * (limits.MAX_BODY_BYTES + 1)) as answer:
+    async with http.post(PROMPT, data=b" " * (access.MAX_BODY_BYTES + 1)) as answer:
         body = await answer.json()
     assert answer.status == 413
-    for word in ("body", str(limits.MAX_BODY_BYTES), "smaller requests"):
+    for word in ("body", str(access.MAX_BODY_BYTES), "smaller requests"):
         assert word in body["error"]["message"]
 
 
@@ -84,7 +84,7 @@ async def test_a_body_of_no_announced_length_is_413_where_it_passes_the_bound(ht
 
 
 async def test_a_body_that_expands_beyond_the_bound_is_refused(http):
-    bomb = gzip.compress(b" " * (8 * limits.MAX_BODY_BYTES))
+    bomb = gzip.compress(b" " * (8 * access.MAX_BODY_BYTES))
     async with http.post(PROMPT, data=bomb, headers={"Content-Encoding": "gzip"}) as answer:
         assert answer.status in (400, 413)
 

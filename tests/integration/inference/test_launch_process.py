@@ -9,8 +9,8 @@ from collections.abc import AsyncIterator
 import pytest
 
 from millrace.errors import InvalidSpecError
-from millrace.inference.launch import process as launch_process
-from millrace.inference.launch.process import VllmProcess
+from millrace.inference import vllm_server as launch_process
+from millrace.inference.vllm_server import VllmProcess
 from millrace.processes.table import is_running
 
 WITHIN_S = 60.0

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 import torch
 
-from millrace.context_length import fix_context_length
 from millrace.errors import InvalidStateError
 from millrace.inference.embedded.engine import EmbeddedEngine
 from millrace.inference.engine import GenerateRequest, Generation, PolicyIdentity, SamplingParams
+from millrace.models.context_length import fix_context_length
 from millrace.rollouts.types import TrainSample
 from millrace.trainer.gang.distributed import Gang
 from millrace.trainer.learning.batch import build_micro_batch

@@ -19,7 +19,7 @@ from millrace.env_server.adapters.v0 import V0Adapter, sampling_args
 from millrace.env_server.engine_access import make_session
 from millrace.env_server.library.v0 import Client, ClientConfig, OpenAICompletionsClient
 from millrace.errors import InvalidSpecError
-from millrace.rollouts import choices_wire
+from millrace.rollouts import parameters
 from millrace.rollouts.requests import EnvSpec, PlayRequest, Sampling
 from millrace.rollouts.types import PolicySpan, Purpose, RolloutStatus
 
@@ -244,7 +244,7 @@ async def test_a_group_asks_once_and_each_member_has_its_own_exact_tokens(served
     await group(1)  # hears what the engine can do
     outcomes, [body] = await group(8)
     assert body["url"].endswith("/v1/completions") and body["prompt"] == TEXTS[SHORT]
-    assert body["n"] == 8 and body[choices_wire.FIELD] is True
+    assert body["n"] == 8 and body[parameters.FIELD] is True
     prompt = list(TEXTS[SHORT].encode())
     sampled = set()
     for outcome in outcomes:

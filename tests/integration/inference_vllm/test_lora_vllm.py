@@ -18,7 +18,7 @@ from millrace.errors import UnavailableError
 from millrace.internal.v1 import policy_service_pb2 as pb
 from millrace.internal.v1 import policy_service_pb2_grpc
 from millrace.internal.v1.policy_pb2 import PolicyEntry
-from millrace.policies.adapter import AdapterSpec
+from millrace.policies.peft.config import AdapterSpec
 from millrace.rpc.channel import call, open_channel
 from millrace.storage.local import LocalStore
 from millrace_testing.inference import adapters, tiny

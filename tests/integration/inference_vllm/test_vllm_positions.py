@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from millrace.context_length import fix_context_length
 from millrace.internal.v1 import policy_service_pb2 as pb
+from millrace.models.context_length import fix_context_length
 from millrace.storage import open_store
 from millrace.trainer.model.pretrained import probe
 from millrace_testing import scaled_positions

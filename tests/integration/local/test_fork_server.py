@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from millrace.local import preloads
+from millrace.local import stack
 from millrace.processes import supervisor as supervisor_module
 from millrace.processes import table
 from millrace.processes.forked import ForkedProcess, ForkServerClient
@@ -162,8 +162,8 @@ async def test_a_stop_ends_children_and_server(tmp_path: Path) -> None:
 
 
 def test_who_is_not_forked(monkeypatch: pytest.MonkeyPatch) -> None:
-    wanted = [*preloads.NEEDS, "somebody.else"]
-    assert list(preloads.needs(wanted, {})) == list(preloads.NEEDS)
-    assert preloads.needs(wanted, {preloads.VARIABLE: "0"}) == {}
-    monkeypatch.setattr(preloads, "GPUS", ("/dev/null",))
-    assert set(preloads.needs(wanted, {})) == set(preloads.NEEDS) - set(preloads.WITH_TORCH)
+    wanted = [*stack.NEEDS, "somebody.else"]
+    assert list(stack.needs(wanted, {})) == list(stack.NEEDS)
+    assert stack.needs(wanted, {stack.VARIABLE: "0"}) == {}
+    monkeypatch.setattr(stack, "GPUS", ("/dev/null",))
+    assert set(stack.needs(wanted, {})) == set(stack.NEEDS) - set(stack.WITH_TORCH)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from millrace.local import liveness
+from millrace.local import keeper
 from millrace.local.stack import LocalStack, StackOptions
 from millrace.processes import table
 from millrace_testing.polling import until
@@ -41,7 +41,7 @@ async def serves(stack: LocalStack, name: str) -> None:
     """The health check of a service (or PING) succeeds again."""
     assert stack.keeper is not None
     async with asyncio.timeout(40):
-        while await stack.keeper.probes[name]() is not liveness.Answer.SERVING:
+        while await stack.keeper.probes[name]() is not keeper.Answer.SERVING:
             await asyncio.sleep(0.05)
 
 
@@ -79,9 +79,9 @@ async def test_an_orderly_end_is_restarted_at_once(tmp_path):
 
 @pytest.fixture
 def impatient(monkeypatch):
-    monkeypatch.setattr(liveness, "PERIOD_S", 0.3)
-    monkeypatch.setattr(liveness, "NAME_AFTER_S", 1.0)
-    monkeypatch.setattr(liveness, "KILL_AFTER_S", 3.0)
+    monkeypatch.setattr(keeper, "PERIOD_S", 0.3)
+    monkeypatch.setattr(keeper, "NAME_AFTER_S", 1.0)
+    monkeypatch.setattr(keeper, "KILL_AFTER_S", 3.0)
 
 
 @pytest.mark.parametrize("name", ["trainer", "redis"])

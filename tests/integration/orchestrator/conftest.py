@@ -10,8 +10,8 @@ from millrace.internal.v1 import (
     worker_service_pb2,
 )
 from millrace.orchestrator import workers
-from millrace.orchestrator.api.serve import serve_orchestrator
 from millrace.orchestrator.drive import housekeeping, policy_driver
+from millrace.orchestrator.serve import serve_orchestrator
 from millrace.rpc.channel import open_channel
 from millrace.runlog import open_redis
 from millrace.storage import open_store

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from millrace.internal.v1 import batch_pb2
-from millrace.orchestrator.drive.batcher import decode_state
+from millrace.orchestrator.drive.batch_writer import decode_state
 from millrace.orchestrator.play.pools import Pool
 from millrace.rollouts.types import Purpose, Rollout
 from millrace.rpc.channel import call

@@ -6,8 +6,8 @@ import pytest
 
 from millrace.orchestrator import manager
 from millrace.orchestrator.drive import batch_writer, loop
+from millrace.orchestrator.play.book import RolloutStream
 from millrace.orchestrator.play.env_servers import EnvServers
-from millrace.orchestrator.play.rollout_stream import RolloutStream
 from millrace.readers.audit import audit_run
 from millrace.rollouts.types import Purpose, RolloutStatus
 from millrace.rollouts.wire import decode_archive, decode_rollout, encode_rollout

@@ -13,8 +13,7 @@ from millrace.internal.v1 import batch_pb2, policy_pb2, rollout_pb2
 from millrace.orchestrator import manager
 from millrace.orchestrator.drive import housekeeping
 from millrace.rpc.channel import call
-from millrace.runlog import Names, Stream
-from millrace.runlog.recovery import rebuild
+from millrace.runlog import Names, Stream, rebuild
 from millrace.runlog.redis.entry import FORMAT_MAJOR
 from millrace.v1 import event_pb2, run_pb2, run_service_pb2
 from millrace_testing.orchestrator.runs import (

@@ -12,8 +12,8 @@ from millrace.backoff import Backoff
 from millrace.errors import InvalidStateError, MillraceError, UnavailableError
 from millrace.internal.v1 import policy_service_pb2 as pb
 from millrace.internal.v1 import policy_service_pb2_grpc, worker_service_pb2
-from millrace.orchestrator.drive import device_turns
-from millrace.orchestrator.drive.device_turns import DeviceTurns
+from millrace.orchestrator.drive import trainer_watch
+from millrace.orchestrator.drive.trainer_watch import DeviceTurns
 from millrace.orchestrator.workers import WorkerKind, WorkerRegistry
 from millrace.rpc.status import abort
 from millrace.telemetry import waits
@@ -89,7 +89,7 @@ class Place:
 
 @pytest.fixture
 async def place(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Place]:
-    monkeypatch.setattr(device_turns, "RETRIES", Backoff(0.02, 0.1))
+    monkeypatch.setattr(trainer_watch, "RETRIES", Backoff(0.02, 0.1))
     servers, replicas = [], []
     for _ in range(2):
         replica, server = Replica(), grpc.aio.server()
@@ -245,7 +245,7 @@ async def test_replicas_are_asked_together(place, running) -> None:
 
 
 async def test_a_turn_of_the_orchestrator_before_goes_on_at_the_end_of_a_run(place, monkeypatch) -> None:
-    monkeypatch.setattr(device_turns, "LEAVE_S", 0.3)
+    monkeypatch.setattr(trainer_watch, "LEAVE_S", 0.3)
     asleep = pb.PolicyStatus(is_asleep=True)
     place.registry.heartbeat(worker_service_pb2.HeartbeatRequest(worker_id="inf0", policy=asleep))
     place.hear(4)
@@ -263,6 +263,6 @@ async def test_replicas_whose_trainer_works_on_are_left_asleep_at_the_end(place,
     place.hear(1)
     await until(lambda: place.lent() == 1, timeout_s=10)
     running.cancel()
-    monkeypatch.setattr(device_turns, "LEAVE_S", 0.1)
+    monkeypatch.setattr(trainer_watch, "LEAVE_S", 0.1)
     await place.turns.leave()
     assert place.asleep == [True, True] and "replicas were left asleep" in caplog.text

@@ -11,10 +11,10 @@ import time
 import pytest
 
 from millrace.errors import UnavailableError
-from millrace.local.ports import free_port
+from millrace.local.directory import free_port
 from millrace.local.redis import die_with_parent
 from millrace.rpc.channel import call, open_channel, stream
-from millrace.runlog.events.reader import EventReader
+from millrace.runlog.event_archive import EventReader
 from millrace.runlog.redis.log import RunLog
 from millrace.telemetry import faults
 from millrace.v1 import run_service_pb2, run_service_pb2_grpc

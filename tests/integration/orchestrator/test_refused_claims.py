@@ -8,7 +8,7 @@ import redis.asyncio as redis_asyncio
 from millrace.client import Client
 from millrace.errors import HELD_UP, RefusedError
 from millrace.local.redis import EmbeddedRedis
-from millrace.orchestrator.explain import held_up
+from millrace.orchestrator import why
 from millrace.runlog import open_redis
 from millrace.v1 import run_pb2
 from millrace_testing.lanes import one_by_default
@@ -88,7 +88,7 @@ async def test_a_queued_run_tells_what_keeps_it(stack, own_redis, admin, tmp_pat
 @pytest.mark.parametrize("case", one_by_default(CASES))
 async def test_who_waits_is_told_within_a_bound(stack, own_redis, admin, tmp_path, case: str, monkeypatch) -> None:
     spoil, mend, said = CASES[case]
-    monkeypatch.setattr(held_up, "HELD_UP_S", 4.0)
+    monkeypatch.setattr(why, "HELD_UP_S", 4.0)
     stack = type(stack)(f"redis://ours:secret@127.0.0.1:{own_redis.port}/0", f"file://{tmp_path}/store", "bound")
     await stack.start()
     try:

@@ -6,13 +6,13 @@ import pytest
 
 from millrace.errors import InvalidStateError
 from millrace.internal.v1 import batch_pb2
-from millrace.orchestrator.runs.catalog import RunCatalog
+from millrace.orchestrator.catalog import RunCatalog
 from millrace.rpc.channel import call
 from millrace.runlog import Names, Stream
-from millrace.runlog.events.run_status import BatchAge
 from millrace.runlog.records.numbered import read_intents
 from millrace.runlog.records.revisions import has_ended, load_reopenings, load_step
 from millrace.runlog.redis.batch_reader import read_batch
+from millrace.runlog.run_status import BatchAge
 from millrace.v1 import run_pb2, run_service_pb2
 from millrace_testing.orchestrator.runs import (
     bodies,

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from millrace.internal.v1 import batch_pb2
-from millrace.orchestrator.drive.batcher import decode_state
+from millrace.orchestrator.drive.batch_writer import decode_state
 from millrace.rollouts.types import Purpose, Rollout, Trace
 from millrace.rpc.channel import call
 from millrace.v1 import run_pb2, run_service_pb2

@@ -6,7 +6,7 @@ import pytest
 
 from millrace.errors import InvalidStateError
 from millrace.local.preflight import check_store
-from millrace.orchestrator.api.serve import serve_orchestrator
+from millrace.orchestrator.serve import serve_orchestrator
 from millrace.telemetry.settings import Settings
 from millrace_testing.s3_answers import Server, s3_answers
 

@@ -16,7 +16,8 @@ from millrace.cli.session import follow
 from millrace.client import Client
 from millrace.config.load import validate_document
 from millrace.orchestrator.drive import housekeeping
-from millrace.readers.exports import keeper, of_run
+from millrace.readers.exports import of_run
+from millrace.readers.exports import of_run as keeper
 from millrace.readers.exports.traces import span_id, trace_id
 from millrace.rpc.channel import call
 from millrace.telemetry import waits

@@ -14,7 +14,8 @@ import psutil
 import pytest
 
 from millrace.config.load import validate_document
-from millrace.readers.exports import keeper, of_run
+from millrace.readers.exports import of_run
+from millrace.readers.exports import of_run as keeper
 from millrace.readers.exports.metrics import points, read_metrics
 from millrace.rpc.channel import call
 from millrace.runlog.names import Names

@@ -30,7 +30,7 @@ from millrace.policies.peft.directory import open_adapter
 from millrace.trainer.gang.distributed import Gang
 from millrace.trainer.model.lora import add_adapters
 from millrace.trainer.model.pretrained import policy_files
-from millrace.trainer.sft.saving import save_adapter, save_model
+from millrace.trainer.sft.checkpoints import save_adapter, save_model
 from millrace_testing.trainer.families import make_named
 
 peft: Any = pytest.importorskip("peft")

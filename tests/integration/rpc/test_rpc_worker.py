@@ -12,7 +12,7 @@ import pytest
 from millrace import errors
 from millrace.internal.v1 import worker_service_pb2 as pb
 from millrace.internal.v1.worker_service_pb2_grpc import WorkerServiceServicer, add_WorkerServiceServicer_to_server
-from millrace.orchestrator.api.serve import WorkerServicer
+from millrace.orchestrator.serve import WorkerServicer
 from millrace.orchestrator.workers import WorkerKind, WorkerRegistry
 from millrace.rpc import worker as worker_module
 from millrace.rpc.worker import WorkerAgent, new_worker_id

@@ -14,12 +14,12 @@ from millrace.errors import CorruptObjectError
 from millrace.readers.audit import audit_run, mirror, named
 from millrace.readers.audit.events import Told
 from millrace.runlog import EventWriter, RunLog, Stream
-from millrace.runlog.events.archive import load_archived_events
+from millrace.runlog.event_archive import load_archived_events
+from millrace.runlog.rebuild import load_restored, open_or_rebuild
 from millrace.runlog.records.numbered import latest_epoch
 from millrace.runlog.records.revisions import Reopening
-from millrace.runlog.recovery.rebuild import load_restored, open_or_rebuild
 from millrace.runlog.redis.entry import FORMAT_MAJOR
-from millrace.trainer.log.store_log import StoreLog
+from millrace.trainer.log.batches import StoreLog
 from millrace.v1 import event_pb2, run_pb2
 from millrace_testing.runlog.recorded_log import (
     ENDED_AT,

@@ -10,11 +10,11 @@ from millrace.readers.audit import audit_run
 from millrace.runlog import RunLog, Stream, chain_hash, commit_batch, new_uid, reappend_committed
 from millrace.runlog.fork import copy_fork, plan_fork
 from millrace.runlog.index import create_run, find_request, read_index
+from millrace.runlog.rebuild import open_reopened
 from millrace.runlog.records.frontier import genesis_hash
 from millrace.runlog.records.revisions import find_closing, load_reopenings, reopen
-from millrace.runlog.recovery.rebuild import open_reopened
 from millrace.runlog.redis.batch_reader import read_batch
-from millrace.storage.commit_points import with_checksum
+from millrace.storage.base import with_checksum
 from millrace_testing.runlog.committed import load_headers
 from millrace_testing.runlog.recorded_log import STEPS, checkpoint, record
 

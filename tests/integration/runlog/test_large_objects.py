@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 
 from millrace.errors import CorruptObjectError
-from millrace.orchestrator.runs.catalog import RunCatalog
+from millrace.orchestrator.catalog import RunCatalog
 from millrace.policies.fetch import read_manifest
 from millrace.readers.repair import repair_run
 from millrace.runlog import index
-from millrace.runlog.events.archive import load_archived_events
+from millrace.runlog.event_archive import load_archived_events
 from millrace.runlog.names import Deployment
 from millrace.runlog.records import numbered
 from millrace.runlog.records.numbered import epoch_owner

@@ -7,11 +7,10 @@ import pytest
 import redis.asyncio as redis_asyncio
 
 from millrace.errors import MillraceError, PermissionDeniedError, UnavailableError
-from millrace.local.ports import free_port
+from millrace.local.directory import free_port
 from millrace.local.redis import EmbeddedRedis
 from millrace.runlog import open_redis
-from millrace.runlog.redis.connection import call
-from millrace.runlog.redis.self_test import redis_self_test
+from millrace.runlog.redis.connection import call, redis_self_test
 
 
 @pytest.fixture(scope="module")

@@ -12,8 +12,8 @@ import pytest
 from millrace.errors import CorruptObjectError
 from millrace.readers.repair import RepairState, repair_run
 from millrace.runlog import Entry, Stream, chain_hash
-from millrace.runlog.events import archive as event_archive
-from millrace.runlog.events.archive import EventArchive, decode_archive, encode_archive
+from millrace.runlog import event_archive as event_archive
+from millrace.runlog.event_archive import EventArchive, decode_archive, encode_archive
 from millrace.runlog.names import Deployment
 from millrace.runlog.redis.entry import FORMAT_MAJOR
 from millrace.storage.local import LocalStore

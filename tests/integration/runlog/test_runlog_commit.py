@@ -8,10 +8,9 @@ import pytest
 from millrace.errors import CorruptObjectError, FencedError, UnavailableError
 from millrace.internal.v1 import batch_pb2
 from millrace.rollouts.batch_wire import decode_header, unpack_batch
-from millrace.runlog import Frontier, RunLog, Stream, chain_hash, commit_batch, new_uid, reappend_committed
+from millrace.runlog import Frontier, RunLog, Stream, chain_hash, commit_batch, new_uid, reappend_committed, recover
 from millrace.runlog.records.frontier import genesis_hash
 from millrace.runlog.records.run_record import RunOrigin, load_origin
-from millrace.runlog.recovery import recover
 from millrace.runlog.redis.batch_reader import read_batch
 from millrace.telemetry import faults
 from millrace.telemetry.faults import Action, Fault, Point

@@ -8,9 +8,9 @@ import pytest
 
 from millrace.errors import CorruptObjectError, LogGoneError
 from millrace.runlog import EventReader, EventWriter, RunLog, Stream
-from millrace.runlog.events import writer as event_writer
-from millrace.runlog.events.archive import EventArchive, load_archived_events
-from millrace.runlog.recovery.rebuild import open_or_rebuild
+from millrace.runlog import event_writer as event_writer
+from millrace.runlog.event_archive import EventArchive, load_archived_events
+from millrace.runlog.rebuild import open_or_rebuild
 from millrace.runlog.redis.entry import FORMAT_MAJOR
 from millrace.v1 import event_pb2
 

@@ -23,8 +23,8 @@ from millrace.runlog import (
     reappend_committed,
     reappend_policies,
 )
-from millrace.runlog.events.archive import EventArchive
-from millrace.runlog.recovery.rebuild import open_or_rebuild
+from millrace.runlog.event_archive import EventArchive
+from millrace.runlog.rebuild import open_or_rebuild
 from millrace.runlog.redis.batch_reader import read_batch
 from millrace.telemetry import waits
 from millrace.v1 import event_pb2

@@ -23,9 +23,9 @@ from millrace.runlog import (
     reappend_committed,
     reappend_policies,
 )
-from millrace.runlog.events.archive import EventArchive
-from millrace.runlog.recovery import rebuild as rebuild_module
-from millrace.runlog.recovery.rebuild import open_or_rebuild
+from millrace.runlog import rebuild as rebuild_module
+from millrace.runlog.event_archive import EventArchive
+from millrace.runlog.rebuild import open_or_rebuild
 from millrace.runlog.redis.batch_reader import read_batch
 from millrace.v1 import event_pb2
 

@@ -19,11 +19,11 @@ from millrace.readers.repair import repair_run
 from millrace.rollouts.batch_wire import decode_header
 from millrace.runlog import chain_hash
 from millrace.runlog.catalogue import KINDS, RUN_JSON, SCORES
-from millrace.runlog.events.archive import encode_archive
+from millrace.runlog.event_archive import encode_archive
 from millrace.runlog.names import Deployment
-from millrace.runlog.records.listing import published_policies
+from millrace.runlog.records.run_record import published_policies
 from millrace.runlog.redis.entry import FORMAT_MAJOR, Entry
-from millrace.storage.commit_points import revision_key
+from millrace.storage.base import revision_key
 from millrace.v1 import event_pb2
 from millrace_testing.runlog.recorded_log import sha256
 from millrace_testing.runlog.scene import (

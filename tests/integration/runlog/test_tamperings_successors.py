@@ -13,9 +13,9 @@ from millrace.readers.audit import audit_run
 from millrace.runlog import RunLog, chain_hash, commit_batch, new_uid
 from millrace.runlog.fork import copy_fork, plan_fork
 from millrace.runlog.index import create_run
+from millrace.runlog.rebuild import open_reopened
 from millrace.runlog.records.revisions import find_closing, reopen
-from millrace.runlog.recovery.rebuild import open_reopened
-from millrace.storage.commit_points import newest_revision, revision_key, with_checksum
+from millrace.storage.base import newest_revision, revision_key, with_checksum
 from millrace_testing.runlog.recorded_log import STEPS, Recorded, audit, flip, publish_anew, record
 
 

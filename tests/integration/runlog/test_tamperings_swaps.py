@@ -11,10 +11,10 @@ from millrace.internal.v1 import batch_pb2
 from millrace.runlog import chain_hash, commit_batch
 from millrace.runlog.attest import unsigned, write_attestation
 from millrace.runlog.names import Names
+from millrace.runlog.rebuild import open_reopened
 from millrace.runlog.records.known import KnownObjects
 from millrace.runlog.records.numbered import create_epoch, write_intent
 from millrace.runlog.records.revisions import find_closing, reopen
-from millrace.runlog.recovery.rebuild import open_reopened
 from millrace.runlog.seal import write_seal
 from millrace.storage.local import LocalStore
 from millrace_testing.runlog.recorded_log import STEPS as FEW_STEPS

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from millrace.storage.retry import RetryPolicy
+from millrace.storage.clean_up import RetryPolicy
 from millrace.storage.s3 import S3Store
 from millrace_testing.chaos.fault_proxy import FaultProxy
 

@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 
 from millrace.errors import InvalidStateError, MillraceError, PermissionDeniedError
-from millrace.storage.clean_up import delete
-from millrace.storage.retry import RetryPolicy
+from millrace.storage.clean_up import RetryPolicy, delete
 from millrace.storage.s3 import S3Store
 from millrace.storage.self_test import FORMAT, require_tested, self_test
 from millrace.telemetry.leftovers import LEFTOVERS

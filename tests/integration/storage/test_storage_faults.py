@@ -14,7 +14,7 @@ from s3transfer.manager import TransferCoordinatorController
 
 from millrace.errors import CapacityError, CorruptObjectError, MillraceError, NotFoundError, UnavailableError
 from millrace.storage import s3
-from millrace.storage.retry import RetryPolicy
+from millrace.storage.clean_up import RetryPolicy
 from millrace.storage.s3 import S3Store
 from millrace.telemetry import waits
 from millrace_testing.chaos.fault_proxy import Effect, Fault, FaultProxy

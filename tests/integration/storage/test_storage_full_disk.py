@@ -14,11 +14,11 @@ import torch
 
 from millrace.errors import CapacityError, InvalidStateError
 from millrace.policies.manifest import PolicyPlace
-from millrace.policies.publishing.publish import PolicyContents, publish_policy
+from millrace.policies.publish import PolicyContents, publish_policy
 from millrace.policies.pull import download_hf, pull_tensors, read_manifest
 from millrace.policies.tensors import TensorBytes
+from millrace.storage.clean_up import RetryPolicy
 from millrace.storage.local import LocalStore
-from millrace.storage.retry import RetryPolicy
 from millrace.storage.scratch import SCRATCH_VARIABLE, owned_directory
 from millrace.telemetry import waits
 from millrace.trainer.checkpoint.files import save_shards

@@ -9,7 +9,7 @@ import pytest
 
 from millrace.errors import CorruptObjectError, NotFoundError
 from millrace.policies.manifest import PolicyPlace
-from millrace.policies.publishing.publish import PolicyContents, PublishedPolicy, publish_policy
+from millrace.policies.publish import PolicyContents, PublishedPolicy, publish_policy
 from millrace.policies.pull import download_hf, pull_tensors, read_manifest
 from millrace.policies.tensors import TensorBytes
 from millrace.storage import ObjectStore
@@ -22,7 +22,7 @@ PUBLISH = """
 import sys
 import numpy as np
 from millrace.policies.manifest import PolicyPlace
-from millrace.policies.publishing.publish import PolicyContents, publish_policy
+from millrace.policies.publish import PolicyContents, publish_policy
 from millrace.policies.tensors import TensorBytes
 from millrace.storage import open_store
 tensors = [(f"t{n}", TensorBytes.from_numpy(np.full(20_000, n, dtype=np.float32))) for n in range(3)]

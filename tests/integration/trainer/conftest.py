@@ -24,8 +24,7 @@ from millrace.runlog.records.run_record import load_origin
 from millrace.storage.local import LocalStore
 from millrace.trainer.gang.distributed import Gang
 from millrace.trainer.job import JobContext, run_job
-from millrace.trainer.log.background import BackgroundLoop
-from millrace.trainer.log.stop import StopRequested
+from millrace.trainer.log.background import BackgroundLoop, StopRequested
 from millrace.trainer.publish.executor import Executor
 from millrace.v1 import event_pb2
 from millrace_testing.forked_services import ForkedService, ServiceHost

@@ -10,7 +10,7 @@ import pytest
 
 from millrace.config.sections.rl import RLConfig
 from millrace.errors import CorruptObjectError, InvalidStateError
-from millrace.storage.commit_points import with_checksum
+from millrace.storage.base import with_checksum
 from millrace_testing.lanes import one_by_default
 
 Recorder = Any  # conftest.Recorder; tests are not importable from one another

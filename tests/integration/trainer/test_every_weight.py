@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
-from millrace.config.sections.bench import TrainerBench
+from millrace.config.sections.rl import TrainerBench
 from millrace.custom_code import CustomCode
 from millrace.trainer.bench.measure import fake_batch, fake_samples
 from millrace.trainer.gang.distributed import Gang

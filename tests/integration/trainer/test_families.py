@@ -4,14 +4,14 @@ from pathlib import Path
 
 import pytest
 
-from millrace.trainer.model import context_parallel, tensor_parallel
+from millrace.trainer.model import context_parallel, fit
 from millrace_testing.trainer.equality import difference, facts_of, job_of, run_jobs
 from millrace_testing.trainer.families import FAMILIES, make_family
 
 _SGD = {"optim": {"type": "sgd", "lr": 0.1, "max_norm": 0.5}}
 """AdamW makes whole steps of gradients that are zero but for rounding, as those of the biases of keys are."""
 _LIMIT = 1e-5
-_LAYOUTS = {"tp": tensor_parallel.PROVED, "cp": context_parallel.PROVED}
+_LAYOUTS = {"tp": fit.PROVED, "cp": context_parallel.PROVED}
 
 
 @pytest.mark.slow

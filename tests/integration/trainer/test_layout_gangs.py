@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from millrace.local.ports import free_port
-from millrace.policies.verify import prove_policies
+from millrace.local.directory import free_port
+from millrace.policies.fetch import prove_policies
 from millrace.readers.audit import Depth, audit_run
 from millrace.telemetry import faults
 from millrace.telemetry.faults import Fault, Point
-from millrace.trainer.checkpoint.proof import differences
+from millrace.trainer.checkpoint.index import differences
 from millrace_testing.model_files import write_tokenizer
 from millrace_testing.trainer.equality import LAYOUTS, make_model
 

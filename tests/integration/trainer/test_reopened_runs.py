@@ -6,8 +6,8 @@ from typing import Any
 from millrace.internal.v1 import batch_pb2
 from millrace.rollouts.batch_wire import pack_batch
 from millrace.runlog import chain_hash, commit_batch
+from millrace.runlog.rebuild import open_reopened
 from millrace.runlog.records.revisions import find_closing, reopen
-from millrace.runlog.recovery.rebuild import open_reopened
 
 Recorder = Any  # conftest.Recorder; tests are not importable from one another
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from millrace.config.sections.sft import SFTConfig
-from millrace.local.ports import free_port
+from millrace.local.directory import free_port
 from millrace.trainer.gang.distributed import Gang
 from millrace.trainer.sft.fine_tune import run_sft
 

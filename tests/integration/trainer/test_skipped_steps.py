@@ -13,12 +13,12 @@ import pytest
 from millrace.cli.main import main
 from millrace.config.sections.rl import RLConfig
 from millrace.errors import InvalidStateError
-from millrace.policies.verify import prove_policies
+from millrace.policies.fetch import prove_policies
 from millrace.readers.audit import Depth, audit_run
 from millrace.runlog.records.revisions import Reopening
 from millrace.telemetry import faults
 from millrace.telemetry.faults import Fault, Point
-from millrace.trainer.checkpoint.proof import differences
+from millrace.trainer.checkpoint.index import differences
 from millrace_testing.trainer.torchrun import train_gang
 
 Recorder = Any  # conftest.Recorder; tests are not importable from one another

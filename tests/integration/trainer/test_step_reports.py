@@ -10,7 +10,7 @@ import torch
 
 from millrace.config.sections.rl import RLConfig
 from millrace.trainer.learning import learner
-from millrace.trainer.learning.flops import FlopCount
+from millrace.trainer.learning.packing import FlopCount
 from millrace.trainer.model.compiled import compile_blocks
 from millrace_testing.model_files import write_tokenizer
 from millrace_testing.trainer.equality import make_model

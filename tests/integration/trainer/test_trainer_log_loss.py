@@ -16,8 +16,8 @@ from millrace.internal.v1 import policy_pb2
 from millrace.local.redis import EmbeddedRedis
 from millrace.policies.manifest import PolicyManifest
 from millrace.runlog import Stream, open_redis, reappend_committed
+from millrace.runlog.rebuild import open_or_rebuild
 from millrace.runlog.records.numbered import create_epoch
-from millrace.runlog.recovery.rebuild import open_or_rebuild
 from millrace.storage.local import LocalStore
 from millrace.telemetry import waits
 from millrace.trainer.log.background import BackgroundLoop

@@ -17,13 +17,13 @@ from millrace.cli.offline.audit import AuditRequest, audit_here
 from millrace.config.sections.rl import RLConfig
 from millrace.internal.v1 import batch_pb2
 from millrace.policies.manifest import PolicyPlace
-from millrace.policies.publishing.publish import PolicyContents, publish_policy
+from millrace.policies.publish import PolicyContents, publish_policy
 from millrace.policies.pull import pull_tensors, read_manifest
 from millrace.policies.tensors import TensorBytes
 from millrace.rollouts.batch_wire import decode_header
 from millrace.runlog import chain_hash
 from millrace.runlog.names import Names
-from millrace.storage.commit_points import with_checksum
+from millrace.storage.base import with_checksum
 from millrace.trainer.learning import learner
 
 Recorder = Any  # conftest.Recorder; tests are not importable from one another

@@ -23,7 +23,7 @@ from millrace.errors import (
 from millrace.internal.v1 import policy_pb2
 from millrace.policies.pull import download_hf, read_manifest
 from millrace.runlog import Lease, Stream
-from millrace.storage.commit_points import with_checksum
+from millrace.storage.base import with_checksum
 from millrace.storage.local import LocalStore
 from millrace.trainer import job
 

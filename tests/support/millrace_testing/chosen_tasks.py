@@ -12,8 +12,8 @@ def main() -> None:
     import verifiers.v1 as vf
     from rev_text_v1 import RevConfig, RevTaskset
 
-    from millrace.config.sections.select import SelectConfig, selection_json
-    from millrace.env_server.adapters.tasks.selection import selected_tables, tasks_of
+    from millrace.config.sections.environments import SelectConfig, selection_json
+    from millrace.env_server.adapters.selection import selected_tables, tasks_of
     from millrace.errors import InvalidSpecError
 
     rng = random.Random(7)

@@ -10,15 +10,15 @@ from millrace.config.sections.trainer import PolicyConfig
 from millrace.errors import UnavailableError
 from millrace.policies.host_copy import HostCopy
 from millrace.policies.manifest import PolicyManifest
-from millrace.policies.publishing.share import ShareWriter
-from millrace.policies.publishing.upload import TensorPart
+from millrace.policies.publish import TensorPart
 from millrace.policies.pull import read_manifest
+from millrace.policies.share import ShareWriter
 from millrace.processes.shared_memory import SharedMemory, SharedPlace
 from millrace.runlog import Names
 from millrace.storage.local import LocalStore
 from millrace.trainer.gang.distributed import Gang
 from millrace.trainer.publish.commit import Committer, VersionInput
-from millrace.trainer.publish.target import PublishTarget
+from millrace.trainer.publish.plan import PublishTarget
 
 SHAPES = {"embed": (1000, 8), "empty": (0, 4), "norm": (7,), "odd": (5, 3), "scalar": ()}
 NAMES = Names("p", "u")

@@ -19,7 +19,7 @@ os.environ |= {
 from testcontainers.core.container import DockerContainer
 from testcontainers.core.docker_client import DockerClient
 
-from millrace.local.ports import free_port
+from millrace.local.directory import free_port
 from millrace_testing.deployment import until
 
 REDIS, CEPH = "redis:7.2-bookworm", "millrace-test/ceph:latest"

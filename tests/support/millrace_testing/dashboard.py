@@ -15,14 +15,14 @@ import numpy as np
 
 from millrace.errors import NotFoundError
 from millrace.internal.v1 import batch_pb2
+from millrace.readers.beside import dashboard_server
 from millrace.readers.dashboard.reading import ReaderClient
-from millrace.readers.dashboard.web.serve import dashboard_server
 from millrace.rollouts.batch_wire import pack_batch
 from millrace.rollouts.token_log import LoggedSample, TokenLog
 from millrace.rollouts.types import PolicySpan, Purpose, Rollout, RolloutError, RolloutStatus, Sample, TrainSample
 from millrace.rollouts.wire import encode_archive
 from millrace.rpc.access import ServerAccess
-from millrace.runlog.events.archive import encode_archive as encode_events
+from millrace.runlog.event_archive import encode_archive as encode_events
 from millrace.runlog.names import Names
 from millrace.runlog.records.frontier import chain_hash
 from millrace.runlog.records.token_logs import store_token_log

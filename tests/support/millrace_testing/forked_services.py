@@ -17,7 +17,7 @@ import threading
 from pathlib import Path
 from typing import Any, NoReturn
 
-from millrace.local.preloads import NEEDS
+from millrace.local.stack import NEEDS
 from millrace.processes.fork_server import become
 from millrace.telemetry import faults
 

@@ -7,7 +7,7 @@ import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
-from millrace.local.ports import free_ports
+from millrace.local.directory import free_ports
 from millrace.local.redis import die_with_parent
 from millrace_testing.workplaces import Workplace
 

@@ -15,7 +15,7 @@ from typing import IO, ClassVar
 import psutil
 import pytest
 
-from millrace.local.ports import free_ports
+from millrace.local.directory import free_ports
 from millrace_testing import processes
 from millrace_testing.repository import REPOSITORY
 

@@ -22,9 +22,9 @@ from millrace.algorithms import (
     Rloo,
     ScalarAdvantage,
 )
-from millrace.algorithms.overlong import OverlongPenalty
+from millrace.algorithms.base import OverlongPenalty
+from millrace.config.filling import PRESETS
 from millrace.config.load import validate_document
-from millrace.config.presets import PRESETS
 from millrace.config.sections.algo import COMPARING, DISTILLING, PER_AGENT, AlgoConfig
 from millrace.errors import InvalidSpecError
 from millrace.rollouts.types import Rollout, Sample

@@ -12,7 +12,7 @@ from millrace.config import RLConfig
 from millrace.config.load import load, validate_document
 from millrace.config.sections.loss import LossConfig
 from millrace.errors import InvalidSpecError
-from millrace.orchestrator.drive.batcher import credit_group, has_advantage
+from millrace.orchestrator.drive.batch_writer import credit_group, has_advantage
 from millrace.rollouts.types import RoleSpan, Rollout, Sample
 from millrace.trainer.losses import LossInputs, token_losses, total_loss
 from millrace_testing.orchestrator.builders import make_play, make_rollout

@@ -8,10 +8,10 @@ import pytest
 
 from millrace.algorithms import Credited, Filtered, Grpo, ReinforcePlusPlus, Thresholded, count_found, make_algorithms
 from millrace.config.load import validate_document
-from millrace.config.sections.filters import FilterConfig
+from millrace.config.sections.buffer import FilterConfig
 from millrace.custom_code import CustomCode
 from millrace.errors import InvalidSpecError
-from millrace.orchestrator.drive.batcher import cut, teaches
+from millrace.orchestrator.drive.batch_writer import cut, teaches
 from millrace.rollouts.types import Rollout
 from millrace_testing.orchestrator.builders import make_play, make_rollout
 

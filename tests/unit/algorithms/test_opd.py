@@ -11,7 +11,7 @@ from millrace.algorithms import ALGORITHMS, Opd
 from millrace.config.load import validate_document
 from millrace.config.sections.algo import AlgoConfig
 from millrace.errors import CorruptObjectError, InternalError, InvalidSpecError, NotFoundError
-from millrace.rollouts.scores import encode_scores, with_scores
+from millrace.rollouts.token_log import encode_scores, with_scores
 from millrace.rollouts.types import PolicySpan, Purpose, Rollout, RolloutStatus, Sample, Taught
 from millrace.runlog.names import Names
 from millrace.runlog.records.scores import load_scores, name_scores, store_scores

@@ -8,9 +8,9 @@ import pytest
 
 from millrace.algorithms import ALGORITHMS, Baselines, Filtered, Grpo, HierarchicalGrpo, Rae
 from millrace.config.load import validate_document
-from millrace.config.sections.filters import FilterConfig
+from millrace.config.sections.buffer import FilterConfig
 from millrace.errors import CorruptObjectError, InvalidSpecError
-from millrace.orchestrator.drive.batcher import CutBatch, cut, decode_state, encode_state
+from millrace.orchestrator.drive.batch_writer import CutBatch, cut, decode_state, encode_state
 from millrace.orchestrator.play.failures import Tally
 from millrace.orchestrator.play.play import Play
 from millrace.rollouts.types import Rollout, Trace

@@ -4,8 +4,7 @@ import socket
 
 import pytest
 
-from millrace.cli.address import SILENT_REMEDY, START_REMEDY, WAIT_REMEDY, explain_unreachable
-from millrace.cli.connection import token_given
+from millrace.cli.connection import SILENT_REMEDY, START_REMEDY, WAIT_REMEDY, explain_unreachable, token_given
 from millrace.errors import UnauthenticatedError, UnavailableError
 from millrace_testing.local.stack_files import write_stack
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from millrace.cli.main import main
-from millrace.local.ports import free_ports
+from millrace.local.directory import free_ports
 from millrace_testing.local.stack_files import write_stack
 from millrace_testing.nvidia import fake_gpus
 

@@ -10,12 +10,11 @@ import pytest
 from millrace.cli.errors import CliError, Interrupted
 from millrace.cli.evals.policies import of_directory
 from millrace.cli.evals.prepare import find_endpoint, prepare_eval
-from millrace.cli.evals.results import table
-from millrace.cli.evals.session import begin, claim, evaluate_policies, finished
+from millrace.cli.evals.session import begin, claim, evaluate_policies, finished, table
 from millrace.cli.main import main
 from millrace.errors import AlreadyExistsError, InvalidSpecError
 from millrace.models.files import ADAPTER_CONFIG, ADAPTER_WEIGHTS
-from millrace.policies.adapter import AdapterSpec
+from millrace.policies.peft.config import AdapterSpec
 from millrace.policies.tensors import TensorBytes, pack_safetensors, read_places
 
 WEIGHT = np.eye(4, dtype=np.float32)

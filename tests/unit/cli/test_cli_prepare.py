@@ -12,8 +12,7 @@ import pytest
 from millrace.cli.commands.up import restart_command
 from millrace.cli.errors import CliError
 from millrace.cli.main import main
-from millrace.cli.session.dry_run import is_path
-from millrace.cli.session.prepare import choose_run_id, prepare
+from millrace.cli.session.prepare import choose_run_id, is_path, prepare
 from millrace.cli.session.run_session import stack_options
 from millrace.errors import InvalidSpecError
 from millrace_testing.local.stack_files import write_stack

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from millrace.cli.main import main
-from millrace.config.presets import PRESETS
+from millrace.config.filling import PRESETS
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "reverse_text" / "rl.toml"
 TEACHER = '{"name": "t", "base_url": ["http://127.0.0.1:1/v1"]}'

@@ -18,7 +18,7 @@ from millrace.cli.session.results import (
     write_summary,
 )
 from millrace.policies.manifest import PolicyPlace, Probe
-from millrace.policies.publishing.publish import PolicyContents, publish_policy
+from millrace.policies.publish import PolicyContents, publish_policy
 from millrace.policies.tensors import TensorBytes
 from millrace.storage import open_store
 from millrace.v1 import event_pb2

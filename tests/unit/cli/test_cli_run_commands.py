@@ -9,7 +9,7 @@ import pytest
 
 from millrace.cli.log_files import process_logs
 from millrace.cli.main import main
-from millrace.cli.names import choose
+from millrace.cli.options import choose
 from millrace.client import runs
 from millrace.errors import NotFoundError
 from millrace.v1 import run_pb2

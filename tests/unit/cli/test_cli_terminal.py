@@ -8,8 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from millrace.cli.main import main
-from millrace.cli.view.output import curve_lines
-from millrace.cli.view.paint import Paint
+from millrace.cli.view.output import Paint, curve_lines
 from millrace.cli.view.text import curve, table
 from millrace.errors import UnavailableError
 from millrace.rpc.status import abort

@@ -10,9 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from millrace.cli.log_files import LevelLines, LogTail, RunLines
+from millrace.cli.log_files import LevelLines, LogQuery, LogTail, RunLines, show_own
 from millrace.cli.main import main
-from millrace.cli.session.component_logs import LogQuery, show_own
 from millrace.local.directory import StackId
 from millrace.local.keeper import keep_bounded, old_of, rotate
 from millrace.telemetry import waits

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from millrace.cli.session.component_logs import LogQuery, show_shared
+from millrace.cli.log_files import LogQuery, show_shared
 from millrace.client import Client
 from millrace.errors import PermissionDeniedError
 from millrace.rpc.status import abort

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from millrace.cli.main import main
-from millrace.local.ports import free_ports
-from millrace.runlog.events.archive import encode_archive
+from millrace.local.directory import free_ports
+from millrace.runlog.event_archive import encode_archive
 from millrace.runlog.names import Deployment, Names
 from millrace.runlog.records.run_record import RunRecord
 from millrace.runlog.redis.entry import Entry
@@ -38,7 +38,7 @@ def store_run(directory: Path, *, events: int | None = None) -> None:
 def _nobody_listens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("MILLRACE_SERVER", raising=False)
-    monkeypatch.setattr("millrace.cli.address.DEFAULT_LISTEN", f"127.0.0.1:{free_ports(1)[0]}")
+    monkeypatch.setattr("millrace.cli.connection.DEFAULT_LISTEN", f"127.0.0.1:{free_ports(1)[0]}")
 
 
 @pytest.mark.parametrize("name", ["one", "on", "-", "outputs/one", "runs/one"])

@@ -6,12 +6,12 @@ import subprocess
 
 import pytest
 
-from millrace.cli.commands.run import panes
+from millrace.cli.commands.run import group
 from millrace.cli.main import main
 
 
 def test_without_tmux_it_says_what_is_missing(monkeypatch, capsys):
-    monkeypatch.setattr(panes.shutil, "which", lambda _: None)
+    monkeypatch.setattr(group.shutil, "which", lambda _: None)
     assert main(["run", "panes", "alpha"]) == 2
     said = capsys.readouterr().err
     assert "tmux is not installed" in said and "millrace run logs alpha --component trainer -f" in said

@@ -7,11 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from millrace.cli.address import server_address
+from millrace.cli.connection import choose_stack, read_stack, running_stacks, server_address, shared_address
 from millrace.cli.errors import CliError
 from millrace.cli.main import main
 from millrace.cli.offline.run_store import store_of
-from millrace.cli.stacks import choose_stack, read_stack, running_stacks, shared_address
 from millrace.errors import NotFoundError
 from millrace.storage import open_store
 from millrace_testing.local.stack_files import write_stack

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from millrace.config import RLConfig, load, validate_document
 from millrace.config.layers import put
-from millrace.config.prime_rl.rl_keys import RL_KEYS
+from millrace.config.prime_rl.keys import RL_KEYS
 from millrace.config.tree import schema_tree
 from millrace.errors import InvalidSpecError
 

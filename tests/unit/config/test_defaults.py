@@ -1,7 +1,7 @@
 """What of a resolved config differs from its defaults."""
 
 from millrace.config import RLConfig
-from millrace.config.defaults import differences
+from millrace.config.tree import differences
 
 
 def found(document: dict) -> dict:

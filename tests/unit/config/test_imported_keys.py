@@ -8,15 +8,12 @@ from typing import Any
 
 import pytest
 
-from millrace.config.check import build
 from millrace.config.layers import Layer, Provenance, Tree
-from millrace.config.load import load
-from millrace.config.notes import Effect
+from millrace.config.load import build, load
+from millrace.config.messages import Effect
 from millrace.config.prime_rl import translate
-from millrace.config.prime_rl.eval_keys import EVAL_KEYS
-from millrace.config.prime_rl.learning import UNBUILT_ALGORITHMS
-from millrace.config.prime_rl.rl_keys import RL_KEYS
-from millrace.config.prime_rl.sft_keys import SFT_KEYS
+from millrace.config.prime_rl.keys import EVAL_KEYS, RL_KEYS, SFT_KEYS
+from millrace.config.prime_rl.meanings import UNBUILT_ALGORITHMS
 from millrace.config.sections.algo import COMPARING, DISTILLING, PER_AGENT
 from millrace.config.sections.eval import EvalRunConfig
 from millrace.config.sections.rl import RLConfig

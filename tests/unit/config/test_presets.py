@@ -5,8 +5,8 @@ from typing import Any, get_args
 
 import pytest
 
+from millrace.config.filling import PRESETS
 from millrace.config.load import validate_document
-from millrace.config.presets import PRESETS
 from millrace.config.sections.shared import Preset
 from millrace.errors import InvalidSpecError
 

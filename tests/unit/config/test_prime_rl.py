@@ -11,11 +11,10 @@ from millrace.cli.errors import CliError
 from millrace.cli.session.config_file import PARTS, import_config, refuse_blocked, say_notes
 from millrace.config import RLConfig, SFTConfig, load, validate_document
 from millrace.config.argv import RESERVED_FLAGS
-from millrace.config.notes import Effect
-from millrace.config.prime_rl.importing import toml
-from millrace.config.prime_rl.rl_keys import RL_KEYS
-from millrace.config.prime_rl.sft_keys import SFT_KEYS
-from millrace.config.rules import value_at
+from millrace.config.messages import Effect
+from millrace.config.prime_rl.keys import RL_KEYS, SFT_KEYS
+from millrace.config.prime_rl.translation import toml
+from millrace.config.section import value_at
 from millrace.config.sections.inference import ReplicaConfig
 from millrace.config.tree import Kind, schema_tree
 from millrace.errors import InvalidSpecError

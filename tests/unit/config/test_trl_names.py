@@ -4,7 +4,7 @@ import pytest
 
 from millrace.config import RLConfig, SFTConfig, trl_names
 from millrace.config.load import load
-from millrace.config.prime_rl.importing import kind_of
+from millrace.config.prime_rl.translation import kind_of
 from millrace.config.tree import dotted, schema_tree
 from millrace.errors import InvalidSpecError
 

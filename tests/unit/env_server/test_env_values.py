@@ -25,7 +25,7 @@ from millrace.env_server.adapters.outcome import (
     finite_metrics,
     make_rollout,
 )
-from millrace.env_server.adapters.tasks.selection import build_task_table, canonical_json, no_tasks
+from millrace.env_server.adapters.selection import build_task_table, canonical_json, no_tasks
 from millrace.env_server.isolation.confinement import Confinement, Isolation
 from millrace.env_server.isolation.limits import WorkerLimits, describe_exit
 from millrace.env_server.isolation.namespaces import VisibleFiles, covered, visible_to_workers

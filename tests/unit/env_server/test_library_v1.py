@@ -14,7 +14,8 @@ pytest.importorskip("verifiers")
 from verifiers.v1.clients.train import RendererSlot
 from verifiers.v1.utils import decorators
 
-from millrace.env_server.library import interception, rendering
+from millrace.env_server.library import v1
+from millrace.env_server.library import v1 as interception
 from millrace.env_server.library.lookups import discover_decorated
 
 
@@ -71,7 +72,7 @@ async def test_a_prompt_is_rendered_once_and_each_gets_lists_of_its_own() -> Non
         calls.append((messages, options))
         return _render(messages, **options)
 
-    kept = rendering.KeptPrompts(render)
+    kept = v1.KeptPrompts(render)
     messages = [{"role": "user", "content": "hi"}]
     first, second = (kept(messages, tools=None, add_generation_prompt=True) for _ in range(2))
     assert len(calls) == 1 and kept.was_known and first == second == _render(*calls[0][:1], **calls[0][1])
@@ -88,8 +89,8 @@ async def test_a_prompt_is_rendered_once_and_each_gets_lists_of_its_own() -> Non
 
 
 async def test_prompts_are_kept_up_to_a_number_of_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rendering, "KEPT_TOKENS", 450)
-    kept = rendering.KeptPrompts(_render)
+    monkeypatch.setattr(v1, "KEPT_TOKENS", 450)
+    kept = v1.KeptPrompts(_render)
     for text in ("a" * 100, "b" * 100, "a" * 100, "c" * 100):
         kept(text)
     assert kept.num_tokens <= 450
@@ -97,7 +98,7 @@ async def test_prompts_are_kept_up_to_a_number_of_tokens(monkeypatch: pytest.Mon
     assert kept.was_known, "it was asked for later than the other"
     kept("b" * 100)
     assert not kept.was_known
-    image = rendering.KeptPrompts(lambda messages: _Rendered([1], [0], multi_modal_data=object()))
+    image = v1.KeptPrompts(lambda messages: _Rendered([1], [0], multi_modal_data=object()))
     image("x")
     image("x")
     assert not image.was_known and image.num_tokens == 0
@@ -108,7 +109,7 @@ async def test_a_prompt_that_was_kept_says_nothing_of_the_next_one() -> None:
     here = threading.get_ident()
 
     def slow(messages: Any) -> _Rendered:
-        ends = time.thread_time() + 2 * rendering.QUICK_S
+        ends = time.thread_time() + 2 * v1.QUICK_S
         while time.thread_time() < ends:
             pass
         return _render(messages)
@@ -120,7 +121,7 @@ async def test_a_prompt_that_was_kept_says_nothing_of_the_next_one() -> None:
 
 
 def _slot() -> RendererSlot:
-    rendering.install()
+    v1.install_rendering()
     renderer: Any = SimpleNamespace(render=_render)
     return RendererSlot(renderer=renderer)
 
@@ -129,7 +130,7 @@ async def test_a_quick_renderer_renders_at_once_and_a_slow_one_in_a_thread() -> 
     slot, here = _slot(), threading.get_ident()
 
     def slow() -> int:
-        ends = time.thread_time() + 2 * rendering.QUICK_S
+        ends = time.thread_time() + 2 * v1.QUICK_S
         while time.thread_time() < ends:
             pass
         return threading.get_ident()

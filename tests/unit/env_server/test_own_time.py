@@ -7,8 +7,8 @@ import time
 
 import pytest
 
-from millrace.env_server.workers.echo import EchoProbe, start_answering
 from millrace.env_server.workers.env_worker import OwnTime, OwnTimeLoop
+from millrace.env_server.workers.frames import EchoProbe, start_answering
 from millrace_testing.patience import patient
 from millrace_testing.polling import block_until
 

@@ -12,7 +12,7 @@ from verifiers.v1.clients.client import RelayReply
 from verifiers.v1.clients.eval import EvalClient
 from verifiers.v1.dialects import DIALECTS
 
-from millrace.env_server.library import relaying
+from millrace.env_server.library import v1
 
 CHAT, RESPONSES = DIALECTS[0], DIALECTS[1]
 
@@ -33,7 +33,7 @@ def test_the_library_takes_them_for_a_broken_answer() -> None:
     ("given", "read"), [({"city": "Ulm"}, {"city": "Ulm"}), (None, {}), (["a"], ["a"]), (3, 3), ('{"a": 1}', {"a": 1})]
 )
 def test_what_is_called_is_what_the_endpoint_said(given: Any, read: Any) -> None:
-    relaying.install()
+    v1.install_relaying()
     raw = chat(given)
     [call] = CHAT.parse_response(CHAT.validate_response(raw)).message.tool_calls or ()
     assert json.loads(call.arguments) == read
@@ -45,11 +45,11 @@ def test_other_fields_of_an_answer_stay_as_they_are() -> None:
     schema = {"properties": {"name": {"type": "string"}, "arguments": {"type": "object"}}}
     item = {"type": "function_call", "name": "look", "arguments": {"city": "Ulm"}}
     answer = {"output": [item, {"type": "message", "arguments": {}}], "tools": [{"name": "x", "parameters": schema}]}
-    assert relaying.make_texts(answer)
+    assert v1.make_texts(answer)
     assert json.loads(item["arguments"]) == {"city": "Ulm"}
     assert answer["output"][1]["arguments"] == {} and answer["tools"][0]["parameters"] == schema
     for odd in (None, [], {"choices": 3}, {"choices": [None, {"message": []}]}, {"item": 1, "response": []}):
-        assert not relaying.make_texts(odd)
+        assert not v1.make_texts(odd)
 
 
 async def test_events_of_a_stream_have_texts_and_keep_all_else(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -66,7 +66,7 @@ async def test_events_of_a_stream_have_texts_and_keep_all_else(monkeypatch: pyte
         return RelayReply(content_type="text/event-stream", chunks=chunks(), close=chunks().aclose)
 
     monkeypatch.setattr(EvalClient, "relay", stock)
-    relaying.install()
+    v1.install_relaying()
     reply = await EvalClient.relay(object(), CHAT, {})  # type: ignore[arg-type]
     found = [chunk async for chunk in reply.chunks]
     assert [found[0], *found[2:]] == [sent[0], *sent[2:]]

@@ -10,8 +10,8 @@ from datasets import Dataset
 from pydantic import ValidationError
 
 from millrace.config import RLConfig
-from millrace.config.sections.select import SelectConfig, selection_json
-from millrace.env_server.adapters.tasks.selection import EveryTask, selected_tables, tasks_of
+from millrace.config.sections.environments import SelectConfig, selection_json
+from millrace.env_server.adapters.selection import EveryTask, selected_tables, tasks_of
 from millrace.env_server.adapters.v0 import V0Adapter
 from millrace.errors import InvalidSpecError
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from millrace.env_server.spool.files import Spool
+from millrace.env_server.spool import Spool
 from millrace.errors import CapacityError, InvalidStateError
 from millrace.rollouts.types import Purpose, Rollout, RolloutError, RolloutStatus
 from millrace.rollouts.wire import encode_rollout

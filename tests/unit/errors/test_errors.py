@@ -91,7 +91,7 @@ def test_errors_survive_executors(cls: type[MillraceError], through) -> None:
 def test_errors_and_telemetry_import_neither_grpc_nor_pydantic_nor_protobuf() -> None:
     code = (
         "import sys, millrace.errors;"
-        "from millrace.telemetry import logging, redact, settings, waits;"
+        "from millrace.telemetry import logging, settings, waits;"
         "print(sorted({'grpc', 'pydantic', 'google.protobuf', 'numpy', 'torch'} & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)

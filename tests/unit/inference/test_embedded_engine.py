@@ -21,8 +21,8 @@ from millrace.inference.engine import (
     SamplingParams,
 )
 from millrace.inference.model_files import load_tokenizer
-from millrace.policies.change import TensorChange
 from millrace.policies.manifest import Probe
+from millrace.policies.tensors import TensorChange
 from millrace_testing import polling
 
 EOS = 258

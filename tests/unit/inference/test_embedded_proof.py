@@ -15,9 +15,9 @@ from millrace.inference.embedded.engine import EmbeddedEngine
 from millrace.inference.embedded.loader import held_tensors
 from millrace.inference.engine import EngineState, HeldDigest, InflightMode, PolicyIdentity
 from millrace.policies import digest
-from millrace.policies.change import TensorChange
 from millrace.policies.digest import bits_digest, tensor_digests
 from millrace.policies.manifest import StagedPolicy
+from millrace.policies.tensors import TensorChange
 
 V0 = PolicyIdentity(run_uid="r", lineage=0, version=0)
 NAME = "model.layers.1.mlp.up_proj.weight"

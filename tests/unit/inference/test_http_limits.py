@@ -5,7 +5,7 @@ import json
 import pytest
 
 from millrace.errors import InvalidSpecError
-from millrace.inference.http import limits
+from millrace.inference.http import access
 from millrace.inference.http.access import TokenGate
 from millrace.rpc.access import ServerAccess
 
@@ -24,12 +24,12 @@ from millrace.rpc.access import ServerAccess
 )
 def test_prompts_that_are_too_much(prompt, n, words):
     with pytest.raises(InvalidSpecError, match=words):
-        limits.check_prompt(prompt, n, 1000)
+        access.check_prompt(prompt, n, 1000)
 
 
 @pytest.mark.parametrize("prompt", ["a" * 16_000, [1] * 999, ["a"] * 256, [[1], [2]], "", []])
 def test_prompts_that_pass(prompt):
-    limits.check_prompt(prompt, 2, 1000)
+    access.check_prompt(prompt, 2, 1000)
 
 
 def test_deep_values_are_refused_and_not_recursed():
@@ -37,7 +37,7 @@ def test_deep_values_are_refused_and_not_recursed():
     for _ in range(100_000):
         deep = [deep]
     with pytest.raises(InvalidSpecError, match="nests deeper"):
-        limits.count_chars(deep)
+        access.count_chars(deep)
 
 
 async def ask(headers: list[tuple[bytes, bytes]], parts: list[bytes]) -> tuple[int, dict]:
@@ -70,9 +70,9 @@ async def ask(headers: list[tuple[bytes, bytes]], parts: list[bytes]) -> tuple[i
 
 
 async def test_the_body_of_vllms_server_is_bounded():
-    above = limits.MAX_BODY_BYTES + 1
+    above = access.MAX_BODY_BYTES + 1
     status, body = await ask([(b"content-length", str(above).encode())], [])
-    assert status == 413 and str(limits.MAX_BODY_BYTES) in body["error"]["message"]
+    assert status == 413 and str(access.MAX_BODY_BYTES) in body["error"]["message"]
     assert (await ask([(b"content-length", b"5")], [b"12345"]))[0] == 200
     assert (await ask([], [bytes(1 << 20)] * 16))[0] == 200
     assert (await ask([], [bytes(1 << 20)] * 17))[0] == 499

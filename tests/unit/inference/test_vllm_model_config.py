@@ -11,7 +11,7 @@ from transformers import AutoConfig, Qwen3_5TextConfig, Qwen3Config
 
 from millrace.inference.vllm import engine
 from millrace.inference.vllm.engine import compare_configs
-from millrace.models.older_names import with_older_names
+from millrace.models.configs import with_older_names
 
 LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 2, "long_factor": [4.0] * 2}
 SMALL = {"hidden_size": 16, "num_attention_heads": 4, "num_key_value_heads": 2}

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 
 from millrace.errors import InternalError, InvalidSpecError, UnavailableError
-from millrace.inference.launch.launcher import Node
+from millrace.inference.launcher import Node
 from millrace.inference.vllm.ranks import OrderFiles, write_order
 from millrace.inference.vllm.workers.node_copy import NodeCopy
 from millrace.policies.host_copy import HostCopy
 from millrace.policies.manifest import PolicyPlace
-from millrace.policies.publishing.publish import PolicyContents, publish_policy
+from millrace.policies.publish import PolicyContents, publish_policy
 from millrace.policies.tensors import TensorBytes
 from millrace.storage.local import LocalStore
 

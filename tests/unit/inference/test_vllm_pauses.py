@@ -15,8 +15,8 @@ from millrace.inference.service import CallerPause
 from millrace.inference.vllm import ranks, staging
 from millrace.inference.vllm.engine import VllmEngine
 from millrace.inference.vllm.gate import GenerationGate
-from millrace.inference.vllm.prober import Ping
 from millrace.inference.vllm.ranks import Ranks
+from millrace.inference.vllm.staging import Ping
 from millrace.policies.digest import digest_hex
 from millrace.policies.manifest import Probe, TensorEntry
 from millrace.telemetry import waits

@@ -9,8 +9,8 @@ import pytest
 from millrace.errors import InternalError, UnavailableError
 from millrace.inference.engine import EngineState
 from millrace.inference.model_files import ModelSlot
-from millrace.inference.replica_parts import ReplicaParts
-from millrace.inference.vllm import prober
+from millrace.inference.service import ReplicaParts
+from millrace.inference.vllm import staging
 from millrace.telemetry import waits
 from millrace.telemetry.settings import Settings
 from millrace_testing.inference import vllm_fakes as fakes
@@ -80,7 +80,7 @@ async def test_a_probe_waits_for_a_slot_as_long_as_tokens_come(
     engine: Any, client: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, value in (("LOOK_S", 0.01), ("_SHOWN_S", 0.0), ("_STALL_S", 2.0)):
-        monkeypatch.setattr(prober, name, value)
+        monkeypatch.setattr(staging, name, value)
     state = busy(client)
     reached, going_on = client.block("probe")
     task = asyncio.create_task(update(engine))
@@ -101,8 +101,8 @@ async def test_a_probe_waits_for_a_slot_as_long_as_tokens_come(
 async def test_a_probe_that_nothing_speaks_for_ends_with_the_reason(
     engine: Any, client: Any, monkeypatch: pytest.MonkeyPatch, limit: str, word: str
 ) -> None:
-    monkeypatch.setattr(prober, "LOOK_S", 0.01)
-    monkeypatch.setattr(prober, limit, 0.05)
+    monkeypatch.setattr(staging, "LOOK_S", 0.01)
+    monkeypatch.setattr(staging, limit, 0.05)
     busy(client)
     if limit == "_SILENT_S":
         engine.ping.stop()

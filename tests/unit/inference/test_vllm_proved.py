@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 
 from millrace.errors import InternalError
 from millrace.inference.vllm.ranks import OrderFiles
-from millrace.inference.vllm.workers import memory
-from millrace.inference.vllm.workers.layout import Region, Slot
-from millrace.inference.vllm.workers.memory import ModelMemory, Write, box_of, writes_of
+from millrace.inference.vllm.workers import layout
+from millrace.inference.vllm.workers.layout import ModelMemory, Region, Slot, Write, box_of, writes_of
 from millrace.policies import proof
 from millrace.policies.digest import bits_digest
 from millrace.policies.proof import ContinuedDigests, NextDigests, Row
@@ -166,7 +165,7 @@ def test_what_is_staged_on_a_device_is_written_and_read_back_there(
     staged = replace(write, staged=(torch.from_numpy(write.index), torch.from_numpy(write.bits.view(np.int16))))
     staged.put(files, rank.parameter)
     assert rank.memory[500] == bits_of(1)[1500]
-    monkeypatch.setattr(memory, "scatter", lambda *_: None)
+    monkeypatch.setattr(layout, "scatter", lambda *_: None)
     [later] = rank.writes(order(tmp_path, bits_of(2), np.array([1500, 4000])))
     assert later.index is not None and later.bits is not None
     lost = replace(later, staged=(torch.from_numpy(later.index), torch.from_numpy(later.bits.view(np.int16))))
@@ -182,7 +181,7 @@ def test_a_write_that_does_not_take_is_an_error(
     [write] = rank.writes(files)
     write.put(files, rank.parameter)
     assert rank.memory[500] == bits_of(1)[1500]
-    monkeypatch.setattr(memory, "scatter", lambda *_: None)
+    monkeypatch.setattr(layout, "scatter", lambda *_: None)
     monkeypatch.setattr(torch.Tensor, "copy_", lambda tensor, _: tensor)
     with pytest.raises(InternalError, match=r"other bits than were written at [0-9]+ elements of w"):
         write.put(files, torch.zeros(SIZE, dtype=torch.bfloat16))

@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 
 from millrace.errors import InternalError
 from millrace.inference.vllm.ranks import OrderFiles
-from millrace.inference.vllm.workers import memory
-from millrace.inference.vllm.workers.layout import Region, Slot
-from millrace.inference.vllm.workers.memory import ModelMemory, box_of, slices_of, source_of, writes_of
+from millrace.inference.vllm.workers import layout
+from millrace.inference.vllm.workers.layout import ModelMemory, Region, Slot, box_of, slices_of, source_of, writes_of
 from millrace.policies import proof
 from millrace.policies.digest import bits_digest, digest_hex
 from millrace.policies.manifest import TensorEntry
@@ -107,7 +106,7 @@ def cut(bits: np.ndarray, how: str, at: int) -> list[Rank]:
 def small_shares() -> Any:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(proof, "SHARE_ELEMENTS", 77)  # ends within rows, and within gaps between runs
-        patch.setattr(memory, "SLICE_ELEMENTS", 50)
+        patch.setattr(layout, "SLICE_ELEMENTS", 50)
         yield
 
 

@@ -9,7 +9,7 @@ from millrace.errors import InvalidStateError, UnavailableError
 from millrace.inference import service
 from millrace.inference.engine import EngineState
 from millrace.inference.service import OPERATOR, SLEEP, CallerPause
-from millrace.inference.vllm import rest
+from millrace.inference.vllm import gate as rest
 from millrace.inference.vllm.engine import VllmEngine
 from millrace.telemetry import waits
 from millrace_testing.inference import vllm_fakes as fakes

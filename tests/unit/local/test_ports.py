@@ -10,7 +10,7 @@ import time
 import pytest
 
 from millrace.errors import UnavailableError
-from millrace.local.ports import free_ports, is_free, require_free
+from millrace.local.directory import free_ports, is_free, require_free
 from millrace.local.stack import READY_DEADLINE_S
 
 
@@ -32,7 +32,7 @@ def test_taken_port_is_told_with_purpose_and_option():
 
 
 def test_what_was_given_out_to_one_process_is_not_given_to_another_soon(tmp_path):
-    script = "from millrace.local.ports import free_port; print(*(free_port() for _ in range(300)))"
+    script = "from millrace.local.directory import free_port; print(*(free_port() for _ in range(300)))"
     environ = {**os.environ, "TMPDIR": str(tmp_path)}
     started = [
         subprocess.Popen([sys.executable, "-c", script], env=environ, stdout=subprocess.PIPE, text=True)
@@ -45,9 +45,9 @@ def test_what_was_given_out_to_one_process_is_not_given_to_another_soon(tmp_path
 
 def test_a_port_is_held_for_as_long_as_a_first_start_may_take(monkeypatch, tmp_path):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    monkeypatch.setattr("millrace.local.ports._RANGE", (20000, 20040))
-    monkeypatch.setattr("millrace.local.ports._TRIES", 10_000)
-    monkeypatch.setattr("millrace.local.ports.is_free", lambda *_: True)
+    monkeypatch.setattr("millrace.local.directory._RANGE", (20000, 20040))
+    monkeypatch.setattr("millrace.local.directory._TRIES", 10_000)
+    monkeypatch.setattr("millrace.local.directory.is_free", lambda *_: True)
     given = set(free_ports(20))
     began = time.time()
     monkeypatch.setattr(time, "time", lambda: began + READY_DEADLINE_S - 1)
@@ -61,14 +61,14 @@ def test_ports_are_given_out_where_nothing_can_be_written(monkeypatch):
 
 def test_a_process_that_stands_still_keeps_no_stack_from_starting(monkeypatch, tmp_path):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    monkeypatch.setattr("millrace.local.ports._LOCK_S", 0.1)
+    monkeypatch.setattr("millrace.local.directory._LOCK_S", 0.1)
     with (tmp_path / f"millrace-ports-{os.getuid()}").open("wb") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
         assert len(free_ports(3)) == 3
 
 
 def test_no_port_left(monkeypatch):
-    monkeypatch.setattr("millrace.local.ports.is_free", lambda *_: False)
+    monkeypatch.setattr("millrace.local.directory.is_free", lambda *_: False)
     with pytest.raises(UnavailableError, match="found no 2 free ports"):
         free_ports(2)
 
@@ -76,6 +76,6 @@ def test_no_port_left(monkeypatch):
 def test_a_port_that_is_promised_to_somebody_is_not_given_out(monkeypatch):
     tried = iter([20001, 20002, 20003, 20004])
     monkeypatch.setattr("random.randrange", lambda *_: next(tried))
-    monkeypatch.setattr("millrace.local.ports.is_free", lambda *_: True)
+    monkeypatch.setattr("millrace.local.directory.is_free", lambda *_: True)
     monkeypatch.setattr("tempfile.tempdir", "/nowhere")
     assert free_ports(2, but={20001, 20003}) == [20002, 20004]

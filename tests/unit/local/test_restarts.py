@@ -2,9 +2,8 @@
 
 import signal
 
-from millrace.local import liveness
-from millrace.local.keeper import ExitKind, Lives
-from millrace.local.liveness import Answer, AnswerHistory, LivenessAction
+from millrace.local import keeper
+from millrace.local.keeper import Answer, AnswerHistory, ExitKind, LivenessAction, Lives
 
 
 def test_the_cause_of_a_death():
@@ -61,7 +60,7 @@ def silence(
     now = since
     while now <= until:
         first.setdefault(history.hear(answer, now, is_certain=is_certain), now)
-        now += liveness.PERIOD_S + liveness.CHECK_TIMEOUT_S
+        now += keeper.PERIOD_S + keeper.CHECK_TIMEOUT_S
     return first
 
 

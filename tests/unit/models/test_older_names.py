@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from transformers import AutoConfig
 
+from millrace.models.configs import with_older_names, with_older_tokenizer_names
 from millrace.models.loading import load_config
-from millrace.models.older_names import with_older_names, with_older_tokenizer_names
 
 SIZES: dict[str, Any] = {
     "vocab_size": 64,

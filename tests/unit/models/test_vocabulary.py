@@ -11,7 +11,7 @@ import pytest
 from millrace.config import RLConfig
 from millrace.config.sections.rl import plays_conversations
 from millrace.errors import MillraceError
-from millrace.models.look import look_at
+from millrace.models.served import look_at
 from millrace.models.vocabulary import check_tokenizer, require_tokenizer
 from millrace.policies.stops import turn_stops
 from millrace_testing.model_files import TEMPLATE, write_tokenizer

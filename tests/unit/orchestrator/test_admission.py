@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from millrace.orchestrator.play.admission import AdmissionRule
+from millrace.orchestrator.play.routing import AdmissionRule
 
 
 def rule(*, groups: int = 4, level: int = 1, off_policy: int = 8, factor: float = 1.0, max_steps: int | None = None):

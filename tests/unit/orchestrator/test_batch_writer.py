@@ -7,12 +7,11 @@ from typing import Any
 import pytest
 
 from millrace.internal.v1 import batch_pb2
-from millrace.orchestrator.drive.batch_writer import BatchWriter
-from millrace.orchestrator.drive.batcher import encode_state
+from millrace.orchestrator.drive.batch_writer import BatchWriter, encode_state
 from millrace.orchestrator.play.book import Book
 from millrace.orchestrator.play.failures import EnvCount, Failures, GroupCount, Tally
 from millrace.runlog.records.run_record import RunOrigin
-from millrace.runlog.recovery.recover import Committed
+from millrace.runlog.recover import Committed
 
 GROUPS, SIZE = 4, 2
 

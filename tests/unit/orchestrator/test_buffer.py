@@ -14,9 +14,8 @@ from millrace.config.sections.buffer import BufferConfig, RatioConfig
 from millrace.decoding import Fields
 from millrace.errors import InvalidSpecError
 from millrace.orchestrator.play.book import Resolved
-from millrace.orchestrator.play.buffer import TaskBuffer, thresholds_of
 from millrace.orchestrator.play.play import Arrival
-from millrace.orchestrator.play.pools import GroupResult, Pool, Pools, Thresholds
+from millrace.orchestrator.play.pools import GroupResult, Pool, Pools, TaskBuffer, Thresholds, thresholds_of
 from millrace.orchestrator.play.tasks import TaskOrder, TaskSource
 from millrace_testing.orchestrator.builders import book_with, make_play, make_rollout
 from millrace_testing.orchestrator.runs import CONFIG

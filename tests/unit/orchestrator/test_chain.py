@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from millrace.orchestrator.explain.chain import Chain, Component, Severity, find_chain
+from millrace.orchestrator.chain import Chain, Component, Severity, find_chain
 from millrace.telemetry.waits import Wait
 
 

@@ -3,8 +3,8 @@ from typing import Any
 
 import pytest
 
-from millrace.orchestrator.runs import intents as intent_calls
-from millrace.orchestrator.runs.intents import DesiredState, DesiredStates
+from millrace.orchestrator import intents as intent_calls
+from millrace.orchestrator.intents import DesiredState, DesiredStates
 from millrace.runlog import Intent, Names
 
 

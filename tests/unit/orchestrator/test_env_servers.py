@@ -11,9 +11,9 @@ from millrace.config.load import validate_document
 from millrace.config.sections.environments import NamedEnv
 from millrace.errors import InvalidSpecError, InvalidStateError, UnauthenticatedError, Violation
 from millrace.internal.v1 import env_service_pb2, worker_service_pb2
-from millrace.orchestrator.api.service import check_environments
 from millrace.orchestrator.play import env_servers
 from millrace.orchestrator.play.env_servers import EnvServers, env_spec
+from millrace.orchestrator.service import check_environments
 from millrace.orchestrator.workers import WorkerRegistry
 from millrace.rollouts.request_wire import group_to_wire
 from millrace.rollouts.requests import PlayedGroup, PlayRequest, Sampling

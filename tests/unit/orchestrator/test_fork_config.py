@@ -7,8 +7,8 @@ import pytest
 from millrace.config import RLConfig
 from millrace.config.load import validate_document
 from millrace.errors import InvalidSpecError, InvalidStateError
-from millrace.orchestrator.runs.catalog import RunView
-from millrace.orchestrator.runs.new_run import as_create, check_config
+from millrace.orchestrator.catalog import RunView
+from millrace.orchestrator.new_run import as_create, check_config
 from millrace.runlog import Frontier
 from millrace.runlog.fork import ForkPlan
 from millrace.runlog.records.run_record import RunRecord

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from millrace.config import RLConfig
 from millrace.orchestrator.drive.loop import RolloutLoop
-from millrace.orchestrator.play.admission import AdmissionRule
 from millrace.orchestrator.play.failures import Failures
 from millrace.orchestrator.play.play import PlayState, num_rollouts
+from millrace.orchestrator.play.routing import AdmissionRule
 from millrace.rollouts.types import RolloutStatus
 from millrace_testing.orchestrator.builders import make_play, make_rollout
 

@@ -6,8 +6,8 @@ import pytest
 
 from millrace.errors import CapacityError, NotFoundError, PermissionDeniedError, RefusedError, UnavailableError
 from millrace.internal.v1 import worker_service_pb2 as ws
-from millrace.orchestrator.explain.held_up import GAP_S, HELD_UP_S, HeldUp
-from millrace.orchestrator.runs.catalog import RunView
+from millrace.orchestrator.catalog import RunView
+from millrace.orchestrator.why import GAP_S, HELD_UP_S, HeldUp
 from millrace.orchestrator.workers import WorkerRegistry
 from millrace.rpc.worker import to_proto
 from millrace.runlog.records.run_record import RunRecord

@@ -2,7 +2,7 @@
 
 import pytest
 
-from millrace.orchestrator.explain.chain import Component, boxes, find_chain
+from millrace.orchestrator.chain import Component, boxes, find_chain
 from millrace.telemetry.waits import Wait
 
 

@@ -2,7 +2,7 @@ import asyncio
 import hashlib
 from dataclasses import dataclass, field, replace
 
-from millrace.orchestrator.play.rollout_stream import RolloutStream
+from millrace.orchestrator.play.book import RolloutStream
 from millrace.rollouts.types import Rollout
 from millrace.rollouts.wire import encode_rollout
 from millrace.runlog import Entry

@@ -11,10 +11,10 @@ from millrace.errors import CorruptObjectError
 from millrace.internal.v1 import worker_service_pb2 as ws
 from millrace.orchestrator import manager as manager_module
 from millrace.orchestrator import meters, run_meters
+from millrace.orchestrator.catalog import RunView
 from millrace.orchestrator.drive.batch_metrics import batch_metrics
 from millrace.orchestrator.manager import resumed_events
 from millrace.orchestrator.run_meters import RunMeters
-from millrace.orchestrator.runs.catalog import RunView
 from millrace.orchestrator.workers import WorkerRegistry
 from millrace.runlog.records.run_record import RunRecord
 from millrace.v1 import event_pb2, run_pb2

@@ -9,8 +9,7 @@ import pytest
 
 from millrace.config.sections.buffer import BufferConfig
 from millrace.errors import InvalidSpecError
-from millrace.orchestrator.play.buffer import TaskBuffer
-from millrace.orchestrator.play.pools import GroupResult, Pools, Thresholds
+from millrace.orchestrator.play.pools import GroupResult, Pools, TaskBuffer, Thresholds
 from millrace.orchestrator.play.tasks import Sampler, TaskSource
 
 A, B = TaskSource(env="a", num_tasks=4, digest="x"), TaskSource(env="b", num_tasks=3, digest="y")

@@ -5,10 +5,10 @@ import time
 import pytest
 
 from millrace.internal.v1 import worker_service_pb2 as ws
-from millrace.orchestrator.explain import watchdog as watchdog_module
-from millrace.orchestrator.explain.watchdog import Watchdog
-from millrace.orchestrator.explain.why import explain, stood_still
-from millrace.orchestrator.runs.catalog import RunView
+from millrace.orchestrator import watchdog as watchdog_module
+from millrace.orchestrator.catalog import RunView
+from millrace.orchestrator.watchdog import Watchdog
+from millrace.orchestrator.why import explain, stood_still
 from millrace.orchestrator.workers import WorkerKind, WorkerRegistry
 from millrace.runlog.records.run_record import RunRecord
 from millrace.runlog.redis.connection import OUTAGES, Outage

@@ -9,12 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from millrace.errors import ConflictError, CorruptObjectError, InvalidStateError
-from millrace.policies.change import TensorChange
-from millrace.policies.delta import codec as delta_module
-from millrace.policies.delta import frame as kinds
-from millrace.policies.delta.codec import EncodedPiece, decode_piece, encode_piece
-from millrace.policies.delta.frame import Bits, decode_gaps, encode_gaps, ulp_map, unzigzag, zigzag
+from millrace.policies import delta_codec as delta_module
+from millrace.policies import delta_frame as kinds
+from millrace.policies.delta_codec import EncodedPiece, decode_piece, encode_piece
+from millrace.policies.delta_frame import Bits, decode_gaps, encode_gaps, ulp_map, unzigzag, zigzag
 from millrace.policies.digest import bits_digest
+from millrace.policies.tensors import TensorChange
 
 _WIDTHS = (1, 2, 4, 8)
 # bf16: zeros, the smallest and largest of each sign, infinities, quiet and signalling NaNs, and ordinary numbers.

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from millrace.errors import ConflictError, CorruptObjectError
-from millrace.policies.delta.codec import decode_piece, encode_piece
-from millrace.policies.delta.frame import Bits, FrameSection, PieceHeader, pack_frame, read_frame, ulp_map
+from millrace.policies.delta_codec import decode_piece, encode_piece
+from millrace.policies.delta_frame import Bits, FrameSection, PieceHeader, pack_frame, read_frame, ulp_map
 
 _LEAD_BYTES = 8  # magic and checksum
 _U64_MAX = 2**64 - 1

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from millrace.errors import CorruptObjectError, InvalidStateError, MillraceError, UnavailableError
+from millrace.policies import share
 from millrace.policies.host_copy import HostCopy
-from millrace.policies.publishing import share
 from millrace.storage.local import LocalStore
 from millrace.trainer.publish import commit
 from millrace.trainer.publish.commit import VersionInput

@@ -12,8 +12,7 @@ from millrace.errors import CapacityError, CorruptObjectError, InvalidStateError
 from millrace.models.files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, WeightFiles
 from millrace.policies.peft.config import parse_peft_config
 from millrace.policies.peft.directory import is_adapter, open_adapter
-from millrace.policies.tensors import TensorBytes, as_float32, pack_safetensors
-from millrace.policies.weight_file import read_tensors
+from millrace.policies.tensors import TensorBytes, as_float32, pack_safetensors, read_tensors
 
 Arrays = dict[str, np.ndarray]
 PREFIX = "base_model.model."

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from millrace.errors import CorruptObjectError, InvalidStateError
 from millrace.inference.vllm.lora import parse_adapter_config
-from millrace.policies.adapter import AdapterSpec
 from millrace.policies.host_copy import HostCopy
 from millrace.policies.manifest import AdapterEntry, PolicyManifest, PolicyPlace, Probe
-from millrace.policies.publishing.publish import PolicyContents, publish_policy
+from millrace.policies.peft.config import AdapterSpec
+from millrace.policies.publish import PolicyContents, publish_policy
 from millrace.policies.pull import pull_files
 from millrace.policies.tensors import TensorBytes, pack_safetensors, read_places
 from millrace.storage.local import LocalStore

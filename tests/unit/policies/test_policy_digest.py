@@ -8,9 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from millrace.policies import digest as digest_module
-from millrace.policies.change import TensorChange
 from millrace.policies.digest import add_digests, bits_digest, change_digest, policy_digest, tensor_digest
-from millrace.policies.tensors import TensorBytes
+from millrace.policies.tensors import TensorBytes, TensorChange
 
 
 def _tensor(values: np.ndarray) -> TensorBytes:

@@ -21,7 +21,7 @@ from millrace.rpc.tokens import (
     token_digest,
     token_line,
 )
-from millrace.telemetry.redact import redact
+from millrace.telemetry.logging import redact
 
 NOON = datetime.datetime(2030, 1, 31, 12, tzinfo=datetime.UTC)
 

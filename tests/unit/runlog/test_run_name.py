@@ -3,7 +3,7 @@
 import pytest
 
 from millrace.errors import InvalidSpecError, NotFoundError
-from millrace.runlog import run_name
+from millrace.runlog import names
 
 RUNS = {"alpha-1": "01a", "alpha-2": "03c", "beta": "02b"}
 
@@ -19,14 +19,14 @@ RUNS = {"alpha-1": "01a", "alpha-2": "03c", "beta": "02b"}
     ],
 )
 def test_a_made_name_is_legal(stem: str, tail: str, made: str) -> None:
-    assert run_name.make(stem, tail) == made
-    assert run_name.is_legal(made)
+    assert names.make(stem, tail) == made
+    assert names.is_legal(made)
 
 
 def test_a_taken_name_gets_a_number_and_stays_legal() -> None:
     taken = {"demo", "demo-2", "y" * 63}
-    assert run_name.make("demo", is_taken=taken.__contains__) == "demo-3"
-    assert run_name.make("y" * 63, is_taken=taken.__contains__) == "y" * 61 + "-2"
+    assert names.make("demo", is_taken=taken.__contains__) == "demo-3"
+    assert names.make("y" * 63, is_taken=taken.__contains__) == "y" * 61 + "-2"
 
 
 @pytest.mark.parametrize(
@@ -34,21 +34,21 @@ def test_a_taken_name_gets_a_number_and_stays_legal() -> None:
     [("alpha-1", "alpha-1"), ("runs/beta", "beta"), ("03c", "alpha-2"), ("be", "beta"), ("-", "alpha-2")],
 )
 def test_a_run_is_found(text: str, name: str) -> None:
-    assert run_name.resolve(text, RUNS) == name
+    assert names.resolve(text, RUNS) == name
 
 
 def test_exact_names_are_not_completed() -> None:
-    assert run_name.resolve("02b", RUNS, is_exact=True) == "beta"
+    assert names.resolve("02b", RUNS, is_exact=True) == "beta"
     for text in ("be", "-"):
         with pytest.raises(NotFoundError):
-            run_name.resolve(text, RUNS, is_exact=True)
+            names.resolve(text, RUNS, is_exact=True)
 
 
 def test_what_is_not_found_says_what_may_be_meant() -> None:
     with pytest.raises(InvalidSpecError, match="begins the names of 2 runs: alpha-1, alpha-2"):
-        run_name.resolve("alp", RUNS)
+        names.resolve("alp", RUNS)
     with pytest.raises(NotFoundError, match="the store holds no run 'bteta'") as caught:
-        run_name.resolve("bteta", RUNS, holder="the store holds")
+        names.resolve("bteta", RUNS, holder="the store holds")
     assert caught.value.remedy == "did you mean beta?"
     with pytest.raises(NotFoundError, match="no run yet"):
-        run_name.resolve("-", {})
+        names.resolve("-", {})

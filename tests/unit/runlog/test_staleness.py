@@ -1,6 +1,6 @@
 """What a run's events say of the age of its rollouts, by environment."""
 
-from millrace.runlog.events.run_status import RunStatus
+from millrace.runlog.run_status import RunStatus
 from millrace.v1 import event_pb2
 
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from millrace.storage.commit_points import newest_revision, revision_key, revision_of
+from millrace.storage.base import newest_revision, revision_key, revision_of
 from millrace.storage.local import LocalStore
 
 KEY = "t/runs/u/policies/0000-00000001/manifest.json"

@@ -5,8 +5,8 @@ from types import SimpleNamespace
 import pytest
 
 from millrace.errors import UnavailableError
-from millrace.storage import retry
-from millrace.storage.retry import RetryPolicy, TransientError
+from millrace.storage import clean_up
+from millrace.storage.clean_up import RetryPolicy, TransientError
 
 
 class Upload:
@@ -14,7 +14,7 @@ class Upload:
 
     def __init__(self, patch: pytest.MonkeyPatch, *, failures: int) -> None:
         self.now, self.left, self.numbers = 0.0, failures, list[int]()
-        patch.setattr(retry, "time", SimpleNamespace(monotonic=lambda: self.now, sleep=self.pass_time))
+        patch.setattr(clean_up, "time", SimpleNamespace(monotonic=lambda: self.now, sleep=self.pass_time))
 
     def pass_time(self, seconds: float) -> None:
         self.now += seconds

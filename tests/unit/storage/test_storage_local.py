@@ -16,8 +16,8 @@ from millrace.errors import (
     UnavailableError,
 )
 from millrace.storage import local
+from millrace.storage.clean_up import RetryPolicy, TransientError
 from millrace.storage.local import LocalStore
-from millrace.storage.retry import RetryPolicy, TransientError
 
 
 def test_objects_are_plain_files_and_nothing_else_is_left(tmp_path):

@@ -14,7 +14,7 @@ from pydantic import SecretStr
 from millrace.cli.log_files import RunLines
 from millrace.errors import InvalidSpecError
 from millrace.telemetry import logging
-from millrace.telemetry.redact import MAX_CHARS, masked, redact, redacted_end, secrets_of
+from millrace.telemetry.logging import MAX_CHARS, masked, redact, redacted_end, secrets_of
 
 
 @pytest.fixture(autouse=True)

@@ -7,7 +7,7 @@ import pytest
 from rich.console import Console
 
 from millrace.cli.view.bars import bars, shown_work
-from millrace.inference.launch.process import stage_of
+from millrace.inference.vllm_server import stage_of
 from millrace.storage.local import LocalStore
 from millrace.telemetry import progress, waits
 from millrace.telemetry.progress import Doing, counting_bar

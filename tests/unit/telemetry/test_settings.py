@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from millrace.errors import InvalidSpecError
-from millrace.telemetry import redact as redaction
-from millrace.telemetry.redact import redact
+from millrace.telemetry import logging as redaction
+from millrace.telemetry.logging import redact
 from millrace.telemetry.settings import Settings, parse_address
 
 

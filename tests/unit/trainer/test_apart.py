@@ -8,8 +8,8 @@ from torch import nn
 from transformers import AutoModelForCausalLM, GPT2Config, MambaConfig, Qwen3Config
 
 from millrace.config.sections.trainer import PackConfig
-from millrace.context_length import fix_context_length
 from millrace.errors import InvalidSpecError
+from millrace.models.context_length import fix_context_length
 from millrace.trainer.gang.distributed import Gang
 from millrace.trainer.learning.packing import Apart, lengths_named, packing_of
 from millrace.trainer.learning.plan import ALONE, plan_micro_batches

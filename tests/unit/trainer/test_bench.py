@@ -13,7 +13,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from millrace.cli.main import main
 from millrace.cli.session.bench import flags, is_bench, trainer_bench
-from millrace.config.sections.bench import FakeDataConfig, TrainerBench
+from millrace.config.sections.rl import FakeDataConfig, TrainerBench
 from millrace.config.sections.trainer import TrainerConfig
 from millrace.errors import InvalidSpecError
 from millrace.trainer.bench.main import lines, summary

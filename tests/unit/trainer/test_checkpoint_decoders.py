@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from millrace.errors import CorruptObjectError
-from millrace.storage.commit_points import with_checksum
+from millrace.storage.base import with_checksum
 from millrace.trainer.checkpoint.index import ShardPiece, ShardTensor, decode_index, encode_index
 from millrace.trainer.checkpoint.manifest import FORMAT, CheckpointManifest, CheckpointObject
 from millrace_testing.mutations import mutated_bytes, mutated_json

@@ -10,7 +10,7 @@ import torch
 
 from millrace.errors import CorruptObjectError
 from millrace.runlog.names import Names
-from millrace.storage.commit_points import with_checksum
+from millrace.storage.base import with_checksum
 from millrace.storage.local import LocalStore
 from millrace.trainer.checkpoint.manifest import Author
 from millrace.trainer.checkpoint.store import CheckpointStore

@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from millrace.storage.local import LocalStore
-from millrace.trainer.checkpoint.index import ShardPiece, ShardTensor, encode_index
-from millrace.trainer.checkpoint.proof import cast, differences
+from millrace.trainer.checkpoint.index import ShardPiece, ShardTensor, cast, differences, encode_index
 
 FLOATS = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16, "float64": torch.float64}
 

@@ -11,8 +11,8 @@ from millrace.config.sections.shared import CheckpointConfig
 from millrace.errors import FencedError, UnavailableError
 from millrace.runlog.names import Names
 from millrace.storage.local import LocalStore
-from millrace.trainer.checkpoint.checkpointer import Checkpointer, SavedCheckpoint
 from millrace.trainer.checkpoint.manifest import Author
+from millrace.trainer.checkpoint.resume import Checkpointer, SavedCheckpoint
 from millrace.trainer.checkpoint.store import CheckpointStore
 from millrace.trainer.gang.distributed import Gang
 from millrace_testing.undeletable import undeletable

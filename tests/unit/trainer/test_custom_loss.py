@@ -12,8 +12,8 @@ from millrace.config.load import validate_document
 from millrace.config.sections.loss import LossConfig
 from millrace.custom_code import EVERYTHING, CustomCode
 from millrace.errors import InvalidSpecError, InvalidStateError
+from millrace.models.torch_support import shortage_named
 from millrace.trainer.losses import LossInputs, loss_function, token_losses
-from millrace.trainer.model.shortage import shortage_named
 
 CODE = """
 from dataclasses import replace

@@ -11,9 +11,9 @@ from millrace.errors import InvalidStateError
 from millrace.internal.v1.worker_service_pb2 import Assignment, HeartbeatResponse, TrainerStatus
 from millrace.rpc.health import HealthBoard
 from millrace.telemetry import waits
-from millrace.trainer import device_turn
-from millrace.trainer.device_turn import DeviceTurn
+from millrace.trainer import training
 from millrace.trainer.gang.distributed import Gang
+from millrace.trainer.training import DeviceTurn
 from millrace.trainer.worker import TrainerWorker
 
 Work = Callable[[Callable[[], None]], TrainerStatus]
@@ -102,7 +102,7 @@ def test_a_gang_gives_them_back_once_every_rank_has_let_go(
 ) -> None:
     done: list[str] = []
     gang = Gang()
-    monkeypatch.setattr(device_turn, "release_unused", lambda device: done.append(f"released in {asked(worker)}"))
+    monkeypatch.setattr(training, "release_unused", lambda device: done.append(f"released in {asked(worker)}"))
     monkeypatch.setattr(gang, "barrier", lambda: done.append(f"all in {asked(worker)}"))
 
     def job() -> None:

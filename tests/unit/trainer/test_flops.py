@@ -7,7 +7,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from millrace.config.sections.trainer import LoraConfig
-from millrace.trainer.learning.flops import FlopCount, Utilization
+from millrace.trainer.learning.packing import FlopCount, Utilization
 from millrace.trainer.model.lora import add_adapters
 
 SIZES: dict[str, Any] = {

@@ -13,10 +13,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from millrace.rollouts.types import TrainSample
-from millrace.trainer.learning import head
+from millrace.trainer.learning import forward as head
 from millrace.trainer.learning.batch import build_micro_batch
-from millrace.trainer.learning.forward import select_logprobs, token_logprobs
-from millrace.trainer.learning.head import Targets, linear_logprobs
+from millrace.trainer.learning.forward import Targets, linear_logprobs, select_logprobs, token_logprobs
 
 ROWS, COLUMNS, VOCABULARY, HIDDEN = 3, 7, 37, 8
 

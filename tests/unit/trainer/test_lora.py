@@ -10,8 +10,7 @@ import torch
 from millrace.config.sections.trainer import LoraConfig, OptimConfig, SchedulerConfig
 from millrace.errors import InvalidStateError
 from millrace.inference.vllm.lora import parse_adapter_config
-from millrace.policies.adapter import AdapterSpec, model_name
-from millrace.policies.peft.config import parse_peft_config
+from millrace.policies.peft.config import AdapterSpec, model_name, parse_peft_config
 from millrace.trainer.gang.distributed import Gang
 from millrace.trainer.learning.learner import digest_of, state_tensors
 from millrace.trainer.learning.optimizer import PolicyOptimizer

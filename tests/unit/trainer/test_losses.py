@@ -10,8 +10,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from millrace.config.filling import PRESETS
 from millrace.config.load import validate_document
-from millrace.config.presets import PRESETS
 from millrace.config.sections.loss import CorrectionConfig, LossConfig
 from millrace.errors import InvalidSpecError
 from millrace.trainer.losses import LOSSES, LossInputs, divisor, token_losses, total_loss

@@ -16,7 +16,7 @@ from millrace.config.sections.sft import SFTConfig
 from millrace.config.sections.trainer import ModelLayoutConfig
 from millrace.errors import InvalidSpecError
 from millrace.trainer.gang.distributed import Gang
-from millrace.trainer.model import context_parallel, expert_parallel, tensor_parallel
+from millrace.trainer.model import context_parallel, expert_parallel, fit
 from millrace.trainer.model.fit import fit_layout
 from millrace.trainer.model.mesh import RankLayout
 
@@ -135,7 +135,7 @@ def test_the_page_names_the_types_that_are_proved() -> None:
     for keys, types in re.findall(r"((?:`[tce]p`(?: and | only)?)+): ([a-z0-9_,\s]+)[.;]", page):
         for key in re.findall("`(..)`", keys):
             of_key[key] |= set(types.replace(",", " ").split())
-    modules = {"tp": tensor_parallel, "cp": context_parallel, "ep": expert_parallel}
+    modules = {"tp": fit, "cp": context_parallel, "ep": expert_parallel}
     assert of_key == {key: set(module.PROVED) for key, module in modules.items()}
 
 

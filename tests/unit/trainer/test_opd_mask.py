@@ -8,7 +8,7 @@ import torch
 
 from millrace.config.sections.loss import LossConfig
 from millrace.trainer.losses.base import LossInputs
-from millrace.trainer.losses.dppo import dppo
+from millrace.trainer.losses.policy import dppo
 
 VOCABULARY, CONTEXTS = 32, 2000
 

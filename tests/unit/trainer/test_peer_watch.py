@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 import pytest
 from torch import distributed as dist
 
-from millrace.local.ports import free_port
+from millrace.local.directory import free_port
 from millrace.trainer.gang.distributed import GRACE_S
 
 BLOCKED = """

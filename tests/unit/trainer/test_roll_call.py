@@ -8,8 +8,8 @@ import time
 from torch import distributed as dist
 
 from millrace.telemetry import waits
+from millrace.trainer.gang.agreement import Failure, RollCall
 from millrace.trainer.gang.distributed import PeerWatch
-from millrace.trainer.gang.roll_call import Failure, RollCall
 from millrace_testing.polling import block_until
 
 

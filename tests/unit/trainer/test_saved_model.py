@@ -18,8 +18,8 @@ from millrace.inference.embedded import loader as weights
 from millrace.inference.model_files import write_files
 from millrace.models.files import MODEL_FILES, TOKENIZER_FILES, small_files
 from millrace.models.saved import SavedTensor, saved_tensors
-from millrace.policies.change import TensorChange
 from millrace.policies.proof import held_digest
+from millrace.policies.tensors import TensorChange
 from millrace.trainer.gang.distributed import Gang
 from millrace.trainer.learning.learner import model_digest
 from millrace.trainer.model.mesh import RankLayout

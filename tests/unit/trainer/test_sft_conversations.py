@@ -10,7 +10,7 @@ from millrace.config.sections.sft import LossMaskConfig
 from millrace.errors import InvalidSpecError
 from millrace.models.vocabulary import load_tokenizer
 from millrace.trainer.sft.conversation import BadRowError, ConversationEncoder
-from millrace.trainer.sft.encoder import RowEncoder
+from millrace.trainer.sft.data import RowEncoder
 from millrace.trainer.sft.rows import conversation_of
 
 # Tools at the top, answers of several tools in one turn, and thinking in every turn, as templates have them.

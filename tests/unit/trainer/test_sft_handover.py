@@ -13,7 +13,7 @@ import torch
 from millrace.config.sections.sft import SFTConfig
 from millrace.errors import InvalidSpecError, InvalidStateError
 from millrace.trainer.gang.distributed import Gang
-from millrace.trainer.sft import saving
+from millrace.trainer.sft import checkpoints
 from millrace.trainer.sft.fine_tune import run_sft
 from millrace.trainer.sft.main import run
 
@@ -79,7 +79,7 @@ def test_what_is_made_again_is_evaluated_again_and_nothing_twice(example: Path, 
 def test_training_waits_while_too_many_are_not_evaluated(
     example: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(saving, "SAY_AFTER_S", 0.0)
+    monkeypatch.setattr(checkpoints, "SAY_AFTER_S", 0.0)
     places = tmp_path / "sft" / "evals" / "due"
     taken: list[str] = []
     is_over = threading.Event()

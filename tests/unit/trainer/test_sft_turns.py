@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerFast
 
 from millrace.config.sections.sft import LossMaskConfig
 from millrace.trainer.sft.conversation import ConversationEncoder
-from millrace.trainer.sft.encoder import RowEncoder
+from millrace.trainer.sft.data import RowEncoder
 from millrace.trainer.sft.rendering import BadRowError
 from millrace.trainer.sft.rows import JsonRow, conversation_of
 from millrace_testing import turn_templates as templates

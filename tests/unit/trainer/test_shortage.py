@@ -8,11 +8,11 @@ import torch
 
 from millrace.errors import InvalidStateError
 from millrace.models.loading import empty_model
+from millrace.models.torch_support import shortage_named
 from millrace.trainer.gang.distributed import Gang
 from millrace.trainer.learning.learner import fill_opened
 from millrace.trainer.model.memory import Sharding
 from millrace.trainer.model.pretrained import load_model
-from millrace.trainer.model.shortage import shortage_named
 from millrace.trainer.sft import main as sft
 
 TOO_MUCH = 1 << 50

@@ -2,7 +2,7 @@
 
 import pytest
 
-from millrace.trainer.learning.alarms import Disagreement, KlTrend
+from millrace.trainer.learning.metrics import Disagreement, KlTrend
 
 
 def told(steps: list[float]) -> dict[int, str]:

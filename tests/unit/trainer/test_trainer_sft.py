@@ -17,12 +17,11 @@ from millrace.errors import CapacityError, InvalidSpecError, NotFoundError, Unav
 from millrace.models.vocabulary import load_tokenizer
 from millrace.policies.tensors import TensorBytes
 from millrace.trainer.gang.distributed import Gang
-from millrace.trainer.sft.data import Order
-from millrace.trainer.sft.encoder import RowEncoder
+from millrace.trainer.sft.checkpoints import replace_directory, try_to_save, write_directory
+from millrace.trainer.sft.data import Order, RowEncoder
 from millrace.trainer.sft.fine_tune import SFTStep, run_sft
 from millrace.trainer.sft.main import load_config
 from millrace.trainer.sft.rows import load_rows
-from millrace.trainer.sft.saving import replace_directory, try_to_save, write_directory
 
 
 @pytest.fixture(scope="module")

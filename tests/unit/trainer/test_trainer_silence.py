@@ -11,8 +11,7 @@ from millrace.rpc.health import HealthBoard
 from millrace.rpc.worker import Silence
 from millrace.telemetry import waits
 from millrace.trainer.gang.distributed import Gang
-from millrace.trainer.silence import SilenceTeller
-from millrace.trainer.worker import TrainerWorker
+from millrace.trainer.worker import SilenceTeller, TrainerWorker
 from millrace.v1 import event_pb2
 
 

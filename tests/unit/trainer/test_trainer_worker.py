@@ -16,10 +16,9 @@ from millrace.rpc.health import PROCESS, HealthBoard
 from millrace.telemetry import waits
 from millrace.trainer import meters
 from millrace.trainer import worker as worker_module
-from millrace.trainer.gang.agreement import tell
+from millrace.trainer.gang.agreement import Failure, tell
 from millrace.trainer.gang.distributed import Gang
-from millrace.trainer.gang.roll_call import Failure
-from millrace.trainer.log.stop import StopRequested
+from millrace.trainer.log.background import StopRequested
 from millrace.trainer.publish.plan import PublishPlan, plan_publishing
 from millrace.trainer.worker import TrainerWorker
 from millrace_testing.polling import block_until

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from millrace.cli.errors import CliError
-from millrace.cli.session.raw import RawCommand
+from millrace.cli.options import RawCommand
 
 if TYPE_CHECKING:
     from millrace.config import RLConfig, SFTConfig
@@ -67,7 +67,7 @@ def _document(arguments: Sequence[str]) -> "type[RLConfig | SFTConfig]":
     """What the first file configures; an RL run where that is not clear."""
     from millrace.cli.session.config_file import read_raw
     from millrace.config import RLConfig, SFTConfig
-    from millrace.config.prime_rl.importing import kind_of
+    from millrace.config.prime_rl.translation import kind_of
 
     pairs = zip(arguments, [*arguments[1:], ""], strict=True)
     for name in (word[1:] or after for word, after in pairs if word.startswith("@")):

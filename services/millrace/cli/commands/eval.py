@@ -2,7 +2,7 @@
 
 import click
 
-from millrace.cli.session.raw import RawCommand
+from millrace.cli.options import RawCommand
 
 _HELP = """\b
 Options:
@@ -50,7 +50,7 @@ def evaluate(arguments: tuple[str, ...]) -> int:
 
         return samples.main([*arguments[1:]], prog_name="millrace eval show", standalone_mode=False)
     from millrace.cli.evals.prepare import prepare_eval
-    from millrace.cli.session.dry_run import print_config
+    from millrace.cli.session.prepare import print_config
 
     prepared = prepare_eval(arguments)
     if prepared.is_dry_run:
@@ -59,9 +59,8 @@ def evaluate(arguments: tuple[str, ...]) -> int:
     from contextlib import nullcontext
 
     from millrace.cli import interrupts
-    from millrace.cli.address import explain_unreachable
-    from millrace.cli.evals.results import table
-    from millrace.cli.evals.session import evaluate_here, evaluate_there
+    from millrace.cli.connection import explain_unreachable
+    from millrace.cli.evals.session import evaluate_here, evaluate_there, table
 
     if prepared.policies:
         from millrace.cli.evals.session import evaluate_policies

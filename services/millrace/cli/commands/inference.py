@@ -2,7 +2,7 @@
 
 import click
 
-from millrace.cli.session.raw import RawCommand
+from millrace.cli.options import RawCommand
 
 _HELP = """\b
 Options:

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from millrace.cli.session.raw import OPTIONS_HELP, RawCommand
+from millrace.cli.options import OPTIONS_HELP, RawCommand
 
 if TYPE_CHECKING:
     from millrace.cli.session.prepare import Prepared
@@ -23,8 +23,7 @@ def rl(arguments: tuple[str, ...]) -> int:
     Starts the local stack for the run and tears it down afterwards; with --server or MILLRACE_SERVER it submits the
     run there and follows it (Ctrl-C detaches, and the run continues).
     """
-    from millrace.cli.session.dry_run import look_at_models, print_config
-    from millrace.cli.session.prepare import prepare
+    from millrace.cli.session.prepare import look_at_models, prepare, print_config
 
     prepared = prepare(arguments)
     if prepared.flags.get("bench") and not prepared.is_dry_run:
@@ -39,7 +38,7 @@ def rl(arguments: tuple[str, ...]) -> int:
         print_config(prepared.config, only=prepared.shown)
         return 0
     from millrace.cli import interrupts
-    from millrace.cli.address import explain_unreachable
+    from millrace.cli.connection import explain_unreachable
     from millrace.cli.session.results import summary_lines
     from millrace.cli.session.run_session import run_local, run_remote
 

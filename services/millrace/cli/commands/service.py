@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from millrace.cli.session.raw import RawCommand
+from millrace.cli.options import RawCommand
 from millrace.cli.session.service_start import options_help
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ def _command(name: str, about: str) -> click.Command:
         loaded = load_service(service, arguments, os.environ)
         benches = is_bench(loaded.flags)
         if loaded.flags.get("dry-run"):
-            from millrace.cli.session.dry_run import print_config
+            from millrace.cli.session.prepare import print_config
 
             print_config(loaded.config)
             return 0
@@ -42,7 +42,7 @@ def _bench(name: str, loaded: "Loaded[Any]") -> int:
     from millrace.cli import interrupts
     from millrace.cli.errors import CliError
     from millrace.cli.session.bench import run_bench, trainer_bench
-    from millrace.cli.session.dry_run import check_models
+    from millrace.cli.session.prepare import check_models
 
     if name != "trainer":
         raise CliError(
@@ -61,8 +61,8 @@ def _bench(name: str, loaded: "Loaded[Any]") -> int:
 def _bench_orchestrator(arguments: Sequence[str]) -> int:
     """The steps of its part of a run, or of a whole one, on a stack of its own."""
     from millrace.cli import interrupts
-    from millrace.cli.session.dry_run import print_config
     from millrace.cli.session.orchestrator_bench import bench_orchestrator
+    from millrace.cli.session.prepare import print_config
     from millrace.cli.session.service_start import bench_run
 
     prepared = bench_run(arguments)

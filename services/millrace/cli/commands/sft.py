@@ -2,7 +2,7 @@
 
 import click
 
-from millrace.cli.session.raw import RawCommand
+from millrace.cli.options import RawCommand
 
 _HELP = """\b
 Options:
@@ -38,8 +38,7 @@ def sft(arguments: tuple[str, ...]) -> int:
         require_file_or_model,
         say_notes,
     )
-    from millrace.cli.session.dry_run import check_models, look_at_fine_tuning, print_config
-    from millrace.cli.session.prepare import check_new_name
+    from millrace.cli.session.prepare import check_models, check_new_name, look_at_fine_tuning, print_config
     from millrace.config import SFTConfig
     from millrace.config.load import load
 

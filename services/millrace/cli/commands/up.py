@@ -56,8 +56,7 @@ def up(
     trainer one rank on each other one; of one GPU vLLM takes 0.4.
     """
     from millrace.cli import interrupts
-    from millrace.cli.address import check_address
-    from millrace.cli.connection import environ
+    from millrace.cli.connection import check_address, environ
     from millrace.local import gpus
     from millrace.local.shared_gpu import flags_on_shared_gpu
     from millrace.local.stack import StackOptions

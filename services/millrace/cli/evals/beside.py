@@ -17,8 +17,7 @@ import click
 
 from millrace.cli.errors import CliError
 from millrace.cli.evals.prepare import PreparedEval
-from millrace.cli.evals.results import figures, table
-from millrace.cli.evals.session import RESULTS_NAME, OtherEvaluationError, evaluate_here
+from millrace.cli.evals.session import RESULTS_NAME, OtherEvaluationError, evaluate_here, figures, table
 from millrace.cli.interrupts import Interrupts
 from millrace.cli.view.plot import write_eval_plot
 from millrace.cli.view.text import printable

@@ -71,7 +71,7 @@ class RunPolicies:
 
     def find(self) -> dict[int, str]:
         """The manifest's key of every published version, of the newest lineage that has it."""
-        from millrace.runlog.records.listing import published_policies
+        from millrace.runlog.records.run_record import published_policies
 
         found: dict[int, str] = {}
         for version, key in published_policies(self.store, self.names):

@@ -11,12 +11,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from millrace.cli.address import check_address, stack_at
+from millrace.cli.connection import check_address, stack_at
 from millrace.cli.errors import CliError
 from millrace.cli.evals.policies import EvalPolicy, RunPolicies, of_directory, of_run
 from millrace.cli.session.config_file import explained, refuse_check, say_notes
-from millrace.cli.session.dry_run import check_models, is_path
-from millrace.cli.session.prepare import check_new_name, free_name
+from millrace.cli.session.prepare import check_models, check_new_name, free_name, is_path
 from millrace.config import ClientConfig, EvalRunConfig
 from millrace.config.argv import COMMAND_LINE, RESERVED_FLAGS
 from millrace.config.layers import Layer, Provenance, Strength

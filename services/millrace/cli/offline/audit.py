@@ -68,8 +68,8 @@ def _depth(request: AuditRequest) -> "Depth":
 
     prove = compare = None
     if request.is_deep:
-        from millrace.policies.verify import prove_policies
-        from millrace.trainer.checkpoint.proof import differences
+        from millrace.policies.fetch import prove_policies
+        from millrace.trainer.checkpoint.index import differences
 
         prove, compare = prove_policies, differences
     kept = tuple(Attestation.decode(path.read_bytes(), where=str(path)) for path in request.attestations)

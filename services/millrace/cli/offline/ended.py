@@ -5,16 +5,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from millrace.cli.connection import OUTPUTS, read_stack
 from millrace.cli.errors import EXIT_FAILED, CliError
 from millrace.cli.options import DEFAULT_DIRECTORY
-from millrace.cli.stacks import OUTPUTS, read_stack
 from millrace.decoding import decode_object
 from millrace.errors import CorruptObjectError, MillraceError, NotFoundError, UnavailableError
-from millrace.runlog import run_name
+from millrace.runlog import names as run_name
 
 if TYPE_CHECKING:
     from millrace.client import Client
-    from millrace.runlog.events.run_status import RunStatus
+    from millrace.runlog.run_status import RunStatus
     from millrace.storage import ObjectStore
     from millrace.v1 import event_pb2, run_pb2
 
@@ -38,7 +38,7 @@ class EndedRun:
 
     def explain(self) -> str:
         """Say how the run ended; if only its stack did, that it may go on."""
-        from millrace.runlog.events.run_status import ended_words, is_terminal, resumed_words, state_name
+        from millrace.runlog.run_status import ended_words, is_terminal, resumed_words, state_name
 
         status = self.status
         name = self.run.name.removeprefix("runs/")
@@ -64,8 +64,7 @@ def ask_or_read(
     A server that is named, by option or environment, is asked alone. UnavailableError and NotFoundError say where else
     was looked; CliError lists the directories where several have a run of that name.
     """
-    from millrace.cli.address import is_listening, server_address
-    from millrace.cli.connection import ask_server
+    from millrace.cli.connection import ask_server, is_listening, server_address
 
     try:
         address, origin = server_address(server, run=run)
@@ -165,11 +164,10 @@ def read_ended(directory: Path) -> EndedRun:
     """Return the run of a directory, from its store; MillraceError if that has none."""
     from millrace.cli.offline.run_store import find_uid
     from millrace.decoding import MAX_JSON_BYTES
-    from millrace.runlog.events.archive import load_archived_events
-    from millrace.runlog.events.reader import readable_event
-    from millrace.runlog.events.run_status import RunStatus
+    from millrace.runlog.event_archive import load_archived_events, readable_event
     from millrace.runlog.names import Names
     from millrace.runlog.records.run_record import RunRecord
+    from millrace.runlog.run_status import RunStatus
 
     store, prefix = _store_of(directory)
     uid = find_uid(store, prefix, directory.resolve().name)

@@ -4,11 +4,11 @@ import json
 from typing import TYPE_CHECKING
 
 from millrace.errors import AlreadyExistsError, InvalidStateError, NotFoundError
-from millrace.orchestrator.runs.new_run import check_config
-from millrace.runlog.events.run_status import is_terminal
+from millrace.orchestrator.new_run import check_config
 from millrace.runlog.fork import ForkPlan
 from millrace.runlog.records.frontier import ZERO_CHAIN_HASH, Frontier
 from millrace.runlog.records.run_record import RL, RunRecord
+from millrace.runlog.run_status import is_terminal
 
 if TYPE_CHECKING:
     from millrace.client import Client

@@ -3,19 +3,26 @@
 import contextlib
 import os
 import re
-from collections.abc import Iterator, Mapping
-from dataclasses import replace
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from millrace.cli.connection import running_stacks
 from millrace.cli.errors import CliError
 from millrace.cli.options import DEFAULT_DIRECTORY
-from millrace.cli.stacks import running_stacks
-from millrace.errors import InvalidSpecError, NotFoundError
+from millrace.errors import InvalidSpecError, NotFoundError, UnavailableError
+from millrace.readers.dashboard.answers import INDEX_GROWING
+from millrace.readers.dashboard.reader import Reader
+from millrace.runlog.names import Names
+from millrace.runlog.records.run_record import RunRecord
+from millrace.storage import ObjectStore
+from millrace.storage.scratch import scratch_parent
 from millrace.telemetry.settings import Settings
 
 if TYPE_CHECKING:
-    from millrace.storage import ObjectStore
+    from millrace.client import Client
 
 _UID = re.compile(r"[a-z0-9]{20,60}")
 
@@ -77,7 +84,7 @@ def store_prefix(prefix: str | None, *, environ: Mapping[str, str] = os.environ)
 
 def find_uid(store: "ObjectStore", prefix: str, text: str) -> str:
     """The uid of a run: by name, `runs/{name}`, a unique beginning of one, the uid, or `-` for the newest run."""
-    from millrace.runlog import run_name
+    from millrace.runlog import names as run_name
     from millrace.runlog.index import read_names
     from millrace.runlog.names import Deployment
 
@@ -144,7 +151,7 @@ def _running_store() -> str | None:
 
 def directory_of(name: str) -> Path | None:
     """The directory of results that is meant, if it is one: by its path, by the run's name, or as the newest."""
-    from millrace.runlog import run_name
+    from millrace.runlog import names as run_name
 
     if (Path(name) / "store").is_dir():
         return Path(name)
@@ -161,3 +168,130 @@ def _exists(store: "ObjectStore", prefix: str, uid: str) -> bool:
     from millrace.runlog.names import Names
 
     return next(iter(store.list(Names(prefix, uid).root)), None) is not None
+
+
+# What the dashboard's reader says of a run, asked by this process: of an object store, without a server.
+
+GIVE_UP_S = 1800.0
+"""How long an index may take; one of a million rollouts takes minutes, the first time."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogHere:
+    """The log of one run."""
+
+    record: RunRecord
+    reader: Reader
+    note: Callable[[str], None]
+
+    def ask(self, question: str, params: Mapping[str, str]) -> dict[str, Any]:
+        """The answer, once everything that is in the store is read; `note` is told how far that is."""
+        begun = time.monotonic()
+        while True:
+            try:
+                return self.reader.ask(question, self.record.uid, params)
+            except UnavailableError as error:
+                if error.reason != INDEX_GROWING or time.monotonic() - begun > GIVE_UP_S:
+                    raise
+                self.note(error.message)  # and the next question waits, too
+
+
+@contextlib.contextmanager
+def open_log(store: ObjectStore, prefix: str, uid: str, *, note: Callable[[str], None]) -> Iterator[LogHere]:
+    """The log of a run, with an index of its own in the scratch directory."""
+    names = Names(prefix, uid)
+    record = RunRecord.parse(store.get(names.run_json), where=store.uri(names.run_json), needs=["uid", "name"])
+    reader = Reader(store, prefix, scratch_parent() / "dashboard" / "commands")
+    try:
+        yield LogHere(record=record, reader=reader, note=note)
+    finally:
+        reader.close()
+
+
+# A run as commands look at it: its state, config and metrics, from a server or from a directory of results.
+
+Note = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunLook:
+    """What is known of a run at one moment."""
+
+    name: str
+    uid: str
+    kind: str
+    state: str
+    config: Mapping[str, Any]
+    metrics: Mapping[str, Sequence[Any]] = field(default_factory=dict)
+    """Columns by name, with `step`; None is a value that is not there."""
+
+    def points(self, metric: str) -> list[tuple[int, float]]:
+        """(step, value) of a metric, where it has one."""
+        values = self.metrics.get(metric, ())
+        steps = self.metrics.get("step", ())
+        return [(step, value) for step, value in zip(steps, values, strict=False) if value is not None]
+
+    @property
+    def num_steps(self) -> int:
+        """Steps that are done."""
+        done = self.points("reward/mean")
+        return done[-1][0] + 1 if done else 0
+
+
+def looks_here(names: Sequence[str], *, store: str | None, prefix: str | None, note: Note) -> dict[str, RunLook]:
+    """Those of the named runs that are read without a server, by what they were called: all of a store, if one is
+    named, else those with a directory of results."""
+
+    found: dict[str, RunLook] = {}
+    for name in names:
+        if store is None and directory_of(name) is None:
+            continue
+
+        objects, meant = store_of(name, store)
+        deployment = store_prefix(prefix)
+        with open_log(objects, deployment, find_uid(objects, deployment, meant), note=note) as log:
+            found[name] = _look(log)
+    return found
+
+
+async def looks_there(client: "Client", names: Sequence[str], *, note: Note) -> dict[str, RunLook]:
+    """The named runs of a server."""
+    from millrace.cli.options import resolve
+    from millrace.decoding import decode_object
+    from millrace.runlog.run_status import state_name
+    from millrace.v1 import run_pb2
+
+    found: dict[str, RunLook] = {}
+    for name in names:
+        run = await resolve(client.runs, name)
+        found[name] = RunLook(
+            name=run.name.removeprefix("runs/"),
+            uid=run.uid,
+            kind=run_pb2.RunKind.Name(run.kind).removeprefix("RUN_KIND_"),
+            state=state_name(run.state),
+            config=decode_object(run.config_json or "{}", what=f"the config of {run.name}", reason="CONFIG_UNREADABLE"),
+            metrics=await client.runs.metrics(run.name, on_note=note),
+        )
+    return found
+
+
+def _look(log: "LogHere") -> RunLook:
+    from millrace.client.runs import metric_columns
+    from millrace.readers.dashboard.answers import metrics_page
+
+    steps: list[Any] = []
+    first: int | None = 0
+    while first is not None:
+        said = log.ask("list-metrics", {"first": str(first)})
+        steps.extend(metrics_page(said).steps)
+        first = said["next"]
+    changes = log.ask("events", {"kinds": "state_changed", "size": "1"})["events"]
+    state = str(changes[0]["body"].get("new_state", "")) if changes else ""
+    return RunLook(
+        name=log.record.name,
+        uid=log.record.uid,
+        kind=log.record.kind,
+        state=state.removeprefix("RUN_STATE_") or "–",
+        config=log.record.config or {},
+        metrics=metric_columns(steps),
+    )

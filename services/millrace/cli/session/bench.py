@@ -10,8 +10,8 @@ import click
 
 from millrace.cli.errors import CliError
 from millrace.cli.interrupts import Interrupts
-from millrace.config.sections.bench import DEFAULT_STEPS, FakeDataConfig, InferenceBench, TrainerBench
 from millrace.config.sections.inference import InferenceConfig
+from millrace.config.sections.rl import DEFAULT_STEPS, FakeDataConfig, InferenceBench, TrainerBench
 from millrace.config.sections.shared import WandbConfig
 from millrace.config.sections.trainer import TrainerConfig
 from millrace.errors import InvalidSpecError, Violation

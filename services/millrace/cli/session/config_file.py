@@ -11,21 +11,17 @@ from typing import Any, TextIO
 
 from millrace.cli.errors import CliError
 from millrace.config.argv import RESERVED_FLAGS
-from millrace.config.check import ConfigT
 from millrace.config.files import UnreadableFileError
-from millrace.config.load import Loaded, load, validate_document
-from millrace.config.notes import Effect, Note
-from millrace.config.prime_rl.importing import WHOLE, kind_of, merged, toml
+from millrace.config.load import ConfigT, Loaded, load, validate_document
+from millrace.config.messages import Effect, Note, close
+from millrace.config.prime_rl.translation import WHOLE, kind_of, merged, toml
 from millrace.config.section import Document
 from millrace.config.sections.eval import EvalRunConfig
 from millrace.config.sections.inference import ReplicaConfig
-from millrace.config.sections.parts import OrchestratorPart, TrainerPart
-from millrace.config.sections.rl import RLConfig
+from millrace.config.sections.rl import OrchestratorPart, RLConfig, TrainerPart
 from millrace.config.sections.sft import SFTConfig
-from millrace.config.suggest import close
 from millrace.config.tree import dotted, schema_tree
-from millrace.config.trl.reading import Arguments, read_arguments
-from millrace.config.trl.translate import ENVIRONMENT, translate
+from millrace.config.trl import ENVIRONMENT, Arguments, read_arguments, translate
 from millrace.errors import InvalidSpecError, Violation
 
 _OF_RUNS = ("name", "server", "follow", "resume", "plain")
@@ -161,7 +157,7 @@ def read_raw(name: str) -> dict[str, Any] | None:
 
 def _is_vllm_flag(name: str, own: Any, reserved: Mapping[str, bool]) -> bool:
     """Whether a flag that is no key of ours is passed to `vllm serve`: its name is like none of ours."""
-    from millrace.config.prime_rl.rl_keys import RL_KEYS
+    from millrace.config.prime_rl.keys import RL_KEYS
 
     spelled = name.replace("-", "_")
     ours = [*own.children, *(flag.replace("-", "_") for flag in reserved)]

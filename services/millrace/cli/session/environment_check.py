@@ -12,8 +12,7 @@ import click
 from millrace.cli.connection import open_client
 from millrace.cli.session.prepare import Prepared
 from millrace.cli.view.view import is_fancy
-from millrace.config.sections.environments import EvalEnvConfig, NamedEnv
-from millrace.config.sections.select import selection_json
+from millrace.config.sections.environments import EvalEnvConfig, NamedEnv, selection_json
 from millrace.errors import InvalidSpecError, Violation
 
 if TYPE_CHECKING:

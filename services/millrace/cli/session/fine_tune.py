@@ -18,7 +18,7 @@ from millrace.config import SFTConfig
 from millrace.local.directory import StackId, hold_directory
 from millrace.processes.supervisor import Child, ProcessSpec, Supervisor, describe_death
 from millrace.race import first_of
-from millrace.runlog import run_name
+from millrace.runlog import names
 from millrace.telemetry.logging import FILE_VARIABLE
 
 TRAINER = ("-m", "millrace.trainer.main", "sft", "--config")
@@ -57,7 +57,7 @@ async def fine_tune(
     With several ranks only the first one's output is shown, and each has a log in `logs`; ProcessDiedError if another
     one fails by itself. InvalidStateError (STACK_RUNNING) while another command works in the run's directory.
     """
-    name = config.run.name or run_name.make(f"sft-{Path(config.model.name).name}", secrets.token_hex(2))
+    name = config.run.name or names.make(f"sft-{Path(config.model.name).name}", secrets.token_hex(2))
     directory = Path(config.output_dir) / name
     logs = directory / "logs"
     logs.mkdir(parents=True, exist_ok=True)
@@ -101,7 +101,7 @@ async def exporting(config: Mapping[str, Any], directory: Path) -> AsyncIterator
     if config["wandb"] is None:
         yield
         return
-    from millrace.readers.exports.keeper import WANDB, Exporter
+    from millrace.readers.exports.of_run import WANDB, Exporter
 
     async def tell(reason: str, text: str) -> None:
         click.echo(f"warning: {text} [{reason}]", err=True)
@@ -172,7 +172,7 @@ async def wait_for_ranks(ranks: Sequence[Child]) -> int:
 
 def gang_environ(num_ranks: int) -> dict[str, str]:
     """What torchrun tells its processes, without the rank."""
-    from millrace.local.ports import free_port
+    from millrace.local.directory import free_port
 
     count = str(num_ranks)
     address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}

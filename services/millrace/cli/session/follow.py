@@ -15,8 +15,8 @@ from millrace.cli.view.text import printable, shortened
 from millrace.cli.view.view import ProgressView
 from millrace.client import Client
 from millrace.errors import HELD_UP, MillraceError, RefusedError, UnavailableError
-from millrace.runlog.events.run_status import state_name
-from millrace.storage.disk import io_errors
+from millrace.runlog.run_status import state_name
+from millrace.storage.scratch import io_errors
 from millrace.telemetry import waits
 from millrace.v1 import event_pb2, run_pb2
 

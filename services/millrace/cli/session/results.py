@@ -11,7 +11,7 @@ from urllib.parse import unquote, urlsplit
 from millrace.cli.view.plot import write_plot
 from millrace.cli.view.progress import Moved, Progress
 from millrace.cli.view.text import duration, size
-from millrace.runlog.events.run_status import Staleness, state_name, version_names
+from millrace.runlog.run_status import Staleness, state_name, version_names
 from millrace.v1 import run_pb2
 
 

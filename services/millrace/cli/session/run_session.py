@@ -9,20 +9,19 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from millrace.cli.connection import open_client
+from millrace.cli.connection import OUTPUTS, open_client
 from millrace.cli.errors import CliError
 from millrace.cli.interrupts import Interrupts
 from millrace.cli.session.follow import MetricsFile, follow, require_success, ticking, until_given_back
 from millrace.cli.session.prepare import Prepared, choose_run_id
 from millrace.cli.session.results import collect, phases_of, summary, write_summary
-from millrace.cli.stacks import OUTPUTS
 from millrace.cli.view.progress import Progress
 from millrace.cli.view.view import ProgressView, make_view
 from millrace.client import Client
 from millrace.config.sections.inference import InferenceConfig
 from millrace.config.sections.rl import RLConfig
 from millrace.errors import AlreadyExistsError, NotFoundError, UnavailableError
-from millrace.runlog.run_name import MAX_NAME
+from millrace.runlog.names import MAX_NAME
 from millrace.telemetry import waits
 from millrace.v1 import run_pb2
 

@@ -9,8 +9,7 @@ from typing import Any, NoReturn
 from millrace.cli.errors import CliError
 from millrace.cli.session import bench
 from millrace.cli.session.config_file import PARTS, refuse_flags_of_runs, say_notes
-from millrace.cli.session.dry_run import check_models
-from millrace.cli.session.prepare import Prepared, prepare
+from millrace.cli.session.prepare import Prepared, check_models, prepare
 from millrace.config.argv import RESERVED_FLAGS
 from millrace.config.load import Loaded, load
 from millrace.config.sections.inference import ReplicaConfig

@@ -4,7 +4,7 @@ import datetime
 
 from millrace.cli.view.progress import EvalPoint, Progress, StepPoint
 from millrace.cli.view.text import count, duration, printable, size
-from millrace.runlog.events.run_status import resumed_words, state_name
+from millrace.runlog.run_status import resumed_words, state_name
 from millrace.v1 import event_pb2
 
 LONG_WAIT_S = 10.0  # shorter waits are ordinary and no news

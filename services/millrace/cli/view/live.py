@@ -12,7 +12,7 @@ from rich.text import Text
 from millrace.cli.view.lines import LONG_WAIT_S, progress_line, reward, wait_line
 from millrace.cli.view.progress import Progress
 from millrace.cli.view.text import count, duration, printable, sparkline
-from millrace.runlog.events.run_status import state_name
+from millrace.runlog.run_status import state_name
 from millrace.v1 import event_pb2, run_pb2
 
 _STATE_STYLES = {

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Self
 
 from millrace.errors import RefusedError
-from millrace.runlog.events.run_status import RunStatus
+from millrace.runlog.run_status import RunStatus
 from millrace.v1 import event_pb2, run_pb2
 
 _KL_NAMES = ("mismatch_kl/mean", "mismatch_kl/all/mean", "mismatch_kl")

@@ -3,10 +3,9 @@
 import math
 from typing import Any
 
-from millrace.config.notes import Effect
+from millrace.config.messages import Effect
 from millrace.config.prime_rl.lab import finish_lab
-from millrace.config.prime_rl.learning import finish_learning
-from millrace.config.prime_rl.meanings import Target
+from millrace.config.prime_rl.meanings import Target, finish_learning
 from millrace.config.prime_rl.sources import EVAL_ENVS, TRAIN_ENVS, finish_sources
 from millrace.config.tree import Path, dotted
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from millrace.config.files import UnreadableFileError, read_file
 from millrace.config.layers import MAX_SECTIONS, Strength
-from millrace.config.notes import Effect
+from millrace.config.messages import Effect
 from millrace.config.prime_rl.meanings import Target
 from millrace.config.prime_rl.sources import TRAIN_ENVS, put_environment
 from millrace.config.tree import Path

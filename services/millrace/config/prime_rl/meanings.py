@@ -5,8 +5,9 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from millrace.config.layers import Layer
-from millrace.config.notes import Effect
-from millrace.config.tree import Path, SchemaKey
+from millrace.config.messages import Effect
+from millrace.config.sections.algo import COMPARING, DISTILLING, PER_AGENT
+from millrace.config.tree import Path, SchemaKey, dotted
 
 
 class Target(Protocol):
@@ -107,3 +108,188 @@ def only(text: str, *known: Any, other: Mapping[str, Act] | None = None) -> Mean
 def same(meaning: Meaning, prefix: str, names: str) -> dict[str, Meaning]:
     """Several keys of one table with the same meaning."""
     return {f"{prefix}{name}": meaning for name in names.split()}
+
+
+# What prime-rl learns by, in our words: algorithms, losses, and what an optimizer or a layout leaves to be chosen.
+
+SAMPLED_BY_OTHERS = (
+    "rollouts of another model are no part of a run: play them with "
+    "`millrace eval --tasks train --client.base-url URL`, and train on them with `millrace sft` (docs/evaluations.md)"
+)
+ROWS_ALONE = (
+    "training on the rows of a dataset, without rollouts, is a run of its own: give the rows to `millrace sft` "
+    "(docs/guides/sft.md)"
+)
+UNBUILT_ALGORITHMS = ("dataset_sft", "debug", "sft")
+"""Names of algorithms that prime-rl has and no run bears yet."""
+_NAMED = ("sft",)
+"""Those that our schema has the names of."""
+_LOSS: Path = ("trainer", "loss")
+_RATIOS = {"icepop": (0.2, 5.0), "ppo": (0.8, 1.2), "cispo": (0.0, 5.0)}
+"""prime-rl's bounds of the ratio where a loss has no others, at 2026-10."""
+_AUTUMN_IPO_EPS = 0.3
+
+
+def algorithm(target: Target, path: Path, value: Any) -> None:
+    """The algorithm stays what is asked for; a run with one that is not there yet is refused when it is submitted."""
+    is_unbuilt = isinstance(value, str) and value in UNBUILT_ALGORITHMS
+    if is_unbuilt:
+        target.note(path, Effect.BLOCKS, unbuilt_algorithm(value))
+    if not is_unbuilt or value in _NAMED:  # else what another algorithm needs would be missed
+        target.put(path, value, source=path)
+
+
+def unbuilt_algorithm(name: str) -> str:
+    """Return what to do instead of an algorithm that is not there yet."""
+    there = f"{', '.join((*COMPARING, *PER_AGENT))}, {' and '.join(DISTILLING)} are"
+    instead = {"sft": SAMPLED_BY_OTHERS, "dataset_sft": ROWS_ALONE}
+    return instead.get(name, f"{name} is not there yet; {there}")
+
+
+def length_weighted(target: Target, path: Path, value: Any) -> None:
+    """`length_weighted_baseline = true` is `type = "opo"`, whose baseline is that mean."""
+    if value is True:
+        target.deferred[dotted((*path[:-1], "type"))] = ((*path[:-1], "type"), "opo")
+    else:
+        target.refuse(path, value, "must be true or false")
+
+
+def loss_aggregation(target: Target, path: Path, value: Any) -> None:
+    """`loss_aggregation = "prompt"` is `trainer.loss.aggregation = "prompt"`: every task weighs the same."""
+    to: Path = (*_LOSS, "aggregation")
+    if value == "token":
+        target.note(path, Effect.SAME, "", value=value)
+    elif value != "prompt":
+        target.refuse(path, value, 'must be "token" or "prompt"')
+    elif target.schema.find(to):
+        target.note(path, Effect.MEANS, f'is `{dotted(to)} = "prompt"` here')
+        target.put(to, value, source=path)
+    else:
+        target.note(path, Effect.BLOCKS, f'is the trainer\'s here: give it `{dotted(to)} = "prompt"`')
+
+
+def as_list(target: Target, path: Path, value: Any) -> None:
+    """One URL is a list of one."""
+    target.put(path, [value] if isinstance(value, str) else value, source=path)
+
+
+def loss_part(target: Target, path: Path, value: Any) -> None:
+    """`eps`, `ratio_low` and `ratio_high` as the bounds of the loss that is chosen."""
+    if isinstance(value, (int, float)) and not isinstance(value, bool) and value >= 0:
+        target.deferred[f"loss.{path[-1]}"] = (path, value)
+    else:
+        target.refuse(path, value, "must be a number of at least 0")
+
+
+def icepop(target: Target, path: Path, value: Any) -> None:
+    """The loss `icepop` is importance sampling that drops tokens whose ratio is out of bounds."""
+    target.deferred["loss.icepop"] = (path, value)
+
+
+def weight_decay(target: Target, path: Path, value: Any) -> None:
+    """`weight_decay = "auto"` is 0 in RL and 0.01 in SFT."""
+    if value == "auto":
+        value = 0.0 if path[0] == "trainer" else 0.01
+        target.note(path, Effect.MEANS, f"is {value} here, as prime-rl resolves it")
+    target.put(path, value, source=path)
+
+
+def automatic(target: Target, path: Path, value: Any) -> None:
+    """`auto` leaves the choice to the trainer, whose default counts."""
+    if value == "auto":
+        target.note(path, Effect.NOTHING, "is not chosen by the model: the default counts")
+    else:
+        target.put(path, value, source=path)
+
+
+def constant_batch(target: Target, path: Path, value: Any) -> None:
+    """Whether samples without an advantage are replaced before a batch is cut: `filter_zero_advantages`."""
+    if isinstance(value, bool):
+        to = "refill" if value else "shrink"
+        target.note(path, Effect.MEANS, f'is `filter_zero_advantages = "{to}"` here')
+        target.put(("orchestrator", "filter_zero_advantages"), to, source=path)
+    else:
+        target.refuse(path, value, "must be true or false")
+
+
+def finish_learning(target: Target) -> None:
+    """Apply what needs the whole layer: baselines, bounds of losses, and compilation beside a layout without it."""
+    for path, value in [found for key, found in target.deferred.items() if key.endswith("algo.type")]:
+        source = (*path[:-1], "length_weighted_baseline")
+        other = _table(target, *path[:-1]).get("type")
+        if other in (None, "grpo"):
+            instead = f", in the place of {other}" if other else ""
+            target.note(source, Effect.MEANS, f'is `type = "{value}"` here{instead}')
+            target.put(path, value, source=source)
+        else:
+            target.refuse(source, True, f"is a baseline of grpo, and the algorithm is {other}")
+    loss = _table(target, *_LOSS)
+    ratios = {side: target.deferred.get(f"loss.ratio_{side}") for side in ("low", "high")}
+    if "loss.icepop" in target.deferred:
+        _icepop(target, loss, ratios)
+    elif any(ratios.values()):
+        _clips(target, loss, ratios)
+    if "loss.eps" in target.deferred or (loss.get("type") == "ipo" and "max_importance_ratio" in loss):
+        _ipo(target, loss)
+    for where in (("trainer", "model"), ("model",)):
+        _layout(target, where)
+
+
+def _layout(target: Target, where: Path) -> None:
+    """Leave out what does not go with a layout or with adapters, where the run learns the same without it."""
+    model = _table(target, *where)
+    layouts = [key for key in ("tp", "cp", "ep") if isinstance(model.get(key), int) and model[key] > 1]
+    if layouts and model.get("compile") is not None:
+        model.pop("compile")
+        shared = " and ".join(layouts)
+        text = f"is left out with {shared} above 1, whose exchanges are not proved in compiled blocks: slower, no more"
+        target.note((*where, "compile"), Effect.LATER, text)
+    if model.get("lora") is not None and model.get("optimization_dtype") == "bfloat16":
+        model.pop("optimization_dtype")
+        text = "is left out: adapters, which are small, are optimised in float32"
+        target.note((*where, "optimization_dtype"), Effect.LATER, text)
+
+
+def _icepop(target: Target, loss: dict[str, Any], ratios: dict[str, Any]) -> None:
+    path, _ = target.deferred["loss.icepop"]
+    default = dict(zip(("low", "high"), _RATIOS["icepop"], strict=True))
+    bounds = {side: found[1] if (found := ratios[side]) else default[side] for side in default}
+    target.note(path, Effect.MEANS, "is importance_sampling with the correction token_mask here")
+    target.put(path, "importance_sampling", source=path)
+    correction = {"type": "token_mask", **bounds}
+    target.put((*_LOSS, "correction"), [*loss.get("correction", []), correction], source=path)
+
+
+def _clips(target: Target, loss: dict[str, Any], ratios: dict[str, Any]) -> None:
+    for side, sign, found in (("low", -1, ratios["low"]), ("high", 1, ratios["high"])):
+        if found is None:
+            continue
+        path, value = found
+        if loss.get("type") in ("ppo", "cispo"):
+            target.note(path, Effect.MEANS, f"is `clip_{side}` here, the distance from 1")
+            target.put((*_LOSS, f"clip_{side}"), round(sign * (value - 1), 12), source=path)
+        else:
+            target.refuse(path, value, "bounds the ratio of ppo, cispo or icepop: set `trainer.loss.type`")
+
+
+def _ipo(target: Target, loss: dict[str, Any]) -> None:
+    """Set what ipo has since the autumn of 2026: no penalty, and a bound of 0.3."""
+    path, eps = target.deferred.get("loss.eps", ((*_LOSS, "type"), _AUTUMN_IPO_EPS))
+    if loss.get("type", "ipo") != "ipo":
+        target.refuse(path, eps, 'bounds ipo: set `trainer.loss.type = "ipo"`')
+        return
+    loss_type = "" if "type" in loss else ' and `type = "ipo"`'
+    target.note(path, Effect.MEANS, f"is `ipo_threshold` here, which is {eps:g}, with `kl_tau = 0`{loss_type}")
+    for key, value in (("type", "ipo"), ("ipo_threshold", eps), ("kl_tau", 0.0)):
+        if key not in loss:
+            target.put((*_LOSS, key), value, source=path)
+
+
+def _table(target: Target, *path: str | int) -> dict[str, Any]:
+    found: Any = target.layer.tree
+    for part in path:
+        if isinstance(part, int):
+            found = found[part] if isinstance(found, list) and part < len(found) else None
+        else:
+            found = found.get(part) if isinstance(found, dict) else None
+    return found if isinstance(found, dict) else {}

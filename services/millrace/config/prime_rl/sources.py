@@ -7,9 +7,8 @@ A source is a verifiers environment (`env`) and what the run does with it. What 
 from typing import Any
 
 from millrace.config.layers import MAX_SECTIONS
-from millrace.config.notes import Effect
-from millrace.config.prime_rl.learning import UNBUILT_ALGORITHMS, unbuilt_algorithm
-from millrace.config.prime_rl.meanings import Target
+from millrace.config.messages import Effect
+from millrace.config.prime_rl.meanings import UNBUILT_ALGORITHMS, Target, unbuilt_algorithm
 from millrace.config.sections.algo import DISTILLING
 from millrace.config.tree import Path, dotted
 

@@ -1,18 +1,20 @@
 """One layer of a config with the keys of prime-rl put where they belong here, and a note for each that changed."""
 
-from collections.abc import Iterator, Mapping
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+from millrace.config import trl_names as trl
 from millrace.config.layers import Layer, put
-from millrace.config.notes import Effect, Note
+from millrace.config.messages import Effect, Note, shown
 from millrace.config.prime_rl.conversions import finish
-from millrace.config.prime_rl.eval_keys import EVAL_KEYS
+from millrace.config.prime_rl.keys import EVAL_KEYS, RL_KEYS, SFT_KEYS
 from millrace.config.prime_rl.meanings import Meaning
-from millrace.config.prime_rl.rl_keys import RL_KEYS
-from millrace.config.prime_rl.sft_keys import SFT_KEYS
-from millrace.config.suggest import shown
-from millrace.config.tree import Kind, Path, SchemaKey, dotted
+from millrace.config.tree import Kind, SchemaKey, dotted
+from millrace.config.tree import Path as KeyPath
 from millrace.errors import Violation
 
 _OFF = (None, "None", "none")
@@ -25,12 +27,12 @@ def translate(layer: Layer, schema: SchemaKey) -> "Translation":
     return Translation(layer, schema, keys)
 
 
-def pattern(path: Path) -> str:
+def pattern(path: KeyPath) -> str:
     """The path with `[]` for every index, as the tables name keys."""
     return "".join("[]" if isinstance(part, int) else f".{part}" for part in path).removeprefix(".")
 
 
-def _inner_keys(value: Any, path: Path = ()) -> Iterator[str]:
+def _inner_keys(value: Any, path: KeyPath = ()) -> Iterator[str]:
     """Return dotted names of the keys in a table or in a list of tables."""
     match value:
         case dict():
@@ -52,14 +54,14 @@ class Translation:
         self.schema = schema
         self.notes: list[Note] = []
         self.violations: list[Violation] = []
-        self.deferred: dict[str, tuple[Path, Any]] = {}
+        self.deferred: dict[str, tuple[KeyPath, Any]] = {}
         """Values that need the whole layer, by key: `finish` reads them."""
         self._meanings = meanings
         self._inner = {key[:end] for key in meanings for end in range(len(key)) if key[end] in ".["}
         self.walk(layer.tree, ())
         finish(self)
 
-    def walk(self, table: Mapping[str, Any], path: Path) -> None:
+    def walk(self, table: Mapping[str, Any], path: KeyPath) -> None:
         """Translate every key of a table that stands at `path`."""
         node = self.schema.find(path)
         for written, value in table.items():
@@ -69,7 +71,7 @@ class Translation:
                 self.layer.origin.places[(*path, key)] = self.layer.origin.places[(*path, written)]
             self._key((*path, key), value)
 
-    def _key(self, path: Path, value: Any) -> None:
+    def _key(self, path: KeyPath, value: Any) -> None:
         known, name = self.schema.find(path), pattern(path)
         meaning = self._meanings.get(name)
         is_section = known is not None and known.kind is Kind.SECTION
@@ -84,7 +86,7 @@ class Translation:
         else:
             self.put(path, value, source=path)
 
-    def _apply(self, meaning: Meaning, path: Path, value: Any) -> None:
+    def _apply(self, meaning: Meaning, path: KeyPath, value: Any) -> None:
         if value in _OFF or any(value is each or value == each for each in meaning.neutral):
             self.note(path, Effect.SAME, "", value=value)
             return
@@ -98,12 +100,12 @@ class Translation:
         else:
             self.note(path, meaning.effect, meaning.text, value=value)
 
-    def move(self, path: Path, value: Any, to: Path) -> None:
+    def move(self, path: KeyPath, value: Any, to: KeyPath) -> None:
         """Translate a value as if it had been written at `to`."""
         self._copy_places(path, to)
         self._key(to, value)
 
-    def put(self, path: Path, value: Any, *, source: Path) -> None:
+    def put(self, path: KeyPath, value: Any, *, source: KeyPath) -> None:
         """Set a key of ours; `source` is where the value is written."""
         if path != source and isinstance(value, dict):
             self._copy_places(source, path)
@@ -111,18 +113,129 @@ class Translation:
             self.layer.origin.places.setdefault(path, self.layer.origin.locate(source))
         put(self.layer.tree, path, value)
 
-    def refuse(self, path: Path, value: Any, text: str) -> None:
+    def refuse(self, path: KeyPath, value: Any, text: str) -> None:
         """Report a key as an error."""
         where = self.layer.origin.locate(path)
         self.violations.append(Violation(field=dotted(path), value=shown(path, value), message=text, source=where))
 
-    def note(self, path: Path, effect: Effect, text: str, *, value: Any = None) -> None:
+    def note(self, path: KeyPath, effect: Effect, text: str, *, value: Any = None) -> None:
         """Say what became of a key; of a table `value` that is left out, with the keys in it."""
         source = self.layer.origin.locate(path)
         self.notes.append(Note(path=path, source=source, effect=effect, text=text, inner=tuple(_inner_keys(value))))
 
-    def _copy_places(self, path: Path, to: Path) -> None:
+    def _copy_places(self, path: KeyPath, to: KeyPath) -> None:
         places = self.layer.origin.places
         for known in [known for known in places if known[: len(path)] == path]:
             places.setdefault((*to, *known[len(path) :]), places[known])
         places.setdefault(to, self.layer.origin.locate(path))
+
+
+# Whole files of prime-rl as one file of ours: which document they are, and the text in our schema.
+
+_BARE = re.compile(r"[A-Za-z0-9_-]+")
+_DOCUMENT_KEYS = {
+    "rl": {"orchestrator", "trainer", "inference_gpu_ids", "trainer_gpu_ids"},
+    "sft": {"data", "val", "loss_impl"},
+    "eval": {"environment_ids", "client", "weights_dir", "use_tqdm", "source", "endpoint_id", "endpoints_path"},
+    "orchestrator": {
+        *("batch_size", "token_batch_size", "rollouts_per_example", "group_size", "environment", "env", "sampling"),
+        *("buffer", "train", "algo", "renderer", "oversampling_factor", "max_off_policy_steps"),
+    },
+    "trainer": {"optim", "scheduler", "loss", "weights", "micro_batch_tokens"},
+    "inference": {
+        *("parallel", "server", "vllm", "gpu_memory_utilization", "max_num_seqs", "enable_lora", "router"),
+        *("api_server_count", "backend_port", "enable_expert_parallel"),
+    },
+}
+"""Keys at the top that only one kind of document has, the surest kind first."""
+_NAMES = (("sft", "sft"), ("train", "trainer"), ("orch", "orchestrator"), ("infer", "inference"), ("eval", "eval"))
+WHOLE = ("rl", "sft", "eval")
+
+
+def kind_of(tree: Mapping[str, Any], name: str) -> str | None:
+    """The document that a file is: `rl`, `sft`, `eval`, or one service's part of a run; None if nothing tells."""
+    stem = f"{Path(name).parent.name}/{Path(name).stem}" if Path(name).stem in ("config",) else Path(name).stem
+    named = next((kind for part, kind in _NAMES if part in stem.lower()), None)
+    if named in ("orchestrator", "trainer", "inference") and not _DOCUMENT_KEYS["rl"] & tree.keys():
+        return named  # files of the split form are called so, and may hold next to nothing
+    flat = _flat_kind(tree)
+    if flat is not None:
+        return flat
+    found = next((kind for kind, keys in _DOCUMENT_KEYS.items() if keys & tree.keys()), None)
+    if found == "trainer" and named == "sft":
+        return "sft"  # `[optim]` alone
+    return found or named or ("rl" if trl.is_trl(tree) else None)
+
+
+def _flat_kind(tree: Mapping[str, Any]) -> str | None:
+    """The document of a flat file, as Hosted Training and the commands of verifiers have them; None for another."""
+    if isinstance(tree.get("eval"), list):
+        return "eval"
+    if isinstance(tree.get("sft"), dict) or ("dataset" in tree and isinstance(tree.get("model"), str)):
+        return "sft"
+    is_trained = isinstance(tree.get("model"), str) and "env" in tree and "client" not in tree
+    return "rl" if is_trained and not isinstance(tree.get("source"), list) else None
+
+
+def toml(tree: Mapping[str, Any]) -> str:
+    """A tree as TOML: values first, then tables; None, which TOML cannot say, is left out."""
+    return "\n".join(_table(tree, ())).strip() + "\n"
+
+
+def _table(table: Mapping[str, Any], path: tuple[str, ...]) -> list[str]:
+    lines: list[str] = []
+    inner = {key: value for key, value in table.items() if _is_table(value) or _is_tables(value)}
+    lines += [
+        f"{_key(key)} = {_value(value)}" for key, value in table.items() if key not in inner and value is not None
+    ]
+    for key, value in inner.items():
+        here = (*path, key)
+        header = ".".join(map(_key, here))
+        if _is_tables(value):
+            for item in value:
+                lines += ["", f"[[{header}]]", *_inline(item)]
+        else:
+            body = _table(value, here)
+            is_only_tables = value and all(_is_table(each) or _is_tables(each) for each in value.values())
+            lines += body if is_only_tables else ["", f"[{header}]", *body]
+    return lines
+
+
+def _inline(item: Mapping[str, Any]) -> list[str]:
+    return [f"{_key(key)} = {_value(value)}" for key, value in item.items() if value is not None]
+
+
+def _is_table(value: Any) -> bool:
+    return isinstance(value, dict)
+
+
+def _is_tables(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(isinstance(item, dict) for item in value)
+
+
+def _key(key: str) -> str:
+    return key if _BARE.fullmatch(key) else json.dumps(key)
+
+
+def _value(value: Any) -> str:
+    match value:
+        case bool():
+            return "true" if value else "false"
+        case dict():
+            return "{ " + ", ".join(_inline(value)) + " }" if value else "{}"
+        case list():
+            return "[" + ", ".join(_value(item) for item in value if item is not None) + "]"
+        case str():
+            return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+        case _:
+            return repr(value) if isinstance(value, float) else str(value)
+
+
+def merged(trees: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Trees laid over each other, the last one winning."""
+    result: dict[str, Any] = {}
+    for tree in trees:
+        for key, value in tree.items():
+            known = result.get(key)
+            result[key] = merged([known, value]) if isinstance(known, dict) and isinstance(value, dict) else value
+    return result

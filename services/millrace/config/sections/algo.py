@@ -3,9 +3,17 @@
 from collections.abc import Iterator
 from typing import Literal
 
-from millrace.config.rules import BrokenRule, broken
-from millrace.config.section import IMPORT_PATH_PATTERN, ConfigSection, FreeTable, option, required, table
-from millrace.config.sections.client import VARIABLE_PATTERN, WITHHELD_KEY_PREFIX, ClientConfig
+from millrace.config.section import (
+    IMPORT_PATH_PATTERN,
+    BrokenRule,
+    ConfigSection,
+    FreeTable,
+    broken,
+    option,
+    required,
+    table,
+)
+from millrace.config.sections.shared import VARIABLE_PATTERN, WITHHELD_KEY_PREFIX, ClientConfig
 from millrace.config.tree import Facts, OnlyFor
 
 

@@ -2,13 +2,10 @@
 
 from typing import Literal, Self
 
-from millrace.config.rules import BrokenRule, broken
-from millrace.config.section import ConfigSection, Document, FreeTable, option, required, table
-from millrace.config.sections.client import ClientConfig
-from millrace.config.sections.environments import EvalEnvConfig, env_names
+from millrace.config.section import BrokenRule, ConfigSection, Document, FreeTable, broken, option, required, table
+from millrace.config.sections.environments import EvalEnvConfig, env_names, selection_json
 from millrace.config.sections.sampling import extra_body_rules
-from millrace.config.sections.select import selection_json
-from millrace.config.sections.shared import LogConfig, RunConfig
+from millrace.config.sections.shared import ClientConfig, LogConfig, RunConfig
 from millrace.config.tree import Facts
 
 

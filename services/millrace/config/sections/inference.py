@@ -3,8 +3,7 @@
 from collections.abc import Iterator
 from typing import Literal
 
-from millrace.config.rules import BrokenRule, broken, value_at
-from millrace.config.section import ConfigSection, Document, FreeTable, option, table
+from millrace.config.section import BrokenRule, ConfigSection, Document, FreeTable, broken, option, table, value_at
 from millrace.config.sections.shared import DEFAULT_MODEL, SHARED_MODEL, LogConfig
 from millrace.config.tree import Facts, Limit, OnlyFor, schema_tree
 

@@ -3,8 +3,16 @@
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
-from millrace.config.rules import BrokenRule, broken
-from millrace.config.section import IMPORT_PATH_PATTERN, ConfigSection, FreeTable, option, required, table
+from millrace.config.section import (
+    IMPORT_PATH_PATTERN,
+    BrokenRule,
+    ConfigSection,
+    FreeTable,
+    broken,
+    option,
+    required,
+    table,
+)
 from millrace.config.tree import Facts, OnlyFor, Path
 
 _CLIPS = {"ppo": (0.2, 0.2), "gspo": (3e-4, 4e-4), "cispo": (1.0, 4.0)}

@@ -5,12 +5,10 @@ from typing import Any, Literal
 
 from pydantic import model_validator
 
-from millrace.config.rules import BrokenRule, broken
-from millrace.config.section import ConfigSection, option, required, table
+from millrace.config.section import BrokenRule, ConfigSection, broken, option, required, table
 from millrace.config.sections.algo import COMPARING, DISTILLING, PER_AGENT, AdvantageConfig, AlgoConfig
-from millrace.config.sections.buffer import BufferConfig
-from millrace.config.sections.environments import EnvConfig, PeriodicEvalEnvConfig, env_names
-from millrace.config.sections.filters import FilterConfig
+from millrace.config.sections.buffer import BufferConfig, FilterConfig
+from millrace.config.sections.environments import EnvConfig, PeriodicEvalEnvConfig, env_names, selection_json
 from millrace.config.sections.sampling import (
     EvalSamplingConfig,
     SamplingConfig,
@@ -18,7 +16,6 @@ from millrace.config.sections.sampling import (
     sampling_rules,
     teacher_sampling_rules,
 )
-from millrace.config.sections.select import selection_json
 from millrace.config.sections.shared import DEFAULT_MODEL, SHARED_MODEL
 from millrace.config.sections.trainer import DEFAULT_SEQ_LEN
 from millrace.config.tree import Facts, Limit, Path

@@ -1,10 +1,9 @@
 """The config of an RL run: what all parts share, and one section per service."""
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal
 
-from millrace.config.rules import BrokenRule, broken
-from millrace.config.section import option, required, table
+from millrace.config.section import BrokenRule, ConfigSection, broken, option, required, table
 from millrace.config.sections.environments import have_conversations
 from millrace.config.sections.inference import CONSTRAINING_PARSERS, InferenceConfig
 from millrace.config.sections.orchestrator import OrchestratorConfig
@@ -120,3 +119,72 @@ def plays_conversations(config: RLConfig) -> bool:
     if config.inference.model.chat_template or "chat_template" in vllm:
         return False
     return have_conversations(config.orchestrator.env)
+
+
+# One service's part of a run's config as a document of its own, as the split form has it.
+
+
+class TrainerPart(SharedKeys):
+    """`trainer.toml`: the trainer's part of a run."""
+
+    trainer: TrainerConfig = table(TrainerConfig, "The trainer.")
+
+    def remarks(self) -> list[BrokenRule]:
+        """What the schedule does that its user may not mean."""
+        schedule = self.trainer.scheduler.remarks(self.trainer.max_steps, prefix="trainer.")
+        return [*schedule, *super().remarks()]
+
+    def broken_rules(self) -> list[BrokenRule]:
+        """Rules over several keys that do not hold."""
+        schedule = self.trainer.scheduler.broken_rules(self.trainer.optim, self.trainer.max_steps, prefix="trainer.")
+        return [*schedule, *self.trainer.loss.broken_rules("trainer.loss"), *super().broken_rules()]
+
+
+class OrchestratorPart(SharedKeys):
+    """`orch.toml`: the orchestrator's part of a run."""
+
+    orchestrator: OrchestratorConfig = required("The loop.")
+
+    def broken_rules(self) -> list[BrokenRule]:
+        """Rules over several keys that do not hold."""
+        return [*self.orchestrator.broken_rules(), *super().broken_rules()]
+
+
+# What `--bench` asks of a service in isolation: a document that the command writes and the process reads.
+
+DEFAULT_STEPS = 5
+
+
+class FakeDataConfig(ConfigSection):
+    """Samples made up, without an environment or a data set: `--data.fake.KEY`."""
+
+    type: Literal["fixed", "variable"] = option(
+        "fixed", "fixed: every sample has `seq_len` tokens. variable: from a tenth of `seq_len` to all of it."
+    )
+    batch_size: int = option(2, "Samples per step.", ge=1)
+    seq_len: int = option(2048, "Tokens of the longest sample.", ge=2)
+
+
+class TrainerBench(ConfigSection):
+    """Steps of a trainer on fake samples. The first one warms up, and is not counted."""
+
+    trainer: TrainerConfig = required("The trainer.")
+    data: FakeDataConfig = table(FakeDataConfig, "The samples.")
+    steps: int = option(DEFAULT_STEPS, "Steps that are measured.", ge=1)
+    seed: int = option(0, "Seed of the samples, and of everything else that is random.", ge=0)
+    is_sft: bool = option(False, "Whether completions are imitated, as by SFT, instead of reinforced.")
+
+    @property
+    def context_length(self) -> int:
+        """Tokens of the longest sequence."""
+        return self.trainer.model.seq_len
+
+
+class InferenceBench(ConfigSection):
+    """Steps of the embedded engine: `max_num_seqs` sequences at once, of prompts and completions of equal lengths."""
+
+    model: str = required("Directory of the model.")
+    max_num_seqs: int = option(256, "Most sequences that are generated at the same time.", ge=1)
+    prompt_tokens: int = option(128, "Tokens of a prompt.", ge=1)
+    completion_tokens: int = option(128, "Tokens of a completion.", ge=1)
+    steps: int = option(DEFAULT_STEPS, "Times that all sequences are generated.", ge=1)

@@ -3,8 +3,7 @@
 from collections.abc import Iterator
 from typing import Any, Literal, TypeVar
 
-from millrace.config.rules import BrokenRule, broken
-from millrace.config.section import ConfigSection, FreeTable, option, required, table
+from millrace.config.section import BrokenRule, ConfigSection, FreeTable, broken, option, required, table
 from millrace.config.tree import Facts, Limit, Path
 
 _ROOM = Limit(

@@ -5,8 +5,7 @@ from typing import Literal
 
 from pydantic import field_validator
 
-from millrace.config.rules import BrokenRule, broken
-from millrace.config.section import ConfigSection, Document, option, required, table
+from millrace.config.section import BrokenRule, ConfigSection, Document, broken, option, required, table
 from millrace.config.sections.environments import PeriodicEvalEnvConfig, env_names
 from millrace.config.sections.eval import FixedSamplingConfig
 from millrace.config.sections.inference import InferenceConfig

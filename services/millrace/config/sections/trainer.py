@@ -6,8 +6,7 @@ from typing import Any, Literal
 
 from pydantic import field_validator
 
-from millrace.config.rules import BrokenRule, broken
-from millrace.config.section import ConfigSection, option, table
+from millrace.config.section import BrokenRule, ConfigSection, broken, option, table
 from millrace.config.sections.loss import LossConfig
 from millrace.config.sections.shared import DEFAULT_MODEL, SHARED_MODEL, CheckpointConfig
 from millrace.config.tree import Facts, Limit, OnlyFor

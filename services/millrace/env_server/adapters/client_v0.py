@@ -31,8 +31,7 @@ from millrace.env_server.engine_access import (
     external_pause_s,
     retry_pause_s,
 )
-from millrace.env_server.library.too_long import sentence_of
-from millrace.env_server.library.tool_calls import arguments_text
+from millrace.env_server.library.endpoints import arguments_text, sentence_of
 from millrace.env_server.library.v0 import (
     ClientConfig,
     OpenAIChatCompletionsClient,
@@ -44,7 +43,7 @@ from millrace.env_server.library.v0 import (
     Usage,
 )
 from millrace.env_server.own_sampling import completed, merged, sent_of
-from millrace.rollouts import choices_wire
+from millrace.rollouts import parameters
 
 logger = logging.getLogger(__name__)
 
@@ -143,7 +142,7 @@ class AskedTogether:
             loop.call_later(WINDOW_S, self._send, key, asking)
         waiter: asyncio.Future[Reply | None] = loop.create_future()
         asking.waiting.append(waiter)
-        if len(asking.waiting) == choices_wire.MAX_CHOICES:
+        if len(asking.waiting) == parameters.MAX_CHOICES:
             self._send(key, asking)
         try:
             return await waiter
@@ -180,10 +179,10 @@ class AskedTogether:
 
     async def _answer_many(self, key: bytes, asking: _Asking) -> None:
         waiting = asking.waiting
-        more = orjson.dumps({"n": len(waiting), choices_wire.FIELD: True})
+        more = orjson.dumps({"n": len(waiting), parameters.FIELD: True})
         wanted = key[:-1] + b"," + more[1:]  # the bytes that all agreed on, a JSON object that is not empty
         async with self._post(wanted, asking.session_id) as reply:
-            if reply.status != 200 or reply.content_type != choices_wire.CONTENT_TYPE:
+            if reply.status != 200 or reply.content_type != parameters.CONTENT_TYPE:
                 raw, after = await reply.read(), reply.headers.get("Retry-After")
                 whole = None if reply.status == 200 else Reply(status=reply.status, body=raw, retry_after=after)
                 for waiter in waiting:
@@ -308,7 +307,7 @@ class LeanClient(OpenAIChatCompletionsClient):
             async with self._post(body, session_id) as reply:
                 raw, asked = await reply.read(), reply.headers.get("Retry-After")
                 if reply.status == 200 and not self._is_external:
-                    self._streams_choices = reply.headers.get(choices_wire.HEADER) == choices_wire.LINES
+                    self._streams_choices = reply.headers.get(parameters.HEADER) == parameters.LINES
                 return Reply(status=reply.status, body=raw, retry_after=asked)
         except (aiohttp.ClientError, TimeoutError, ConnectionError) as error:
             return Reply(error=error)
@@ -481,7 +480,7 @@ def _shown(raw: bytes) -> str:
 def _tokens(response: Mapping[str, Any], choice: Mapping[str, Any]) -> ResponseTokens | None:
     prompt_ids, completion_ids = response.get("prompt_token_ids"), choice.get("token_ids")
     said = choice.get("logprobs") or {}
-    logprobs: Any = said.get(choices_wire.LOGPROBS)
+    logprobs: Any = said.get(parameters.LOGPROBS)
     content = said.get("content")
     if logprobs is None and isinstance(content, list):
         logprobs = [entry.get("logprob") for entry in content if isinstance(entry, Mapping)]

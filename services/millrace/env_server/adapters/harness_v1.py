@@ -22,8 +22,8 @@ from verifiers.v1.runtimes import ProgramResult
 from millrace.decoding import decode_object
 from millrace.env_server import engine_access
 from millrace.env_server.adapters.text_only import other_part, with_plain_text
-from millrace.env_server.library import interception
-from millrace.env_server.library.tool_calls import arguments_text
+from millrace.env_server.library import v1
+from millrace.env_server.library.endpoints import arguments_text
 from millrace.env_server.library.v1 import mcp_field
 from millrace.errors import CorruptObjectError
 
@@ -132,7 +132,7 @@ class InprocessHarness(vf.Harness[InprocessHarnessConfig]):
             if tools.definitions:
                 body["tools"] = tools.definitions
             while True:
-                reply = await interception.ask(secret, body)
+                reply = await v1.ask(secret, body)
                 if reply.status != 200:
                     detail = f"{reply.status} {reply.text[:_SHOWN_CHARS]}"
                     return ProgramResult(exit_code=1, stdout="", stderr=detail)

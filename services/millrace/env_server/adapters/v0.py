@@ -32,6 +32,7 @@ from millrace.decoding import decode_json
 from millrace.env_server.adapters.client_v0 import LeanClient, LeanCompletionsClient
 from millrace.env_server.adapters.env_args import NO_RENDERER, RENDERER, split_args
 from millrace.env_server.adapters.failures import frames_of, is_engine_fault
+from millrace.env_server.adapters.groups_v0 import completes_text, member_of, members_of, tasks_of
 from millrace.env_server.adapters.outcome import (
     NotANumberError,
     Outcome,
@@ -44,20 +45,17 @@ from millrace.env_server.adapters.outcome import (
 from millrace.env_server.adapters.samples import SPANS, MissingTokensError, merge_turns
 from millrace.env_server.adapters.samples_v0 import turns_of
 from millrace.env_server.adapters.scoring import judges
-from millrace.env_server.adapters.scoring.arguments_v0 import refuse_unknown_arguments
-from millrace.env_server.adapters.scoring.rubrics_v0 import SCORED, Scored, watch_rubrics
-from millrace.env_server.adapters.tasks.groups_v0 import completes_text, member_of, members_of, tasks_of
-from millrace.env_server.adapters.tasks.selection import NO_TASKS, selected_tables
+from millrace.env_server.adapters.scoring.rubrics_v0 import SCORED, Scored, refuse_unknown_arguments, watch_rubrics
+from millrace.env_server.adapters.selection import NO_TASKS, selected_tables
 from millrace.env_server.adapters.text_only import not_text_error, other_part, refusal, refuse_other_parts
 from millrace.env_server.agents.server import agent_server
 from millrace.env_server.agents.sessions import AgentRules
 from millrace.env_server.agents.v0 import govern
 from millrace.env_server.engine_access import ENGINE_LOST_MARK, engine_access
 from millrace.env_server.library import releases
-from millrace.env_server.library.columns import tell_columns
+from millrace.env_server.library.endpoints import TOO_LONG, explain
 from millrace.env_server.library.lookups import remember_lookups
-from millrace.env_server.library.overhead_v0 import EnvExecutor
-from millrace.env_server.library.too_long import TOO_LONG, explain
+from millrace.env_server.library.overhead_v0 import EnvExecutor, tell_columns
 from millrace.env_server.library.v0 import HAS_RENDERERS, Client, ClientConfig, ErrorChain, resolve_client
 from millrace.env_server.own_sampling import NEUTRAL, AskedSampling, OwnSamplingError, flat
 from millrace.errors import CorruptObjectError, InvalidSpecError, Violation

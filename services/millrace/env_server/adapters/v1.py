@@ -52,17 +52,19 @@ from millrace.env_server.adapters.runtimes_v1 import (
 from millrace.env_server.adapters.samples import SPANS, MissingTokensError
 from millrace.env_server.adapters.samples_v1 import branch_samples, kept_nodes, merged, timeout_remedy
 from millrace.env_server.adapters.scoring import judges, watched_v1
-from millrace.env_server.adapters.scoring.arguments_v1 import refuse_unknown_arguments
-from millrace.env_server.adapters.tasks.selection import TaskTable, selected_tables, stop_of, tasks_of
+from millrace.env_server.adapters.scoring.watched_v1 import refuse_unknown_arguments
+from millrace.env_server.adapters.selection import TaskTable, selected_tables, stop_of, tasks_of
 from millrace.env_server.adapters.text_only import refuse_other_parts
 from millrace.env_server.agents import v1 as agents
 from millrace.env_server.agents.branches import LEFT_OUT_METRIC
 from millrace.env_server.agents.programs import cause_first
 from millrace.env_server.agents.sessions import AgentRules
 from millrace.env_server.engine_access import ENGINE_LOST_MARK, engine_access
-from millrace.env_server.library import interception, relaying, rendering
+from millrace.env_server.library import v1
+from millrace.env_server.library import v1 as interception
+from millrace.env_server.library import v1 as relaying
+from millrace.env_server.library.endpoints import explain_trace, watch_v1
 from millrace.env_server.library.lookups import remember_lookups
-from millrace.env_server.library.too_long import explain_trace, watch_v1
 from millrace.env_server.library.v1 import OUTGROWN, is_too_long, stop_what_outgrows
 from millrace.env_server.own_sampling import AskedSampling, OwnSamplingError, flat
 from millrace.errors import InvalidSpecError, Violation
@@ -153,10 +155,10 @@ class V1Adapter:
         watch_v1()
         stop_what_outgrows()
         remember_lookups()
-        interception.install()
+        interception.install_interception()
         agents.install(self._traces.rules)
-        rendering.install()
-        relaying.install()
+        v1.install_rendering()
+        relaying.install_relaying()
         self._stack.push_async_callback(engine_access().close)
         await self._stack.enter_async_context(self._env.serving())
 

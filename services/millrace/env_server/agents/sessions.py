@@ -14,11 +14,9 @@ import orjson
 from aiohttp import web
 
 from millrace.decoding import decode_object
+from millrace.env_server.agents.apis import Chats, Messages, Responses
 from millrace.env_server.agents.asked import AgentRequest, Api, PolicyReply
 from millrace.env_server.agents.branches import DEFAULT, MODES, Made
-from millrace.env_server.agents.chats import Chats
-from millrace.env_server.agents.messages import Messages
-from millrace.env_server.agents.responses import Responses
 from millrace.errors import CorruptObjectError, InvalidSpecError, MillraceError, Violation
 
 logger = logging.getLogger(__name__)

@@ -28,7 +28,7 @@ from millrace.env_server.agents.sessions import (
     CallRefusedError,
     refusal,
 )
-from millrace.env_server.library import interception
+from millrace.env_server.library import v1
 
 ENDS = "millrace_ends"
 """Field of a chat between this module and the train client: when the agent wants the reply to end."""
@@ -61,7 +61,7 @@ def install(rules: AgentRules) -> None:
     stock_unregister = InterceptionServer.unregister
 
     async def handle_request(self: Any, request: Any, dialect: Any) -> web.StreamResponse:
-        if isinstance(request, interception.InProcessRequest):
+        if isinstance(request, v1.InProcessRequest):
             return await stock_handle(self, request, dialect)
         api = ROUTES.get(request.path)
         secret = shown_token(request.headers)
@@ -113,7 +113,7 @@ async def _ask(secret: str, asked: AgentRequest) -> Mapping[str, Any]:
     ends = {"max_tokens": asked.max_tokens, "stop": list(asked.stop)}
     body[ENDS] = {name: value for name, value in ends.items() if value}
     passed = {name: value for name, value in asked.headers.items() if name.lower() not in _OWN_HEADERS}
-    reply = await interception.ask(secret, body, headers=passed)
+    reply = await v1.ask(secret, body, headers=passed)
     if reply.status != 200:
         status = {409: 410, 499: 410}.get(reply.status, reply.status)
         raise CallRefusedError(status, reply.text[:2000])

@@ -27,11 +27,11 @@ from pathlib import Path
 from typing import Any, Self
 
 from millrace.decoding import decode_object
-from millrace.env_server.isolation import namespaces, system
-from millrace.env_server.isolation import system as landlock
+from millrace.env_server.isolation import namespaces
+from millrace.env_server.isolation import namespaces as landlock
+from millrace.env_server.isolation import namespaces as system
 from millrace.env_server.isolation.limits import WorkerLimits
-from millrace.env_server.isolation.namespaces import VisibleFiles
-from millrace.env_server.isolation.system import prctl
+from millrace.env_server.isolation.namespaces import VisibleFiles, prctl
 from millrace.processes.sessions import die_with_parent
 from millrace.storage.clean_up import TemporaryDirectory
 

@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from fnmatch import fnmatchcase
 
-from millrace.config.sections.client import WITHHELD_KEY_PREFIX
+from millrace.config.sections.shared import WITHHELD_KEY_PREFIX
 from millrace.env_server.agents.listen import HOST_VARIABLE, LISTEN_VARIABLE
 from millrace.storage.scratch import SCRATCH_VARIABLE
 from millrace.telemetry.settings import Settings, variable_name

@@ -27,8 +27,14 @@ from numpy.typing import NDArray
 from millrace.backoff import Backoff
 from millrace.config.sections.algo import DISTILLING, AlgoConfig, TeacherConfig
 from millrace.decoding import MAX_JSON_BYTES
-from millrace.env_server.teacher.client import TeacherClient, TeacherLostError, TeacherRefusedError, TokensDifferError
-from millrace.env_server.teacher.self_teacher import HintTooLongError, SelfTeacher
+from millrace.env_server.teacher.client import (
+    HintTooLongError,
+    SelfTeacher,
+    TeacherClient,
+    TeacherLostError,
+    TeacherRefusedError,
+    TokensDifferError,
+)
 from millrace.env_server.tokenizer_files import TokenizerFiles
 from millrace.errors import CapacityError, InvalidSpecError, NotFoundError, UnavailableError, Violation
 from millrace.rollouts.requests import PlayRequest

@@ -29,8 +29,14 @@ from millrace.env_server.adapters.outcome import Outcome, demonstrated, failed, 
 from millrace.env_server.interpreters.examine import go_over, require_usable
 from millrace.env_server.isolation.confinement import Confinement
 from millrace.env_server.wire import loaded_to_wire
-from millrace.env_server.workers.echo import start_answering
-from millrace.env_server.workers.frames import HEAD_BYTES, decode_frame, encode_frame, frame_length, read_frame
+from millrace.env_server.workers.frames import (
+    HEAD_BYTES,
+    decode_frame,
+    encode_frame,
+    frame_length,
+    read_frame,
+    start_answering,
+)
 from millrace.errors import CorruptObjectError, InvalidSpecError
 from millrace.internal.v1 import env_worker_pb2, rollout_pb2
 from millrace.rollouts.request_wire import env_from_wire, play_from_wire

@@ -1,7 +1,12 @@
 """Frames between the env-server and its workers: 4 bytes little-endian length, then the encoded message."""
 
 import asyncio
+import contextlib
+import socket
 import struct
+import threading
+import time
+from collections.abc import Callable
 from typing import TypeVar
 
 from google.protobuf.message import Message
@@ -55,3 +60,72 @@ async def read_frame(reader: asyncio.StreamReader, message_type: type[MessageT])
     except (asyncio.IncompleteReadError, ConnectionError):
         return None
     return decode_frame(message_type, data)
+
+
+# Whether an environment's worker process still runs at all, however busy its event loop is.
+#
+# Environment code may block the worker's event loop for minutes, which only a rollout's deadline ends. A process that
+# is stopped (SIGSTOP, a debugger, a hanging disk) is another matter: it will not come back by itself, and everything
+# that it plays waits with it. So a thread of the worker answers every byte on a socket of its own, which needs the
+# interpreter for a moment but not the loop. The answer says, too, where the loop stands if it runs the same callback
+# as at the last question.
+
+_CHUNK_BYTES = 4096
+_STUCK, _MOVES, _END = b"!", b".", b"\n"
+_MAX_PLACE_CHARS = 300
+
+
+def start_answering(channel: socket.socket, stuck_at: Callable[[], str | None] = lambda: None) -> None:
+    """The worker's side: answer until the other side closes, in a thread.
+
+    `stuck_at` says in which line the loop stands, None while it gets ahead.
+    """
+
+    def answer() -> None:
+        with contextlib.suppress(OSError):
+            while channel.recv(_CHUNK_BYTES):
+                place = stuck_at()
+                known = _STUCK + (place or "").replace("\n", " ")[:_MAX_PLACE_CHARS].encode(errors="replace")
+                channel.sendall((_MOVES if place is None else known) + _END)
+
+    threading.Thread(target=answer, name="echo", daemon=True).start()
+
+
+class EchoProbe:
+    """The env-server's side; call `ask` regularly."""
+
+    def __init__(self, channel: socket.socket, *, stood_still_s: float) -> None:
+        """`stood_still_s`: a longer pause between two calls of `ask` says that this process itself did not run."""
+        channel.setblocking(False)
+        self._channel = channel
+        self._stood_still_s = stood_still_s
+        self._heard = self._asked = self._moved = time.monotonic()
+        self.place = ""
+        """Where the loop stands while it is stuck, as far as that is known."""
+
+    @property
+    def stuck_s(self) -> float:
+        """Seconds for which the worker's loop has run one callback, or has not answered; known to a question's pace."""
+        return time.monotonic() - self._moved
+
+    def ask(self) -> float:
+        """Seconds since the worker's last sign of life; asks for the next one."""
+        now = time.monotonic()
+        if now - self._asked > self._stood_still_s:
+            self._heard = self._moved = now
+        self._asked = now
+        with contextlib.suppress(OSError):  # nothing there yet, or the worker ended: others notice that
+            if data := self._channel.recv(_CHUNK_BYTES):
+                self._heard = now
+                last = data.rstrip(_END).rpartition(_END)[2]
+                if last.startswith(_STUCK):
+                    self.place = last.removeprefix(_STUCK).decode(errors="replace")
+                else:
+                    self._moved, self.place = now, ""
+        with contextlib.suppress(OSError):
+            self._channel.send(b".")
+        return now - self._heard
+
+    def close(self) -> None:
+        """Close the socket."""
+        self._channel.close()

@@ -21,8 +21,7 @@ from millrace.env_server.isolation.limits import (
     describe_death,
 )
 from millrace.env_server.wire import loaded_from_wire
-from millrace.env_server.workers.echo import EchoProbe
-from millrace.env_server.workers.frames import encode_frame, read_frame
+from millrace.env_server.workers.frames import EchoProbe, encode_frame, read_frame
 from millrace.env_server.workers.starter import Started, WorkerStarter
 from millrace.errors import CorruptObjectError
 from millrace.internal.v1 import env_worker_pb2

@@ -16,7 +16,7 @@ from typing import NoReturn
 
 import numpy as np
 
-from millrace.config.sections.bench import InferenceBench
+from millrace.config.sections.rl import InferenceBench
 from millrace.inference.embedded.engine import EmbeddedEngine
 from millrace.inference.engine import GenerateRequest, PolicyIdentity, SamplingParams
 from millrace.inference.model_files import load_config

@@ -12,18 +12,17 @@ from torch import nn
 from torch.nn import functional
 from transformers import AutoModelForCausalLM, DynamicCache
 
-from millrace.context_length import fix_context_length
 from millrace.errors import InvalidStateError, UnavailableError
 from millrace.inference.engine import HeldDigest, PromptScores, probe_problem, require_fit, require_fitting
 from millrace.inference.model_files import load_config
-from millrace.inference.torch_dtypes import BITS, DTYPES, tag_of
 from millrace.models import loading
+from millrace.models.context_length import fix_context_length
 from millrace.models.saved import kept_in_float32, recall_conversions, saved_tensors
-from millrace.policies.adapter import HIGH, LOW, model_name
-from millrace.policies.change import TensorChange
+from millrace.models.torch_support import BITS, DTYPES, tag_of
 from millrace.policies.manifest import Probe, StagedPolicy
+from millrace.policies.peft.config import HIGH, LOW, model_name
 from millrace.policies.proof import held_digest, mismatch
-from millrace.policies.tensors import TensorBytes
+from millrace.policies.tensors import TensorBytes, TensorChange
 from millrace.telemetry.startup import without_gc
 
 _DEFAULT_POSITIONS = 2048  # where a config names no longest sequence

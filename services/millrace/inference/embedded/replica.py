@@ -10,7 +10,7 @@ from millrace.inference.embedded.engine import EmbeddedEngine
 from millrace.inference.http.parsers import DEFAULT_TOOL_CALL_PARSER, ChatParsers
 from millrace.inference.http.server import HttpApi, start_http
 from millrace.inference.model_files import ModelSlot, has_tokenizer
-from millrace.inference.replica_parts import ReplicaParts
+from millrace.inference.service import ReplicaParts
 from millrace.inference.settings import InferenceSettings, http_address
 from millrace.models.vocabulary import check_tokenizer
 from millrace.telemetry.settings import Settings, join_address, parse_address

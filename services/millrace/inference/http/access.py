@@ -6,11 +6,11 @@ needs none and tells only its status. See `millrace.rpc.access` for the rules an
 
 import json
 import os
-from collections.abc import Awaitable, Callable, Mapping, MutableMapping
+from collections.abc import Awaitable, Callable, Mapping, MutableMapping, Sequence
 from typing import Any
 
-from millrace.errors import PermissionDeniedError, UnauthenticatedError
-from millrace.inference.http.limits import MAX_BODY_BYTES, body_too_large
+from millrace.errors import InvalidSpecError, PermissionDeniedError, UnauthenticatedError, Violation
+from millrace.rollouts import parameters
 from millrace.rpc.access import WORKER, ServerAccess
 from millrace.telemetry.settings import Settings, join_address
 
@@ -141,3 +141,148 @@ def _status_only(send: Send) -> Send:
             await _answer(send, status, {"status": "ok" if status == 200 else "unavailable"})
 
     return shortened
+
+
+# What one HTTP request may ask for, whichever engine serves it: bounds that are looked at before anything is
+# computed.
+#
+# The error of a refused request names the field, how much it holds, how much is taken, and what to do instead. What
+# depends on the model is derived from its context: text that cannot fit into it is refused by its characters, before
+# it is tokenized.
+
+MAX_BODY_BYTES = 16 << 20
+"""Largest body: a million token ids with their commas have about 8 MB."""
+BODY_S = 60.0
+"""How long a client has to send its body."""
+MAX_PROMPTS = 256
+"""Prompts of one request."""
+MAX_CHOICES = parameters.MAX_CHOICES
+"""`n`: completions of one prompt."""
+MAX_COMPLETIONS = 512
+"""Completions of one request: its prompts times `n`."""
+MAX_STOPS = 32
+MAX_STOP_CHARS = 256
+"""Longest stop string, in characters; that many tokens are decoded at every step."""
+MAX_MESSAGES = 2048
+MAX_TOOLS = 256
+MAX_CHARS_PER_TOKEN = 16
+"""Above what any text has on average: real text has 3 to 5 characters per token."""
+MIN_CHARS = 4096
+"""Characters that are taken however small the context is: tokenizing them costs nothing, and gives exact messages."""
+_DEEPEST = 64
+
+
+def max_chars(model_len: int) -> int:
+    """Characters of one prompt or chat that are tokenized for a context of `model_len` tokens."""
+    return max(MIN_CHARS, MAX_CHARS_PER_TOKEN * model_len)
+
+
+def check_completions(num_prompts: int, n: int, *, n_field: str = "n") -> None:
+    """InvalidSpecError if one request asks for too many completions."""
+    if num_prompts > MAX_PROMPTS:
+        raise too_many("prompt", f"{num_prompts} prompts", MAX_PROMPTS, "send several requests at the same time")
+    if num_prompts * n > MAX_COMPLETIONS:
+        asked = f"{num_prompts} prompts x {n_field}={n}, which are {num_prompts * n} completions"
+        raise too_many(n_field, asked, MAX_COMPLETIONS, "send several requests at the same time")
+
+
+def check_prompt(prompt: Any, n: int, model_len: int) -> None:
+    """For a `prompt` of OpenAI's: a text or tokens, or a list of either. InvalidSpecError as the checks below."""
+    many: list[Any] = [prompt]
+    if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int):
+        many = prompt
+    check_completions(len(many), n)
+    check_texts([text for text in many if isinstance(text, str)], model_len)
+    check_tokens([tokens for tokens in many if isinstance(tokens, list)], model_len)
+
+
+def check_texts(texts: Sequence[str], model_len: int, *, field: str = "prompt") -> None:
+    """InvalidSpecError for a prompt of more characters than could fit."""
+    limit = max_chars(model_len)
+    for index, text in enumerate(texts):
+        if len(text) > limit:
+            where = field if len(texts) == 1 else f"{field}[{index}]"
+            raise _too_long(where, len(text), limit, model_len)
+
+
+def check_tokens(prompts: Sequence[Sequence[int]], model_len: int, *, field: str = "prompt") -> None:
+    """InvalidSpecError for a prompt of at least as many tokens as the context has."""
+    for prompt in prompts:
+        if len(prompt) >= model_len:
+            raise InvalidSpecError(
+                [Violation(field=field, value=f"{len(prompt)} tokens", message=f"must have fewer than {model_len}")],
+                message=f"This model's maximum context length is {model_len} tokens. However, your prompt has "
+                f"{len(prompt)} tokens, which leaves no room for a completion. Please reduce its length.",
+                reason="PROMPT_TOO_LONG",
+            )
+
+
+def check_chat(messages: Sequence[Any], tools: Sequence[Any] | None, model_len: int) -> None:
+    """InvalidSpecError for more messages or tools, or more characters in all of them, than could fit."""
+    if len(messages) > MAX_MESSAGES:
+        raise too_many("messages", f"{len(messages)} messages", MAX_MESSAGES, "leave old ones out")
+    if tools and len(tools) > MAX_TOOLS:
+        raise too_many("tools", f"{len(tools)} tools", MAX_TOOLS, "leave out those that are not needed")
+    limit = max_chars(model_len)
+    for field, part in (("messages", messages), ("tools", tools or ())):
+        if (count := count_chars(part)) > limit:
+            raise _too_long(field, count, limit, model_len)
+
+
+def check_stops(stop: str | Sequence[str] | None, *, field: str = "stop") -> None:
+    """InvalidSpecError for too many stop strings, or too long ones."""
+    stops = [stop] if isinstance(stop, str) else list(stop or ())
+    if len(stops) > MAX_STOPS:
+        raise too_many(field, f"{len(stops)} stop strings", MAX_STOPS, "leave out those that contain another one")
+    for text in stops:
+        if len(text) > MAX_STOP_CHARS:
+            raise too_many(field, f"a stop string of {len(text)} characters", MAX_STOP_CHARS, "shorten it")
+
+
+def count_chars(value: Any) -> int:
+    """Characters of all strings in a JSON value, its keys included, and one for everything else."""
+    total, level = 0, [value]
+    for _ in range(_DEEPEST):
+        deeper: list[Any] = []
+        for item in level:
+            match item:
+                case str():
+                    total += len(item)
+                case Mapping():
+                    total += sum(len(str(key)) for key in item)
+                    deeper.extend(item.values())
+                case list() | tuple():
+                    deeper.extend(item)
+                case _:
+                    total += 1
+        if not deeper:
+            return total
+        level = deeper
+    raise InvalidSpecError(
+        [Violation(field="body", message=f"nests deeper than {_DEEPEST} levels; flatten it")], reason="REQUEST_INVALID"
+    )
+
+
+def body_too_large(size: int | None) -> tuple[int, dict[str, Any]]:
+    """The answer to a body above the bound, in OpenAI's shape; `size` is None if it was not announced."""
+    had = "more" if size is None else f"{size} bytes"
+    message = (
+        f"body: has {had}, and at most {MAX_BODY_BYTES} bytes are taken; send several smaller requests at the same time"
+    )
+    return 413, {"error": {"message": message, "type": "RequestTooLargeError", "param": "body", "code": 413}}
+
+
+def too_many(field: str, asked: str, limit: int, remedy: str) -> InvalidSpecError:
+    """The error of a field that asks for too much."""
+    wrong = Violation(field=field, value=asked, message=f"at most {limit} are taken in one request")
+    return InvalidSpecError([wrong], reason="REQUEST_TOO_LARGE", remedy=remedy)
+
+
+def _too_long(field: str, count: int, limit: int, model_len: int) -> InvalidSpecError:
+    wrong = Violation(field=field, value=f"{count} characters", message=f"at most {limit} are taken")
+    return InvalidSpecError(
+        [wrong],
+        message=f"This model's maximum context length is {model_len} tokens. However, {field} has {count} characters, "
+        f"and at most {limit} are taken. Please reduce its length.",
+        reason="PROMPT_TOO_LONG",
+    )

@@ -31,8 +31,8 @@ from millrace.inference.http.access import Receive, Send
 from millrace.inference.http.parsers import ChatParsers
 from millrace.inference.http.parsers.calls import ToolCall
 from millrace.inference.http.schema import ChatBody, CompletionBody, CompletionCommon, GenerateBody, SamplingBody
-from millrace.rollouts import choices_wire
-from millrace.rollouts.choices_wire import CONTENT_TYPE, HEADER, LINES
+from millrace.rollouts import parameters
+from millrace.rollouts.parameters import CONTENT_TYPE, HEADER, LINES
 
 MIN_LOGPROB = -9999.0
 """Stands for minus infinity, which JSON has not; vLLM writes the same."""
@@ -141,7 +141,7 @@ def text_body(
             "logprobs": None,
         }
         if body.logprobs is not None:
-            choice["logprobs"] = {choices_wire.LOGPROBS: item.generation.logprobs.tolist()}
+            choice["logprobs"] = {parameters.LOGPROBS: item.generation.logprobs.tolist()}
             if not body.stream_choices:  # whose receivers want one column, without a name for every token
                 choice["logprobs"]["tokens"] = _token_names(body, tokenizer, item.generation)
         choice |= _extras(body, item.generation)
@@ -277,7 +277,7 @@ def _token_names(body: CompletionCommon, tokenizer: PreTrainedTokenizerBase, gen
 def _chat_logprobs(body: ChatBody, tokenizer: PreTrainedTokenizerBase, generation: Generation) -> dict[str, Any]:
     """As OpenAI's API has them; for who takes choices by lines one column, without a name for every token."""
     if body.stream_choices:
-        return {choices_wire.LOGPROBS: generation.logprobs.tolist()}
+        return {parameters.LOGPROBS: generation.logprobs.tolist()}
     return {"content": _token_logprobs(body, tokenizer, generation)}
 
 

@@ -7,7 +7,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 
 from millrace.errors import InvalidSpecError, Violation
 from millrace.inference.engine import SamplingParams
-from millrace.inference.http.limits import MAX_CHOICES, check_stops
+from millrace.inference.http.access import MAX_CHOICES, check_stops
 from millrace.rollouts import parameters
 from millrace.rollouts.parameters import Parameter, check_parameters, check_tool_choice, check_tools
 

@@ -43,9 +43,10 @@ from millrace.errors import (
     UnavailableError,
     Violation,
 )
-from millrace.inference import meters
+from millrace.inference import updater
 from millrace.inference.engine import STALL_S, Engine, EngineState, EngineStatus, FinishReason, GenerateRequest
-from millrace.inference.http import limits, responses
+from millrace.inference.http import access as limits
+from millrace.inference.http import responses
 from millrace.inference.http.access import BODY_TOO_LARGE, TokenGate, http_access
 from millrace.inference.http.chat import PromptCache, encode_chat
 from millrace.inference.http.parsers import ChatParsers
@@ -61,7 +62,7 @@ from millrace.inference.http.schema import (
 )
 from millrace.inference.model_files import ModelSlot, ServedModel
 from millrace.race import first_of
-from millrace.rollouts import choices_wire
+from millrace.rollouts import parameters
 from millrace.rpc.http_server import HttpBounds, HttpServer
 from millrace.telemetry.metrics import make_registry
 
@@ -96,7 +97,7 @@ class HttpApi:
         self._engine = engine
         self._slot = slot
         self._parsers = parsers or ChatParsers()
-        self._metrics = make_registry("inference", meters.collectors(engine.status))
+        self._metrics = make_registry("inference", updater.collectors(engine.status))
         self.is_draining = False
         """New requests are refused."""
         self._workers = ThreadPoolExecutor(_WORKERS, "http")
@@ -168,7 +169,7 @@ class HttpApi:
             return self._lines(model, [prompt], body, whole, max_tokens=wanted, status=status)
         completed = await self._complete(model, [prompt], body, n=body.n, max_tokens=wanted, status=status)
         answer = await self._respond(completed, lambda: whole(completed), stream=body if body.stream else None)
-        answer.headers[choices_wire.HEADER] = choices_wire.LINES
+        answer.headers[parameters.HEADER] = parameters.LINES
         return answer
 
     async def completions(self, body: CompletionBody) -> Response:
@@ -196,7 +197,7 @@ class HttpApi:
             return made
 
         answer = await self._respond(completed, whole, stream=body if body.stream else None)
-        answer.headers[choices_wire.HEADER] = choices_wire.LINES
+        answer.headers[parameters.HEADER] = parameters.LINES
         return answer
 
     async def generate(self, body: GenerateBody) -> Response:

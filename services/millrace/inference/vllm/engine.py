@@ -34,13 +34,11 @@ from millrace.inference.engine import (
 from millrace.inference.service import OPERATOR, SLEEP
 from millrace.inference.updater import PAUSE_HOLDER
 from millrace.inference.vllm import gate as gates
-from millrace.inference.vllm.gate import GenerationGate
+from millrace.inference.vllm.gate import Degree, GenerationGate, Rest
 from millrace.inference.vllm.handover import ask_restart
 from millrace.inference.vllm.lora import AdapterSlot
-from millrace.inference.vllm.prober import Ping, Prober, settled
 from millrace.inference.vllm.ranks import Ranks, misfits
-from millrace.inference.vllm.rest import Degree, Rest
-from millrace.inference.vllm.staging import BackgroundVerifier, UpdateTimes, read_back, stage
+from millrace.inference.vllm.staging import BackgroundVerifier, Ping, Prober, UpdateTimes, read_back, settled, stage
 from millrace.policies.manifest import Probe, StagedPolicy
 from millrace.policies.proof import MISMATCH, Readback
 from millrace.storage.clean_up import TemporaryDirectory

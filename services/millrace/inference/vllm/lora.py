@@ -19,9 +19,8 @@ import numpy as np
 from millrace.errors import InternalError, InvalidStateError
 from millrace.inference.engine import require_fitting, spec_of
 from millrace.models.files import ADAPTER_CONFIG, ADAPTER_WEIGHTS
-from millrace.policies.adapter import HIGH, LOW, AdapterSpec, Shape, published_name
 from millrace.policies.manifest import StagedPolicy
-from millrace.policies.peft.config import PeftConfig, parse_peft_config
+from millrace.policies.peft.config import HIGH, LOW, AdapterSpec, PeftConfig, Shape, parse_peft_config, published_name
 from millrace.policies.tensors import TensorBytes, element_bytes, pack_safetensors
 from millrace.storage.clean_up import TEMPORARY, remove
 

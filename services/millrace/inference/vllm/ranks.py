@@ -21,9 +21,8 @@ from numpy.typing import NDArray
 from millrace.backoff import Backoff
 from millrace.errors import InternalError, InvalidStateError, UnavailableError
 from millrace.inference.vllm.handover import ask_restart
-from millrace.policies.change import TensorChange
 from millrace.policies.manifest import StagedPolicy
-from millrace.policies.tensors import TensorPlace
+from millrace.policies.tensors import TensorChange, TensorPlace
 from millrace.telemetry import waits
 
 logger = logging.getLogger(__name__)

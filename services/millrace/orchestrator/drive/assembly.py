@@ -14,22 +14,19 @@ from millrace.config.sections.orchestrator import MAX_FAILURE_WINDOW
 from millrace.errors import InvalidStateError
 from millrace.internal.v1 import policy_pb2
 from millrace.orchestrator.drive.batch_writer import BatchWriter
-from millrace.orchestrator.drive.device_turns import DeviceTurns
 from millrace.orchestrator.drive.loop import RolloutLoop
 from millrace.orchestrator.drive.policy_driver import PolicyDriver
-from millrace.orchestrator.drive.trainer_watch import Trainer, TrainerWatch
+from millrace.orchestrator.drive.trainer_watch import DeviceTurns, Trainer, TrainerWatch
 from millrace.orchestrator.events import RunContext, RunEvents
-from millrace.orchestrator.play.admission import AdmissionRule
-from millrace.orchestrator.play.book import Book
-from millrace.orchestrator.play.buffer import TaskBuffer
+from millrace.orchestrator.play.book import Book, RolloutStream
 from millrace.orchestrator.play.env_servers import EnvServers, OpenedEnv, env_spec
 from millrace.orchestrator.play.evals import Evaluation, Evaluator
 from millrace.orchestrator.play.failures import Failures
 from millrace.orchestrator.play.intake import Intake
 from millrace.orchestrator.play.play import Play, load_of
 from millrace.orchestrator.play.player import Player, RunIdentity
-from millrace.orchestrator.play.rollout_stream import RolloutStream
-from millrace.orchestrator.play.routing import Policies, ReadyReplica, Router
+from millrace.orchestrator.play.pools import TaskBuffer
+from millrace.orchestrator.play.routing import AdmissionRule, Policies, ReadyReplica, Router
 from millrace.orchestrator.play.settings import of_run, of_training, plays_of_training
 from millrace.orchestrator.play.tasks import Sampler, TaskSource
 from millrace.orchestrator.run_meters import entries_damaged

@@ -10,7 +10,7 @@ from millrace.backoff import Backoff
 from millrace.errors import CapacityError, LogGoneError, MillraceError, UnavailableError
 from millrace.orchestrator.drive.assembly import RunParts
 from millrace.runlog import reappend_committed
-from millrace.runlog.events.archive import EventArchive
+from millrace.runlog.event_archive import EventArchive
 from millrace.runlog.redis.damage import checked_policy
 from millrace.runlog.seal import write_seal
 from millrace.telemetry.leftovers import LEFTOVERS

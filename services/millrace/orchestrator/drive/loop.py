@@ -16,7 +16,7 @@
 | finish     | version `max_steps`, the last evaluation   | the trainer                           |
 
 Components do not know the loop; the loop holds them and moves groups between them. The admission formula and its proof
-stand in `play/admission.py`, the rules for whole groups in `play/play.py`, what is open and what is resolved in
+stand in `play/routing.py`, the rules for whole groups in `play/play.py`, what is open and what is resolved in
 `play/book.py`, the commit of a step in `batch_writer.py`. Rollouts are taken between any two awaits of the loop, so a
 group may finish or be dropped while the loop waits for an answer. Nothing is played again before the stream was read to
 its end: what the log holds is never generated twice.
@@ -34,17 +34,15 @@ from millrace.algorithms import Algorithm, RewardRanges, count_found
 from millrace.config import OrchestratorConfig
 from millrace.errors import InvalidStateError
 from millrace.orchestrator.drive.batch_metrics import BatchWarnings, Durations, batch_metrics
-from millrace.orchestrator.drive.batch_writer import BatchWriter
-from millrace.orchestrator.drive.batcher import cut, teaches
+from millrace.orchestrator.drive.batch_writer import BatchWriter, cut, teaches
 from millrace.orchestrator.events import RunEvents
-from millrace.orchestrator.play.admission import AdmissionRule
 from millrace.orchestrator.play.book import Book
 from millrace.orchestrator.play.failures import Failures, by_status
 from millrace.orchestrator.play.intake import MakePlay
 from millrace.orchestrator.play.play import Play, PlayState, num_rollouts
 from millrace.orchestrator.play.player import Player
-from millrace.orchestrator.play.routing import Policies
-from millrace.runlog.events.run_status import MUCH
+from millrace.orchestrator.play.routing import AdmissionRule, Policies
+from millrace.runlog.run_status import MUCH
 from millrace.telemetry.waits import LastingWait
 
 TICK_S = 1.0

@@ -25,13 +25,13 @@ from millrace.internal.v1 import batch_pb2
 from millrace.orchestrator.drive.assembly import RunParts
 from millrace.orchestrator.drive.housekeeping import Housekeeper
 from millrace.orchestrator.drive.trainer_watch import TrainerFailedError
+from millrace.orchestrator.intents import DesiredState
 from millrace.orchestrator.play.failures import RolloutsFailedError
-from millrace.orchestrator.runs.intents import DesiredState
 from millrace.race import first_of
 from millrace.rollouts.batch_wire import closes_run
 from millrace.rollouts.types import Rollout
 from millrace.runlog.records.run_record import load_origin
-from millrace.runlog.recovery.recover import load_history
+from millrace.runlog.recover import load_history
 from millrace.telemetry import faults
 from millrace.v1 import run_pb2
 

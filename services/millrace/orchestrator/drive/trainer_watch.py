@@ -1,14 +1,21 @@
 """The run's trainer as the driver sees it: keep one assigned, notice that it gave up, wait until it is finished."""
 
 import asyncio
+import logging
 import time
-from collections.abc import Callable
-from typing import Protocol
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Protocol, TypeAlias
 
-from millrace.errors import InternalError
+from millrace.backoff import Backoff
+from millrace.errors import InternalError, MillraceError
+from millrace.internal.v1 import policy_service_pb2 as pb
 from millrace.internal.v1 import worker_service_pb2
-from millrace.orchestrator.workers import WorkerKind, WorkerRegistry
+from millrace.internal.v1.policy_service_pb2_grpc import PolicyServiceStub as Stub
+from millrace.orchestrator.workers import WorkerKind, WorkerRecord, WorkerRegistry
+from millrace.race import first_of
+from millrace.rpc.channel import call, open_channel
 from millrace.telemetry import waits
+from millrace.telemetry.waits import LastingWait
 
 FINISH_TIMEOUT_S = 600.0
 """Longest wait for the trainer to write its last checkpoint and reports after the closing header."""
@@ -89,3 +96,181 @@ class TrainerWatch:
             if record.trainer is not None and record.trainer.run_uid == self._run_uid:
                 return record.trainer
         return None
+
+
+# Whose turn it is where trainer and replicas share devices (`inference.sleep_while_training`).
+#
+#     trainer has a batch: asks for turn n ──▶ evaluations end ──▶ every replica sleeps ──▶ turn n is its own, it trains
+#     trainer has published: asks for none ──▶ replicas are woken ──▶ they take the version and generate
+#
+# Level-triggered, like everything between workers: the turn that the trainer wants is in each of its heartbeats, and
+# each is answered with the turn that it has. A trainer that dies wants none, so replicas wake; its successor asks
+# before it trains. Turns have numbers, so that the next one is not taken for the one before. A replica whose
+# orchestrator is gone wakes by itself after `pauses.PAUSE_LIMIT_S`.
+
+logger = logging.getLogger(__name__)
+
+Ask: TypeAlias = Callable[[Stub, str], Awaitable[pb.PolicyStatus]]
+"""A call of a replica by its id; what it says of itself."""
+
+CALL_TIMEOUT_S = 150.0
+"""For weights to be brought to the host, or back to the device. What takes longer goes on, and is asked for again."""
+RENEWED_S = 60.0
+"""How often a sleep is asked for again; a fifth of what it lasts by itself."""
+RETRIES = Backoff(0.5, 2.0)
+LOOK_S = 5.0
+SLOW_S = 600.0
+"""Age from which it is overdue that a replica sleeps or wakes."""
+LEAVE_S = 300.0
+"""How long the end of a run waits for a step that is being computed."""
+_NEVER, _LOADS = "SLEEP_NOT_ENABLED", "ENGINE_NOT_READY"  # reasons of replicas
+
+
+class DeviceTurns:
+    """The turns of one run. `is_evaluating` says whether an evaluation is being played, which ends before a turn."""
+
+    def __init__(
+        self, *, run_uid: str, epoch: int, registry: WorkerRegistry, is_evaluating: Callable[[], bool]
+    ) -> None:
+        self._run_uid = run_uid
+        self._epoch = epoch
+        self._registry = registry
+        self._is_evaluating = is_evaluating
+        self._asleep: dict[str, float] = {}
+        """Replicas that were asked to sleep, by worker id: when to ask again; 0 if nobody knows whether they do."""
+        self._problems: dict[str, str] = {}
+        self._num_failed = 0
+        self._wait = LastingWait()
+
+    async def run(self) -> None:
+        """Give the devices to whom they are due; ends by cancellation. InvalidStateError if a replica cannot sleep."""
+        try:
+            while True:
+                changed = self._registry.changed
+                await self._until(changed, is_settled=await self._settle())
+        finally:
+            self._wait.over()
+
+    async def leave(self) -> None:
+        """Wake the replicas behind the step that is being computed, if any is; no other turn begins."""
+        try:
+            with waits.waiting("replicas to wake at the run's end", waits_on="trainer", deadline_s=LEAVE_S):
+                async with asyncio.timeout(LEAVE_S):
+                    while True:
+                        changed = self._registry.changed
+                        is_settled = await self._settle(begins=False)
+                        if is_settled and not self._asleep:
+                            return
+                        await self._until(changed, is_settled=is_settled)
+        except (TimeoutError, MillraceError) as error:
+            logger.warning("replicas were left asleep", extra={"run": self._run_uid, "error": str(error)})
+        finally:
+            self._wait.over()
+
+    async def _until(self, changed: asyncio.Event, *, is_settled: bool) -> None:
+        """Wait for something new; what is not settled is tried again after a while, whatever comes."""
+        if is_settled:
+            self._wait.over()
+            self._num_failed = 0
+            await first_of(changed.wait(), timeout_s=LOOK_S)
+        else:
+            self._num_failed += 1
+            await asyncio.sleep(RETRIES.after(self._num_failed))
+
+    async def _settle(self, *, begins: bool = True) -> bool:
+        """Let the trainer have the devices if it wants them, else the replicas; whether they have.
+
+        Unless a turn `begins` the trainer keeps the one that it has, and gets no other.
+        """
+        trainers = self._registry.owned(WorkerKind.TRAINER, self._run_uid)
+        if any(each.trainer is None for each in trainers):
+            self._wait.on("the trainer's first report", waits_on="trainer", key="trainer")
+            return False
+        replicas = self._registry.owned(WorkerKind.INFERENCE, self._run_uid)
+        ids = {each.worker_id for each in replicas}
+        self._asleep = {worker_id: due for worker_id, due in self._asleep.items() if worker_id in ids}
+        wanted = next(((each.worker_id, turn) for each in trainers if (turn := self._turn_of(each))), None)
+        if wanted is not None and (begins or self._has_begun(wanted, replicas)):
+            return await self._to_trainer(*wanted)
+        self._registry.take_devices(self._run_uid)
+        sleepers = [each for each in replicas if each.worker_id in self._asleep or _says_it_sleeps(each)]
+        return await self._all(sleepers, self._wake, "wake")
+
+    async def _to_trainer(self, trainer_id: str, turn: int) -> bool:
+        replicas, now = self._registry.owned(WorkerKind.INFERENCE, self._run_uid), time.monotonic()
+        is_begun = any(self._asleep.get(each.worker_id) or _says_it_sleeps(each) for each in replicas)
+        if self._is_evaluating() and not is_begun:
+            self._wait.on("an evaluation to end, before the trainer gets the devices", key="evals", deadline_s=SLOW_S)
+            return False
+        self._registry.claim(WorkerKind.INFERENCE, self._run_uid)
+        replicas = self._registry.owned(WorkerKind.INFERENCE, self._run_uid)
+        awake = [each for each in replicas if self._asleep.get(each.worker_id, 0.0) <= now]
+        if not await self._all(awake, self._sleep, "sleep"):
+            return False
+        self._registry.lend_devices(self._run_uid, trainer_id, turn)  # it may have given it back: none has its number
+        return True
+
+    def _has_begun(self, wanted: tuple[str, int], replicas: Sequence[WorkerRecord]) -> bool:
+        """Whether a trainer has the turn that it wants: lent by this orchestrator or, as it seems, the one before."""
+        lent = self._registry.lent_turn(self._run_uid)
+        return wanted == lent or (not lent[1] and any(map(_says_it_sleeps, replicas)))
+
+    def _turn_of(self, trainer: WorkerRecord) -> int:
+        """The turn that a trainer asks for or has; 0 for none.
+
+        One that failed may have it still: a gang's processes hold what they held until they end.
+        """
+        status = trainer.trainer
+        return status.device_turn if status is not None and status.run_uid == self._run_uid else 0
+
+    async def _all(self, replicas: Sequence[WorkerRecord], ask: Ask, what: str) -> bool:
+        """Ask replicas to sleep or to wake; whether all did. InvalidStateError if one never can."""
+        if not replicas:
+            return True
+        names = ", ".join(each.worker_id for each in replicas[:3]) + ", …" * (len(replicas) > 3)
+        self._wait.on(f"replicas to {what}: {names}", waits_on="inference", key=what, deadline_s=SLOW_S)
+        asked = [asyncio.create_task(self._asked(each, ask, what)) for each in replicas]
+        try:
+            return all([await each for each in asked])
+        finally:
+            for each in asked:
+                each.cancel()
+            await asyncio.gather(*asked, return_exceptions=True)
+
+    async def _asked(self, replica: WorkerRecord, ask: Ask, what: str) -> bool:
+        worker_id = replica.worker_id
+        try:
+            async with open_channel(replica.worker.address) as channel:
+                replica.policy = await ask(Stub(channel), worker_id)
+        except MillraceError as error:
+            if error.reason == _NEVER:
+                raise
+            if error.reason == _LOADS and what == "wake":  # it was started anew, and has memory
+                self._asleep.pop(worker_id, None)
+                return True
+            if self._problems.get(worker_id) != (problem := str(error)):
+                self._problems[worker_id] = problem
+                fields = {"worker": worker_id, "asked": what, "error": problem}
+                logger.warning("a replica does not do what it shall, and is asked again", extra=fields)
+            return False
+        self._problems.pop(worker_id, None)
+        return True
+
+    async def _sleep(self, stub: Stub, worker_id: str) -> pb.PolicyStatus:
+        request = pb.PauseGenerationRequest(run_uid=self._run_uid, frees_memory=True, epoch=self._epoch)
+        self._asleep[worker_id] = 0.0  # if the answer is lost it sleeps all the same
+        answer = await call(stub.PauseGeneration, request, timeout_s=CALL_TIMEOUT_S, waits_on=worker_id)
+        self._asleep[worker_id] = time.monotonic() + RENEWED_S
+        return answer.status
+
+    async def _wake(self, stub: Stub, worker_id: str) -> pb.PolicyStatus:
+        request = pb.ResumeGenerationRequest(run_uid=self._run_uid, takes_memory=True, epoch=self._epoch)
+        self._asleep[worker_id] = 0.0  # if the answer is lost it may be awake
+        answer = await call(stub.ResumeGeneration, request, timeout_s=CALL_TIMEOUT_S, waits_on=worker_id)
+        self._asleep.pop(worker_id, None)
+        return answer.status
+
+
+def _says_it_sleeps(replica: WorkerRecord) -> bool:
+    """Whether its last heartbeat says so: an orchestrator before this one may have asked for it."""
+    return replica.policy is not None and replica.policy.is_asleep

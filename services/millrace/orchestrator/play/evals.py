@@ -23,7 +23,7 @@ from millrace.orchestrator.play.player import Player
 from millrace.orchestrator.play.settings import EvalSettings
 from millrace.orchestrator.play.tasks import TaskRef
 from millrace.rollouts.types import Rollout, reaches
-from millrace.runlog.events.run_status import version_names
+from millrace.runlog.run_status import version_names
 from millrace.telemetry import waits
 from millrace.v1 import event_pb2
 

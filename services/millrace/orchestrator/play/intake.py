@@ -3,10 +3,9 @@
 import logging
 from collections.abc import Callable, Container, Mapping, Sequence
 
-from millrace.orchestrator.play.book import Book
+from millrace.orchestrator.play.book import Book, RolloutStream
 from millrace.orchestrator.play.evals import Evaluation
 from millrace.orchestrator.play.play import Arrival, Play, PlayState
-from millrace.orchestrator.play.rollout_stream import RolloutStream
 from millrace.orchestrator.play.routing import Policies
 from millrace.rollouts.requests import PlayedGroup
 from millrace.rollouts.types import Purpose, Rollout, RolloutStatus

@@ -9,9 +9,9 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
+from millrace.orchestrator.play.book import RolloutStream
 from millrace.orchestrator.play.env_servers import EnvServers
 from millrace.orchestrator.play.play import Play, PlayState
-from millrace.orchestrator.play.rollout_stream import RolloutStream
 from millrace.orchestrator.play.routing import Policies, ReadyReplica, Router
 from millrace.rollouts.requests import PlayedGroup, PlayRequest
 from millrace.rollouts.types import Purpose

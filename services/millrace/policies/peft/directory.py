@@ -29,10 +29,9 @@ from millrace.policies.hf_files import write_hf
 from millrace.policies.peft.config import PeftConfig, parse_peft_config
 from millrace.policies.peft.merging import merge_tensors
 from millrace.policies.peft.plan import BaseModel, MergePlan, describe_base, plan_merge
-from millrace.policies.tensors import TensorBytes
-from millrace.policies.weight_file import read_tensors
+from millrace.policies.tensors import TensorBytes, read_tensors
 from millrace.storage.clean_up import remove
-from millrace.storage.disk import io_errors
+from millrace.storage.scratch import io_errors
 
 _CONFIG = "config.json"
 _PARTIAL = ".partial-"

@@ -17,8 +17,7 @@ import numpy as np
 
 from millrace.errors import InvalidStateError
 from millrace.models.files import first_names
-from millrace.policies.adapter import Shape, model_name
-from millrace.policies.peft.config import PeftConfig, not_supported
+from millrace.policies.peft.config import PeftConfig, Shape, model_name, not_supported
 from millrace.policies.tensors import FLOATS, TensorBytes, as_float32, from_float32
 
 _REMEDY = "use the adapter on the base that it was trained on, or merge it with PEFT and use the result"

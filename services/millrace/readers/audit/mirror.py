@@ -23,7 +23,7 @@ from millrace.runlog.records.numbered import GENERATION_ROLE, latest_epoch
 from millrace.runlog.redis import connection
 from millrace.runlog.redis.connection import as_text
 from millrace.runlog.redis.entry import Entry, decode_entry, scan
-from millrace.storage.commit_points import newest_revision
+from millrace.storage.base import newest_revision
 
 PAGE = {Stream.BATCHES: 4, Stream.ROLLOUTS: 64, Stream.POLICIES: 256, Stream.EVENTS: 256}  # at most some MiB each
 

@@ -14,10 +14,10 @@ from millrace.readers.audit.events import Told
 from millrace.readers.audit.findings import MAX_PER_CHECK, Audit, gaps
 from millrace.readers.audit.named import NamedCheck
 from millrace.runlog.catalogue import TOKEN_LOG
-from millrace.runlog.events.archive import decode_archive
-from millrace.runlog.records.listing import checkpoint_at, policy_at
+from millrace.runlog.event_archive import decode_archive
+from millrace.runlog.records.run_record import checkpoint_at, policy_at
 from millrace.runlog.redis.entry import Entry, id_order
-from millrace.storage.commit_points import find_newest, newest_revision
+from millrace.storage.base import find_newest, newest_revision
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -24,7 +24,7 @@ from millrace.errors import (
     UnavailableError,
     Violation,
 )
-from millrace.telemetry.redact import masked, redact, secrets_of
+from millrace.telemetry.logging import masked, redact, secrets_of
 from millrace.v1 import lineage_pb2, metric_pb2, rollout_pb2
 from millrace.v1 import run_service_pb2 as rs
 

@@ -12,17 +12,16 @@ from typing import Any
 
 from millrace.errors import InvalidSpecError, NotFoundError, UnavailableError, Violation
 from millrace.readers.dashboard.answers import INDEX_GROWING
-from millrace.readers.dashboard.index.build import SampleIndex
-from millrace.readers.dashboard.index.columns import Columns, Shelf
-from millrace.readers.dashboard.index.query import NAMED, SampleQuery, row_json, select
+from millrace.readers.dashboard.index import Columns, Shelf
 from millrace.readers.dashboard.looking import Looking
+from millrace.readers.dashboard.query import NAMED, SampleIndex, SampleQuery, row_json, select
 from millrace.readers.dashboard.views.detail import MAX_TOKENS, Details
 from millrace.readers.dashboard.views.facts import MAX_POINTS, RunFacts, Spread
 from millrace.readers.dashboard.views.lineage import Lineage
 from millrace.readers.dashboard.views.timeline import STEPS_DEFAULT, STEPS_MAX, timeline
 from millrace.runlog.names import Names
 from millrace.storage import ObjectStore
-from millrace.telemetry.redact import secrets_of
+from millrace.telemetry.logging import secrets_of
 
 MAX_OPEN = 60
 """Runs whose events and index are open at once: as many as the page of runs draws curves of. Which nobody asked for the

@@ -23,7 +23,7 @@ from millrace.errors import CorruptObjectError
 from millrace.readers.dashboard.answers import LENGTH, MAX_QUESTION_BYTES, frame, problem_of, to_json
 from millrace.readers.dashboard.reader import Reader
 from millrace.storage import open_store
-from millrace.telemetry.redact import secrets_of
+from millrace.telemetry.logging import secrets_of
 
 THREADS = 4
 _ASKS_STORE = ("sample", "tokens", "lineage", "get-lineage")

@@ -14,7 +14,7 @@ from millrace.readers.exports.metrics import MetricRow, points
 from millrace.readers.exports.process import import_extra
 from millrace.readers.exports.samples import ExportedSample
 from millrace.storage.clean_up import TEMPORARY, remove
-from millrace.telemetry.redact import redact, secrets_of
+from millrace.telemetry.logging import redact, secrets_of
 
 _PARQUET_ROWS = 10_000
 

@@ -17,7 +17,7 @@ from millrace.readers.exports.metrics import MetricFollower, MetricRow
 from millrace.readers.exports.process import LogExport, RunExport, serve
 from millrace.readers.exports.samples import ExportedSample, read_samples
 from millrace.readers.exports.wandb_run import SamplesOf, WandbRun, WandbTarget, target_of
-from millrace.telemetry.redact import keep_secret
+from millrace.telemetry.logging import keep_secret
 
 INIT_TIMEOUT_S = 60.0
 KEY, KEY_FILE = "WANDB_API_KEY", "WANDB_API_KEY_FILE"

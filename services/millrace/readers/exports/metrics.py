@@ -7,11 +7,10 @@ from dataclasses import dataclass, field, replace
 from millrace.errors import CorruptObjectError
 from millrace.internal.v1 import batch_pb2
 from millrace.rollouts.batch_wire import MAX_HEADER_BYTES, decode_header
-from millrace.runlog.events.archive import ArchiveFollower
-from millrace.runlog.events.reader import readable_event
+from millrace.runlog.event_archive import ArchiveFollower, readable_event
 from millrace.runlog.names import Names
 from millrace.storage import ObjectStore
-from millrace.storage.commit_points import find_newest
+from millrace.storage.base import find_newest
 from millrace.v1 import event_pb2
 
 

@@ -2,7 +2,7 @@
 
 A process of its own, because the libraries that it needs are large, start others, and may hang. It is told what to do
 by one JSON line on its standard input, whose end is the end of its parent, and reports by JSON lines on its standard
-output (`millrace.readers.exports.keeper` is the other end).
+output (`millrace.readers.exports.of_run` is the other end).
 """
 
 import importlib
@@ -19,7 +19,7 @@ from millrace.decoding import decode_object
 from millrace.errors import InvalidStateError, MillraceError
 from millrace.runlog.names import Names
 from millrace.storage import open_store
-from millrace.telemetry.redact import redact
+from millrace.telemetry.logging import redact
 
 POLL_S = 5.0
 RETRY = Backoff(2.0, 60.0)

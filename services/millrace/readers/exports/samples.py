@@ -14,7 +14,7 @@ from millrace.runlog.names import Names
 from millrace.runlog.records import revisions
 from millrace.runlog.records.revisions import read_rollouts
 from millrace.storage import ObjectStore
-from millrace.storage.commit_points import revision_of
+from millrace.storage.base import revision_of
 
 """What a key of a header is behind `Names.batches`; its group is the step."""
 _Member = tuple[int, int, int]

@@ -18,7 +18,7 @@ from millrace.readers.exports.metrics import EventFollower, read_header
 from millrace.readers.exports.process import LogExport, import_extra, serve
 from millrace.rollouts.types import Rollout
 from millrace.runlog.records.revisions import read_rollouts
-from millrace.telemetry.redact import keep_secret, redact
+from millrace.telemetry.logging import keep_secret, redact
 from millrace.v1 import event_pb2
 
 BEGIN_S = 300.0

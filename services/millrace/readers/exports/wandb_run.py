@@ -17,7 +17,7 @@ from millrace.readers.exports.files import redacted
 from millrace.readers.exports.metrics import MetricRow
 from millrace.readers.exports.process import import_extra
 from millrace.readers.exports.samples import ExportedSample
-from millrace.telemetry.redact import masked, secrets_of
+from millrace.telemetry.logging import masked, secrets_of
 
 logger = logging.getLogger(__name__)
 

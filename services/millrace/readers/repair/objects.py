@@ -25,7 +25,7 @@ from millrace.errors import (
 )
 from millrace.internal.v1 import batch_pb2
 from millrace.rollouts.batch_wire import decode_header
-from millrace.runlog.events.archive import decode_archive
+from millrace.runlog.event_archive import decode_archive
 from millrace.runlog.names import Names, Stream
 from millrace.runlog.records.frontier import chain_hash
 from millrace.runlog.records.revisions import list_headers

@@ -23,17 +23,16 @@ from millrace.readers.repair.objects import (
     repair_headers,
 )
 from millrace.runlog.catalogue import EVENT_ARCHIVE
-from millrace.runlog.events.archive import decode_archive, encode_archive
+from millrace.runlog.event_archive import decode_archive, encode_archive
 from millrace.runlog.names import Deployment, Names
 from millrace.runlog.records.known import manifest_digest
-from millrace.runlog.records.listing import list_checkpoints, list_policies
 from millrace.runlog.records.revisions import Reopening, parse_reopening
-from millrace.runlog.records.run_record import RunRecord, parse_origin
+from millrace.runlog.records.run_record import RunRecord, list_checkpoints, list_policies, parse_origin
 from millrace.runlog.records.sealed import Seal
 from millrace.runlog.redis.entry import id_order
 from millrace.runlog.redis.log import RunLog
 from millrace.storage import ObjectStore
-from millrace.storage.commit_points import find_newest, newest_revision, revision_key, revision_of
+from millrace.storage.base import find_newest, newest_revision, revision_key, revision_of
 from millrace.v1 import event_pb2
 
 

@@ -18,14 +18,14 @@ from millrace.config.sections.rl import RLConfig
 from millrace.custom_code import EVERYTHING
 from millrace.decoding import MAX_JSON_BYTES
 from millrace.errors import CorruptObjectError, InvalidStateError, NotFoundError
+from millrace.models.torch_support import shortage_named
 from millrace.policies.digest import digest_hex, policy_digest, tensor_digest
 from millrace.policies.manifest import PolicyManifest
 from millrace.policies.pull import download_hf, pull_tensors, read_manifest
 from millrace.policies.tensors import TensorBytes
 from millrace.readers.replay.report import ReplayReport, TensorDifference
 from millrace.runlog import Names
-from millrace.runlog.records.listing import list_policies
-from millrace.runlog.records.run_record import RunOrigin, RunRecord, parse_origin
+from millrace.runlog.records.run_record import RunOrigin, RunRecord, list_policies, parse_origin
 from millrace.storage.base import ObjectStore
 from millrace.storage.scratch import owned_directory
 from millrace.trainer.checkpoint.manifest import CheckpointManifest, conditions
@@ -39,15 +39,13 @@ from millrace.trainer.learning.learner import Learner
 from millrace.trainer.learning.metrics import StepMetrics
 from millrace.trainer.learning.optimizer import norm_of
 from millrace.trainer.learning.plan import how_rows_are_made
-from millrace.trainer.log.batches import Batch, Batches
-from millrace.trainer.log.store_log import StoreLog
+from millrace.trainer.log.batches import Batch, Batches, StoreLog
 from millrace.trainer.loop import forward_backward, learn
 from millrace.trainer.losses import LossFunction
+from millrace.trainer.losses.corrections import regularized
 from millrace.trainer.losses.custom import load_custom_loss
-from millrace.trainer.losses.regularizers import regularized
 from millrace.trainer.model.pretrained import resolve_model_directory
 from millrace.trainer.model.published import policy_tensors
-from millrace.trainer.model.shortage import shortage_named
 
 OnStep = Callable[[int, int], None]
 """Hears (steps done, steps to do)."""

@@ -30,7 +30,7 @@ def chain_hash(previous: bytes, header_bytes: bytes) -> bytes:
 class Frontier:
     """The set of resolved ordinals: everything below `resolved_below`, plus a sparse set above it. Immutable.
 
-    Its size is bounded by how far groups finish out of order, which `orchestrator/play/admission.py` bounds.
+    Its size is bounded by how far groups finish out of order, which `orchestrator/play/routing.py` bounds.
     """
 
     resolved_below: int = 0

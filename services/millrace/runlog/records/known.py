@@ -12,7 +12,7 @@ from millrace.errors import CorruptObjectError, NotFoundError
 from millrace.internal.v1 import batch_pb2
 from millrace.runlog import catalogue
 from millrace.runlog.names import Names
-from millrace.runlog.records.listing import list_objects
+from millrace.runlog.records.run_record import list_objects
 from millrace.storage import ObjectStore
 
 

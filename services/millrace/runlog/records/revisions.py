@@ -2,7 +2,7 @@
 
     batches/00000007.pb        closing header, FAILED: the run is over
     reopened/00000001.json     names its sha256: from here on it does not end the run
-    batches/00000007.r1.pb     its successor (`storage/commit_points.py`): batch 7, or the next closing header
+    batches/00000007.r1.pb     its successor (`storage/base.py`): batch 7, or the next closing header
 
 Every object is create-only, and each names the one before: the record by its hash, the successor by the chain. What
 the failed header resolved stays resolved (dropped as `run_failed`); the run goes on with new ordinals at the same step.

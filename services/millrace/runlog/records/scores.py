@@ -8,7 +8,7 @@ import hashlib
 from collections.abc import Iterable
 
 from millrace.internal.v1 import batch_pb2
-from millrace.rollouts.scores import encode_scores, scored_digest, with_scores
+from millrace.rollouts.token_log import encode_scores, scored_digest, with_scores
 from millrace.rollouts.types import Float32Array, Rollout, Taught
 from millrace.runlog.names import Names
 from millrace.storage.base import ObjectStore

@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from millrace.rollouts.token_log import MAX_TOKEN_LOG_BYTES, TokenLog, decode_token_log, encode_token_log
 from millrace.runlog.catalogue import TOKEN_LOG
 from millrace.runlog.names import Names
-from millrace.storage.base import ObjectStore
-from millrace.storage.commit_points import find_newest, next_revision
+from millrace.storage.base import ObjectStore, find_newest, next_revision
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

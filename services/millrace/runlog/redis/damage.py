@@ -21,11 +21,11 @@ from millrace.errors import CorruptObjectError, LogGoneError, NotFoundError
 from millrace.internal.v1 import policy_pb2
 from millrace.rollouts.batch_wire import MAX_HEADER_BYTES
 from millrace.runlog.names import Names, Stream
-from millrace.runlog.records.listing import list_policies
+from millrace.runlog.records.run_record import list_policies
 from millrace.runlog.redis import connection, script
 from millrace.runlog.redis.entry import Entry
 from millrace.storage import ObjectStore
-from millrace.storage.commit_points import newest_revision
+from millrace.storage.base import newest_revision
 
 logger = logging.getLogger(__name__)
 

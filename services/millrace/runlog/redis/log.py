@@ -5,7 +5,9 @@ import hashlib
 import logging
 import re
 import time
+import weakref
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import redis.asyncio as redis_asyncio
@@ -39,6 +41,7 @@ from millrace.runlog.redis.entry import (
     log_gone,
     read_entry,
 )
+from millrace.runlog.redis.script import Script
 from millrace.storage import ObjectStore
 from millrace.telemetry import waits
 from millrace.telemetry.leftovers import LEFTOVERS
@@ -417,3 +420,75 @@ class RunLog:
 def parse_run_hash(run_json: bytes) -> str:
     """The hash of the resolved config that a `run.json` names."""
     return RunRecord.parse(run_json, where="run.json", needs=["run_hash"]).run_hash
+
+
+# Which copies of logs this process has compared with the store and found not to be behind it.
+
+
+@dataclass(slots=True)
+class Proof:
+    """What is known of one run's log at one Redis."""
+
+    instance: str = ""
+    """The log instance that was compared last; "" if none was, or it was found behind."""
+    rebuilt: list[float] = field(default_factory=list)
+    """When this process rebuilt it because of damage, on the monotonic clock; the newest ones, oldest first."""
+    damage: str = ""
+    """What was found damaged and is not rebuilt yet; "" if nothing is."""
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """Held while the log is compared or rebuilt, so that one process does it once."""
+
+
+_PROOFS: weakref.WeakKeyDictionary[redis_asyncio.Redis, dict[str, Proof]] = weakref.WeakKeyDictionary()
+"""By client and run. A copy gets behind the store only by becoming another instance."""
+
+
+def proof_of(log: RunLog) -> Proof:
+    """The proof of a run at the log's Redis."""
+    return _PROOFS.setdefault(log.redis, {}).setdefault(log.names.root, Proof())
+
+
+def is_nameable(instance: str) -> bool:
+    """Whether an instance names its server; where INFO is denied it does not, and proves nothing for later."""
+    return not instance.endswith(".")
+
+
+# Which entries a stream holds, by the sha256 of their bytes: only ids and hashes cross the network.
+
+PAGE_ENTRIES = 128
+"""Entries that one call of the script looks at: at 0.1 MiB each the server reads 13 MiB, some milliseconds."""
+
+# The fields h of a page of a stream. KEYS: stream, meta. ARGV: generation, id behind which to begin, count.
+READ_HASHES = Script.of(
+    """
+local stored = redis.call('HGET', KEYS[2], 'generation')
+if stored ~= ARGV[1] then return {'LOGGONE', stored or 'no meta', {}} end
+local entries = redis.call('XRANGE', KEYS[1], '(' .. ARGV[2], '+', 'COUNT', ARGV[3])
+local hashes, last = {}, ''
+for i, entry in ipairs(entries) do
+  last = entry[1]
+  for j = 1, #entry[2], 2 do
+    if entry[2][j] == 'h' then hashes[#hashes + 1] = entry[2][j + 1] end
+  end
+end
+if last == '18446744073709551615-18446744073709551615' then last = '' end  -- nothing can be read behind it
+return {'OK', last, hashes}
+"""
+)
+
+
+async def read_hashes(log: RunLog, stream: Stream) -> Mapping[str, int]:
+    """How often each sha256 (hex) is in a stream; `LogGoneError` if this generation of the log is gone."""
+    keys, after = [log.names.stream(stream), log.names.meta], "0-0"
+    counts: dict[str, int] = {}
+    while after:
+        args = [log.generation, after, PAGE_ENTRIES]
+        answer, last, hashes = await log.call(
+            f"reading the hashes of {stream}", lambda args=args: READ_HASHES.run(log.redis, keys, args)
+        )
+        if as_text(answer) == "LOGGONE":
+            raise log_gone(f"run {log.uid}: generation {log.generation}, Redis has {as_text(last)}")
+        for value in hashes:
+            counts[as_text(value)] = counts.get(as_text(value), 0) + 1
+        after = as_text(last)
+    return counts

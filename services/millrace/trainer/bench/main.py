@@ -12,12 +12,12 @@ from typing import Any
 
 from transformers.utils.logging import disable_progress_bar
 
-from millrace.config.sections.bench import TrainerBench
+from millrace.config.sections.rl import TrainerBench
 from millrace.errors import NotFoundError
+from millrace.models.torch_support import shortage_named
 from millrace.telemetry.logging import setup
 from millrace.trainer.bench.measure import BenchStep, measure
 from millrace.trainer.gang.distributed import Gang
-from millrace.trainer.model.shortage import shortage_named
 
 
 def run(path: Path) -> int:

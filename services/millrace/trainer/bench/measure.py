@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from millrace.config.sections.bench import FakeDataConfig, TrainerBench
+from millrace.config.sections.rl import FakeDataConfig, TrainerBench
 from millrace.custom_code import CustomCode
 from millrace.internal.v1 import batch_pb2
 from millrace.rollouts.types import TrainSample

@@ -18,6 +18,7 @@ from millrace.errors import InvalidStateError, MillraceError, UnavailableError
 from millrace.policies.tensors import DTYPE_TAGS
 from millrace.storage.scratch import scratch_errors
 from millrace.trainer.checkpoint.index import (
+    INDEX_FILE,
     ShardIndex,
     ShardPiece,
     ShardTensor,
@@ -25,7 +26,6 @@ from millrace.trainer.checkpoint.index import (
     encode_index,
     merge_tensors,
 )
-from millrace.trainer.checkpoint.proof import INDEX_FILE
 from millrace.trainer.gang.agreement import agreed
 from millrace.trainer.gang.distributed import Gang
 from millrace.trainer.model.mesh import held

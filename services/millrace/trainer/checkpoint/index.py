@@ -8,16 +8,22 @@ number of elements. The files hold little-endian elements and nothing else. An i
 tensor are the whole of it, each element once, and the tensors' pieces the whole of every file, each byte once.
 """
 
+import hashlib
 import json
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+import numpy as np
+from numpy.typing import NDArray
+
 from millrace.decoding import Fields, decode_object, require_integer, require_text
-from millrace.errors import CorruptObjectError
-from millrace.policies.tensors import MAX_DIMENSIONS, element_bytes, tensor_bytes
+from millrace.errors import CorruptObjectError, NotFoundError
+from millrace.policies.peft.config import published_name
+from millrace.policies.tensors import FLOATS, MAX_DIMENSIONS, bits_type, element_bytes, tensor_bytes
+from millrace.storage.base import ObjectStore
 
 _REMEDY = "the run resumes from the checkpoint before; `millrace run audit` says what else is damaged"
 
@@ -154,3 +160,133 @@ def _invalid(source: str, what: str) -> CorruptObjectError:
     return CorruptObjectError(
         f"checkpoint index {source} is not readable: {what}", reason="CHECKPOINT_INDEX_INVALID", remedy=_REMEDY
     )
+
+
+# Whether a checkpoint holds the weights that its trainer published at the same step. Without torch, for audits.
+#
+# A checkpoint holds master weights (`model.NAME`), a policy what they are in its own number format, so that they are
+# cast as the publisher casts them. Most tensors have the same name in both; an adapter's have PEFT's. Where a model
+# is saved under other names, each saved tensor is a range of one of the model's, and is looked for by its bits.
+
+INDEX_FILE = "index.json"
+MAX_INDEX_BYTES = 64 << 20
+_WEIGHTS = "model."
+_PIECE = 1 << 22  # elements cast at a time
+
+Bits = NDArray[np.unsignedinteger]
+
+
+class CheckpointWeights:
+    """The weights in a checkpoint's files, which are read range by range."""
+
+    def __init__(self, store: ObjectStore, files: Mapping[str, tuple[str, int]]) -> None:
+        """`files`: key and bytes by name. `CorruptObjectError` or `NotFoundError` if they have no usable index."""
+        self._store = store
+        self._files = files
+        if INDEX_FILE not in files:
+            raise CorruptObjectError("it has no index", reason="CHECKPOINT_INDEX_INVALID")
+        data = store.get(files[INDEX_FILE][0], max_bytes=MAX_INDEX_BYTES)
+        sizes = {name: size for name, (_, size) in files.items() if name != INDEX_FILE}
+        index = decode_index(data, sizes=sizes, source=store.uri(files[INDEX_FILE][0]))
+        self.tensors = {
+            name.removeprefix(_WEIGHTS): tensor for name, tensor in index.items() if name.startswith(_WEIGHTS)
+        }
+
+    def read(self, tensor: ShardTensor, *, dtype: str) -> Iterator[tuple[int, Bits]]:
+        """Return the bits of a tensor as it is published in `dtype`, and where each range of them begins, in order."""
+        for piece in sorted(tensor.pieces, key=lambda piece: piece.start):
+            for first in range(0, piece.count, _PIECE):
+                count, width = min(_PIECE, piece.count - first), tensor.element_bytes
+                key, _ = self._files[piece.file]
+                data = self._store.get_range(key, piece.offset + first * width, count * width)
+                bits = np.frombuffer(data, bits_type(tensor.dtype))
+                yield piece.start + first, cast(bits, tensor.dtype, dtype)
+
+
+def differences(
+    store: ObjectStore, files: Mapping[str, tuple[str, int]], policy: Mapping[str, tuple[str, Bits]]
+) -> Iterator[str]:
+    """Return what of a policy's tensors (number format and bits by name) is not what the checkpoint holds, in words.
+
+    Blocking. Holds the bits of tensors that have other names in the checkpoint, a few million elements of the others.
+    """
+    try:
+        held = CheckpointWeights(store, files)
+        names = {name: name for name in held.tensors} | {published_name(name): name for name in held.tensors}
+        strangers: list[str] = []
+        unused = set(held.tensors)
+        for name, (dtype, bits) in policy.items():
+            tensor = held.tensors.get(names.get(name, ""))
+            if tensor is None or tensor.num_elements != bits.size:
+                strangers.append(name)
+                continue
+            unused.discard(names[name])
+            if count := _count_differing(held, tensor, dtype, bits):
+                yield f"{count} of {bits.size} elements of tensor {name} ({dtype}) are not what it holds"
+        yield from _strangers(held, {name: policy[name] for name in strangers}, sorted(unused))
+    except (CorruptObjectError, NotFoundError) as error:
+        yield error.message
+
+
+def _count_differing(held: CheckpointWeights, tensor: ShardTensor, dtype: str, bits: Bits) -> int:
+    count = 0
+    for start, found in held.read(tensor, dtype=dtype):
+        wanted = bits[start : start + found.size]
+        differs = found != wanted
+        if differs.any() and dtype in FLOATS:  # any not-a-number is as good as another one
+            differs &= ~(_is_nan(found, dtype) & _is_nan(wanted, dtype))
+        count += int(np.count_nonzero(differs))
+    return count
+
+
+def _strangers(held: CheckpointWeights, policy: Mapping[str, tuple[str, Bits]], unused: Sequence[str]) -> Iterator[str]:
+    """Return those of a policy's tensors that are no range of the checkpoint's tensors of other names, in words."""
+    wanted: dict[tuple[str, int, bytes], list[str]] = {}
+    for name, (dtype, bits) in policy.items():
+        wanted.setdefault((dtype, bits.size, _hash(bits)), []).append(name)
+    shapes = {(dtype, size) for dtype, size, _ in wanted}
+    found: set[str] = set()
+    for tensor in (held.tensors[name] for name in unused):
+        for dtype, size in shapes:
+            if len(found) == len(policy) or not size or tensor.num_elements % size:
+                continue
+            whole = np.concatenate([bits for _, bits in held.read(tensor, dtype=dtype)])
+            for part in whole.reshape(-1, size):
+                found.update(wanted.get((dtype, size, _hash(part)), ()))
+    for name, (dtype, bits) in policy.items():
+        if name not in found:
+            yield f"tensor {name} ({dtype}, {bits.size} elements) is nowhere in it"
+
+
+def _hash(bits: Bits) -> bytes:
+    return hashlib.sha256(np.ascontiguousarray(bits).view(np.uint8).data).digest()
+
+
+def cast(bits: Bits, source: str, target: str) -> Bits:
+    """Return the bits of numbers in format `source` as they are in `target`, rounded to the nearest, ties to even.
+
+    `CorruptObjectError` for a pair that no trainer publishes.
+    """
+    if source == target:
+        return bits
+    if source not in FLOATS or target not in FLOATS:
+        raise CorruptObjectError(f"{source} is not published as {target}", reason="CHECKPOINT_MISMATCH")
+    numbers = _as_float(bits, source)
+    if target != "bfloat16":
+        with np.errstate(over="ignore", invalid="ignore"):
+            return numbers.astype(f"f{bits_type(target).itemsize}").view(bits_type(target))
+    with np.errstate(over="ignore", invalid="ignore"):
+        wide = numbers.astype(np.float32).view(np.uint32)
+    rounded = (wide + np.uint32(0x7FFF) + ((wide >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
+    is_nan = (wide & np.uint32(0x7FFFFFFF)) > np.uint32(0x7F800000)
+    return np.where(is_nan, np.uint32(0x7FC0), rounded).astype(np.uint16)
+
+
+def _as_float(bits: Bits, dtype: str) -> NDArray[np.floating]:
+    if dtype == "bfloat16":
+        return (bits.astype(np.uint32) << np.uint32(16)).view(np.float32)
+    return bits.view(f"f{bits.dtype.itemsize}")
+
+
+def _is_nan(bits: Bits, dtype: str) -> NDArray[np.bool_]:
+    return np.isnan(_as_float(np.ascontiguousarray(bits), dtype))

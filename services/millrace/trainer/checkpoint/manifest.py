@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import millrace
 from millrace.decoding import Fields, decode_object
 from millrace.errors import CorruptObjectError, InvalidStateError
-from millrace.storage.commit_points import require_checksum, with_checksum
+from millrace.storage.base import require_checksum, with_checksum
 
 if TYPE_CHECKING:
     import torch

@@ -4,7 +4,7 @@
     checkpoints/{step:08d}/manifest.json         written last and create-only: its existence is the commit
 
 A checkpoint that turned out to be damaged is written again when training comes past its step: under fresh names, with
-`manifest.r1.json` as the commit (`commit_points.py`). The damaged objects stay.
+`manifest.r1.json` as the commit (`base.py`). The damaged objects stay.
 """
 
 import contextlib
@@ -24,17 +24,16 @@ from millrace.config.sections.shared import CheckpointConfig
 from millrace.decoding import Fields
 from millrace.errors import ConflictError, CorruptObjectError, NotFoundError
 from millrace.runlog.names import Names
-from millrace.runlog.records.listing import checkpoint_at, list_checkpoints
-from millrace.storage.base import ObjectStore
+from millrace.runlog.records.run_record import checkpoint_at, list_checkpoints
+from millrace.storage.base import ObjectStore, find_newest, newest_revision, next_revision
 from millrace.storage.clean_up import delete
-from millrace.storage.commit_points import find_newest, newest_revision, next_revision
 from millrace.storage.scratch import owned_directory
 from millrace.telemetry import faults, progress
 from millrace.telemetry.faults import Point
 from millrace.telemetry.leftovers import Leftover
 from millrace.telemetry.progress import Doing
 from millrace.trainer.checkpoint.files import load_shards, needed_files, save_shards
-from millrace.trainer.checkpoint.index import ShardTensor, decode_index
+from millrace.trainer.checkpoint.index import INDEX_FILE, MAX_INDEX_BYTES, ShardTensor, decode_index
 from millrace.trainer.checkpoint.manifest import (
     FORMAT,
     MAX_MANIFEST_BYTES,
@@ -44,7 +43,6 @@ from millrace.trainer.checkpoint.manifest import (
     conditions,
     decode_checkpoint_object,
 )
-from millrace.trainer.checkpoint.proof import INDEX_FILE, MAX_INDEX_BYTES
 from millrace.trainer.gang.agreement import agreed
 from millrace.trainer.gang.distributed import Gang
 

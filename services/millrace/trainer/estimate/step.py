@@ -26,10 +26,10 @@ from millrace.config.sections.trainer import TrainerConfig
 from millrace.trainer.estimate.report import KINDS
 from millrace.trainer.gang.distributed import Gang
 from millrace.trainer.learning.batch import MicroBatch, build_micro_batch, fake_sample
-from millrace.trainer.learning.flops import FlopCount
-from millrace.trainer.learning.head import sketched
+from millrace.trainer.learning.forward import sketched
 from millrace.trainer.learning.learner import Learner, Reference, StartModel, UnadaptedModel
 from millrace.trainer.learning.optimizer import PolicyOptimizer
+from millrace.trainer.learning.packing import FlopCount
 from millrace.trainer.losses import divisor, token_losses, total_loss
 from millrace.trainer.model.expert_parallel import experts_of
 from millrace.trainer.model.lora import add_adapters, round_base

@@ -7,14 +7,175 @@ a tuple is a list.
 import contextlib
 import json
 import logging
+import os
+import socket
+import threading
 from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
+from datetime import timedelta
 from typing import Any, Protocol
 
 from google.rpc import status_pb2
+from torch import distributed as dist
+from torch.distributed.distributed_c10d import Store
 
-from millrace.decoding import decode_json, decode_message
-from millrace.errors import MillraceError, UnavailableError
+from millrace.decoding import decode_json, decode_message, decode_object
+from millrace.errors import CorruptObjectError, MillraceError, UnavailableError
 from millrace.rpc.status import from_status, to_status
+from millrace.telemetry import waits
+
+# The roll call: which rank holds up the gang.
+#
+# A collective returns when every rank has come, and says nothing of who is missing. So every rank shows itself in the
+# store through which torchrun brought the gang together, from a thread of its own; rank 0 looks, and registers a wait
+# for each rank that does not show itself (it is stopped, or its machine is gone), or that waits for something of its
+# own. A rank that failed amid a step, where the others wait for it, shows its error in the same way: rank 0 reports
+# it.
+
+PEERS = "the other ranks of the gang"
+"""What a rank waits for in a collective."""
+PERIOD_S = 1.0
+SILENT_LOOKS = 8
+"""Looks without a sign after which a rank is named. Looks are counted, not seconds: who was frozen looks at nobody."""
+OWN_WAIT_S = 10.0
+"""Age from which a rank's own wait is shown to the others."""
+_DEADLINE_S = 20.0  # a wait that is overdue is the one that `millrace run why` follows
+STORE_S = 10.0
+"""Bound of one request to the store."""
+_LONGEST_WAIT = 300
+_LONGEST_MESSAGE = 2000
+_MAX_SHOWN_BYTES = 16_000  # JSON takes up to six bytes for a character
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """Why a rank gave the run up."""
+
+    rank: int
+    reason: str
+    message: str
+
+
+OnFailure = Callable[[Failure], None]
+
+
+@dataclass(slots=True)
+class _Seen:
+    """What rank 0 knows of another rank."""
+
+    shown: bytes = b""
+    missed: int = 0
+    wait: waits.LastingWait = field(default_factory=waits.LastingWait)
+
+
+class RollCall:
+    """This rank's part of it: shows itself, and at rank 0 looks at the others. One per process of a gang."""
+
+    def __init__(self, store: Store, *, rank: int, world_size: int) -> None:
+        """`store` is this object's own: a request to it waits for no other thread's."""
+        store.set_timeout(timedelta(seconds=STORE_S))
+        self._store = store
+        self._rank = rank
+        self._peers = {peer: _Seen() for peer in range(world_size) if peer != rank} if rank == 0 else {}
+        self._world_size = world_size
+        self._failure: Failure | None = None
+        self._on_failure: OnFailure | None = None
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="roll-call", daemon=True)
+
+    def start(self) -> None:
+        """Show this rank, so that it can be described from the first moment on, and go on in a thread."""
+        self._store.set(_key(self._rank), _shown(0, None))
+        self._thread.start()
+
+    def show_failure(self, *, reason: str, message: str) -> None:
+        """Show from the next sign on why this rank gives the run up."""
+        self._failure = Failure(self._rank, reason, message[:_LONGEST_MESSAGE])
+
+    def hear_failures(self, on_failure: OnFailure) -> None:
+        """At rank 0: call back, in the roll call's thread, with each failure of another rank at every look."""
+        self._on_failure = on_failure
+
+    def stop(self) -> None:
+        """End, and return when the thread has, which may take until the bound of a request to the store.
+
+        A process that exits while one of its threads is inside torch is aborted: the thread cannot return to Python.
+        """
+        self._stopping.set()
+        self._thread.join(STORE_S)
+
+    def _run(self) -> None:
+        is_away = False
+        count = 0
+        while not self._stopping.wait(PERIOD_S):
+            count += 1
+            try:
+                self._store.set(_key(self._rank), _shown(count, self._failure))
+                for peer, seen in self._peers.items():
+                    self._look(peer, seen)
+                is_away = False
+            except dist.DistError as error:  # the agent of torchrun ends first, or is gone for a while
+                if not is_away and not self._stopping.is_set():
+                    logger.warning("the ranks' meeting place does not answer", extra={"error": str(error)})
+                is_away = True
+        for seen in self._peers.values():
+            seen.wait.over()
+
+    def _look(self, peer: int, seen: _Seen) -> None:
+        """Register the wait for a rank that holds the gang up, or end it."""
+        shown = self._store.get(_key(peer)) if self._store.check([_key(peer)]) else b""
+        seen.missed = 0 if shown != seen.shown else seen.missed + 1
+        seen.shown = shown
+        if (failure := _failure(shown)) is not None and self._on_failure is not None:
+            self._on_failure(failure)
+        if seen.missed >= SILENT_LOOKS:
+            who = _describe(peer, self._world_size, shown)
+            seen.wait.on(f"{who}, which does not show itself", key="silent", deadline_s=_DEADLINE_S)
+        elif own := _fields(shown).get("wait"):
+            who = _describe(peer, self._world_size, shown)
+            seen.wait.on(f"{who}, which waits for {own}", key="waits", deadline_s=_DEADLINE_S)
+        else:
+            seen.wait.over()
+
+
+def _key(rank: int) -> str:
+    return f"roll-call/{rank}"
+
+
+def _shown(count: int, failure: Failure | None) -> str:
+    """What a rank shows of itself; another count each time."""
+    sign = {"count": count, "pid": os.getpid(), "host": socket.gethostname(), "wait": next(_own_waits(), "")}
+    return json.dumps(sign if failure is None else {**sign, "failure": asdict(failure)})
+
+
+def _failure(shown: bytes) -> Failure | None:
+    """The failure in what a rank showed, if there is one."""
+    match _fields(shown).get("failure"):
+        case {"rank": int(rank), "reason": str(reason), "message": str(message)}:
+            return Failure(rank, reason, message)
+    return None
+
+
+def _own_waits() -> Iterator[str]:
+    """What this rank waits for, and not in a collective: the longest first."""
+    for wait in waits.snapshot("", min_age_s=OWN_WAIT_S):
+        if not wait.reason.startswith(PEERS):
+            yield wait.reason[:_LONGEST_WAIT]
+
+
+def _describe(rank: int, world_size: int, shown: bytes) -> str:
+    fields = _fields(shown)
+    where = f" (process {fields.get('pid')} on {fields.get('host')})" if fields else ""
+    return f"rank {rank} of {world_size}{where}"
+
+
+def _fields(shown: bytes) -> dict[str, object]:
+    """What a rank showed; nothing where that is no sign of ours."""
+    try:
+        return decode_object(shown, what="the sign of a rank", reason="SIGN_DAMAGED", max_bytes=_MAX_SHOWN_BYTES)
+    except CorruptObjectError:
+        return {}
+
 
 logger = logging.getLogger(__name__)
 

@@ -28,13 +28,13 @@ from millrace.errors import CorruptObjectError
 from millrace.processes.table import start_ticks
 from millrace.telemetry import waits
 from millrace.trainer.gang import agreement
+from millrace.trainer.gang.agreement import PEERS, STORE_S, OnFailure, RollCall
 from millrace.trainer.gang.devices import choose_device
-from millrace.trainer.gang.roll_call import PEERS, STORE_S, OnFailure, RollCall
 from millrace.trainer.model.context_parallel import cut_rows
 from millrace.trainer.model.expert_parallel import cut_experts
+from millrace.trainer.model.fit import cut_layers
 from millrace.trainer.model.memory import Sharding, blocks_of, hold_whole
 from millrace.trainer.model.mesh import EXPERT, TENSOR, RankLayout
-from millrace.trainer.model.tensor_parallel import cut_layers
 
 T = TypeVar("T")
 

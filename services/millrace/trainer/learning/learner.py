@@ -12,28 +12,28 @@ from torch import nn
 
 from millrace.config.sections.sft import SFTModelConfig
 from millrace.config.sections.trainer import TrainerConfig, TrainerModelConfig
-from millrace.context_length import fix_context_length
 from millrace.custom_code import CustomCode
 from millrace.device_digest import device_digest
+from millrace.models.context_length import fix_context_length
 from millrace.models.loading import check_weights, empty_model, fill_model
-from millrace.policies.adapter import AdapterSpec
+from millrace.models.torch_support import shortage_named
 from millrace.policies.digest import digest_hex, policy_digest, tensor_digest
 from millrace.policies.manifest import whole_digest
-from millrace.policies.publishing.upload import merge_digests
+from millrace.policies.peft.config import AdapterSpec
+from millrace.policies.publish import merge_digests
 from millrace.policies.tensors import TensorBytes
 from millrace.trainer.gang.agreement import agreed
 from millrace.trainer.gang.devices import resolve_determinism, seed_rank, set_determinism
 from millrace.trainer.gang.distributed import Gang
 from millrace.trainer.learning.batch import MicroBatch, Minibatch
-from millrace.trainer.learning.flops import Utilization
 from millrace.trainer.learning.forward import token_logprobs
 from millrace.trainer.learning.metrics import ExpertLoad
 from millrace.trainer.learning.optimizer import PolicyOptimizer
-from millrace.trainer.learning.packing import packing_of
+from millrace.trainer.learning.packing import Utilization, packing_of
 from millrace.trainer.learning.plan import Packing
 from millrace.trainer.losses import LossFunction, LossInputs, loss_function, token_losses
-from millrace.trainer.model.attention import use_varlen_kernel
 from millrace.trainer.model.compiled import compile_blocks
+from millrace.trainer.model.context_parallel import use_varlen_kernel
 from millrace.trainer.model.fit import fit_layout
 from millrace.trainer.model.lora import (
     add_adapters,
@@ -48,7 +48,6 @@ from millrace.trainer.model.lora import (
 from millrace.trainer.model.memory import Sharding, checkpoint_activations, defer_sharing, hold_weights
 from millrace.trainer.model.pretrained import load_model, resolve_compute_dtype, resolve_publish_dtype
 from millrace.trainer.model.published import published_share, published_tensors
-from millrace.trainer.model.shortage import shortage_named
 
 
 class LearnerConfig(Protocol):

@@ -69,3 +69,10 @@ class BackgroundLoop:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+# How a run is released.
+
+
+class StopRequested(Exception):
+    """The trainer was asked to release the run: a signal, a pause, or another assignment. Not an error."""

@@ -6,17 +6,10 @@ import torch
 
 from millrace.config.sections.loss import LossConfig
 from millrace.custom_code import CustomCode
-from millrace.trainer.losses.aggregation import divisor, token_weights
 from millrace.trainer.losses.base import LossFunction, LossInputs, PolicyLoss, TokenLosses, k3, outside_support
-from millrace.trainer.losses.cispo import cispo
-from millrace.trainer.losses.corrections import correction
+from millrace.trainer.losses.corrections import correction, divisor, log_ratio_to_reference, regularized, token_weights
 from millrace.trainer.losses.custom import load_custom_loss, try_loss
-from millrace.trainer.losses.dppo import dppo
-from millrace.trainer.losses.gspo import gspo
-from millrace.trainer.losses.importance_sampling import importance_sampling
-from millrace.trainer.losses.ipo import ipo
-from millrace.trainer.losses.ppo import ppo
-from millrace.trainer.losses.regularizers import log_ratio_to_reference, regularized
+from millrace.trainer.losses.policy import cispo, dppo, gspo, importance_sampling, ipo, ppo
 
 LOSSES: dict[str, PolicyLoss] = {
     "default": dppo,

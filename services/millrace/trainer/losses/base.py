@@ -1,7 +1,7 @@
 """What a policy loss is: a detached multiplier per token, and what is made of it.
 
 With t = trainer log-prob, i = inference log-prob, l = t - i (0 outside of the mask), r = exp(l), A = advantage and
-w = weight of the token (`aggregation.py`), the loss of a token of the rl component is
+w = weight of the token (`corrections.py`), the loss of a token of the rl component is
 
     -w A f exp(t - sg(t)),   so that its value is -w A f and its gradient -w A f * grad t,
 

@@ -6,10 +6,12 @@ A correction that weighs takes exp(p - i) out of the loss's own ratio exp(t - i)
 optimizer step of a batch the policy before it is the trained one, so that the latter is 1.
 """
 
+from dataclasses import replace
+
 import torch
 
 from millrace.config.sections.loss import CorrectionConfig, LossConfig
-from millrace.trainer.losses.base import LossInputs, between, sample_means
+from millrace.trainer.losses.base import LossFunction, LossInputs, TokenLosses, between, sample_means
 
 _WEIGHING = ("token_tis", "sequence_tis", "icepop")
 _MAX_LOG = 30.0
@@ -50,3 +52,83 @@ def _product(log_ratio: torch.Tensor, members: torch.Tensor) -> torch.Tensor:
 def _is_within(config: CorrectionConfig, ratio: torch.Tensor) -> torch.Tensor:
     below, above = between(config.low, ratio, config.high)
     return ~below & ~above
+
+
+# What a token weighs in the loss of a batch, and what the sum is divided by: no layout of rows or ranks changes it.
+
+
+def token_weights(inputs: LossInputs, config: LossConfig) -> torch.Tensor | None:
+    """The weight of every token of rows [B, T]; None where all weigh 1.
+
+    token: 1 / tokens of the batch. sequence: 1 / (samples of the batch * tokens of the sample). constant (Dr. GRPO,
+    arXiv:2503.20783): 1 / (samples of the batch * constant_tokens). prompt (arXiv:2510.13786): 1 / (groups of the batch
+    * tokens of the group). `divisor` has the batch's part of it.
+    """
+    rl_members, dtype = inputs.rl_members, inputs.advantages.dtype
+    if config.aggregation == "token":
+        return None
+    if config.aggregation == "constant":
+        tokens = 1 if config.constant_tokens is None else config.constant_tokens
+        return torch.full_like(rl_members, 1.0 / tokens, dtype=dtype)
+    counts = rl_members.sum(-1, keepdim=True) if config.aggregation == "sequence" else inputs.group_tokens
+    if counts is None:  # each row a group of its own
+        counts = rl_members.sum(-1, keepdim=True)
+    return counts.clamp_min(1).to(dtype).reciprocal().expand_as(rl_members)
+
+
+def divisor(config: LossConfig, *, num_tokens: int, num_samples: int, num_groups: int | None = None) -> int:
+    """Return what the sum over the batch is divided by: its rl tokens, or its samples or groups with any.
+
+    Without `num_groups` each sample is a group of its own.
+    """
+    if config.aggregation == "token":
+        return num_tokens
+    return num_samples if config.aggregation != "prompt" or num_groups is None else num_groups
+
+
+# What keeps a policy near a reference, or its distributions wide: a KL term and an entropy bonus.
+#
+# With t = trainer log-prob, i = inference log-prob, l = t - ref and r = exp(t - i), the gradient of KL(policy,
+# reference) is the mean of r l grad t over what was sampled. sg(r) l^2 / 2 (k2) and r (exp(-l) - 1 + l) (k3) as
+# losses have it, and so has -coef l added to the advantage (k1 in the reward) where the loss weighs by r. As a loss,
+# k1 has a gradient whose mean is 0.
+
+
+def regularized(loss_of: LossFunction, inputs: LossInputs, config: LossConfig) -> TokenLosses:
+    """The losses of `loss_of` with what `[trainer.loss] kl` and `entropy_coef` add to advantages and loss."""
+    losses = loss_of(_rewarded(inputs, config), config)
+    terms = [term for term in (_kl(inputs, config), _entropy_bonus(inputs, config)) if term is not None]
+    if not terms:
+        return losses
+    members = inputs.rl_members
+    weights = token_weights(inputs, config)
+    term = sum(terms) * inputs.rl_weights * (1.0 if weights is None else weights)
+    return replace(losses, rl=losses.rl + torch.where(members, term, 0.0))
+
+
+def log_ratio_to_reference(inputs: LossInputs) -> torch.Tensor | None:
+    """l where the policy sampled, 0 elsewhere; None without a reference."""
+    if inputs.reference_logprobs is None:
+        return None
+    return torch.where(inputs.loss_mask, inputs.trainer_logprobs - inputs.reference_logprobs, 0.0)
+
+
+def _rewarded(inputs: LossInputs, config: LossConfig) -> LossInputs:
+    log_ratio = log_ratio_to_reference(inputs)
+    if config.kl is None or config.kl.place != "reward" or log_ratio is None:
+        return inputs
+    return replace(inputs, advantages=inputs.advantages - config.kl.coef * log_ratio.detach())
+
+
+def _kl(inputs: LossInputs, config: LossConfig) -> torch.Tensor | None:
+    log_ratio = log_ratio_to_reference(inputs)
+    if config.kl is None or config.kl.place != "loss" or log_ratio is None:
+        return None
+    ratio = torch.exp(torch.where(inputs.rl_members, inputs.log_ratio, 0.0))
+    if config.kl.estimator == "k2":
+        return config.kl.coef * ratio.detach() * log_ratio**2 / 2
+    return config.kl.coef * ratio * (torch.expm1(-log_ratio) + log_ratio)
+
+
+def _entropy_bonus(inputs: LossInputs, config: LossConfig) -> torch.Tensor | None:
+    return None if inputs.entropy is None or not config.entropy_coef else -config.entropy_coef * inputs.entropy

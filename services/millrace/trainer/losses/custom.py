@@ -5,7 +5,7 @@ import torch
 from millrace.config.sections.loss import LossConfig
 from millrace.custom_code import CustomCode, bad_code
 from millrace.errors import InvalidSpecError
-from millrace.models.shortage import is_shortage
+from millrace.models.torch_support import is_shortage
 from millrace.trainer.losses.base import LossFunction, LossInputs, TokenLosses
 
 FIELD = "trainer.loss.import_path"

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn import functional
 
-from millrace.trainer.model.exchange import all_to_all
+from millrace.trainer.model.mesh import all_to_all
 
 PROVED = ("qwen3_moe",)
 """Types of models whose experts are shared out here."""

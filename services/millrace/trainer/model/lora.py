@@ -22,8 +22,7 @@ from torch.nn import functional
 from millrace.config.sections.trainer import DEFAULT_LORA_TARGETS, LoraConfig
 from millrace.errors import InvalidStateError
 from millrace.models.saved import kept_in_float32
-from millrace.policies.adapter import AdapterSpec
-from millrace.policies.peft.config import PeftConfig
+from millrace.policies.peft.config import AdapterSpec, PeftConfig
 
 _EXAMPLES = 8  # names in a message
 

@@ -12,8 +12,9 @@ from torch import nn
 
 from millrace.config.sections.sft import SFTModelConfig
 from millrace.config.sections.trainer import TrainerModelConfig
-from millrace.context_length import contexts_like
 from millrace.errors import InvalidStateError, NotFoundError
+from millrace.models.configs import with_older_tokenizer_names
+from millrace.models.context_length import contexts_like
 from millrace.models.files import (
     DOWNLOADED,
     MODEL_FILES,
@@ -24,14 +25,13 @@ from millrace.models.files import (
     small_files,
 )
 from millrace.models.loading import empty_model, fill_model
-from millrace.models.older_names import with_older_tokenizer_names
 from millrace.models.saved import saved_config
+from millrace.models.torch_support import shortage_named
 from millrace.models.vocabulary import load_tokenizer
 from millrace.policies.manifest import Probe
 from millrace.policies.stops import turn_stops, with_stops
 from millrace.telemetry import progress
 from millrace.telemetry.progress import Doing, counting_bar
-from millrace.trainer.model.shortage import shortage_named
 
 logger = logging.getLogger(__name__)
 

@@ -12,8 +12,8 @@ from torch.distributed.tensor import DTensor
 
 from millrace.errors import CapacityError
 from millrace.models.saved import SavedTensor, kept_in_float32, saved_tensors
-from millrace.policies.adapter import HIGH, LOW, published_name
-from millrace.policies.publishing.upload import TensorPart
+from millrace.policies.peft.config import HIGH, LOW, published_name
+from millrace.policies.publish import TensorPart
 from millrace.policies.tensors import TensorBytes, bits_type
 from millrace.processes.shared_memory import SharedMemory, SharedPlace
 from millrace.trainer.model.lora import adapted_layers, is_adapted, trained_tensors, weight_tensors

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 from millrace.config.sections.trainer import PolicyConfig
 from millrace.errors import ConflictError, CorruptObjectError, InvalidStateError, UnavailableError
-from millrace.policies.fetch import read_manifest
+from millrace.policies.fetch import damage_of, read_manifest
 from millrace.policies.manifest import (
     AdapterEntry,
     Encoding,
@@ -28,24 +28,26 @@ from millrace.policies.manifest import (
     TensorEntry,
     whole_digest,
 )
-from millrace.policies.publishing.publish import (
+from millrace.policies.publish import (
     DIGEST_MISMATCH,
     PublishedPolicy,
+    TensorPart,
     commit_policy,
     digest_conflict,
     existing_policy,
+    merge_digests,
+    merge_encodings,
+    pack_digests,
     upload_prefix,
 )
-from millrace.policies.publishing.share import Digests, EncodedDelta, ShareWriter
-from millrace.policies.publishing.upload import TensorPart, merge_digests, merge_encodings, pack_digests
-from millrace.policies.verify import damage_of
+from millrace.policies.share import Digests, EncodedDelta, ShareWriter
 from millrace.runlog.records.numbered import latest_epoch
-from millrace.storage.commit_points import find_newest, next_revision
+from millrace.storage.base import find_newest, next_revision
 from millrace.telemetry import faults
 from millrace.telemetry.faults import Point
 from millrace.trainer.log.hold import ROLE, require_newest
+from millrace.trainer.publish.plan import PublishTarget
 from millrace.trainer.publish.share_process import PUBLISHER_DIED
-from millrace.trainer.publish.target import PublishTarget
 
 logger = logging.getLogger(__name__)
 

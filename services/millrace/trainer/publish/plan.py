@@ -4,11 +4,17 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from millrace.config.sections.trainer import PolicyConfig
 from millrace.decoding import decode_message
 from millrace.internal.v1.policy_pb2 import PolicyEntry
+from millrace.policies.digest import decode_threads
+from millrace.policies.share import LocalShareWriter, ShareWriter
 from millrace.runlog.names import Names
-from millrace.runlog.records.listing import list_policies
+from millrace.runlog.records.run_record import list_policies
 from millrace.storage.base import ObjectStore
+from millrace.trainer.gang.distributed import Gang
+from millrace.trainer.publish.executor import Executor
+from millrace.trainer.publish.share_process import ShareWriterProcess
 from millrace.v1 import event_pb2
 
 
@@ -118,3 +124,36 @@ def published_anew(name: str, *, damage: str, uri: str) -> event_pb2.Event:
     message = f"policy {name} was damaged ({damage}) and is published anew, in full, as {uri}"
     logger.warning(message)
     return event_pb2.Event(warning=event_pb2.Warning(reason="POLICY_PUBLISHED_ANEW", message=message))
+
+
+# Where a rank publishes a run's policies, and as who.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PublishTarget:
+    """The run's place in the store, this rank's place in the gang, and the epoch that fences what it writes."""
+
+    store: ObjectStore
+    names: Names
+    gang: Gang
+    epoch: int | None
+    """None at ranks other than 0, which commit nothing."""
+    store_url: str = ""
+    """The store's, for a process that publishes; empty: none may, because nobody else can open this store."""
+    executor: Executor = Executor.AUTO
+    """Who does the work."""
+
+    def is_process(self, *, share_bytes: int) -> bool:
+        """Whether a process of its own publishes a share of that size."""
+        return self.executor.is_process(share_bytes=share_bytes, store_url=self.store_url)
+
+    def share_writer(self, config: PolicyConfig, *, is_process: bool) -> ShareWriter:
+        """What writes this rank's share of the versions, on the thread that asks or in a process of its own."""
+        skip_deltas = tuple(config.skip_deltas) if config.delta else ()
+        threads = max(1, decode_threads() // self.gang.world_size)
+        if not is_process:
+            return LocalShareWriter(self.store, skip_deltas=skip_deltas, threads=threads)
+        rank = None if self.gang.is_alone else self.gang.rank
+        return ShareWriterProcess(
+            self.store_url, skip_deltas=skip_deltas, threads=threads, run=self.names.uid, rank=rank
+        )

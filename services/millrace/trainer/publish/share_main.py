@@ -11,8 +11,8 @@ from typing import Any, NoReturn
 import numpy as np
 
 from millrace.errors import InternalError, MillraceError
-from millrace.policies.publishing.share import LocalShareWriter
-from millrace.policies.publishing.upload import TensorPart
+from millrace.policies.publish import TensorPart
+from millrace.policies.share import LocalShareWriter
 from millrace.policies.tensors import bits_type
 from millrace.processes import channel
 from millrace.processes.channel import Message

@@ -23,8 +23,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from millrace.errors import InternalError, InvalidStateError, MillraceError, UnavailableError
-from millrace.policies.publishing.share import Digests, EncodedDelta, EncodedShare
-from millrace.policies.publishing.upload import TensorPart
+from millrace.policies.publish import TensorPart
+from millrace.policies.share import Digests, EncodedDelta, EncodedShare
 from millrace.processes.channel import HelperDiedError, HelperProcess
 from millrace.processes.shared_memory import SharedMemory
 from millrace.rpc.status import from_text

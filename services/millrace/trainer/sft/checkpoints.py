@@ -4,10 +4,16 @@ They lie in the run's own directory. A run that is started again continues from 
 is refused if a key changed that makes it another training.
 """
 
+import contextlib
 import hashlib
 import json
 import logging
-from collections.abc import Mapping
+import math
+import re
+import secrets
+import shutil
+import time
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -15,19 +21,291 @@ from typing import Any, Self
 import torch
 from torch import nn
 
-from millrace.config.sections.sft import SFTConfig
+from millrace.config.sections.sft import SFTConfig, SFTEvalConfig
 from millrace.decoding import decode_object
-from millrace.errors import InvalidSpecError, Violation
+from millrace.errors import CapacityError, InvalidSpecError, InvalidStateError, UnavailableError, Violation
+from millrace.models.files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, adapter_small_files
+from millrace.policies.peft.config import AdapterSpec, base_model_name
+from millrace.policies.tensors import TensorBytes, plan_safetensors
 from millrace.runlog import ZERO_CHAIN_HASH, Names
+from millrace.storage.clean_up import RetryPolicy, remove
 from millrace.storage.local import LocalStore
-from millrace.storage.retry import RetryPolicy
-from millrace.trainer.checkpoint.checkpointer import Checkpointer
+from millrace.storage.scratch import io_errors
+from millrace.telemetry import waits
 from millrace.trainer.checkpoint.manifest import Author
-from millrace.trainer.checkpoint.resume import describe, resume
+from millrace.trainer.checkpoint.resume import Checkpointer, describe, resume
 from millrace.trainer.checkpoint.store import CheckpointStore
+from millrace.trainer.gang.agreement import agreed
 from millrace.trainer.gang.distributed import Gang
 from millrace.trainer.learning.learner import state_tensors
 from millrace.trainer.learning.optimizer import PolicyOptimizer
+from millrace.trainer.model.lora import adapted_layers, weight_tensors
+from millrace.trainer.model.published import described_tensors, merged_tensors, policy_tensors
+
+# Writes what was trained as Hugging Face directories.
+
+_WHAT = "directory of a model"
+
+
+def save_model(model: nn.Module, *, files: Mapping[str, bytes], target: Path, dtype: torch.dtype, gang: Gang) -> Path:
+    """Write the model, adapters merged into it, with its small files; whole or not at all. Collective."""
+    return write_directory(
+        target,
+        files,
+        weights="model.safetensors",
+        described=described_tensors(model, dtype=dtype),
+        tensors=merged_tensors(model, dtype=dtype),
+        gang=gang,
+    )
+
+
+def save_adapter(
+    model: nn.Module,
+    adapter: AdapterSpec,
+    *,
+    base: str,
+    files: Mapping[str, bytes],
+    target: Path,
+    dtype: torch.dtype,
+    gang: Gang,
+) -> Path:
+    """Write the adapters alone, as PEFT reads them; whole or not at all. Collective.
+
+    `files` are the small files of the whole model. What says how to use it stays, such as what ends a turn.
+    """
+    config = adapter.to_config(base_model=base_model_name(base))
+    return write_directory(
+        target,
+        {**adapter_small_files(files), ADAPTER_CONFIG: config},
+        weights=ADAPTER_WEIGHTS,
+        described=described_tensors(model, dtype=dtype, version=1),
+        tensors=policy_tensors(model, dtype=dtype, version=1),
+        gang=gang,
+    )
+
+
+def require_mergeable(model: nn.Module) -> None:
+    """InvalidStateError if an adapter is on a weight that another layer has, too: merged, it would change both."""
+    names = weight_tensors(model)
+    parameters = [id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False)]
+    for name, layer in adapted_layers(model).items():
+        if f"{name}.weight" not in names or parameters.count(id(layer.weight)) > 1:
+            raise InvalidStateError(
+                f"model.lora.target_modules names {name}, whose weight is tied to another layer's",
+                reason="LORA_TARGET_TIED",
+                remedy="leave it out: the adapter cannot be merged into the saved model",
+            )
+
+
+def try_to_save(files: Mapping[str, bytes], *, target: Path, num_bytes: int) -> None:
+    """Write the small files of a model beside where it will lie, and take them away: what saves it must not fail.
+
+    UnavailableError (DIRECTORY_UNUSABLE) if they cannot be written; CapacityError (DISK_FULL) if the disk has no room
+    for the weights, which take `num_bytes`.
+    """
+    fresh = target.with_name(f".{target.name}.new")
+    with io_errors(target, "write", setting=None):
+        try:
+            _write_small(fresh, files)
+        finally:
+            remove(fresh, what=_WHAT)
+    require_room(target.parent, num_bytes, what="the model takes")
+
+
+def require_room(directory: Path, num_bytes: int, *, what: str) -> None:
+    """CapacityError (DISK_FULL) if the disk of `directory` has no room for so many bytes, which `what` takes."""
+    with io_errors(directory, "look at", setting="output_dir"):
+        free_bytes = shutil.disk_usage(directory).free
+    if free_bytes < num_bytes:
+        raise CapacityError(
+            f"{directory} has {free_bytes} bytes free, and {what} {num_bytes}",
+            reason="DISK_FULL",
+            remedy="free disk space, or name a directory on another disk with output_dir",
+        )
+
+
+def num_bytes_of(described: Iterable[tuple[str, str, tuple[int, ...]]]) -> int:
+    """Return how many bytes tensors take that are described by name, number format and shape."""
+    return sum(math.prod(shape) * getattr(torch, tag).itemsize for _, tag, shape in described)
+
+
+def write_directory(
+    target: Path,
+    files: Mapping[str, bytes],
+    *,
+    weights: str,
+    described: Iterable[tuple[str, str, tuple[int, ...]]],
+    tensors: Iterable[tuple[str, TensorBytes]],
+    gang: Gang,
+) -> Path:
+    """Write files, and tensors as (name, format, shape) describe them, by rank 0; whole or not at all. Collective.
+
+    Each tensor is written before the next one is brought together: no rank ever holds more than one whole.
+    """
+    fresh = target.with_name(f".{target.name}.new")
+    with contextlib.ExitStack() as opened:
+        file, failure = None, None
+        with agreed(gang), io_errors(target, "write", setting=None):
+            if gang.is_leader:
+                _write_small(fresh, files)
+                file = opened.enter_context((fresh / weights).open("wb"))
+                file.write(plan_safetensors(described)[0])
+        for _, tensor in tensors:
+            if file is not None and failure is None:
+                try:
+                    file.write(tensor.data)
+                except OSError as error:  # the others wait for this rank at the next tensor, and hear of it at the end
+                    failure = error
+            del tensor
+        with agreed(gang), io_errors(target, "write", setting=None):
+            if failure is not None:
+                raise failure
+            if file is not None:
+                file.close()
+                replace_directory(fresh, target)
+    return target
+
+
+def replace_directory(fresh: Path, target: Path) -> None:
+    """Put `fresh` in the place of `target`; the old one is deleted last, and stays if the new one cannot be moved."""
+    aside = target.with_name(f".{target.name}.old")
+    if remove(aside, what=_WHAT) is not None:  # of an earlier save, whose like must not be in the way of this one
+        aside = aside.with_name(f"{aside.name}-{secrets.token_hex(4)}")
+    if target.exists():
+        target.rename(aside)
+    try:
+        fresh.rename(target)
+    except OSError:
+        if aside.exists():
+            aside.rename(target)
+        raise
+    remove(aside, what=_WHAT)
+
+
+def _write_small(directory: Path, files: Mapping[str, bytes]) -> None:
+    """Write files into a new directory, which takes the place of one that an earlier attempt left."""
+    if (left := remove(directory, what=_WHAT)) is not None:
+        raise InvalidStateError(
+            str(left),
+            reason="DIRECTORY_UNUSABLE",
+            remedy="remove it, or name another directory with output_dir",
+        )
+    directory.mkdir(parents=True)
+    for name, content in files.items():
+        (directory / name).parent.mkdir(exist_ok=True)
+        (directory / name).write_bytes(content)
+
+
+# Hands the weights of due steps to the command beside the training, which evaluates them.
+#
+# They lie in `evals/due` of the run's directory, as Hugging Face directories that appear whole: `step-N`, or `last-N`
+# for the trained model. The command takes them in order and removes each once its figures are written. What it makes
+# of them lies in `evals/step-N`.
+
+DIRECTORY, DUE, BEGUN, FIGURES = "evals", "due", "begun", "eval.json"
+_NAME = re.compile(r"(?:step|last)-(\d+)")
+_LOOK_S = 0.2
+SAY_AFTER_S = 1.0
+_SLACK_S = 300.0
+"""For the start and the end of what plays an evaluation, beyond `eval.timeout_s`."""
+
+
+class Handover:
+    """Writes due weights, and waits while too many of them are not evaluated. Collective in a gang."""
+
+    def __init__(
+        self,
+        config: SFTEvalConfig | None,
+        output: Path,
+        *,
+        model: nn.Module,
+        files: Mapping[str, bytes],
+        dtype: torch.dtype,
+        gang: Gang,
+    ) -> None:
+        """`files` and `dtype` are those of the model that is saved at the end; without a config nothing is due."""
+        self._config = config
+        self._root = output / DIRECTORY
+        self._model = model
+        self._files = files
+        self._dtype = dtype
+        self._gang = gang
+
+    @property
+    def most(self) -> int:
+        """How many copies of the weights may lie on the disk at once."""
+        return 0 if self._config is None else self._config.max_pending
+
+    def begin(self, step: int) -> None:
+        """Go on from a step: what is there of later ones is of weights that are made again, and is removed."""
+        if self._config is None:
+            return
+        with agreed(self._gang), io_errors(self._root, "write", setting="output_dir"):
+            if not self._gang.is_leader:
+                return
+            (self._root / DUE).mkdir(parents=True, exist_ok=True)
+            again = [*found(self._root), *found(self._root / DUE)]
+            left = [path for path in (self._root / DUE).iterdir() if path.name.startswith(".")]
+            for path in [*left, *(path for path in again if step == 0 or step_of(path) > step)]:
+                remove(path, what="weights or evaluations of an earlier command")
+            (self._root / BEGUN).write_text(f"{step}\n")
+
+    def maybe_hand_over(self, step: int, *, is_last: bool = False) -> None:
+        """Write the weights behind a step if an environment is due and has not been evaluated with them.
+
+        UnavailableError (EVALUATION_STUCK) if room is not made within the deadlines of the evaluations before it.
+        """
+        config = self._config
+        if config is None or not config.due(step, is_last=is_last) or self._gang.from_leader(lambda: self._has(step)):
+            return
+        self._wait_for_room(step, config)
+        target = self._root / DUE / f"{'last' if is_last else 'step'}-{step}"
+        save_model(self._model, files=self._files, target=target, dtype=self._dtype, gang=self._gang)
+
+    def _has(self, step: int) -> bool:
+        is_due = any(step_of(path) == step for path in found(self._root / DUE))
+        return is_due or (self._root / f"step-{step}" / FIGURES).exists()
+
+    def _wait_for_room(self, step: int, config: SFTEvalConfig) -> None:
+        began, deadline_s = time.monotonic(), config.max_pending * (config.timeout_s + _SLACK_S)
+        is_said = False
+        with waits.waiting(f"evaluations before that of step {step}", waits_on="inference", deadline_s=deadline_s):
+            while self._gang.from_leader(lambda: len(found(self._root / DUE))) >= config.max_pending:
+                age_s = time.monotonic() - began
+                if self._gang.is_leader and not is_said and age_s > SAY_AFTER_S:
+                    is_said = True
+                    logger.warning(
+                        f"training waits behind step {step}: {config.max_pending} evaluations are not over "
+                        "(eval.max_pending)"
+                    )
+                if self._gang.from_leader(lambda: time.monotonic() - began > deadline_s):
+                    raise UnavailableError(
+                        f"no evaluation ended within {deadline_s:g} s, and that of step {step} is due",
+                        reason="EVALUATION_STUCK",
+                        remedy="see evals/step-N/logs; start the command again, which goes on from the last checkpoint",
+                    )
+                time.sleep(_LOOK_S)
+        if is_said:
+            logger.warning(f"training goes on after {time.monotonic() - began:.1f} s")
+
+
+def found(directory: Path) -> list[Path]:
+    """Return what stands in a directory under the name of a step, in the order of the steps."""
+    return sorted(_named(directory), key=step_of)
+
+
+def _named(directory: Path) -> Iterator[Path]:
+    for path in directory.iterdir() if directory.is_dir() else ():
+        if _NAME.fullmatch(path.name):
+            yield path
+
+
+def step_of(path: Path) -> int:
+    """Return the step that a directory is named by."""
+    match = _NAME.fullmatch(path.name)
+    assert match is not None, path
+    return int(match[1])
+
 
 logger = logging.getLogger(__name__)
 

@@ -26,16 +26,15 @@ from millrace.errors import CorruptObjectError, InvalidStateError
 from millrace.models.vocabulary import require_tokenizer
 from millrace.policies.stops import turn_stops
 from millrace.rollouts.types import TrainSample
-from millrace.storage.disk import io_errors
+from millrace.storage.scratch import io_errors
 from millrace.trainer.gang.agreement import agreed
 from millrace.trainer.gang.devices import resolve_determinism, seed_rank, set_determinism
 from millrace.trainer.gang.distributed import Gang
 from millrace.trainer.learning.batch import MicroBatch, build_micro_batch
-from millrace.trainer.learning.flops import Utilization
 from millrace.trainer.learning.forward import token_logprobs
 from millrace.trainer.learning.learner import build_model
 from millrace.trainer.learning.optimizer import PolicyOptimizer
-from millrace.trainer.learning.packing import packing_of
+from millrace.trainer.learning.packing import Utilization, packing_of
 from millrace.trainer.learning.plan import in_order, plan_micro_batches
 from millrace.trainer.losses import token_losses, total_loss
 from millrace.trainer.model.compiled import take_failures
@@ -49,10 +48,9 @@ from millrace.trainer.model.pretrained import (
     with_turn_stops,
 )
 from millrace.trainer.model.published import described_tensors
-from millrace.trainer.sft.checkpoints import SFTCheckpoints
-from millrace.trainer.sft.data import FineTuningData
-from millrace.trainer.sft.saving import (
+from millrace.trainer.sft.checkpoints import (
     Handover,
+    SFTCheckpoints,
     num_bytes_of,
     require_mergeable,
     require_room,
@@ -60,6 +58,7 @@ from millrace.trainer.sft.saving import (
     save_model,
     try_to_save,
 )
+from millrace.trainer.sft.data import FineTuningData
 
 logger = logging.getLogger(__name__)
 

@@ -8,7 +8,7 @@ from millrace.config.sections.sft import DataSourceConfig, SFTConfig
 from millrace.errors import InvalidSpecError
 from millrace.models.vocabulary import require_tokenizer
 from millrace.policies.stops import turn_stops
-from millrace.trainer.sft.encoder import RowEncoder
+from millrace.trainer.sft.data import RowEncoder
 from millrace.trainer.sft.rows import Source, is_conversation, is_local, is_there, load_rows
 
 _MOST = 256

@@ -20,9 +20,9 @@ from transformers.utils.logging import disable_progress_bar
 from millrace.config.load import validate_document
 from millrace.config.sections.sft import SFTConfig
 from millrace.errors import InvalidSpecError, NotFoundError, Violation
+from millrace.models.torch_support import shortage_named
 from millrace.telemetry.logging import FILE_ONLY, setup
 from millrace.trainer.gang.distributed import Gang
-from millrace.trainer.model.shortage import shortage_named
 from millrace.trainer.sft.fine_tune import SFTStep, run_sft
 
 logger = logging.getLogger(__name__)

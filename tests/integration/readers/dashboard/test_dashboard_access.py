@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from millrace.errors import InvalidSpecError
+from millrace.readers.dashboard import app as module
 from millrace.readers.dashboard.reading import ReaderClient
-from millrace.readers.dashboard.web import guard as module
 from millrace.rpc.access import ServerAccess
 from millrace.rpc.tokens import new_token, token_line
 from millrace.storage.local import LocalStore
@@ -217,7 +217,7 @@ def nobody(directory) -> ReaderClient:
 
 
 async def test_beyond_loopback_it_needs_tls_and_tokens(store, tmp_path):
-    from millrace.readers.dashboard.web.serve import dashboard_server
+    from millrace.readers.beside import dashboard_server
 
     with pytest.raises(InvalidSpecError, match="MILLRACE_DASHBOARD_LISTEN") as caught:
         async with dashboard_server("0.0.0.0:0", KnownRuns(), nobody(tmp_path), access=ServerAccess()):
@@ -226,7 +226,7 @@ async def test_beyond_loopback_it_needs_tls_and_tokens(store, tmp_path):
 
 
 async def test_without_an_address_nothing_is_served(tmp_path):
-    from millrace.readers.dashboard.web.serve import dashboard_server
+    from millrace.readers.beside import dashboard_server
 
     async with dashboard_server(None, KnownRuns(), nobody(tmp_path)) as port:
         assert port == 0

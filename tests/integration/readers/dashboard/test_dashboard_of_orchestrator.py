@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from millrace.cli.commands.stack.dashboard import dashboard
+from millrace.cli.commands.dashboard import dashboard
 from millrace.internal.v1 import worker_service_pb2 as ws
 from millrace.internal.v1.worker_service_pb2_grpc import WorkerServiceStub
 from millrace.local.redis import free_port
-from millrace.orchestrator.api.serve import serve_orchestrator
+from millrace.orchestrator.serve import serve_orchestrator
 from millrace.rpc.channel import call, open_channel
 from millrace.telemetry.settings import Settings
 from millrace.v1 import run_pb2, run_service_pb2

@@ -11,7 +11,7 @@ import pytest
 from millrace.client import Client
 from millrace.errors import InvalidSpecError, NotFoundError, UnauthenticatedError, UnavailableError
 from millrace.local.redis import free_port
-from millrace.orchestrator.api.serve import serve_orchestrator
+from millrace.orchestrator.serve import serve_orchestrator
 from millrace.rpc.access import ClientAccess
 from millrace.rpc.channel import call, open_channel
 from millrace.rpc.tokens import new_token, token_line

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from glob import glob
 from pathlib import Path
 
-from millrace.local import preloads
+from millrace.local import stack
 from millrace_testing.chaos.stack import SERVICES
 
 _LIBRARIES = ("/usr/lib/*/faketime/libfaketimeMT.so.1", "/usr/lib64/faketime/libfaketimeMT.so.1")
@@ -38,7 +38,7 @@ class Clocks:
             "FAKETIME_CACHE_DURATION": str(_READ_AGAIN_S),
             "FAKETIME_DONT_FAKE_MONOTONIC": "1",
             "NO_FAKE_STAT": "1",  # files carry the times of the kernel, which nobody can change
-            preloads.VARIABLE: "0",  # the file is chosen when a program starts
+            stack.VARIABLE: "0",  # the file is chosen when a program starts
             "PYTHONPATH": os.pathsep.join([str(Path(__file__).with_name("clock")), *_python_path()]),
         }
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from millrace.errors import MillraceError, UnavailableError
 from millrace.internal.v1 import policy_service_pb2 as pb
 from millrace.internal.v1 import policy_service_pb2_grpc
-from millrace.local.ports import free_ports
+from millrace.local.directory import free_ports
 from millrace.local.redis import die_with_parent
 from millrace.rpc.channel import call, open_channel
 from millrace.rpc.probe import probe

@@ -31,7 +31,7 @@ from millrace.client import Client, SyncClient
 from millrace.config import RLConfig
 from millrace.config.load import load
 from millrace.errors import MillraceError, UnavailableError
-from millrace.local.ports import free_ports
+from millrace.local.directory import free_ports
 from millrace.local.redis import die_with_parent
 from millrace.processes.supervisor import tail
 from millrace.readers.audit import audit_run

@@ -13,7 +13,7 @@ import zstandard
 from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import DecodeError, Message
 
-from millrace.storage.commit_points import with_checksum
+from millrace.storage.base import with_checksum
 
 Mutate = Callable[[random.Random, bytes], bytes]
 

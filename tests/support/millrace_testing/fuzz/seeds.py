@@ -124,7 +124,7 @@ def _safetensors() -> bytes:
 
 
 def _deltas() -> Iterator[bytes]:
-    from millrace.policies.delta.codec import encode_piece
+    from millrace.policies.delta_codec import encode_piece
 
     base = delta_base()
     for share in (0.02, 0.9):
@@ -158,7 +158,7 @@ def corpus() -> Iterator[tuple[str, bytes]]:
     """Target and input."""
     from google.protobuf.timestamp_pb2 import Timestamp
 
-    from millrace.rollouts.scores import encode_scores
+    from millrace.rollouts.token_log import encode_scores
     from millrace.rollouts.types import Taught
     from millrace.rollouts.wire import encode_archive, encode_rollout, rollout_to_proto
     from millrace.runlog.redis.entry import FORMAT_MAJOR

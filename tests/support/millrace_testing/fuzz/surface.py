@@ -73,7 +73,7 @@ class Grpc(EventLoop):
 
     async def _start(self) -> None:
         from millrace.local.redis import EmbeddedRedis
-        from millrace.orchestrator.api.serve import serve_orchestrator
+        from millrace.orchestrator.serve import serve_orchestrator
         from millrace.rpc.channel import open_channel
         from millrace.telemetry.settings import Settings
 
@@ -105,8 +105,8 @@ class Grpc(EventLoop):
 
     async def _start_workers(self, place: Path) -> int:
         from millrace.env_server import service as env_service
-        from millrace.env_server.spool.files import Spool
-        from millrace.env_server.spool.sink import RolloutSink
+        from millrace.env_server.sink import RolloutSink
+        from millrace.env_server.spool import Spool
         from millrace.env_server.tokenizer_files import TokenizerFiles
         from millrace.inference.embedded.engine import EmbeddedEngine
         from millrace.inference.model_files import ModelSlot

@@ -77,7 +77,7 @@ def _json() -> m.Mutate:
 
 
 def _event() -> tuple[Any, Any]:
-    from millrace.runlog.events.reader import decode_event
+    from millrace.runlog.event_archive import decode_event
     from millrace.runlog.redis.entry import Entry
 
     return (lambda data: decode_event(Entry(id="1-7", v=2, h="", d=data, tp=""))), None
@@ -115,7 +115,7 @@ def _delta_lead() -> bytes:
 
 
 def _delta() -> tuple[Any, Any]:
-    from millrace.policies.delta.codec import decode_piece
+    from millrace.policies.delta_codec import decode_piece
     from millrace_testing.fuzz.seeds import delta_base
 
     base = delta_base()
@@ -220,7 +220,7 @@ def _tokens() -> tuple[Any, Any]:
 
 
 def _stack() -> tuple[Any, Any]:
-    from millrace.cli.address import stack_at
+    from millrace.cli.connection import stack_at
 
     path = Path(tempfile.mkdtemp(prefix="millrace-fuzz-")) / "stack.json"
 

@@ -9,9 +9,9 @@ import torch
 from millrace.inference.embedded import loader
 from millrace.inference.updater import DesiredPolicy
 from millrace.models.files import ADAPTER_CONFIG
-from millrace.policies.adapter import AdapterSpec
 from millrace.policies.manifest import AdapterEntry, PolicyPlace, Probe
-from millrace.policies.publishing.publish import PolicyContents, publish_policy
+from millrace.policies.peft.config import AdapterSpec
+from millrace.policies.publish import PolicyContents, publish_policy
 from millrace.storage.local import LocalStore
 from millrace_testing.inference.logprobs import prompt_logprobs
 

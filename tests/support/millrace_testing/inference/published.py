@@ -9,17 +9,18 @@ import numpy as np
 import torch
 
 from millrace.internal.v1.policy_pb2 import PolicyEntry
-from millrace.policies.delta.codec import encode_piece
+from millrace.policies.delta_codec import encode_piece
 from millrace.policies.digest import digest_hex, tensor_digest
 from millrace.policies.manifest import PolicyManifest, PolicyPlace, Probe, TensorEntry, whole_digest
-from millrace.policies.publishing.publish import (
+from millrace.policies.publish import (
+    Frame,
     PolicyContents,
     PublishedPolicy,
     commit_policy,
     publish_policy,
+    upload_delta,
     upload_prefix,
 )
-from millrace.policies.publishing.upload import Frame, upload_delta
 from millrace.policies.tensors import TensorBytes
 from millrace.storage.base import ObjectStore
 from millrace_testing.inference import tiny

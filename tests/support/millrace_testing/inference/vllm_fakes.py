@@ -10,7 +10,7 @@ import pytest
 
 from millrace.errors import UnavailableError
 from millrace.inference.engine import InflightMode, PolicyIdentity
-from millrace.inference.vllm import prober, ranks
+from millrace.inference.vllm import ranks, staging
 from millrace.inference.vllm.engine import VllmEngine
 from millrace.inference.vllm.gate import GenerationGate
 from millrace.policies.digest import digest_hex
@@ -138,7 +138,7 @@ async def engine(
         await client.reach("probe")
         return [-1.0]
 
-    monkeypatch.setattr(prober, "prompt_logprobs", logprobs)
+    monkeypatch.setattr(staging, "prompt_logprobs", logprobs)
     monkeypatch.setattr(ranks, "write_order", lambda *_: {})
     engine = VllmEngine(client, gate, directory=tmp_path)
     await engine.load(tmp_path, policy(), identity=FIRST)

@@ -25,7 +25,7 @@ from millrace.storage.local import LocalStore
 from millrace.trainer.gang.distributed import Gang
 from millrace.trainer.model.pretrained import load_model, policy_files
 from millrace.trainer.model.published import policy_tensors
-from millrace.trainer.sft.saving import save_model
+from millrace.trainer.sft.checkpoints import save_model
 from millrace_testing.inference import published, vllm_programs
 from millrace_testing.inference.tiny import tiny_tokenizer
 from millrace_testing.trainer.families import FAMILIES, OTHERS, keys_of, make_named

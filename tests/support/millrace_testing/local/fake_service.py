@@ -18,7 +18,7 @@ import redis
 
 from millrace.errors import AlreadyExistsError
 from millrace.policies.manifest import PolicyPlace, Probe
-from millrace.policies.publishing.publish import PolicyContents, publish_policy
+from millrace.policies.publish import PolicyContents, publish_policy
 from millrace.policies.tensors import TensorBytes
 from millrace.processes import lifeline
 from millrace.rpc.serve import Shutdown, serve

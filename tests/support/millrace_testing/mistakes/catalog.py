@@ -15,7 +15,7 @@ from pathlib import Path
 
 from safetensors.torch import load_file, save_file
 
-from millrace.local.ports import free_ports
+from millrace.local.directory import free_ports
 from millrace.rpc.tokens import new_token, token_line
 
 Prepare = Callable[[Path], object]

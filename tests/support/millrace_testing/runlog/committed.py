@@ -2,7 +2,7 @@
 
 from millrace.internal.v1 import batch_pb2
 from millrace.runlog import RunLog
-from millrace.runlog.recovery.recover import load_history
+from millrace.runlog.recover import load_history
 
 
 async def load_committed(log: RunLog) -> tuple[batch_pb2.BatchHeader | None, bytes]:

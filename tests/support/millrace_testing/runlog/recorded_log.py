@@ -24,8 +24,8 @@ from millrace.rollouts.types import (
 )
 from millrace.rollouts.wire import decode_archive, encode_archive, encode_rollout
 from millrace.runlog import EventWriter, Frontier, RunLog, Stream, chain_hash, commit_batch
-from millrace.runlog.events import archive as event_archive
-from millrace.runlog.events.archive import EventArchive
+from millrace.runlog import event_archive as event_archive
+from millrace.runlog.event_archive import EventArchive
 from millrace.runlog.names import Deployment
 from millrace.runlog.records.known import KnownObjects
 from millrace.runlog.records.run_record import load_origin
@@ -33,7 +33,7 @@ from millrace.runlog.records.scores import load_scores, name_scores, store_score
 from millrace.runlog.records.token_logs import store_token_log
 from millrace.runlog.seal import write_seal
 from millrace.storage import ObjectStore
-from millrace.storage.commit_points import revision_key, with_checksum
+from millrace.storage.base import revision_key, with_checksum
 from millrace.trainer.checkpoint.index import ShardPiece, ShardTensor, encode_index
 from millrace.v1 import event_pb2, run_pb2
 from millrace_testing.runlog.recorded_policies import Publisher, manifest_sha256, sha256

@@ -7,9 +7,8 @@ import numpy as np
 
 from millrace.internal.v1 import policy_pb2
 from millrace.policies.manifest import FileEntry, PolicyManifest, PolicyPlace, TensorEntry, whole_digest
-from millrace.policies.publishing.publish import commit_policy, upload_files, upload_prefix
-from millrace.policies.publishing.share import History
-from millrace.policies.publishing.upload import TensorPart, upload_delta, upload_full
+from millrace.policies.publish import TensorPart, commit_policy, upload_delta, upload_files, upload_full, upload_prefix
+from millrace.policies.share import History
 from millrace.runlog.names import Names
 from millrace.storage import ObjectStore
 

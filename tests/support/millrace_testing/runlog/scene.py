@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from millrace.internal.v1 import batch_pb2
-from millrace.policies.verify import prove_policies
+from millrace.policies.fetch import prove_policies
 from millrace.readers.audit import Depth, audit_run
 from millrace.rollouts.batch_wire import decode_header
 from millrace.runlog import RunLog, chain_hash, open_redis
@@ -21,9 +21,9 @@ from millrace.runlog.names import Deployment, Names, new_uid
 from millrace.runlog.records.known import describe
 from millrace.runlog.records.numbered import create_epoch
 from millrace.runlog.records.run_record import load_origin
-from millrace.storage.commit_points import with_checksum
+from millrace.storage.base import with_checksum
 from millrace.storage.local import LocalStore
-from millrace.trainer.checkpoint.proof import differences
+from millrace.trainer.checkpoint.index import differences
 from millrace.v1 import audit_pb2
 from millrace_testing.runlog.recorded_log import record
 

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from millrace.local.ports import free_ports
+from millrace.local.directory import free_ports
 from millrace.local.redis import die_with_parent
 from millrace_testing.repository import REPOSITORY
 

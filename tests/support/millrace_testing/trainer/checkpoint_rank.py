@@ -18,7 +18,7 @@ from millrace.trainer.checkpoint.store import CheckpointStore
 from millrace.trainer.gang.distributed import Gang
 from millrace.trainer.model.memory import Sharding
 from millrace.trainer.model.published import described_tensors, merged_tensors
-from millrace.trainer.sft.saving import write_directory
+from millrace.trainer.sft.checkpoints import write_directory
 
 
 class CountedStore(LocalStore):

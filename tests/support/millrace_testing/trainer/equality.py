@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from safetensors.torch import load_file
 
-from millrace.local.ports import free_port
+from millrace.local.directory import free_port
 
 STEPS, SAVED = 5, 2
 LAYOUTS: dict[str, tuple[int, dict[str, int]]] = {

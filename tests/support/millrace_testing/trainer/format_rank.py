@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from millrace.config.sections.bench import FakeDataConfig
-from millrace.config.sections.rl import RLConfig
+from millrace.config.sections.rl import FakeDataConfig, RLConfig
 from millrace.custom_code import CustomCode
 from millrace.runlog import Names
 from millrace.storage.local import LocalStore

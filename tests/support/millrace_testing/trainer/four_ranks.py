@@ -6,7 +6,7 @@
 import os
 import sys
 
-from millrace.local.ports import free_port
+from millrace.local.directory import free_port
 
 RANKS = 4
 

@@ -10,8 +10,7 @@ from millrace.storage.opening import open_store
 from millrace.telemetry import faults
 from millrace.trainer.gang.distributed import Gang
 from millrace.trainer.job import JobContext, run_job
-from millrace.trainer.log.background import BackgroundLoop
-from millrace.trainer.log.stop import StopRequested
+from millrace.trainer.log.background import BackgroundLoop, StopRequested
 from millrace.trainer.publish.executor import Executor
 
 

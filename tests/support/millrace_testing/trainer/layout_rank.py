@@ -17,7 +17,7 @@ from millrace.config.sections.rl import RLConfig
 from millrace.custom_code import CustomCode
 from millrace.errors import MillraceError
 from millrace.internal.v1 import batch_pb2
-from millrace.policies.publishing.upload import TensorPart
+from millrace.policies.publish import TensorPart
 from millrace.rollouts.types import TrainSample
 from millrace.runlog import Names
 from millrace.storage.local import LocalStore

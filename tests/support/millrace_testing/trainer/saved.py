@@ -14,13 +14,13 @@ from safetensors import safe_open
 from torch import nn
 
 from millrace.policies.manifest import PolicyPlace
-from millrace.policies.publishing.publish import PolicyContents, publish_policy
+from millrace.policies.publish import PolicyContents, publish_policy
 from millrace.policies.pull import download_hf
 from millrace.storage.local import LocalStore
 from millrace.trainer.gang.distributed import Gang
 from millrace.trainer.model.pretrained import load_model, policy_files
 from millrace.trainer.model.published import policy_tensors
-from millrace.trainer.sft.saving import save_model
+from millrace.trainer.sft.checkpoints import save_model
 from millrace_testing.inference.tiny import TEMPLATE, tiny_tokenizer
 from millrace_testing.trainer.families import FAMILIES, OTHERS, make_family, make_other
 

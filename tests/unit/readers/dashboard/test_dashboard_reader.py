@@ -10,18 +10,18 @@ import numpy as np
 import pytest
 
 from millrace.errors import InvalidSpecError, MillraceError, NotFoundError, UnavailableError
-from millrace.orchestrator.runs.config_search import ConfigText
+from millrace.orchestrator.catalog import ConfigText
+from millrace.readers.dashboard import index as columns_module
+from millrace.readers.dashboard import query as build_module
 from millrace.readers.dashboard import reader as reader_module
 from millrace.readers.dashboard.answers import INDEX_GROWING, to_json
-from millrace.readers.dashboard.index import build as build_module
-from millrace.readers.dashboard.index import columns as columns_module
-from millrace.readers.dashboard.index.columns import ROW, Columns, Shelf, Texts, packed
+from millrace.readers.dashboard.index import ROW, Columns, Shelf, Texts, packed
 from millrace.readers.dashboard.reader import Reader
 from millrace.readers.dashboard.views.tokens import of_secrets, pieces_of
 from millrace.readers.exports.conversation import content_of
-from millrace.storage.commit_points import revision_key
+from millrace.storage.base import revision_key
 from millrace.storage.local import LocalStore
-from millrace.telemetry.redact import masked
+from millrace.telemetry.logging import masked
 from millrace_testing.dashboard import NAMES, UID, RunWriter
 from millrace_testing.full_disk import largest_file
 from millrace_testing.polling import block_until

@@ -11,7 +11,7 @@ from millrace.internal.v1 import batch_pb2
 from millrace.rollouts.batch_wire import pack_batch
 from millrace.rollouts.types import PolicySpan, Purpose, Rollout, RolloutStatus, Sample, TrainSample
 from millrace.rollouts.wire import encode_archive
-from millrace.runlog.events import archive
+from millrace.runlog import event_archive
 from millrace.runlog.names import Deployment, Names
 from millrace.runlog.redis.entry import Entry
 from millrace.storage.local import LocalStore
@@ -43,7 +43,7 @@ class StoredRun:
             id_ = f"{generation}-{number}"
             entries.append(Entry(id=id_, v=1, h=hashlib.sha256(data).hexdigest(), d=data, tp=""))
         self._told = at + len(events)
-        self.store.create(NAMES.archived_events(entries[0].id, entries[-1].id), archive.encode_archive(entries))
+        self.store.create(NAMES.archived_events(entries[0].id, entries[-1].id), event_archive.encode_archive(entries))
 
     def step(self, step: int) -> list[event_pb2.Event]:
         """The events of a step."""

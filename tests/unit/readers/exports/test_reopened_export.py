@@ -8,8 +8,7 @@ import pytest
 
 pytest.importorskip("opentelemetry.exporter.otlp.proto.http", reason="needs millrace[otel]")
 
-from millrace.readers.exports.keeper import Exporter
-from millrace.readers.exports.of_run import TRACES
+from millrace.readers.exports.of_run import TRACES, Exporter
 from millrace.storage.local import LocalStore
 from millrace.v1 import event_pb2, run_pb2
 from millrace_testing.collector import Collector, collecting

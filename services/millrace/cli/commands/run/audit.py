@@ -2,9 +2,12 @@
 
 import contextlib
 import functools
+import importlib
 import json
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +20,8 @@ from millrace.cli.options import FORMAT, RUN, SERVER, STORE, options
 
 if TYPE_CHECKING:
     from millrace.client import Client
+    from millrace.readers.repair import Repair
+    from millrace.readers.replay.report import ReplayReport
     from millrace.runlog.attest import Attestation
     from millrace.runlog.names import Names
     from millrace.storage import ObjectStore
@@ -110,7 +115,7 @@ def _print(report: "audit_pb2.AuditReport", *, as_json: bool) -> None:
 
 
 def _by_server(name: str, server: str | None) -> "audit_pb2.AuditReport":
-    from millrace.cli.names import resolve
+    from millrace.cli.options import resolve
 
     async def ask(client: "Client") -> "audit_pb2.AuditReport":
         found = await resolve(client.runs, name)
@@ -201,3 +206,172 @@ def audited_head(names: "Names", report: "AuditReport") -> "Attestation":
     chain = bytes.fromhex(report.chain_hash)
     run, seal_sha256 = report.run.removeprefix("runs/"), report.seal_sha256
     return unsigned(names, run=run, step=step, chain=chain, seal_sha256=seal_sha256)
+
+
+# `millrace run repair`: what of a run is damaged, from what it can be restored, and its restoration on request.
+
+
+@click.command()
+@RUN
+@click.option("--apply", "is_applied", is_flag=True, help="Restore what can be restored; else nothing is changed.")
+@click.option("--dry-run", is_flag=True, help="Only say what is damaged; the default.")
+@click.option("--from", "backup", metavar="URL", help="A replica of the object store to restore from.")
+@click.option("--store", metavar="URL", help="The object store; else outputs/RUN/store, MILLRACE_STORE_URL, …")
+@click.option("--redis", metavar="URL", help="Also restore from what this Redis holds of the run.")
+@click.option("--prefix", metavar="NAME", help="The deployment; else MILLRACE_PREFIX, else millrace.")
+@click.option("--json", "as_json", is_flag=True, help="Print what was found as JSON.")
+def repair(
+    name: str,
+    is_applied: bool,
+    dry_run: bool,
+    backup: str | None,
+    store: str | None,
+    redis: str | None,
+    prefix: str | None,
+    as_json: bool,
+) -> int:
+    """Say what of a run is damaged or missing, and restore it with --apply. RUN is a name, or a uid.
+
+    Reads every byte of the run. Only bytes are restored that another object proves to be the right ones, and nothing is
+    overwritten: what is damaged is moved to `quarantine/` within the run first. Exits 0 if nothing is left to be done,
+    1 if something is.
+    """
+    if is_applied and dry_run:
+        raise click.UsageError("--apply and --dry-run contradict each other")
+    from millrace.readers.repair import RepairState
+
+    uid, repairs = _repair(name, is_applied, backup, store, redis, prefix)
+    if as_json:
+        click.echo(json.dumps({"run_uid": uid, "repairs": [asdict(each) for each in repairs]}, indent=2))
+    else:
+        click.echo("\n".join(_lines(uid, repairs)))
+    return EXIT_FAILED if any(each.state in (RepairState.RESTORABLE, RepairState.REFUSED) for each in repairs) else 0
+
+
+def _repair(
+    name: str, is_applied: bool, backup: str | None, store: str | None, redis: str | None, prefix: str | None
+) -> "tuple[str, list[Repair]]":
+    from millrace.cli import interrupts
+    from millrace.cli.offline.run_store import find_uid, naming, store_of, store_prefix
+    from millrace.errors import CorruptObjectError, LogGoneError, NotFoundError
+    from millrace.readers.repair import repair_run, require_run
+    from millrace.runlog import RunLog, open_redis
+    from millrace.runlog.names import Names
+    from millrace.storage import open_store
+    from millrace.storage.self_test import require_tested
+
+    (objects, meant), deployment = store_of(name, store), store_prefix(prefix)
+    if is_applied:
+        require_tested(objects, prefix=deployment).result()
+    with naming("--from"):
+        replica = None if backup is None else open_store(backup)
+    try:
+        uid = find_uid(objects, deployment, meant)
+    except (NotFoundError, CorruptObjectError, UnicodeDecodeError):
+        uid = meant.removeprefix("runs/")  # the object that leads from the name to the uid may be what is damaged
+        require_run(objects, Names(deployment, uid))
+    names = Names(deployment, uid)
+
+    async def work(_: interrupts.Interrupts) -> "list[Repair]":
+        with naming("--redis"):
+            client = None if redis is None else open_redis(redis)
+        try:
+            log = None
+            if client is not None:
+                try:
+                    log = await RunLog.open(client, objects, prefix=deployment, uid=uid)
+                except LogGoneError:
+                    click.echo("Redis does not hold the log of the run: nothing is restored from it", err=True)
+            return await repair_run(log, objects, names, backup=replica, is_applied=is_applied)
+        finally:
+            if client is not None:
+                await client.aclose()
+
+    return uid, interrupts.run(work)
+
+
+def _lines(uid: str, repairs: "list[Repair]") -> list[str]:
+    from millrace.cli.view.text import table
+    from millrace.readers.repair import RepairState
+
+    if not repairs:
+        return [f"run {uid}: nothing is damaged or missing"]
+    rows = [(_short(each.key, uid), each.problem, each.source or "–", each.state.value) for each in repairs]
+    lines = [table(rows, header=("OBJECT", "PROBLEM", "FROM", "STATE"))]
+    lines += [f"  {_short(each.key, uid)}: {each.detail}" for each in repairs]
+    lines += [f"  damaged bytes kept: {each.quarantine}" for each in repairs if each.quarantine]
+    counts = {state: sum(each.state is state for each in repairs) for state in RepairState}
+    lines.append(", ".join(f"{count} {state.value}" for state, count in counts.items() if count))
+    if counts[RepairState.RESTORABLE]:
+        lines.append("nothing was changed: --apply restores what is restorable")
+    return lines
+
+
+def _short(key: str, uid: str) -> str:
+    return key.partition(f"/runs/{uid}/")[2] or key
+
+
+# `millrace run replay`: recompute a step of a run from its log, in this process.
+
+_INSTALL = "pip install 'millrace[trainer]'"
+OnStep = Callable[[int, int], None]
+
+
+@click.command()
+@RUN
+@click.option(
+    "--step",
+    type=click.IntRange(min=1),
+    required=True,
+    metavar="K",
+    help="The step, counted from 1: it makes version K.",
+)
+@click.option(
+    "--loss",
+    metavar="MODULE:FUNCTION",
+    default=None,
+    help="Also show the metrics of the step under this loss, written like millrace.trainer.losses.policy_losses: "
+    "(LossInputs, LossConfig) -> TokenLosses.",
+)
+@STORE
+def replay(name: str, step: int, loss: str | None, store: str | None, prefix: str | None) -> int:
+    """Recompute a step of a run from its log and compare the policy with the published one, bit for bit.
+
+    Begins at the newest kept checkpoint at or before the step. Reads the object store only, writes nothing into it, and
+    needs neither Redis nor a server. Exits 0 if the digests are equal, else 1 with the tensors that differ.
+    """
+    if loss == "":
+        raise click.BadParameter("is empty; name a MODULE:FUNCTION or leave it out", param_hint="--loss")
+    from millrace.cli.offline.run_store import open_run
+    from millrace.readers.replay.report import report_lines
+    from millrace.runlog.names import Names
+
+    objects, deployment, uid = open_run(name, store, prefix)
+    names = Names(deployment, uid)
+    recompute = _recompute()
+    with _progress(name) as on_step:
+        report = recompute(objects, names, step=step - 1, loss=loss or "", on_step=on_step)
+    click.echo("\n".join(report_lines(report)))
+    return report.exit_code
+
+
+def _recompute() -> Callable[..., "ReplayReport"]:
+    """`millrace.readers.replay.steps.replay`, by name: the command line works without torch, which only this needs."""
+    try:
+        return importlib.import_module("millrace.readers.replay.steps").replay
+    except ModuleNotFoundError as error:
+        raise CliError(f"replay computes with {error.name}, which is not installed here", hint=_INSTALL) from error
+
+
+@contextmanager
+def _progress(name: str) -> Iterator[OnStep]:
+    """A bar on a terminal, else a line per step; both on standard error."""
+    if not sys.stderr.isatty():
+        yield lambda done, total: click.echo(f"replaying {name}: {done} of {total} steps", err=True)
+        return
+    from rich.console import Console
+    from rich.progress import Progress
+
+    with Progress(console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task(f"replaying {name}", total=None)
+        yield lambda done, total: progress.update(task, completed=done, total=total)

@@ -7,12 +7,14 @@ import click
 
 from millrace.cli.connection import ask_server
 from millrace.cli.errors import CliError
-from millrace.cli.options import FORMAT, SERVER_OR_STORE
+from millrace.cli.options import FORMAT, RUN, SERVER_OR_STORE
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from millrace.cli.offline.look import RunLook
+    from millrace.cli.offline.run_store import RunLook
+    from millrace.client import Client
+    from millrace.v1 import run_service_pb2 as rs
 
 MAX_RUNS = 8
 
@@ -41,8 +43,8 @@ def compare(
         )
     if store is not None and server is not None:
         raise CliError("--server asks a server and --store reads a store", hint="leave one out")
-    from millrace.cli.view.compare import chosen_metrics, compare_json, compare_lines, config_differences
-    from millrace.telemetry.redact import secrets_of
+    from millrace.cli.view.records import chosen_metrics, compare_json, compare_lines, config_differences
+    from millrace.telemetry.logging import secrets_of
 
     runs = _looks(tuple(dict.fromkeys(names)), server=server, store=store, prefix=prefix)
     there = {name for run in runs for name in run.metrics}
@@ -62,7 +64,7 @@ def compare(
 
 def _looks(names: tuple[str, ...], *, server: str | None, store: str | None, prefix: str | None) -> "Sequence[RunLook]":
     """The runs, in the order in which they were named."""
-    from millrace.cli.offline.look import looks_here, looks_there
+    from millrace.cli.offline.run_store import looks_here, looks_there
 
     found = {} if server is not None else looks_here(names, store=store, prefix=prefix, note=_note)
     if others := [name for name in names if name not in found]:
@@ -72,3 +74,79 @@ def _looks(names: tuple[str, ...], *, server: str | None, store: str | None, pre
 
 def _note(text: str) -> None:
     click.echo(text, err=True)
+
+
+# `millrace run lineage`: from a sample or a policy version back to what made it, and forward to what came of it.
+
+_MAX_VERSION = (1 << 31) - 1
+
+
+@click.command()
+@RUN
+@click.option("--sample", default=None, metavar="ID", help="A sample, such as 12-3; `millrace run samples` lists them.")
+@click.option("--version", type=click.IntRange(0, _MAX_VERSION), default=None, metavar="N", help="A policy version.")
+@FORMAT
+@SERVER_OR_STORE
+def lineage(
+    name: str,
+    sample: str | None,
+    version: int | None,
+    form: str,
+    server: str | None,
+    store: str | None,
+    prefix: str | None,
+) -> int:
+    """Show where a sample or a policy version comes from, and what came of it.
+
+    Of a sample: the policy versions that made its tokens, with their batches and checkpoints, the step that trained on
+    it, and the version that came of it. Of a version: the batch that it was made from, and what was sampled with it.
+
+    RUN is a name, the beginning of one, a uid, - for the most recent run, or the directory that `millrace rl` has
+    written; such a directory is read without a server.
+    """
+    from millrace.cli.offline.run_store import directory_of
+
+    if (sample is None) == (version is None):
+        raise CliError(
+            "say what to trace: one of --sample and --version",
+            hint="--sample 12-3 (`millrace run samples` lists ids), or --version 12",
+        )
+    if store is not None and server is not None:
+        raise CliError("--server asks a server and --store reads a store", hint="leave one out")
+    is_here = store is not None or (server is None and directory_of(name) is not None)
+    found = _here(name, sample, version, store, prefix) if is_here else _there(name, sample, version, server)
+    if form == "json":
+        from millrace.cli.view.output import message_json
+
+        click.echo(message_json(found))
+        return 0
+    from millrace.cli.view.records import lineage_lines
+
+    click.echo("\n".join(lineage_lines(found)))
+    return 0
+
+
+def _lineage_note(text: str) -> None:
+    click.echo(text, err=True)
+
+
+def _here(
+    name: str, sample: str | None, version: int | None, store: str | None, prefix: str | None
+) -> "rs.GetLineageResponse":
+    from millrace.cli.offline.run_store import open_log, open_run
+    from millrace.readers.dashboard import answers
+
+    objects, deployment, uid = open_run(name, store, prefix)
+    asked = {"sample": sample} if sample is not None else {"version": str(version)}
+    with open_log(objects, deployment, uid, note=_lineage_note) as log:
+        return answers.lineage(log.ask("get-lineage", asked), run=log.record.name)
+
+
+def _there(name: str, sample: str | None, version: int | None, server: str | None) -> "rs.GetLineageResponse":
+    from millrace.cli.options import resolve
+
+    async def ask(client: "Client") -> "rs.GetLineageResponse":
+        run = await resolve(client.runs, name)
+        return await client.runs.lineage(run.name, rollout=sample, version=version, on_note=_lineage_note)
+
+    return ask_server(server, ask, run=name)

@@ -62,7 +62,7 @@ def export_policy(name: str, step: int, directory: Path, is_merged: bool, store:
 def _find(store: "ObjectStore", names: "Names", step: int, *, run: str) -> "PolicyManifest":
     """The manifest of a version, of its newest lineage; CliError naming what there is."""
     from millrace.policies.pull import read_manifest
-    from millrace.runlog.records.listing import published_policies
+    from millrace.runlog.records.run_record import published_policies
 
     versions: list[int] = []
     for version, key in published_policies(store, names):

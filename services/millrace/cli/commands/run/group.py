@@ -2,31 +2,28 @@
 
 import datetime
 import os
+import shlex
+import shutil
+import subprocess
 import sys
 from collections.abc import AsyncIterator, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 import click
 
-from millrace.cli.commands.run.audit import attest, audit
-from millrace.cli.commands.run.compare import compare
+from millrace.cli.commands.run.audit import attest, audit, repair, replay
+from millrace.cli.commands.run.compare import compare, lineage
 from millrace.cli.commands.run.export import export, export_policy
-from millrace.cli.commands.run.fork import fork
-from millrace.cli.commands.run.lineage import lineage
-from millrace.cli.commands.run.panes import panes
-from millrace.cli.commands.run.pause import pause, resume
-from millrace.cli.commands.run.repair import repair
-from millrace.cli.commands.run.replay import replay
+from millrace.cli.commands.run.fork import fork, pause, resume
 from millrace.cli.commands.run.samples import samples
 from millrace.cli.connection import ask_server
 from millrace.cli.errors import EXIT_FAILED, CliError
-from millrace.cli.log_files import LEVELS
-from millrace.cli.options import DEFAULT_LISTEN, FORMAT, RUN, SERVER
-from millrace.cli.session.raw import OPTIONS_HELP, RawCommand
+from millrace.cli.log_files import COMPONENTS, LEVELS
+from millrace.cli.options import DEFAULT_LISTEN, FORMAT, OPTIONS_HELP, RUN, SERVER, RawCommand
 
 if TYPE_CHECKING:
+    from millrace.cli.log_files import LogQuery
     from millrace.cli.offline.ended import EndedRun
-    from millrace.cli.session.component_logs import LogQuery
     from millrace.cli.view.progress import Progress
     from millrace.client import Client
     from millrace.v1 import event_pb2, run_pb2
@@ -50,6 +47,77 @@ run.add_command(export)
 run.add_command(audit)
 run.add_command(attest)
 run.add_command(repair)
+
+
+# `millrace run panes RUN`: a terminal pane for each component of a run, in tmux.
+
+START_S = 10.0
+
+
+@click.command()
+@RUN
+@click.option("--level", type=click.Choice(LEVELS), help="Of the components only lines of this level and worse.")
+@click.option("--detach", is_flag=True, help="Only start the session, and print how to attach to it.")
+@SERVER
+def panes(name: str, level: str | None, detach: bool, server: str | None) -> None:
+    """Open a tmux session with a pane for the run's steps and one for what each of its services writes.
+
+    It shows `millrace run watch` and `millrace run logs --component NAME --follow`. Ctrl-B D leaves it, and the run
+    goes on; it is there already if it was opened before.
+    """
+    tmux = shutil.which("tmux")
+    if tmux is None:
+        raise CliError(
+            "tmux is not installed here, and it is what draws the panes",
+            hint=f"install it (apt install tmux), or see one: millrace run logs {name} --component trainer -f",
+        )
+    session = "millrace-" + "".join(char if char.isalnum() else "-" for char in name.removeprefix("runs/"))
+    where = _reached(server)
+    shown = [] if level is None else ["--level", level]
+    watching = ["watch", name, "--plain", *where]
+    commands = [watching] + [["logs", name, "--component", each, "-f", *shown, *where] for each in COMPONENTS]
+    if _tmux(tmux, "has-session", "-t", f"={session}", is_asked=True) != 0:
+        first, *others = (_shell(words) for words in commands)
+        _tmux(tmux, "new-session", "-d", "-s", session, "-c", os.getcwd(), "-x", "200", "-y", "50", first)
+        for each in others:
+            _tmux(tmux, "split-window", "-c", os.getcwd(), "-t", f"={session}:", each)
+            _tmux(tmux, "select-layout", "-t", f"={session}:", "tiled")
+    attach = ["switch-client" if "TMUX" in os.environ else "attach-session", "-t", f"={session}"]
+    if detach or not sys.stdout.isatty():
+        click.echo(shlex.join(["tmux", "attach-session", "-t", session]))
+        return
+    os.execv(tmux, [tmux, *attach])
+
+
+def _reached(server: str | None) -> list[str]:
+    """Return the options that reach the same server: panes have tmux's environment, which may be an older one."""
+    from millrace.cli.connection import OPTIONS, environ
+
+    known = environ()
+    address = server or known.get("MILLRACE_SERVER")
+    options = [] if not address else ["--server", address]
+    for option, variable in OPTIONS.items():
+        options += [option, known[variable]] if known.get(variable) else []
+    return options + (["--insecure"] if known.get("MILLRACE_INSECURE") else [])
+
+
+def _shell(words: list[str]) -> str:
+    """Return the command of a pane, which stays until a key is pressed, because its last lines say how it ended."""
+    command = shlex.join([sys.executable, "-m", "millrace.cli", "run", *words])
+    return f"{command}; printf '(ended; Enter closes)'; read _"
+
+
+def _tmux(tmux: str, *words: str, is_asked: bool = False) -> int:
+    """Have tmux do it; CliError with what it says where it does not, unless the exit code is what is asked for."""
+    try:
+        done = subprocess.run([tmux, *words], capture_output=True, text=True, timeout=START_S, check=False)
+    except subprocess.TimeoutExpired as error:
+        raise CliError(f"tmux has not answered within {START_S:.0f} s", hint="see whether `tmux ls` does") from error
+    if done.returncode != 0 and not is_asked:
+        raise CliError(f"tmux {words[0]}: {done.stderr.strip() or done.returncode}", hint="see `tmux ls`")
+    return done.returncode
+
+
 run.add_command(panes)
 run.add_command(pause)
 run.add_command(resume)
@@ -62,10 +130,8 @@ run.add_command(compare)
 def submit(arguments: tuple[str, ...]) -> int:
     """Submit a run: millrace run submit @ rl.toml [--KEY VALUE ...] [--follow]."""
     from millrace.cli import interrupts
-    from millrace.cli.address import explain_unreachable
-    from millrace.cli.session.dry_run import print_config
-    from millrace.cli.session.prepare import prepare
-    from millrace.cli.stacks import shared_address
+    from millrace.cli.connection import explain_unreachable, shared_address
+    from millrace.cli.session.prepare import prepare, print_config
 
     if arguments and os.path.isfile(arguments[0]):
         arguments = ("@", *arguments)
@@ -109,7 +175,7 @@ def submit(arguments: tuple[str, ...]) -> int:
 @SERVER
 def list_runs(states: tuple[str, ...], limit: int, form: str, server: str | None) -> None:
     """List runs, newest first, with the local ones whose own stack has ended; a server that is named is asked alone."""
-    from millrace.cli.address import is_listening, server_address
+    from millrace.cli.connection import is_listening, server_address
     from millrace.cli.offline.ended import list_ended
 
     wanted = [_state(text) for text in states]
@@ -130,8 +196,7 @@ def list_runs(states: tuple[str, ...], limit: int, form: str, server: str | None
 
 def _print_runs(served: "Sequence[run_pb2.Run]", here: "Sequence[EndedRun]", *, limit: int, form: str) -> None:
     """Print the runs of a server and those that are here, one line each."""
-    from millrace.cli.view.output import runs_json, runs_table
-    from millrace.cli.view.paint import Paint
+    from millrace.cli.view.output import Paint, runs_json, runs_table
 
     known = {run.uid for run in served}
     ended = {each.run.uid: each for each in here if each.run.uid not in known}
@@ -154,10 +219,9 @@ def _print_runs(served: "Sequence[run_pb2.Run]", here: "Sequence[EndedRun]", *, 
 @SERVER
 def show(name: str, form: str, server: str | None) -> None:
     """Show one run; on a terminal with its curves."""
-    from millrace.cli.names import resolve
     from millrace.cli.offline.ended import ask_or_read
-    from millrace.cli.view.output import message_json, run_details
-    from millrace.cli.view.paint import Paint
+    from millrace.cli.options import resolve
+    from millrace.cli.view.output import Paint, message_json, run_details
     from millrace.cli.view.view import is_fancy
 
     async def act(client: "Client") -> None:
@@ -211,14 +275,14 @@ def watch(name: str, plain: bool, form: str, server: str | None) -> None:
     """
     import json
 
-    from millrace.cli.names import resolve
     from millrace.cli.offline.ended import ask_or_read
+    from millrace.cli.options import resolve
     from millrace.cli.session.follow import require_success
     from millrace.cli.session.results import summary_lines, watched_summary
     from millrace.cli.session.run_session import follow_or_detach
     from millrace.cli.view.progress import Progress
     from millrace.cli.view.view import JsonView, make_view
-    from millrace.runlog.events.run_status import is_terminal
+    from millrace.runlog.run_status import is_terminal
 
     async def act(client: "Client") -> None:
         found = await resolve(client.runs, name)
@@ -271,8 +335,8 @@ def logs(name: str, component: str | None, form: str, server: str | None, **opti
     services elsewhere it says which command shows them, and prints what the component told the run's log.
     """
     from millrace.cli import interrupts
+    from millrace.cli.log_files import LogQuery, own_logs, require_component, show_own
     from millrace.cli.offline.ended import ask_or_read
-    from millrace.cli.session.component_logs import LogQuery, own_logs, require_component, show_own
     from millrace.cli.view.progress import Progress
 
     if component is not None and form == "json":
@@ -309,9 +373,8 @@ def _show_event(
 
 
 async def _component_logs(client: "Client", name: str, query: "LogQuery") -> None:
-    from millrace.cli.log_files import stack_logs
-    from millrace.cli.names import resolve
-    from millrace.cli.session.component_logs import elsewhere, require_component, show_shared
+    from millrace.cli.log_files import elsewhere, require_component, show_shared, stack_logs
+    from millrace.cli.options import resolve
 
     require_component(query.component, stack_logs(client.address))
     found = await resolve(client.runs, name)
@@ -325,7 +388,7 @@ async def _event_lines(
     client: "Client", name: str, *, is_follow: bool, form: str = "table", writer: str = "", level: str | None = None
 ) -> None:
     from millrace.cli.log_files import process_logs
-    from millrace.cli.names import resolve
+    from millrace.cli.options import resolve
     from millrace.cli.view.progress import Progress
 
     found = await resolve(client.runs, name)
@@ -360,9 +423,9 @@ def _say_names(progress: "Progress", form: str) -> None:
 @SERVER
 def cancel(name: str, reason: str, server: str | None) -> None:
     """Ask a run to end; it ends as CANCELLED at its next step boundary."""
-    from millrace.cli.names import resolve
     from millrace.cli.offline.ended import ask_or_read, refuse
-    from millrace.runlog.events.run_status import state_name
+    from millrace.cli.options import resolve
+    from millrace.runlog.run_status import state_name
 
     async def act(client: "Client") -> None:
         found = await resolve(client.runs, name)
@@ -381,8 +444,8 @@ def cancel(name: str, reason: str, server: str | None) -> None:
 @SERVER
 def why(name: str, form: str, server: str | None) -> None:
     """Say what every service of a run waits for right now, and what holds it up."""
-    from millrace.cli.names import resolve
     from millrace.cli.offline.ended import ask_or_read
+    from millrace.cli.options import resolve
     from millrace.cli.view.output import explanation, message_json, summed_up
     from millrace.errors import NotFoundError
 

@@ -76,8 +76,8 @@ def samples(
         for each in shown:
             click.echo(json.dumps(each.to_json()))
         return 0
-    from millrace.cli.view.paint import Paint
-    from millrace.cli.view.samples import sample_lines, sample_table
+    from millrace.cli.view.output import Paint
+    from millrace.cli.view.records import sample_lines, sample_table
 
     if is_full:
         click.echo("\n".join(line for each in shown for line in sample_lines(each)))

@@ -13,9 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from millrace.errors import InvalidSpecError, Violation
-from millrace.inference.http.parsers.calls import ToolCall
-from millrace.inference.http.parsers.hermes import parse_hermes
-from millrace.inference.http.parsers.llama3_json import parse_llama3_json
+from millrace.inference.http.parsers.calls import ToolCall, parse_hermes, parse_llama3_json
 from millrace.inference.http.parsers.qwen3_xml import parse_qwen3_xml
 from millrace.inference.http.parsers.reasoning import (
     CLOSE,

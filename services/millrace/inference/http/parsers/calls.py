@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from millrace.decoding import decode_object
@@ -54,3 +54,58 @@ def object_end(text: str, begin: int) -> int:
 def as_json(value: Any) -> str:
     """Arguments as the API gives them: always JSON, also where the model wrote a string in the place of an object."""
     return json.dumps(value, ensure_ascii=False)
+
+
+# `hermes`: `<tool_call>{"name": …, "arguments": …}</tool_call>`, which Qwen models up to Qwen3 are trained on.
+
+OPEN, CLOSE = "<tool_call>", "</tool_call>"
+_CALL = re.compile(re.escape(OPEN) + r"\s*+(?=\{)")
+_END = re.compile(r"\s*+(?:" + re.escape(CLOSE) + r"|\Z)")
+
+
+def parse_hermes(text: str, _: Sequence[Mapping[str, Any]]) -> tuple[str | None, list[ToolCall]] | None:
+    """What stands before the first call, and all calls; None unless every one of them can be read.
+
+    A tag that no object follows is mentioned, as long as no call was made. The last call needs no closing tag: models
+    are often stopped by it. Text between and behind calls is dropped.
+    """
+    begins = _CALL.search(text)
+    if begins is None:
+        return None
+    first, at = begins.start(), begins.start()
+    calls: list[ToolCall] = []
+    while at >= 0:
+        begins = _CALL.match(text, at)
+        end = object_end(text, begins.end()) if begins is not None else -1
+        call = call_of_json(text[begins.end() : end], arguments=("arguments",)) if begins and end >= 0 else None
+        if call is None or _END.match(text, end) is None:
+            return None
+        calls.append(call)
+        at = text.find(OPEN, end)
+    return text[:first], calls
+
+
+# `llama3_json`: bare objects `{"name": …, "parameters": …}`, as Llama 3 writes them.
+
+
+def parse_llama3_json(text: str, _: Sequence[Mapping[str, Any]]) -> tuple[str | None, list[ToolCall]] | None:
+    """All calls and no content: with this format a text either calls or talks.
+
+    None unless every object of the text is a call.
+    """
+    calls: list[ToolCall] = []
+    for piece in _objects(text):
+        call = None if piece is None else call_of_json(piece, arguments=("arguments", "parameters"))
+        if call is None:
+            return None
+        calls.append(call)
+    return (None, calls) if calls else None
+
+
+def _objects(text: str) -> Iterator[str | None]:
+    """Each outermost `{…}`, and None if the last one never ends. Quotes count inside of objects only."""
+    at = text.find("{")
+    while at >= 0:
+        end = object_end(text, at)
+        yield text[at:end] if end >= 0 else None
+        at = text.find("{", end) if end >= 0 else -1

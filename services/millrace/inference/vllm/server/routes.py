@@ -14,7 +14,8 @@ What vLLM has no field for would be ignored: if an answer depends on it, it is r
 import asyncio
 import json
 import logging
-from collections.abc import Awaitable, Callable, Collection, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Collection, Mapping
+from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,17 +29,16 @@ from millrace.errors import (
     UnavailableError,
 )
 from millrace.inference.engine import STALL_S, EngineState
-from millrace.inference.http import limits
+from millrace.inference.http import access
 from millrace.inference.http.schema import separated, special_texts
 from millrace.inference.model_files import ModelSlot
 from millrace.inference.updater import PolicyUpdater
 from millrace.inference.vllm.engine import VllmEngine
 from millrace.inference.vllm.gate import CALLS, Calls, GenerationGate
-from millrace.inference.vllm.server.spans import add_last_spans, add_spans, name_tokens, rewritten
-from millrace.rollouts import choices_wire, parameters
+from millrace.rollouts import parameters
+from millrace.rollouts import parameters as choices_wire
 from millrace.rollouts.parameters import Fate, Parameter, check_parameters, check_tools
 
-# vllm and what comes with it are in their own environment, which the type checker does not see.
 import msgspec  # isort: skip # pyright: ignore[reportMissingImports]
 from fastapi import APIRouter, Request  # isort: skip # pyright: ignore[reportMissingImports]
 from fastapi.responses import JSONResponse, Response, StreamingResponse  # isort: skip # pyright: ignore[reportMissingImports]
@@ -127,9 +127,9 @@ async def chat(request: ChatCompletionRequest, raw_request: Request) -> Response
     """OpenAI's chat; vLLM renders, generates and parses."""
     await _require_read(raw_request, request, parameters.CHAT)
     check_tools((await raw_request.json()).get("tools") or [])
-    limits.check_completions(1, request.n or 1)
-    limits.check_stops(request.stop)
-    limits.check_chat(request.messages, request.tools, _room(raw_request))
+    access.check_completions(1, request.n or 1)
+    access.check_stops(request.stop)
+    access.check_chat(request.messages, request.tools, _room(raw_request))
     request.stop, request.stop_token_ids = _stops(request, raw_request)
     serving = raw_request.app.state.openai_serving_chat
     return await _serve(raw_request, lambda: serving.create_chat_completion(request, raw_request), _Spans.of(request))
@@ -142,8 +142,8 @@ async def completions(request: CompletionRequest, raw_request: Request) -> Respo
     """OpenAI's completions. `max_tokens` beyond the context is cut to it, where vLLM alone would refuse it."""
     await _require_read(raw_request, request, parameters.COMPLETIONS)
     room = _room(raw_request)
-    limits.check_stops(request.stop)
-    limits.check_prompt(request.prompt, request.n or 1, room)
+    access.check_stops(request.stop)
+    access.check_prompt(request.prompt, request.n or 1, room)
     request.stop, request.stop_token_ids = _stops(request, raw_request)
     if request.max_tokens is not None:
         request.max_tokens = min(request.max_tokens, room)
@@ -160,9 +160,9 @@ async def generate(request: GenerateRequest, raw_request: Request) -> Response:
     sampling = request.sampling_params
     said = (await raw_request.json()).get("sampling_params")
     _require_fields(said, type(sampling).__struct_fields__, parameters.GENERATE_SAMPLING, where="sampling_params.")
-    limits.check_completions(1, sampling.n)
-    limits.check_stops(sampling.stop, field="sampling_params.stop")
-    limits.check_tokens([request.token_ids], _room(raw_request), field="token_ids")
+    access.check_completions(1, sampling.n)
+    access.check_stops(sampling.stop, field="sampling_params.stop")
+    access.check_tokens([request.token_ids], _room(raw_request), field="token_ids")
     stop, ids = _stops(sampling, raw_request)
     if ids != sampling.stop_token_ids:  # made anew: it counts its stop tokens once
         sampling = request.sampling_params = msgspec.structs.replace(sampling, stop=stop, stop_token_ids=ids)
@@ -335,3 +335,64 @@ def _error(error: Exception) -> Response:
     wait_s = getattr(error, "retry_after_s", None)
     headers = {"Retry-After": str(int(wait_s or 1))} if status in (429, 503) else {}
     return JSONResponse(body, status_code=status, headers=headers)
+
+
+# Which policy made which token of an answer: vLLM's spans, put into the bodies and streams of its own handlers.
+#
+# A streamed choice has its spans in its last chunk, the one that says how it ended; token ids and log-probs come with
+# the chunks, as vLLM sends them, and joined are those of the answer in one piece: the spans' indexes count over them.
+
+_DATA = "data: "
+
+
+def add_spans(body: dict[str, Any], calls: Calls) -> None:
+    """`policy_spans` of every choice of a whole answer; the choices are those of the calls, in order."""
+    outputs = [found[index] for found in calls.outputs for index in sorted(found)]
+    if len(outputs) != len(body["choices"]):
+        raise UnavailableError("a choice has no end", reason="GENERATION_ABORTED", remedy="retry")
+    for choice, output in zip(body["choices"], outputs, strict=True):
+        choice["policy_spans"] = spans_of(output)
+        if choice.get("token_ids") is not None and len(choice["token_ids"]) != len(output.token_ids):
+            raise UnavailableError("a choice is not that of its spans", reason="GENERATION_ABORTED", remedy="retry")
+
+
+def add_last_spans(chunk: dict[str, Any], calls: Calls, *, per_call: int) -> None:
+    """`policy_spans` of every choice that ends with this chunk of a stream; each call makes `per_call` choices."""
+    for choice in chunk.get("choices") or []:
+        if choice.get("finish_reason") is not None:
+            number, index = divmod(choice["index"], per_call)
+            choice["policy_spans"] = spans_of(calls.outputs[number][index])
+
+
+def name_tokens(body: dict[str, Any]) -> None:
+    """Name the log-probs of `/inference/v1/generate` as its clients want them: `token_id:N`.
+
+    Those of an answer that is asked for as text have the texts of their tokens, and keep them.
+    """
+    for choice in body.get("choices") or []:
+        for entry in (choice.get("logprobs") or {}).get("content") or []:
+            if "token_id" in entry:
+                entry["token"] = f"token_id:{entry['token_id']}"
+
+
+async def rewritten(events: AsyncGenerator[str, None], change: Callable[[dict[str, Any]], None]) -> AsyncIterator[str]:
+    """vLLM's server-sent events with every JSON object changed; an error's object and [DONE] have no choices."""
+    async with aclosing(events):
+        async for event in events:
+            text = event.strip().removeprefix(_DATA)
+            if not event.startswith(_DATA) or not text.startswith("{"):
+                yield event
+                continue
+            chunk = json.loads(text)
+            change(chunk)
+            yield f"{_DATA}{json.dumps(chunk, separators=(',', ':'), ensure_ascii=False)}\n\n"
+
+
+def spans_of(output: Any) -> list[dict[str, int]]:
+    """The spans of a finished choice [start, end) over its tokens, in order; empty if vLLM reports none."""
+    return [_span(span) for span in output.weight_versions or ()]
+
+
+def _span(span: Any) -> dict[str, int]:
+    lineage, _, version = str(span.version).partition("-")
+    return {"lineage": int(lineage), "version": int(version), "start": span.start, "end": span.end}

@@ -20,16 +20,19 @@ import torch
 from millrace.errors import InvalidStateError
 from millrace.inference.vllm.lora import on_base
 from millrace.inference.vllm.ranks import AnsweringWorker, OrderFiles
-from millrace.inference.vllm.workers.layout import Layout, Region, Slot, trace
-from millrace.inference.vllm.workers.memory import (
+from millrace.inference.vllm.workers.layout import (
     ChangeSlice,
+    Layout,
     ModelMemory,
+    Region,
+    Slot,
     Write,
     box_of,
     parameter_of,
     slices_of,
     source_of,
     tensor_of,
+    trace,
     writes_of,
 )
 from millrace.inference.vllm.workers.node_copy import FetchingWorker

@@ -9,8 +9,8 @@ import numpy as np
 
 from millrace.errors import CorruptObjectError, MillraceError, NotFoundError
 from millrace.internal.v1 import batch_pb2
-from millrace.readers.dashboard.index.columns import Columns, Segment
-from millrace.readers.dashboard.index.query import parse_id, row_json, sample_id
+from millrace.readers.dashboard.index import Columns, Segment
+from millrace.readers.dashboard.query import parse_id, row_json, sample_id
 from millrace.readers.dashboard.views.facts import RunFacts
 from millrace.readers.dashboard.views.tokens import Asked, TrainerLogprobs, Vocabulary, not_trained, of_secrets
 from millrace.readers.exports.conversation import given_of, messages_of
@@ -21,7 +21,7 @@ from millrace.runlog.names import Names
 from millrace.runlog.records.frontier import chain_hash
 from millrace.runlog.records.revisions import read_archive
 from millrace.storage import ObjectStore
-from millrace.telemetry.redact import MASK
+from millrace.telemetry.logging import MASK
 
 MAX_TOKENS = 4096
 """On one page of tokens."""

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from millrace.readers.dashboard.answers import of_message
-from millrace.readers.dashboard.index.columns import Columns
+from millrace.readers.dashboard.index import Columns
 from millrace.readers.dashboard.looking import Looking
 from millrace.readers.exports.metrics import EventFollower, rows_of
 from millrace.runlog.names import Names

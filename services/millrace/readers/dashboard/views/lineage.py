@@ -6,8 +6,8 @@ from typing import Any
 import numpy as np
 
 from millrace.errors import CorruptObjectError, NotFoundError
-from millrace.readers.dashboard.index.columns import Columns
-from millrace.readers.dashboard.index.query import row_json
+from millrace.readers.dashboard.index import Columns
+from millrace.readers.dashboard.query import row_json
 from millrace.readers.dashboard.views.facts import RunFacts
 from millrace.rollouts.batch_wire import MAX_HEADER_BYTES, decode_header
 from millrace.runlog.names import Names

@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from millrace.readers.dashboard.index.columns import Columns
+from millrace.readers.dashboard.index import Columns
 from millrace.readers.dashboard.views.facts import RunFacts
-from millrace.runlog.events.run_status import state_name
-from millrace.telemetry.redact import redacted_beginning
+from millrace.runlog.run_status import state_name
+from millrace.telemetry.logging import redacted_beginning
 from millrace.v1 import event_pb2
 
 STEPS_DEFAULT, STEPS_MAX = 20, 500

@@ -21,12 +21,11 @@ from millrace.readers.dashboard.views.facts import RunFacts
 from millrace.rollouts.token_log import LoggedSample, TokenLog, samples_by_part
 from millrace.rollouts.types import Rollout
 from millrace.runlog.names import Names
-from millrace.runlog.records.listing import list_policies
-from millrace.runlog.records.run_record import RunRecord
+from millrace.runlog.records.run_record import RunRecord, list_policies
 from millrace.runlog.records.token_logs import find_token_log, load_token_log
 from millrace.storage import ObjectStore
-from millrace.storage.commit_points import newest_revision
-from millrace.telemetry.redact import secret_spans
+from millrace.storage.base import newest_revision
+from millrace.telemetry.logging import secret_spans
 
 _KEPT, _MAX_KEPT_BYTES = 2, 32 << 20
 _MAX_NAMED = 12

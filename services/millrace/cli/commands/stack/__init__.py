@@ -1,1 +1,0 @@
-"""Commands about a stack or a deployment as a whole."""

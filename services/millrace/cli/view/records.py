@@ -1,0 +1,295 @@
+"""Samples in a terminal: one line each, or the whole conversation.
+
+What a model wrote may hold anything: control characters are shown as signs, so no sample can steer a terminal.
+"""
+
+import datetime
+import json
+import math
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from millrace.cli.offline.run_store import RunLook
+from millrace.cli.offline.samples import SampleRecord
+from millrace.cli.view.output import Paint
+from millrace.cli.view.text import curve, printable, size, table
+from millrace.config import EvalRunConfig, RLConfig
+from millrace.config.tree import differences
+from millrace.readers.exports.conversation import content_of, given_of, messages_of
+from millrace.telemetry.logging import masked
+from millrace.v1 import lineage_pb2, rollout_pb2
+from millrace.v1 import run_service_pb2 as rs
+
+if TYPE_CHECKING:
+    from millrace.rollouts.types import Rollout
+
+PLAIN = Paint()
+_MAX_CELL = 60
+
+
+def sample_table(samples: Sequence[SampleRecord], *, paint: Paint = PLAIN) -> str:
+    """One line a sample: where it belongs, its reward, and the beginnings of prompt and reply."""
+    rows = []
+    for found in samples:
+        rollout, messages = found.rollout, messages_of(found.rollout)
+        first = next((content_of(m) for m in messages if m.get("role") == "user"), "")
+        last = content_of(messages[-1]) if messages and messages[-1].get("role") != "user" else ""
+        rows.append(
+            [
+                found.id,
+                f"{rollout.env}{_evaluated(rollout)}",
+                f"{rollout.ordinal}.{rollout.member}",
+                str(rollout.status),
+                _reward(rollout),
+                str(rollout.num_tokens or "–"),
+                _cell(first),
+                _cell(last if rollout.error is None else f"{rollout.error.type}: {rollout.error.message}"),
+            ]
+        )
+    return table(
+        rows,
+        header=["id", "environment", "task", "status", "reward", "tokens", "prompt", "reply or error"],
+        paint=paint.sample_cell,
+    )
+
+
+def sample_lines(found: SampleRecord) -> Iterator[str]:
+    """A sample in full."""
+    rollout = found.rollout
+    yield (
+        f"── {found.id}  batch {found.step} (of step {found.step + 1})  {rollout.env}{_evaluated(rollout)}  "
+        f"task {rollout.ordinal}.{rollout.member}  {rollout.status}  "
+        f"reward {_reward(rollout)}  {rollout.num_tokens or '–'} tokens  {rollout.num_turns or '–'} turns  "
+        f"policy {_versions(rollout)}  {rollout.seconds:.1f} s"
+    )
+    metrics = "  ".join(f"{name} {value:.3g}" for name, value in sorted(rollout.metrics.items()))
+    if metrics or rollout.stop_condition:
+        yield printable(f"   {metrics}  stop: {rollout.stop_condition or '–'}").rstrip()
+    if rollout.error is not None:
+        yield printable(f"   {rollout.error.type}: {rollout.error.message}")
+        yield from (printable(f"   {line}") for line in rollout.error.frames.splitlines())
+    for name, value in given_of(rollout).items():
+        yield printable(f"   {name}: {value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)}")
+    for message in messages_of(rollout):
+        yield f"{printable(str(message.get('role', '?')))}:"
+        yield from (f"  {line}" for line in printable(content_of(message)).split("\n"))
+    yield ""
+
+
+def _reward(rollout: "Rollout") -> str:
+    """Return the advantage as text: one that failed has none."""
+    return f"{rollout.reward:.3f}" if rollout.error is None else "–"
+
+
+def _versions(rollout: "Rollout") -> str:
+    """Return the oldest and the newest version that answered; none did where no token came."""
+    if rollout.min_version is None:
+        return "–"
+    oldest, newest = f"v{rollout.min_version}", f"v{rollout.max_version}"
+    return oldest if oldest == newest else f"{oldest}–{newest}"
+
+
+def _evaluated(rollout: "Rollout") -> str:
+    """Behind the environment of a rollout with which a run's policy was evaluated: its version."""
+    if rollout.purpose.value != "eval" or rollout.min_version is None:
+        return ""
+    newest = "" if rollout.min_version == rollout.max_version else f"–v{rollout.max_version}"
+    return f" (eval of v{rollout.min_version}{newest})"
+
+
+def _cell(text: str) -> str:
+    line = printable(text.replace("\n", "⏎"))
+    return line if len(line) <= _MAX_CELL else line[: _MAX_CELL - 1] + "…"
+
+
+# Where a rollout or a policy version comes from and what came of it, as indented lines.
+
+_MOST_STEPS = 24
+
+
+def lineage_lines(found: rs.GetLineageResponse) -> list[str]:
+    """The story of what was asked for, the past first."""
+    if found.WhichOneof("lineage") == "rollout":
+        return list(_of_rollout(found.rollout))
+    return list(_of_version(found.version))
+
+
+def _of_rollout(found: lineage_pb2.RolloutLineage) -> Iterator[str]:
+    yield from _rollout(found.rollout)
+    yield "made by"
+    for each in found.made_by:
+        yield from _version(each, with_batch=True)
+    if not found.made_by:
+        yield "  no policy: nothing of it was sampled"
+    yield "trained on in" if found.rollout.is_trained else "resolved by, and not trained on in"
+    yield from _batch(found.batch)
+    if found.HasField("became"):
+        yield "which made"
+        yield from _version(found.became)
+
+
+def _of_version(found: lineage_pb2.VersionLineage) -> Iterator[str]:
+    yield from _version(found.version)
+    if found.version.HasField("batch"):
+        yield "made from"
+        yield from _batch(found.version.batch)
+        yield from _some(found.made_from)
+    yield "sampled tokens of"
+    yield from _some(found.made)
+    if found.trained_steps:
+        steps = ", ".join(str(batch + 1) for batch in found.trained_steps[:_MOST_STEPS])
+        more = " …" if len(found.trained_steps) > _MOST_STEPS else ""
+        yield f"  trained on in step{'s' if len(found.trained_steps) > 1 else ''} {steps}{more}"
+    yield "next"
+    if found.HasField("next"):
+        yield from _version(found.next)
+    else:
+        yield f"  version {found.version.version + 1} is not there"
+
+
+def _version(each: lineage_pb2.TracedVersion, *, with_batch: bool = False) -> Iterator[str]:
+    tokens = f"  {each.num_tokens} tokens" if each.num_tokens else ""
+    yield f"  policy v{each.version}{tokens}{_published(each)}"
+    if each.digest:
+        yield f"    digest      {each.digest}"
+    if each.uri:
+        yield f"    manifest    {each.uri}"
+    if each.replicas:
+        yield f"    served by   {', '.join(dict.fromkeys(map(printable, each.replicas)))}"
+    if each.HasField("checkpoint"):
+        saved = each.checkpoint
+        yield f"    checkpoint  step {saved.step}  {size(saved.size_bytes)}  {saved.uri}"
+    if with_batch and each.HasField("batch"):
+        yield f"    made from   batch {each.batch.step}  {each.batch.key or '(not there)'}"
+
+
+def _published(each: lineage_pb2.TracedVersion) -> str:
+    if each.HasField("publish_time"):
+        when = each.publish_time.ToDatetime(datetime.UTC)
+        return f"  published {when:%Y-%m-%d %H:%M:%S} UTC, {size(each.size_bytes)} ({each.codec or '?'})"
+    return "  the start policy" if each.version == 0 else "" if each.is_known else "  not published yet"
+
+
+def _batch(each: lineage_pb2.TracedBatch) -> Iterator[str]:
+    if not each.key:
+        yield f"  step {each.step + 1}, whose batch {each.step} is not there"
+        return
+    reward = f", mean reward {each.reward_mean:.3f}" if each.HasField("reward_mean") else ""
+    done = "" if each.is_done else "  (the step is not done)"
+    which = f"step {each.step + 1}, batch {each.step}"
+    yield f"  {which}: {each.num_rollouts} rollouts, {each.num_trained} trained on{reward}{done}"
+    if each.dropped:
+        dropped = ", ".join(f"{count} {reason}" for reason, count in sorted(each.dropped.items()))
+        yield f"    groups dropped: {printable(dropped)}"
+    yield f"    batch       {each.key}"
+    if each.problem:
+        yield f"    problem     {printable(each.problem)}"
+
+
+def _some(found: lineage_pb2.TracedRollouts) -> Iterator[str]:
+    if not found.num_rollouts:
+        yield "  no rollout that is resolved"
+        return
+    shown = ", ".join(_id(each) for each in found.rollouts)
+    more = found.num_rollouts - len(found.rollouts)
+    yield f"  {found.num_rollouts} rollouts: {shown}{f', and {more} more' if more else ''}"
+
+
+def _rollout(each: rollout_pb2.Rollout) -> Iterator[str]:
+    reward = f"{each.reward:.3f}" if each.HasField("reward") else "–"
+    advantage = f"  advantage {each.advantage:+.3f}" if each.HasField("advantage") else ""
+    yield (
+        f"sample {_id(each)}  {printable(each.env)}  task {each.ordinal}.{each.member}  {each.status}"
+        f"  reward {reward}{advantage}  {each.num_tokens} tokens"
+    )
+    for label, text in (("prompt", each.prompt), ("completion", each.completion)):
+        if text:
+            yield f"  {label:<12}{printable(text.replace(chr(10), '⏎'))[:100]}"
+
+
+def _id(each: rollout_pb2.Rollout) -> str:
+    return each.name.rpartition("/")[2]
+
+
+# Runs side by side: their curves on one scale, their last values, and where their configs differ.
+
+CURVES = (
+    "reward/mean", "loss/mean", "mismatch_kl/mean", "entropy/mean", "batch/off_policy_level/mean", "progress/tokens",
+    "time/step", "time/wait_for_batch",
+)  # fmt: skip
+"""What is compared unless metrics are named, with the rewards of all evaluations."""
+_WIDTH = 20
+_MAX_VALUE = 40
+
+
+def chosen_metrics(runs: Sequence[RunLook], wanted: Sequence[str]) -> list[str]:
+    """The metrics to show: those that are named, or the usual ones that some run has."""
+    there = {name for run in runs for name in run.metrics} - {"step"}
+    if wanted:
+        return list(wanted)
+    evals = sorted(name for name in there if name.startswith("eval/") and name.endswith("/reward/mean"))
+    return [name for name in (CURVES[0], *evals, *CURVES[1:]) if name in there]
+
+
+def config_differences(runs: Sequence[RunLook], secrets: tuple[str, ...]) -> dict[str, list[Any]]:
+    """Keys whose values are not the same in all runs, with those; None where a run has none. Secrets are masked."""
+    flat = [{each.key: each.value for each in differences(masked(run.config, secrets), _model(run))} for run in runs]
+    keys = dict.fromkeys(key for config in flat for key in config)
+    found = {key: [config.get(key) for config in flat] for key in keys}
+    return {key: values for key, values in found.items() if any(value != values[0] for value in values[1:])}
+
+
+def compare_lines(runs: Sequence[RunLook], metrics: Sequence[str], differing: dict[str, list[Any]]) -> list[str]:
+    """The comparison for people."""
+    names = [printable(run.name) for run in runs]
+    heads = [[run.kind, run.state, str(run.num_steps)] for run in runs]
+    rows = [[label, *(head[at] for head in heads)] for at, label in enumerate(("kind", "state", "steps"))]
+    rows += [[printable(name), *_cells(runs, name)] for name in metrics]
+    lines = table(rows, header=["", *names]).splitlines()
+    if not metrics:
+        lines.append("no metric is told yet: events reach the object store within 10 s")
+    lines.append("")
+    if not differing:
+        return [*lines, "the configs are equal"]
+    shown = [[printable(key), *(_value(each) for each in values)] for key, values in differing.items()]
+    return lines + table(shown, header=["differing key", *names]).splitlines()
+
+
+def compare_json(runs: Sequence[RunLook], metrics: Sequence[str], differing: dict[str, list[Any]]) -> str:
+    """The comparison for programs; a value that is not finite is null."""
+    found = [
+        {
+            "name": run.name,
+            "uid": run.uid,
+            "kind": run.kind,
+            "state": run.state,
+            "steps": run.num_steps,
+            "metrics": {
+                name: [[step, value if math.isfinite(value) else None] for step, value in run.points(name)]
+                for name in metrics
+            },
+        }
+        for run in runs
+    ]
+    return json.dumps({"runs": found, "config": differing}, indent=2)
+
+
+def _cells(runs: Sequence[RunLook], metric: str) -> Iterator[str]:
+    """Curve and last value of each run; all curves of a metric have one scale."""
+    curves = [[value for _, value in run.points(metric)] for run in runs]
+    finite = [value for values in curves for value in values if math.isfinite(value)] or [0.0]
+    for values in curves:
+        if not values:
+            yield "–"
+            continue
+        bars = curve(values, width=_WIDTH, low=min(finite), high=max(finite))
+        yield f"{values[-1]:<9.4g} {bars}"
+
+
+def _value(value: Any) -> str:
+    text = "–" if value is None else printable(value if isinstance(value, str) else json.dumps(value))
+    return text if len(text) <= _MAX_VALUE else text[: _MAX_VALUE - 1] + "…"
+
+
+def _model(run: RunLook) -> type[RLConfig] | type[EvalRunConfig]:
+    return EvalRunConfig if run.kind == "EVAL" else RLConfig

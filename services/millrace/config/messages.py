@@ -1,0 +1,136 @@
+"""The words of messages: did-you-mean for keys and values, and values that are short and never a secret."""
+
+import difflib
+import json
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, get_origin
+
+from millrace.config import trl_names as trl
+from millrace.config.tree import Kind, Path, SchemaKey, dotted
+
+_CUTOFF = 0.6
+_CUTOFF_ELSEWHERE = 0.8
+_MOST_KEYS = 24
+_SECRET_KEY = re.compile(r"(^|_)(api_?key(_var)?|token|secret|password|credentials?)$")
+_SECRET_VALUE = re.compile(r"^(sk-|hf_|ghp_|AKIA|Bearer )")
+_LONGEST = 80
+
+
+def close(word: str, words: Iterable[str], *, most: int = 3) -> list[str]:
+    """The words that are most like a word, best first."""
+    return difflib.get_close_matches(word, list(words), n=most, cutoff=_CUTOFF)
+
+
+def unknown_key_message(
+    key: str, value: Any, node: SchemaKey, path: Path, *, schema: SchemaKey
+) -> tuple[str, set[Path]]:
+    """What to say about a key that a section does not have, and which keys it may have been meant to be."""
+    spelled = key.replace("-", "_")
+    if (of_trl := trl.meant(spelled, schema, below=path)) is not None:
+        return of_trl, set()
+    names = {name: child.name for child in node.children.values() for name in (child.name, *child.aliases)}
+    names = {name: meant for name, meant in names.items() if _fits(value, node.children[meant])}
+    siblings = list(dict.fromkeys(names[name] for name in close(spelled, names)))
+    meant: set[Path] = {(*path, name) for name in siblings}
+    if siblings:
+        return f"unknown key; did you mean {_or(dotted((*path, name)) for name in siblings)}?", meant
+    elsewhere = _elsewhere(spelled, value, schema)
+    if elsewhere:
+        return f"unknown key; did you mean {_or(elsewhere)}?", meant
+    return f"unknown key; the keys here are {', '.join(sorted(node.children)[:_MOST_KEYS])}", meant
+
+
+def _elsewhere(key: str, value: Any, schema: SchemaKey) -> list[str]:
+    """Full paths of other sections that end in the key, or nearly so."""
+    everywhere = {dotted(other.path): other for other in schema.walk() if _fits(value, other)}
+    exact = [name for name, other in everywhere.items() if key == other.name or key in other.aliases]
+    if exact:
+        return exact[:3]
+    near = difflib.get_close_matches(key, {other.name for other in everywhere.values()}, n=1, cutoff=_CUTOFF_ELSEWHERE)
+    return [name for name, other in everywhere.items() if near and other.name == near[0]][:3]
+
+
+def _fits(value: Any, node: SchemaKey) -> bool:
+    """Whether a value of this form can stand at a key; text on a command line may stand for anything."""
+    match value:
+        case dict():
+            return node.kind in (Kind.SECTION, Kind.FREE_TABLE)
+        case list():
+            return node.kind is Kind.SECTION_LIST or get_origin(node.annotation) is list
+        case bool() | int() | float():
+            return node.kind is Kind.LEAF and node.annotation is not str and get_origin(node.annotation) is not list
+        case _:
+            return True
+
+
+def _or(names: Iterable[str]) -> str:
+    return " or ".join(f"`{name}`" for name in names)
+
+
+def shown(path: Path, value: Any) -> str | None:
+    """A value as JSON-like text, cut to 80 characters; None for what looks like a secret."""
+    if _is_secret(path, value):
+        return None
+    try:
+        text = json.dumps(value, ensure_ascii=False)
+    except (TypeError, ValueError):
+        text = str(value)
+    return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 1]}…"
+
+
+def _is_secret(path: Path, value: Any) -> bool:
+    """Whether the key's name or the value's form, here or below, says that the value is a secret."""
+    match value:
+        case dict():
+            return any(_is_secret((*path, key), item) for key, item in value.items())
+        case list():
+            return any(_is_secret(path, item) for item in value)
+        case str() if _SECRET_VALUE.match(value):
+            return True
+        case _:
+            last = next((part for part in reversed(path) if isinstance(part, str)), "")
+            return isinstance(value, str) and bool(_SECRET_KEY.search(last.lower().replace("-", "_")))
+
+
+# What a config was taken to mean where that is not what its words say here: printed once, by the command.
+
+
+class Effect(Enum):
+    """What became of a key."""
+
+    MEANS = "means"
+    """It has its effect, here or under another key."""
+    SAME = "same"
+    """It says what is so anyway."""
+    NOTHING = "nothing"
+    """There is nothing to choose here: the run is the same without it."""
+    LATER = "later"
+    """A feature that is not there yet; the run learns the same without it."""
+    BLOCKS = "blocks"
+    """A feature that is not there yet, and without which the run would learn something else: it is not started."""
+    REFUSED = "refused"
+    """An error; the text says what to write instead."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Note:
+    """What became of one key that was written somewhere."""
+
+    path: Path
+    source: str
+    effect: Effect
+    text: str
+    inner: tuple[str, ...] = ()
+    """Keys below ``path`` that it speaks for."""
+
+    @property
+    def where(self) -> str:
+        """`slurm (rl.toml:12; job_name, partition)`."""
+        return f"{dotted(self.path)} ({'; '.join((self.source, *filter(None, [', '.join(self.inner)])))})"
+
+    def __str__(self) -> str:
+        """`trainer.model.ac (rl.toml:12): …`."""
+        return f"{self.where}: {self.text}" if self.text else self.where

@@ -1,1 +1,0 @@
-"""Configs of TRL: what its keys are called here, and its files translated."""

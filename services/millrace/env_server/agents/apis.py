@@ -1,0 +1,478 @@
+"""OpenAI's chats: `POST /v1/chat/completions`."""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from millrace.decoding import decode_object
+from millrace.env_server.agents.asked import (
+    MAX_CHOICES,
+    AgentRequest,
+    Events,
+    PolicyReply,
+    applied,
+    count_of,
+    new_id,
+    now,
+    offered,
+    plain_text,
+    stops_of,
+    wrong,
+)
+from millrace.errors import CorruptObjectError
+from millrace.rollouts.parameters import AGENT_CHAT, MESSAGES, RESPONSES
+
+_ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
+_FIELDS = frozenset(
+    {"role", "content", "name", "tool_calls", "tool_call_id", "refusal", "annotations", "audio", "function_call"}
+    | {"reasoning", "reasoning_content", "reasoning_details", "thinking_blocks", "provider_specific_fields"}
+)
+
+
+class Chats:
+    """The API."""
+
+    name = "chats"
+
+    def read(self, body: Mapping[str, Any], *, drops: Sequence[str]) -> AgentRequest:
+        """Read a request. Raises InvalidSpecError."""
+        read = applied(body, AGENT_CHAT, drops=drops)
+        said = read.said
+        limits = [count_of(said[name], name) for name in ("max_tokens", "max_completion_tokens") if name in said]
+        return AgentRequest(
+            messages=read_messages(said.get("messages")),
+            tools=offered(read.tools, said.get("tool_choice")),
+            max_tokens=min(limits, default=None),
+            stop=stops_of(said.get("stop", []), "stop"),
+            n=count_of(said.get("n", 1), "n", most=MAX_CHOICES),
+            streams=read.streams,
+            wants_usage=bool(read.options.get("include_usage")),
+            not_applied=[*read.gone, *_not_strict(read.tools)],
+        )
+
+    def body(self, asked: AgentRequest, said: Sequence[PolicyReply], model: str) -> dict[str, Any]:
+        """Write the answer."""
+        choices = [
+            {"index": index, "message": each.message, "finish_reason": each.finish, "logprobs": None}
+            for index, each in enumerate(said)
+        ]
+        return {**_head("chat.completion", model), "choices": choices, "usage": _usage(said)}
+
+    def events(self, asked: AgentRequest, said: Sequence[PolicyReply], model: str) -> Events:
+        """Write the answer as events."""
+        head = _head("chat.completion.chunk", model)
+        for index, each in enumerate(said):
+            delta = dict(each.message)
+            if calls := delta.pop("tool_calls", None):
+                delta["tool_calls"] = [{"index": number, **call} for number, call in enumerate(calls)]
+            ends = ((delta, None), ({}, each.finish))
+            for part, finish in ends:
+                choice = {"index": index, "delta": part, "finish_reason": finish, "logprobs": None}
+                yield "", {**head, "choices": [choice]}
+        if asked.wants_usage:
+            yield "", {**head, "choices": [], "usage": _usage(said)}
+        yield "", None
+
+    def error(self, status: int, message: str, param: str | None) -> dict[str, Any]:
+        """Write an error."""
+        return {"error": {"message": message, "type": error_type(status), "param": param, "code": str(status)}}
+
+
+def error_type(status: int) -> str:
+    """Return OpenAI's name of a kind of error."""
+    names = {400: "invalid_request_error", 401: "authentication_error", 403: "permission_error", 410: "rollout_ended"}
+    return names.get(status, "server_error" if status >= 500 else "invalid_request_error")
+
+
+def read_messages(value: Any) -> list[dict[str, Any]]:
+    """Return the messages of a chat with texts as contents. Raises InvalidSpecError."""
+    if not isinstance(value, list) or not value:
+        raise wrong("messages", "must be a list with a message")
+    return [_message(message, f"messages[{index}]") for index, message in enumerate(value)]
+
+
+def _message(message: Any, where: str) -> dict[str, Any]:
+    if not isinstance(message, Mapping):
+        raise wrong(where, "must be a table")
+    role = message.get("role")
+    if not isinstance(role, str) or role not in _ROLES:
+        raise wrong(f"{where}.role", f"must be one of {', '.join(_ROLES)}")
+    for name, value in message.items():
+        if value is not None and (name not in _FIELDS or name in ("audio", "function_call")):
+            raise wrong(f"{where}.{name}", "is not known here, and what is not known is not ignored; leave it out")
+    read: dict[str, Any] = {
+        "role": _ROLES[role],
+        "content": plain_text(message.get("content"), f"{where}.content"),
+    }
+    if role == "assistant" and (thought := message.get("reasoning_content") or message.get("reasoning")):
+        read["reasoning_content"] = str(thought)
+    if role == "tool":
+        if not isinstance(message.get("tool_call_id"), str):
+            raise wrong(f"{where}.tool_call_id", "must say which call it answers")
+        read["tool_call_id"] = message["tool_call_id"]
+    if calls := message.get("tool_calls"):
+        if not isinstance(calls, list):
+            raise wrong(f"{where}.tool_calls", "must be a list of calls")
+        read["tool_calls"] = [_call(call, f"{where}.tool_calls[{index}]") for index, call in enumerate(calls)]
+    return read
+
+
+def _call(call: Any, where: str) -> dict[str, Any]:
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        raise wrong(where, 'must be {"id": …, "type": "function", "function": {"name": …, "arguments": …}}')
+    arguments = function.get("arguments", "")
+    if not isinstance(arguments, str):
+        raise wrong(f"{where}.function.arguments", "must be a text of JSON")
+    if not isinstance(call.get("id"), str):
+        raise wrong(f"{where}.id", "must be a text")
+    return {"id": call["id"], "type": "function", "function": {"name": function["name"], "arguments": arguments}}
+
+
+def _not_strict(tools: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """Name the schemas that calls would be forced into."""
+    for index, tool in enumerate(tools):
+        if tool["function"].get("strict"):
+            yield f"tools[{index}].function.strict"
+
+
+def _head(kind: str, model: str) -> dict[str, Any]:
+    return {"id": new_id("chatcmpl"), "object": kind, "created": now(), "model": model}
+
+
+def _usage(said: Sequence[PolicyReply]) -> dict[str, int]:
+    prompt, sampled = said[0].num_prompt, sum(each.num_tokens for each in said)
+    return {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled}
+
+
+# OpenAI's responses: `POST /v1/responses`, without anything kept between requests.
+
+_PARTS = ("input_text", "output_text", "text")
+
+
+class Responses:
+    """The API."""
+
+    name = "responses"
+
+    def read(self, body: Mapping[str, Any], *, drops: Sequence[str]) -> AgentRequest:
+        """Read a request. Raises InvalidSpecError."""
+        read = applied(body, RESPONSES, drops=drops)
+        said, tools = read.said, read.tools
+        messages = _messages(said.get("input"))
+        if "instructions" in said:
+            messages.insert(0, {"role": "system", "content": plain_text(said["instructions"], "instructions")})
+        strict = [
+            f"tools[{at}].strict" for at, tool in enumerate(tools) if isinstance(tool, dict) and tool.get("strict")
+        ]
+        limit = said.get("max_output_tokens")
+        return AgentRequest(
+            messages=messages,
+            tools=offered([_tool(tool, index) for index, tool in enumerate(tools)], said.get("tool_choice")),
+            max_tokens=None if limit is None else count_of(limit, "max_output_tokens"),
+            streams=read.streams,
+            not_applied=[*read.gone, *strict],
+        )
+
+    def body(self, asked: AgentRequest, said: Sequence[PolicyReply], model: str) -> dict[str, Any]:
+        """Write the answer."""
+        [each] = said
+        is_cut = each.finish == "length"
+        return {
+            **_responses_head(asked, model),
+            "status": "incomplete" if is_cut else "completed",
+            "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
+            "output": _items(each),
+            "usage": {
+                "input_tokens": each.num_prompt,
+                "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
+                "output_tokens": each.num_tokens,
+                "output_tokens_details": {"reasoning_tokens": 0},
+                "total_tokens": each.num_prompt + each.num_tokens,
+            },
+        }
+
+    def events(self, asked: AgentRequest, said: Sequence[PolicyReply], model: str) -> Events:
+        """Write the answer as events."""
+        whole = self.body(asked, said, model)
+        begun = {**whole, "status": "in_progress", "output": [], "usage": None, "incomplete_details": None}
+        bare: list[tuple[str, dict[str, Any]]] = [
+            ("created", {"response": begun}),
+            ("in_progress", {"response": begun}),
+        ]
+        for index, item in enumerate(whole["output"]):
+            bare += _item_events(item, index)
+        bare.append((str(whole["status"]), {"response": whole}))
+        for number, (kind, data) in enumerate(bare):
+            yield f"response.{kind}", {"type": f"response.{kind}", "sequence_number": number, **data}
+
+    def error(self, status: int, message: str, param: str | None) -> dict[str, Any]:
+        """Write an error."""
+        return {"error": {"message": message, "type": error_type(status), "param": param, "code": str(status)}}
+
+
+def _messages(value: Any) -> list[dict[str, Any]]:
+    if isinstance(value, str) and value:
+        return [{"role": "user", "content": value}]
+    if not isinstance(value, list) or not value:
+        raise wrong("input", "must be a text, or a list with a message")
+    messages: list[dict[str, Any]] = []
+    thought = ""
+    for index, item in enumerate(value):
+        where = f"input[{index}]"
+        kind = item.get("type", "message") if isinstance(item, Mapping) else None
+        match kind:
+            case "message":
+                messages.append(_responses_message(item, where))
+            case "reasoning":
+                thought = _thought(item, where)
+                continue
+            case "function_call":
+                _add_call(messages, item, where)
+            case "function_call_output":
+                output = plain_text(item.get("output"), f"{where}.output", kinds=_PARTS)
+                messages.append({"role": "tool", "tool_call_id": str(item.get("call_id")), "content": output})
+            case _:
+                raise wrong(f"{where}.type", f"is {kind!r}; messages, function calls and their outputs are read")
+        if thought and messages[-1]["role"] == "assistant":
+            messages[-1]["reasoning_content"] = thought
+        thought = ""
+    return messages
+
+
+def _responses_message(item: Mapping[str, Any], where: str) -> dict[str, Any]:
+    roles = {"user": "user", "assistant": "assistant", "system": "system", "developer": "system"}
+    if item.get("role") not in list(roles):
+        raise wrong(f"{where}.role", f"must be one of {', '.join(roles)}")
+    text = plain_text(item.get("content"), f"{where}.content", kinds=_PARTS)
+    return {"role": roles[item["role"]], "content": text}
+
+
+def _thought(item: Mapping[str, Any], where: str) -> str:
+    content = item.get("content") or item.get("summary") or []
+    return plain_text(content, f"{where}.content", kinds=("reasoning_text", "summary_text"))
+
+
+def _add_call(messages: list[dict[str, Any]], item: Mapping[str, Any], where: str) -> None:
+    """Add a call to the message of the policy that made it: what it wrote and its calls are items of their own."""
+    if not all(isinstance(item.get(name), str) for name in ("call_id", "name", "arguments")):
+        raise wrong(where, "must have texts as `call_id`, `name` and `arguments`")
+    function = {"name": item["name"], "arguments": item["arguments"]}
+    if not messages or messages[-1]["role"] != "assistant":
+        messages.append({"role": "assistant", "content": ""})
+    call = {"id": item["call_id"], "type": "function", "function": function}
+    messages[-1].setdefault("tool_calls", []).append(call)
+
+
+def _tool(tool: Any, index: int) -> dict[str, Any]:
+    if not isinstance(tool, Mapping) or tool.get("type") != "function":
+        kind = tool.get("type") if isinstance(tool, Mapping) else tool
+        raise wrong(f"tools[{index}].type", f"is {kind!r}; the agent's functions alone are called")
+    return {"type": "function", "function": {key: tool.get(key) for key in ("name", "description", "parameters")}}
+
+
+def _responses_head(asked: AgentRequest, model: str) -> dict[str, Any]:
+    tools = [{"type": "function", "strict": False, **tool["function"]} for tool in asked.tools]
+    return {
+        "id": new_id("resp"),
+        "object": "response",
+        "created_at": now(),
+        "model": model,
+        "error": None,
+        "instructions": None,
+        "metadata": {},
+        "parallel_tool_calls": True,
+        "temperature": None,
+        "top_p": None,
+        "tool_choice": "auto",
+        "tools": tools,
+    }
+
+
+def _items(said: PolicyReply) -> list[dict[str, Any]]:
+    items: list[dict[str, Any]] = []
+    if said.reasoning:
+        content = [{"type": "reasoning_text", "text": said.reasoning}]
+        items.append({"type": "reasoning", "id": new_id("rs"), "summary": [], "content": content})
+    if said.content or not said.calls:
+        part = {"type": "output_text", "text": said.content, "annotations": [], "logprobs": []}
+        message = {
+            "type": "message",
+            "id": new_id("msg"),
+            "role": "assistant",
+            "status": "completed",
+            "content": [part],
+        }
+        items.append(message)
+    for call in said.calls:
+        identity = {"type": "function_call", "id": new_id("fc"), "call_id": call["id"], "status": "completed"}
+        items.append({**identity, **call["function"]})
+    return items
+
+
+def _item_events(item: dict[str, Any], index: int) -> Iterator[tuple[str, dict[str, Any]]]:
+    at = {"output_index": index, "item_id": item["id"]}
+    match item["type"]:
+        case "message":
+            [part] = item["content"]
+            where = {**at, "content_index": 0}
+            yield "output_item.added", {"output_index": index, "item": {**item, "status": "in_progress", "content": []}}
+            yield "content_part.added", {**where, "part": {**part, "text": ""}}
+            yield "output_text.delta", {**where, "delta": part["text"], "logprobs": []}
+            yield "output_text.done", {**where, "text": part["text"], "logprobs": []}
+            yield "content_part.done", {**where, "part": part}
+        case "function_call":
+            bare = {**item, "status": "in_progress", "arguments": ""}
+            yield "output_item.added", {"output_index": index, "item": bare}
+            yield "function_call_arguments.delta", {**at, "delta": item["arguments"]}
+            done = {"arguments": item["arguments"], "name": item["name"]}
+            yield "function_call_arguments.done", {**at, **done}
+        case _:
+            yield "output_item.added", {"output_index": index, "item": item}
+    yield "output_item.done", {"output_index": index, "item": item}
+
+
+# Anthropic's messages: `POST /v1/messages`.
+
+_FINISHES = {"length": "max_tokens", "tool_calls": "tool_use"}
+_ERRORS = {400: "invalid_request_error", 401: "authentication_error", 403: "permission_error", 410: "not_found_error"}
+
+
+class Messages:
+    """The API."""
+
+    name = "messages"
+
+    def read(self, body: Mapping[str, Any], *, drops: Sequence[str]) -> AgentRequest:
+        """Read a request. Raises InvalidSpecError."""
+        read = applied(body, MESSAGES, drops=drops)
+        said, tools = read.said, read.tools
+        value = said.get("messages")
+        if not isinstance(value, list) or not value:
+            raise wrong("messages", "must be a list with a message")
+        messages = [each for index, one in enumerate(value) for each in _messages_messages(one, f"messages[{index}]")]
+        if system := plain_text(said.get("system"), "system"):
+            messages.insert(0, {"role": "system", "content": system})
+        limit = said.get("max_tokens")
+        return AgentRequest(
+            messages=messages,
+            tools=offered(
+                [_messages_tool(tool, index) for index, tool in enumerate(tools)], _choice(said.get("tool_choice"))
+            ),
+            max_tokens=None if limit is None else count_of(limit, "max_tokens"),
+            stop=stops_of(said.get("stop_sequences", []), "stop_sequences"),
+            streams=read.streams,
+            not_applied=read.gone,
+        )
+
+    def body(self, asked: AgentRequest, said: Sequence[PolicyReply], model: str) -> dict[str, Any]:
+        """Write the answer."""
+        [each] = said
+        return {
+            "id": new_id("msg"),
+            "type": "message",
+            "role": "assistant",
+            "model": model,
+            "content": _blocks(each),
+            "stop_reason": _FINISHES.get(each.finish, "end_turn"),
+            "stop_sequence": None,
+            "usage": {"input_tokens": each.num_prompt, "output_tokens": each.num_tokens},
+        }
+
+    def events(self, asked: AgentRequest, said: Sequence[PolicyReply], model: str) -> Events:
+        """Write the answer as events."""
+        whole = self.body(asked, said, model)
+        begun = {**whole, "content": [], "stop_reason": None, "usage": {**whole["usage"], "output_tokens": 0}}
+        yield _event("message_start", message=begun)
+        for index, block in enumerate(whole["content"]):
+            empty, delta = _halves(block)
+            yield _event("content_block_start", index=index, content_block=empty)
+            yield _event("content_block_delta", index=index, delta=delta)
+            yield _event("content_block_stop", index=index)
+        end = {"stop_reason": whole["stop_reason"], "stop_sequence": None}
+        yield _event("message_delta", delta=end, usage=whole["usage"])
+        yield _event("message_stop")
+
+    def error(self, status: int, message: str, param: str | None) -> dict[str, Any]:
+        """Write an error."""
+        kind = _ERRORS.get(status, "api_error" if status >= 500 else "invalid_request_error")
+        return {"type": "error", "error": {"type": kind, "message": message, "param": param}}
+
+
+def _event(kind: str, **data: Any) -> tuple[str, dict[str, Any]]:
+    return kind, {"type": kind, **data}
+
+
+def _messages_messages(message: Any, where: str) -> Iterator[dict[str, Any]]:
+    """Yield the messages of a chat that one of these is: results of tools are messages of their own there."""
+    role = message.get("role") if isinstance(message, Mapping) else None
+    if role not in ("user", "assistant"):
+        raise wrong(f"{where}.role", "must be user or assistant")
+    content = message.get("content")
+    blocks = [{"type": "text", "text": content}] if isinstance(content, str) else content
+    if not isinstance(blocks, list) or not all(isinstance(block, Mapping) for block in blocks):
+        raise wrong(f"{where}.content", "must be a text or a list of blocks")
+    texts: list[Any] = []
+    calls: list[dict[str, Any]] = []
+    thought = ""
+    for index, block in enumerate(blocks):
+        at = f"{where}.content[{index}]"
+        match block.get("type"), role:
+            case "text", _:
+                texts.append(block)
+            case "thinking", "assistant":
+                thought += str(block.get("thinking") or "")
+            case "tool_use", "assistant":
+                function = {"name": str(block.get("name")), "arguments": json.dumps(block.get("input") or {})}
+                calls.append({"id": str(block.get("id")), "type": "function", "function": function})
+            case "tool_result", "user":
+                result = plain_text(block.get("content"), f"{at}.content")
+                yield {"role": "tool", "tool_call_id": str(block.get("tool_use_id")), "content": result}
+            case kind, _:
+                raise wrong(at, f"is a block {kind!r}, and the policy reads text and calls of tools alone")
+    if texts or calls or role == "assistant":
+        read: dict[str, Any] = {"role": role, "content": plain_text(texts, f"{where}.content")}
+        yield read | ({"reasoning_content": thought} if thought else {}) | ({"tool_calls": calls} if calls else {})
+
+
+def _messages_tool(tool: Any, index: int) -> dict[str, Any]:
+    if not isinstance(tool, Mapping) or tool.get("type") not in (None, "custom"):
+        kind = tool.get("type") if isinstance(tool, Mapping) else tool
+        raise wrong(f"tools[{index}].type", f"is {kind!r}; the agent's own tools alone are called")
+    told = {"name": tool.get("name"), "description": tool.get("description"), "parameters": tool.get("input_schema")}
+    return {"type": "function", "function": told}
+
+
+def _choice(choice: Any) -> Any:
+    if not isinstance(choice, Mapping):
+        return choice
+    if choice.get("disable_parallel_tool_use"):
+        raise wrong("tool_choice.disable_parallel_tool_use", "is not supported: what is sampled is not constrained")
+    return choice["type"] if choice.get("type") in ("auto", "none") else dict(choice)
+
+
+def _blocks(said: PolicyReply) -> list[dict[str, Any]]:
+    blocks: list[dict[str, Any]] = []
+    if said.reasoning:
+        blocks.append({"type": "thinking", "thinking": said.reasoning, "signature": ""})
+    if said.content or not said.calls:
+        blocks.append({"type": "text", "text": said.content})
+    for call in said.calls:
+        function = call["function"]
+        try:
+            values = decode_object(function["arguments"] or "{}", what="arguments", reason="TOOL_ARGUMENTS_INVALID")
+        except CorruptObjectError:
+            # This API has no place for arguments that are none; the agent's tool says what it misses.
+            values = {}
+        blocks.append({"type": "tool_use", "id": call["id"], "name": function["name"], "input": values})
+    return blocks
+
+
+def _halves(block: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    match block["type"]:
+        case "text":
+            return {**block, "text": ""}, {"type": "text_delta", "text": block["text"]}
+        case "thinking":
+            return {**block, "thinking": ""}, {"type": "thinking_delta", "thinking": block["thinking"]}
+        case _:
+            return {**block, "input": {}}, {"type": "input_json_delta", "partial_json": json.dumps(block["input"])}

@@ -1,0 +1,98 @@
+"""What an engine said of a prompt that is too long, by rollout: `verifiers` ends the rollout, and keeps no numbers."""
+
+import contextlib
+import functools
+import json
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any
+
+from millrace.decoding import decode_object
+from millrace.errors import CorruptObjectError
+
+_MAX_CHARS = 240
+_MAX_ROLLOUTS = 8192  # as many as `span_log` remembers, for the same reason
+
+
+class TooLongLog:
+    """The last words of engines, until the adapter takes them."""
+
+    def __init__(self) -> None:
+        self._said: OrderedDict[str, str] = OrderedDict()
+
+    def note(self, rollout_id: str, said: str) -> None:
+        """An engine refused a prompt of that rollout."""
+        self._said[rollout_id] = said
+        while len(self._said) > _MAX_ROLLOUTS:
+            self._said.popitem(last=False)
+
+    def take(self, rollout_id: str) -> str:
+        """Return what was said of one rollout, which is forgotten here; "" if nothing was."""
+        return self._said.pop(rollout_id, "")
+
+
+# One per process: a worker hosts one environment.
+TOO_LONG = TooLongLog()
+
+
+def watch_v1() -> None:
+    """Have the v1 API's clients note what they are told of prompts that are too long. Idempotent."""
+    # Imported here: the v0 API, and releases that have it alone, do without.
+    from verifiers.v1.clients.eval import EvalClient
+    from verifiers.v1.clients.train import TrainClient
+    from verifiers.v1.errors import ProviderError
+
+    for client in (TrainClient, EvalClient):
+        for name in vars(client).keys() & {"get_response", "relay"}:
+            stock = getattr(client, name)
+            if not hasattr(stock, "_is_noting"):
+                setattr(client, name, _noting(stock, ProviderError))
+
+
+def _noting(stock: Callable[..., Any], error_class: type[Exception]) -> Callable[..., Any]:
+    @functools.wraps(stock)
+    async def call(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return await stock(*args, **kwargs)
+        except error_class as error:
+            if (session_id := kwargs.get("session_id")) and type(error).__name__ == "OverlongPromptError":
+                TOO_LONG.note(str(session_id), str(error))
+            raise
+
+    call._is_noting = True  # type: ignore[attr-defined]
+    return call
+
+
+def explain(said: str) -> str:
+    """Return the error of a rollout whose first prompt does not fit: how long it is, and which limit there is.
+
+    What to do depends on whose rollout it is, and is said there.
+    """
+    numbers = said.partition(" Please ")[0].rstrip(" .")  # what follows is for the author of the request
+    return numbers[:_MAX_CHARS] or "the prompt does not fit the model's context"
+
+
+def explain_trace(episode: Any, error: Any | None) -> str:
+    """`explain` for an episode of the v1 API; some releases record the refusal as the episode's error."""
+    said = next(filter(None, [TOO_LONG.take(trace.id) for trace in episode.traces]), "")
+    return explain(said or (str(error.message) if error is not None else ""))
+
+
+def sentence_of(body: bytes) -> str:
+    """The message in an engine's answer, in the shape of OpenAI's or that of older engines; "" if there is none."""
+    with contextlib.suppress(CorruptObjectError):
+        answer = decode_object(body, what="an engine's answer", reason="ENGINE_ANSWER_INVALID")
+        error = answer.get("error", answer)
+        message = error.get("message") if isinstance(error, dict) else error
+        return message if isinstance(message, str) else ""
+    return ""
+
+
+# The arguments of a tool call: OpenAI's API has them as a text of JSON, some endpoints give the object itself.
+
+
+def arguments_text(arguments: Any) -> str:
+    """The arguments as JSON; none are an empty object."""
+    if arguments is None or arguments == "":
+        return "{}"
+    return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)

@@ -1,0 +1,515 @@
+"""Where finished rollouts go: into the spool, then into their run's log, and there they are kept until resolved.
+
+The service hands every finished rollout over and counts it against its capacity until it is in the log. While the log
+is away (Redis unreachable, or wiped and not yet rebuilt) appending is tried again for as long as it takes, with a wait
+that `millrace run why` prints. A rollout is given up only when nobody needs it: its ordinal is resolved, or its run is
+over.
+"""
+
+import asyncio
+import itertools
+import logging
+import math
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from dataclasses import dataclass, field
+
+from millrace.backoff import Backoff
+from millrace.env_server.play_meters import APPEND_SECONDS
+from millrace.env_server.spool import Kept, Spool
+from millrace.errors import LogGoneError, MillraceError, UnavailableError
+from millrace.rollouts.types import Rollout
+from millrace.runlog.names import Stream
+from millrace.runlog.redis.log import AppendResult, RunLog, read_hashes
+from millrace.telemetry import faults, waits
+from millrace.telemetry.faults import Point
+
+# Appends the kept rollouts of one run to its log, once each, and again when the log lost them.
+#
+# One task per run, so nothing here can race with itself. It appends what is pending; whenever the log is another copy
+# than the one that it compared with last (this process started, Redis was wiped and the log rebuilt, Redis restarted
+# and may have lost its tail), it first reads which entries that copy holds and makes everything else that is kept
+# pending.
+#
+#     offer / note_instance ──▶ [ log open? ] ──▶ [ compare if the instance changed ] ──▶ [ append what is pending ] ─┐
+#                                    ▲ failure: wait 0.2 s to 5 s, visibly                                            │
+#                                    └────────────────────────────────────────────────────────────────────────────────┘
+
+_FIRST_DELAY_S = 0.2
+MAX_DELAY_S = 5.0
+# RunLog retries a lost connection for 30 s; one append is one such round.
+_CALL_TIMEOUT_S = 60.0
+_FIRST_LOOK_S = 2.0  # a store that answers does so sooner; one that does not is no reason to keep rollouts back
+# What one command appends at most; Redis serves nobody else meanwhile.
+_APPENDED_TOGETHER = 64
+_APPENDED_BYTES = 4 * 2**20
+
+
+class RunAppender:
+    """The appender of one run; `close` ends it."""
+
+    def __init__(
+        self,
+        run_uid: str,
+        spool: Spool,
+        open_log: Callable[[str], Awaitable[RunLog]],
+        *,
+        on_closed_log: Callable[[], object],
+        max_delay_s: float = MAX_DELAY_S,
+        first_look: asyncio.Task[None] | None = None,
+    ) -> None:
+        """`on_closed_log` is called whenever the log could not be opened: perhaps the run is over.
+
+        `first_look` sees whether the run has ended, which closes the appender; nothing is appended before, for a while.
+        """
+        self._uid = run_uid
+        self._spool = spool
+        self._open_log = open_log
+        self._on_closed_log = on_closed_log
+        self._first_look = first_look
+        self._backoff = Backoff(_FIRST_DELAY_S, max_delay_s, spread=(0.5, 1.0))
+        self._log: RunLog | None = None
+        self._is_gone = False
+        """The log must be opened anew, and compared with."""
+        self._pending: dict[str, Kept] = {kept.h: kept for kept in spool.of_run(run_uid)}
+        self._answers: dict[str, asyncio.Future[bool]] = {}
+        self._asked = ""
+        """The newest instance of the log that was announced."""
+        self._compared = ("", "")
+        """What had been asked for when the log was compared with last, and the instance that it was then."""
+        self._must_compare = bool(self._pending)
+        self._backlog: set[str] = set(self._pending)
+        """What the last comparison, or the start, made pending."""
+        self._problem = ""
+        self._wake = asyncio.Event()
+        self._changed = asyncio.Event()
+        self._task = asyncio.create_task(self._run(), name=f"append {run_uid}")
+        self._wake.set()
+
+    @property
+    def num_orphans(self) -> int:
+        """Pending rollouts that belong to no group that is being played here: of a predecessor, or of a rebuilt log."""
+        return len(self._pending.keys() - self._answers.keys())
+
+    @property
+    def num_pending(self) -> int:
+        """Rollouts that are not known to be in the log."""
+        return len(self._pending)
+
+    async def append(self, kept: Kept) -> bool:
+        """Wait until it is in the log; False if it was given up because nobody needs it any more."""
+        if not self._spool.holds(kept):
+            return False
+        if kept.appended_at is not None and not self._has_to_compare():  # the first round takes all that is kept
+            return True
+        answer = self._answers[kept.h] = asyncio.get_running_loop().create_future()
+        self._pending[kept.h] = kept
+        self._wake.set()
+        try:
+            return await answer
+        finally:
+            self._answers.pop(kept.h, None)
+
+    def note_instance(self, instance: str) -> None:
+        """Note which copy of the log Redis is said to hold."""
+        if instance and instance != self._asked:
+            self._asked = instance
+            self._wake.set()
+
+    def give_up(self, resolved_below: int, *, all_of_them: bool) -> list[Kept]:
+        """Forget what is resolved; returns what was kept of it."""
+        gone = [
+            kept
+            for kept in self._spool.of_run(self._uid)
+            if all_of_them or (not kept.is_eval and kept.ordinal < resolved_below)
+        ]
+        if lost := [kept.ordinal for kept in gone if kept.h in self._pending]:
+            fields = {"run": self._uid, "rollouts": len(lost), "first_ordinal": lost[0]}
+            logger.warning("finished rollouts given up: not wanted any more", extra=fields)
+        for kept in gone:
+            self._settle(kept.h, is_appended=False)
+        return gone
+
+    async def caught_up(self, instance: str) -> None:
+        """Return when that copy of the log (or a newer one) holds everything that is kept. The caller bounds the
+        wait."""
+        self.note_instance(instance)
+        self._take_left()
+        while self._has_to_compare() or self._backlog:
+            await self._changed.wait()
+
+    def _take_left(self) -> None:
+        """Make pending what a play did not get to hand over, because it was stopped while that was being kept."""
+        for kept in self._spool.of_run(self._uid):
+            if kept.appended_at is None and kept.h not in self._pending:
+                self._pending[kept.h] = kept
+                self._backlog.add(kept.h)
+                self._wake.set()
+
+    def describe_backlog(self) -> str:
+        """What `caught_up` waits for, in words."""
+        what = f"{len(self._backlog)} kept rollouts of run {self._uid} to be appended"
+        return f"{what}: {self._problem}" if self._problem else what
+
+    async def close(self) -> None:
+        """Stop; what is pending stays in the spool."""
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
+
+    def _has_to_compare(self) -> bool:
+        return self._must_compare or (bool(self._asked) and self._asked not in self._compared)
+
+    async def _run(self) -> None:
+        num_failed = 0
+        wait = waits.LastingWait()
+        with waits.of_run(self._uid):
+            if self._first_look is not None:
+                await asyncio.wait([self._first_look], timeout=_FIRST_LOOK_S)
+            try:
+                while True:
+                    if not self._pending and not self._has_to_compare():
+                        self._wake.clear()
+                        await self._wake.wait()
+                        continue
+                    self._problem = await self._round()
+                    self._notify()
+                    if not self._problem:
+                        num_failed = 0
+                        wait.over()
+                        continue
+                    logger.warning("rollouts kept, append failed", extra={"run": self._uid, "problem": self._problem})
+                    wait.on(self._describe_pending(), waits_on="redis", key="append")
+                    if self._log is None or self._is_gone:
+                        self._on_closed_log()
+                    num_failed += 1
+                    await asyncio.sleep(self._backoff.after(num_failed))
+            finally:
+                wait.over()
+
+    def _describe_pending(self) -> str:
+        first = next(iter(self._pending.values()), None)
+        if first is None:
+            return f"comparison with the log of run {self._uid}: {self._problem}"
+        more = f" and {len(self._pending) - 1} more" if len(self._pending) > 1 else ""
+        return f"append of rollout {first.ordinal}{more}: {self._problem}"
+
+    async def _round(self) -> str:
+        """Append some of the pending rollouts; the problem in words, or ""."""
+        try:
+            log = await self._opened()
+            if self._has_to_compare():
+                await self._compare(log)
+            return await self._append(log, self._next())
+        except LogGoneError as error:
+            self._is_gone = True
+            return str(error)
+        # Whatever it is, giving up here would lose finished rollouts without a word.
+        except Exception as error:  # noqa: BLE001 - said in the log and in the wait, then tried again
+            return f"{type(error).__name__}: {error}"
+
+    def _next(self) -> list[Kept]:
+        """The oldest pending rollouts that one command may append; at least one."""
+        batch, num_bytes = [], 0
+        for kept in itertools.islice(self._pending.values(), _APPENDED_TOGETHER):
+            num_bytes += kept.size_bytes
+            if batch and num_bytes > _APPENDED_BYTES:
+                break
+            batch.append(kept)
+        return batch
+
+    async def _opened(self) -> RunLog:
+        async with asyncio.timeout(_CALL_TIMEOUT_S):
+            if self._log is None:
+                self._log = await self._open_log(self._uid)
+            elif self._is_gone:
+                await self._log.reopen()
+                self._must_compare = True
+        self._is_gone = False
+        return self._log
+
+    async def _compare(self, log: RunLog) -> None:
+        """Make pending what is kept and not in this copy of the log."""
+        asked = self._asked
+        async with asyncio.timeout(_CALL_TIMEOUT_S):
+            instance = await log.read_instance()
+            kept = self._spool.of_run(self._uid)
+            held = await read_hashes(log, Stream.ROLLOUTS) if kept else {}
+        missing = 0
+        for each in self._spool.of_run(self._uid):
+            if each.h in held:
+                self._spool.note_appended(each)
+                self._settle(each.h, is_appended=True)
+            elif each.h not in self._pending or each.h in self._backlog:
+                missing += 1
+                self._pending[each.h] = each
+                self._backlog.add(each.h)
+        self._compared, self._must_compare = (asked, instance), False
+        fields = {"run": self._uid, "instance": instance, "kept": len(kept), "missing": missing}
+        logger.info("spool compared with the log", extra=fields)
+
+    async def _append(self, log: RunLog, batch: Sequence[Kept]) -> str:
+        """One attempt for all of them; the problem in words, or "" if they are settled."""
+        data: dict[str, bytes] = {}
+        for kept in batch:
+            read = await self._spool.read(kept)
+            if read is None or kept.h not in self._pending:  # damaged, or given up
+                self._settle(kept.h, is_appended=False)
+            else:
+                data[kept.h] = read
+        appended = [kept for kept in batch if kept.h in data]
+        if not appended:
+            return ""
+        try:
+            for kept in appended:
+                faults.reach(Point.ENV_SERVER_BEFORE_APPEND, step=kept.planned_step)
+            async with asyncio.timeout(_CALL_TIMEOUT_S):
+                result = await log.append_rollouts(list(data.values()))
+            for kept in appended:
+                faults.reach(Point.ENV_SERVER_AFTER_APPEND, step=kept.planned_step)
+        except LogGoneError as error:
+            self._is_gone = True
+            return str(error)
+        except Exception as error:  # noqa: BLE001 - said in the log and in the wait, then tried again
+            return await self._after_failure(log, appended, error)
+        if result in (AppendResult.OK, AppendResult.ALREADY):
+            for kept in appended:
+                self._spool.note_appended(kept)
+                self._settle(kept.h, is_appended=True)
+            return ""
+        self._is_gone = True  # wiped, or rebuilt in another generation
+        return f"the log answered {result.name}"
+
+    async def _after_failure(self, log: RunLog, batch: Sequence[Kept], error: Exception) -> str:
+        """One that is refused must not hold the others up: each is tried alone, and goes behind the others."""
+        if len(batch) > 1 and not isinstance(error, UnavailableError | TimeoutError):
+            problems = [await self._append(log, [kept]) for kept in batch]
+            return next(filter(None, problems), "")
+        for kept in batch:
+            if kept.h in self._pending:
+                self._pending[kept.h] = self._pending.pop(kept.h)
+        return f"{type(error).__name__}: {error}"
+
+    def _settle(self, h: str, *, is_appended: bool) -> None:
+        self._pending.pop(h, None)
+        self._backlog.discard(h)
+        answer = self._answers.get(h)
+        if answer is not None and not answer.done():
+            answer.set_result(is_appended)
+        self._notify()
+
+    def _notify(self) -> None:
+        changed, self._changed = self._changed, asyncio.Event()
+        changed.set()
+
+
+logger = logging.getLogger(__name__)
+
+# An evaluation has no watermark: its rollouts are read within seconds, and Redis is rebuilt within minutes.
+EVAL_KEPT_S = 600.0
+# A run of which no heartbeat speaks may be over: the store is asked this often.
+_LOOK_FOR_END_S = 60.0
+# So may one whose log cannot be opened.
+_LOOK_AT_CLOSED_LOG_S = 10.0
+_LOOK_TIMEOUT_S = 60.0
+_KNOWN_S = 3600.0
+"""How long a run without news and without kept rollouts is remembered: longer than any play of it lasts."""
+
+
+@dataclass(slots=True)
+class _KnownRun:
+    """What the orchestrator told this env-server of a run. Moments are monotonic."""
+
+    resolved_below: int = 0
+    log_instance: str = ""
+    has_ended: bool = False
+    heard_at: float = field(default_factory=time.monotonic)
+    driven_at: float = -math.inf
+    """When an orchestrator last showed that it drives the run."""
+    looked_for_end_at: float = -math.inf
+
+
+class RolloutSink:
+    """The kept rollouts and the logs of every run that this env-server plays for."""
+
+    def __init__(
+        self,
+        spool: Spool,
+        open_log: Callable[[str], Awaitable[RunLog]],
+        has_ended: Callable[[str], Awaitable[bool]],
+        *,
+        max_delay_s: float = MAX_DELAY_S,
+        look_for_end_s: float = _LOOK_FOR_END_S,
+    ) -> None:
+        self.spool = spool
+        self._open_log = open_log
+        self._has_ended = has_ended
+        self._max_delay_s = max_delay_s
+        self._look_for_end_s = look_for_end_s
+        self._appenders: dict[str, RunAppender] = {}
+        self._runs: dict[str, _KnownRun] = {}
+        self._dropping: set[asyncio.Task[None]] = set()
+        self._tidying = asyncio.create_task(self._tidy(), name="spool tidy")
+        self._first_looks = [self._first_look(run_uid) for run_uid in spool.run_uids]
+
+    @property
+    def num_orphans(self) -> int:
+        """Rollouts that wait for their append and belong to no group of this process."""
+        return sum(appender.num_orphans for appender in self._appenders.values())
+
+    @property
+    def num_pending(self) -> int:
+        """Rollouts that wait for their append."""
+        return sum(appender.num_pending for appender in self._appenders.values())
+
+    async def append(self, rollout: Rollout) -> bool:
+        """Keep, then append, as long as it takes; False if it was given up because nobody needs it any more."""
+        run = self._run(rollout.run_uid)
+        if run.has_ended or (not rollout.eval_id and rollout.ordinal < run.resolved_below):
+            return False
+        began = time.monotonic()
+        kept = await self.spool.keep(rollout)
+        if not self.spool.holds(kept):  # the run ended meanwhile, or its ordinal was resolved
+            return False
+        is_appended = await self._appender(kept.run_uid).append(kept)
+        if is_appended:
+            APPEND_SECONDS.observe(time.monotonic() - began)
+        return is_appended
+
+    def note_run(self, run_uid: str, resolved_below: int, log_instance: str) -> None:
+        """Take what a heartbeat says about a run that goes on; files are deleted in the background."""
+        run = self._run(run_uid)
+        self.note_driven(run_uid)
+        run.log_instance = log_instance or run.log_instance
+        run.resolved_below = max(resolved_below, run.resolved_below)
+        appender = self._appenders.get(run_uid)
+        if appender is None:
+            return
+        appender.note_instance(log_instance)
+        if resolved := appender.give_up(run.resolved_below, all_of_them=False):
+            self._in_background(self.spool.drop(resolved))
+
+    def note_driven(self, run_uid: str) -> None:
+        """An orchestrator drives the run: if it had ended (as FAILED), `run resume` has reopened it."""
+        run = self._run(run_uid)
+        run.has_ended, run.driven_at, run.heard_at = False, time.monotonic(), time.monotonic()
+
+    def look_for_end(self, run_uid: str) -> bool:
+        """Whether the run has ended. Where that is not known, the store is asked now and then.
+
+        An orchestrator's word that it has ended may be old: another one may have reopened the run since, and drive it.
+        """
+        run, now = self._run(run_uid), time.monotonic()
+        run.heard_at = now
+        if not run.has_ended and now - run.looked_for_end_at >= _LOOK_AT_CLOSED_LOG_S:
+            run.looked_for_end_at = now
+            self._in_background(self._end_if_over(run_uid))
+        return run.has_ended
+
+    def end_run(self, run_uid: str) -> None:
+        """Forget at once what is kept of a run that has ended; its files are deleted in the background."""
+        self._runs[run_uid] = _KnownRun(has_ended=True)
+        appender = self._appenders.pop(run_uid, None)
+        if appender is None and run_uid not in self.spool.run_uids:
+            return
+        logger.info("run is over, its spool is emptied", extra={"run": run_uid})
+        if appender is not None:
+            appender.give_up(0, all_of_them=True)
+            self._in_background(appender.close())
+        self.spool.forget_run(run_uid)
+        self._in_background(self.spool.drop_run(run_uid))
+
+    async def catch_up(self, run_uid: str, log_instance: str, *, timeout_s: float) -> None:
+        """Have that copy of the run's log hold everything that is kept of the run.
+
+        UnavailableError (RESYNC_RUNNING) after `timeout_s`; it goes on, so asking again is right.
+        """
+        self.note_driven(run_uid)
+        run = self._run(run_uid)
+        run.log_instance = log_instance or run.log_instance
+        if run_uid not in self._appenders and not self.spool.of_run(run_uid):
+            return  # nothing is kept of it
+        appender = self._appender(run_uid)
+        try:
+            async with asyncio.timeout(timeout_s):
+                await appender.caught_up(log_instance)
+        except TimeoutError:
+            raise UnavailableError(
+                f"this env-server is bringing the run's log up to date: {appender.describe_backlog()}",
+                reason="RESYNC_RUNNING",
+                remedy="ask again until it answers",
+            ) from None
+
+    async def recover(self, *, timeout_s: float) -> None:
+        """Append what a predecessor left of runs that go on, as far as that is possible in `timeout_s`."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                await asyncio.gather(*map(asyncio.shield, self._first_looks))
+                for appender in list(self._appenders.values()):
+                    await appender.caught_up("")
+        except TimeoutError:
+            logger.warning("the predecessor's rollouts are not all appended yet", extra={"pending": self.num_pending})
+
+    async def close(self) -> None:
+        """Stop; what is not appended stays in the spool."""
+        for task in (looks := [self._tidying, *self._first_looks]):
+            task.cancel()
+        closing = (appender.close() for appender in self._appenders.values())
+        await asyncio.gather(*looks, *closing, *self._dropping, return_exceptions=True)
+        if pending := self.num_pending:
+            logger.warning("stopping with unappended rollouts in the spool", extra={"rollouts": pending})
+        await self.spool.close()
+
+    def _first_look(self, run_uid: str) -> asyncio.Task[None]:
+        """Look whether a predecessor's run has ended; if not, or if that takes long, what is kept is appended."""
+        look = asyncio.create_task(self._end_if_over(run_uid), name=f"look for the end of {run_uid}")
+        self._appender(run_uid, first_look=look)
+        return look
+
+    def _appender(self, run_uid: str, *, first_look: asyncio.Task[None] | None = None) -> RunAppender:
+        if run_uid not in self._appenders:
+            self._appenders[run_uid] = appender = RunAppender(
+                run_uid,
+                self.spool,
+                self._open_log,
+                on_closed_log=lambda: self.look_for_end(run_uid),
+                max_delay_s=self._max_delay_s,
+                first_look=first_look,
+            )
+            appender.note_instance(self._run(run_uid).log_instance)
+        return self._appenders[run_uid]
+
+    def _in_background(self, work: Coroutine[None, None, None]) -> None:
+        task = asyncio.create_task(work)
+        self._dropping.add(task)
+        task.add_done_callback(self._dropping.discard)
+
+    def _run(self, run_uid: str) -> _KnownRun:
+        return self._runs.setdefault(run_uid, _KnownRun())
+
+    async def _tidy(self) -> None:
+        """Drop evaluations that were read long ago, and runs that ended while nobody told us."""
+        # unregistered wait: a periodic look; what it awaits is registered where it is awaited
+        while True:
+            await asyncio.sleep(self._look_for_end_s)
+            now = time.monotonic()
+            for run_uid in {*self.spool.run_uids, *self._appenders}:
+                kept = self.spool.of_run(run_uid)
+                old = [k for k in kept if k.is_eval and k.appended_at is not None and now - k.appended_at > EVAL_KEPT_S]
+                await self.spool.drop(old)
+                if now - self._run(run_uid).heard_at > self._look_for_end_s:
+                    await self._end_if_over(run_uid)
+            kept_of = {*self.spool.run_uids, *self._appenders}
+            old_runs = [uid for uid, run in self._runs.items() if uid not in kept_of and now - run.heard_at > _KNOWN_S]
+            for run_uid in old_runs:
+                del self._runs[run_uid]
+
+    async def _end_if_over(self, run_uid: str) -> None:
+        asked_at = time.monotonic()
+        try:
+            async with asyncio.timeout(_LOOK_TIMEOUT_S):
+                is_over = await self._has_ended(run_uid)
+        except (MillraceError, TimeoutError) as error:
+            logger.warning("cannot see whether the run ended", extra={"run": run_uid, "problem": str(error)})
+            return
+        if is_over and self._run(run_uid).driven_at < asked_at:  # else it was reopened while the store was asked
+            self.end_run(run_uid)

@@ -1,1 +1,0 @@
-"""Finished rollouts on their way into the log of their run."""

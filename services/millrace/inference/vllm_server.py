@@ -1,0 +1,202 @@
+"""One life of a vLLM server as the launcher sees it: start, talk, output, death, and the end of all its processes.
+
+The server leads a session and process group of its own, which its engine cores and workers share. The group is killed
+when the server is gone, however it went; and the kernel kills the server when the launcher dies
+(`vllm/server/lineage.py`), and engine cores when the server dies. So no way of dying leaves one behind.
+"""
+
+import asyncio
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections import deque
+from collections.abc import Mapping
+from typing import Any, Self
+
+from millrace.errors import InternalError, InvalidSpecError, Violation
+from millrace.inference.vllm.handover import FD_VARIABLE, PARENT_VARIABLE
+from millrace.processes import sessions
+from millrace.processes.channel import Channel
+from millrace.processes.table import members
+from millrace.race import first_of
+from millrace.telemetry import waits
+from millrace.telemetry.logging import redact
+
+HOST_MODULE = "millrace.inference.vllm.server.host"
+CHECK_DEADLINE_S = 300.0
+"""vLLM's imports take 8 s on a quiet machine and 70 s on a busy one."""
+KILL_WAIT_S = 5.0
+_TAIL_LINES = 40
+_SHOWN_LINES = 12
+_CHUNK = 64 * 1024
+_POLL_S = 0.05
+_CAUSE = re.compile(r"^(?:\(\w+ pid=\d+\) )?(?:ERROR .*?\] )?([A-Za-z_.]*(?:Error|Exception): \S.*)")
+"""The last line of a traceback, as it is or as vLLM's logger prints it."""
+_ECHOES = ("Engine core initialization failed", "KeyboardInterrupt: terminated")
+
+
+class VllmProcess:
+    """A started server. `exited` ends with its return code; what it says arrives in `messages`."""
+
+    def __init__(self, process: asyncio.subprocess.Process, channel: Channel) -> None:
+        self._process = process
+        self._channel = channel
+        self._begun = time.monotonic()
+        self._lines: deque[str] = deque(maxlen=_TAIL_LINES)
+        self._causes: dict[str, None] = {}
+        self._stage = ""
+        self.messages: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
+        self.exited: asyncio.Task[int] = asyncio.create_task(process.wait(), name="exit of vLLM")
+        self._output = asyncio.create_task(self._copy_output(), name="output of vLLM")
+        channel.listen(self.messages.put_nowait, lambda why: None)  # its end is for `exited` to say
+
+    @classmethod
+    async def start(cls, environ: Mapping[str, str], *, python: str = sys.executable) -> Self:
+        """Start it; it imports vLLM and waits for what `check` and `serve` tell. Call it on the main thread."""
+        ours, theirs = Channel.pair()
+        try:
+            process = await sessions.start(
+                [python, "-m", HOST_MODULE],
+                env={**environ, FD_VARIABLE: str(theirs.fileno()), PARENT_VARIABLE: str(os.getpid())},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                pass_fds=(theirs.fileno(),),
+            )
+        except BaseException:  # raised on
+            ours.close()
+            raise
+        finally:
+            theirs.close()
+        return cls(process, ours)
+
+    @property
+    def pid(self) -> int:
+        """Process id of the API server, and id of the group of all its processes."""
+        return self._process.pid
+
+    @property
+    def last_line(self) -> str:
+        """The newest line of its output."""
+        return self._lines[-1] if self._lines else "(no output yet)"
+
+    @property
+    def stage(self) -> str:
+        """What it does while it starts: "compiling"; its newest line while that is unknown."""
+        return self._stage or redact(self.last_line)[:160]
+
+    async def check(self, flags: Mapping[str, Any]) -> None:
+        """Have the flags checked; InvalidSpecError lists everything that vLLM's parser refuses."""
+        self.send({"flags": dict(flags)})
+        with waits.waiting("vLLM to be imported", waits_on="inference", deadline_s=CHECK_DEADLINE_S):
+            answer = await self.hear(deadline_s=CHECK_DEADLINE_S, purpose="check its flags")
+        if problems := answer["violations"]:
+            violations = [Violation(**problem, source="flags of vLLM") for problem in problems]
+            raise InvalidSpecError(violations, reason="VLLM_FLAGS_INVALID", remedy="see `vllm serve --help=all`")
+
+    def send(self, message: Mapping[str, Any]) -> None:
+        """Tell it something; that it is gone is for `exited` to say."""
+        with contextlib.suppress(OSError):
+            self._channel.send(message)
+
+    async def hear(self, *, deadline_s: float, purpose: str) -> dict[str, Any]:
+        """The next message; InternalError if it dies before, or says nothing for `deadline_s`."""
+        message, exited = await first_of(self.messages.get(), self.exited, timeout_s=deadline_s)
+        if message is not None:
+            return message.result()
+        if exited is not None:
+            raise await self.death()
+        raise InternalError(
+            f"vLLM did not {purpose} within {deadline_s:g} s. Its last lines:\n{self._shown()}",
+            reason="VLLM_START_TIMEOUT",
+            remedy="give it longer with MILLRACE_VLLM_START_S, if its last lines show progress",
+        )
+
+    async def death(self) -> InternalError:
+        """What to say about its end that nobody asked for."""
+        code = await self.exited
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(KILL_WAIT_S):
+                await asyncio.wait({self._output})
+        how = sessions.describe_exit(code)
+        causes = "".join(f"\n  cause: {line}" for line in self._causes if code > 0)
+        return InternalError(
+            f"vLLM died: {how}, {time.monotonic() - self._begun:.1f} s after its start.{causes}\n"
+            f"The last lines of its output:\n{self._shown()}",
+            reason="VLLM_DIED",
+            remedy="read its output above",
+            metadata={"how": how},
+        )
+
+    def ask_to_end(self) -> None:
+        """SIGTERM to the API server: it drains, and ends its engine cores itself."""
+        if self._process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                self._process.send_signal(signal.SIGTERM)
+
+    async def end(self) -> None:
+        """Kill what is left of all its processes, and wait until they are gone."""
+        sessions.kill_group(self.pid)
+        await self.exited
+        ends = time.monotonic() + KILL_WAIT_S
+        group = {self.pid: 0}  # whose leader is gone
+        # unregistered wait: after a SIGKILL, for at most KILL_WAIT_S
+        while members(group) and time.monotonic() < ends:  # noqa: ASYNC110 - other processes have no event
+            await asyncio.sleep(_POLL_S)
+        self._output.cancel()
+        await asyncio.gather(self._output, return_exceptions=True)
+        self._channel.close()
+
+    def _shown(self) -> str:
+        lines = list(self._lines)[-_SHOWN_LINES:]
+        return "\n".join(f"  | {line}" for line in lines) or "  | (it wrote nothing)"
+
+    async def _copy_output(self) -> None:
+        """Pass its output on as ours, and remember the end of it."""
+        stream = self._process.stdout
+        if stream is None:
+            raise RuntimeError("vLLM was started without a pipe")
+        rest = ""
+        while chunk := await stream.read(_CHUNK):
+            text = chunk.decode(errors="replace")
+            sys.stdout.write(text)
+            sys.stdout.flush()
+            *whole, rest = (rest + text).split("\n")
+            for line in whole:
+                self._note(line.rstrip())
+            rest = rest[-_CHUNK:]
+            self._stage = stage_of(rest) or self._stage  # a bar is redrawn in one line that does not end
+        self._note(rest.rstrip())
+
+    def _note(self, line: str) -> None:
+        if not line:
+            return
+        self._lines.append(line)
+        self._stage = stage_of(line) or self._stage
+        match = _CAUSE.search(line)
+        if match and len(self._causes) < 3 and not any(echo in line for echo in _ECHOES):
+            self._causes.setdefault(match[1][:300])
+
+
+# What vLLM does while it starts, read from its output: minutes of weights, compilation and CUDA graphs.
+
+_STAGES = (
+    (re.compile(r"Loading \S* ?checkpoint shards: .*?(\d+)/(\d+)"), "loading weights, {} of {} files"),
+    (re.compile(r"[Cc]apturing CUDA graphs?.*?\b(\d+)/(\d+)"), "capturing CUDA graphs, {} of {}"),
+    (re.compile(r"Starting to load model|Loading weights|Loading model weights"), "loading weights"),
+    (re.compile(r"torch\.compile|Dynamo bytecode|[Cc]ompiling a graph|Compiling .* kernels"), "compiling"),
+    (re.compile(r"[Cc]apturing CUDA graph"), "capturing CUDA graphs"),
+    (re.compile(r"KV cache|[Mm]emory profiling"), "measuring memory for the KV cache"),
+)
+
+
+def stage_of(line: str) -> str:
+    """What a line says that is done, in words; empty if it says nothing of it. The last state of a bar counts."""
+    shown = line.rstrip("\r").rpartition("\r")[2]
+    for pattern, words in _STAGES:
+        if match := pattern.search(shown):
+            return words.format(*match.groups())
+    return ""

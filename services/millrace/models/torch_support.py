@@ -1,0 +1,64 @@
+"""Errors by which torch says that memory does not suffice."""
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+
+from millrace.errors import InvalidStateError
+
+_CPU_ALLOCATOR = "DefaultCPUAllocator"
+"""In what torch raises on a host without memory: a plain RuntimeError, where a GPU's has a class of its own."""
+
+
+def is_shortage(error: BaseException) -> bool:
+    """Whether an error says that there is no memory left."""
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or (
+        isinstance(error, RuntimeError) and _CPU_ALLOCATOR in str(error)
+    )
+
+
+# torch's number formats by the names that manifests use.
+
+DTYPES = {
+    "float64": torch.float64,
+    "float32": torch.float32,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "int64": torch.int64,
+    "int32": torch.int32,
+    "int16": torch.int16,
+    "int8": torch.int8,
+    "uint8": torch.uint8,
+    "bool": torch.bool,
+}
+BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""What an element's bits are seen as, by its width in bytes."""
+
+
+def tag_of(tensor: torch.Tensor) -> str:
+    """The name of a tensor's format; torch's own where manifests have none."""
+    return _TAGS.get(tensor.dtype, str(tensor.dtype))
+
+
+_TAGS = {dtype: tag for tag, dtype in DTYPES.items()}
+
+
+# Memory that does not suffice, told as what it is: with the rank, the place and the keys that take less of it.
+
+
+@contextlib.contextmanager
+def shortage_named(doing: str) -> Iterator[None]:
+    """In this block a lack of memory, of a GPU or of the host, becomes InvalidStateError (OUT_OF_MEMORY)."""
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        if not is_shortage(error):
+            raise
+        first_line = str(error).strip().partition("\n")[0]
+        raise InvalidStateError(
+            f"there is not enough memory to {doing}: {first_line or type(error).__name__}",
+            reason="OUT_OF_MEMORY",
+            remedy="take less (a shorter seq_len, model.ac, model.fsdp_cpu_offload, model.lora), or use more GPUs; "
+            "`millrace estimate` says what each of these keys brings a rank down to",
+        ) from error

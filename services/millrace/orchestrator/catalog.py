@@ -1,0 +1,339 @@
+"""Every run of the deployment as views that are brought up to date from the log on demand."""
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Self
+
+import redis.asyncio
+
+from millrace.decoding import MAX_JSON_BYTES
+from millrace.errors import (
+    CapacityError,
+    CorruptObjectError,
+    InternalError,
+    InvalidSpecError,
+    LogGoneError,
+    MillraceError,
+    NotFoundError,
+    PermissionDeniedError,
+    UnavailableError,
+)
+from millrace.rollouts.batch_wire import closes_run
+from millrace.runlog import EventReader, RunLog
+from millrace.runlog import names as run_name
+from millrace.runlog.index import RunIndex, read_index
+from millrace.runlog.names import Names
+from millrace.runlog.rebuild import open_or_rebuild, open_reopened
+from millrace.runlog.records.revisions import has_ended, is_end
+from millrace.runlog.records.run_record import UNKNOWN, RunRecord
+from millrace.runlog.recover import load_history
+from millrace.runlog.run_status import TERMINAL, RunStatus, state_name
+from millrace.storage import ObjectStore
+from millrace.telemetry.logging import masked
+from millrace.v1 import event_pb2, run_pb2
+
+logger = logging.getLogger(__name__)
+
+
+# What a run looks like from outside: its record in the store, folded with the events of its log.
+#
+# Nothing here is stored: any orchestrator replica computes the same view from `run.json` and the event stream.
+
+
+class RunView:
+    """A run, and how far its log was read."""
+
+    def __init__(self, record: RunRecord) -> None:
+        self.record = record
+        self.cursor = ""
+        self.log_instance = ""
+        """Which copy of the log the events were read from; empty before the first look."""
+        self.is_closed = False
+        """Known to be committed to its closing header: events that said so may be lost with Redis."""
+        self.num_reopened = 0
+        """How often it was reopened, at the last look."""
+        self.damage: MillraceError | None = None
+        """Why the run cannot be read at the moment."""
+        self._run = record.describe()
+        self.status = RunStatus.begin(self._run)
+
+    @property
+    def run(self) -> run_pb2.Run:
+        """The resource; DAMAGED, with the reason and the remedy, while the run cannot be read."""
+        self.status.fill(self._run)
+        if self.damage is None:
+            return self._run
+        run = run_pb2.Run()
+        run.CopyFrom(self._run)
+        run.state = run_pb2.RUN_STATE_DAMAGED
+        message = str(self.damage)
+        if self.record.uid:
+            message += f"; `millrace run repair {self.record.name}` says what can be restored from what"
+        run.error.CopyFrom(run_pb2.RunError(reason=self.damage.reason, message=message, component="orchestrator"))
+        return run
+
+    @property
+    def is_terminal(self) -> bool:
+        """Whether the run has ended, and can be read."""
+        return self.damage is None and self.status.state in TERMINAL
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether the run has ended as FAILED, which can be reopened."""
+        return self.status.state == run_pb2.RUN_STATE_FAILED
+
+    def reopen(self) -> None:
+        """The run that had failed goes on; its state is that of the event that comes next."""
+        self.is_closed = False
+        self.status.reopen()
+
+    def apply(self, event: event_pb2.Event) -> None:
+        """Fold one event in; events come in the order of their cursors."""
+        self.cursor = event.cursor
+        self.status.apply(event)
+
+
+class RunCatalog:
+    """Views by uid. Terminal runs are read once; open ones at every look.
+
+    Whatever is wrong with one run stays with it: it is shown as DAMAGED, and read again at every look.
+    """
+
+    def __init__(self, *, redis: redis.asyncio.Redis, store: ObjectStore, prefix: str, owner: str) -> None:
+        """`owner` names this orchestrator where it rebuilds a log."""
+        self._owner = owner
+        self._redis = redis
+        self._store = store
+        self._prefix = prefix
+        self._views: dict[str, RunView] = {}
+        self._unread: dict[str, str] = {}
+        self._drive_damage: dict[str, MillraceError] = {}
+        self._locks: dict[str, asyncio.Lock] = {}
+        self._turn = 0
+
+    @property
+    def views(self) -> list[RunView]:
+        """Every run as it was at the last look."""
+        return list(self._views.values())
+
+    async def refresh(self) -> list[RunView]:
+        """All runs, oldest first, with every event of their logs folded in; those that cannot be read are DAMAGED.
+
+        One of the runs that have failed is looked at in turn: another replica may have reopened it.
+        """
+        failed = [uid for uid, view in self._views.items() if view.has_failed]
+        self._turn += 1
+        looked_at = failed[self._turn % len(failed)] if failed else ""
+        index = await read_index(self._redis, self._store, self._prefix)
+        self._note_names(index)
+        for name, uid in index.runs.items():
+            try:
+                await self.look_at(uid, name, is_looked_at=uid == looked_at)
+            except MillraceError as error:  # Redis or the store is away: what was seen last stays
+                if self._unread.get(uid) != error.reason:
+                    self._unread[uid] = error.reason
+                    logger.warning("run cannot be read now", extra={"uid": uid, "error": str(error)})
+            else:
+                self._unread.pop(uid, None)
+        return sorted(self._views.values(), key=lambda view: view.record.uid)
+
+    async def find(self, name: str) -> RunView:
+        """The run called `runs/{name}`, `{name}` or with that uid; NotFoundError with a suggestion otherwise."""
+        wanted = name.removeprefix("runs/")
+        index = await read_index(self._redis, self._store, self._prefix)
+        self._note_names(index)
+        if wanted in index.damaged:
+            return self._views[_key_of(wanted)]
+        found = run_name.resolve(wanted, index.runs, is_exact=True)
+        return await self.look_at(index.runs[found], found, is_looked_at=True)
+
+    def known(self, name: str) -> RunView | None:
+        """The run as it was at the last look, from memory alone: by name, uid, unique beginning, or `-` the newest."""
+        views = {view.record.name: view for view in self._views.values()}
+        try:
+            return views[run_name.resolve(name, {name: view.record.uid for name, view in views.items()})]
+        except (NotFoundError, InvalidSpecError):
+            return None
+
+    async def open_log(self, uid: str) -> RunLog:
+        """The run's log, rebuilt from the store if Redis has lost it."""
+        return await open_or_rebuild(self._redis, self._store, prefix=self._prefix, uid=uid, owner=self._owner)
+
+    async def open_reopened(self, uid: str) -> RunLog:
+        """The log of a run that was reopened, without the closing header that does not count any more."""
+        return await open_reopened(self._redis, self._store, prefix=self._prefix, uid=uid, owner=self._owner)
+
+    async def is_end(self, uid: str, state: run_pb2.RunState) -> bool:
+        """Whether an event of this terminal state is true: the headers close the run so, or did before a reopening."""
+        return await asyncio.to_thread(is_end, self._store, Names(self._prefix, uid), state_name(state))
+
+    def drive_failed(self, uid: str, error: MillraceError) -> None:
+        """A drive found damage that no look at the run reads: it is shown until a drive gets ahead."""
+        self._drive_damage[uid] = error
+        self._note_damage(uid, error)
+
+    def is_unreadable(self, view: RunView) -> bool:
+        """Whether the last look failed, so that a drive cannot even begin."""
+        return view.damage is not None and view.record.uid not in self._drive_damage
+
+    def _note_names(self, index: RunIndex) -> None:
+        """Runs of which only the name is known are DAMAGED; they have a uid again when their object is back."""
+        known = {_key_of(name): (name, error) for name, error in index.damaged.items()}
+        for key in [key for key, view in self._views.items() if not view.record.uid and key not in known]:
+            del self._views[key]
+        for key, (name, error) in known.items():
+            self._views.setdefault(key, RunView(RunRecord.unreadable("", name)))
+            self._note_damage(key, error)
+
+    def _note_damage(self, uid: str, error: Exception, *, name: str = "") -> RunView:
+        """The run cannot be read: show it as DAMAGED until a look succeeds."""
+        view = self._views.get(uid)
+        if view is None:
+            view = self._views[uid] = RunView(RunRecord.unreadable(uid, name or uid))
+        damage = _as_damage(error, view.record.name)
+        if view.damage is None or view.damage.message != damage.message:
+            logger.error("run is damaged", extra={"run": view.record.name, "uid": uid, "error": str(damage)})
+        view.damage = damage
+        return view
+
+    async def look_at(self, uid: str, name: str, *, is_looked_at: bool) -> RunView:
+        """The run as it is now, DAMAGED if it cannot be read; raises where Redis or the store is away."""
+        try:
+            view = await self._refresh_one(uid, is_looked_at=is_looked_at)
+        except (UnavailableError, CapacityError, PermissionDeniedError):
+            raise
+        except Exception as error:  # noqa: BLE001 - the edge of a run: whatever is wrong with it, the others go on
+            self._drive_damage.pop(uid, None)
+            return self._note_damage(uid, error, name=name)
+        return view
+
+    async def _refresh_one(self, uid: str, *, is_looked_at: bool) -> RunView:
+        async with self._locks.setdefault(uid, asyncio.Lock()):
+            view = self._views.get(uid)
+            if view is None or view.record.kind == UNKNOWN:
+                key = Names(self._prefix, uid).run_json
+                data = await asyncio.to_thread(self._store.get, key, max_bytes=MAX_JSON_BYTES)
+                record = RunRecord.decode(data, where=self._store.uri(key))
+                if record.uid != uid:
+                    raise CorruptObjectError(
+                        f"{self._store.uri(key)} is of run {record.uid[:80]!r}", reason="RUN_JSON_CORRUPT"
+                    )
+                view = self._views[uid] = RunView(record)
+            if view.has_failed and is_looked_at:
+                await self._look_for_reopening(view)
+            if view.is_terminal:
+                return view
+            try:
+                return await self._fold(view)
+            except LogGoneError:  # between two commands: the next one opens the new copy
+                return await self._fold(view)
+
+    async def _fold(self, view: RunView) -> RunView:
+        """Fold new events in. On another copy of the log all of them: ids of lost ones may be others' now."""
+        run_log = await self.open_log(view.record.uid)
+        instance = await run_log.read_instance()
+        if view.log_instance not in ("", instance):
+            view = RunView(view.record)
+        if run_log.generation > 1 and not view.log_instance:
+            committed = await load_history(run_log)
+            is_closing = committed.last is not None and closes_run(committed.last)
+            view.is_closed = is_closing and not committed.is_reopened
+        view.log_instance = instance
+        reader = EventReader(run_log)
+        while events := await reader.read(after=view.cursor, block_s=0.0):
+            for event in events:
+                view.apply(event)
+                if event.HasField("state_changed"):
+                    self._drive_damage.pop(view.record.uid, None)
+        # Before the look for a reopening: a run that is reopened in between has not ended.
+        is_over = view.status.state in TERMINAL and await asyncio.to_thread(has_ended, self._store, run_log.names)
+        if view.has_failed:
+            await self._look_for_reopening(view)
+        if view.status.state in TERMINAL and not is_over:
+            logger.error(
+                "an event says that the run has ended, and no header closes it: somebody else writes to this Redis",
+                extra={"run": view.record.name, "state": state_name(view.status.state)},
+            )
+            view.status.take_end_back()
+        view.damage = self._drive_damage.get(view.record.uid)
+        self._views[view.record.uid] = view
+        return view
+
+    async def _look_for_reopening(self, view: RunView) -> None:
+        """Notice that a run which has failed was reopened: the store says so before any event does."""
+        names, number = Names(self._prefix, view.record.uid), view.num_reopened
+        while await asyncio.to_thread(self._store.head, names.reopened(number + 1)) is not None:
+            number += 1
+        if number > view.num_reopened and not await asyncio.to_thread(has_ended, self._store, names):
+            view.reopen()
+        view.num_reopened = number
+
+
+def _key_of(name: str) -> str:
+    """Stand for the uid of a run of which only the name is known; no uid begins with it."""
+    return f"?{name}"
+
+
+def _as_damage(error: Exception, name: str) -> MillraceError:
+    """What is wrong with a run, as a typed error."""
+    if isinstance(error, MillraceError) and not isinstance(error, InvalidSpecError):
+        return error
+    return InternalError(
+        f"run {name!r} cannot be read: {type(error).__name__}: {error}"[:500],
+        reason="RUN_UNREADABLE",
+        remedy="see the orchestrator's log",
+    )
+
+
+# Finds runs by what stands in their configs: `lr=1e-5`, `grpo`, `env.id=reverse`. Secrets are not to be found.
+
+MAX_WORDS = 20
+
+
+@dataclass(frozen=True, slots=True)
+class ConfigText:
+    """The keys of one config, dotted and in lower case, with their values."""
+
+    values: tuple[tuple[str, Any], ...]
+
+    @classmethod
+    def of(cls, config: Mapping[str, Any], *, secrets: tuple[str, ...]) -> Self:
+        """Of a resolved config."""
+        return cls(tuple(_values(masked(config, secrets), "")))
+
+    def matches(self, words: str) -> bool:
+        """Whether every word is part of some key or value; `key=value` wants both at one place."""
+        return all(any(_matches(word, *each) for each in self.values) for word in words.lower().split()[:MAX_WORDS])
+
+
+def _matches(word: str, key: str, value: Any) -> bool:
+    name, is_pair, wanted = word.rpartition("=")
+    if is_pair:
+        return name in key and (_is_number(wanted, value) or _holds(value, wanted, whole=not isinstance(value, str)))
+    return word in key or _holds(value, word) or _is_number(word, value)
+
+
+def _holds(value: Any, wanted: str, *, whole: bool = False) -> bool:
+    text = str(value).lower()
+    return wanted == text if whole else wanted in text
+
+
+def _is_number(word: str, value: Any) -> bool:
+    """Whether the word is this number, however it is written."""
+    with contextlib.suppress(ValueError):
+        return isinstance(value, int | float) and not isinstance(value, bool) and float(word) == value
+    return False
+
+
+def _values(value: Any, path: str) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, Mapping):
+        for name, item in value.items():
+            yield from _values(item, f"{path}.{name}" if path else str(name))
+    elif isinstance(value, list) and any(isinstance(item, Mapping) for item in value):
+        for index, item in enumerate(value):
+            yield from _values(item, f"{path}[{index}]")
+    elif value is not None:
+        yield path.lower(), value

@@ -1,0 +1,269 @@
+"""What the dashboard sees of this orchestrator: its runs from memory, and its public API for everything else."""
+
+import asyncio
+import contextlib
+import math
+import os
+import time
+from collections.abc import AsyncIterator
+from typing import TYPE_CHECKING, Any, cast
+
+from millrace.config import EvalRunConfig, RLConfig
+from millrace.config.tree import differences
+from millrace.errors import NotFoundError, UnavailableError
+from millrace.orchestrator.catalog import ConfigText, RunCatalog, RunView
+from millrace.orchestrator.chain import boxes
+from millrace.orchestrator.manager import RunManager
+from millrace.orchestrator.service import RunServicer
+from millrace.orchestrator.why import chain_of, explain, unanswered
+from millrace.orchestrator.workers import QUIET_S, WorkerKind, WorkerRecord, WorkerRegistry, host_of
+from millrace.runlog.records.run_record import EVAL
+from millrace.runlog.run_status import state_name
+from millrace.telemetry.logging import masked, secrets_of
+from millrace.v1 import audit_pb2, run_pb2, run_service_pb2
+
+if TYPE_CHECKING:
+    import grpc.aio
+
+CALL_S = 10.0
+"""Deadline of what has to ask Redis or the store."""
+AUDIT_S = 300.0
+"""Deadline of an audit, which reads the whole log."""
+_ASK_AGAIN = "see whether both answer, and ask again: what was done is not done twice"
+_NO_CALL = cast("grpc.aio.ServicerContext", None)  # the methods that are called here do not look at it
+
+
+class OrchestratorSource:
+    """A `RunSource` over one orchestrator."""
+
+    def __init__(
+        self, *, service: RunServicer, catalog: RunCatalog, manager: RunManager, registry: WorkerRegistry, owner: str
+    ) -> None:
+        self._service = service
+        self._catalog = catalog
+        self._manager = manager
+        self._registry = registry
+        self._owner = owner
+        self._listings: dict[str, asyncio.Task[run_service_pb2.ListCheckpointsResponse]] = {}
+        self._config_texts: dict[str, ConfigText] = {}
+        self._secrets = secrets_of(os.environ)
+
+    def list_runs(self, *, config: str = "") -> list[dict[str, Any]]:
+        """Every run as it was at the last look, which the manager takes twice a second."""
+        views = sorted(self._catalog.views, key=lambda view: view.record.uid, reverse=True)
+        return [self._summary(view) for view in views if not config or self._config_text(view).matches(config)]
+
+    async def find_run(self, name: str) -> dict[str, Any]:
+        """One run with its config."""
+        view = self._known(name)
+        model = EvalRunConfig if view.record.kind == EVAL else RLConfig
+        config = masked(view.record.config or {}, self._secrets)  # by its own names, which are values in the answer
+        keys = [
+            {"key": each.key, "value": each.value, "default": each.default, "differs": each.differs}
+            for each in differences(config, model)
+        ]
+        status = view.status
+        return self._summary(view) | {
+            "names": self._registry.names(),  # of all workers: a run that has ended holds none of those of its log
+            "config": keys,
+            "run_hash": view.record.run_hash,
+            "code_version": view.record.code_version,
+            "dropped": dict(status.dropped),
+            "served": dict(status.served),
+            "entered": {state_name(state): at for state, at in status.entered.items()},
+        }
+
+    def uid_of(self, name: str) -> str:
+        """The uid of a run that is known."""
+        return self._known(name).record.uid
+
+    async def checkpoints(self, name: str) -> list[dict[str, Any]]:
+        """Its committed checkpoints, oldest first."""
+        listing = self._listed_checkpoints(self._known(name).record.uid)
+        async with _deadline():
+            found = await asyncio.shield(listing)
+        return [
+            {
+                "step": each.step,
+                "uri": each.uri,
+                "size_bytes": each.size_bytes,
+                "time": each.create_time.ToNanoseconds() / 1e9,
+            }
+            for each in found.checkpoints
+        ]
+
+    def _listed_checkpoints(self, uid: str) -> asyncio.Task[run_service_pb2.ListCheckpointsResponse]:
+        """The listing of a run that is under way, or a new one.
+
+        It reads every manifest, in a thread that no deadline ends: pages that ask again must not take more.
+        """
+        found = self._listings.get(uid)
+        if found is None or found.done():
+            request = run_service_pb2.ListCheckpointsRequest(parent=uid, page_size=1000)
+            found = asyncio.create_task(self._service.ListCheckpoints(request, _NO_CALL), name=f"checkpoints of {uid}")
+            found.add_done_callback(lambda task: task.cancelled() or task.exception())  # all who asked may have left
+            self._listings[uid] = found
+        return found
+
+    def explain(self, name: str) -> dict[str, Any]:
+        """Why it does not move, from memory."""
+        view = self._known(name)
+        is_held = self._manager.holds(view.record.uid)
+        found = explain(view, self._registry, owner=self._owner, name_of=self._name_of, is_held=is_held)
+        ended = view.is_terminal
+        return {
+            "summary": found.summary,
+            "chain": [] if ended else boxes(chain_of(view.record.uid, self._registry, owner=self._owner)),
+            "waits": [
+                {
+                    "owner": wait.owner,
+                    "reason": wait.reason,
+                    "waits_on": wait.waits_on,
+                    "age_seconds": wait.age_seconds,
+                    "deadline_seconds": wait.deadline_seconds,
+                }
+                for wait in found.waits[:200]
+            ],
+        }
+
+    async def act(self, name: str, action: str, *, reason: str) -> None:
+        """Ask for it as any client does."""
+        uid = self._known(name).record.uid
+        async with _deadline():
+            match action:
+                case "pause":
+                    request = run_service_pb2.PauseRunRequest(name=uid, reason=reason)
+                    await self._service.PauseRun(request, _NO_CALL)
+                case "resume":
+                    await self._service.ResumeRun(run_service_pb2.ResumeRunRequest(name=uid), _NO_CALL)
+                case "cancel":
+                    request = run_service_pb2.CancelRunRequest(name=uid, reason=reason)
+                    await self._service.CancelRun(request, _NO_CALL)
+                case _:
+                    raise NotFoundError(f"nothing of a run is called {action!r}", reason="PAGE_NOT_FOUND")
+
+    async def audit(self, name: str) -> audit_pb2.AuditReport:
+        """The audit's report on its log."""
+        request = run_service_pb2.AuditRunRequest(name=self._known(name).record.uid)
+        async with _deadline(AUDIT_S, remedy=f"an audit of a long run takes longer: `millrace run audit {name}`"):
+            found = await self._service.AuditRun(request, _NO_CALL)
+        return found.report
+
+    def trouble(self) -> str:
+        """What does not answer at the moment."""
+        return unanswered(self._owner)
+
+    def _known(self, name: str) -> RunView:
+        view = self._catalog.known(name)
+        if view is None:
+            raise NotFoundError(
+                f"no run {name[:100]!r} is known", reason="RUN_NOT_FOUND", remedy="see the list of runs"
+            )
+        return view
+
+    def _config_text(self, view: RunView) -> ConfigText:
+        """What is searched of a run; a config never changes."""
+        found = self._config_texts.get(view.record.uid)
+        if found is None:
+            found = ConfigText.of(view.record.config or {}, secrets=self._secrets)
+            self._config_texts[view.record.uid] = found
+        return found
+
+    def _name_of(self, uid: str) -> str:
+        known = self._catalog.known(uid)
+        return known.record.name if known is not None else uid
+
+    def _summary(self, view: RunView) -> dict[str, Any]:
+        run = view.run
+        progress = self._manager.progress(view.record.uid) or run.progress
+        records = self._registry.records()
+        names = self._registry.names()
+        mine = [each for each in records if each.run_uid == view.record.uid]
+        serving = [] if view.is_terminal else [each for each in records if each.kind is WorkerKind.ENV_SERVER]
+        return {
+            "name": view.record.name,
+            "uid": view.record.uid,
+            "kind": view.record.kind,
+            "state": run_pb2.RunState.Name(run.state).removeprefix("RUN_STATE_"),
+            "error": _error(run.error) if run.HasField("error") else None,
+            "created": _time(run, "create_time"),
+            "started": _time(run, "start_time"),
+            "ended": _time(run, "end_time"),
+            "labels": dict(run.labels),
+            "parent": {"name": run.parent.name, "step": run.parent.step} if run.HasField("parent") else None,
+            "step": progress.step,
+            "max_steps": progress.max_steps,
+            "version": progress.policy_version,
+            "inference_version": progress.min_inference_version,
+            "reward": progress.reward if math.isfinite(progress.reward) else None,
+            "rollouts": progress.num_rollouts,
+            "tokens": progress.num_tokens,
+            "groups": progress.num_groups,
+            "groups_dropped": progress.num_groups_dropped,
+            "environments": [
+                {
+                    "env": each.env,
+                    "rollouts": each.num_rollouts,
+                    "failed": each.num_failed,
+                    "first_error": each.first_error,
+                }
+                for each in progress.environments
+            ],
+            "held_by": sorted(each.worker_id for each in mine),
+            "workers": [_worker(each, names[each.worker_id]) for each in (*mine, *serving)],
+            "has_ended": view.is_terminal,
+        }
+
+
+def _error(error: run_pb2.RunError) -> dict[str, str]:
+    return {"reason": error.reason, "message": error.message, "remedy": error.remedy}
+
+
+def _worker(record: WorkerRecord, name: str) -> dict[str, Any]:
+    """Return a worker with the GPUs that it may use."""
+    is_silent = time.monotonic() - record.last_seen > QUIET_S
+    return {
+        "id": record.worker_id,
+        "name": name,
+        "host": host_of(record.worker_id, record.kind),
+        "state": "leaving" if record.is_leaving else "silent" if is_silent else "ready",
+        "does": _does(record),
+        "gpus": [
+            {
+                "index": gpu.index, "id": gpu.uuid, "name": gpu.name, "memory_used": gpu.memory_used,
+                "memory_total": gpu.memory_total, "utilization": gpu.utilization, "power_watts": gpu.power_watts,
+            }
+            for gpu in record.gpus
+        ],
+    }  # fmt: skip
+
+
+def _does(record: WorkerRecord) -> str:
+    match record.kind:
+        case WorkerKind.TRAINER:
+            return f"trains step {record.trainer.step + 1}" if record.trainer is not None and record.run_uid else "free"
+        case WorkerKind.INFERENCE:
+            is_serving = record.policy is not None and record.policy.has_version
+            return (
+                f"serves v{record.policy.version}" if record.policy is not None and is_serving else "serves nothing yet"
+            )
+        case _:
+            return f"plays {record.num_playing} rollouts"
+
+
+def _time(run: run_pb2.Run, name: str) -> float | None:
+    return getattr(run, name).ToNanoseconds() / 1e9 if run.HasField(name) else None
+
+
+@contextlib.asynccontextmanager
+async def _deadline(seconds: float = CALL_S, *, remedy: str = _ASK_AGAIN) -> AsyncIterator[None]:
+    """A time limit whose end is an error of ours."""
+    try:
+        async with asyncio.timeout(seconds):
+            yield
+    except TimeoutError as error:
+        raise UnavailableError(
+            f"Redis or the object store did not answer within {seconds:.0f} s",
+            reason="LOG_UNREADABLE",
+            remedy=remedy,
+        ) from error

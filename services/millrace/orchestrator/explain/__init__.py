@@ -1,1 +1,0 @@
-"""Why a run does not move: who waits for whom."""

@@ -1,0 +1,193 @@
+"""CancelRun, PauseRun and ResumeRun: an intent is durable before it is acknowledged.
+
+ResumeRun of a run that has FAILED reopens it, in this order: the intent, a new epoch of the orchestrator, which
+fences out the driver before, and the create-only record that its closing header does not end it
+(`runlog/records/revisions.py`). The next driver begins another copy of its log, says in an event that it is QUEUED
+again, and drives it. A process that dies in between leaves either a run that is still FAILED, or one that any
+orchestrator goes on with.
+"""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+
+from millrace.errors import InvalidStateError
+from millrace.orchestrator.catalog import RunView
+from millrace.runlog import Intent, Names
+from millrace.runlog.records.numbered import create_epoch, read_intents, write_intent
+from millrace.runlog.records.revisions import find_closing, load_reopenings, reopen
+from millrace.runlog.run_status import state_name
+from millrace.storage import ObjectStore
+from millrace.telemetry import faults
+from millrace.v1 import run_pb2
+
+ROLE = "orchestrator"
+"""Role whose epochs fence those who drive a run."""
+
+
+# The desired state of a run, as its users asked for it: to pause, to go on, to end; folded from the stored intents.
+
+POLL_S = 2.0
+"""How old what is known of a run's intents may be: another replica may have acknowledged a new one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DesiredState:
+    """What a run shall do. A cancellation is for good; of pause and resume the last one counts."""
+
+    is_cancelled: bool = False
+    is_paused: bool = False
+    reason: str = ""
+    """Why it shall pause or end, in the words of the user."""
+
+    def after(self, intents: Sequence[Intent]) -> "DesiredState":
+        """The desired state after further intents, in order; kinds of a newer release change nothing."""
+        desired = self
+        for intent in intents:
+            reason = str(intent.payload.get("reason") or "")
+            if intent.kind == "cancel":
+                desired = DesiredState(is_cancelled=True, reason=reason)
+            elif intent.kind in ("pause", "resume", "reopen") and not desired.is_cancelled:
+                desired = DesiredState(is_paused=intent.kind == "pause", reason=reason)
+        return desired
+
+
+@dataclass(slots=True)
+class _Known:
+    desired: DesiredState
+    sequence: int
+    read: float
+
+
+class DesiredStates:
+    """The desired states of runs, read from the store when what is known is older than `POLL_S`."""
+
+    def __init__(self, store: ObjectStore, prefix: str) -> None:
+        self._store = store
+        self._prefix = prefix
+        self._known: dict[str, _Known] = {}
+
+    async def read(self, uid: str) -> DesiredState:
+        """What the run shall do."""
+        known = self._known.setdefault(uid, _Known(DesiredState(), 0, float("-inf")))
+        now = time.monotonic()
+        if now - known.read >= POLL_S:
+            intents = await read_intents(self._store, Names(self._prefix, uid), after=known.sequence)
+            new = [each for each in intents if each.sequence > known.sequence]  # another look may have been faster
+            known.desired, known.read = known.desired.after(new), now
+            known.sequence = new[-1].sequence if new else known.sequence
+        return known.desired
+
+    def expire(self, uid: str) -> None:
+        """An intent was written just now: read it at the next look."""
+        if uid in self._known:
+            self._known[uid].read = float("-inf")
+
+    def forget(self, uid: str) -> None:
+        """The run has ended."""
+        self._known.pop(uid, None)
+
+
+class IntentCalls:
+    """Writes what users ask for as intents, each once however often it is repeated."""
+
+    def __init__(
+        self, *, store: ObjectStore, prefix: str, owner: str, on_intent: Callable[[str], Awaitable[None]]
+    ) -> None:
+        """`on_intent` is called with the uid of a run with a new intent; `owner` is named in what is recorded."""
+        self._owner = owner
+        self._store = store
+        self._prefix = prefix
+        self._on_intent = on_intent
+
+    async def cancel(self, view: RunView, *, reason: str, request_id: str) -> None:
+        """Ask the run to end."""
+        if view.run.state == run_pb2.RUN_STATE_CANCELLED:
+            return
+        _require_open(view, "cancel")
+        if not (await self._desired(view)).is_cancelled:
+            await self._write(view, "cancel", {"reason": reason, "request_id": request_id})
+
+    async def pause(self, view: RunView, *, reason: str, request_id: str) -> None:
+        """Ask the run to pause."""
+        _require_open(view, "pause")
+        desired = await self._desired(view)
+        if desired.is_cancelled or view.run.state == run_pb2.RUN_STATE_STOPPING:
+            why = "it is being cancelled" if desired.is_cancelled else "every step is done"
+            raise InvalidStateError(
+                f"run {view.record.name!r} is about to end: {why}",
+                reason="RUN_STOPPING",
+                remedy="nothing is left to pause",
+            )
+        if not desired.is_paused:
+            await self._write(view, "pause", {"reason": reason, "request_id": request_id})
+
+    async def resume(self, view: RunView, *, request_id: str) -> None:
+        """Let the run go on: it is paused, or has failed. InvalidStateError (RUN_DAMAGED) if it cannot be read."""
+        _require_readable(view, "resume")
+        if view.has_failed:
+            await self._reopen(view, request_id)
+            return
+        _require_open(view, "resume")
+        if (await self._desired(view)).is_paused:
+            await self._write(view, "resume", {"request_id": request_id})
+
+    async def _reopen(self, view: RunView, request_id: str) -> None:
+        names = Names(self._prefix, view.record.uid)
+        intents = await read_intents(self._store, names)
+        if DesiredState().after(intents).is_cancelled:
+            raise InvalidStateError(
+                f"run {view.record.name!r} was asked to end before it failed, and a cancellation is for good",
+                reason="RUN_CANCELLED",
+                remedy="`millrace run fork` starts a new run at one of its steps",
+            )
+        closing = await asyncio.to_thread(find_closing, self._store, names)
+        if closing is None or await self._was_done(names, intents, request_id):
+            return  # this request, or another one, has reopened it
+        payload = {"request_id": request_id, "closing_sha256": closing.sha256}
+        await write_intent(self._store, names, "reopen", payload)
+        faults.reach(faults.Point.ORCHESTRATOR_REOPEN_INTENT, step=closing.step)
+        epoch = await create_epoch(self._store, names, ROLE, self._owner)
+        await asyncio.to_thread(reopen, self._store, names, closing, epoch=epoch.number, owner=self._owner)
+        faults.reach(faults.Point.ORCHESTRATOR_REOPENED, step=closing.step)
+        view.reopen()
+        await self._on_intent(view.record.uid)
+
+    async def _was_done(self, names: Names, intents: Sequence[Intent], request_id: str) -> bool:
+        """Whether this very request has reopened the run before, which then failed again."""
+        asked = {i.payload.get("closing_sha256") for i in intents if i.payload.get("request_id") == request_id}
+        records = await asyncio.to_thread(load_reopenings, self._store, names)
+        return bool(request_id) and any(record.closing_sha256 in asked for record in records)
+
+    async def _desired(self, view: RunView) -> DesiredState:
+        """What the run shall do, with every intent that was acknowledged by now."""
+        return DesiredState().after(await read_intents(self._store, Names(self._prefix, view.record.uid)))
+
+    async def _write(self, view: RunView, kind: str, payload: dict[str, str]) -> None:
+        await write_intent(self._store, Names(self._prefix, view.record.uid), kind, payload)
+        await self._on_intent(view.record.uid)
+
+
+def _require_readable(view: RunView, verb: str) -> None:
+    """Nothing can come of an intent that nobody can follow; once the run is repaired, it goes on by itself."""
+    if view.damage is not None:
+        name = view.record.name
+        raise InvalidStateError(
+            f"run {name!r} is DAMAGED, and nothing can come of it to {verb} it: {view.damage.message}",
+            reason="RUN_DAMAGED",
+            remedy=f"`millrace run audit {name}` says what is damaged, `millrace run repair {name}` what can be "
+            "restored from what; the run goes on by itself when it can be read",
+            metadata={"state": "DAMAGED", "damage": view.damage.reason},
+        )
+
+
+def _require_open(view: RunView, verb: str) -> None:
+    if view.is_terminal:
+        state = state_name(view.status.state)
+        raise InvalidStateError(
+            f"run {view.record.name!r} has already ended as {state}",
+            reason="RUN_ENDED",
+            remedy=f"nothing is left to {verb}",
+            metadata={"state": state},
+        )

@@ -1,1 +1,0 @@
-"""The runs of a deployment: made, forked, listed, what users asked of them, sealed."""

@@ -1,0 +1,532 @@
+"""RunService: the public API over the runs of a deployment."""
+
+import asyncio
+import logging
+import re
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+
+import grpc
+
+from millrace.algorithms import make_algorithms
+from millrace.config import EvalRunConfig, RLConfig
+from millrace.config.sections.environments import NamedEnv
+from millrace.custom_code import CustomCode
+from millrace.decoding import MAX_JSON_BYTES, Fields, decode_object
+from millrace.errors import (
+    AlreadyExistsError,
+    CorruptObjectError,
+    InvalidSpecError,
+    InvalidStateError,
+    LogGoneError,
+    UnavailableError,
+    Violation,
+)
+from millrace.orchestrator import new_run
+from millrace.orchestrator.beside import LogPlace, Readers, next_token, page
+from millrace.orchestrator.catalog import RunCatalog, RunView
+from millrace.orchestrator.drive.assembly import env_specs, require_tasks, trained_envs
+from millrace.orchestrator.intents import IntentCalls
+from millrace.orchestrator.manager import RunManager
+from millrace.orchestrator.new_run import make_record, validate
+from millrace.orchestrator.play.env_servers import IMAGE_REMEDY, EnvServers, KeyVariables, images_in_words
+from millrace.orchestrator.play.tasks import Sampler
+from millrace.orchestrator.why import explain, unanswered
+from millrace.orchestrator.workers import WorkerKind, WorkerRegistry
+from millrace.runlog import EventReader, RunLog
+from millrace.runlog.fork import copy_fork, plan_fork
+from millrace.runlog.index import create_run, find_request
+from millrace.runlog.names import Names, check_request_id, new_uid
+from millrace.runlog.records.run_record import EVAL, RunRecord
+from millrace.runlog.run_status import is_terminal
+from millrace.storage.base import newest_revision, require_checksum
+from millrace.telemetry import waits
+from millrace.v1 import checkpoint_pb2, event_pb2, run_pb2, run_service_pb2, run_service_pb2_grpc
+
+logger = logging.getLogger(__name__)
+
+HEARTBEAT_S = 15.0
+"""Silence after which a watch stream sends an empty message, so that a dead path is seen."""
+EXPLAIN_READ_S = 2.0
+"""Longest look at the log for an explanation, which comes within 5 s in any case."""
+READ_BLOCK_S = 1.0
+"""Longest block of one read in a watch: how late a drain or a cancelled client is noticed."""
+PAGE_BYTES = 16 << 20
+"""Largest page of runs: configs are part of them. The next page begins behind it."""
+MAX_VALIDATIONS = 2
+"""Configs that are checked at the same time, in threads; further ones wait."""
+MAX_REASON_CHARS = 2000
+_CURSOR = re.compile(r"[0-9]{1,19}(-[0-9]{1,19})?")
+
+
+class RunServicer(run_service_pb2_grpc.RunServiceServicer):
+    """The public API. Every method raises `millrace.errors`; the interceptor maps them."""
+
+    def __init__(
+        self,
+        *,
+        place: LogPlace,
+        readers: Readers,
+        catalog: RunCatalog,
+        manager: RunManager,
+        registry: WorkerRegistry,
+        owner: str,
+        draining: asyncio.Event,
+    ) -> None:
+        self._redis = place.redis
+        self._store = place.store
+        self._prefix = place.prefix
+        self._readers = readers
+        self._catalog = catalog
+        self._manager = manager
+        self._registry = registry
+        self._owner = owner
+        self._draining = draining
+        self._intents = IntentCalls(store=place.store, prefix=place.prefix, owner=owner, on_intent=manager.apply)
+        self._auditing = asyncio.Semaphore(1)  # an audit reads everything of a run: one at a time
+        self._validating = asyncio.Semaphore(MAX_VALIDATIONS)
+
+    async def CreateRun(
+        self, request: run_service_pb2.CreateRunRequest, context: grpc.aio.ServicerContext
+    ) -> run_service_pb2.CreateRunResponse:
+        """Validate and queue a run."""
+        config, record = await self._validated(request)
+        if request.request_id and not request.validate_only:
+            earlier = await find_request(self._store, self._prefix, request.request_id)
+            if earlier is not None:
+                return run_service_pb2.CreateRunResponse(run=await self._earlier(earlier, record))
+        require_env_images(config, self._registry)
+        if request.check_environments:
+            await check_environments(config, self._registry)
+        if request.validate_only:
+            return run_service_pb2.CreateRunResponse(run=RunView(record).run)
+        return run_service_pb2.CreateRunResponse(run=await self._create(record))
+
+    async def ForkRun(
+        self, request: run_service_pb2.ForkRunRequest, context: grpc.aio.ServicerContext
+    ) -> run_service_pb2.ForkRunResponse:
+        """Copy what the new run begins with, and queue it."""
+        parent = (await self._catalog.find(request.name)).record
+        if parent.kind == EVAL:
+            raise InvalidStateError(
+                f"run {parent.name!r} is an evaluation: it has no policy to continue from",
+                reason="FORK_OF_EVALUATION",
+                remedy="submit the evaluation again with the settings that you want",
+            )
+        wanted = new_run.as_create(request, parent, uid=new_uid())
+        config, record = await self._validated(wanted)
+        record = replace(record, parent={"uid": parent.uid, "step": request.step})
+        if request.request_id:
+            earlier = await find_request(self._store, self._prefix, request.request_id)
+            if earlier is not None:
+                return run_service_pb2.ForkRunResponse(run=await self._earlier(earlier, record))
+        require_env_images(config, self._registry)
+        names = Names(self._prefix, parent.uid)
+        plan = await asyncio.to_thread(plan_fork, self._store, names, name=parent.name, step=request.step)
+        new_run.check_config(record.training, parent, plan)
+        record = replace(record, parent=plan.to_json())
+        return run_service_pb2.ForkRunResponse(run=await self._create(record))
+
+    async def AuditRun(
+        self, request: run_service_pb2.AuditRunRequest, context: grpc.aio.ServicerContext
+    ) -> run_service_pb2.AuditRunResponse:
+        """Check the promises of a run against its log."""
+        uid = (await self._catalog.find(request.name)).record.uid
+        with waits.waiting(f"an audit of run {uid}: its turn", waits_on="object store") as wait:
+            async with self._auditing:
+                report = await self._readers.audit(
+                    uid, on_progress=lambda text: wait.update(reason=f"an audit of run {uid}: {text}")
+                )
+        return run_service_pb2.AuditRunResponse(report=report)
+
+    async def GetRun(
+        self, request: run_service_pb2.GetRunRequest, context: grpc.aio.ServicerContext
+    ) -> run_service_pb2.GetRunResponse:
+        """Show one run."""
+        view = await self._catalog.find(request.name)
+        run = run_pb2.Run()
+        run.CopyFrom(view.run)
+        if not view.is_terminal and (problem := self._manager.held_up.problem(view.record.uid)) is not None:
+            cause, by = problem.metadata["cause"], problem.metadata["component"]
+            error = run_pb2.RunError(reason=cause, message=problem.message, component=by, remedy=problem.remedy or "")
+            run.error.CopyFrom(error)
+        if (progress := self._manager.progress(view.record.uid)) is not None:
+            run.progress.CopyFrom(progress)
+        return run_service_pb2.GetRunResponse(run=run)
+
+    async def ListRuns(
+        self, request: run_service_pb2.ListRunsRequest, context: grpc.aio.ServicerContext
+    ) -> run_service_pb2.ListRunsResponse:
+        """List runs, newest first."""
+        size, start = page(request.page_size, request.page_token)
+        views = reversed(await self._catalog.refresh())
+        runs = [view.run for view in views if not request.states or view.run.state in request.states]
+        shown = _of_bounded_size(runs[start : start + size])
+        return run_service_pb2.ListRunsResponse(runs=shown, next_page_token=next_token(start + len(shown), len(runs)))
+
+    async def CancelRun(
+        self, request: run_service_pb2.CancelRunRequest, context: grpc.aio.ServicerContext
+    ) -> run_service_pb2.CancelRunResponse:
+        """Write the intent, then tell the driver. Cancelling a run that ended is an error; twice is not."""
+        view = await self._catalog.find(request.name)
+        _check_intent(request.reason, request.request_id)
+        await self._intents.cancel(view, reason=request.reason, request_id=request.request_id)
+        return run_service_pb2.CancelRunResponse(run=view.run)
+
+    async def PauseRun(
+        self, request: run_service_pb2.PauseRunRequest, context: grpc.aio.ServicerContext
+    ) -> run_service_pb2.PauseRunResponse:
+        """Write the intent, then tell the driver. Pausing a run that ends or ended is an error; twice is not."""
+        view = await self._catalog.find(request.name)
+        _check_intent(request.reason, request.request_id)
+        await self._intents.pause(view, reason=request.reason, request_id=request.request_id)
+        return run_service_pb2.PauseRunResponse(run=view.run)
+
+    async def ResumeRun(
+        self, request: run_service_pb2.ResumeRunRequest, context: grpc.aio.ServicerContext
+    ) -> run_service_pb2.ResumeRunResponse:
+        """Write the intent, then look for a free trainer. A failed run is reopened; an open one goes on as it does."""
+        view = await self._catalog.find(request.name)
+        _check_intent("", request.request_id)
+        await self._intents.resume(view, request_id=request.request_id)
+        return run_service_pb2.ResumeRunResponse(run=view.run)
+
+    async def WatchRun(self, request: run_service_pb2.WatchRunRequest, context: grpc.aio.ServicerContext):
+        """Replay the events, then follow new ones until the terminal state. FAILED is not terminal for a reopened
+        run."""
+        view = await self._catalog.find(request.name)
+        if request.after and not _CURSOR.fullmatch(request.after):
+            problem = Violation(field="after", value=request.after[:80], message="is not the cursor of an event")
+            raise InvalidSpecError([problem], reason="CURSOR_INVALID", remedy="leave it out, or pass one that was sent")
+        if view.damage is not None and self._catalog.is_unreadable(view):
+            raise CorruptObjectError(view.run.error.message, reason=view.damage.reason)
+        uid = view.record.uid
+        feed = EventFeed(self._catalog, uid, after=request.after)
+        last_sent, has_ended = time.monotonic(), False
+        while not has_ended:
+            if self._draining.is_set():
+                raise UnavailableError(
+                    "this orchestrator is draining",
+                    reason="DRAINING",
+                    remedy=f"watch again with after={feed.cursor!r}",
+                    metadata={"cursor": feed.cursor},
+                )
+            view = self._catalog.known(uid) or view  # a rebuilt log makes a new one
+            has_ended = view.is_terminal  # then no further event comes
+            events = await feed.read(block_s=0.0 if has_ended else READ_BLOCK_S)
+            if not events and not has_ended and (problem := self._manager.held_up.problem(uid)) is not None:
+                raise problem
+            for event in events:
+                is_end = event.HasField("state_changed") and is_terminal(event.state_changed.new_state)
+                if is_end and not await self._catalog.is_end(uid, event.state_changed.new_state):
+                    continue  # it does not end the run, and a watcher would stop at it
+                last_sent, has_ended = time.monotonic(), is_end
+                yield run_service_pb2.WatchRunResponse(event=event)
+            if has_ended:
+                view = await self._catalog.find(uid)
+                has_ended = view.is_terminal
+            if time.monotonic() - last_sent > HEARTBEAT_S:
+                last_sent = time.monotonic()
+                yield run_service_pb2.WatchRunResponse()
+
+    async def ListCheckpoints(
+        self, request: run_service_pb2.ListCheckpointsRequest, context: grpc.aio.ServicerContext
+    ) -> run_service_pb2.ListCheckpointsResponse:
+        """List the checkpoints whose manifest is in the store, oldest first."""
+        size, start = page(request.page_size, request.page_token)
+        record = (await self._catalog.find(request.parent)).record
+        found = await asyncio.to_thread(self._checkpoints, record)
+        return run_service_pb2.ListCheckpointsResponse(
+            checkpoints=found[start : start + size], next_page_token=next_token(start + size, len(found))
+        )
+
+    async def ListMetrics(
+        self, request: run_service_pb2.ListMetricsRequest, context: grpc.aio.ServicerContext
+    ) -> run_service_pb2.ListMetricsResponse:
+        """List a run's metrics by step, oldest first."""
+        return await self._readers.metrics(request, (await self._catalog.find(request.parent)).record)
+
+    async def ListRollouts(
+        self, request: run_service_pb2.ListRolloutsRequest, context: grpc.aio.ServicerContext
+    ) -> run_service_pb2.ListRolloutsResponse:
+        """List what the committed batches of a run resolved."""
+        return await self._readers.rollouts(request, (await self._catalog.find(request.parent)).record)
+
+    async def GetLineage(
+        self, request: run_service_pb2.GetLineageRequest, context: grpc.aio.ServicerContext
+    ) -> run_service_pb2.GetLineageResponse:
+        """Show where a rollout or a policy version comes from, and what came of it."""
+        return await self._readers.lineage(request, (await self._catalog.find(request.name)).record)
+
+    async def ExplainRun(
+        self, request: run_service_pb2.ExplainRunRequest, context: grpc.aio.ServicerContext
+    ) -> run_service_pb2.ExplainRunResponse:
+        """What every service waits for."""
+        # Redis or the store may be the very cause; then the view of the last look has to do.
+        known, note = self._catalog.known(request.name), ""
+        try:
+            async with asyncio.timeout(EXPLAIN_READ_S):
+                view = await self._catalog.find(known.record.uid if known is not None else request.name)
+        except (TimeoutError, UnavailableError, LogGoneError) as error:
+            if known is None:
+                raise UnavailableError(
+                    f"run {request.name!r} cannot be looked up: {unanswered(self._owner) or error}",
+                    reason="LOG_UNREADABLE",
+                    remedy="see whether Redis and the object store answer",
+                ) from error
+            view, note = known, "the run's log cannot be read now, its state is that of the last look"
+        is_held = self._manager.holds(view.record.uid)
+        return explain(view, self._registry, owner=self._owner, note=note, name_of=self._name_of, is_held=is_held)
+
+    async def _validated(self, request: run_service_pb2.CreateRunRequest) -> tuple[RLConfig | EvalRunConfig, RunRecord]:
+        """The config and the record of the new run, checked in a thread; InvalidSpecError says all."""
+
+        def check() -> tuple[RLConfig | EvalRunConfig, RunRecord]:
+            config = validate(request)
+            if isinstance(config, RLConfig):
+                make_algorithms(config.orchestrator, self._manager.custom_code)
+                Sampler.load(config.orchestrator.buffer, self._manager.custom_code, seed=config.orchestrator.seed)
+            return config, make_record(request, config)
+
+        with waits.shared("configs of {n} new runs to be checked", waits_on="orchestrator", quiet_s=1.0):
+            async with self._validating:
+                config, record = await asyncio.to_thread(check)
+        if isinstance(config, RLConfig):
+            require_loadable_loss(config, self._registry)
+        return config, record
+
+    def _name_of(self, uid: str) -> str:
+        known = self._catalog.known(uid)
+        return known.record.name if known is not None else uid
+
+    async def _create(self, record: RunRecord) -> run_pb2.Run:
+        uid = await create_run(
+            self._redis,
+            self._store,
+            self._prefix,
+            uid=record.uid,
+            name=record.name,
+            request_id=record.request_id,
+            run_json=record.encode(),
+            prepare=partial(copy_fork, self._store, self._prefix),
+        )
+        self._manager.wake()
+        if uid != record.uid:
+            return await self._earlier(uid, record)
+        return (await self._catalog.find(record.uid)).run
+
+    async def _earlier(self, uid: str, record: RunRecord) -> run_pb2.Run:
+        view = await self._catalog.find(uid)
+        if view.record.run_hash != record.run_hash or not new_run.is_same_fork(record, view.record):
+            raise AlreadyExistsError(
+                f"request_id {record.request_id!r} was used for run {view.record.name!r} with another config "
+                f"(hash {view.record.run_hash[:12]}, now {record.run_hash[:12]})",
+                reason="REQUEST_ID_REUSED",
+                remedy="use a new request_id for a new run",
+                metadata={"request_id": record.request_id, "run": view.record.name},
+            )
+        return view.run
+
+    def _checkpoints(self, record: RunRecord) -> list[checkpoint_pb2.Checkpoint]:
+        names = Names(self._prefix, record.uid)
+        found = []
+        for prefix in self._store.list_prefixes(names.checkpoints):
+            step = prefix.removeprefix(names.checkpoints).rstrip("/")
+            if step.isdecimal() and (checkpoint := self._checkpoint(record, names, int(step))) is not None:
+                found.append(checkpoint)
+        return found
+
+    def _checkpoint(self, record: RunRecord, names: Names, step: int) -> checkpoint_pb2.Checkpoint | None:
+        """A committed checkpoint; None, and a line in the log, if its manifest is damaged or not there."""
+        key = newest_revision(self._store, names.checkpoint_manifest(step))
+        if (info := self._store.head(key)) is None:
+            return None
+        try:
+            size_bytes = _manifest_bytes(self._store.get(key, max_bytes=MAX_JSON_BYTES), what=self._store.uri(key))
+        except CorruptObjectError as error:
+            logger.warning("a damaged checkpoint is not listed", extra={"run": record.name, "error": error.message})
+            return None
+        checkpoint = checkpoint_pb2.Checkpoint(
+            name=f"runs/{record.name}/checkpoints/{step:08d}",
+            step=step,
+            uri=self._store.uri(key),
+            size_bytes=size_bytes,
+        )
+        checkpoint.create_time.FromNanoseconds(int(info.modified * 1e9))
+        return checkpoint
+
+
+def _manifest_bytes(data: bytes, *, what: str) -> int:
+    """Bytes of the objects that a checkpoint's manifest names."""
+    reason = "CHECKPOINT_MANIFEST_INVALID"
+    raw = decode_object(data, what=what, reason=reason)
+    try:
+        require_checksum(raw)
+        return sum(item.integer("size_bytes", most=1 << 50) for item in Fields(raw).objects("objects", most=1 << 16))
+    except ValueError as error:
+        raise CorruptObjectError(f"{what} cannot be read: {error}", reason=reason) from error
+
+
+def _check_intent(reason: str, request_id: str) -> None:
+    if len(reason) > MAX_REASON_CHARS:
+        message = f"must have at most {MAX_REASON_CHARS} characters"
+        raise InvalidSpecError([Violation(field="reason", value=f"{len(reason)} characters", message=message)])
+    if request_id:
+        check_request_id(request_id)
+
+
+def _of_bounded_size(runs: list[run_pb2.Run]) -> list[run_pb2.Run]:
+    """The first runs, as many as fit into a page, and at least one."""
+    size = 0
+    for index, run in enumerate(runs):
+        size += run.ByteSize()
+        if index and size > PAGE_BYTES:
+            return runs[:index]
+    return runs
+
+
+# The events of a run for somebody who watches: each once and in order, also across a Redis that lost some of them.
+
+
+class EventFeed:
+    """Reads behind a cursor. When Redis holds another copy of the log, it begins anew and skips what it has given out.
+
+    Another copy may have given the ids of lost events to others, so a cursor alone does not say what was seen: the
+    number of each writer's newest event does.
+    """
+
+    def __init__(self, catalog: RunCatalog, uid: str, *, after: str) -> None:
+        """`after` is the cursor behind which the watcher wants events; empty is from the beginning."""
+        self._catalog = catalog
+        self._uid = uid
+        self._after = after
+        self._log: RunLog | None = None
+        self._instance = ""
+        self._given: dict[str, int] = {}
+        self._is_replay = False
+        self.cursor = after
+        """Cursor of the newest event that was read."""
+
+    async def read(self, *, block_s: float) -> Sequence[event_pb2.Event]:
+        """The next events; waits up to `block_s` for the first one."""
+        try:
+            run_log = self._log
+            if run_log is None or await run_log.read_instance() != self._instance:
+                run_log = await self._open()
+            events = await EventReader(run_log).read(after=self.cursor, block_s=block_s)
+        except LogGoneError:
+            self._log = None  # the next read opens the rebuilt log
+            return []
+        fresh = []
+        for event in events:
+            self.cursor = event.cursor
+            if self._is_replay and self._was_given(event):
+                continue
+            self._given[event.writer] = event.writer_sequence
+            fresh.append(event)
+        return fresh
+
+    async def _open(self) -> RunLog:
+        run_log = await self._catalog.open_log(self._uid)
+        instance = await run_log.read_instance()
+        if self._instance and instance != self._instance:
+            self.cursor, self._is_replay = "", True
+        self._log, self._instance = run_log, instance
+        return run_log
+
+    def _was_given(self, event: event_pb2.Event) -> bool:
+        """Whether the watcher has the event: from us, or from before it came to us."""
+        is_before = bool(self._after) and _position(event.cursor) <= _position(self._after)
+        return is_before or event.writer_sequence <= self._given.get(event.writer, 0)
+
+
+def _position(cursor: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in cursor.split("-"))
+
+
+# Ask the env-servers, when a run is submitted, whether its environments can be loaded and have their keys.
+
+
+async def check_environments(config: RLConfig | EvalRunConfig, registry: WorkerRegistry) -> None:
+    """Load every environment on an env-server, where the run will find them loaded.
+
+    InvalidStateError names the environment that cannot be loaded and its error, or that has no training tasks,
+    InvalidSpecError the key that is not set, UnavailableError says that there is no env-server.
+    """
+    servers = EnvServers(run_uid="", epoch=0, registry=registry, trained=trained_envs(config))
+    try:
+        if not servers.alive():
+            raise UnavailableError(
+                "the environments cannot be checked: no env-server is registered",
+                reason="NO_ENV_SERVER",
+                remedy="start one, or submit without the check",
+            )
+        await servers.open_all(env_specs(config), keys=_keys(config))
+        for env in config.orchestrator.env if isinstance(config, RLConfig) else ():
+            require_tasks(env, servers.envs[env.name])
+    finally:
+        await servers.close()
+
+
+def _keys(config: RLConfig | EvalRunConfig) -> KeyVariables:
+    if isinstance(config, EvalRunConfig):
+        return KeyVariables(endpoint=(config.client and config.client.api_key_var) or "")
+    teacher = config.orchestrator.algo.teacher
+    return KeyVariables(teacher=(teacher and teacher.api_key_var) or "")
+
+
+# Ask what the env-servers announced, when a run is submitted, whether one of them runs each image that it names.
+
+
+def require_env_images(config: RLConfig | EvalRunConfig, registry: WorkerRegistry) -> None:
+    """InvalidSpecError names every image of an environment that no registered env-server announces.
+
+    Without any env-server the run waits for one: what waits names the image.
+    """
+    records = registry.alive(WorkerKind.ENV_SERVER)
+    announced = {record.worker.env_image for record in records}
+    wrong = [
+        Violation(
+            field=field,
+            value=env.image,
+            message=f"is announced by no env-server (registered: {images_in_words(records)}): "
+            + IMAGE_REMEDY.format(image=env.image),
+        )
+        for field, env in _environments(config)
+        if env.image and env.image not in announced
+    ]
+    if records and wrong:
+        raise InvalidSpecError(wrong, reason="ENV_IMAGE_MISSING")
+
+
+def _environments(config: RLConfig | EvalRunConfig) -> Iterator[tuple[str, NamedEnv]]:
+    """Every environment of its own, and the key of its image; those that evaluation takes from training only once."""
+    if isinstance(config, EvalRunConfig):
+        yield from ((f"env[{index}].image", env) for index, env in enumerate(config.env))
+        return
+    settings = config.orchestrator
+    yield from ((f"orchestrator.env[{index}].image", env) for index, env in enumerate(settings.env))
+    trained = {env.name for env in settings.env}
+    for index, env in enumerate(settings.eval.env if settings.eval else []):
+        if env.name not in trained:
+            yield f"orchestrator.eval.env[{index}].image", env
+
+
+# Ask what the trainers announced, when a run is submitted, whether one of them may load its loss.
+
+FIELD = "trainer.loss.import_path"
+
+
+def require_loadable_loss(config: RLConfig, registry: WorkerRegistry) -> None:
+    """InvalidSpecError if the loss is a function of the user's own whose module no registered trainer may load.
+
+    Whether the function is any good is for the trainer to say, which has what it imports.
+    """
+    import_path = config.trainer.loss.import_path
+    codes = [CustomCode(tuple(each.worker.custom_modules)) for each in registry.alive(WorkerKind.TRAINER)]
+    if import_path is None or any(code.allows(import_path.partition(":")[0]) for code in codes):
+        return
+    if codes:  # without a trainer the run waits for one, which looks itself
+        codes[0].require(import_path, field=FIELD, service="the trainer")

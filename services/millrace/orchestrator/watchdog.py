@@ -1,0 +1,300 @@
+"""Names what a run waits for: a silent worker, the end of the chain when nothing moves, a wait that is overdue.
+
+One watchdog per driven run. It only looks and tells, through events of the run, so that nobody has to ask
+`millrace run why` at the right moment; who restarts what is frozen is the supervisor or the platform.
+
+| what                                                     | event                                              |
+|----------------------------------------------------------|----------------------------------------------------|
+| a worker of the run silent, lost, replaced, back         | WORKER_SILENT, WORKER_LOST, WORKER_REPLACED, WORKER_BACK |
+| no progress for 20 s, again at 60 s, 300 s, 900 s, …     | wait_reported: the end of the chain                |
+| a wait older than its deadline of a worker that answers  | wait_reported: that wait, once in 10 minutes       |
+| Redis did not answer for a while and does again          | REDIS_SILENT                                       |
+| this process stood still (frozen, or its machine was)    | ORCHESTRATOR_STOOD_STILL; nobody else is blamed    |
+
+What this process misses while it stands still, the run's trainer tells (ORCHESTRATOR_SILENT). A run whose steps take
+longer than 20 s is not stuck: each standstill that ended by itself makes the watchdog more patient.
+"""
+
+import asyncio
+import logging
+import re
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Self
+
+from millrace.orchestrator.chain import SILENT_S, Chain
+from millrace.orchestrator.drive.assembly import RunParts
+from millrace.orchestrator.events import RunContext, RunEvents
+from millrace.orchestrator.why import chain_of, components, serves
+from millrace.orchestrator.workers import WorkerRecord, WorkerRegistry
+from millrace.runlog.records.numbered import epoch_owner
+from millrace.runlog.redis.connection import OUTAGES
+from millrace.telemetry import waits
+from millrace.telemetry.waits import METER, Meter, Wait
+
+logger = logging.getLogger(__name__)
+
+TICK_S = 1.0
+TELL_SILENT_S = 10.0
+"""Silence of a worker after which an event says so: ten heartbeats, so that a busy machine accuses nobody."""
+NO_PROGRESS_S = (20.0, 60.0, 300.0, 900.0)
+"""Ages of a standstill at which the end of the chain is reported; after the last one, each time as much has passed."""
+PATIENCE, MOST_PATIENT = 1.5, 30.0
+"""Factor on these ages after a standstill that was told and then ended although nobody had been found silent."""
+OVERDUE_AGAIN_S = 600.0
+"""Shortest time between two reports of the same overdue wait: in a slow run it may come back at every step."""
+TELL_STILL_S = 5.0
+TELL_OUTAGE_S = 5.0
+OUTAGE_SETTLES_S = 2.0
+"""Time for all commands that wait in one outage to notice its end; the longest wait is reported."""
+OUTAGE_MEMORY_S = 60.0
+"""How far back outages are reported when this watchdog begins: the drive before may have ended by one."""
+MAX_EVENTS, PER_S = 60, 600.0
+"""Most events within that many seconds; further ones go to the process's log only."""
+MAX_GONE = 64
+"""Silent and lost workers that are remembered, so that their return can be reported."""
+
+
+@dataclass(slots=True, kw_only=True)
+class _Seen:
+    """A worker at the last look."""
+
+    record: WorkerRecord
+    last_seen: float
+    is_told: bool = False
+
+
+class Watchdog:
+    """Looks once per second. `progress` is anything that differs whenever the run got ahead."""
+
+    def __init__(
+        self,
+        *,
+        run_uid: str,
+        owner: str,
+        registry: WorkerRegistry,
+        events: RunEvents,
+        progress: Callable[[], object],
+        clock: Callable[[], float] = time.monotonic,
+        meter: Meter = METER,
+    ) -> None:
+        self._run_uid = run_uid
+        self._owner = owner
+        self._registry = registry
+        self._events = events
+        self._progress = progress
+        self._clock = clock
+        self._meter = meter
+        self._looked = clock()
+        self._seen: dict[str, _Seen] = {}
+        self._gone: dict[str, float] = {}
+        self._at = progress()
+        self._moved = clock()
+        self._num_told = 0
+        self._patience = 1.0
+        self._has_accused = False
+        self._overdue: dict[tuple[str, str, str], float] = {}
+        self._outages_until = clock() - OUTAGE_MEMORY_S
+        self._sent: deque[float] = deque()
+
+    @classmethod
+    def of(cls, parts: RunParts, *, owner: str) -> Self:
+        """The watchdog of a driven run: rollouts, commits, policies and the trainer's steps are progress."""
+        context = parts.context
+
+        def progress() -> object:
+            desired = parts.policies.desired
+            return (
+                parts.stream.newest,
+                parts.book.step,
+                context.events.state,
+                desired and (desired.lineage, desired.version),
+                parts.policies.served_version(),
+                [
+                    (record.trainer.epoch, record.trainer.step)
+                    for record in context.registry.records()
+                    if record.trainer is not None and record.trainer.run_uid == context.record.uid
+                ],
+            )
+
+        return cls(
+            run_uid=context.record.uid,
+            owner=owner,
+            registry=context.registry,
+            events=context.events,
+            progress=progress,
+        )
+
+    async def run(self) -> None:
+        """Look and tell; ends by cancellation."""
+        waits.watch()
+        # unregistered wait: a periodic look; what it awaits is registered where it is awaited
+        while True:
+            await asyncio.sleep(TICK_S)
+            await self.look()
+
+    async def look(self) -> None:
+        """One look."""
+        now = self._clock()
+        still_s = self._meter.within(self._looked, now)
+        self._looked = now
+        if still_s > SILENT_S:
+            # What was seen before is out of date, and nobody listened to workers that seem silent: look again later.
+            self._moved, self._num_told = now, 0
+            if still_s > TELL_STILL_S:
+                await self._warn(
+                    "ORCHESTRATOR_STOOD_STILL",
+                    f"orchestrator {self._owner} stood still for {still_s:.0f} s: it was frozen, or its machine was "
+                    "overloaded",
+                )
+            return
+        await self._look_at_workers(now)
+        await self._look_at_progress(now)
+        await self._look_at_waits(now)
+        await self._look_at_redis(now)
+
+    async def _look_at_workers(self, now: float) -> None:
+        current = {record.worker_id: record for record in self._registry.records() if serves(record, self._run_uid)}
+        for worker_id in self._seen.keys() - current.keys():
+            await self._tell_gone(self._seen.pop(worker_id), current, now)
+        for worker_id, record in current.items():
+            seen = self._seen.setdefault(worker_id, _Seen(record=record, last_seen=record.last_seen))
+            silence_s = now - record.last_seen
+            if silence_s > TELL_SILENT_S and not seen.is_told:
+                seen.is_told = True
+                self._remember_gone(worker_id, record.last_seen)
+                await self._warn("WORKER_SILENT", f"{_name(record)} has not answered for {silence_s:.0f} s: {_CAUSES}")
+            elif silence_s < SILENT_S and (since := self._gone.pop(worker_id, None)) is not None:
+                seen.is_told = False
+                await self._warn("WORKER_BACK", f"{_name(record)} answers again, after {now - since:.0f} s of silence")
+            seen.record, seen.last_seen = record, record.last_seen
+
+    async def _tell_gone(self, seen: _Seen, current: dict[str, WorkerRecord], now: float) -> None:
+        """Report a worker that is no longer among the run's: it was lost, replaced or released."""
+        record, slot = seen.record, seen.record.worker.slot
+        silence_s = now - seen.last_seen
+        heir = next((r for r in current.values() if slot and r.worker.slot == slot), None)
+        if heir is not None:
+            self._gone.pop(record.worker_id, None)
+            if not record.is_leaving:
+                await self._warn(
+                    "WORKER_REPLACED",
+                    f"{_name(record)} ended and {heir.worker_id} took its place; it was heard of "
+                    f"{silence_s:.0f} s ago; what it held is played or replayed by others",
+                )
+        elif record.worker_id in self._registry.lost and not record.is_leaving:
+            self._remember_gone(record.worker_id, seen.last_seen)
+            await self._warn(
+                "WORKER_LOST",
+                f"{_name(record)} has not answered for {silence_s:.0f} s and counts as lost: {_CAUSES}; "
+                "what it held goes to others",
+            )
+
+    def _remember_gone(self, worker_id: str, since: float) -> None:
+        self._gone.setdefault(worker_id, since)
+        while len(self._gone) > MAX_GONE:
+            del self._gone[next(iter(self._gone))]
+
+    async def _look_at_progress(self, now: float) -> None:
+        at = self._progress()
+        if at != self._at:
+            if self._num_told and not self._has_accused:
+                self._patience = min(self._patience * PATIENCE, MOST_PATIENT)
+            self._at, self._moved, self._num_told, self._has_accused = at, now, 0, False
+            return
+        idle_s = now - self._moved
+        if idle_s < _threshold_s(self._num_told) * self._patience:
+            return
+        self._num_told += 1
+        chain = chain_of(self._run_uid, self._registry, owner=self._owner)
+        logger.warning(
+            "no progress", extra={"run": self._run_uid, "seconds": round(idle_s, 1), "chain": str(chain) or "(none)"}
+        )
+        await self._tell_wait(_end_of(chain, owner=self._owner, idle_s=idle_s))
+
+    async def _look_at_waits(self, now: float) -> None:
+        """Report each overdue wait, the same one at most every `OVERDUE_AGAIN_S`; numbers in its reason make no
+        difference."""
+        self._overdue = {key: at for key, at in self._overdue.items() if now - at < OVERDUE_AGAIN_S}
+        for component in components(self._run_uid, self._registry, owner=self._owner):
+            if component.is_silent:
+                continue  # what it said last grows old with it; that it is silent is told by itself
+            for wait in component.waits:
+                key = (wait.owner, wait.waits_on, re.sub(r"[\d.]+", "#", wait.reason))
+                if wait.is_overdue and key not in self._overdue:
+                    self._overdue[key] = now
+                    await self._tell_wait(wait)
+
+    async def _look_at_redis(self, now: float) -> None:
+        """Report outages that are over; while one lasts no event could be written anyway."""
+        for outage in list(OUTAGES):
+            if not self._outages_until < outage.ended < now - OUTAGE_SETTLES_S:
+                continue
+            self._outages_until = outage.ended
+            seconds = outage.seconds - self._meter.within(outage.began, outage.ended)  # it, and not this process
+            if seconds > TELL_OUTAGE_S:
+                await self._warn("REDIS_SILENT", f"Redis at {outage.address} did not answer for {seconds:.0f} s")
+
+    async def _warn(self, reason: str, message: str) -> None:
+        self._has_accused = True
+        logger.warning(message, extra={"run": self._run_uid, "reason": reason})
+        if self._may_send():
+            await self._events.warning(reason, message)
+
+    async def _tell_wait(self, wait: Wait) -> None:
+        fields = {"owner": wait.owner, "wait": wait.reason, "age_s": round(wait.age_s, 1)}
+        logger.warning("a wait is long", extra={"run": self._run_uid, **fields})
+        if self._may_send():
+            await self._events.wait_reported(wait)
+
+    def _may_send(self) -> bool:
+        """Whether the run's event log takes another event: it is for people, and a bad day may last long."""
+        now = self._clock()
+        while self._sent and now - self._sent[0] > PER_S:
+            self._sent.popleft()
+        if len(self._sent) >= MAX_EVENTS:
+            return False
+        self._sent.append(now)
+        return True
+
+
+async def tell_takeover(context: RunContext, *, owner: str, spoke_at: Mapping[str, float]) -> None:
+    """Name the orchestrator that held the run before; `spoke_at`: when each writer wrote its last event."""
+    epoch, run_log = context.epoch, context.log
+    before = ""
+    if epoch.number > 1:
+        before = await asyncio.to_thread(epoch_owner, run_log.store, run_log.names, epoch.role, epoch.number - 1)
+    if not before or before == owner:
+        return
+    heard = (
+        f"wrote its last event {max(0.0, time.time() - spoke_at[before]):.0f} s ago"
+        if before in spoke_at
+        else ("wrote no event")
+    )
+    await context.events.warning(
+        "ORCHESTRATOR_REPLACED",
+        f"orchestrator {owner} took the run over from {before}, which {heard}: it gave the run back, or it is frozen "
+        "or gone and its lease ran out",
+    )
+
+
+_CAUSES = "it is frozen or gone, or its machine or the network is"
+
+
+def _name(record: WorkerRecord) -> str:
+    return f"{record.kind} {record.worker_id}"
+
+
+def _threshold_s(num_told: int) -> float:
+    """Age of a standstill at which it is told for the next time."""
+    last = len(NO_PROGRESS_S) - 1
+    return NO_PROGRESS_S[num_told] if num_told <= last else NO_PROGRESS_S[last] * (num_told - last + 1)
+
+
+def _end_of(chain: Chain, *, owner: str, idle_s: float) -> Wait:
+    """What an event says of a standstill: the end of the chain."""
+    if chain.links:
+        return chain.links[-1].wait
+    return Wait(owner=owner, reason="any progress of the run; no service says that it waits", age_s=idle_s)

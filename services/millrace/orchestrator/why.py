@@ -1,0 +1,311 @@
+"""`millrace run why`: what the processes of a run wait for, and the chain from its trainer to what holds it up.
+
+Everything here comes from memory (the registry's heartbeats, this process's waits, the view of the run that was read
+last), so it answers while Redis or the object store does not.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from millrace.errors import HELD_UP, RefusedError
+from millrace.orchestrator.catalog import RunView
+from millrace.orchestrator.chain import REDIS, SILENT_S, STORE, Chain, Component, find_chain
+from millrace.orchestrator.workers import WorkerKind, WorkerRecord, WorkerRegistry
+from millrace.rpc.worker import to_proto
+from millrace.runlog.run_status import ended_words, resumed_words
+from millrace.telemetry import waits
+from millrace.telemetry.waits import METER, Meter, Wait
+from millrace.v1 import run_pb2, run_service_pb2
+
+RECENT_S = 60.0
+"""How long this process reports that it stood still: until then the delays of others may be its own doing."""
+NameOf = Callable[[str], str]
+"""Name of a run by its uid; the uid itself if it is unknown."""
+
+
+def explain(
+    view: RunView,
+    registry: WorkerRegistry,
+    *,
+    owner: str,
+    note: str = "",
+    name_of: NameOf = str,
+    is_held: bool = False,
+) -> run_service_pb2.ExplainRunResponse:
+    """Collect what the run's processes wait for; `note` says why the view may be old.
+
+    A run that has ended has waits as long as this orchestrator still holds it (`is_held`): its exports write the rest.
+    """
+    if view.is_terminal:
+        last = _last_waits(view.record.uid, owner) if is_held else []
+        ended = "; ".join(
+            [ended_words(view.record.name, view.status), *(f"{wait.owner} waits for {wait.reason}" for wait in last)]
+        )
+        return run_service_pb2.ExplainRunResponse(waits=to_proto(last), summary=ended)
+    uid = view.record.uid
+    found = components(uid, registry, owner=owner)
+    shown = [wait for component in found for wait in _collapsed(component.waits)]
+    shown.sort(key=lambda wait: -wait.age_s)
+    summary = _summary(view, registry, found, owner=owner, name_of=name_of)
+    return run_service_pb2.ExplainRunResponse(waits=to_proto(shown), summary=f"{note}; {summary}" if note else summary)
+
+
+def _last_waits(uid: str, owner: str) -> list[Wait]:
+    """What this orchestrator still waits for before it gives back a run that has ended."""
+    found = [wait for wait in waits.snapshot(owner) if wait.run == uid]
+    return found or [Wait(owner=owner, reason="the last objects of the run to be written", run=uid)]
+
+
+def unanswered(owner: str) -> str:
+    """The longest wait of this process for Redis or the store, in words; empty if both answer."""
+    found = [wait for wait in waits.snapshot(owner) if wait.waits_on in (REDIS, STORE)]
+    return f"it waits for {found[0].reason}, {found[0].age_s:.1f} s" if found else ""
+
+
+def stood_still(owner: str, *, meter: Meter = METER) -> str:
+    """When and how long this process stood still lately, in words; empty if it did not."""
+    now = time.monotonic()
+    last = next((each for each in reversed(meter.found) if each.seconds > SILENT_S), None)
+    if last is None or now - last.ended > RECENT_S:
+        return ""
+    when = f"for {last.seconds:.0f} s until {now - last.ended:.0f} s ago"
+    return f"orchestrator {owner} stood still {when} (it was frozen, or its machine was overloaded)"
+
+
+def chain_of(uid: str, registry: WorkerRegistry, *, owner: str) -> Chain:
+    """The chain of a run that this orchestrator drives."""
+    return _chain(components(uid, registry, owner=owner), owner=owner)
+
+
+def components(uid: str, registry: WorkerRegistry, *, owner: str) -> list[Component]:
+    """This orchestrator and the workers that serve the run, each with its waits of this run or of no run."""
+    now = time.monotonic()
+    own = _of_run(waits.snapshot(owner), uid)
+    found = [Component(name=owner, kind="orchestrator", waits=own)]
+    # A worker that announced its end and is silent has ended: nobody waits for it.
+    here = [record for record in registry.records() if not (record.is_leaving and now - record.last_seen > SILENT_S)]
+    found += [_component(record, uid, now) for record in here if serves(record, uid)]
+    present = {component.kind for component in found}
+    for record in registry.lost.values():
+        is_missed = record.kind not in present and not record.is_leaving
+        if is_missed and serves(record, uid):
+            found.append(_component(record, uid, now, is_lost=True))
+    return found
+
+
+def serves(record: WorkerRecord, uid: str) -> bool:
+    """Whether a worker does anything for the run: its trainer, its replicas, and every env-server."""
+    if record.kind is WorkerKind.ENV_SERVER:
+        return True
+    return uid in (record.run_uid, record.reported)
+
+
+def _component(record: WorkerRecord, uid: str, now: float, *, is_lost: bool = False) -> Component:
+    age_s = max(0.0, now - record.last_seen - METER.within(record.last_seen, now))  # not heard is not silent
+    waiting = [replace(wait, age_s=wait.age_s + age_s) for wait in _of_run(record.waits, uid)]
+    return Component(
+        name=record.worker_id,
+        kind=record.kind,
+        waits=waiting,
+        silence_s=age_s,
+        is_lost=is_lost,
+        activity=_activity(record),
+        url=record.worker.http_url,
+        num_requests=record.policy.num_requests if record.policy is not None else None,
+    )
+
+
+def _collapsed(found: Sequence[Wait]) -> list[Wait]:
+    """One of each of an owner's waits that differ in nothing but their age: the oldest, with how many there are."""
+    same: dict[tuple[str, str, str, float, str], list[Wait]] = {}
+    for wait in found:
+        key = (wait.owner, wait.reason, wait.waits_on, wait.deadline_s, wait.run)
+        same.setdefault(key, []).append(wait)
+    shown: list[Wait] = []
+    for alike in same.values():
+        oldest = max(alike, key=lambda wait: wait.age_s)
+        times = f" (×{len(alike)}, oldest {oldest.age_s:.1f} s)" if len(alike) > 1 else ""
+        shown.append(replace(oldest, reason=oldest.reason + times))
+    return shown
+
+
+def _of_run(found: Iterable[Wait], uid: str) -> list[Wait]:
+    return [wait for wait in found if wait.run in ("", uid)]
+
+
+def _activity(record: WorkerRecord) -> str:
+    """What a worker that waits for nobody says that it does."""
+    if record.trainer is not None:
+        return f"works on step {record.trainer.step + 1}" if record.trainer.run_uid else "is about to take the run"
+    if record.policy is not None:
+        held = f"serves policy {record.policy.version}" if record.policy.has_version else "holds no policy"
+        return f"{held}, {record.policy.num_requests} requests are open"
+    return f"plays {record.num_playing} rollouts"
+
+
+def _chain(found: Sequence[Component], *, owner: str) -> Chain:
+    return find_chain(found, starts=("trainer", owner))
+
+
+def _summary(
+    view: RunView, registry: WorkerRegistry, found: Sequence[Component], *, owner: str, name_of: NameOf
+) -> str:
+    """One line that begins with what is special about the run's state."""
+    match view.run.state:
+        case run_pb2.RUN_STATE_QUEUED:
+            return f"queued: {_held_up(view.record.uid, found) or _why_queued(view.record.uid, registry, name_of)}"
+        case run_pb2.RUN_STATE_DAMAGED:
+            return f"damaged, nothing works on it: {view.run.error.message}"
+        case run_pb2.RUN_STATE_PAUSED:
+            return f"paused: nothing works on it until `millrace run resume {view.record.name}`"
+        case _:
+            pass
+    parts = [_failing(count) for count in view.status.environments.values() if _is_failing(count)]
+    stale = {env: found for env, found in sorted(view.status.staleness.items()) if found.is_much}
+    parts += [f"environment {env!r} is behind: {found.lost}" for env, found in stale.items()]
+    if view.status.resumed is not None:
+        parts.append(resumed_words(view.status.resumed))
+    if said := stood_still(owner):
+        parts.append(said)
+    if not any(component.kind == "trainer" for component in found):
+        parts.append(f"no trainer is assigned to the run ({_trainers(registry, name_of)})")
+    if chain := str(_chain(found, owner=owner)):
+        parts.append(chain)
+    return "; ".join(parts) if parts else "nobody waits: every service of the run is working"
+
+
+def _is_failing(count: run_pb2.EnvRollouts) -> bool:
+    """Whether most of the last rollouts of an environment failed."""
+    return count.num_recent_failed * 2 > count.num_recent
+
+
+def _failing(count: run_pb2.EnvRollouts) -> str:
+    return (
+        f"{count.num_recent_failed} of the last {count.num_recent} rollouts of environment {count.env!r} failed; the "
+        f"first: {count.first_error}"
+    )
+
+
+def _held_up(uid: str, found: Sequence[Component]) -> str:
+    """What keeps this orchestrator from driving a queued run that it has a trainer for; empty if nothing does."""
+    own = [wait for component in found if component.kind == "orchestrator" for wait in component.waits]
+    held = max((wait for wait in own if wait.run == uid), key=lambda wait: wait.age_s, default=None)
+    return "" if held is None else f"the orchestrator waits for {held.reason}, {held.age_s:.0f} s"
+
+
+def _why_queued(uid: str, registry: WorkerRegistry, name_of: NameOf) -> str:
+    """Why a queued run does not start; a trainer that waits for this very run is never the reason."""
+    held = [run for record in registry.alive(WorkerKind.TRAINER) if (run := record.run_uid or record.reported) != uid]
+    if not all(held) or len(held) < len(registry.alive(WorkerKind.TRAINER)):
+        return "a trainer is free, an orchestrator takes the run as soon as its log can be read"
+    see = f"; see: millrace run why {name_of(held[0])}" if held else ""
+    return f"no trainer worker is free ({_trainers(registry, name_of)}){see}"
+
+
+def _trainers(registry: WorkerRegistry, name_of: NameOf) -> str:
+    """Which trainers there are, and what keeps them."""
+    words = []
+    for record in registry.alive(WorkerKind.TRAINER):
+        run = record.run_uid or record.reported
+        words.append(f"{record.worker_id} has {f'run {name_of(run)}' if run else 'no run'}")
+    gone = [record.worker_id for record in registry.lost.values() if record.kind is WorkerKind.TRAINER]
+    if gone:
+        words.append(f"lost: {', '.join(gone[-3:])}")
+    return "; ".join(words) or "none is registered"
+
+
+# Which runs get nowhere because what they need answers and refuses, and for how long: a bound for those who wait.
+#
+# waits of a run with a refusal ──▶ no new step meanwhile ──▶ HELD_UP_S ──▶ `problem`: WatchRun ends with it
+#
+# A full disk, a Redis that became a replica, rights that were taken away: somebody has to act. The run itself stays
+# as its log has it and goes on once it can. docs/decisions/refusals.md says why it is not ended.
+
+HELD_UP_S = 50.0
+"""How long a run may be refused without getting ahead before those who wait for it are told: with what comes behind it,
+within a minute."""
+LOOK_S = 1.0
+GAP_S = 5.0
+"""Between two tries nothing is refused; a pause that lasts longer says that it is over."""
+
+
+@dataclass(slots=True, kw_only=True)
+class _Refused:
+    """A run that was refused something."""
+
+    since: float
+    seen: float
+    kind: str
+    """Of the service that waits."""
+    wait: Wait
+
+
+class HeldUp:
+    """Looks at every open run once per second. Refusals are those of waits of this process and of workers."""
+
+    def __init__(self, registry: WorkerRegistry, *, owner: str, clock: Callable[[], float] = time.monotonic) -> None:
+        """`owner` names this orchestrator."""
+        self._registry = registry
+        self._owner = owner
+        self._clock = clock
+        self._refused: dict[str, _Refused] = {}
+        self._furthest: dict[str, tuple[tuple[bool, int, int], float]] = {}
+
+    async def run(self, views: Callable[[], Iterable[RunView]]) -> None:
+        """Look at the runs that `views` gives; ends by cancellation."""
+        # unregistered wait: a periodic look, which awaits nothing else
+        while True:
+            await asyncio.sleep(LOOK_S)
+            self.look(views())
+
+    def look(self, views: Iterable[RunView]) -> None:
+        """Note of each open run whether something refuses it."""
+        now = self._clock()
+        uids = set[str]()
+        for view in views:
+            if view.record.uid and not view.is_terminal:
+                uids.add(view.record.uid)
+                self._look_at(view, now)
+        for known in (self._refused, self._furthest):
+            for uid in known.keys() - uids:
+                del known[uid]
+
+    def problem(self, uid: str) -> RefusedError | None:
+        """Return why a run gets nowhere, once it has lasted; None while it may still."""
+        found, now = self._refused.get(uid), self._clock()
+        if found is None or found.wait.refusal is None or now - found.since < HELD_UP_S:
+            return None
+        refusal = found.wait.refusal
+        return RefusedError(
+            f"{refusal.message} (for {now - found.since:.0f} s)",
+            reason=HELD_UP,
+            remedy=refusal.remedy or None,
+            metadata={"cause": refusal.reason, "component": found.kind},
+        )
+
+    def _look_at(self, view: RunView, now: float) -> None:
+        uid, progress = view.record.uid, view.run.progress
+        is_begun = view.run.state != run_pb2.RUN_STATE_QUEUED
+        furthest = (is_begun, progress.step, progress.policy_version)
+        before, moved_at = self._furthest.setdefault(uid, (furthest, now))
+        if furthest > before:
+            self._furthest[uid], moved_at = (furthest, now), now
+            self._refused.pop(uid, None)
+        known = self._refused.get(uid)
+        if (found := self._find(uid)) is not None:
+            kind, wait = found
+            since = max(now - wait.age_s, moved_at) if known is None else known.since
+            self._refused[uid] = _Refused(since=since, seen=now, kind=kind, wait=wait)
+        elif known is not None and now - known.seen > GAP_S:
+            del self._refused[uid]
+
+    def _find(self, uid: str) -> tuple[str, Wait] | None:
+        """Return the longest refused wait of a run, and whose it is; of several alike all have to be refused."""
+        by_kind: dict[str, list[Wait | None]] = {}
+        for component in components(uid, self._registry, owner=self._owner):
+            refused = [wait for wait in component.waits if wait.refusal is not None]
+            by_kind.setdefault(component.kind, []).append(max(refused, key=lambda wait: wait.age_s, default=None))
+        found = [(kind, wait) for kind, waits in by_kind.items() if all(waits) for wait in waits if wait is not None]
+        return max(found, key=lambda each: each[1].age_s, default=None)

@@ -1,1 +1,0 @@
-"""The lossless delta codec between two versions of a tensor."""

@@ -1,0 +1,367 @@
+"""Publishes a policy version: data objects under a fresh name first, the create-only manifest last."""
+
+import hashlib
+import math
+import secrets
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from millrace.decoding import MAX_JSON_BYTES
+from millrace.errors import ConflictError, InternalError, InvalidStateError
+from millrace.policies.digest import add_digests, bits_digest, digest_hex
+from millrace.policies.manifest import (
+    CODEC_DELTA,
+    CODEC_FULL,
+    AdapterEntry,
+    Encoding,
+    FileEntry,
+    ObjectEntry,
+    Piece,
+    PolicyManifest,
+    PolicyPlace,
+    Probe,
+    TensorEntry,
+    sha256_hex,
+    whole_digest,
+)
+from millrace.policies.tensors import TensorBytes, plan_safetensors
+from millrace.processes.shared_memory import SharedPlace
+from millrace.storage.base import ObjectStore
+
+DIGEST_MISMATCH = "POLICY_DIGEST_MISMATCH"
+"""Reason of an error that says that a version is committed with other weights."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PublishedPolicy:
+    """A committed policy version. `already_existed` says that an earlier writer had committed the same weights."""
+
+    manifest_key: str
+    manifest_sha256: bytes
+    manifest: PolicyManifest
+    size_bytes: int
+    already_existed: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PolicyContents:
+    """What a version is made of.
+
+    `files` are uploaded with the version, or name what `upload_files` uploaded once for many versions.
+    """
+
+    tensors: Iterable[tuple[str, TensorBytes]]
+    files: Mapping[str, bytes] | Sequence[FileEntry]
+    probe: Probe | None = None
+    adapter: AdapterEntry | None = None
+    is_delta_base: bool = True
+
+
+# Uploads one rank's share of a policy version: its pieces, packed into objects.
+
+T = TypeVar("T")
+
+DEFAULT_SHARD_BYTES = 1 << 30  # one data object; also what the publisher holds in memory besides the tensors
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Frame:
+    """The encoded change of one part."""
+
+    tensor: str
+    start: int
+    count: int
+    data: bytes
+
+
+# What one rank of a trainer publishes, contiguous row-major ranges of tensors, and what the ranks tell each other of
+# it: plain data, never weights.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class TensorPart:
+    """Elements `start` to `start + count` of a tensor of dtype tag `dtype` and shape `shape` (that of the whole).
+
+    `bits` [count] are unsigned integers of the dtype's width; a rank that holds nothing of the tensor has none.
+    `place` is where they lie, if another process can see them.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    bits: NDArray[np.unsignedinteger]
+    place: SharedPlace | None = None
+
+    @property
+    def count(self) -> int:
+        """Elements of this part."""
+        return int(self.bits.size)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the part is the tensor."""
+        return self.start == 0 and self.count == math.prod(self.shape)
+
+    @property
+    def held_shape(self) -> tuple[int, ...]:
+        """The shape under which the part lies in a file: the tensor's own, or flat if it is a part only."""
+        return self.shape if self.is_whole else (self.count,)
+
+    def data(self) -> memoryview:
+        """The part's little-endian bytes, over the same memory."""
+        return self.bits.view(np.uint8).data
+
+    def digest(self) -> int:
+        """The part's share of the tensor's digest."""
+        return bits_digest(self.bits, start=self.start)
+
+
+def whole_parts(tensors: Iterable[tuple[str, TensorBytes]]) -> list[TensorPart]:
+    """The parts of a writer that holds every tensor whole, over the same memory."""
+    return [
+        TensorPart(name=name, dtype=tensor.dtype, shape=tensor.shape, start=0, bits=tensor.bits())
+        for name, tensor in tensors
+    ]
+
+
+def pack_digests(parts: Sequence[TensorPart], digests: Mapping[str, int]) -> list[Any]:
+    """A rank's parts and their digests."""
+    return [[part.name, part.dtype, part.shape, part.count, digest_hex(digests[part.name])] for part in parts]
+
+
+def merge_digests(shares: Iterable[list[Any]]) -> tuple[TensorEntry, ...]:
+    """The tensors of the version, in the order of the first rank that has each: digests are sums over the ranks'."""
+    found: dict[str, tuple[str, tuple[int, ...], int, int]] = {}
+    for share in shares:
+        for name, dtype, shape, count, digest in share:
+            _, _, held, so_far = found.get(name, (dtype, tuple(shape), 0, 0))
+            found[name] = dtype, tuple(shape), held + count, add_digests([so_far, int(digest, 16)])
+    entries: list[TensorEntry] = []
+    for name, (dtype, shape, held, digest) in found.items():
+        entry = TensorEntry(name=name, shape=shape, dtype=dtype, digest=digest_hex(digest))
+        if held != entry.num_elements:
+            raise InternalError(
+                f"the ranks hold {held} elements of tensor {name}, which has {entry.num_elements}",
+                reason="SHARD_LAYOUT_UNKNOWN",
+                remedy="this is a defect of Millrace; train with one rank until it is mended",
+            )
+        entries.append(entry)
+    return tuple(entries)
+
+
+def pack_encodings(encodings: Sequence[Encoding]) -> dict[str, Any]:
+    """A rank's share of every encoding."""
+    names = sorted({piece.tensor for encoding in encodings for piece in encoding.pieces})
+    places = {name: place for place, name in enumerate(names)}
+    return {"names": names, "encodings": [encoding.to_json(places) for encoding in encodings]}
+
+
+def merge_encodings(shares: Iterable[Mapping[str, Any]]) -> tuple[Encoding, ...]:
+    """The encodings of the version: those of the ranks, which have the same ones in the same order, put together."""
+    merged: list[Encoding] = []
+    for share in shares:
+        names = tuple(share["names"])
+        for place, item in enumerate(share["encodings"]):
+            encoding = Encoding.from_json(item, names)
+            if place == len(merged):
+                merged.append(encoding)
+                continue
+            so_far = merged[place]
+            merged[place] = replace(
+                so_far, objects=so_far.objects + encoding.objects, pieces=so_far.pieces + encoding.pieces
+            )
+    return tuple(merged)
+
+
+def upload_full(
+    store: ObjectStore, base: str, parts: Iterable[TensorPart], *, shard_bytes: int = DEFAULT_SHARD_BYTES
+) -> Encoding:
+    """Upload parts as safetensors files `{base}model-00001.safetensors`, …; a tensor is never cut in two by this."""
+    objects: list[ObjectEntry] = []
+    pieces: list[Piece] = []
+    held = [(part, part.bits.nbytes) for part in parts if part.count]
+    for number, group in enumerate(group_by_bytes(held, shard_bytes), start=1):
+        head, places, _ = plan_safetensors((part.name, part.dtype, part.held_shape) for part in group)
+        data = b"".join([head, *(part.data() for part in group)])
+        entry = _put(store, f"{base}model-{number:05d}.safetensors", data)
+        objects.append(entry)
+        pieces += [
+            Piece(
+                tensor=part.name,
+                start=part.start,
+                count=part.count,
+                object=entry.key,
+                offset=place.offset,
+                length_bytes=place.length_bytes,
+            )
+            for part, place in zip(group, places, strict=True)
+        ]
+    return Encoding(codec=CODEC_FULL, objects=tuple(objects), pieces=tuple(pieces))
+
+
+def upload_delta(
+    store: ObjectStore,
+    base: str,
+    frames: Sequence[Frame],
+    *,
+    against: int,
+    against_digest: str,
+    shard_bytes: int = DEFAULT_SHARD_BYTES,
+) -> Encoding:
+    """Upload frames against version `against`, one behind the other, as `{base}delta-{against}-00001.bin`, …."""
+    objects: list[ObjectEntry] = []
+    pieces: list[Piece] = []
+    sized = [(frame, len(frame.data)) for frame in frames]
+    for number, group in enumerate(group_by_bytes(sized, shard_bytes), start=1):
+        entry = _put(store, f"{base}delta-{against:08d}-{number:05d}.bin", b"".join(frame.data for frame in group))
+        objects.append(entry)
+        offset = 0
+        for frame in group:
+            pieces.append(
+                Piece(
+                    tensor=frame.tensor,
+                    start=frame.start,
+                    count=frame.count,
+                    object=entry.key,
+                    offset=offset,
+                    length_bytes=len(frame.data),
+                )
+            )
+            offset += len(frame.data)
+    return Encoding(
+        codec=CODEC_DELTA, base=against, base_digest=against_digest, objects=tuple(objects), pieces=tuple(pieces)
+    )
+
+
+def _put(store: ObjectStore, key: str, data: bytes) -> ObjectEntry:
+    store.put(key, data)
+    return ObjectEntry(key=key, sha256=sha256_hex(data), size_bytes=len(data))
+
+
+def group_by_bytes(items: Iterable[tuple[T, int]], most_bytes: int) -> Iterator[list[T]]:
+    """Cut (item, bytes), in order, into groups of at most `most_bytes`; a larger item is a group of its own."""
+    group: list[T] = []
+    size = 0
+    for item, item_bytes in items:
+        if group and size + item_bytes > most_bytes:
+            yield group
+            group, size = [], 0
+        group.append(item)
+        size += item_bytes
+    if group:
+        yield group
+
+
+def publish_policy(
+    store: ObjectStore,
+    place: PolicyPlace,
+    contents: PolicyContents,
+    *,
+    epoch: int,
+    shard_bytes: int = DEFAULT_SHARD_BYTES,
+    successor: str = "",
+) -> PublishedPolicy:
+    """Write a version in full and commit it, or prove that the committed one has equal weights.
+
+    For one writer that holds every tensor. `successor` is the key to commit a damaged version under
+    (`commit_points.next_revision`).
+
+    A replayed step publishes again (recovery is checkpoint plus replay): nothing is uploaded then, the digests are
+    compared, and a difference raises ConflictError naming both, because it means that the replay was not exact.
+    """
+    key = successor or place.manifest_key
+    parts = whole_parts(contents.tensors)
+    if not parts:
+        raise InvalidStateError(f"policy {place.lineage}-{place.version} has no tensors", reason="POLICY_EMPTY")
+    entries = tuple(
+        TensorEntry(name=part.name, shape=part.shape, dtype=part.dtype, digest=digest_hex(part.digest()))
+        for part in parts
+    )
+    digest = whole_digest(entries)
+    if store.head(key) is not None:
+        return existing_policy(store, key, digest)
+    base, files = upload_prefix(place, epoch=epoch), contents.files
+    manifest = PolicyManifest(
+        key=key,
+        run_uid=place.uid,
+        lineage=place.lineage,
+        version=place.version,
+        anchor=place.version,
+        tensors=entries,
+        encodings=(upload_full(store, base, parts, shard_bytes=shard_bytes),),
+        files=_put_files(store, base, files) if isinstance(files, Mapping) else tuple(files),
+        digest=digest,
+        probe=contents.probe,
+        adapter=contents.adapter,
+        is_delta_base=contents.is_delta_base,
+    )
+    return commit_policy(store, key, manifest)
+
+
+def upload_prefix(place: PolicyPlace, *, epoch: int) -> str:
+    """A fresh prefix for the data objects of a version: no name is used twice, whatever died before."""
+    return f"{place.objects_prefix}e{epoch}-{secrets.token_hex(6)}/"
+
+
+def commit_policy(store: ObjectStore, key: str, manifest: PolicyManifest) -> PublishedPolicy:
+    """Write the manifest, unless another writer was faster; then what it committed must have our weights."""
+    data = manifest.to_bytes()
+    if not store.create(key, data):
+        return existing_policy(store, key, manifest.digest)  # our data objects are unreferenced and collected later
+    return PublishedPolicy(
+        manifest_key=key,
+        manifest_sha256=hashlib.sha256(data).digest(),
+        manifest=manifest,
+        size_bytes=manifest.size_bytes,
+        already_existed=False,
+    )
+
+
+def existing_policy(store: ObjectStore, key: str, digest: str) -> PublishedPolicy:
+    """The committed version, if its weights are ours; ConflictError naming both digests if they are not."""
+    data = store.get(key, max_bytes=MAX_JSON_BYTES)
+    manifest = PolicyManifest.from_bytes(data, source=store.uri(key))
+    if manifest.digest != digest:
+        raise digest_conflict(
+            manifest.run_uid, manifest.lineage, manifest.version, published=manifest.digest, computed=digest
+        )
+    return PublishedPolicy(
+        manifest_key=key,
+        manifest_sha256=hashlib.sha256(data).digest(),
+        manifest=manifest,
+        size_bytes=manifest.size_bytes,
+        already_existed=True,
+    )
+
+
+def digest_conflict(uid: str, lineage: int, version: int, *, published: str, computed: str) -> ConflictError:
+    """The error of a replay that came to other weights."""
+    return ConflictError(
+        f"policy {lineage}-{version} of run {uid} is already published with digest {published}, and this trainer "
+        f"computed {computed}",
+        reason=DIGEST_MISMATCH,
+        remedy="the replay was not bit-exact: use the software, topology and thread count of the first trainer",
+        metadata={"published_digest": published, "computed_digest": computed},
+    )
+
+
+def upload_files(
+    store: ObjectStore, *, prefix: str, uid: str, epoch: int, files: Mapping[str, bytes]
+) -> tuple[FileEntry, ...]:
+    """Upload the small files that all versions of a writer share, such as the tokenizer; pass the result on."""
+    return _put_files(store, f"{prefix}/runs/{uid}/policy-files/e{epoch}-{secrets.token_hex(6)}/", files)
+
+
+def _put_files(store: ObjectStore, base: str, files: Mapping[str, bytes]) -> tuple[FileEntry, ...]:
+    """Upload files under `base`."""
+    entries: list[FileEntry] = []
+    for name in sorted(files):
+        data = files[name]
+        store.put(base + name, data)
+        entries.append(FileEntry(name=name, key=base + name, sha256=sha256_hex(data), size_bytes=len(data)))
+    return tuple(entries)

@@ -1,1 +1,0 @@
-"""Publishing a version: what each rank uploads, and the manifest that commits it."""

@@ -1,0 +1,496 @@
+"""The routes of the dashboard: pages, the JSON behind them, login, and the three things that can be asked of a run."""
+
+import asyncio
+import hashlib
+import hmac
+import ipaddress
+import logging
+import secrets
+import time
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from importlib import resources
+from urllib.parse import parse_qsl
+
+from fastapi import FastAPI, Request
+from fastapi.responses import Response
+
+from millrace.decoding import decode_object
+from millrace.errors import (
+    CapacityError,
+    CorruptObjectError,
+    InvalidSpecError,
+    NotFoundError,
+    PermissionDeniedError,
+    UnauthenticatedError,
+    Violation,
+)
+from millrace.orchestrator.beside import RunSource
+from millrace.readers.dashboard.answers import of_message, problem_of, to_json
+from millrace.readers.dashboard.reading import ReaderClient
+from millrace.rpc.access import Grant, ServerAccess, is_loopback, read_only
+from millrace.rpc.tokens import token_digest
+
+logger = logging.getLogger(__name__)
+
+QUESTIONS = ("metrics", "events", "samples", "lineage", "timeline")
+"""What the reader answers about a run, by the last part of the path."""
+ACTIONS = ("pause", "resume", "cancel")
+MAX_BODY_BYTES = 16 << 10
+MAX_QUERY_CHARS = 8 << 10
+MAX_PARAMS = 64
+_PAGES = ("/", "/runs", "/compare", "/login")
+
+Handle = Callable[[Request], Awaitable[Response]]
+
+
+# The door of the dashboard: hosts, tokens, cookies, and what a browser may do with an answer.
+#
+#     GET pages and scripts     everybody: they hold nothing of a run
+#     GET /api/…                the cookie of a session, or a bearer token of the public API
+#     POST /api/…               a bearer token, or a session with its CSRF token in `X-Millrace-CSRF`, from our pages
+#
+# What changes a run needs a token that may write, too.
+#
+# Where the public API demands no token, a browser gets its session without a code, and a program needs none; a page
+# of another site can send neither our header, nor JSON without being asked about it, which we never answer. A name
+# that resolves to this machine but is not its own (DNS rebinding) is turned away: where nobody must show a token, and
+# on loopback always, `Host` must be an address or `localhost`.
+
+CSRF_HEADER = "x-millrace-csrf"
+HEADERS = {
+    "Content-Security-Policy": "default-src 'self'; base-uri 'none'; form-action 'self'; frame-ancestors 'none'; "
+    "object-src 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "X-Frame-Options": "DENY",
+}
+"""Of every answer."""
+
+
+# Who looks: one-time codes become sessions, and a session is a cookie that no script can read.
+
+CODE_S = 120.0
+"""How long a code can be used."""
+SESSION_S = 12 * 3600.0
+"""How long a session lasts; the token that it came from may end it before."""
+MAX_CODES, MAX_SESSIONS = 256, 4096
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Session:
+    """A browser that has logged in."""
+
+    grant: Grant
+    csrf: str
+    """What its writes must show in a header."""
+    ends: float
+
+
+class Sessions:
+    """Codes and sessions, kept as digests; nothing of them outlives the process."""
+
+    def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._codes: OrderedDict[bytes, tuple[Grant, float]] = OrderedDict()
+        self._sessions: OrderedDict[bytes, Session] = OrderedDict()
+
+    def new_code(self, grant: Grant) -> str:
+        """A code that opens one session within `CODE_S`; CapacityError while too many are unused."""
+        now = self._clock()
+        for digest in [digest for digest, (_, ends) in self._codes.items() if ends <= now]:
+            del self._codes[digest]
+        if len(self._codes) >= MAX_CODES:
+            raise CapacityError(
+                f"{MAX_CODES} codes are unused", reason="TOO_MANY_CODES", remedy=f"try again in {CODE_S:.0f} s"
+            )
+        code = secrets.token_urlsafe(24)
+        self._codes[token_digest(code)] = (grant, now + CODE_S)
+        return code
+
+    def redeem(self, code: str) -> str | None:
+        """A new session's secret for a code, which is worth nothing from then on; None if it is none."""
+        found = self._codes.pop(token_digest(code), None)
+        if found is None:
+            return None
+        grant, ends = found
+        return self.open(grant) if self._clock() < ends and grant.holds() else None
+
+    def open(self, grant: Grant) -> str:
+        """A new session's secret; the oldest session ends where there are too many."""
+        while len(self._sessions) >= MAX_SESSIONS:
+            self._sessions.popitem(last=False)
+        secret = secrets.token_urlsafe(32)
+        self._sessions[token_digest(secret)] = Session(
+            grant=grant, csrf=secrets.token_urlsafe(24), ends=self._clock() + SESSION_S
+        )
+        return secret
+
+    def find(self, secret: str) -> Session | None:
+        """The session of a cookie, if it has not ended and its token still is accepted."""
+        digest = token_digest(secret)
+        session = self._sessions.get(digest)
+        if session is None:
+            return None
+        if self._clock() >= session.ends or not session.grant.holds():
+            del self._sessions[digest]
+            return None
+        return session
+
+    def end(self, secret: str) -> None:
+        """Log out."""
+        self._sessions.pop(token_digest(secret), None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Caller:
+    """Who has been let in."""
+
+    grant: Grant
+    session: Session | None
+    """None for a bearer token, and for programs where none is demanded."""
+    is_bearer: bool = False
+    secret: str = ""
+    """Of the session."""
+
+
+class Guard:
+    """Decides for one server."""
+
+    def __init__(self, access: ServerAccess, sessions: Sessions, *, host: str) -> None:
+        """`host` is where the server listens."""
+        self._access = access
+        self._sessions = sessions
+        self._is_checking_host = is_loopback(host) or not self.demands_token
+
+    @property
+    def demands_token(self) -> bool:
+        """Whether the public API wants to see a token."""
+        return self._access.tokens is not None
+
+    def check_host(self, values: Sequence[str]) -> None:
+        """InvalidSpecError for a `Host` that may be somebody else's name for this machine."""
+        if not self._is_checking_host:
+            return
+        value = values[0] if len(values) == 1 else ""
+        if not _is_own(value):
+            wrong = Violation(field="Host", value=value[:100], message="is neither an address nor localhost")
+            raise InvalidSpecError(
+                [wrong], reason="HOST_REFUSED", remedy="open the dashboard as http://127.0.0.1:PORT/, or set up tokens"
+            )
+
+    def bearer(self, authorizations: Sequence[str]) -> Grant:
+        """The grant of a token of the public API; UnauthenticatedError without one, where one is demanded."""
+        metadata = [("authorization", value) for value in authorizations]
+        return self._access.admit("/millrace.v1.RunService/GetRun", metadata)
+
+    def admit(self, authorizations: Sequence[str], secret: str) -> Caller:
+        """Let a question in by its token, or by the cookie of a session."""
+        if authorizations:
+            return Caller(grant=self.bearer(authorizations), session=None, is_bearer=True)
+        session = self._sessions.find(secret) if secret else None
+        if session is None and not self.demands_token:
+            return Caller(grant=self.bearer([]), session=None)
+        if session is None:
+            raise UnauthenticatedError(
+                "log in first",
+                reason="UNAUTHENTICATED",
+                remedy="`millrace dashboard` opens this page with a code that logs you in",
+            )
+        return Caller(grant=session.grant, session=session, secret=secret)
+
+    def admit_write(self, caller: Caller, *, csrf: str, fetch_site: str) -> None:
+        """PermissionDeniedError unless a write comes from our own pages, or from somebody who holds a token."""
+        if caller.is_bearer and self.demands_token:
+            return
+        is_known = caller.session is None or hmac.compare_digest(
+            caller.session.csrf.encode(), csrf.encode(errors="surrogateescape")
+        )
+        if not is_known or fetch_site not in ("", "same-origin"):
+            raise PermissionDeniedError(
+                "this did not come from a page of the dashboard",
+                reason="CSRF_REFUSED",
+                remedy="load the page again; programs show a bearer token instead of a cookie",
+            )
+
+    def admit_action(self, caller: Caller) -> None:
+        """PermissionDeniedError unless the caller's token may change something."""
+        if not caller.grant.may_write():
+            raise read_only()
+
+
+def _is_own(value: str) -> bool:
+    """Whether a `Host` can be no name of another site: an address, or `localhost`, with or without a port."""
+    name, bracket, rest = value.partition("]") if value.startswith("[") else ("", "", "")
+    if bracket:
+        host, port = name[1:], rest.removeprefix(":")
+        if rest and not rest.startswith(":"):
+            return False
+    else:
+        host, _, port = value.partition(":")
+    if port and not (port.isascii() and port.isdecimal()):
+        return False
+    if host.lower() == "localhost":
+        return True
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True
+
+
+class Dashboard:
+    """The application over one orchestrator and its reader."""
+
+    def __init__(
+        self, source: RunSource, reader: ReaderClient, guard: Guard, sessions: Sessions, *, port: int, is_tls: bool
+    ) -> None:
+        self._source = source
+        self._reader = reader
+        self._guard = guard
+        self._sessions = sessions
+        self._files = load()
+        self._cookie = f"millrace_session_{port}"  # cookies of one host are those of all its ports
+        self._is_tls = is_tls
+
+    def app(self) -> FastAPI:
+        """The ASGI application."""
+        app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None)
+        app.middleware("http")(self._answer)
+        for status in (404, 405):
+            app.add_exception_handler(status, _no_route)
+        for path, handle in {
+            "/api/session": self._session,
+            "/api/runs": self._runs,
+            "/api/runs/{run}": self._run,
+            "/api/runs/{run}/samples/{sample}": self._sample,
+            "/api/runs/{run}/samples/{sample}/tokens": self._tokens,
+            "/login/{code}": self._login,
+            "/static/{name}": self._static,
+        }.items():
+            app.add_api_route(path, handle, methods=["GET"])
+        app.add_api_route("/api/runs/{run}/{question}", self._question, methods=["GET"])
+        app.add_api_route("/api/login-codes", self._new_code, methods=["POST"])
+        app.add_api_route("/api/login", self._login_by_form, methods=["POST"])
+        app.add_api_route("/api/logout", self._logout, methods=["POST"])
+        app.add_api_route("/api/runs/{run}/{action}", self._act, methods=["POST"])
+        app.add_api_route("/{path:path}", self._page, methods=["GET"])
+        return app
+
+    async def _answer(self, request: Request, handle: Handle) -> Response:
+        """Whatever goes wrong is an answer in the shape of the others; every answer has the headers."""
+        try:
+            if len(request.url.query) > MAX_QUERY_CHARS:
+                wrong = Violation(field="query", message=f"has more than {MAX_QUERY_CHARS} characters")
+                raise InvalidSpecError([wrong], reason="QUERY_INVALID")
+            self._guard.check_host(request.headers.getlist("host"))
+            response = await handle(request)
+        except Exception as error:  # noqa: BLE001 - the edge of a request: the browser hears what is wrong
+            status, body = problem_of(error)
+            response = _Answer(to_json(body), status)
+            if status == 401:
+                response.headers["WWW-Authenticate"] = "Bearer"
+        for name, value in HEADERS.items():
+            response.headers[name] = value
+        response.headers.setdefault("Cache-Control", "no-store")
+        return response
+
+    def _caller(self, request: Request) -> Caller:
+        return self._guard.admit(request.headers.getlist("authorization"), request.cookies.get(self._cookie, ""))
+
+    def _writer(self, request: Request) -> Caller:
+        caller = self._caller(request)
+        self._guard.admit_write(
+            caller,
+            csrf=request.headers.get(CSRF_HEADER, ""),
+            fetch_site=request.headers.get("sec-fetch-site", ""),
+        )
+        return caller
+
+    async def _session(self, request: Request) -> Response:
+        caller = self._caller(request)
+        csrf = caller.session.csrf if caller.session is not None else ""
+        who = {"name": caller.grant.name, "csrf": csrf, "is_open": not self._guard.demands_token}
+        return _Answer(to_json(who | {"may_write": caller.grant.may_write()}))
+
+    async def _runs(self, request: Request) -> Response:
+        self._caller(request)
+        runs = self._source.list_runs(config=_params(request).get("config", ""))
+        answer = {"runs": runs, "trouble": self._source.trouble()}
+        return _Answer(await asyncio.to_thread(to_json, answer))  # thousands of runs take seconds
+
+    async def _run(self, request: Request, run: str) -> Response:
+        self._caller(request)
+        found = await self._source.find_run(run)
+        return _Answer(to_json(found | {"why": self._source.explain(run), "trouble": self._source.trouble()}))
+
+    async def _question(self, request: Request, run: str, question: str) -> Response:
+        self._caller(request)
+        if question == "checkpoints":
+            return _Answer(to_json({"checkpoints": await self._source.checkpoints(run)}))
+        if question == "why":
+            return _Answer(to_json(self._source.explain(run)))
+        if question not in QUESTIONS:
+            raise NotFoundError(f"nothing of a run is called {question[:40]!r}", reason="PAGE_NOT_FOUND")
+        return await self._ask(question, run, _params(request))
+
+    async def _sample(self, request: Request, run: str, sample: str) -> Response:
+        self._caller(request)
+        return await self._ask("sample", run, {"id": sample})
+
+    async def _tokens(self, request: Request, run: str, sample: str) -> Response:
+        self._caller(request)
+        return await self._ask("tokens", run, {**_params(request), "id": sample})
+
+    async def _ask(self, question: str, run: str, params: dict[str, str]) -> Response:
+        answer = await self._reader.ask(question, self._source.uid_of(run), params)
+        return _Answer(answer.body, answer.status)
+
+    async def _act(self, request: Request, run: str, action: str) -> Response:
+        caller = self._writer(request)
+        if action == "audit":  # it changes nothing, but it costs: only our own pages and programs may ask for it
+            return _Answer(to_json(of_message(await self._source.audit(run))))
+        self._guard.admit_action(caller)
+        if action not in ACTIONS:
+            raise NotFoundError(f"nothing of a run is called {action[:40]!r}", reason="PAGE_NOT_FOUND")
+        body = await _body(request)
+        reason = str(body.get("reason", ""))[:500] or f"from the dashboard{_by(caller)}"
+        await self._source.act(run, action, reason=reason)
+        return _Answer(to_json({"done": action}))
+
+    async def _new_code(self, request: Request) -> Response:
+        grant = self._guard.bearer(request.headers.getlist("authorization"))
+        code = self._sessions.new_code(grant)
+        return _Answer(to_json({"path": f"/login/{code}", "expires_s": CODE_S}))
+
+    async def _login(self, code: str) -> Response:
+        secret = self._sessions.redeem(code)
+        if secret is None:
+            return self._file("login.html", 403)
+        # A redirect would still be the request of the page that led here, and not have our cookie, which is strict.
+        response = _Answer(b'<!doctype html><meta http-equiv="refresh" content="0; url=/">', 200)
+        response.headers["Content-Type"] = "text/html; charset=utf-8"
+        self._set_cookie(response, secret)
+        return response
+
+    async def _login_by_form(self, request: Request) -> Response:
+        """A token that somebody types into the page, where no command line is at hand."""
+        body = await _body(request)
+        grant = self._guard.bearer([f"Bearer {body.get('token', '')}"])
+        response = _Answer(b"{}")
+        self._set_cookie(response, self._sessions.open(grant))
+        return response
+
+    async def _logout(self, request: Request) -> Response:
+        self._sessions.end(self._writer(request).secret)
+        response = _Answer(b"{}")
+        response.delete_cookie(self._cookie, path="/")
+        return response
+
+    async def _static(self, request: Request, name: str) -> Response:
+        if name not in self._files:
+            raise NotFoundError("there is no such file", reason="PAGE_NOT_FOUND")
+        return self._file(name, 200, seen=request.headers.get("if-none-match", ""))
+
+    async def _page(self, request: Request, path: str) -> Response:
+        """All pages are one document, whose script draws what the address names."""
+        if path.startswith("api/") or not (f"/{path}" in _PAGES or path.startswith("runs/")):
+            raise NotFoundError("there is no such page", reason="PAGE_NOT_FOUND", remedy="begin at /")
+        if path == "login":
+            return self._file("login.html", 200)
+        secret = request.cookies.get(self._cookie, "")
+        if self._sessions.find(secret) is not None:
+            return self._file("index.html", 200)
+        if self._guard.demands_token:
+            return self._file("login.html", 401)
+        response = self._file("index.html", 200)
+        self._set_cookie(response, self._sessions.open(self._guard.bearer([])))
+        return response
+
+    def _set_cookie(self, response: Response, secret: str) -> None:
+        response.set_cookie(
+            self._cookie, secret, max_age=int(SESSION_S), path="/", httponly=True, samesite="strict",
+            secure=self._is_tls,
+        )  # fmt: skip
+
+    def _file(self, name: str, status: int, *, seen: str = "") -> Response:
+        file = self._files[name]
+        headers = {"ETag": file.etag, "Cache-Control": "no-cache", "Content-Type": file.content_type}
+        if seen == file.etag:
+            return _Answer(b"", 304, headers)
+        return _Answer(file.body, status, headers)
+
+
+async def _no_route(_: Request, __: Exception) -> Response:
+    error = NotFoundError("there is no such page", reason="PAGE_NOT_FOUND", remedy="begin at /")
+    status, body = problem_of(error)
+    return _Answer(to_json(body), status)
+
+
+class _Answer(Response):
+    """An answer of ours; JSON unless its headers say otherwise."""
+
+    media_type = "application/json"
+
+
+def _params(request: Request) -> dict[str, str]:
+    """The parameters of a request, each once."""
+    query = request.url.query
+    if query.count("&") >= MAX_PARAMS:
+        wrong = Violation(field="query", message=f"has more than {MAX_PARAMS} parameters", source="request")
+        raise InvalidSpecError([wrong], reason="QUERY_INVALID", remedy="give each parameter once")
+    pairs = parse_qsl(query, keep_blank_values=True, errors="replace")
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        wrong = Violation(field="query", message="names a parameter twice", source="request")
+        raise InvalidSpecError([wrong], reason="QUERY_INVALID", remedy="give each parameter once")
+    return found
+
+
+async def _body(request: Request) -> dict[str, object]:
+    """The JSON object that a write brings, if any."""
+    if request.headers.get("content-type", "").partition(";")[0].strip() != "application/json":
+        wrong = Violation(field="Content-Type", message="must be application/json", source="request")
+        raise InvalidSpecError([wrong], reason="BODY_INVALID", remedy="send a JSON object, or {}")
+    try:
+        data = await request.body() or b"{}"
+        return decode_object(data, what="the body", reason="BODY_INVALID", max_bytes=MAX_BODY_BYTES)
+    except CorruptObjectError as error:
+        wrong = Violation(field="body", message=error.message, source="request")
+        raise InvalidSpecError([wrong], reason="BODY_INVALID", remedy="send a JSON object, or {}") from error
+
+
+def _by(caller: Caller) -> str:
+    return f" by {caller.grant.name}" if caller.grant.name else ""
+
+
+# The files that browsers get: read once, from the package alone.
+
+_TYPES = {".html": "text/html", ".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StaticFile:
+    """One file."""
+
+    body: bytes
+    content_type: str
+    etag: str
+
+
+def load() -> dict[str, StaticFile]:
+    """Every file by its name."""
+    found: dict[str, StaticFile] = {}
+    for entry in resources.files("millrace.readers.dashboard").joinpath("static").iterdir():
+        ending = entry.name[entry.name.rfind(".") :]
+        if ending in _TYPES:
+            body = entry.read_bytes()
+            found[entry.name] = StaticFile(
+                body=body,
+                content_type=f"{_TYPES[ending]}; charset=utf-8",
+                etag=f'"{hashlib.sha256(body).hexdigest()[:16]}"',
+            )
+    return found

@@ -1,1 +1,0 @@
-"""The HTTP side: who may ask, what is answered, and where."""

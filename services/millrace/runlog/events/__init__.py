@@ -1,1 +1,0 @@
-"""The events of a run: written, archived, read by cursor."""

@@ -1,0 +1,443 @@
+"""Open the log of a run; where Redis does not hold it, or holds a copy that is behind the store, rebuild it first.
+
+What is restored: meta with the epochs of every role, so that older holders stay fenced, and the archived events under
+their old ids. They are written into a key of their own that expires, and one script puts it in place together with
+meta, if meta is still absent (or is still the stale copy's): a rebuilder may die anywhere, and of two the first wins.
+Batches and policies are appended again by their writers (`reappend_committed`, `reappend_policies`) from
+`base:{stream}` on; rollouts by the env-servers, which hold what is not resolved.
+
+A copy is stale when Redis came back from a file that misses a rebuild (its generation is below an installed one) or
+events that the store has (new events would get the ids of these), when it holds a closing header that does not end the
+run any more (`revisions`: an entry cannot be taken back), and when it is damaged (`runlog/redis/damage.py`). Which
+generations were installed is marked by create-only objects; the rebuilder, or the next opener, writes it. Damage that
+comes again after a rebuild is rebuilt again, but ever more seldom: `LogGoneError` (LOG_UNSTABLE) says what it is
+and when the next try is.
+"""
+
+import asyncio
+import hashlib
+import json
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import redis.asyncio as redis_asyncio
+from redis.exceptions import ResponseError
+
+from millrace.backoff import Backoff
+from millrace.decoding import MAX_JSON_BYTES
+from millrace.errors import LogGoneError, UnavailableError
+from millrace.runlog.event_archive import (
+    MAX_SEQUENCE,
+    load_archived_events,
+    load_newest_archived,
+    read_page,
+    readable_event,
+)
+from millrace.runlog.names import Names, Stream
+from millrace.runlog.records.numbered import GENERATION_ROLE, create_epoch, latest_epoch
+from millrace.runlog.records.revisions import load_reopenings
+from millrace.runlog.records.run_record import RunOrigin, list_checkpoints, list_policies, parse_origin, require_exists
+from millrace.runlog.records.sealed import is_sealed
+from millrace.runlog.redis import connection, script
+from millrace.runlog.redis.connection import as_text
+from millrace.runlog.redis.entry import FORMAT_MAJOR, Entry, id_order
+from millrace.runlog.redis.log import RunLog, is_nameable, parse_run_hash, proof_of
+from millrace.storage import ObjectStore
+from millrace.telemetry import waits
+from millrace.v1 import event_pb2
+
+# What a rebuilt log of a run holds at first: meta and events, from the store and from what Redis still has.
+
+REBUILDER = "log"
+"""Name of the writer of the event that a rebuild leaves."""
+LOST = "Redis had lost the log of the run"
+"""Why a log is rebuilt, for people, where nothing else is known."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Restored:
+    """Contents of a rebuilt log."""
+
+    meta: dict[str, str | int]
+    """Fields of meta but generation and format."""
+    events: Sequence[Entry]
+    """The events in their order."""
+    summary: str
+    """What was restored, for people."""
+
+
+def load_restored(store: ObjectStore, names: Names) -> Restored:
+    """What the store has for a rebuild (blocking)."""
+    run_json = store.get(names.run_json, max_bytes=MAX_JSON_BYTES)
+    origin = parse_origin(run_json, where=store.uri(names.run_json))
+    step = _first_batch(store, names, origin)
+    version = _first_policy(store, names, step)
+    epochs = {role: latest_epoch(store, names, role) for role in _roles(store, names)}
+    meta: dict[str, str | int] = {"run_hash": parse_run_hash(run_json)}
+    meta |= {f"base:{Stream.BATCHES}": step, f"base:{Stream.POLICIES}": version}
+    meta |= {f"epoch:{role}": number for role, number in epochs.items()}
+    events = load_archived_events(store, names)
+    summary = (
+        f"restored {len(events)} archived events, epochs {json.dumps(epochs, sort_keys=True)}; "
+        f"batches come again from step {step} on, policies from version {version}"
+    )
+    return Restored(meta=meta, events=events, summary=summary)
+
+
+async def read_events(log: RunLog) -> list[Entry]:
+    """The events that Redis still has, whatever generation it says it is of; none if the key is no stream."""
+    found: list[Entry] = []
+    try:
+        while page := await read_page(log, f"({found[-1].id}" if found else "-"):
+            found += page
+    except LogGoneError as error:
+        logger.warning("events in Redis cannot be read", extra={"uid": log.uid, "error": error.message})
+        return []
+    return found
+
+
+def merge_events(
+    restored: Restored, held: Sequence[Entry], *, generation: int, now_ns: int, why: str = LOST
+) -> Restored:
+    """Add what only Redis holds, under ids of the new generation, then the event that tells of the rebuild.
+
+    What is damaged is left out, and so is what the store has under ids of generations that are still to come. `why`
+    says why the log is rebuilt.
+
+    Their old ids may be those of other events that the store has. Their bytes stay, and so do their numbers unless an
+    archived event of the writer has that number (of a process that died, whose successor did not know it).
+    """
+    hashes = {entry.h for entry in restored.events}
+    events, newest = _readable(restored, before=generation)
+    num_damaged = len(restored.events) - len(events)
+    extra: list[Entry] = []
+    for entry in held:
+        if entry.damage or entry.h not in hashes:
+            event = readable_event(entry)
+            if event is None:
+                num_damaged += 1
+                continue
+            event.ClearField("cursor")
+            known, _ = newest.get(event.writer, (0, ""))
+            if event.writer_sequence <= known:
+                event.writer_sequence = known + 1
+                entry = _entry(event)
+            _note(newest, event, entry.h)
+            extra.append(entry)
+    summary = restored.summary + (f"; kept {len(extra)} events that only Redis had" if extra else "")
+    summary += f"; left out {num_damaged} damaged entries" if num_damaged else ""
+    event = event_pb2.Event(writer=REBUILDER, writer_sequence=newest.get(REBUILDER, (0, ""))[0] + 1)
+    event.time.FromNanoseconds(now_ns)
+    event.warning.reason = "LOG_REBUILT"
+    event.warning.message = (
+        f"{why}; generation {generation} {summary}; events of the last seconds that no living process holds are "
+        "lost, nothing else is"
+    )
+    extra.append(_entry(event))
+    _note(newest, event, extra[-1].h)
+    events += [replace(entry, id=f"{generation}-{number}") for number, entry in enumerate(extra)]
+    return Restored(meta=restored.meta | _sequences(newest), events=events, summary=summary)
+
+
+def as_sealed(restored: Restored) -> Restored:
+    """Return what a sealed run has: its archived events, and nothing that tells of the rebuild."""
+    events, newest = _readable(restored, before=None)
+    return Restored(meta=restored.meta | _sequences(newest), events=events, summary=restored.summary)
+
+
+def _readable(restored: Restored, *, before: int | None) -> tuple[list[Entry], dict[str, tuple[int, str]]]:
+    """The archived events below a generation, and number and hash of the newest of each writer, as meta has them."""
+    newest: dict[str, tuple[int, str]] = {}
+    events: list[Entry] = []
+    for entry in restored.events:
+        event = readable_event(entry)
+        if event is not None and (before is None or id_order(entry.id) < (before, 0)):
+            events.append(entry)
+            _note(newest, event, entry.h)
+    return events, newest
+
+
+def _sequences(newest: dict[str, tuple[int, str]]) -> dict[str, str | int]:
+    return {f"seq:{writer}": f"{number} {entry_hash}" for writer, (number, entry_hash) in newest.items()}
+
+
+def _note(newest: dict[str, tuple[int, str]], event: event_pb2.Event, entry_hash: str) -> None:
+    known, _ = newest.get(event.writer, (0, ""))
+    if known < event.writer_sequence <= max(MAX_SEQUENCE // 2, known + 1):  # nobody has counted further
+        newest[event.writer] = event.writer_sequence, entry_hash
+
+
+def _entry(event: event_pb2.Event) -> Entry:
+    data = event.SerializeToString(deterministic=True)
+    return Entry(id="", v=FORMAT_MAJOR, h=hashlib.sha256(data).hexdigest(), d=data, tp="")
+
+
+def _roles(store: ObjectStore, names: Names) -> list[str]:
+    """Every role that ever had an epoch but the log's own."""
+    found = (prefix.removeprefix(names.all_epochs).rstrip("/") for prefix in store.list_prefixes(names.all_epochs))
+    return [role for role in found if role != GENERATION_ROLE]
+
+
+def _first_batch(store: ObjectStore, names: Names, origin: RunOrigin) -> int:
+    """The step from which batches are wanted in Redis: that of the oldest checkpoint that the headers reach."""
+    step = next((step for step in list_checkpoints(store, names) if step >= origin.base_step), 0)
+    is_backed = step > 0 and store.head(names.batch_header(step - 1)) is not None
+    return step if is_backed else origin.base_step
+
+
+def _first_policy(store: ObjectStore, names: Names, first: int) -> int:
+    """The lowest version from `first` on from which every published version up to the newest is in the store."""
+    found = list_policies(store, names)
+    lowest = None
+    for version in sorted({version for version, _ in found if version >= first}, reverse=True):
+        if any(store.head(names.policy_manifest(lineage, each)) for each, lineage in found if each == version):
+            if lowest is not None and version != lowest - 1:
+                break
+            lowest = version
+        elif lowest is not None:
+            break  # a hole: what is below was collected
+    return first if lowest is None else lowest
+
+
+logger = logging.getLogger(__name__)
+
+_MAX_ATTEMPTS = 10  # each repetition means that Redis was wiped once more meanwhile
+_TEMPORARY_S = 600  # the rebuilt events of a dead rebuilder go after that
+PAGE_ENTRIES = 500
+MAX_PROMPT = 3  # rebuilds because of damage that need not wait
+BACKOFF = Backoff(5.0, 60.0)
+_DAMAGE_WINDOW_S = 600.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Rebuild:
+    """One try: its generation, and which one it replaces (b"" = none)."""
+
+    log: RunLog
+    generation: int
+    stale: bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Stale:
+    """What a rebuild replaces: a copy of the log that is not current, or nothing."""
+
+    generation: bytes
+    """What Redis names as its generation, as it stands there; b"" if it holds none."""
+    why: str
+    is_damaged: bool = False
+
+
+async def open_or_rebuild(
+    redis: redis_asyncio.Redis, store: ObjectStore, *, prefix: str, uid: str, owner: str
+) -> RunLog:
+    """The log of an existing run, rebuilt if need be; `owner` is named in the new generation.
+
+    Only orchestrators call it, for runs of the index. `NotFoundError` if the store has no such run, or is about to
+    delete it. The winner of a rebuild leaves a warning event LOG_REBUILT that says what was restored.
+    """
+    names = Names(prefix, uid)
+    for _ in range(_MAX_ATTEMPTS):
+        log = RunLog(redis, store, names=names, generation=0, run_hash="")
+        if await _is_proven(log):
+            return log
+        what = f"the log of run {uid} to be compared with the store, and rebuilt if need be"
+        if damage := proof_of(log).damage:  # of a try before: it still says why nothing goes on
+            what += f" ({damage})"
+        with waits.waiting(what, waits_on="object store"):
+            async with proof_of(log).lock:
+                if await _mend(log, owner):
+                    return log
+    raise UnavailableError(
+        f"the log of run {uid} was lost again {_MAX_ATTEMPTS} times while it was rebuilt",
+        reason="LOG_UNSTABLE",
+        remedy="see why Redis keeps losing its data",
+        metadata={"uid": uid},
+    )
+
+
+async def _is_proven(log: RunLog) -> bool:
+    """Whether Redis holds the log as an instance that was found to be current before."""
+    try:
+        await log.reopen(is_checked=False)
+        instance = await log.read_instance()
+    except LogGoneError:
+        return False
+    return is_nameable(instance) and proof_of(log).instance == instance
+
+
+async def _mend(log: RunLog, owner: str) -> bool:
+    """Open the log if it is current, else try once to rebuild it; whether it is open."""
+    stale = await _find_stale(log)
+    proof_of(log).damage = stale.why if stale is not None and stale.is_damaged else ""
+    if stale is None:
+        return True
+    if stale.is_damaged:
+        _pace(log, stale.why)
+    await _rebuild(log, stale, owner)
+    return False
+
+
+async def open_reopened(redis: redis_asyncio.Redis, store: ObjectStore, *, prefix: str, uid: str, owner: str) -> RunLog:
+    """As `open_or_rebuild`, of a run that was reopened since Redis' copy was looked at."""
+    proof_of(RunLog(redis, store, names=Names(prefix, uid), generation=0, run_hash="")).instance = ""
+    return await open_or_rebuild(redis, store, prefix=prefix, uid=uid, owner=owner)
+
+
+async def _find_stale(log: RunLog) -> _Stale | None:
+    """Which copy a rebuild has to replace; None if the log is there and current."""
+    proof = proof_of(log)
+    try:
+        await log.reopen(is_checked=False)
+        instance = await log.read_instance()
+        if proof.instance != instance or not is_nameable(instance):
+            proof.instance = ""
+            await log.require_true()
+            if why := await _why_stale(log):
+                return _Stale(generation=str(log.generation).encode(), why=why)
+            proof.instance = instance
+    except LogGoneError as error:
+        # Whatever stands there now is what is replaced, also if it is no generation at all.
+        held = await connection.call(
+            log.redis, f"looking at the log of run {log.uid}", lambda: script.HELD.run(log.redis, [log.names.meta], [])
+        )
+        is_damaged = error.reason == "LOG_DAMAGED"
+        why = error.message.removesuffix("; being rebuilt") if is_damaged else LOST
+        return _Stale(generation=held, why=why, is_damaged=is_damaged)
+    return None
+
+
+def _pace(log: RunLog, damage: str) -> None:
+    """Raise `LogGoneError` if the log was rebuilt because of damage so often of late that the next time has to wait."""
+    proof, now = proof_of(log), time.monotonic()
+    proof.rebuilt = [at for at in proof.rebuilt if now - at < _DAMAGE_WINDOW_S]
+    extra = len(proof.rebuilt) - MAX_PROMPT
+    if extra >= 0:
+        left_s = proof.rebuilt[-1] + BACKOFF.after(1 + extra) - now
+        if left_s > 0:
+            raise LogGoneError(
+                f"{damage}; it was rebuilt {len(proof.rebuilt)} times within {now - proof.rebuilt[0]:.0f} s and was "
+                f"damaged again each time, the next try is in {left_s:.0f} s",
+                reason="LOG_UNSTABLE",
+                remedy="find out who else writes to this Redis",
+                metadata={"uid": log.uid},
+            )
+    proof.rebuilt.append(now)
+
+
+async def _why_stale(log: RunLog) -> str:
+    """Why the copy that Redis holds cannot stay; empty if it is not behind the store."""
+    installed = await asyncio.to_thread(_newest_installed, log.store, log.names)
+    where = {"uid": log.uid, "held": log.generation, "installed": installed}
+    if log.generation < installed:
+        logger.warning("Redis holds an older generation of the log than was installed", extra=where)
+        return LOST
+    newest = await asyncio.to_thread(load_newest_archived, log.store, log.names)
+    if newest is not None:
+        held = await log.read_range(Stream.EVENTS, newest.id, newest.id)
+        await log.check()
+        if [entry.h for entry in held] != [newest.h]:
+            logger.warning("Redis lost events that the store has", extra={**where, "event": newest.id})
+            return LOST
+    for record in await asyncio.to_thread(load_reopenings, log.store, log.names):
+        id_ = f"{record.step}-1"
+        held = await log.read_range(Stream.BATCHES, id_, id_)
+        if [entry.h for entry in held] == [record.closing_sha256]:
+            return f"the run was reopened at step {record.step + 1}, and Redis had the closing header of its end"
+    if log.generation > max(installed, 1):  # its rebuilder died before it could
+        await asyncio.to_thread(log.store.create, log.names.generation(log.generation), b"")
+    return ""
+
+
+def _newest_installed(store: ObjectStore, names: Names) -> int:
+    marks = [info.key.removeprefix(names.generations) for info in store.list(names.generations)]
+    numbers = [int(mark) for mark in marks if mark.isdecimal()]
+    taken = latest_epoch(store, names, GENERATION_ROLE) if numbers else 0
+    return max((number for number in numbers if number <= taken), default=1)  # what nobody took is foreign
+
+
+async def _rebuild(log: RunLog, stale: _Stale, owner: str) -> None:
+    """Try once to put a new generation in place; no error if another was faster, or Redis was wiped again."""
+    await asyncio.to_thread(require_exists, log.store, log.names)
+    if await asyncio.to_thread(is_sealed, log.store, log.names) and await _put_back(log, stale):
+        return
+    epoch = await create_epoch(log.store, log.names, GENERATION_ROLE, owner)
+    rebuild = _Rebuild(log=log, generation=epoch.number, stale=stale.generation)
+    replaced = {"stale": as_text(stale.generation), "why": stale.why}
+    logger.warning(
+        "rebuilding the log of the run",
+        extra={"uid": log.uid, "generation": epoch.number, "owner": owner, **replaced},
+    )
+    restored = await asyncio.to_thread(load_restored, log.store, log.names)
+    held = await read_events(log)
+    restored = merge_events(restored, held, generation=epoch.number, now_ns=time.time_ns(), why=stale.why)
+    await _fill(rebuild, restored)
+    answer = await _install(rebuild, restored)
+    if answer != "OK":
+        await log.command("dropping a rebuild", "DEL", log.names.rebuilt_events(epoch.number))
+        logger.info("log not installed", extra={"uid": log.uid, "generation": epoch.number, "answer": answer})
+        return
+    await asyncio.to_thread(log.store.create, log.names.generation(epoch.number), b"")
+    logger.warning("log of the run rebuilt", extra={"uid": log.uid, "summary": restored.summary})
+
+
+async def _put_back(log: RunLog, stale: _Stale) -> bool:
+    """Install what the store has of a sealed run, of the generation that it ended with: nothing is written there.
+
+    Nobody appends to it any more, so that of two who do so both install the same. False if it has no event at all.
+    """
+    generation = await asyncio.to_thread(_newest_installed, log.store, log.names)
+    restored = as_sealed(await asyncio.to_thread(load_restored, log.store, log.names))
+    if not restored.events:
+        return False
+    rebuild = _Rebuild(log=log, generation=generation, stale=stale.generation)
+    logger.info("putting the log of an ended run back into Redis", extra={"uid": log.uid, "why": stale.why})
+    await _fill(rebuild, restored)
+    await _install(rebuild, restored)
+    return True
+
+
+async def _fill(rebuild: _Rebuild, restored: Restored) -> None:
+    """Write the events into their temporary key; it has its expiry from the first write on."""
+    log = rebuild.log
+    key = log.names.rebuilt_events(rebuild.generation)
+    for first in range(0, len(restored.events), PAGE_ENTRIES):
+        page = restored.events[first : first + PAGE_ENTRIES]
+
+        async def write(page=page, first=first) -> None:
+            pipeline = log.redis.pipeline(transaction=True)
+            if first == 0:
+                pipeline.delete(key)  # of a try whose answer was lost
+            for entry in page:
+                pipeline.execute_command(
+                    "XADD", key, entry.id, "v", entry.v, "h", entry.h, "d", entry.d, "tp", entry.tp
+                )
+            pipeline.expire(key, _TEMPORARY_S)
+            try:
+                await pipeline.execute()
+            except ResponseError as error:
+                if "equal or smaller" not in str(error):  # else this page is there: the answer to it was lost
+                    raise
+
+        await log.call("restoring events", write)
+
+
+async def _install(rebuild: _Rebuild, restored: Restored) -> str:
+    """Run the script that makes the new generation the log; its answer."""
+    log, names = rebuild.log, rebuild.log.names
+    keys = [
+        names.meta,
+        names.stream(Stream.EVENTS),
+        names.rebuilt_events(rebuild.generation),
+        names.stream(Stream.BATCHES),
+        names.stream(Stream.POLICIES),
+        names.stream(Stream.ROLLOUTS),
+    ]
+    args: list[str | int | bytes] = [rebuild.generation, rebuild.stale, len(restored.events), "format", FORMAT_MAJOR]
+    for field, value in restored.meta.items():
+        args += [field, value]
+    reply = await log.call("installing a rebuilt log", lambda: script.INSTALL_LOG.run(log.redis, keys, args))
+    answer, held = (as_text(part) for part in reply)
+    return "OK" if answer == "HELD" and held == str(rebuild.generation) else answer  # ours, whose answer was lost

@@ -1,1 +1,0 @@
-"""What Redis has lost or never had, out of the store."""
