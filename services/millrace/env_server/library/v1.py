@@ -52,7 +52,8 @@ def _says_too_long(message: str) -> bool:
 def stop_what_outgrows() -> None:
     """Have a conversation stop when it outgrows the context, and be scored as it stands. Idempotent.
 
-    Release 0.3.1 does so by itself. Release 0.4 lets it fail and scores nothing, unless its harness ends well.
+    Release 0.3.1 does so by itself. Release 0.4 leaves it to the harness: a rollout whose harness does not end well
+    fails, and is not scored.
     """
     from verifiers.v1 import errors
     from verifiers.v1.rollout import Rollout
