@@ -1,6 +1,7 @@
 """Other releases of `verifiers` than ours, in virtual environments of their own, through the whole env-server."""
 
 import asyncio
+import json
 import os
 import shutil
 from pathlib import Path
@@ -156,6 +157,16 @@ async def test_v1_of_0_4_calls_the_tools_of_mcp_servers(server: Any, pins: dict[
     changes = {"purpose": rollout_pb2.PURPOSE_EVAL, "eval_id": "tools", "is_external": True, "use_train_tasks": True}
     rollout = await server.play_one("tooled-v1", 2, args=args, mode=mode, **changes)
     assert rollout.status is RolloutStatus.OK and rollout.reward == 1.0 and rollout.num_turns == 2, rollout.error
+
+
+async def test_v1_of_0_4_may_deny_a_call_before_it_is_made(server: Any, pins: dict[str, str]) -> None:
+    answer, args = await opened(server, "tooled-v1", pins["0.4"], denies=True)
+    assert answer.state == env_service_pb2.ENV_STATE_READY, answer
+    changes = {"purpose": rollout_pb2.PURPOSE_EVAL, "eval_id": "denied", "is_external": True, "use_train_tasks": True}
+    rollout = await server.play_one("tooled-v1", 2, args=args, mode="tools", **changes)
+    assert rollout.status is RolloutStatus.OK and rollout.num_turns == 2, (rollout.error, rollout.stop_condition)
+    said = [message["content"] for message in json.loads(rollout.messages_json) if message["role"] == "tool"]
+    assert said == ["it is not allowed"] and rollout.reward == 0.0
 
 
 @pytest.mark.parametrize(

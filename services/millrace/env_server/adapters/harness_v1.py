@@ -106,6 +106,7 @@ class InprocessHarness(vf.Harness[InprocessHarnessConfig]):
     APPENDS_SYSTEM_PROMPT = True
     SUPPORTS_MCP = True
     SUPPORTS_RESUME = True
+    SUPPORTS_TOOL_INTERCEPTION = v1.GATES_CALLS
     EXECUTES_CODE = False
     NEEDS_CONTAINER = False
 
@@ -140,7 +141,13 @@ class InprocessHarness(vf.Harness[InprocessHarnessConfig]):
                 calls = message.get("tool_calls") if tools.definitions else None
                 if not calls:
                     return ProgramResult(exit_code=0, stdout="", stderr="")
-                messages += [message, *[await tools.answer(call) for call in calls]]
+                messages.append(message)
+                for call in calls:
+                    try:
+                        denied = await v1.verdict(secret, call)
+                    except v1.StoppedError as error:
+                        return ProgramResult(exit_code=1, stdout="", stderr=str(error))
+                    messages.append(dict(denied) if denied else await tools.answer(call))
 
 
 def register() -> str:

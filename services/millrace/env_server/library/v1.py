@@ -1,6 +1,7 @@
 """What differs between releases with the v1 API: what happened, in words, and names of the MCP library's fields."""
 
 import asyncio
+import contextlib
 import copy
 import functools
 import hashlib
@@ -19,6 +20,7 @@ from verifiers.v1.clients.train import RendererSlot
 from verifiers.v1.dialects import DIALECTS
 from verifiers.v1.dialects.chat import ChatDialect
 from verifiers.v1.interception import InterceptionServer
+from verifiers.v1.session import RolloutSession
 
 from millrace.decoding import decode_object
 from millrace.env_server.library.endpoints import arguments_text
@@ -256,8 +258,15 @@ def _tables(value: Any, name: str) -> Iterator[dict[str, Any]]:
 _PATH = "/v1/chat/completions"
 _CHAT = next(dialect for dialect in DIALECTS if isinstance(dialect, ChatDialect))
 
+GATES_CALLS = hasattr(RolloutSession, "decide_tool")
+"""Whether the library lets an environment deny a tool call before it is made."""
+
 servers: dict[str, InterceptionServer] = {}
 """That of each rollout, by the secret that its harness is given."""
+
+
+class StoppedError(Exception):
+    """The environment ended the rollout."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -305,6 +314,24 @@ def install_interception() -> None:
 
     register._is_millraces = True  # type: ignore[attr-defined]
     InterceptionServer.register, InterceptionServer.unregister = register, unregister
+
+
+async def verdict(secret: str, call: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """Return what the environment says in the place of a tool's answer to a call; None if the call may be made.
+
+    Release 0.4 asks the hooks of the environment before a call is made. Raises StoppedError if they end the rollout.
+    """
+    if not GATES_CALLS:
+        return None
+    session: Any = servers[secret].sessions[secret]
+    function = call["function"]
+    arguments: Any = arguments_text(function.get("arguments"))
+    with contextlib.suppress(CorruptObjectError):  # the environment sees what is no object of JSON as it is
+        arguments = decode_object(arguments, what="arguments of a tool call", reason="TOOL_ARGUMENTS_INVALID")
+    decision = await session.decide_tool(str(call["id"]), str(function.get("name")), arguments)
+    if decision["action"] == "stop":
+        raise StoppedError(str(decision["reason"]))
+    return decision.get("message")
 
 
 async def ask(secret: str, body: Mapping[str, Any], *, headers: Mapping[str, str] | None = None) -> CallAnswer:
