@@ -1,6 +1,6 @@
 """Syntax trees of modules, parsed and walked once by a process: a dozen contract tests read all of the services.
 
-The files that import this run in one process (`second_tries`), and let go of the trees together.
+The files that import this run in one process (`scheduling`), and let go of the trees together.
 """
 
 import ast

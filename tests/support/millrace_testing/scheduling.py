@@ -1,0 +1,57 @@
+"""A pytest plugin that deals the files of a test run out to its processes: `pytest -p millrace_testing.scheduling`.
+
+Most files of `tests/unit` and `tests/contract` compute, most others wait. Each kind alone would leave processors idle,
+or processes waiting for a processor: they are mixed.
+
+xdist 3.8 with `--dist loadfile` gives all files of a worker that died out again, those that are done, too, and whoever
+gets such an empty one waits for ever, and with it the whole run.
+"""
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import pytest
+from xdist.scheduler import LoadFileScheduling
+from xdist.workermanage import WorkerController
+
+_READS_TREES = "from millrace_testing import syntax\n"
+_COMPUTE = {"unit", "contract"}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Put files that compute between those that wait, evenly; each kind keeps its order."""
+    kinds: dict[bool, dict[Path, int]] = {True: {}, False: {}}
+    for item in items:
+        files = kinds[_computes(item)]
+        files.setdefault(item.path, len(files))
+    items.sort(key=lambda item: kinds[_computes(item)][item.path] / len(kinds[_computes(item)]))
+
+
+def _computes(item: pytest.Item) -> bool:
+    return not _COMPUTE.isdisjoint(item.nodeid.partition("::")[0].split("/"))
+
+
+@functools.cache
+def _group_of(file: Path) -> str:
+    """Return what one worker runs as a whole: a file, or all files that share the syntax trees of the services."""
+    return _READS_TREES if file.is_file() and _READS_TREES in file.read_text() else str(file)
+
+
+class _Scheduling(LoadFileScheduling):
+    """Gives out again only what a dead worker had not done."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        return _group_of(self.config.rootpath / nodeid.partition("::")[0])
+
+    def remove_node(self, node: WorkerController) -> str | None:
+        """See `LoadScopeScheduling`."""
+        workload = self.assigned_work[node]
+        for scope in [scope for scope, tests in workload.items() if all(tests.values())]:
+            del workload[scope]
+        return super().remove_node(node)
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> _Scheduling:
+    """Use ours."""
+    return _Scheduling(config, log)
