@@ -57,20 +57,14 @@ class VllmProcess:
     @classmethod
     async def start(cls, environ: Mapping[str, str], *, python: str = sys.executable) -> Self:
         """Start it; it imports vLLM and waits for what `check` and `serve` tell. Call it on the main thread."""
-        ours, theirs = Channel.pair()
-        try:
+        with Channel.to_child() as (ours, theirs):
             process = await sessions.start(
                 [python, "-m", HOST_MODULE],
-                env={**environ, FD_VARIABLE: str(theirs.fileno()), PARENT_VARIABLE: str(os.getpid())},
+                env={**environ, FD_VARIABLE: str(theirs), PARENT_VARIABLE: str(os.getpid())},
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
-                pass_fds=(theirs.fileno(),),
+                pass_fds=(theirs,),
             )
-        except BaseException:  # raised on
-            ours.close()
-            raise
-        finally:
-            theirs.close()
         return cls(process, ours)
 
     @property

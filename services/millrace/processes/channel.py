@@ -13,7 +13,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn, Self
 
 from millrace.decoding import decode_object
@@ -46,6 +46,22 @@ class Channel:
         for end in ends:
             end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2 * MAX_MESSAGE_BYTES)
         return cls(ends[0]), cls(ends[1])
+
+    @classmethod
+    @contextlib.contextmanager
+    def to_child(cls) -> Iterator[tuple[Self, int]]:
+        """Give our end, and the number of the other one, which a child started in this block inherits. OSError.
+
+        The other end is closed here when the block is left, and ours as well if no child was started.
+        """
+        ours, theirs = cls.pair()
+        try:
+            yield ours, theirs.fileno()
+        except BaseException:  # raised on
+            ours.close()
+            raise
+        finally:
+            theirs.close()
 
     def fileno(self) -> int:
         """Of the socket."""
@@ -139,20 +155,14 @@ class HelperProcess:
     @classmethod
     def start(cls, module: str, *, env: Mapping[str, str]) -> Self:
         """Start `python -m module` with the environment `env` alone; its output is ours. OSError."""
-        ours, theirs = Channel.pair()
-        try:
+        with Channel.to_child() as (ours, theirs):
             process = subprocess.Popen(
-                [sys.executable, "-m", module, str(theirs.fileno()), str(os.getpid())],
+                [sys.executable, "-m", module, str(theirs), str(os.getpid())],
                 env=dict(env),
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,
-                pass_fds=(theirs.fileno(),),
+                pass_fds=(theirs,),
             )
-        except BaseException:  # raised on
-            ours.close()
-            raise
-        finally:
-            theirs.close()
         return cls(process, ours)
 
     @property

@@ -125,35 +125,28 @@ class ForkServerClient:
         """Start the server unless it runs; it begins to import. Its children have `pass_fds` open, too. OSError."""
         if self._channel is not None:
             return
-        ours, theirs = Channel.pair()
         needs = [f"{module}={','.join(needed)}" for module, needed in self._needs.items()]
-        try:
-            with contextlib.ExitStack() as stack:
-                output = None
-                if self._log_path is not None:
-                    self._log_path.parent.mkdir(parents=True, exist_ok=True)
-                    output = stack.enter_context(self._log_path.open("ab"))
-                self._server = subprocess.Popen(
-                    [sys.executable, "-m", self._module, str(theirs.fileno()), _SHOWN_ROOM, *needs],
-                    # Threads would forbid to fork: numpy's (torch's begin later, as many as wanted), and pyarrow's.
-                    env={
-                        **env,
-                        "OPENBLAS_NUM_THREADS": "1",
-                        "JE_ARROW_MALLOC_CONF": "background_thread:false",
-                        ROOM: "_" * ROOM_BYTES,
-                    },
-                    cwd=cwd,
-                    stdin=subprocess.DEVNULL,
-                    stdout=output,
-                    stderr=output,
-                    start_new_session=True,
-                    pass_fds=(theirs.fileno(), *pass_fds),
-                )
-        except BaseException:  # raised on
-            ours.close()
-            raise
-        finally:
-            theirs.close()
+        with Channel.to_child() as (ours, theirs), contextlib.ExitStack() as stack:
+            output = None
+            if self._log_path is not None:
+                self._log_path.parent.mkdir(parents=True, exist_ok=True)
+                output = stack.enter_context(self._log_path.open("ab"))
+            self._server = subprocess.Popen(
+                [sys.executable, "-m", self._module, str(theirs), _SHOWN_ROOM, *needs],
+                # Threads would forbid to fork: numpy's (torch's begin later, as many as wanted), and pyarrow's.
+                env={
+                    **env,
+                    "OPENBLAS_NUM_THREADS": "1",
+                    "JE_ARROW_MALLOC_CONF": "background_thread:false",
+                    ROOM: "_" * ROOM_BYTES,
+                },
+                cwd=cwd,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
+                pass_fds=(theirs, *pass_fds),
+            )
         self._channel, self._loaded = ours, asyncio.Event()
         ours.listen(self._take, self._lose)
 
