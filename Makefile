@@ -3,8 +3,9 @@
 
 PY := .venv/bin/python
 ENGINE ?= embedded
-# Tests mostly wait: twice as many at a time as there are processors, which nproc takes from OMP_NUM_THREADS if it can.
-TEST_JOBS ?= $(shell n=$$((2 * $$(env -u OMP_NUM_THREADS nproc))); echo $$((n < 24 ? n : 24)))
+PROCESSORS := $(shell env -u OMP_NUM_THREADS nproc) # which takes the variable for their number if it can
+# Tests mostly wait: twice as many at a time as there are processors.
+TEST_JOBS ?= $(shell n=$$((2 * $(PROCESSORS))); echo $$((n < 24 ? n : 24)))
 PYTEST_JOBS = --durations=40 --durations-min=5 -p millrace_testing.cpu_by_file -p millrace_testing.scheduling -n $(TEST_JOBS) --dist loadfile --no-loadscope-reorder
 BY_DEFAULT = not long and not presets and not slow and not gpu and not vllm and not vllm_wheels and not environments and not templates and not models and not stores and not compose and not browser
 # Collecting all other files costs every worker 20 s.
@@ -65,7 +66,8 @@ test-compose: setup-dev ## Build the images and test the compose stacks; gets a 
 ##@ The inner loop
 
 test-unit: setup-dev ## Run the tests that need no services.
-	$(PY) -m pytest $(PYTEST_JOBS) -m "$(BY_DEFAULT)" tests/unit tests/contract
+	@# They compute: more processes than processors would only import the same more often.
+	$(PY) -m pytest $(PYTEST_JOBS) -n $(PROCESSORS) -m "$(BY_DEFAULT)" tests/unit tests/contract
 
 format: setup-dev ## Format the code.
 	.venv/bin/ruff format .

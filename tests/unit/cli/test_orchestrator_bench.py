@@ -63,7 +63,7 @@ def test_the_table_has_medians_over_steps_and_what_each_process_used_per_step():
 
 
 def test_memory_and_time_of_a_process_and_of_what_it_has_started_count():
-    busy = "b = bytearray(2**26)\nfor i in range(len(b)): b[i] = 1\nprint(flush=True)\nimport time; time.sleep(60)"
+    busy = "import time; b = b'1' * 2**26\nwhile time.process_time() < 0.5: pass\nprint(flush=True)\ntime.sleep(60)"
     parent = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {busy!r}])"
     process = subprocess.Popen([sys.executable, "-c", parent], stdout=subprocess.PIPE)
     try:
