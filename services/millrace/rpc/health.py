@@ -149,13 +149,13 @@ class HealthServicer(health_pb2_grpc.HealthServicer):
     ) -> AsyncIterator[health_pb2.HealthCheckResponse]:
         """The health of one name now and at every change, until the server drains."""
         last: int | None = None
-        while True:
+        is_over = False
+        while not is_over:
+            is_over = self._draining.is_set()  # before the look: the last answer is that of a server that drains
             status = self._status(request.service)
             if status != last:
                 last = status
                 yield health_pb2.HealthCheckResponse(status=status)
-            if self._draining.is_set():
-                return
             try:
                 async with asyncio.timeout(_WATCH_POLL_S):
                     await self._draining.wait()

@@ -44,6 +44,7 @@ async def test_process_from_registration_to_drain(orchestrator, local_store: Loc
         MILLRACE_STORE_URL=f"file://{tmp_path}/store",
         MILLRACE_ORCHESTRATOR=f"127.0.0.1:{port}",
         MILLRACE_MAX_MODEL_LEN="128",
+        MILLRACE_GRACE_S="60",
     )
     try:
         async with asyncio.timeout(START_S):
@@ -77,10 +78,10 @@ async def test_process_from_registration_to_drain(orchestrator, local_store: Loc
             await call(stub.ResumeGeneration, pb.ResumeGenerationRequest(run_uid="run1"))
             slow = asyncio.create_task(
                 client.completions.create(
-                    model="policy", prompt="x", max_tokens=120, n=100, extra_body={"ignore_eos": True}
+                    model="policy", prompt="x", max_tokens=120, n=100, extra_body={"ignore_eos": True}, timeout=60
                 )
             )
-            await asyncio.sleep(0.05)
+            await asyncio.sleep(0.2)
             process.send_signal(signal.SIGTERM)
             assert (await slow).usage.completion_tokens == 12_000  # finished within the grace period
         code, errors = await finish(process)

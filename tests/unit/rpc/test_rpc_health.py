@@ -1,10 +1,12 @@
 """The health board: what serves, what runs out by the clock, what is logged."""
 
+import asyncio
 import logging
 
 import pytest
+from grpc_health.v1 import health_pb2
 
-from millrace.rpc.health import HealthBoard
+from millrace.rpc.health import HealthBoard, HealthServicer
 
 
 class Clock:
@@ -82,3 +84,15 @@ def test_changes_are_logged_once(caplog: pytest.LogCaptureFixture) -> None:
         for _ in range(3):
             board.is_serving("")
     assert [record.getMessage() for record in caplog.records] == ["not serving", "health changed"]
+
+
+async def test_a_watch_that_is_held_up_by_its_reader_still_hears_of_the_drain() -> None:
+    board, draining = HealthBoard(), asyncio.Event()
+    board.add("svc")
+    board.set_ready("svc")
+    watch = HealthServicer(board, draining).Watch(health_pb2.HealthCheckRequest(service="svc"), None)  # type: ignore[arg-type]
+    first = await anext(watch)
+    board.drain()
+    draining.set()
+    seen = [first.status, *[answer.status async for answer in watch]]
+    assert seen == [health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING]
