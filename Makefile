@@ -67,7 +67,7 @@ test-compose: setup-dev ## Build the images and test the compose stacks; gets a 
 
 test-unit: setup-dev ## Run the tests that need no services.
 	@# They compute: more processes than processors would only import the same more often.
-	$(PY) -m pytest $(PYTEST_JOBS) -n $(PROCESSORS) -m "$(BY_DEFAULT)" tests/unit tests/contract
+	$(PY) -m pytest $(PYTEST_JOBS) -n $(PROCESSORS) -m "not computes and $(BY_DEFAULT)" tests/unit tests/contract
 
 format: setup-dev ## Format the code.
 	.venv/bin/ruff format .

@@ -11,6 +11,8 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from millrace.cli.main import main
 
+pytestmark = pytest.mark.computes
+
 MIB = 2**20
 
 

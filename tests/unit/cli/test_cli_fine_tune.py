@@ -17,6 +17,8 @@ from millrace.cli.session import fine_tune
 from millrace.processes import table
 from millrace_testing.model_files import make_qwen3, write_tokenizer
 
+pytestmark = pytest.mark.computes
+
 # Stands in for the trainer: prints what it was given and does what the config's number of steps says.
 TRAINER = """
 import json, sys, time

@@ -100,6 +100,7 @@ def test_engine_and_trainer_of_a_stack_see_different_gpus(
     assert '"gpu_memory_utilization"' not in specs["inference"].env.get("MILLRACE_VLLM_FLAGS", ""), "nothing is shared"
 
 
+@pytest.mark.computes
 def test_one_gpu_is_shared_and_vllm_leaves_the_trainer_its_part(
     specs: Mapping[str, ProcessSpec], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -11,6 +11,8 @@ from millrace.errors import InvalidStateError
 from millrace.local.gpus import SHARED_UTILIZATION, memory_gib
 from millrace.local.shared_gpu import engine_share, flags_on_shared_gpu
 
+pytestmark = pytest.mark.computes
+
 SHARED = {"inference": (0,), "trainer": (0,)}
 SLEEPS = ("--inference.sleep-while-training", "true", "--async-level", "0")
 SHAPE = {

@@ -20,6 +20,8 @@ from millrace.trainer.learning.plan import Rows
 from millrace.trainer.model.compiled import compile_blocks, take_failures
 from millrace.trainer.model.memory import checkpoint_activations
 
+pytestmark = pytest.mark.computes
+
 CPU = torch.device("cpu")
 
 

@@ -13,6 +13,8 @@ from millrace.trainer.estimate.estimate import estimate, trials
 from millrace.trainer.estimate.report import KINDS
 from millrace.trainer.estimate.step import Simulated, simulate, simulate_whole
 
+pytestmark = pytest.mark.computes
+
 MIB = 2**20
 
 

@@ -33,6 +33,8 @@ from millrace.trainer.estimate.estimate import load_config
 from millrace.trainer.estimate.step import simulate, simulate_whole
 from millrace_testing.lanes import by_default
 
+pytestmark = pytest.mark.computes
+
 SIZES: dict[str, Any] = {
     "vocab_size": 512,
     "hidden_size": 64,

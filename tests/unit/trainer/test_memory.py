@@ -20,6 +20,8 @@ from millrace.trainer.gang.distributed import Gang
 from millrace.trainer.learning.packing import packing_of
 from millrace.trainer.model.memory import Sharding, blocks_of, checkpoint_activations, defer_sharing, hold_weights
 
+pytestmark = pytest.mark.computes
+
 
 class Live(TorchDispatchMode):
     """Knows how many bytes of what was computed in it are still held."""

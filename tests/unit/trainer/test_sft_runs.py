@@ -14,6 +14,8 @@ from millrace.errors import InvalidSpecError, InvalidStateError
 from millrace.trainer.gang.distributed import Gang
 from millrace.trainer.sft.fine_tune import SFTStep, run_sft
 
+pytestmark = pytest.mark.computes
+
 
 def make_config(example: Path, output: Path, **changes: Any) -> SFTConfig:
     document: dict[str, Any] = {

@@ -19,6 +19,8 @@ from millrace.v1 import event_pb2, run_pb2
 from millrace_testing.collector import Collector, collecting
 from millrace_testing.dashboard import NAMES, SECRET, UID, RunWriter
 
+pytestmark = pytest.mark.computes
+
 STEPS = 3
 
 

@@ -11,6 +11,8 @@ from millrace.readers.exports.metrics import MetricRow
 from millrace.readers.exports.wandb_run import WandbRun, WandbTarget
 from millrace_testing.wandb_server import WandbServer, serving
 
+pytestmark = pytest.mark.computes
+
 
 def test_a_run_that_is_opened_again_goes_on_behind_its_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in [name for name in os.environ if name.startswith("WANDB_")]:
