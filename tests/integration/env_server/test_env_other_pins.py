@@ -174,7 +174,7 @@ async def test_v1_of_0_4_may_deny_a_call_before_it_is_made(server: Any, pins: di
     [
         ("podman", "needs the command `podman` where the env-server runs"),
         ("apptainer", "needs the command `apptainer` where the env-server runs"),
-        ("e2b", "must be 'subprocess', 'docker', 'podman' or 'apptainer': a sandbox of a provider"),
+        ("e2b", "must be 'subprocess', 'docker', 'podman' or 'apptainer': 'e2b' is a sandbox of a provider"),
     ],
 )
 async def test_a_runtime_of_0_4_that_is_not_here_is_refused_with_its_reason(

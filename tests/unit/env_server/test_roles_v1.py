@@ -11,6 +11,7 @@ pytest.importorskip("verifiers")
 
 import verifiers.v1 as vf
 
+from millrace.env_server.adapters import runtimes_v1
 from millrace.env_server.adapters.v1 import V1Adapter
 from millrace.errors import InvalidSpecError
 from millrace.rollouts.requests import EnvSpec
@@ -94,6 +95,39 @@ def test_tasks_that_the_runtime_cannot_play_are_refused_at_load(
     monkeypatch.setattr(rev_text_v1.RevTaskset, "load", lambda self: [task])
     with refused("args.env.agent.runtime.type: must be 'docker'", said):
         load("rev-text-v1")
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        ("modal", "'modal' is a sandbox of a provider"),
+        ("podman", "has no runtime of that name; a release that has it may be the environment's own"),
+        ("dokcer", "has no runtime of that name"),
+    ],
+)
+def test_the_runtimes_are_those_of_the_library(kind: str, said: str) -> None:
+    with refused("args.env.agent.runtime.type: must be 'subprocess' or 'docker'", said):
+        load("rev-text-v1", env={"agent": {"runtime": {"type": kind}}})
+
+
+@pytest.mark.parametrize(
+    ("script", "said"),
+    [
+        ("echo first >&2; echo 'Error: no such host' >&2; exit 125", "(Error: no such host); put the image there"),
+        ("echo 'Error: mount: operation not permitted' >&2; exit 126", "set MILLRACE_ENV_ISOLATION=none"),
+        ("exit 3", "(exit code 3)"),
+        ("exit 0", ""),
+    ],
+)
+def test_a_container_of_the_image_is_tried_once(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, script: str, said: str
+) -> None:
+    program = tmp_path / "podman"
+    program.write_text(f"#!/bin/sh\n{script}\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert said in (problem := runtimes_v1.problem_of_image("podman", "localhost/mine:1"))
+    assert bool(said) == bool(problem)
 
 
 def test_what_an_environment_says_of_its_roles_counts(seen: list[Any]) -> None:

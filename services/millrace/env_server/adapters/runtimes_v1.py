@@ -15,18 +15,24 @@ from typing import Any, get_args
 
 import verifiers.v1 as vf
 from verifiers.v1.configs.agent import AgentConfig
+from verifiers.v1.runtimes import runtime_is_local
 from verifiers.v1.utils.compile import resolve_runtime_config
 from verifiers.v1.utils.loaders import default_harness_id
 
 from millrace.env_server.adapters.env_args import table_of
+from millrace.env_server.library.releases import installed
 from millrace.errors import InvalidSpecError, Violation
 
 LOCAL = "subprocess"
-CONTAINERS = ("docker", "podman", "apptainer")
-"""Runtimes of this machine that give each rollout a container; 0.3.1 has the first alone."""
 ENGINE_SOCKET = "/var/run/docker.sock"
 _TOOLS = "args (the runtime of tool server {!r})"
-_ANSWER_S = 5.0
+_ANSWER_S, _START_S = 5.0, 40.0
+_TRIED = ("docker", "podman")
+"""Runtimes whose programs start a container by the same command."""
+_CONFINED = (
+    "`{}` makes containers itself, which a confined worker may not: set MILLRACE_ENV_ISOLATION=none for environments "
+    "that you trust (docs/security.md), or use 'docker', whose engine makes them"
+)
 _SHOWN_CHARS = 300
 _NO_HARNESS = "bash"  # what the library takes for a taskset that brings none
 _CHAT_LOOP = "null"  # the library's chat loop, which is a program; ours does the same in this process
@@ -41,6 +47,7 @@ def with_roles(base: Mapping[str, Any], *, harness: str, where: str) -> dict[str
     named = {key: config[key] for key in ("id", "taskset") if key in config}
     for name, author in _roles(vf.resolve_env_config(named)):
         said = table_of(config.get(name), where=f"{where}.{name}")
+        _require_known(said, key=f"{where}.{name}.runtime")
         pinned = None if author.harness is None else author.harness.id
         own = default_harness_id(taskset_id) if pinned is None else pinned
         chosen = {"id": harness if own in (_NO_HARNESS, _CHAT_LOOP) and pinned != _NO_HARNESS else own}
@@ -58,6 +65,12 @@ def _roles(config: Any) -> Iterator[tuple[str, AgentConfig]]:
     for name, field in type(config).model_fields.items():
         if isinstance(field.default, AgentConfig):
             yield name, field.default
+
+
+def _require_known(said: Mapping[str, Any], *, key: str) -> None:
+    kind = table_of(said.get("runtime"), where=key).get("type")
+    if isinstance(kind, str) and kind not in _kinds():
+        raise InvalidSpecError([Violation(field=f"{key}.type", value=kind, message=problem_of(kind))])
 
 
 def _says_runtime(said: Mapping[str, Any], author: AgentConfig) -> bool:
@@ -119,12 +132,15 @@ def check_task_fits(env: Any, task: Any, *, where: str) -> None:
         return  # which role plays which task is decided by the environment's code
     [(name, role)] = roles
     try:
-        resolve_runtime_config(role.runtime, task)
+        machine = resolve_runtime_config(role.runtime, task)
     except ValueError as error:
         kind = str(role.runtime.type)
         message = f"must be {_either(_containers())}: {error}" if kind == LOCAL else str(error)
         wrong = Violation(field=f"{where}.{name}.runtime.type", value=kind, message=message)
         raise InvalidSpecError([wrong]) from error
+    image = str(getattr(machine, "image", ""))
+    if machine.type in _TRIED and (message := problem_of_image(machine.type, image)):
+        raise InvalidSpecError([Violation(field=f"{where}.{name}.runtime.image", value=image, message=message)])
 
 
 def _hook_on_machine(task: Any) -> str:
@@ -158,12 +174,18 @@ def tool_servers(env: Any) -> list[Any]:
 
 def problem_of(kind: str) -> str:
     """Why nothing of that kind can run here, or ""."""
+    known = _kinds()
     if kind == LOCAL:
         return ""
-    if kind not in CONTAINERS:
+    if kind not in known:
         return (
-            f"must be {_either((LOCAL, *_containers()))}: a sandbox of a provider would have to reach into this "
-            "env-server through a public tunnel, which Millrace does not open"
+            f"must be {_either((LOCAL, *_containers()))}: verifiers {installed()} has no runtime of that name; "
+            "a release that has it may be the environment's own (`orchestrator.env.python`)"
+        )
+    if not known[kind]:
+        return (
+            f"must be {_either((LOCAL, *_containers()))}: {kind!r} is a sandbox of a provider, which would have to "
+            "reach into this env-server through a public tunnel, and Millrace opens none"
         )
     if shutil.which(kind) is None:
         return f"needs the command `{kind}` where the env-server runs, which is not there; install it, or use {LOCAL!r}"
@@ -200,16 +222,45 @@ def _problem_of_command(command: str) -> str:
     return f"needs `{command}` where workers run, and `{command} version` fails there: {said[:_SHOWN_CHARS]}"
 
 
-def _containers() -> tuple[str, ...]:
-    """Return the kinds of containers that the installed library has."""
-    known: set[str] = set()
-    parts = [AgentConfig.model_fields["runtime"].annotation]
+def _kinds() -> dict[str, bool]:
+    """Return the kinds of runtimes that the installed library has, and whether each is of this machine."""
+    known: dict[str, bool] = {}
+    parts: list[Any] = [AgentConfig.model_fields["runtime"].annotation]
     while parts:
-        part = parts.pop()
+        part = parts.pop(0)
         parts += get_args(part)
         if "type" in (fields := getattr(part, "model_fields", {})):
-            known.add(str(fields["type"].default))
-    return tuple(kind for kind in CONTAINERS if kind in known)
+            known[str(fields["type"].default)] = runtime_is_local(part())
+    return known
+
+
+def problem_of_image(command: str, image: str) -> str:
+    """Return why no container of that image starts here, or "" (blocking, the time of one container's life).
+
+    An image that is still being fetched when the time is up counts as one that starts.
+    """
+    argv = [command, "run", "--rm", "--network", "none", "--entrypoint", "sleep", image, "0"]
+    try:
+        tried = subprocess.run(argv, capture_output=True, stdin=subprocess.DEVNULL, timeout=_START_S, check=False)
+    except subprocess.TimeoutExpired:
+        return ""
+    except OSError as error:
+        return f"`{command}` cannot be run where workers run: {error.strerror or error}"
+    if tried.returncode == 0:
+        return ""
+    lines = tried.stderr.decode(errors="replace").strip().splitlines()
+    said = next((line for line in reversed(lines) if "rror" in line), lines[-1] if lines else "")
+    message = (
+        f"no container of it starts where workers run ({said[:_SHOWN_CHARS] or f'exit code {tried.returncode}'}); "
+    )
+    if "not permitted" in said or ("denied" in said.lower() and command == "podman"):
+        return message + _CONFINED.format(command)
+    return message + f"put the image there (`{command} pull`, `{command} load`), or name another"
+
+
+def _containers() -> tuple[str, ...]:
+    """Return the kinds of this machine that give each rollout a container."""
+    return tuple(kind for kind, is_local in _kinds().items() if is_local and kind != LOCAL)
 
 
 def _either(kinds: tuple[str, ...]) -> str:

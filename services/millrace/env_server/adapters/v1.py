@@ -33,6 +33,7 @@ from millrace.env_server.adapters.env_args import (
     table_of,
 )
 from millrace.env_server.adapters.failures import frames_of, our_spelling, remember_roles
+from millrace.env_server.adapters.library_tasksets import require_data, require_packages
 from millrace.env_server.adapters.outcome import Outcome, checked, failed, failed_like, require_demonstrations
 from millrace.env_server.adapters.renderer import (
     DEFAULT,
@@ -111,6 +112,7 @@ class V1Adapter:
         judges.JudgeGate(max_concurrent=spec.judge_max_concurrent, timeout_s=spec.judge_timeout_s).install()
         watched_v1.mark_scoring()
         options = taskset_config_type(spec.id).model_fields
+        require_packages(spec.id)
         own, ours = split_args(args, keys=_OUR_ARGS, options=options)
         where = f"args.{OURS}.{V1_ENV}" if V1_ENV in options else f"args.{V1_ENV}"
         remember_roles(where)
@@ -120,6 +122,7 @@ class V1Adapter:
         num_tasks = int(ours.get(V1_NUM_TASKS, max(_DEFAULT_NUM_TASKS, stop_of(spec.select_json))))
         env = vf.load_environment(_config(spec.id, own, extra, where=where))
         check_runtimes(env, where=where)
+        require_data(env.taskset)
         trained = check_trainable(env, takes_several=takes_several, where=where)
         rules = AgentRules.decode(spec.agent_json)
         _require_own_loop(env, rules)
