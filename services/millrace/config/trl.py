@@ -35,7 +35,7 @@ _OF_ENVIRONMENT = (
     *("dataset_name", "dataset_config", "dataset_train_split", "dataset_test_split", "reward_funcs", "reward_weights"),
     *("reward_model_name_or_path", "dataset_streaming"),
 )
-_NOTHING = (
+NOTHING = (
     *("logging_steps", "logging_strategy", "logging_first_step", "log_completions", "num_completions_to_print"),
     *("report_to", "use_vllm", "vllm_mode", "vllm_gpu_memory_utilization", "vllm_server_host", "vllm_server_port"),
     *("vllm_server_base_url", "vllm_server_timeout", "vllm_tensor_parallel_size", "vllm_enable_sleep_mode"),
@@ -43,7 +43,11 @@ _NOTHING = (
     *("remove_unused_columns", "dataloader_num_workers", "dataset_num_proc", "push_to_hub", "hub_model_id"),
     *("ddp_find_unused_parameters", "disable_tqdm", "overwrite_output_dir", "log_level", "use_liger_kernel"),
     *("save_only_model", "per_device_eval_batch_size", "trust_remote_code", "dtype", "torch_dtype", "padding_free"),
+    *("logging_dir", "dataloader_pin_memory", "dataloader_persistent_workers", "dataloader_prefetch_factor"),
+    *("ddp_timeout", "ddp_backend", "ddp_bucket_cap_mb", "hub_strategy", "hub_private_repo", "deepspeed", "fsdp"),
+    *("fsdp_config", "accelerator_config", "save_safetensors", "load_best_model_at_end", "torch_compile"),
 )
+"""Arguments of transformers' trainers that change nothing of what is learned."""
 
 
 @dataclass(slots=True)
@@ -246,7 +250,7 @@ class _Reading:
 
     def finish(self) -> None:
         """Leave out what is nothing here; refuse what is not known."""
-        for name in [each for each in _NOTHING if each in self._left]:
+        for name in [each for each in NOTHING if each in self._left]:
             del self._left[name]
             self.note(name, Effect.NOTHING, "there is nothing to choose here: it changes nothing of what is learned")
         for name, value in self._left.items():

@@ -314,6 +314,143 @@ env.taskset.split = "test"
 env.taskset.id = "b"
 select = { limit = 2, shuffle = true }
 """
+SPRING = """\
+max_steps = 20
+clean_output_dir = true
+[model]
+name = "m"
+[orchestrator]
+training_mode = "opd"
+batch_size = 64
+group_size = 8
+seq_len = 4096
+max_inflight_episodes = 64
+[orchestrator.prime_monitor]
+run_name = "x"
+[orchestrator.teacher.model]
+name = "t"
+[orchestrator.teacher.client]
+base_url = ["http://127.0.0.1:8001/v1"]
+[orchestrator.renderer]
+name = "qwen3"
+enable_thinking = false
+[[orchestrator.pre_batch_filters]]
+type = "zero_advantage"
+enforce = true
+[[orchestrator.post_batch_filters]]
+type = "gibberish"
+[[orchestrator.train.env]]
+name = "a"
+taskset = { id = "reverse-text", split = "train" }
+harness = { id = "bash", runtime = { type = "docker" } }
+max_turns = 3
+[[orchestrator.train.env]]
+name = "b"
+env.taskset = { id = "proposer-solver" }
+env.n = 4
+env.solver.max_turns = 2
+max_total_tokens = 512
+pool = { type = "static" }
+[trainer.model.experimental.lora]
+rank = 8
+[trainer.optim]
+max_concurrent_tasks = 1
+[trainer.scheduler]
+type = "linear"
+decay_steps = 0
+min_lr = 1e-7
+[trainer.ckpt]
+skip_gather_master_weights = true
+[inference.vllm_extra]
+tokenizer = "t"
+"""
+LATER_HOSTED = """\
+name = "A run"
+model = "m"
+loss = "rl"
+max_inflight_rollouts = 96
+cluster_name = "c"
+[infrastructure]
+compute_size = "L"
+[sampling]
+max_tokens = 2048
+seed = 3
+[[env]]
+id = "me/one@0.2.1"
+version = "latest"
+max_retries = 2
+[[env]]
+name = "two"
+max_turns = 50
+taskset = { id = "two-v1" }
+harness = { id = "mini-swe-agent", runtime = { type = "prime" } }
+[eval]
+interval = 20
+[[eval.env]]
+name = "held"
+num_examples = 5
+taskset = { id = "two-v1", split = "test" }
+[[pre_batch_filters]]
+type = "zero_advantage"
+enforce = true
+"""
+FIRST_VF_RL = """\
+model = "m"
+[env]
+id = "wordle"
+[inference]
+gpus = 2
+tensor_parallel_size = 2
+[trainer]
+gpus = 1
+batch_size = 64
+rollouts_per_example = 8
+micro_batch_size = 2
+max_seq_len = 1024
+run_name = "RG"
+use_lora = false
+lora_rank = 4
+dataloader_num_workers = 4
+"""
+SEVERAL_EVALS = """\
+model = "m"
+api_base_url = "http://127.0.0.1:1/v1"
+shuffle = true
+shuffle_seed = 4
+timeout = 60
+[sampling]
+reasoning = { enabled = true }
+[[eval]]
+env_id = "a"
+num_examples = 3
+state_columns = ["info"]
+max_concurrent = 2
+sampling_args = { temperature = 0.2 }
+harness = { max_turns = 4 }
+[[eval]]
+env_id = "a"
+max_tokens = 64
+env_args = { split = "test" }
+"""
+ONE_EVAL = """\
+model = "m"
+num_tasks = 5
+num_rollouts = 2
+max_turns = 8
+push = false
+[client]
+base_url = "http://127.0.0.1:1/v1"
+timeout = 60
+[concurrency]
+min_inflight = 2
+max_inflight = 4
+[taskset]
+id = "t-v1"
+split = "test"
+[harness]
+id = "bash"
+runtime = { type = "docker" }
+"""
 MODELS = {id(RL_KEYS): RLConfig, id(SFT_KEYS): SFTConfig, id(EVAL_KEYS): EvalRunConfig}
 
 
@@ -370,7 +507,14 @@ def _vanishing(tables: Tables, keys: dict[str, Any]) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize(("text", "keys"), [(AUTUMN, RL_KEYS), (SUMMER, RL_KEYS), (FINE_TUNING, SFT_KEYS)])
+@pytest.mark.parametrize(
+    ("text", "keys"),
+    [
+        *((text, RL_KEYS) for text in (AUTUMN, SUMMER, SPRING, HOSTED, LATER_HOSTED, VF_RL, FIRST_VF_RL)),
+        *((text, SFT_KEYS) for text in (FINE_TUNING, VF_SFT)),
+        *((text, EVAL_KEYS) for text in (VF_EVAL, PRIME_EVAL, SEVERAL_EVALS, ONE_EVAL)),
+    ],
+)
 def test_every_leaf_of_a_file_counts(text, keys):
     assert _vanishing(tomllib.loads(text), keys) == []
 

@@ -15,6 +15,7 @@ from millrace.config.messages import Effect
 from millrace.config.prime_rl.keys import RL_KEYS, SFT_KEYS
 from millrace.config.prime_rl.translation import toml
 from millrace.config.section import value_at
+from millrace.config.sections.eval import EvalRunConfig
 from millrace.config.sections.inference import ReplicaConfig
 from millrace.config.tree import Kind, schema_tree
 from millrace.errors import InvalidSpecError
@@ -508,7 +509,7 @@ def test_files_in_the_wild_import_and_pass_a_dry_run(tmp_path):
                 argv = part.named(["@", str(ours)], reserved=RESERVED_FLAGS)
                 load(part.document, argv, {}, section=part.section)
             else:
-                load({"rl": RLConfig, "sft": SFTConfig}[command], ["@", str(ours)], {})
+                load({"rl": RLConfig, "sft": SFTConfig, "eval": EvalRunConfig}[command], ["@", str(ours)], {})
         except (CliError, InvalidSpecError) as error:
             refused.append(path)
             print(f"{path.relative_to(FILES)}: {error}")

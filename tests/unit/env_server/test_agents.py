@@ -154,6 +154,11 @@ async def test_two_turns_with_a_tool_in_messages(server, policy, streams):
         ({"messages": [{"role": "judge", "content": "x"}]}, "messages[0].role"),
         ({"messages": [{"role": ["user"], "content": "x"}]}, "messages[0].role"),
         ({"messages": [{"role": "user", "content": "x", "cache": 1}]}, "messages[0].cache"),
+        ({"messages": [{"role": "assistant", "content": None, "refusal": "no"}]}, "messages[0].refusal"),
+        ({"messages": [{"role": "assistant", "thinking_blocks": [{"thinking": "x"}]}]}, "messages[0].thinking_blocks"),
+        ({"messages": [{"role": "user", "content": "x", "name": 3}]}, "messages[0].name"),
+        ({"tools": [{**TOOL, "defer_loading": True}]}, "tools[0].defer_loading"),
+        ({"tools": [{**TOOL, "function": {**TOOL["function"], "examples": [1]}}]}, "tools[0].function.examples"),
     ],
 )
 async def test_what_cannot_be_honoured_is_refused_by_name(server, policy, asked, param):
@@ -183,6 +188,16 @@ async def test_what_cannot_be_honoured_is_refused_by_name(server, policy, asked,
         ),
         ("messages", {"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "messages[0].content[0]"),
         ("responses", {"input": [{"role": {}, "content": "x"}]}, "input[0].role"),
+        (
+            "responses",
+            {"input": "x", "tools": [{"type": "function", "name": "f", "defer_loading": True}]},
+            "tools[0].defer_loading",
+        ),
+        (
+            "messages",
+            {"messages": CHAT["messages"], "tools": [{"name": "f", "input_examples": [{}]}]},
+            "tools[0].input_examples",
+        ),
         ("messages", {"messages": CHAT["messages"], "tools": [{"name": "f", "input_schema": {"a": 2**64}}]}, "tools"),
     ],
 )
@@ -206,6 +221,23 @@ async def test_what_the_run_decides_is_told(server, policy):
     async with server.opened(policy, model="policy", drops=drops) as (address, _), openai_client(address) as client:
         raw = await client.chat.completions.with_raw_response.create(**CHAT, **asked, tool_choice="required")
     assert raw.headers["X-Millrace-Not-Applied"] == "tool_choice, temperature, tools[0].function.strict"
+
+
+async def test_who_speaks_reaches_the_template_and_a_mark_without_a_place_is_told(server, policy):
+    async with server.opened(policy, model="policy") as (address, _), openai_client(address) as client:
+        await client.chat.completions.create(model="policy", messages=[{**CHAT["messages"][0], "name": "ann"}])
+    assert policy.asked[0].messages[0]["name"] == "ann"
+    result = {"type": "tool_result", "tool_use_id": "c1", "content": "no such file", "is_error": True}
+    asked = {
+        "max_tokens": 5,
+        "messages": [{"role": "user", "content": [result]}],
+        "tools": [{"name": "f", "input_schema": {}, "strict": True, "cache_control": {"type": "ephemeral"}}],
+    }
+    async with server.opened(policy, model="policy") as (address, _), aiohttp.ClientSession() as http:
+        headers = {"x-api-key": address.api_key}
+        async with http.post(f"{address.base_url}/messages", json=asked, headers=headers) as reply:
+            assert reply.status == 200
+            assert reply.headers["X-Millrace-Not-Applied"] == "tools[0].strict, messages[0].content[0].is_error"
 
 
 async def test_limits_of_calls_tokens_and_bytes(server, policy):

@@ -3,6 +3,7 @@
 import math
 from typing import Any
 
+from millrace.config.layers import Strength
 from millrace.config.messages import Effect
 from millrace.config.prime_rl.lab import finish_lab
 from millrace.config.prime_rl.meanings import Target, finish_learning
@@ -65,6 +66,11 @@ def renderer(target: Target, path: Path, value: Any) -> None:
         return
     if "name" in value:
         target.deferred["renderer"] = ((*path, "name"), value["name"])
+    thinks: Path = ("orchestrator", "sampling", "extra_body", "chat_template_kwargs", "enable_thinking")
+    if "enable_thinking" in value and target.schema.find(thinks[:2]) is not None:
+        target.note((*path, "enable_thinking"), Effect.MEANS, f"is `{dotted(thinks)}` here")
+        target.put(thinks, value["enable_thinking"], source=(*path, "enable_thinking"))
+        value = {key: each for key, each in value.items() if key != "enable_thinking"}
     for key in value.keys() - {"name"}:
         target.note((*path, key), Effect.LATER, "the renderer is chosen by its name alone: no effect", value=value[key])
 
@@ -84,6 +90,60 @@ def truncated_mask(target: Target, path: Path, value: Any) -> None:
         target.deferred["truncated"] = (path, {"type": "truncated", "action": "mask"})
     else:
         target.note(path, Effect.SAME, "")
+
+
+def dropped_when_cut(target: Target, path: Path, value: Any) -> None:
+    """Rollouts that were cut are not compared either: `[[orchestrator.filters]] type = "truncated"`, dropped."""
+    if _is_on(target, path, value):
+        target.note(path, Effect.MEANS, 'is `[[orchestrator.filters]] type = "truncated", action = "drop"` here')
+        target.deferred["truncated"] = (path, {"type": "truncated", "action": "drop"})
+    else:
+        target.note(path, Effect.SAME, "")
+
+
+def batch_filters(target: Target, path: Path, value: Any) -> None:
+    """Filters before and after a batch is made; `zero_advantage` is `orchestrator.filter_zero_advantages`."""
+    to = ("orchestrator", "filters")
+    if not isinstance(value, list) or not all(isinstance(each, dict) for each in value):
+        target.put(to, value, source=path)  # which is an error there
+        return
+    when = str(path[-1]).partition("_")[0]
+    known = _list(target.layer.tree, *to)
+    kept = [(index, each) for index, each in enumerate(value) if each.get("type") != "zero_advantage"]
+    if kept or not value:
+        target.put(to, [*known, *({} for _ in kept)], source=path)
+    if when != "filters":
+        target.note(path, Effect.MEANS, "is `[[orchestrator.filters]]` here")
+    for number, (index, each) in enumerate(kept, start=len(known)):
+        if when != "filters" and "enforce" not in each:  # which only count by default
+            target.put((*to, number, "action"), "count", source=(*path, index))
+        for key, item in each.items():
+            target.move((*path, index, key), item, (*to, number, key))
+    for index, each in enumerate(value):
+        if each.get("type") == "zero_advantage":
+            _zero_advantage(target, (*path, index), each, is_before=when == "pre")
+
+
+def _zero_advantage(target: Target, path: Path, value: dict[str, Any], *, is_before: bool) -> None:
+    """Leave out samples without advantage before a batch is cut, after it, or not at all."""
+    for key in value.keys() - {"type", "enforce"}:
+        target.refuse((*path, key), value[key], "unknown key; zero_advantage has `enforce` alone")
+    is_on = _is_on(target, (*path, "enforce"), value.get("enforce", not is_before))
+    to: Path = ("orchestrator", "filter_zero_advantages")
+    if is_before and not is_on:
+        target.note(path, Effect.SAME, "", value=value)
+        return
+    means = "refill" if is_before else is_on
+    target.note(path, Effect.MEANS, f"is `{dotted(to)} = {str(means).lower()}` here", value=value)
+    target.put(to, means, source=path)
+
+
+def evaluated_counts(target: Target, path: Path, value: Any) -> None:
+    """A count of an evaluation, or a list with one for each environment."""
+    if isinstance(value, list):
+        target.deferred[f"each {path[-1]}"] = (path, value)
+    else:
+        target.put(path, value, source=path)
 
 
 def enforced(target: Target, path: Path, value: Any) -> None:
@@ -157,6 +217,15 @@ def finish(target: Target) -> None:
             for env, each in zip(evaluated, values, strict=False):
                 env[key] = each
             target.note(path, Effect.MEANS, f"is `{key}` of each `[[orchestrator.eval.env]]` here")
+    for path, values in [deferred[key] for key in deferred if key.startswith("each ")]:
+        if path == ("max_concurrent",):
+            most = max((each for each in values if type(each) is int), default=1)
+            target.put(path, most, source=path)
+            target.note(path, Effect.MEANS, f"is {most} for all environments here")
+            continue
+        for env, each in zip(_list(tree, "env"), values, strict=False):
+            env[str(path[-1])] = each
+        target.note(path, Effect.MEANS, f"is `{path[-1]}` of each `[[env]]` here")
     if "env_ratios" in deferred and isinstance(deferred["env_ratios"][1], list):
         for env, each in zip(training, deferred["env_ratios"][1], strict=False):
             env.setdefault("weight", each)
@@ -177,6 +246,19 @@ def finish(target: Target) -> None:
     if "micro_batch_size" in deferred:
         _micro_batch(target, *deferred["micro_batch_size"])
     _gpu_ids(target)
+    _length(target)
+
+
+def _length(target: Target) -> None:
+    """Let the trainer take what the orchestrator cuts where a file says that length alone."""
+    tree = target.layer.tree
+    own = _at(tree, "orchestrator", "seq_len")
+    is_whole = target.schema.child("trainer") is not None and target.schema.child("orchestrator") is not None
+    is_alone = is_whole and "seq_len" not in tree and _at(tree, "trainer", "model", "seq_len") is None
+    if is_alone and isinstance(own, int) and target.layer.origin.strength is Strength.FILE:
+        path: Path = ("orchestrator", "seq_len")
+        target.note(path, Effect.MEANS, "is `seq_len` here, of the trainer too")
+        target.put(("seq_len",), own, source=path)
 
 
 def _validation(target: Target, path: Path, value: dict[str, Any], training: list[dict[str, Any]]) -> None:
@@ -186,8 +268,7 @@ def _validation(target: Target, path: Path, value: dict[str, Any], training: lis
     if not evaluated:  # the training environments are evaluated
         for key in settings.keys() - evaluation.keys():
             target.put(("orchestrator", "eval", key), settings[key], source=(*path, key))
-        twice = {key: value[key] for key in value.keys() & evaluation.keys()}
-        target.note(path, Effect.MEANS, "is `[orchestrator.eval]` here, which plays held-out tasks", value=twice)
+        target.note(path, Effect.MEANS, "is `[orchestrator.eval]` here, which plays held-out tasks", value=value)
     elif not any(env.get("id") == other.get("id") for env in training for other in evaluated):
         evaluation["env"] += [
             {**{key: env[key] for key in ("id", "name", "args") if key in env}, **settings} for env in training

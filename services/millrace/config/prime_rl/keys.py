@@ -71,6 +71,7 @@ def model_keys(prefix: str) -> dict[str, Meaning]:
         f"{prefix}quantization": blocks("training in fp8 is not there yet"),
         f"{prefix}debug": blocks("there are no debugging variants of models", {}),
         f"{prefix}vlm": blocks(VISION),
+        f"{prefix}experimental.lora": moved(f"{prefix}lora"),
         f"{prefix}trust_remote_code": later("code that comes with a model is not run by the trainer", False),
         f"{prefix}conversion_dir": nothing("models are read as they are"),
         f"{prefix}tokenizer": nothing("name it in `trainer.tokenizer.name`"),
@@ -85,6 +86,7 @@ def checkpoint_keys(prefix: str) -> dict[str, Meaning]:
             later("a checkpoint always has all of its parts: no effect"),
             prefix,
             "skip_optimizer skip_progress skip_scheduler skip_dataloader weights weights_only save_format "
+            "skip_gather_master_weights "
             "save_adapter_separately wait_for_weights_timeout",
         ),
     }
@@ -97,6 +99,8 @@ def optimizer_keys(prefix: str) -> dict[str, Meaning]:
             "the optimizer {value} is not here: take adamw, muon or sgd", "adamw", "muon", "sgd"
         ),
         **same(later("Muon's orthogonalisation is torch's own: no effect"), f"{prefix}optim.", "ns_steps adjust_lr_fn"),
+        **same(later(MEMORY), f"{prefix}optim.", "max_concurrent_tasks stream_cpu_offload"),
+        f"{prefix}scheduler.decay_steps": converted(meanings.no_decay, is_native=True),
         f"{prefix}optim.scheduler": moved(f"{prefix}scheduler"),
         f"{prefix}optim.weight_decay": converted(meanings.weight_decay, is_native=True),
         f"{prefix}data.fake": blocks(FAKE),
@@ -117,10 +121,13 @@ def algo_keys(prefix: str) -> dict[str, Meaning]:
         ),
         f"{prefix}dataset_sft": blocks(meanings.ROWS_ALONE),
         f"{prefix}sampling": blocks(meanings.SAMPLED_BY_OTHERS, {}, {"source": "policy"}),
-        **same(
-            blocks("belongs to an algorithm that is not there yet"),
-            prefix,
-            "length_penalty advantage",
+        f"{prefix}length_penalty": blocks(
+            "rewards are not lowered by length: leave it out, or write an advantage of your own, "
+            '`type = "custom"` with its `import_path` (docs/algorithms.md)'
+        ),
+        f"{prefix}advantage": converted(meanings.nested_type),
+        f"{prefix}teacher.headers_from_env": refused(
+            "requests to a teacher carry no headers but the key of `api_key_var`: put a proxy that adds them before it"
         ),
         f"{prefix}filter": blocks(
             "which of these tokens are learned is said by role, `roles` of the same table: leave the function out", {}
@@ -135,8 +142,22 @@ def source_keys(prefix: str) -> dict[str, Meaning]:
         **same(
             nothing("env-servers start workers as they need them, and register by themselves", "auto"),
             prefix,
-            "num_workers max_retries address serve",
+            "num_workers max_retries address serve pool",
         ),
+        f"{prefix}version": nothing("the version that is installed counts: install this one"),
+        f"{prefix}taskset": converted(sources.own_taskset),
+        f"{prefix}env": converted(sources.own_env),
+        f"{prefix}harness": converted(sources.own_harness),
+        f"{prefix}runtime": converted(sources.own_runtime),
+        **same(
+            converted(sources.own_limit),
+            prefix,
+            "max_turns max_input_tokens max_output_tokens max_total_tokens max_total_completion_tokens",
+        ),
+        f"{prefix}advantage": converted(sources.own_advantage),
+        f"{prefix}extra_env_kwargs": blocks("write them in `args`, which the environment's loader takes", {}),
+        **same(nothing("what is lost is played again; what fails by itself is not"), prefix, "retries retry"),
+        f"{prefix}timeout": nothing("a rollout has `rollout_timeout_s`"),
     }
 
 
@@ -158,7 +179,8 @@ def process_keys(prefix: str) -> dict[str, Meaning]:
         **same(
             later("there is no such switch yet: no effect", False),
             prefix,
-            "trace_path profile_path memory_profiler_path gc dist_timeout_seconds matmul_precision clean dry_run",
+            "trace_path profile_path memory_profiler_path gc dist_timeout_seconds matmul_precision clean dry_run "
+            "clean_output_dir dashboard",
         ),
     }
 
@@ -181,10 +203,11 @@ SHARED: dict[str, Meaning] = {
         nothing("several machines are several services: start them on each (docs/operations.md)", "single_node"),
         "deployment.",
         "type num_train_nodes num_infer_nodes num_infer_replicas nodes_per_fsdp_group orchestrator_on_inference "
-        "gpus_per_node num_eval_gpus num_teacher_gpus num_teacher_nodes hsdp",
+        "gpus_per_node num_eval_gpus num_teacher_gpus num_teacher_nodes hsdp num_nodes num_gpus",
     ),
     **same(nothing("there is no such choice for logs"), "log.", "vf_level log_data interval ranks_filter file path"),
     "run.dir": nothing("results lie in `output_dir/<run name>`"),
+    "toml_files": refused("name the files one after the other instead, the weakest first: `@ base.toml @ this.toml`"),
 }
 """At the top of RL and SFT configs."""
 
@@ -224,12 +247,41 @@ ONE_FILE: dict[str, Meaning] = {
     "orchestrator.val": converted(conversions.validation),
     "orchestrator.env_ratios": converted(conversions.ratios),
     "orchestrator.buffer.env_ratios": converted(conversions.ratios),
-    "orchestrator.advantage": blocks(ADVANTAGE, {}),
+    "orchestrator.advantage": blocks(ADVANTAGE, {}, {"type": "default"}),
     "orchestrator.filters[].enforce": converted(conversions.enforced),
     "orchestrator.filters[].logprob_offset": converted(conversions.logprob_offset),
     "orchestrator.model.lora": nothing("an adapter is named by its policy"),
     "orchestrator.model.trust_remote_code": later("code that comes with a model is not run", False),
     "orchestrator.model.vlm": blocks(VISION),
+    "orchestrator.training_mode": converted(meanings.training_mode),
+    **{f"orchestrator.student.{key}": moved(f"orchestrator.{key}") for key in ("model", "client")},
+    "orchestrator.student.name": moved("orchestrator.model.name"),
+    "orchestrator.teacher.model": moved("orchestrator.algo.teacher"),
+    "orchestrator.teacher.client": moved("orchestrator.algo.teacher"),
+    "orchestrator.teacher.name": moved("orchestrator.algo.teacher.name"),
+    "orchestrator.optim": converted(meanings.own_optimizer),
+    "orchestrator.pre_batch_filters": converted(conversions.batch_filters),
+    "orchestrator.post_batch_filters": converted(conversions.batch_filters),
+    "orchestrator.filters": converted(conversions.batch_filters, is_native=True),
+    "orchestrator.drop_context_limits_before_advantage": converted(conversions.dropped_when_cut),
+    "orchestrator.zero_truncated_completions": blocks(
+        'a rollout that was cut keeps its reward: write `[[orchestrator.filters]]` with `type = "truncated"`, and '
+        '`action = "drop"`, "mask" or "penalise"',
+        False,
+    ),
+    **same(
+        blocks("a run ends with its steps: leave it out, and set `max_steps`"),
+        "orchestrator.",
+        "max_finalized_groups stop_when",
+    ),
+    **same(
+        nothing("groups of which nothing is left to train on are replaced, and what fails ends the run by itself"),
+        "orchestrator.",
+        "max_consecutive_zero_trainable_batches max_zero_output_batches preserve_groups",
+    ),
+    **same(nothing("the log of the run has every rollout"), "orchestrator.", "save_train_group_stats"),
+    **same(nothing(WATCH), "orchestrator.", "prime_monitor"),
+    **same(nothing("environments choose: `renderer` in their `args`"), "orchestrator.", "pool_size"),
     "orchestrator.teacher_model": blocks('name the teacher in `orchestrator.algo.teacher`, with `type = "opd"`'),
     "orchestrator.eval.retry": nothing("what is lost is played again"),
     **same(
@@ -239,12 +291,6 @@ ONE_FILE: dict[str, Meaning] = {
         "skip_eval_on_restart retrigger_on_resume",
     ),
     **source_keys("orchestrator.env[]."),
-    **{
-        f"orchestrator.{each}env[].retries": nothing("what is lost is played again; what fails by itself is not")
-        for each in ("", "eval.")
-    },
-    "orchestrator.eval.env[].timeout": nothing("a rollout has `orchestrator.rollout_timeout_s`"),
-    "orchestrator.env[].timeout": nothing("a rollout has `orchestrator.rollout_timeout_s`"),
     **source_keys("orchestrator.eval.env[]."),
     **same(converted(sources.thinking), "orchestrator.env[].sampling.", "reasoning_effort enable_thinking"),
     **same(
@@ -303,7 +349,8 @@ HEAD: dict[str, Meaning] = {
     **same(
         nothing(FLIGHT),
         "orchestrator.",
-        "concurrency tasks_per_minute max_concurrent max_inflight_rollouts max_inflight max_concurrent_rollouts",
+        "concurrency tasks_per_minute max_concurrent max_inflight_rollouts max_inflight max_concurrent_rollouts "
+        "max_inflight_episodes",
     ),
     "orchestrator.renderer": converted(conversions.renderer),
     "orchestrator.client": refused(ENGINES),
@@ -328,6 +375,9 @@ HEAD: dict[str, Meaning] = {
         "enable_router_replay max_concurrent_runs recompute_logprobs experimental",
     ),
     "trainer.enable_token_export": converted(conversions.token_export),
+    "inference.vllm_extra": moved("inference.vllm"),
+    "inference.enable_return_routed_experts": moved("inference.vllm.enable_return_routed_experts"),
+    "pd_disagg": nothing("prefill and decoding are not parted here: this changes speed alone", {}),
     "inference.vllm.model": moved("inference.model.name", is_native=True),
     "inference.vllm.enable_return_routed_experts": Meaning(
         effect=Effect.LATER, text="routing of experts is not replayed: no effect", is_native=True
@@ -415,6 +465,16 @@ SFT_KEYS: Mapping[str, Meaning] = {
     **same(blocks(FAKE), "data.", "fake length input_ids"),
     **same(later(_FAKE_VALIDATION), "val.data.", "fake length input_ids"),
     **same(nothing(_ALL_ROWS), "val.data.", "batch_size micro_batch_size pack_function pack shuffle num_workers"),
+    **{
+        f"{table}.source": blocks("rows of several places are one dataset's: write `name`, `subsets` and `splits`")
+        for table in ("data", "val.data")
+    },
+    **{
+        f"{table}.chat_template_kwargs": blocks(
+            "a template is applied with its own defaults: change them in the model's `chat_template.jinja`", {}
+        )
+        for table in ("data", "val.data")
+    },
     "data.micro_batch_size": converted(conversions.micro_batch_size),
     **same(later("rows are packed up to `micro_batch_tokens`: no effect"), "data.", "pack"),
     "data.num_workers": nothing("the trainer encodes each row when a step takes it"),
@@ -435,7 +495,17 @@ SFT_KEYS: Mapping[str, Meaning] = {
 # Keys of evaluations: prime-rl's `eval`, and `prime eval` or `vf-eval` of verifiers.
 
 _ENDPOINT = "names no address: write `client.base_url`, with `client.api_key_var` where it wants a key"
+_HEADERS = "requests carry no headers but the key of `client.api_key_var`: put a proxy that adds them before it"
+_NO_CHOICE = "there is no such choice for evaluations"
+_SAVED = "save save_results save_every save_to_hf_hub save_to_hf save_to_disk hf_hub_dataset_name"
+_OF_EVALUATIONS = (
+    "env_dir_path independent_scoring state_columns num_workers disable_env_server verbose debug max_retries"
+)
+_SAMPLED = "reasoning reasoning_effort seed stop presence_penalty frequency_penalty min_tokens verbosity"
 EVAL_KEYS: Mapping[str, Meaning] = {
+    **{key: each for key, each in SHARED.items() if key.partition(".")[0] in ("log", "run", "env_vars", "slurm")},
+    **source_keys("env[]."),
+    "toml_files": SHARED["toml_files"],
     "model": converted(lab.model_name, form=str),
     "source": converted(sources.eval_sources),
     "eval": converted(lab.environments),
@@ -443,6 +513,35 @@ EVAL_KEYS: Mapping[str, Meaning] = {
     "select": converted(sources.selected),
     "env[].select": converted(sources.selected, is_native=True),
     **same(converted(lab.endpoint), "", "endpoint_id endpoints_path"),
+    "ablation": refused("is a sweep: write an [[eval]] for each of its combinations, each with a `name`"),
+    "environment_ids": converted(conversions.evaluated_ids),
+    **same(
+        converted(conversions.evaluated_counts, is_native=True), "", "num_examples rollouts_per_example max_concurrent"
+    ),
+    "num_tasks": moved("num_examples"),
+    "num_rollouts": moved("rollouts_per_example"),
+    **same(
+        converted(sources.only_environment),
+        "",
+        "taskset harness runtime max_turns max_input_tokens max_output_tokens max_total_tokens env_id env_args",
+    ),
+    "concurrency.max_inflight": moved("max_concurrent"),
+    **same(nothing("`max_concurrent` rollouts are played at once"), "concurrency.", "min_inflight initial_inflight"),
+    "tasks_per_minute": nothing("`max_concurrent` rollouts are played at once"),
+    "timeout": moved("rollout_timeout_s"),
+    **same(refused(_HEADERS), "", "header headers header_from_state headers_from_state"),
+    **same(refused(_HEADERS), "client.", "headers headers_from_env extra_headers_from_state"),
+    "client.base_url": converted(meanings.as_list, is_native=True),
+    **same(
+        nothing(_NO_CHOICE),
+        "client.",
+        "timeout connect_timeout max_connections max_keepalive_connections "
+        "max_retries skip_model_check admin_base_url elastic wait_for_ready_timeout",
+    ),
+    "client.type": converted(lab.client_type),
+    "api_client_type": converted(lab.client_type),
+    "extra_env_kwargs": blocks("write them in `args`, which the environment's loader takes", {}),
+    **same(converted(sources.shuffled), "", "shuffle shuffle_seed"),
     "api_base_url": moved("client.base_url"),
     "api_key_var": moved("client.api_key_var"),
     "provider": refused(_ENDPOINT),
@@ -450,18 +549,19 @@ EVAL_KEYS: Mapping[str, Meaning] = {
     "max_tokens": moved("sampling.max_tokens"),
     "temperature": moved("sampling.temperature"),
     **same(converted(sources.thinking), "env[].sampling.", "reasoning_effort enable_thinking seed"),
-    "sampling.reasoning_effort": moved("sampling.extra_body.reasoning_effort"),
+    **{f"sampling.{key}": moved(f"sampling.extra_body.{key}") for key in _SAMPLED.split()},
     "sampling.enable_thinking": moved("sampling.extra_body.chat_template_kwargs.enable_thinking"),
+    **{
+        f"{prefix}{key}": nothing("results and rollouts lie in `output_dir/<run name>`")
+        for prefix in ("", "env[].")
+        for key in _SAVED.split()
+    },
+    **same(nothing(_NO_CHOICE), "env[].", _OF_EVALUATIONS),
     **same(
-        nothing("results and rollouts lie in `output_dir/<run name>`"),
+        nothing(_NO_CHOICE),
         "",
-        "save save_results save_every save_to_hf_hub",
-    ),
-    **same(
-        nothing("there is no such choice for evaluations"),
-        "",
-        "verbose debug tui disable_tui independent_scoring max_retries num_workers state_columns hf_hub_dataset_name "
-        "env_dir_path max_concurrent_generation max_concurrent_scoring shuffle rich monitors heartbeat slurm bench "
-        "use_tqdm",
+        f"{_OF_EVALUATIONS} tui disable_tui max_concurrent_generation max_concurrent_scoring rich monitors "
+        "heartbeat bench use_tqdm dashboard push clean clean_output_dir resume resume_path server dry_run "
+        "wandb env_server_base_port",
     ),
 }

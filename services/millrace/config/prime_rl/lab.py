@@ -5,12 +5,20 @@ from pathlib import Path as FilePath
 from typing import Any
 
 from millrace.config.files import UnreadableFileError, read_file
-from millrace.config.layers import MAX_SECTIONS, Strength
+from millrace.config.layers import MAX_SECTIONS, Layer, Strength
 from millrace.config.messages import Effect
 from millrace.config.prime_rl.meanings import Target
-from millrace.config.prime_rl.sources import TRAIN_ENVS, put_environment
-from millrace.config.tree import Path
+from millrace.config.prime_rl.sources import TRAIN_ENVS
+from millrace.config.tree import Path, dotted
 
+HOSTED_DEFAULTS: dict[Path, Any] = {
+    ("max_steps",): 100,
+    ("orchestrator", "batch_size"): 128,
+    ("orchestrator", "rollouts_per_example"): 8,
+    ("trainer", "optim", "lr"): 1e-4,
+    ("trainer", "model", "lora", "alpha"): 16.0,
+}
+"""What Hosted Training takes where its file is silent (prime 0.6, and its documentation of 2026-08)."""
 VF_RL_DEFAULTS: dict[Path, Any] = {
     ("max_steps",): 500,
     ("seq_len",): 2048,
@@ -23,22 +31,32 @@ VF_RL_DEFAULTS: dict[Path, Any] = {
 }
 """What verifiers' RLTrainer takes where its file is silent (verifiers 0.1.9)."""
 _ENDPOINTS = "configs/endpoints.toml"
+_SEQ_LEN = 2048
+"""Tokens of a rollout where nothing else is said."""
 _ITEM = {"env_id": "id", "env_args": "args"}
-_PER_EVAL = (
-    "model",
-    "endpoint_id",
-    "sampling_args",
-    "max_tokens",
-    "temperature",
-    "save",
-    "extra_env_kwargs",
-    "provider",
-)
+_PER_EVAL = ("model", "endpoint_id", "provider", "api_base_url", "api_key_var", "api_client_type", "save")
+"""Keys of one of several evaluations that one evaluation here has once."""
+_FOR_ALL = ("max_concurrent", "timeout", "output_dir")
+_SAMPLED = {"sampling_args": "sampling", "max_tokens": "sampling.max_tokens", "temperature": "sampling.temperature"}
+_DIALECTS = (None, "openai_chat_completions", "openai_chat_completions_token", "renderer")
+"""Kinds of endpoints of verifiers that are asked as ours are."""
+_ENDPOINT_KEYS = ("endpoint_id", "model", "url", "api_base_url", "key", "api_key_var", "type", "api_client_type")
 
 
 def model_name(target: Target, path: Path, value: Any) -> None:
     """`model = "NAME"` is `model.name`."""
+    target.deferred["flat"] = (path, value)
     target.put(("model", "name"), value, source=path)
+
+
+def hosted_loss(target: Target, path: Path, value: Any) -> None:
+    """`loss = "rl"`, or learning from a teacher."""
+    if value == "rl":
+        target.note(path, Effect.SAME, "")
+    elif value in ("sft", "opd"):
+        target.move(path, value, ("orchestrator", "algo", "type"))
+    else:
+        target.refuse(path, value, 'must be "rl", "sft" or "opd"')
 
 
 def adapters(target: Target, path: Path, value: Any) -> None:
@@ -47,6 +65,7 @@ def adapters(target: Target, path: Path, value: Any) -> None:
         target.note(path, Effect.MEANS, "is `[trainer.model.lora]` here, with its rank and alpha")
         target.put(("trainer", "model", "lora"), {}, source=path)
     elif value in ("full", "full_finetune"):
+        target.deferred["full"] = (path, value)
         target.note(path, Effect.SAME, "")
     else:
         target.refuse(path, value, 'must be "lora" or "full"')
@@ -56,6 +75,8 @@ def environments(target: Target, path: Path, value: Any) -> None:
     """`[[env]]`, or `[env]` alone, as `[[orchestrator.env]]`; `[[eval]]` as `[[env]]`."""
     to = TRAIN_ENVS if path == ("env",) else ("env",)
     items = [value] if isinstance(value, dict) else value
+    if to == TRAIN_ENVS and isinstance(value, list):
+        target.deferred["hosted"] = (path, value)
     if not isinstance(items, list) or len(items) > MAX_SECTIONS:
         target.put(to, value, source=path)  # which is an error there
         return
@@ -63,25 +84,32 @@ def environments(target: Target, path: Path, value: Any) -> None:
     for index, item in enumerate(items):
         here = path if isinstance(value, dict) else (*path, index)
         if isinstance(item, dict):
-            _environment(target, here, item, (*to, index))
+            _environment(target, here, item, (*to, index), is_alone=len(items) == 1)
     target.note(path, Effect.MEANS, f"is `[[{'.'.join(map(str, to))}]]` here")
 
 
-def _environment(target: Target, path: Path, item: dict[str, Any], to: Path) -> None:
+def _environment(target: Target, path: Path, item: dict[str, Any], to: Path, *, is_alone: bool) -> None:
     for key, each in item.items():
         here = (*path, key)
-        if key == "taskset" and isinstance(each, dict):
-            put_environment(target, path, {"taskset": each}, to)
-        elif key == "harness":
-            target.put((*to, "args", "env", "agent", "harness"), each, source=here)
-        elif key == "env" and to[0] == "env" and isinstance(each, dict):  # `[eval.env]` of 2025
-            _environment(target, here, each, to)
-        elif key in _PER_EVAL and to[0] == "env":
-            target.refuse(
-                here, each, "is one for a whole evaluation: write a file of its own, or set it above [[eval]]"
-            )
+        if key == "env" and to[0] == "env" and isinstance(each, dict):  # `[eval.env]` of 2025
+            _environment(target, here, each, to, is_alone=is_alone)
+        elif to[0] == "env" and key in (*_PER_EVAL, *_FOR_ALL):
+            _of_evaluation(target, here, each, is_alone=is_alone)
+        elif to[0] == "env" and key in _SAMPLED:
+            target.move(here, each, (*to, *_SAMPLED[key].split(".")))
         else:
             target.move(here, each, (*to, _ITEM.get(key, key)))
+
+
+def _of_evaluation(target: Target, path: Path, value: Any, *, is_alone: bool) -> None:
+    """Put a key of one evaluation that all of ours share; of several only what changes no answer is left out."""
+    key = str(path[-1])
+    if is_alone:
+        target.move(path, value, (key,))
+    elif key in _FOR_ALL:
+        target.note(path, Effect.NOTHING, "is one for all environments: write it above [[eval]]", value=value)
+    else:
+        target.refuse(path, value, "is one for a whole evaluation: write a file of its own, or set it above [[eval]]")
 
 
 def run_name(target: Target, path: Path, value: Any) -> None:
@@ -104,6 +132,14 @@ def trainer_args(target: Target, path: Path, value: Any) -> None:
     target.deferred["vf_rl"] = (path, value)
     for key, each in value.items():
         target.move((*path, key), each, (*path, key))
+
+
+def client_type(target: Target, path: Path, value: Any) -> None:
+    """The dialect of an endpoint, which is OpenAI's chat."""
+    if value in _DIALECTS:
+        target.note(path, Effect.SAME, "")
+    else:
+        target.refuse(path, value, "only endpoints of OpenAI's chat are asked: leave it out, and name such a one")
 
 
 def low_rank(target: Target, path: Path, value: Any) -> None:
@@ -162,10 +198,36 @@ def endpoint(target: Target, path: Path, value: Any) -> None:
         target.refuse(path, value, "must be a string")
 
 
+def spread_arguments(layer: Layer) -> dict[str, Any]:
+    """Return the tables of a file, where one of `vf-rl` has all settings of a process below `args`.
+
+    Its first files had them beside `gpus`.
+    """
+    trainer = layer.tree.get("trainer")
+    if not isinstance(trainer, dict) or "gpus" not in trainer or not isinstance(layer.tree.get("model"), str):
+        return layer.tree
+    tree = dict(layer.tree)
+    for part in ("trainer", "inference"):
+        table = tree.get(part)
+        if not isinstance(table, dict):
+            continue
+        beside = {key: each for key, each in table.items() if key not in ("gpus", "gpu_offset", "args")}
+        for key in beside:
+            layer.origin.places.setdefault((part, "args", key), layer.origin.locate((part, key)))
+        known = table.get("args", {})
+        args = {**beside, **known} if isinstance(known, dict) else known
+        tree[part] = {**{key: each for key, each in table.items() if key not in beside}, "args": args}
+    return tree
+
+
 def finish_lab(target: Target) -> None:
     """Apply what needs the whole layer."""
     if "vf_rl" in target.deferred:
         _vf_rl(target)
+    elif "hosted" in target.deferred and "flat" in target.deferred:
+        _hosted(target)
+    if "whole" in target.deferred:
+        _whole(target)
     if "endpoint_id" in target.deferred:
         _endpoint(target)
     elif "endpoints_path" in target.deferred:
@@ -175,7 +237,6 @@ def finish_lab(target: Target) -> None:
 
 def _vf_rl(target: Target) -> None:
     path, _ = target.deferred["vf_rl"]
-    tree = target.layer.tree
     accumulated = target.deferred.get("gradient_accumulation_steps", (path, 1))[1]
     if "per_device_train_batch_size" in target.deferred:
         source, each = target.deferred["per_device_train_batch_size"]
@@ -188,21 +249,53 @@ def _vf_rl(target: Target) -> None:
     elif "gradient_accumulation_steps" in target.deferred:
         source, _ = target.deferred["gradient_accumulation_steps"]
         target.note(source, Effect.NOTHING, "`batch_size` counts the rollouts of a step")
-    filled = []
-    for key, value in VF_RL_DEFAULTS.items():
-        if "lora" in key and "whole" in target.deferred:
-            continue
-        here: Any = tree
-        for part in key:
-            here = here.get(part) if isinstance(here, dict) else None
-        if here is None:
-            target.put(key, value, source=path)
-            filled.append(f"{'.'.join(map(str, key))} = {value}")
+    filled = _filled(target, VF_RL_DEFAULTS, path, has_adapters="whole" not in target.deferred)
     text = (
         "is trained by vf-rl with CISPO and one step of overlap; the loss here is `trainer.loss`, and "
         "`--algo.preset cispo` is nearest"
     )
     target.note(path, Effect.MEANS, f"{text}. As vf-rl's defaults: {', '.join(filled)}" if filled else text)
+
+
+def _filled(target: Target, defaults: dict[Path, Any], path: Path, *, has_adapters: bool) -> list[str]:
+    """Write what a file is silent about as the system that it is for takes it; return what was written."""
+    filled = []
+    for key, value in defaults.items():
+        if "lora" in key and not has_adapters:
+            continue
+        here: Any = target.layer.tree
+        for part in key:
+            here = here.get(part) if isinstance(here, dict) else None
+        if here is None:
+            target.put(key, value, source=path)
+            filled.append(f"{'.'.join(map(str, key))} = {value}")
+    return filled
+
+
+def _hosted(target: Target) -> None:
+    """Take Hosted Training's defaults: adapters, its learning rate, and room for what is sampled."""
+    path, _ = target.deferred["flat"]
+    if target.layer.origin.strength is not Strength.FILE:
+        return
+    filled = _filled(target, HOSTED_DEFAULTS, path, has_adapters="full" not in target.deferred)
+    sampled = target.layer.tree.get("orchestrator", {}).get("sampling", {})
+    most = sampled.get("max_tokens") if isinstance(sampled, dict) else None
+    if "seq_len" not in target.layer.tree and isinstance(most, int) and most >= _SEQ_LEN:
+        seq_len = 1 << (2 * most - 1).bit_length()
+        target.put(("seq_len",), seq_len, source=path)
+        filled.append(f"seq_len = {seq_len}, which the platform chooses")
+    if filled:
+        target.note(path, Effect.MEANS, f"is `model.name` here. As Hosted Training's defaults: {', '.join(filled)}")
+
+
+def _whole(target: Target) -> None:
+    """Leave out settings of adapters where `use_lora = false` trains all weights."""
+    path, where = target.deferred["whole"]
+    table: Any = target.layer.tree
+    for part in where[:-1]:
+        table = table.get(part) if isinstance(table, dict) else None
+    if isinstance(table, dict) and (left := table.pop("lora", None)):
+        target.note(path, Effect.NOTHING, f"trains all weights: {', '.join(left)} of adapters have no effect")
 
 
 def _endpoint(target: Target) -> None:
@@ -221,10 +314,21 @@ def _endpoint(target: Target) -> None:
         known = ", ".join(str(each.get("endpoint_id")) for each in found if isinstance(each, dict))
         target.refuse(path, name, f"is none of the endpoints of {listed}: {known}")
         return
+    for each in named:
+        unknown = [key for key in each if key not in _ENDPOINT_KEYS]
+        dialect = each.get("type", each.get("api_client_type"))
+        if dialect not in _DIALECTS:
+            target.refuse(path, dialect, f"{name} of {listed} speaks {dialect}: only OpenAI's chat is asked")
+        elif unknown:
+            target.refuse(path, name, f"{listed} has {', '.join(unknown)} for it, which is not sent: leave it out")
+        elif not isinstance(each.get("url", each.get("api_base_url")), str):
+            target.refuse(path, name, f"{listed} has no `url` for it")
+    if any(wrong.field == dotted(path) for wrong in target.violations):
+        return
     target.note(path, Effect.MEANS, f"is `[client]` and `model.name` here, as {listed} has them")
     if "model" not in target.layer.tree:
         target.put(("model", "name"), named[0].get("model"), source=path)
-    urls = [each.get("url") for each in named]
+    urls = [each.get("url", each.get("api_base_url")) for each in named]
     target.put(("client", "base_url"), urls, source=path)
-    if key := named[0].get("key"):
+    if key := named[0].get("key", named[0].get("api_key_var")):
         target.put(("client", "api_key_var"), key, source=path)

@@ -3,7 +3,8 @@
 from collections.abc import Mapping
 
 from millrace.config.prime_rl import conversions, lab
-from millrace.config.prime_rl.meanings import Meaning, blocks, converted, moved, nothing, same
+from millrace.config.prime_rl.meanings import Meaning, blocks, converted, moved, nothing, refused, same
+from millrace.config.trl import NOTHING
 
 SAMPLED = "max_tokens temperature top_p top_k min_p repetition_penalty presence_penalty frequency_penalty"
 LOGS = "metrics lie with the run (`millrace run`, the dashboard); `[wandb]` writes them to Weights & Biases"
@@ -29,6 +30,24 @@ HOSTED: Mapping[str, Meaning] = {
             "val",
         )
     },
+    "loss": converted(lab.hosted_loss),
+    "teacher": blocks(
+        'a hosted model is no teacher here: serve it, and write `[orchestrator.algo]` with `type = "opd"` and '
+        "`teacher = { name, base_url }` (docs/algorithms.md)"
+    ),
+    "checkpoint_id": refused("is a checkpoint of the platform: download it, and write its directory as `model`"),
+    "run_config": blocks("are keys of the platform's own run: write what each is here", {}),
+    **same(moved("orchestrator.pre_batch_filters"), "", "pre_batch_filters"),
+    **same(moved("orchestrator.post_batch_filters"), "", "post_batch_filters"),
+    **same(
+        nothing("what is in flight follows from `batch_size` and `oversampling_factor`"), "", "max_inflight_rollouts"
+    ),
+    **same(
+        nothing("machines, images and volumes are yours: there is nothing to choose"),
+        "",
+        "cluster_name infrastructure tailscale image_tag gpu_type volume volume_size source_ref",
+    ),
+    "orchestrator.sampling.seed": nothing("every rollout is sampled from a seed of its own, made of `seed`"),
     "group_size": moved("orchestrator.rollouts_per_example"),
     "buffer": moved("orchestrator.buffer"),
     "trajectory_strategy": moved("orchestrator.trajectory_strategy"),
@@ -58,6 +77,20 @@ HOSTED: Mapping[str, Meaning] = {
 """Hosted Training (2026): flat files, `[[env]]`, `[sampling]`, `[eval]`."""
 
 _ARGS = "trainer.args."
+
+
+def _arguments(prefix: str) -> dict[str, Meaning]:
+    """Keys of transformers' trainers, which `vf-rl` and `vf-sft` inherit."""
+    optimizers = ("adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw")
+    return {
+        **same(nothing(SPEED), prefix, " ".join(NOTHING)),
+        f"{prefix}optim": blocks("only AdamW is written so: choose another in `trainer.optim.type`", *optimizers),
+        f"{prefix}adam_epsilon": blocks("is 1e-8 here", 1e-8),
+        f"{prefix}warmup_ratio": blocks("write `warmup_steps`: the share of `max_steps`", 0, 0.0),
+        f"{prefix}generation_timeout": nothing("a rollout has `orchestrator.rollout_timeout_s`"),
+    }
+
+
 VF_RL: Mapping[str, Meaning] = {
     "inference.gpus": moved("deployment.num_infer_gpus"),
     "trainer.gpus": moved("deployment.num_train_gpus"),
@@ -97,17 +130,19 @@ VF_RL: Mapping[str, Meaning] = {
     f"{_ARGS}gradient_checkpointing": converted(lab.recomputed),
     f"{_ARGS}save_steps": moved("ckpt.interval"),
     f"{_ARGS}save_total_limit": moved("ckpt.keep_last"),
+    **_arguments(_ARGS),
     f"{_ARGS}scale_rewards": converted(lab.scaled),
     f"{_ARGS}beta": blocks("a KL term is `trainer.loss.kl`: write its `coef`", 0, 0.0),
     f"{_ARGS}zero_truncated_completions": blocks(
         "rollouts that were cut keep their reward, or are not trained on", False
     ),
     f"{_ARGS}importance_sampling_level": blocks(OTHER_LOSS, "token"),
+    f"{_ARGS}mask_ratio_low": blocks(OTHER_LOSS, 0.125),
+    f"{_ARGS}mask_ratio_high": blocks(OTHER_LOSS, 8.0),
     **same(
         blocks(OTHER_LOSS),
         _ARGS,
-        "loss_type epsilon epsilon_high delta vllm_importance_sampling_cap mask_ratio_low mask_ratio_high "
-        "sync_ref_model",
+        "loss_type epsilon epsilon_high delta vllm_importance_sampling_cap sync_ref_model",
     ),
     **same(nothing(UNCUT), _ARGS, "max_prompt_len max_prompt_length"),
     **same(nothing(LOGS), _ARGS, "report_to logging_steps log_on_each_node eval_strategy eval_steps"),
@@ -123,6 +158,14 @@ VF_RL: Mapping[str, Meaning] = {
 """`vf-rl` (verifiers 0.1): `[env]`, `[inference] gpus`, `[inference.args]`, `[trainer] gpus`, `[trainer.args]`."""
 
 VF_SFT: Mapping[str, Meaning] = {
+    **_arguments("sft."),
+    "sft.per_device_train_batch_size": blocks("batches are counted whole: write `batch_size`"),
+    "sft.gradient_accumulation_steps": nothing("`batch_size` counts the rows of a step"),
+    **same(
+        nothing("machines, images and volumes are yours: there is nothing to choose"),
+        "",
+        "image_tag gpu_type volume volume_size source_ref env_file env_files type name",
+    ),
     "model": converted(lab.model_name, form=str),
     "dataset": moved("data.name"),
     "sft.run_name": converted(lab.run_name),

@@ -4,10 +4,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from millrace.config.layers import Layer
+from millrace.config.layers import Layer, Strength
 from millrace.config.messages import Effect
 from millrace.config.sections.algo import COMPARING, DISTILLING, PER_AGENT
 from millrace.config.tree import Path, SchemaKey, dotted
+from millrace.errors import Violation
 
 
 class Target(Protocol):
@@ -16,6 +17,7 @@ class Target(Protocol):
     layer: Layer
     schema: SchemaKey
     deferred: dict[str, tuple[Path, Any]]
+    violations: list[Violation]
 
     def put(self, path: Path, value: Any, *, source: Path) -> None:
         """Set a key of ours; `source` is where the value is written."""
@@ -139,6 +141,58 @@ def algorithm(target: Target, path: Path, value: Any) -> None:
         target.put(path, value, source=path)
 
 
+def training_mode(target: Target, path: Path, value: Any) -> None:
+    """`training_mode` of the spring of 2026: `rl`, or the algorithm that learns from the teacher."""
+    if value == "rl":
+        target.note(path, Effect.SAME, "")
+    elif value in ("opd", "sft"):
+        target.note(path, Effect.MEANS, f'is `orchestrator.algo.type = "{value}"` here')
+        target.move(path, value, ("orchestrator", "algo", "type"))
+    else:
+        target.refuse(path, value, 'must be "rl", "opd" or "sft"')
+
+
+def own_optimizer(target: Target, path: Path, value: Any) -> None:
+    """The optimizer of a run whose trainer has several, which is the trainer's."""
+    if target.schema.find(("trainer", "optim")) is not None:
+        target.note(path, Effect.MEANS, "is `trainer.optim` here")
+        target.move(path, value, ("trainer", "optim"))
+    else:
+        target.note(path, Effect.BLOCKS, "is the trainer's here: give it `[trainer.optim]`", value=value)
+
+
+def nested_type(target: Target, path: Path, value: Any) -> None:
+    """`[algo.advantage]` of the summer of 2026, whose keys are the algorithm's own."""
+    if not isinstance(value, dict):
+        target.refuse(path, value, 'must be a table, such as { type = "grpo" }')
+        return
+    target.note(path, Effect.MEANS, f"is `{dotted(path[:-1])}` here")
+    for key, each in value.items():
+        is_default = key == "type" and each == "default"
+        target.move((*path, key), "grpo" if is_default else each, (*path[:-1], key))
+
+
+def no_decay(target: Target, path: Path, value: Any) -> None:
+    """`decay_steps = 0` of a linear schedule: its rate stays after the warm-up, as that of a constant one."""
+    if target.layer.origin.strength is Strength.FILE:
+        target.deferred[f"no decay {dotted(path[:-1])}"] = (path[:-1], value)
+    target.put(path, value, source=path)
+
+
+def _undecayed(target: Target) -> None:
+    for path, value in [found for key, found in target.deferred.items() if key.startswith("no decay ")]:
+        schedule = _table(target, *path)
+        if value == 0 and type(value) is int and schedule.get("type") == "linear":
+            schedule.pop("decay_steps")
+            if "min_lr" in schedule:
+                schedule.pop("min_lr")
+                target.note((*path, "min_lr"), Effect.NOTHING, "the rate comes down to nothing: `decay_steps` is 0")
+            target.put((*path, "type"), "constant", source=(*path, "type"))
+            schedule.setdefault("warmup_steps", 10)
+            text = f'is `type = "constant"` here, with {schedule["warmup_steps"]} steps of warm-up: nothing decays'
+            target.note((*path, "decay_steps"), Effect.MEANS, text)
+
+
 def unbuilt_algorithm(name: str) -> str:
     """Return what to do instead of an algorithm that is not there yet."""
     there = f"{', '.join((*COMPARING, *PER_AGENT))}, {' and '.join(DISTILLING)} are"
@@ -231,6 +285,7 @@ def finish_learning(target: Target) -> None:
         _clips(target, loss, ratios)
     if "loss.eps" in target.deferred or (loss.get("type") == "ipo" and "max_importance_ratio" in loss):
         _ipo(target, loss)
+    _undecayed(target)
     for where in (("trainer", "model"), ("model",)):
         _layout(target, where)
 

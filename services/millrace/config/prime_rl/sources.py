@@ -41,6 +41,84 @@ def eval_sources(target: Target, path: Path, value: Any) -> None:
     _sources(target, path, value, to=(*path[:-1], "env"), later=tuple(_FOR_ALL["eval"]))
 
 
+def own_taskset(target: Target, path: Path, value: Any) -> None:
+    """A taskset in the environment's own table: its `id` is the environment's, its other keys are `args`."""
+    if not isinstance(value, dict):
+        target.refuse(path, value, 'must be a table, such as { id = "reverse-text" }')
+        return
+    target.deferred[f"v1 {dotted(path[:-1])}"] = (path, True)
+    target.note(path, Effect.MEANS, "is `id` and `args` of the environment here")
+    put_environment(target, path[:-1], {"taskset": value}, path[:-1])
+
+
+def own_env(target: Target, path: Path, value: Any) -> None:
+    """A verifiers environment in an environment's own table: `env.taskset`, `env.agent` and its other roles."""
+    if not isinstance(value, dict):
+        target.refuse(path, value, 'must be a table, such as { taskset = { id = "reverse-text" } }')
+        return
+    target.note(path, Effect.MEANS, "is `id` and `args` of the environment here")
+    put_environment(target, path, value, path[:-1])
+
+
+def own_harness(target: Target, path: Path, value: Any) -> None:
+    """The harness of an environment's only agent, with the runtime that may stand in it."""
+    target.deferred[f"v1 {dotted(path[:-1])}"] = (path, True)
+    settings = {"harness": value}
+    if isinstance(value, dict) and "runtime" in value:
+        settings = {"harness": {key: each for key, each in value.items() if key != "runtime"}}
+        settings["runtime"] = value["runtime"]
+    target.note(path, Effect.MEANS, "is `args.env.agent` of the environment here")
+    _role(target, path[:-1], settings, (*path[:-1], "args", "env", "agent"))
+
+
+def own_runtime(target: Target, path: Path, value: Any) -> None:
+    """The runtime of an environment's only agent."""
+    target.deferred[f"v1 {dotted(path[:-1])}"] = (path, True)
+    target.note(path, Effect.MEANS, "is `args.env.agent` of the environment here")
+    _role(target, path[:-1], {"runtime": value}, (*path[:-1], "args", "env", "agent"))
+
+
+def own_limit(target: Target, path: Path, value: Any) -> None:
+    """A limit of an environment's only agent, where it has a taskset or a harness."""
+    target.deferred[f"limit {dotted(path)}"] = (path, value)
+
+
+def own_advantage(target: Target, path: Path, value: Any) -> None:
+    """How one environment's advantages are made; the default is that of the run."""
+    if isinstance(value, dict) and value.get("type", "default") == "default" and not value.keys() - {"type"}:
+        target.note(path, Effect.SAME, "", value=value)
+    else:
+        text = "write `algo` of the environment: its type, or `import_path` of an advantage of your own"
+        target.note(path, Effect.BLOCKS, text, value=value)
+
+
+def _versions(target: Target) -> None:
+    """Take the version from ids such as `owner/name@1.2`: the package that is installed counts."""
+    for envs in (TRAIN_ENVS, EVAL_ENVS, ("env",), ("eval", "env")):
+        for index, env in enumerate(_envs(target, envs)):
+            name, _, version = env["id"].partition("@") if isinstance(env.get("id"), str) else ("", "", "")
+            if version:
+                env["id"] = name
+                text = f"is {name} here, in the version that is installed: install {version}"
+                target.note((*envs, index, "id"), Effect.NOTHING, text)
+
+
+def _limits(target: Target) -> None:
+    """Put the limits of agents; an environment of v0, without taskset and harness, takes no such key."""
+    for path, value in [found for key, found in target.deferred.items() if key.startswith("limit ")]:
+        if f"v1 {dotted(path[:-1])}" in target.deferred:
+            target.put((*path[:-1], "args", "env", "agent", path[-1]), value, source=path)
+            target.note(path, Effect.MEANS, f"is `args.env.agent.{path[-1]}` of the environment here")
+        elif value == -1:
+            target.note(path, Effect.SAME, "")
+        else:
+            text = (
+                "is no argument of an environment without a taskset: give its own in `args`, such as `max_turns`; "
+                "`sampling.max_tokens` bounds each turn, and `seq_len` the whole"
+            )
+            target.note(path, Effect.BLOCKS, text, value=value)
+
+
 def train_env(target: Target, path: Path, value: Any) -> None:
     """`[orchestrator.train.env]`, which every source inherits; as a list the environments themselves."""
     if isinstance(value, dict):
@@ -51,8 +129,15 @@ def train_env(target: Target, path: Path, value: Any) -> None:
 
 
 def eval_defaults(target: Target, path: Path, value: Any) -> None:
-    """`env` as one table, which every source inherits."""
+    """`env` as one table, which every source inherits; without sources it is the only environment."""
     target.deferred["eval.env"] = (path, value)
+
+
+def only_environment(target: Target, path: Path, value: Any) -> None:
+    """A key of the only environment, which stands at the top of a file of `vf-eval`."""
+    if not _envs(target, ("env",)):
+        target.put(("env",), [{}], source=path)
+    target.move(path, value, ("env", 0, str(path[-1]).removeprefix("env_")))
 
 
 def selected(target: Target, path: Path, value: Any) -> None:
@@ -63,6 +148,11 @@ def selected(target: Target, path: Path, value: Any) -> None:
         target.refuse(path, value, "must be a table, such as { limit = 16 }")
 
 
+def shuffled(target: Target, path: Path, value: Any) -> None:
+    """`shuffle` and its seed, which are `select` of each environment here."""
+    target.deferred[str(path[-1])] = (path, value)
+
+
 def train_select(target: Target, path: Path, value: Any) -> None:
     """`orchestrator.train.select` as `select` of each environment that has none."""
     if isinstance(value, dict):
@@ -71,8 +161,24 @@ def train_select(target: Target, path: Path, value: Any) -> None:
         target.refuse(path, value, "must be a table, such as { limit = 16 }")
 
 
+def _shuffle(target: Target) -> None:
+    path, value = target.deferred.get("shuffle", ((), False))
+    seed_path, seed = target.deferred.get("shuffle_seed", ((), 0))
+    if value is True:
+        target.note(path, Effect.MEANS, "is `select.shuffle` of each `[[env]]` here")
+        for index, _ in enumerate(_envs(target, ("env",))):
+            target.put(("env", index, "select"), {"shuffle": True, "seed": seed}, source=path)
+    elif path:
+        target.note(path, Effect.SAME, "")
+    if seed_path:
+        is_used = value is True
+        text = "is `select.seed` of each `[[env]]` here" if is_used else "nothing is shuffled"
+        target.note(seed_path, Effect.MEANS if is_used else Effect.NOTHING, text)
+
+
 def _select(target: Target) -> None:
     """Give each environment its selection: its own, or else the one that stands for all."""
+    _shuffle(target)
     if "train.select" in target.deferred:
         path, value = target.deferred["train.select"]
         _select_all(target, path, value, TRAIN_ENVS)
@@ -193,8 +299,11 @@ def _role(target: Target, path: Path, settings: Any, to: Path) -> None:
 
 def finish_sources(target: Target) -> None:
     """Apply what sources inherit, and what they say of the whole run."""
+    _limits(target)
+    _versions(target)
     for group in _FOR_ALL:
-        envs, sources = target.deferred.get(group, (TRAIN_ENVS if group == "train" else EVAL_ENVS, []))
+        evaluated: Path = EVAL_ENVS if target.schema.child("orchestrator") else ("env",)
+        envs, sources = target.deferred.get(group, (TRAIN_ENVS if group == "train" else evaluated, []))
         for key, name in _FOR_ALL[group].items() if sources else ():
             _for_all(target, sources, key, envs, name)
         if group == "train" and sources:
@@ -202,6 +311,7 @@ def finish_sources(target: Target) -> None:
         if f"{group}.env" in target.deferred:
             _inherited(target, *target.deferred[f"{group}.env"], envs)
     _select(target)
+    _unique_names(target)
 
 
 def _for_all(target: Target, sources: _Sources, key: str, envs: Path, name: str) -> None:
@@ -240,11 +350,30 @@ def _algorithms(target: Target, sources: _Sources) -> None:
             target.move((*path, "algo"), value, (*TRAIN_ENVS, path[-1], "algo"))
 
 
+def _unique_names(target: Target) -> None:
+    """Number evaluated environments that would be called alike: `vf-eval` plays one with other arguments, too."""
+    seen: dict[str, int] = {}
+    for index, env in enumerate(_envs(target, ("env",)) if target.schema.child("orchestrator") is None else ()):
+        name = env.get("name", env.get("id"))
+        if not isinstance(name, str):
+            continue
+        seen[name] = seen.get(name, 0) + 1
+        if seen[name] > 1 and "name" not in env:
+            path: Path = ("env", index, "name")
+            target.put(path, f"{name}-{seen[name]}", source=("env", index))
+            target.note(path, Effect.MEANS, f"is {name}-{seen[name]} here: another environment is called {name}")
+
+
 def _inherited(target: Target, path: Path, value: Any, to: Path) -> None:
     """Give each environment the settings that it inherits and does not have."""
     envs: Any = target.layer.tree
     for part in to:
         envs = envs.get(part, []) if isinstance(envs, dict) else []
+    if not envs and to == ("env",) and isinstance(value, dict):  # a file of `vf-eval`, which names no sources
+        target.put(to, [{}], source=path)
+        put_environment(target, path, value, (*to, 0))
+        target.note(path, Effect.MEANS, "is `[[env]]` here")
+        return
     if not isinstance(envs, list) or not envs:
         text = "is inherited by the sources of the same file, and there are none: write it beside them"
         target.refuse(path, value, text)

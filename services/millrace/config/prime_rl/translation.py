@@ -9,9 +9,10 @@ from typing import Any
 
 from millrace.config import trl_names as trl
 from millrace.config.layers import Layer, put
-from millrace.config.messages import Effect, Note, shown
+from millrace.config.messages import Effect, Note, close, shown
 from millrace.config.prime_rl.conversions import finish
 from millrace.config.prime_rl.keys import EVAL_KEYS, RL_KEYS, SFT_KEYS
+from millrace.config.prime_rl.lab import spread_arguments
 from millrace.config.prime_rl.meanings import Meaning
 from millrace.config.tree import Kind, SchemaKey, dotted
 from millrace.config.tree import Path as KeyPath
@@ -58,7 +59,7 @@ class Translation:
         """Values that need the whole layer, by key: `finish` reads them."""
         self._meanings = meanings
         self._inner = {key[:end] for key in meanings for end in range(len(key)) if key[end] in ".["}
-        self.walk(layer.tree, ())
+        self.walk(spread_arguments(layer), ())
         finish(self)
 
     def walk(self, table: Mapping[str, Any], path: KeyPath) -> None:
@@ -83,8 +84,23 @@ class Translation:
             self.put(path, [{} for _ in value], source=path)
             for index, item in enumerate(value):
                 self.walk(item, (*path, index))
+        elif known is None and self.schema.find(path[:-1]) is None and pattern(path[:-1]) in self._inner:
+            self._unknown(path, value)
         else:
             self.put(path, value, source=path)
+
+    def _unknown(self, path: KeyPath, value: Any) -> None:
+        """Refuse a key that nobody knows in a table that our schema does not have, at its own line."""
+        above = f"{pattern(path[:-1])}."
+        names = {
+            name.removeprefix(above).split(".")[0].removesuffix("[]")
+            for name in self._meanings
+            if name.startswith(above)
+        }
+        near = close(str(path[-1]), sorted(names))
+        meant = " or ".join(f"`{dotted((*path[:-1], name))}`" for name in near)
+        text = f"did you mean {meant}?" if near else f"the keys here are {', '.join(sorted(names))}"
+        self.refuse(path, value, f"unknown key; {text}")
 
     def _apply(self, meaning: Meaning, path: KeyPath, value: Any) -> None:
         if value in _OFF or any(value is each or value == each for each in meaning.neutral):
@@ -136,7 +152,10 @@ _BARE = re.compile(r"[A-Za-z0-9_-]+")
 _DOCUMENT_KEYS = {
     "rl": {"orchestrator", "trainer", "inference_gpu_ids", "trainer_gpu_ids"},
     "sft": {"data", "val", "loss_impl"},
-    "eval": {"environment_ids", "client", "weights_dir", "use_tqdm", "source", "endpoint_id", "endpoints_path"},
+    "eval": {
+        *("environment_ids", "client", "weights_dir", "use_tqdm", "source", "endpoint_id", "endpoints_path"),
+        *("num_tasks", "num_rollouts", "ablation", "taskset", "env_id", "select"),
+    },
     "orchestrator": {
         *("batch_size", "token_batch_size", "rollouts_per_example", "group_size", "environment", "env", "sampling"),
         *("buffer", "train", "algo", "renderer", "oversampling_factor", "max_off_policy_steps"),
@@ -171,10 +190,12 @@ def _flat_kind(tree: Mapping[str, Any]) -> str | None:
     """The document of a flat file, as Hosted Training and the commands of verifiers have them; None for another."""
     if isinstance(tree.get("eval"), list):
         return "eval"
-    if isinstance(tree.get("sft"), dict) or ("dataset" in tree and isinstance(tree.get("model"), str)):
+    is_flat = isinstance(tree.get("model"), str)
+    if isinstance(tree.get("sft"), dict) or (is_flat and isinstance(tree.get("dataset"), str)):
         return "sft"
-    is_trained = isinstance(tree.get("model"), str) and "env" in tree and "client" not in tree
-    return "rl" if is_trained and not isinstance(tree.get("source"), list) else None
+    if _DOCUMENT_KEYS["eval"] & tree.keys() and not _DOCUMENT_KEYS["rl"] & tree.keys() and "data" not in tree:
+        return "eval"
+    return "rl" if is_flat and "env" in tree else None
 
 
 def toml(tree: Mapping[str, Any]) -> str:

@@ -12,6 +12,7 @@ from millrace.env_server.agents.asked import (
     PolicyReply,
     applied,
     count_of,
+    known_keys,
     new_id,
     now,
     offered,
@@ -98,7 +99,7 @@ def _message(message: Any, where: str) -> dict[str, Any]:
     if not isinstance(role, str) or role not in _ROLES:
         raise wrong(f"{where}.role", f"must be one of {', '.join(_ROLES)}")
     for name, value in message.items():
-        if value is not None and (name not in _FIELDS or name in ("audio", "function_call")):
+        if value is not None and (name not in _FIELDS or name in ("audio", "function_call", "refusal")):
             raise wrong(f"{where}.{name}", "is not known here, and what is not known is not ignored; leave it out")
     read: dict[str, Any] = {
         "role": _ROLES[role],
@@ -106,6 +107,12 @@ def _message(message: Any, where: str) -> dict[str, Any]:
     }
     if role == "assistant" and (thought := message.get("reasoning_content") or message.get("reasoning")):
         read["reasoning_content"] = str(thought)
+    elif other := next((name for name in ("reasoning_details", "thinking_blocks") if message.get(name)), None):
+        raise wrong(f"{where}.{other}", "is what the policy thought in another form: send `reasoning_content`")
+    if (name := message.get("name")) is not None:  # which some chat templates write
+        if not isinstance(name, str):
+            raise wrong(f"{where}.name", "must be a text")
+        read["name"] = name
     if role == "tool":
         if not isinstance(message.get("tool_call_id"), str):
             raise wrong(f"{where}.tool_call_id", "must say which call it answers")
@@ -268,6 +275,7 @@ def _tool(tool: Any, index: int) -> dict[str, Any]:
     if not isinstance(tool, Mapping) or tool.get("type") != "function":
         kind = tool.get("type") if isinstance(tool, Mapping) else tool
         raise wrong(f"tools[{index}].type", f"is {kind!r}; the agent's functions alone are called")
+    known_keys(tool, ("type", "name", "description", "parameters", "strict"), f"tools[{index}]")
     return {"type": "function", "function": {key: tool.get(key) for key in ("name", "description", "parameters")}}
 
 
@@ -335,6 +343,7 @@ def _item_events(item: dict[str, Any], index: int) -> Iterator[tuple[str, dict[s
 # Anthropic's messages: `POST /v1/messages`.
 
 _FINISHES = {"length": "max_tokens", "tool_calls": "tool_use"}
+_TOOL_KEYS = ("type", "name", "description", "input_schema", "strict", "cache_control", "eager_input_streaming")
 _ERRORS = {400: "invalid_request_error", 401: "authentication_error", 403: "permission_error", 410: "not_found_error"}
 
 
@@ -351,6 +360,9 @@ class Messages:
         if not isinstance(value, list) or not value:
             raise wrong("messages", "must be a list with a message")
         messages = [each for index, one in enumerate(value) for each in _messages_messages(one, f"messages[{index}]")]
+        strict = [
+            f"tools[{at}].strict" for at, tool in enumerate(tools) if isinstance(tool, dict) and tool.get("strict")
+        ]
         if system := plain_text(said.get("system"), "system"):
             messages.insert(0, {"role": "system", "content": system})
         limit = said.get("max_tokens")
@@ -362,7 +374,7 @@ class Messages:
             max_tokens=None if limit is None else count_of(limit, "max_tokens"),
             stop=stops_of(said.get("stop_sequences", []), "stop_sequences"),
             streams=read.streams,
-            not_applied=read.gone,
+            not_applied=[*read.gone, *strict, *_failed(value)],
         )
 
     def body(self, asked: AgentRequest, said: Sequence[PolicyReply], model: str) -> dict[str, Any]:
@@ -435,10 +447,20 @@ def _messages_messages(message: Any, where: str) -> Iterator[dict[str, Any]]:
         yield read | ({"reasoning_content": thought} if thought else {}) | ({"tool_calls": calls} if calls else {})
 
 
+def _failed(messages: list[Any]) -> Iterator[str]:
+    """Name the results of tools that are marked as errors: a chat has no place for the mark, only for what they say."""
+    for index, message in enumerate(messages):
+        content = message.get("content")
+        for at, block in enumerate(content if isinstance(content, list) else ()):
+            if block.get("type") == "tool_result" and block.get("is_error"):
+                yield f"messages[{index}].content[{at}].is_error"
+
+
 def _messages_tool(tool: Any, index: int) -> dict[str, Any]:
     if not isinstance(tool, Mapping) or tool.get("type") not in (None, "custom"):
         kind = tool.get("type") if isinstance(tool, Mapping) else tool
         raise wrong(f"tools[{index}].type", f"is {kind!r}; the agent's own tools alone are called")
+    known_keys(tool, _TOOL_KEYS, f"tools[{index}]")
     told = {"name": tool.get("name"), "description": tool.get("description"), "parameters": tool.get("input_schema")}
     return {"type": "function", "function": told}
 

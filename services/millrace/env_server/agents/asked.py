@@ -147,11 +147,21 @@ def offered(tools: Any, choice: Any) -> list[dict[str, Any]]:
     if not tools:
         return []
     check_tools(tools)
+    for index, tool in enumerate(tools):
+        known_keys(tool, ("type", "function", "cache_control"), f"tools[{index}]")
+        known_keys(tool["function"], ("name", "description", "parameters", "strict"), f"tools[{index}].function")
     try:
         orjson.dumps(tools)
     except TypeError as error:
         raise wrong("tools", f"cannot be told to the engine: {error}") from error
     return [] if choice == "none" else [_plain(tool) for tool in tools]
+
+
+def known_keys(tool: Mapping[str, Any], known: Sequence[str], where: str) -> None:
+    """Refuse keys of a tool that the policy would not be told. Raises InvalidSpecError."""
+    for name, value in tool.items():
+        if value not in (None, False, []) and name not in known:
+            raise wrong(f"{where}.{name}", "is not known here, and what is not known is not ignored; leave it out")
 
 
 def _plain(tool: Mapping[str, Any]) -> dict[str, Any]:
