@@ -38,10 +38,10 @@ from millrace.readers.audit.records import (
     check_epochs,
     check_generations,
     check_identity,
-    check_intents,
     read_kept,
 )
 from millrace.readers.audit.rollouts import RolloutFact
+from millrace.runlog import catalogue
 from millrace.runlog.attest import Attestation, SigningKey
 from millrace.runlog.names import Names
 from millrace.runlog.records.run_record import EVAL, RunOrigin, RunRecord, parse_origin
@@ -49,6 +49,22 @@ from millrace.storage import ObjectStore
 from millrace.v1 import audit_pb2
 
 _TRAINER = "trainer"
+_READ_BY_ITS_CHECK = {
+    catalogue.RUN_JSON,
+    catalogue.EPOCH,
+    catalogue.EVENT_ARCHIVE,
+    catalogue.POLICY_MANIFEST,
+    catalogue.CHECKPOINT_MANIFEST,
+    catalogue.SCORES,
+    catalogue.REOPENING,
+    catalogue.SEAL,
+    catalogue.ATTESTATION,
+    catalogue.BATCH_HEADER,
+    catalogue.BATCH_CHUNK,
+    catalogue.ROLLOUT_ARCHIVE,
+    catalogue.TOKEN_LOG,
+}
+"""Kinds of which more is checked than what their declarations say, where they are read."""
 
 Weights = Mapping[str, tuple[str, Any]]
 """Number format and flat bits of a policy's tensors, by name."""
@@ -141,7 +157,9 @@ def _audit_store(
         derived = _Derived.read(audit, events, run)
         headers = _check_headers(audit, derived, rollouts, run=run)
         epochs = check_epochs(audit)
-        check_intents(audit)
+        for kind in catalogue.KINDS:
+            if kind.codec and kind not in _READ_BY_ITS_CHECK:
+                list(audit.read_kind(kind))
         generation = check_generations(audit, events.newest_generation)
         headers.check_epoch(epochs.get(ORCHESTRATOR, 0))
         _compare_derived(audit, derived, headers, run=run, now=now)

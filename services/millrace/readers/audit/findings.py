@@ -3,12 +3,15 @@
 import contextlib
 import hashlib
 import threading
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any, NamedTuple
 
 from millrace.decoding import require_key
 from millrace.errors import CorruptObjectError, InvalidSpecError, NotFoundError
+from millrace.runlog.catalogue import DENSE, ObjectKind
 from millrace.runlog.names import Names
 from millrace.storage import ObjectStore
 from millrace.v1 import audit_pb2
@@ -90,6 +93,15 @@ def between(before: int, after: int) -> str:
     return f"{before + 1}" if after == before + 2 else f"{before + 1} to {after - 1}"
 
 
+class Stored(NamedTuple):
+    """One object of a kind: the fields of its key, the whole key, its bytes, and what they say if they can be read."""
+
+    place: Mapping[str, int | str]
+    key: str
+    data: bytes
+    content: Any | None
+
+
 class AuditStopped(Exception):
     """Nobody waits for the audit any more. Never leaves the package."""
 
@@ -137,6 +149,30 @@ class Audit:
             data = self.get(info.key, missing=missing, what=what)
             if data is not None:
                 yield info.key, data
+
+    def read_kind(self, kind: ObjectKind) -> Iterator[Stored]:
+        """Yield every object of a kind; what is in its folder and none of it, or cannot be decoded, is a violation.
+
+        So is a gap, where the kind is numbered without one.
+        """
+        numbers: defaultdict[str, list[int]] = defaultdict(list)
+        for info in self.store.list(self.names.root + kind.folder):
+            what = f"{kind.name} {self.uri(info.key)}"
+            if (place := kind.parse(info.key.removeprefix(self.names.root))) is None:
+                self.findings.violation(f"{kind.finding}_CORRUPT", f"{self.uri(info.key)} is no {kind.name}")
+                continue
+            if kind.numbering == DENSE:
+                of = "".join(f" of {value}" for value in place.values() if isinstance(value, str))
+                numbers[of].append(int(place["number"]))
+            data, content = self.get(info.key, missing=f"{kind.finding}_MISSING", what=kind.name), None
+            with self.reading(f"{kind.finding}_CORRUPT", what):
+                content = None if data is None else kind.decode(data, where=what)
+            yield Stored(place, info.key, data or b"", content)
+        for of, found in numbers.items():
+            for before, after in pairwise([0, *sorted(found)]):
+                if after != before + 1:
+                    message = f"{kind.name}s{of}: {between(before, after)} does not exist, but {after} does"
+                    self.findings.violation(f"{kind.finding}_MISSING", message)
 
     @contextlib.contextmanager
     def reading(self, check: str, what: str) -> Iterator[None]:

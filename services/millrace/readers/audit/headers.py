@@ -14,8 +14,9 @@ from millrace.readers.audit.findings import Audit, between, some
 from millrace.readers.audit.named import NamedCheck
 from millrace.readers.audit.rollouts import Archives, RolloutFact
 from millrace.rollouts.batch_wire import closes_run, decode_header
+from millrace.runlog.catalogue import REOPENING
 from millrace.runlog.records.frontier import Frontier, chain_hash
-from millrace.runlog.records.revisions import is_failed_closing, list_headers, parse_reopening, read_chunk
+from millrace.runlog.records.revisions import is_failed_closing, list_headers, read_chunk
 from millrace.runlog.records.run_record import RunOrigin
 
 _AHEAD = 16  # headers fetched at once
@@ -120,16 +121,12 @@ class HeaderCheck:
 
     def _read_records(self) -> None:
         """Which closing headers do not end the run."""
-        audit, check = self._audit, "REOPENING_CORRUPT"
-        for key, data in audit.read_each(audit.names.reopenings, "record of a reopening", missing=check):
-            try:
-                record = parse_reopening(data, where=audit.uri(key))
-                if (other := self._records.setdefault(record.closing_sha256, key)) != key:
-                    audit.findings.violation(
-                        "REOPENING_CORRUPT", f"{audit.uri(key)} reopens the same header as {audit.uri(other)}"
-                    )
-            except CorruptObjectError as error:
-                audit.findings.violation("REOPENING_CORRUPT", error.message)
+        audit = self._audit
+        for _, key, _, record in audit.read_kind(REOPENING):
+            if record is not None and (other := self._records.setdefault(record.closing_sha256, key)) != key:
+                audit.findings.violation(
+                    "REOPENING_CORRUPT", f"{audit.uri(key)} reopens the same header as {audit.uri(other)}"
+                )
 
     def _steps(self) -> list[tuple[int, int]]:
         """(step, revision) of every header object, ascending; gaps and what does not belong are violations."""

@@ -13,8 +13,7 @@ from millrace.internal.v1 import batch_pb2
 from millrace.readers.audit.events import Told
 from millrace.readers.audit.findings import MAX_PER_CHECK, Audit, gaps
 from millrace.readers.audit.named import NamedCheck
-from millrace.runlog.catalogue import TOKEN_LOG
-from millrace.runlog.event_archive import decode_archive
+from millrace.runlog.catalogue import EVENT_ARCHIVE, TOKEN_LOG
 from millrace.runlog.records.run_record import checkpoint_at, policy_at
 from millrace.runlog.redis.entry import Entry, id_order
 from millrace.storage.base import find_newest, newest_revision
@@ -164,18 +163,18 @@ def _check_identity(audit: Audit, step: int, manifest: Mapping[str, Any], *, run
 def read_archives(audit: Audit) -> list[Entry]:
     """Every archived event that can be read, each id once; those of a writer may come in any order."""
     found: dict[str, Entry] = {}
-    prefix = audit.names.event_archive
-    for key, data in audit.read_each(prefix, "event archive", missing="EVENT_ARCHIVE_MISSING"):
-        audit.progress(f"events {key.removeprefix(prefix)}")
-        where = audit.uri(key)
-        with audit.reading("EVENT_ARCHIVE_CORRUPT", where):
-            entries = decode_archive(data, where)
+    for _, key, _, entries in audit.read_kind(EVENT_ARCHIVE):
+        if entries is None:
+            continue
+        audit.progress(f"events {key.rpartition('/')[2]}")
+        with audit.reading("EVENT_ARCHIVE_CORRUPT", audit.uri(key)):
             _check_name(audit, key, entries)
             for entry in entries:
                 if found.setdefault(entry.id, entry).h != entry.h:
                     audit.findings.violation(
                         "EVENT_ARCHIVE_CHANGED",
-                        f"{where} has another event {entry.id} than an archive that overlaps it: one was changed",
+                        f"{audit.uri(key)} has another event {entry.id} than an archive that overlaps it: one was "
+                        "changed",
                     )
     return list(found.values())
 

@@ -3,14 +3,13 @@
 import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
-from itertools import pairwise
 
-from millrace.decoding import decode_object
-from millrace.errors import CorruptObjectError, InvalidSpecError
+from millrace.errors import InvalidSpecError
 from millrace.readers.audit.events import Told
-from millrace.readers.audit.findings import Audit, as_utf8, between
+from millrace.readers.audit.findings import Audit, as_utf8
 from millrace.readers.audit.named import NamedCheck
 from millrace.runlog.attest import Attestation, SigningKey
+from millrace.runlog.catalogue import ATTESTATION, CHECKPOINT_MANIFEST, EPOCH, SEAL
 from millrace.runlog.names import Deployment
 from millrace.runlog.records.numbered import GENERATION_ROLE
 from millrace.runlog.records.run_record import RunRecord
@@ -62,28 +61,20 @@ def read_kept(record: RunRecord) -> tuple[int | None, int | None]:
     return keep_last, keep_interval if isinstance(keep_interval, int) and keep_interval > 0 else None
 
 
-# Epochs, intents and generations: numbered from 1 without a gap, and readable.
+# Epochs and generations: which there are, and that no generation came without an epoch.
 
 
 def check_epochs(audit: Audit) -> dict[str, int]:
     """Check every role's epochs; returns the newest epoch by role."""
     newest: dict[str, int] = {}
-    for prefix in audit.store.list_prefixes(audit.names.all_epochs):
-        role = prefix.removeprefix(audit.names.all_epochs).rstrip("/")
-        numbers = _numbers(audit, prefix, "EPOCH", suffix="", fields=("owner", "nonce"))
-        newest[role] = max(numbers, default=0)
-        _require_all(audit, numbers, "EPOCH_MISSING", f"epochs of {role}")
+    for place, *_ in audit.read_kind(EPOCH):
+        role, number = str(place["role"]), int(place["number"])
+        newest[role] = max(number, newest.get(role, 0))
     for role, number in newest.items():
         audit.report.epochs[as_utf8(role)] = min(number, (1 << 63) - 1)
     if GENERATION_ROLE not in newest:
         audit.findings.violation("EPOCH_MISSING", f"no epoch of {GENERATION_ROLE} exists: the run was never created")
     return newest
-
-
-def check_intents(audit: Audit) -> None:
-    """Intents are numbered without a gap."""
-    numbers = _numbers(audit, audit.names.intents, "INTENT", suffix=".json", fields=("kind", "payload", "time"))
-    _require_all(audit, numbers, "INTENT_MISSING", "intents")
 
 
 def check_generations(audit: Audit, seen_in_events: int) -> int:
@@ -116,31 +107,6 @@ def check_generations(audit: Audit, seen_in_events: int) -> int:
     return max(installed)
 
 
-def _numbers(audit: Audit, prefix: str, kind: str, *, suffix: str, fields: tuple[str, ...]) -> list[int]:
-    """The numbers of JSON objects under a prefix, each of which has these fields."""
-    numbers: list[int] = []
-    for info in audit.store.list(prefix):
-        name, what = info.key.removeprefix(prefix).removesuffix(suffix), f"{kind.lower()} {audit.uri(info.key)}"
-        if not name.isdecimal() or len(name) < 8 or info.key != f"{prefix}{int(name):08d}{suffix}":
-            audit.findings.violation(f"{kind}_CORRUPT", f"{audit.uri(info.key)} is no {kind.lower()}")
-            continue
-        numbers.append(int(name))
-        data = audit.get(info.key, what=what)
-        if data is None:
-            continue
-        with audit.reading(f"{kind}_CORRUPT", what):
-            document = decode_object(data, what=what, reason=f"{kind}_CORRUPT")
-            if missing := [field for field in fields if field not in document]:
-                raise CorruptObjectError(f"it lacks {missing}", reason=f"{kind}_CORRUPT")
-    return numbers
-
-
-def _require_all(audit: Audit, numbers: list[int], check: str, what: str) -> None:
-    for before, after in pairwise([0, *sorted(numbers)]):
-        if after != before + 1:
-            audit.findings.violation(check, f"{what}: {between(before, after)} does not exist, but {after} does")
-
-
 # Attestations: what was signed is what the log says, so that a history that was rewritten as a whole is found.
 
 
@@ -153,25 +119,18 @@ def check_attestations(
     kept: Sequence[Attestation],
 ) -> None:
     """Check every attestation in the store, and those that were kept elsewhere, against the headers' chain hashes."""
-    names, findings = audit.names, audit.findings
+    findings = audit.findings
     stored: list[Attestation] = []
-    for number, info in enumerate(list(audit.store.list(names.attestations)), start=1):
-        where = audit.uri(info.key)
-        if info.key != names.attestation(number):
-            findings.violation("ATTESTATION_MISSING", f"{audit.uri(names.attestation(number))} does not exist")
-        data = audit.get(info.key, what="attestation")
-        if data is None:
+    for place, stored_key, _, attestation in audit.read_kind(ATTESTATION):
+        if attestation is None:
             continue
-        try:
-            stored.append(Attestation.decode(data, where=where))
-        except CorruptObjectError as error:
-            findings.violation("ATTESTATION_CORRUPT", error.message)
-            continue
-        if info.key != names.attestation(stored[-1].number):
+        stored.append(attestation)
+        where = audit.uri(stored_key)
+        if place["number"] != attestation.number:
             findings.violation(
-                "ATTESTATION_MISNAMED", f"{where} is attestation {stored[-1].number}, and stands elsewhere"
+                "ATTESTATION_MISNAMED", f"{where} is attestation {attestation.number}, and stands elsewhere"
             )
-        _check(audit, stored[-1], where, chains, closings, key=key)
+        _check(audit, attestation, where, chains, closings, key=key)
     for number, attestation in enumerate(kept, start=1):
         where = f"kept attestation {number} ({attestation.time:.40})"
         _check(audit, attestation, where, chains, closings, key=key)
@@ -257,25 +216,19 @@ class SealCheck:
     def scan(self, named: NamedCheck) -> None:
         """Read them."""
         audit, names = self._audit, self._audit.names
-        keys = {info.key: info for info in audit.store.list(names.seals)}
+        for _, key, data, seal in audit.read_kind(SEAL):
+            self._hashes[key] = hashlib.sha256(data).hexdigest()
+            if seal is None:
+                continue
+            self._seals[key] = seal
+            named.add_seal(seal.objects, by=f"seal {audit.uri(key)}")
+            for own, sha256 in seal.objects.items():
+                self._note_checkpoint(own, sha256)
         for number in range(sum(1 for _ in audit.store.list(names.reopenings))):
-            if names.seal(number) not in keys:  # if it was there, a later seal names it
+            if audit.store.head(names.seal(number)) is None:  # if it was there, a later seal names it
                 audit.findings.note(
                     "SEAL_MISSING", f"{audit.uri(names.seal(number))} does not exist: the run was reopened before"
                 )
-        for info in keys.values():
-            what = f"seal {audit.uri(info.key)}"
-            if not info.key.removeprefix(names.seals).removesuffix(".json").isdecimal():
-                audit.findings.violation("SEAL_CORRUPT", f"{audit.uri(info.key)} is no seal's place")
-            data = audit.get(info.key, what=what)
-            if data is None:
-                continue
-            self._hashes[info.key] = hashlib.sha256(data).hexdigest()
-            with audit.reading("SEAL_CORRUPT", what):
-                seal = self._seals[info.key] = Seal.decode(data, where=what)
-                named.add_seal(seal.objects, by=what)
-                for key, sha256 in seal.objects.items():
-                    self._note_checkpoint(key, sha256)
 
     def compare(self, told: Told, *, closings: list[bytes], closing_key: str, now: float) -> None:
         """Compare with the closing headers' chain hashes (in their order) and with the end that events tell of.
@@ -332,7 +285,6 @@ class SealCheck:
         return max(told_at, found.modified if found is not None else 0.0)
 
     def _note_checkpoint(self, key: str, sha256: str) -> None:
-        full, prefix = self._audit.names.root + key, self._audit.names.checkpoints
-        step = full.removeprefix(prefix).removesuffix("/manifest.json")
-        if full.startswith(prefix) and step.isdecimal():
-            self.saved[int(step)] = sha256
+        place = CHECKPOINT_MANIFEST.parse(key)
+        if place is not None and not place["revision"]:
+            self.saved[int(place["step"])] = sha256
