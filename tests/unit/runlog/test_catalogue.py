@@ -4,7 +4,7 @@ import pytest
 
 from millrace.errors import CorruptObjectError
 from millrace.runlog import catalogue
-from millrace.runlog.catalogue import KINDS, ObjectKind, finding_at, is_place, kind_at, table
+from millrace.runlog.catalogue import KINDS, is_place, kind_at, table
 from millrace.runlog.names import Names
 from millrace_testing.repository import REPOSITORY
 
@@ -14,10 +14,6 @@ FIELDS = {
     **dict.fromkeys(("first", "first_place", "last", "last_place"), 123_456_789),
     **dict.fromkeys(("role", "nonce", "digest", "file", "key", "sha256"), "ab"),
 }
-RECIPE = ObjectKind(
-    name="recipe", key="recipes/{step:08d}.json", has_revisions=True, finding="RECIPE", named_by=(catalogue.HEADER,)
-)
-"""A kind that is made up."""
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
@@ -63,17 +59,6 @@ def test_what_is_no_key(key):
 def test_revisions_and_numbers_beyond_their_digits():
     assert catalogue.BATCH_HEADER.parse("batches/123456789.r12.pb") == {"step": 123_456_789, "revision": 12}
     assert catalogue.BATCH_HEADER.parse(NAMES.batch_header(3).removeprefix(NAMES.root)) == {"step": 3, "revision": 0}
-
-
-def test_a_new_kind_is_one_declaration(monkeypatch):
-    assert kind_at("recipes/00000002.json") is None
-    assert not is_place("recipes/left-over")
-    monkeypatch.setattr(catalogue, "KINDS", [*KINDS, RECIPE])
-    assert RECIPE.path(step=2) == "recipes/00000002.json"
-    assert kind_at("recipes/00000002.r3.json") is RECIPE
-    assert finding_at("recipes/00000002.json") == "RECIPE"
-    assert is_place("recipes/left-over")
-    assert "| recipe | `recipes/{step:08d}[.rN].json` |" in table()
 
 
 def test_the_document_has_the_table():

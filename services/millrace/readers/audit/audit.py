@@ -49,22 +49,7 @@ from millrace.storage import ObjectStore
 from millrace.v1 import audit_pb2
 
 _TRAINER = "trainer"
-_READ_BY_ITS_CHECK = {
-    catalogue.RUN_JSON,
-    catalogue.EPOCH,
-    catalogue.EVENT_ARCHIVE,
-    catalogue.POLICY_MANIFEST,
-    catalogue.CHECKPOINT_MANIFEST,
-    catalogue.SCORES,
-    catalogue.REOPENING,
-    catalogue.SEAL,
-    catalogue.ATTESTATION,
-    catalogue.BATCH_HEADER,
-    catalogue.BATCH_CHUNK,
-    catalogue.ROLLOUT_ARCHIVE,
-    catalogue.TOKEN_LOG,
-}
-"""Kinds of which more is checked than what their declarations say, where they are read."""
+_READ_ELSEWHERE = {catalogue.EPOCH, catalogue.REOPENING, catalogue.ATTESTATION}
 
 Weights = Mapping[str, tuple[str, Any]]
 """Number format and flat bits of a policy's tensors, by name."""
@@ -158,7 +143,7 @@ def _audit_store(
         headers = _check_headers(audit, derived, rollouts, run=run)
         epochs = check_epochs(audit)
         for kind in catalogue.KINDS:
-            if kind.codec and kind not in _READ_BY_ITS_CHECK:
+            if kind.numbering == catalogue.DENSE and kind not in _READ_ELSEWHERE:
                 list(audit.read_kind(kind))
         generation = check_generations(audit, events.newest_generation)
         headers.check_epoch(epochs.get(ORCHESTRATOR, 0))
@@ -240,7 +225,7 @@ def _compare_derived(audit: Audit, derived: _Derived, headers: HeaderCheck, *, r
     if run.record.kind != EVAL:  # which publishes nothing
         derived.policies.compare(first=base_step, next_step=headers.next_step, closing=headers.closing)
     derived.policies.compare_told(told.published, named)
-    check_token_logs(audit, told)
+    check_token_logs(audit, told, headers.chains)
     named.compare()
 
 

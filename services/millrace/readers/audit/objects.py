@@ -14,7 +14,7 @@ from millrace.readers.audit.events import Told
 from millrace.readers.audit.findings import MAX_PER_CHECK, Audit, gaps
 from millrace.readers.audit.named import NamedCheck
 from millrace.runlog.catalogue import EVENT_ARCHIVE, TOKEN_LOG
-from millrace.runlog.records.run_record import checkpoint_at, policy_at
+from millrace.runlog.records.run_record import checkpoint_at, list_objects, policy_at
 from millrace.runlog.redis.entry import Entry, id_order
 from millrace.storage.base import find_newest, newest_revision
 
@@ -192,8 +192,11 @@ def _check_name(audit: Audit, key: str, entries: list[Entry]) -> None:
 # Token logs: each is what its event says.
 
 
-def check_token_logs(audit: Audit, told: Told) -> None:
-    """Compare the trainer's log-probs with the events that tell of them: their size, in a deep audit their bytes."""
+def check_token_logs(audit: Audit, told: Told, chains: Mapping[int, bytes]) -> None:
+    """Compare the trainer's log-probs with the events that tell of them: their size, in a deep audit their bytes.
+
+    What no event tells of has to be of the run, of the step and lineage in its key, and of that step's chain hash.
+    """
     for own, sayings in sorted(told.token_logs.items()):
         if TOKEN_LOG.parse(own) is None:
             audit.findings.violation("TOKEN_LOG_MISNAMED", f"an event names {own[:200]!r}, which is no token log")
@@ -203,16 +206,27 @@ def check_token_logs(audit: Audit, told: Told) -> None:
         ]
         for problem in filter(None, problems):
             audit.object_violation("TOKEN_LOG", "log-probs of the trainer", problem)
-    unsaid = [
-        info.key
-        for info in audit.store.list(f"{audit.names.root}token_logs/")
-        if info.key.removeprefix(audit.names.root) not in told.token_logs
-    ]
+    unsaid = [own for own in list_objects(audit.store, audit.names, TOKEN_LOG) if own not in told.token_logs]
+    for own in unsaid:
+        _check_untold(audit, own, chains)
     if unsaid:
+        where = audit.uri(audit.names.root + unsaid[0])
         audit.findings.not_seen(
-            "TOKEN_LOGS",
-            f"no event tells of {len(unsaid)} token logs, such as {audit.uri(unsaid[0])}: they were not compared",
+            "TOKEN_LOGS", f"no event tells of {len(unsaid)} token logs, such as {where}: they were not compared"
         )
+
+
+def _check_untold(audit: Audit, own: str, chains: Mapping[int, bytes]) -> None:
+    place, where = TOKEN_LOG.parse(own) or {}, audit.uri(audit.names.root + own)
+    data = audit.get(audit.names.root + own, what="token log")
+    with audit.reading("TOKEN_LOG_CORRUPT", where):
+        log = None if data is None else TOKEN_LOG.decode(data, where=where)
+        chain = chains.get(int(place["step"]))
+        wanted = (audit.names.uid, place["step"], place["lineage"], chain)
+        if log is not None and (log.run_uid, log.step, log.lineage, chain and log.chain_hash) != wanted:
+            audit.findings.violation(
+                "TOKEN_LOG_MISNAMED", f"{where} holds log-probs of another step, or of another run"
+            )
 
 
 # Published policies: every version once, none left out, named as they are stored, their digests as they were told.

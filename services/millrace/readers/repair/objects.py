@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import hashlib
 from collections import defaultdict
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import partial
@@ -25,6 +25,7 @@ from millrace.errors import (
 )
 from millrace.internal.v1 import batch_pb2
 from millrace.rollouts.batch_wire import decode_header
+from millrace.runlog.catalogue import ObjectKind
 from millrace.runlog.event_archive import decode_archive
 from millrace.runlog.names import Names, Stream
 from millrace.runlog.records.frontier import chain_hash
@@ -41,6 +42,8 @@ Judge = Callable[[bytes], str]
 """What is wrong with an object's bytes, in words; empty if they are what they have to be."""
 
 MISSING = "it is missing"
+MAX_GAP = 10_000
+"""Most objects in a row that can be missing; what stands behind such a gap is foreign."""
 _PAGE = {Stream.BATCHES: 16, Stream.EVENTS: 256}
 
 
@@ -125,6 +128,8 @@ class Workbench:
     is_applied: bool
     on_progress: Callable[[str], None] = lambda text: None
     repairs: list[Repair] = field(default_factory=list)
+    examined: set[str] = field(default_factory=set)
+    """Keys that were looked at."""
     good: dict[str, bytes] = field(default_factory=dict)
     """Bytes that a dry run would restore: what follows from them is looked at, too."""
 
@@ -150,6 +155,7 @@ class Workbench:
         does without it.
         """
         self.on_progress(key.removeprefix(self.names.root))
+        self.examined.add(key)
         if not self.is_ours(key):
             self._give_up(key, "it is named, and is no object of this run", [], "")
             return None
@@ -178,6 +184,7 @@ class Workbench:
     def examine_file(self, key: str, *, sha256: str, size_bytes: int, prover: str, without: str = "") -> bool:
         """Whether a large object is there with its hash, or can be restored; it passes through a file."""
         self.on_progress(key.removeprefix(self.names.root))
+        self.examined.add(key)
         if not self.is_ours(key):
             self._give_up(key, "it is named, and is no object of this run", [], "")
             return False
@@ -274,6 +281,19 @@ def of_hash(sha256: str) -> Judge:
     return judge
 
 
+def decodes(kind: ObjectKind) -> Judge:
+    """Return the judge of an object that nothing names by its hash: the codec of its kind reads it."""
+
+    def judge(data: bytes) -> str:
+        try:
+            kind.decode(data, where="it")
+        except CorruptObjectError as error:
+            return error.message
+        return ""
+
+    return judge
+
+
 def _read(store: ObjectStore, key: str) -> tuple[bytes | None, str]:
     """The bytes of an object, or None and why."""
     try:
@@ -312,8 +332,6 @@ def _hash_file(path: Path) -> str:
 
 # The headers of a run, from the last to the first: each names the chain hash behind the one before it.
 
-_MAX_GAP = 10_000
-"""Most headers in a row that can be missing; what stands behind such a gap is foreign."""
 Position = tuple[int, int]
 """(step, revision)."""
 Header = tuple[bytes, batch_pb2.BatchHeader]
@@ -372,28 +390,27 @@ def _positions(bench: Workbench) -> list[Position]:
     positions: list[Position] = []
     for step, revision in sorted(found):
         last = positions[-1] if positions else (step - 1, 0)
-        if step - last[0] > _MAX_GAP or revision > _MAX_GAP:
+        if step - last[0] > MAX_GAP or revision > MAX_GAP:
             break  # so far ahead is nothing of this run
         positions += [(between, 0) for between in range(last[0] + 1, step)]
         positions += [(step, number) for number in range(last[1] + 1 if last[0] == step else 0, revision + 1)]
     return positions
 
 
+def archived_events(bench: Workbench) -> Iterator[event_pb2.Event]:
+    """Yield every archived event that can be read."""
+    for info in bench.store.list(bench.names.event_archive):
+        with contextlib.suppress(CorruptObjectError):  # an archive is looked at by itself
+            for entry in decode_archive(bench.read(info.key) or b"", info.key):
+                with contextlib.suppress(CorruptObjectError):
+                    yield decode_message(event_pb2.Event, entry.d, what="event", reason="EVENT_CORRUPT")
+
+
 def _told_chains(bench: Workbench) -> defaultdict[int, set[bytes]]:
     """Chain hashes behind steps, as archived events and seals tell of them."""
     told: defaultdict[int, set[bytes]] = defaultdict(set)
-    payloads: list[bytes] = []
-    for info in bench.store.list(bench.names.event_archive):
-        try:
-            payloads += [entry.d for entry in decode_archive(bench.read(info.key) or b"", info.key)]
-        except CorruptObjectError:
-            continue  # it is looked at by itself
     closing: set[bytes] = set()
-    for data in payloads:
-        try:
-            event = decode_message(event_pb2.Event, data, what="event", reason="EVENT_CORRUPT")
-        except CorruptObjectError:
-            continue
+    for event in archived_events(bench):
         with contextlib.suppress(ValueError):  # no hash: a foreign event
             if event.batch_committed.chain_hash:
                 told[event.batch_committed.step].add(bytes.fromhex(event.batch_committed.chain_hash))

@@ -7,33 +7,41 @@ is looked at before what it proves. See `objects` for how bytes get to their pla
 
 import asyncio
 import hashlib
+import itertools
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from millrace.decoding import Fields, decode_message, decode_object
+from millrace.decoding import decode_message, decode_object
 from millrace.errors import CorruptObjectError, InvalidSpecError, NotFoundError
 from millrace.readers.repair.objects import (
+    MAX_GAP,
     Header,
     Judge,
     Position,
     RedisCopy,
     Repair,
     Workbench,
+    archived_events,
+    decodes,
     of_hash,
     repair_headers,
 )
-from millrace.runlog.catalogue import EVENT_ARCHIVE
+from millrace.runlog import catalogue
+from millrace.runlog.catalogue import CHECKPOINT_MANIFEST, EVENT_ARCHIVE, GENERATION, SEAL, TOKEN_LOG
 from millrace.runlog.event_archive import decode_archive, encode_archive
 from millrace.runlog.names import Deployment, Names
 from millrace.runlog.records.known import manifest_digest
+from millrace.runlog.records.numbered import GENERATION_ROLE
 from millrace.runlog.records.revisions import Reopening, parse_reopening
-from millrace.runlog.records.run_record import RunRecord, list_checkpoints, list_policies, parse_origin
+from millrace.runlog.records.run_record import RunRecord, list_checkpoints, list_objects, list_policies, parse_origin
 from millrace.runlog.records.sealed import Seal
 from millrace.runlog.redis.entry import id_order
 from millrace.runlog.redis.log import RunLog
 from millrace.storage import ObjectStore
 from millrace.storage.base import find_newest, newest_revision, revision_key, revision_of
 from millrace.v1 import event_pb2
+
+_EMPTY = hashlib.sha256(b"").hexdigest()
 
 
 async def repair_run(
@@ -83,6 +91,9 @@ def _repair(bench: Workbench) -> None:
     for key, (sha256, prover) in pins.items():
         _repair_pinned(bench, key, sha256, prover)
     _repair_archives(bench, pins)
+    _repair_numbered(bench)
+    _repair_generations(bench)
+    _repair_token_logs(bench)
     _repair_checkpoints(bench, headers)
     _repair_policies(bench, headers)
 
@@ -162,7 +173,7 @@ def _pins(bench: Workbench, headers: dict[Position, Header]) -> dict[str, tuple[
     """sha256 (hex) by key, and who names it, of what headers and seals name."""
     pins: dict[str, tuple[str, str]] = {}
     for info in list(bench.store.list(bench.names.seals)):
-        data = bench.examine(info.key, _judge_seal, prover="")
+        data = bench.examine(info.key, decodes(SEAL), prover="")
         for key, sha256 in Seal.decode(data, where=info.key).objects.items() if data is not None else ():
             pins[bench.names.root + key] = sha256, info.key.removeprefix(bench.names.root)
     for (step, _), (_, header) in headers.items():
@@ -182,6 +193,8 @@ def _repair_pinned(bench: Workbench, key: str, sha256: str, prover: str) -> None
     candidates = []
     if key.startswith(names.event_archive):
         candidates = [("Redis", _archive_from_redis(bench, key))]
+    elif key.startswith(names.generations):
+        candidates = [("its name", b"")]
     without = _successor_of(bench, key) if is_large and key.endswith("/manifest.json") else ""
     bench.examine(key, of_hash(sha256), prover=prover, candidates=candidates, may_be_gone=is_retired, without=without)
 
@@ -231,10 +244,43 @@ def _repair_archives(bench: Workbench, pins: dict[str, tuple[str, str]]) -> None
             proof=lambda data, made=made: "" if data == made else "it is not what Redis has",
             candidates=[("Redis", made)],
         )
-    for prefix, what in ((bench.names.all_epochs, "epoch"), (bench.names.intents, "intent")):
-        for info in list(bench.store.list(prefix)):
-            if info.key not in pins:
-                bench.examine(info.key, _json_judge(what), prover="")
+
+
+def _repair_numbered(bench: Workbench) -> None:
+    """Look whether what is numbered without a gap is there and can be read, also if nothing names it by its hash."""
+    for kind in catalogue.KINDS:
+        keys = set(list_objects(bench.store, bench.names, kind)) if kind.numbering == catalogue.DENSE else set[str]()
+        for place in list(filter(None, map(kind.parse, keys))):
+            numbers = range(int(place["number"]) - 1, max(0, int(place["number"]) - MAX_GAP), -1)
+            between = (kind.path(**{**place, "number": number}) for number in numbers)
+            keys.update(itertools.takewhile(lambda key, keys=keys: key not in keys, between))
+        for key in sorted(keys):
+            if bench.names.root + key not in bench.examined:
+                bench.examine(bench.names.root + key, decodes(kind), prover="")
+
+
+def _repair_generations(bench: Workbench) -> None:
+    """Look at the marks of generations: those that are there, and those that events and an epoch tell of."""
+    names = bench.names
+    archives = map(EVENT_ARCHIVE.parse, list_objects(bench.store, names, EVENT_ARCHIVE))
+    told = {int(place["last"]) for place in archives if place} - {1}
+    keys = {names.root + key for key in list_objects(bench.store, names, GENERATION)}
+    keys |= {names.generation(number) for number in told if bench.exists(names.epoch(GENERATION_ROLE, number))}
+    for key in sorted(keys - bench.examined):
+        bench.examine(key, of_hash(_EMPTY), prover="its name", candidates=[("its name", b"")])
+
+
+def _repair_token_logs(bench: Workbench) -> None:
+    """Look at the trainer's log-probs, which archived events name."""
+    stored = [event.token_log_stored for event in archived_events(bench) if event.HasField("token_log_stored")]
+    for named in {each.key: each for each in stored if TOKEN_LOG.parse(each.key)}.values():
+        bench.examine_file(
+            bench.names.root + named.key,
+            sha256=named.sha256,
+            size_bytes=named.size_bytes,
+            prover="its event",
+            without="nothing is made of it",
+        )
 
 
 def _json_judge(what: str) -> Callable[[bytes], str]:
@@ -248,26 +294,6 @@ def _json_judge(what: str) -> Callable[[bytes], str]:
     return judge
 
 
-def _judge_seal(data: bytes) -> str:
-    try:
-        Seal.decode(data, where="it")
-    except CorruptObjectError as error:
-        return error.message
-    return ""
-
-
-def _judge_checkpoint(data: bytes) -> str:
-    """What is wrong with the manifest of a checkpoint, as far as its files are taken from it."""
-    try:
-        for item in Fields(decode_object(data, what="the manifest", reason="OBJECT_CORRUPT")).objects("objects"):
-            item.key("key")
-            item.hexadecimal("sha256", num_bytes=32)
-            item.integer("size_bytes")
-    except (CorruptObjectError, ValueError) as error:
-        return str(error)
-    return ""
-
-
 def _repair_checkpoints(bench: Workbench, headers: dict[Position, Header]) -> None:
     """Manifests prove the files of checkpoints; without one the trainer begins at an older one."""
     has_older = (0, 0) in headers and all(
@@ -276,7 +302,7 @@ def _repair_checkpoints(bench: Workbench, headers: dict[Position, Header]) -> No
     for step in list(list_checkpoints(bench.store, bench.names)):
         key = newest_revision(bench.store, bench.names.checkpoint_manifest(step))
         without = f"an older state than checkpoint {step} is whole: the trainer computes the steps since again"
-        data = bench.examine(key, _judge_checkpoint, prover="", without=without if has_older else "")
+        data = bench.examine(key, decodes(CHECKPOINT_MANIFEST), prover="", without=without if has_older else "")
         if data is None:
             continue
         whole = [

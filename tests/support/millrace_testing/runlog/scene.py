@@ -21,6 +21,7 @@ from millrace.runlog.names import Deployment, Names, new_uid
 from millrace.runlog.records.known import describe
 from millrace.runlog.records.numbered import create_epoch
 from millrace.runlog.records.run_record import load_origin
+from millrace.storage import ObjectStore
 from millrace.storage.base import with_checksum
 from millrace.storage.local import LocalStore
 from millrace.trainer.checkpoint.index import differences
@@ -147,7 +148,7 @@ def record_scene(directory: Path, redis_url: str) -> Scene:
 # What there is to tamper with.
 
 
-def objects(store: LocalStore, names: Names) -> dict[ObjectKind, list[str]]:
+def objects(store: ObjectStore, names: Names) -> dict[ObjectKind, list[str]]:
     """Return the keys of all objects of a run, by their kind."""
     found: dict[ObjectKind, list[str]] = {}
     for info in store.list(names.root):

@@ -8,8 +8,8 @@ from itertools import groupby
 from millrace.rollouts.batch_wire import decode_header
 from millrace.runlog import catalogue
 from millrace.runlog.catalogue import ObjectKind
-from millrace.storage.local import LocalStore
-from millrace_testing.runlog.recorded_log import flip
+from millrace.storage import ObjectStore
+from millrace_testing.runlog.recorded_log import Recorded, flip
 from millrace_testing.runlog.scene import CHECKPOINTS, Scene, objects, rehash
 
 ABSENT = {catalogue.TOMBSTONE, catalogue.REOPENING, catalogue.QUARANTINED}
@@ -29,7 +29,7 @@ def picks(keys: Sequence[str], way: "Way") -> list[str]:
     nameless = sorted(keys, key=_form)
     ends = [(found[0], found[-1]) for _, group in groupby(nameless, key=_form) if (found := list(group))]
     if way in (swap, put_another):
-        return sorted({first for first, _ in ends})
+        return sorted({keys[-1], *(first for first, _ in ends)})
     return sorted({keys[len(keys) // 2], keys[-1]} if way == change else {key for pair in ends for key in pair})
 
 
@@ -38,7 +38,7 @@ def _form(key: str) -> str:
     return key.rpartition("/")[2].translate(str.maketrans("", "", string.hexdigits))
 
 
-def other_than(store: LocalStore, key: str, keys: Sequence[str]) -> str:
+def other_than(store: ObjectStore, key: str, keys: Sequence[str]) -> str:
     """Return an object of the kind that holds other bytes, of the same form and size if there is one."""
     data = store.get(key)
     others = [each for each in keys if store.get(each) != data]
@@ -61,7 +61,7 @@ def flip_bit(scene: Scene, key: str, keys: Sequence[str]) -> None:
         scene.store.put(key, b"\1")
 
 
-def swap(scene: Scene, key: str, keys: Sequence[str]) -> None:
+def swap(scene: Scene | Recorded, key: str, keys: Sequence[str]) -> None:
     """Have two objects of the kind change places."""
     other = other_than(scene.store, key, keys)
     mine, its = scene.store.get(key), scene.store.get(other)
@@ -69,7 +69,7 @@ def swap(scene: Scene, key: str, keys: Sequence[str]) -> None:
     scene.store.put(other, mine)
 
 
-def put_another(scene: Scene, key: str, keys: Sequence[str]) -> None:
+def put_another(scene: Scene | Recorded, key: str, keys: Sequence[str]) -> None:
     """Put another object of the kind in its place."""
     scene.store.put(key, scene.store.get(other_than(scene.store, key, keys)))
 
@@ -100,7 +100,7 @@ def change(scene: Scene, key: str, keys: Sequence[str]) -> None:
 
 Way = Callable[[Scene, str, Sequence[str]], None]
 ALONE: list[Way] = [remove, truncate, flip_bit, put_another_runs, change]
-IN_PAIRS: list[Way] = [swap, put_another]
+IN_PAIRS = [swap, put_another]
 
 
 def rows() -> Iterator[tuple[ObjectKind, Way]]:
@@ -134,7 +134,7 @@ def is_finding(kind: ObjectKind, way: Way, check: str) -> bool:
     return f"{kind.finding}_" in check and (way != remove or check.endswith("_MISSING"))
 
 
-def add(scene: Scene, kind: ObjectKind) -> str:
+def add(scene: Scene | Recorded, kind: ObjectKind) -> str:
     """Copy the last object of a kind (run.json if there is none) to the next key of it, and return that."""
     keys = objects(scene.store, scene.names).get(kind, [])
     own = keys[-1].removeprefix(scene.names.root) if keys else ""
