@@ -38,7 +38,7 @@ ALGORITHMS: dict[str, type[Algorithm]] = {**ADVANTAGES, **PER_AGENT, "opd": Opd,
 
 
 def make_algorithms(settings: OrchestratorConfig, code: CustomCode) -> dict[str, Algorithm]:
-    """The algorithm of each environment; those without one of their own share the run's.
+    """Make the algorithm of each environment; environments without their own share the run's.
 
     Loads the user's functions: InvalidSpecError says what is wrong with one. It may take as long as their imports do.
     """

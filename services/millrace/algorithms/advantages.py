@@ -36,7 +36,7 @@ class Grpo(ScalarAdvantage):
 
     @classmethod
     def from_config(cls, config: AdvantageConfig) -> Self:
-        """As `[orchestrator.algo]` says."""
+        """Make the algorithm that `[orchestrator.algo]` describes."""
         return cls(**cls.options(config))
 
     @staticmethod
@@ -87,7 +87,7 @@ class HierarchicalGrpo:
 
     @classmethod
     def from_config(cls, config: AdvantageConfig) -> Self:
-        """As `[orchestrator.algo]` says."""
+        """Make the algorithm that `[orchestrator.algo]` describes."""
         return cls(episode_agents=config.episode_agents)
 
     def credit(self, group: Sequence[Rollout]) -> list[list[Credit]]:
@@ -130,13 +130,13 @@ class MaxRl(ScalarAdvantage):
     is_shift_invariant = False
 
     def __init__(self, *, ranges: RewardRanges | None = None) -> None:
-        """`ranges`: of each environment; without them rewards are taken for shares."""
+        """Take `ranges` of rewards by environment; without ranges, rewards are shares."""
         super().__init__()
         self._ranges = ranges
 
     @classmethod
     def from_config(cls, config: AdvantageConfig) -> Self:
-        """For rewards that are shares."""
+        """Make the algorithm for rewards that are shares from 0 to 1."""
         return cls()
 
     def advantages(self, rewards: np.ndarray, lengths: np.ndarray) -> np.ndarray:
@@ -172,14 +172,15 @@ MAX_AGENTS = 1 << 12
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Baselines:
-    """By environment and agent the moving average of its rewards behind a header. Immutable; it begins at 0."""
+    """By environment and agent the moving average of its rewards after a header. Immutable; it begins at 0."""
 
     decays: Mapping[str, float] = field(default_factory=dict[str, float])
     """By environment: what an average keeps of itself with every trace. No others are kept."""
     values: Mapping[str, Mapping[str, float]] = field(default_factory=dict[str, Mapping[str, float]])
 
     def against(self, batch: Sequence[Credited]) -> tuple[list[Credited], "Baselines"]:
-        """The samples of a batch with the baseline of each one's trace, and the baselines behind the batch.
+        """Return the samples of a batch credited against the baseline of their trace, and the baselines after the
+        batch.
 
         Traces count in the order of ordinal, member and place, whatever order they came in, and each meets the average
         of those before it. What filters leave out does not count.
@@ -187,6 +188,8 @@ class Baselines:
         values = {env: dict(agents) for env, agents in self.values.items()}
         met: dict[tuple[int, int, int], float] = {}
         counted = [item for item in batch if item.rollout.env in self.decays and not item.credit.trains_nothing]
+        # Sorted by key: the moving average must not depend on the order of arrival, else a replay would give other
+        # credit.
         for key, item in sorted({item.trace_key: item for item in counted}.items()):
             env, trace = item.rollout.env, item.trace
             agents, decay = values.setdefault(env, {}), self.decays[env]
@@ -197,7 +200,7 @@ class Baselines:
         return items, replace(self, values=values)
 
     def restored(self, values: Mapping[str, Mapping[str, float]]) -> "Baselines":
-        """These baselines with the values of a header, of the environments that still have some."""
+        """Return the baselines with the values of a header, for environments that still use baselines."""
         return replace(self, values={env: agents for env, agents in values.items() if env in self.decays})
 
 
@@ -210,7 +213,7 @@ class Rae:
 
     @classmethod
     def from_config(cls, config: AdvantageConfig) -> Self:
-        """As `[orchestrator.algo]` says; the decay is a matter of `Baselines`."""
+        """Make the algorithm that `[orchestrator.algo]` describes; `Baselines` has the decay."""
         return cls()
 
     def credit(self, group: Sequence[Rollout]) -> list[list[Credit]]:
@@ -265,30 +268,30 @@ class Rloo(ScalarAdvantage):
         return (rewards - rewards.mean()) * len(rewards) / (len(rewards) - 1)
 
 
-# ECHO: GRPO on what the policy sampled, and cross-entropy on what the environment says behind a reply.
+# ECHO: GRPO on what the policy sampled, and cross-entropy on what the environment says after a reply.
 #
 # Source: PRIME-RL's `echo` (2026-08 and later).
 
 
 class Echo(Grpo):
-    """A_i as of `Grpo`; a token of a message of role k behind the first reply has the cross-entropy weight alpha_k.
+    """A_i as of `Grpo`; a token of a message of role k after the first reply has the cross-entropy weight alpha_k.
 
     These are tokens that the policy did not sample, so each token is in one term of the loss at most. The trainer takes
     the mean of each term over its own tokens (`trainer.losses.total_loss`).
     """
 
     def __init__(self, *, weights: Mapping[str, float], **of_grpo: Any) -> None:
-        """`weights` are by role; the rest is `Grpo`'s."""
+        """Take `weights`, by role; the other parameters are `Grpo`'s."""
         super().__init__(**of_grpo)
         self._weights = dict(weights)
 
     @classmethod
     def from_config(cls, config: AdvantageConfig) -> Self:
-        """As `[orchestrator.algo]` says."""
+        """Make the algorithm that `[orchestrator.algo]` describes."""
         return cls(weights=config.role_weights, **cls.options(config))
 
     def credit(self, group: Sequence[Rollout]) -> list[list[Credit]]:
-        """Return one `Credit` per sample; where rewards are equal, it is of what the environment said alone."""
+        """Return one `Credit` per sample; where rewards are equal, only the environment's tokens have weight."""
         return [
             [
                 replace(credit, ce_weights=self._observed(sample))
@@ -307,7 +310,7 @@ class Echo(Grpo):
 
 # On-policy distillation: the policy samples, a teacher says how likely each of its tokens is.
 #
-# The teacher of `opd` is another, frozen model; that of `opsd` is the policy itself, told a demonstration of the task
+# The teacher of `opd` is another, frozen model; that of `opsd` is the policy itself with a demonstration of the task in
 # besides. Who scored makes no difference here.
 #
 # Source: Thinking Machines Lab, "On-Policy Distillation" (2025); Agarwal et al., arXiv 2306.13649; PRIME-RL's `opd`.
@@ -328,7 +331,7 @@ class Opd:
 
     @classmethod
     def from_config(cls, config: AlgoConfig) -> "Opd":
-        """As `[orchestrator.algo]` says."""
+        """Make the algorithm that `[orchestrator.algo]` describes."""
         return cls(kl_coef=config.kl_coef)
 
     def credit(self, group: Sequence[Rollout]) -> list[list[Credit]]:

@@ -38,7 +38,7 @@ class Credit:
 
     @property
     def trains_nothing(self) -> bool:
-        """Whether every token has weight 0."""
+        """Return whether every token has weight 0."""
         has_rl = self.rl_weights is None or bool(self.rl_weights.any())
         return not has_rl and (self.ce_weights is None or not self.ce_weights.any())
 
@@ -58,17 +58,17 @@ class Credited:
 
     @property
     def trace(self) -> Trace:
-        """Its trace."""
+        """Return the trace that the sample was cut from."""
         return self.rollout.agent_traces[self.place]
 
     @property
     def trace_key(self) -> tuple[int, int, int]:
-        """What names its trace in the run: the ordinal, the member, and the place in the rollout."""
+        """Return what identifies the sample's trace in the run: ordinal, member, and index in the rollout."""
         return self.rollout.ordinal, self.rollout.member, self.place
 
     @property
     def sampled(self) -> np.ndarray:
-        """Which of the tokens that are trained on the policy sampled, bool [num_tokens]."""
+        """Return which of the trained tokens the policy sampled, bool [num_tokens]."""
         return self.sample.loss_mask[: self.num_tokens] == 1
 
 
@@ -97,7 +97,7 @@ class OverlongPenalty:
 
     @classmethod
     def from_config(cls, config: AdvantageConfig) -> Self | None:
-        """As `[orchestrator.algo.overlong]` says; None without that table."""
+        """Make the penalty that `[orchestrator.algo.overlong]` describes; None without that table."""
         table = config.overlong
         if table is None:
             return None
@@ -113,12 +113,12 @@ class ScalarAdvantage(ABC):
     """An algorithm that gives every sampled token of a rollout the same advantage, from rewards and lengths alone."""
 
     def __init__(self, *, overlong: OverlongPenalty | None = None, by_turn: bool = False) -> None:
-        """`by_turn`: turns get credit of their own, see `_credit_turns`."""
+        """Take `by_turn`: whether each turn gets its own credit, see `_credit_turns`."""
         self._overlong, self._by_turn = overlong, by_turn
 
     @classmethod
     def from_config(cls, config: AdvantageConfig) -> Self:
-        """As `[orchestrator.algo]` says."""
+        """Make the algorithm that `[orchestrator.algo]` describes."""
         return cls(overlong=OverlongPenalty.from_config(config), by_turn=config.credit == "turn")
 
     @abstractmethod
@@ -147,9 +147,11 @@ class ScalarAdvantage(ABC):
 
     def _compared(self, rewards: np.ndarray, lengths: np.ndarray) -> np.ndarray:
         if are_equal(rewards):
+            # Equal rewards may differ by rounding: without this their standard deviation would divide noise by noise.
             if self.compares or not len(rewards):
                 return np.zeros(len(rewards))
             rewards = np.full(len(rewards), rewards[0])
+        # Relative to the first, small differences between large rewards keep their digits.
         return self.advantages(rewards - rewards[0] if self.is_shift_invariant else rewards, lengths)
 
     def _credit_turns(
@@ -162,10 +164,14 @@ class ScalarAdvantage(ABC):
         (Greensmith et al. 2004). One alone there gets 0.
         """
         to_go = [
-            _to_go(own) + (reward - rollout.reward) for rollout, own, reward in zip(group, turns, rewards, strict=True)
+            # The shaping of the whole reward (length penalties) applies to every turn, since it cannot be assigned to
+            # one.
+            _to_go(own) + (reward - rollout.reward)
+            for rollout, own, reward in zip(group, turns, rewards, strict=True)
         ]
         advantages = [np.zeros(len(own)) for own in to_go]
         for number in range(max(len(each) for each in advantages)):
+            # Only rollouts that reached this turn have a reward to go to compare.
             there = [at for at, each in enumerate(advantages) if number < len(each)]
             compared = self._compared(np.asarray([to_go[at][number] for at in there]), lengths[there])
             for at, advantage in zip(there, compared, strict=True):
@@ -185,7 +191,8 @@ class ScalarAdvantage(ABC):
 
 
 def _turns_of(group: Sequence[Rollout]) -> list[_Turns] | None:
-    """The turns of each rollout; None if nobody gave turns a reward, or they do not add up to a rollout's.
+    """Return the turns of each rollout; None if no turn has a reward, or the turns do not add up to the rollout's
+    reward.
 
     What a group is credited by is the same for all of it: rewards to go are compared with each other only.
     """
@@ -194,7 +201,7 @@ def _turns_of(group: Sequence[Rollout]) -> list[_Turns] | None:
 
 
 def _to_go(turns: _Turns) -> np.ndarray:
-    """Of each turn the sum of what it and those behind it earned, float64 [turns]: 0 where nothing is left."""
+    """Return for each turn the sum of its reward and all later ones, float64 [turns]; 0 if no reward follows."""
     earned = [turn.reward for own in turns for turn in own]
     return np.cumsum(np.asarray(earned[::-1], dtype=np.float64))[::-1]
 
@@ -203,6 +210,7 @@ def _by_turn(rollout: Rollout, turns: _Turns, advantages: np.ndarray) -> list[Cr
     """Spread one scalar per turn, float64 [turns], over the sampled tokens of each."""
     credits, at = [], 0
     for sample, own in zip(rollout.samples, turns, strict=True):
+        # Each turn's advantage covers the tokens up to its end; the loss mask below removes those of prompts and tools.
         sizes = np.diff([turn.end for turn in own], prepend=0)
         spread = np.zeros(sample.num_tokens)
         spread[: own[-1].end if own else 0] = np.repeat(advantages[at : at + len(sizes)], sizes)
@@ -219,7 +227,7 @@ def broadcast(advantage: float, sample: Sample) -> np.ndarray:
 # The ranges of rewards that `[[orchestrator.env]] reward_range` states, and rewards that are outside of theirs.
 
 WHOLE = (0.0, 1.0)
-"""Where nothing is said."""
+"""Without a configured range."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -230,11 +238,13 @@ class RewardRanges:
 
     @classmethod
     def of(cls, envs: Iterable[EnvConfig]) -> Self:
-        """As the config has them."""
+        """Read the ranges from the config."""
         return cls(by_env={env.name: (env.reward_range[0], env.reward_range[1]) for env in envs})
 
     def shares(self, rollouts: Sequence[Rollout]) -> np.ndarray:
-        """The rewards as shares of their ranges, float64 [N] of 0 to 1. InvalidSpecError names one outside of it."""
+        """Return the rewards as shares of their ranges, float64 [N] from 0 to 1; raise InvalidSpecError for a
+        reward outside.
+        """
         shares = np.asarray([self._share(rollout) for rollout in rollouts], dtype=np.float64)
         outside = [at for at, share in enumerate(shares) if not (reaches(share, 0.0) and reaches(-share, -1.0))]
         if outside:
@@ -251,7 +261,7 @@ class RewardRanges:
         return np.clip(shares, 0.0, 1.0)
 
     def extreme(self, rollouts: Sequence[Rollout]) -> str:
-        """`easy` for a group whose rewards are all the highest, `hard` if all are the lowest; else ""."""
+        """Return `easy` for a group whose rewards are all the highest, `hard` if all are the lowest; else ""."""
         share = float(self.shares(rollouts)[0])
         if not are_equal([rollout.reward for rollout in rollouts]):
             return ""

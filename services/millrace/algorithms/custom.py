@@ -16,7 +16,7 @@ FIELD = "orchestrator.algo.import_path"
 class Custom(ScalarAdvantage):
     """`fn(rewards, lengths, **kwargs)`: float64 [G] and int64 [G] (sampled tokens) to advantages [G].
 
-    G is the number of rollouts of the group. The function is pure: what it returned stands in the log and is never
+    G is the number of rollouts of the group. The function is pure: what it returned is in the log and is never
     computed again. It is called for groups of equal rewards, too.
     """
 

@@ -16,7 +16,7 @@ from millrace.rollouts.types import Rollout, Sample
 
 
 class Filtered:
-    """An algorithm behind filters."""
+    """An algorithm that gets what the filters leave."""
 
     def __init__(self, algorithm: Algorithm, filters: Sequence[FilterConfig]) -> None:
         self._algorithm = algorithm
@@ -31,6 +31,8 @@ class Filtered:
             for rollout, action in zip(group, actions, strict=True)
             if "drop" not in action
         ]
+        # Dropped rollouts have no part in the comparison; masked ones have, but train nothing. So credit comes for
+        # fewer rollouts than the group has, and is taken in order.
         credits = iter(self._algorithm.credit(compared))
         credited = []
         for rollout, action in zip(group, actions, strict=True):
@@ -46,6 +48,7 @@ class Filtered:
         compared = [
             replace(item, rollout=_penalised(item.rollout, self._filters))
             for item in batch
+            # What trains nothing must not shift means and deviations of the batch.
             if not item.credit.trains_nothing
         ]
         finished = iter(self._algorithm.finish(compared))
@@ -83,7 +86,7 @@ class Thresholded:
 
 
 def count_found(rollouts: Sequence[Rollout], filters: Sequence[FilterConfig]) -> Counter[str]:
-    """How many rollouts each filter finds, by type."""
+    """Count the rollouts that each filter finds, by type."""
     return Counter(each.type for rollout in rollouts for each in filters if _finds(each, rollout))
 
 
@@ -92,7 +95,7 @@ def _actions(rollout: Rollout, filters: Sequence[FilterConfig]) -> set[str]:
 
 
 def _penalised(rollout: Rollout, filters: Sequence[FilterConfig], *, has_turns: bool = False) -> Rollout:
-    """The rollout with the reward that it is compared with."""
+    """Return the rollout with its reward after the length penalty."""
     penalty = sum(each.penalty for each in filters if each.action == "penalise" and _finds(each, rollout))
     return rollout.penalised(penalty, has_turns=has_turns) if penalty else rollout
 
@@ -105,10 +108,11 @@ def _finds(config: FilterConfig, rollout: Rollout) -> bool:
 
 
 def _repeats(config: FilterConfig, sample: Sample) -> bool:
-    """Whether `window` sampled tokens in a row were each likelier than the threshold."""
+    """Return whether `window` sampled tokens in a row were each likelier than the threshold."""
     is_sure = sample.inference_logprobs[sample.loss_mask == 1] > np.log(config.prob_threshold)
     if len(is_sure) < config.window:
         return False
+    # A window of `window` sure tokens has a running sum that grows by exactly `window`.
     sums = np.concatenate([[0], np.cumsum(is_sure)])
     return bool((sums[config.window :] - sums[: -config.window] == config.window).any())
 

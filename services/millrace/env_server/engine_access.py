@@ -1,7 +1,7 @@
 """How environments call the engines of their own deployment: TLS by MILLRACE_TLS_CA, and a token for that alone.
 
 Env workers are foreign code, so they do not get the workers' token: `EngineToken` of the env-server writes what follows
-from it into a file for them. Engines of others get nothing: their certificates are the system's to check, and our token
+from it into a file for them. Foreign engines get nothing: their certificates are the system's to check, and our token
 is none of their business.
 """
 
@@ -40,14 +40,16 @@ class EngineAccess:
     """Of one process; files are read again when they change."""
 
     def __init__(self, access: ClientAccess | None = None) -> None:
-        """`access` is by default that of this process's variables; InvalidSpecError if a file of it is wrong."""
+        """Take `access`, by default from this process's variables; raise InvalidSpecError if one of its files is
+        wrong.
+        """
         self._access = ClientAccess.engine(Settings.from_env(os.environ)) if access is None else access
         self._context: ssl.SSLContext | None = None
         self._seen: Stamp = ()
         self._sessions: dict[asyncio.AbstractEventLoop, aiohttp.ClientSession] = {}
 
     def headers(self, url: str) -> dict[str, str]:
-        """The header that shows the token; InvalidStateError if it would travel in plain text beyond this machine."""
+        """Return the header with the token; raise InvalidStateError if it would leave this machine in plain text."""
         if self._access.secret is None:
             return {}
         parts = urlsplit(url)
@@ -58,7 +60,7 @@ class EngineAccess:
         return self._access.headers()
 
     def context(self) -> ssl.SSLContext | None:
-        """The context for `https`; None is the library's own, which trusts what the system trusts."""
+        """Return the context for `https`; None is the library's own, which trusts what the system trusts."""
         tls = self._access.tls
         if tls is None:
             return None
@@ -68,7 +70,9 @@ class EngineAccess:
         return self._context
 
     def session(self) -> aiohttp.ClientSession:
-        """The event loop's session, until `close`. It has no limit of connections: the env-server's capacity is one."""
+        """Return the event loop's session, until `close`. It has no limit of connections: the env-server's
+        capacity is one.
+        """
         loop = asyncio.get_running_loop()
         if loop not in self._sessions:
             self._sessions[loop] = make_session()
@@ -81,7 +85,7 @@ class EngineAccess:
 
 
 def make_session() -> aiohttp.ClientSession:
-    """A session for engines and endpoints, without a limit of connections."""
+    """Make a session for engines and endpoints without a limit of connections."""
     return aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(limit=0, socket_factory=kept_alive_socket),
         timeout=aiohttp.ClientTimeout(total=_TOTAL_TIMEOUT_S, sock_connect=_CONNECT_TIMEOUT_S),
@@ -93,7 +97,7 @@ class EngineToken:
     """The env-server's side: what its workers need to call engines."""
 
     def __init__(self, environ: Mapping[str, str] | None = None) -> None:
-        """`environ` is by default this process's; InvalidSpecError if a file that it names is wrong."""
+        """Take `environ`, by default this process's; raise InvalidSpecError if a file named there is wrong."""
         settings = Settings.from_env(os.environ if environ is None else environ)
         shared = ["tls_ca", "tls_server_name", "insecure"]
         if settings.tls_client_ca is not None:
@@ -107,7 +111,7 @@ class EngineToken:
         """uid and gid of the workers, if they are not those of this process."""
 
     def environ(self) -> dict[str, str]:
-        """Variables for an env worker."""
+        """Return the variables for an env worker."""
         variables = self._shared.access_environ()
         if self._workers is not None:
             variables["MILLRACE_ENGINE_TOKEN_FILE"] = str(self._path())
@@ -115,7 +119,7 @@ class EngineToken:
         return variables
 
     def visible(self) -> list[str]:
-        """Paths that an env worker needs for that."""
+        """Return the paths that an env worker needs for its access to engines."""
         shared = [path for path in self._shared.access_environ().values() if os.path.isabs(path)]
         return shared if self._workers is None else [*shared, str(self._path().parent)]
 
@@ -144,20 +148,20 @@ _TOKEN: list[EngineToken] = []
 
 
 def engine_access() -> EngineAccess:
-    """The one of this env worker."""
+    """Return the access to engines of this env worker."""
     if not _OURS:
         _OURS.append(EngineAccess())
     return _OURS[0]
 
 
 def engine_token_for_workers() -> EngineToken:
-    """The one of this env-server."""
+    """Return the token for engines of this env-server's workers."""
     if not _TOKEN:
         _TOKEN.append(EngineToken())
     return _TOKEN[0]
 
 
-# Which failures of a model call mean that the engine went away, and how often a call is tried before that is said.
+# Which failures of a model call mean that the engine went away, and how often a call is tried before that is reported.
 #
 # A lost engine (connection refused or broken off; a replica that starts, drains, or is being updated for longer than
 # a moment; one that refuses our token while tokens are being changed) says nothing about the task: its rollout ends
@@ -166,7 +170,7 @@ def engine_token_for_workers() -> EngineToken:
 
 EXTERNAL_RETRIED_STATUSES = frozenset({408, 429, 500, 502, 503, 504, *range(520, 525)})
 """An endpoint that is not ours has no other replica that we know of: what may pass by itself is tried again there. A
-content network says 520 to 524 of a server behind it that does not answer."""
+content network says 520 to 524 if the server that it fronts does not answer."""
 EXTERNAL_MAX_ATTEMPTS = 6
 """Tries of one model call of an external endpoint, within a minute and a half."""
 MAX_RETRY_AFTER_S = 30.0
@@ -186,7 +190,9 @@ _EXTERNAL_BACKOFF = Backoff(1.0, MAX_RETRY_AFTER_S, spread=(1.0, 1.25))
 
 
 def external_pause_s(attempt: int, retry_after: str | None) -> float:
-    """Seconds before the try that follows the `attempt`-th, from 1: what the endpoint asks for, else 1, 2, 4, ..."""
+    """Return the seconds before the try that follows the `attempt`-th, from 1: what the endpoint asks for, else
+    1, 2, 4, ...
+    """
     try:
         asked_s = 0.0 if retry_after is None else float(retry_after)
     except ValueError:  # a date: rare, and our own pauses do
@@ -196,11 +202,11 @@ def external_pause_s(attempt: int, retry_after: str | None) -> float:
 
 
 def retry_pause_s(attempt: int) -> float:
-    """Seconds before the try that follows the `attempt`-th, from 1; spread over a group."""
+    """Return the seconds before the try that follows the `attempt`-th, from 1; spread over a group."""
     return _BACKOFF.after(attempt)
 
 
-# Where each play of this worker stands: at the engine, at a tool, at a reward function, or in other code.
+# Where each play of this worker is: at the engine, at a tool, at a reward function, or in other code.
 #
 # A rollout that runs into its deadline says so, and so does the env-server of what it waits for.
 
@@ -217,7 +223,7 @@ class Standing:
 
     @contextlib.contextmanager
     def at(self, place: str) -> Iterator[None]:
-        """Note that something of the play stands there for the length of the block."""
+        """Note that the play is at that place during the block."""
         number = next(_NUMBERS)
         self._now[number] = (place, time.monotonic())
         try:
@@ -227,18 +233,20 @@ class Standing:
 
     @property
     def longest(self) -> tuple[str, float] | None:
-        """The place where something has stood longest, and for how many seconds; None if nothing is noted."""
+        """Return the place where the play has been longest, with the seconds; None if nothing is noted."""
         found = min(self._now.values(), key=lambda entry: entry[1], default=None)
         return None if found is None else (found[0], time.monotonic() - found[1])
 
     @property
     def place(self) -> str:
-        """Where it has stood longest."""
+        """Return the place where the play has been longest."""
         longest = self.longest
         return ELSEWHERE if longest is None else longest[0]
 
     def describe(self, own_line: str) -> str:
-        """`for 18.2 s at reward function 'slow'`; where nothing is noted, a line of the environment's own code."""
+        """Describe where the play is, as in `for 18.2 s at reward function 'slow'`; by default a line of the
+        environment's code.
+        """
         if (longest := self.longest) is not None:
             return f"for {longest[1]:.1f} s at {longest[0]}"
         return f"in {own_line or ELSEWHERE}"
@@ -248,20 +256,20 @@ _STANDING: contextvars.ContextVar[Standing | None] = contextvars.ContextVar("mil
 
 
 def begin() -> Standing:
-    """Note from here on, in this task and those that it starts, where the play stands."""
+    """Begin to note, in this task and those that it starts, where the play is."""
     standing = Standing()
     _STANDING.set(standing)
     return standing
 
 
 def at(place: str) -> contextlib.AbstractContextManager[None]:
-    """The block is at that place; nothing is noted outside of a play."""
+    """Note that the block runs at that place; outside of a play nothing is noted."""
     standing = _STANDING.get()
     return contextlib.nullcontext() if standing is None else standing.at(place)
 
 
 def places(standings: Iterable[Standing]) -> Counter[str]:
-    """How many plays stand where."""
+    """Count the plays at each place."""
     return Counter(standing.place for standing in standings)
 
 

@@ -23,7 +23,7 @@ def _run() -> None:
     settings, own = _read_settings(os.environ)
     confinement = own.confinement()
     setup("env-server", level=settings.log_level, json_lines=settings.log_json)
-    # Heavy imports stand here, after the settings are known to be good.
+    # Heavy imports are here, after the settings are known to be good.
     with without_gc():
         from millrace.env_server.run import run
 
@@ -31,7 +31,7 @@ def _run() -> None:
 
 
 def _read_settings(environ: Mapping[str, str]) -> tuple[Settings, EnvServerSettings]:
-    """Both parts of the settings; InvalidSpecError lists what is wrong in either."""
+    """Read both parts of the settings; raise InvalidSpecError with everything that is wrong in them."""
     violations: list[Violation] = []
     settings, own = Settings(), EnvServerSettings()
     try:

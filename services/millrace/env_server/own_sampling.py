@@ -61,12 +61,12 @@ class OwnSamplingError(Exception):
 
 
 def completed(parameters: Mapping[str, Any]) -> dict[str, Any]:
-    """The sampling parameters of a request that leaves nothing to the engine's defaults; null says nothing."""
+    """Return a request's sampling parameters with all of our defaults filled in; null counts as missing."""
     return {**NEUTRAL, **{name: value for name, value in parameters.items() if value is not None}}
 
 
 def merged(args: Mapping[str, Any], extra_body: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of a request whose `extra_body` counts where both say something, as with OpenAI's SDK.
+    """Return a request's fields with `extra_body` taking precedence, as in OpenAI's SDK.
 
     A neutral value there counts less: it is the run's, so that no default of the engine's counts.
     """
@@ -75,15 +75,15 @@ def merged(args: Mapping[str, Any], extra_body: Mapping[str, Any]) -> dict[str, 
 
 
 def flat(args: Mapping[str, Any]) -> dict[str, Any]:
-    """Sampling args without an `extra_body`, whose fields count where both say something; null says nothing."""
-    said = {**args, **(args.get("extra_body") or {})}
-    return {name: value for name, value in said.items() if name != "extra_body" and value is not None}
+    """Return sampling args with `extra_body` merged in and taking precedence; null counts as missing."""
+    merged = {**args, **(args.get("extra_body") or {})}
+    return {name: value for name, value in merged.items() if name != "extra_body" and value is not None}
 
 
 def sent_of(body: Mapping[str, Any]) -> dict[str, Any]:
-    """What a request's body says apart from its prompt, of chats and of `/inference/v1/generate` alike."""
-    said = {name: value for name, value in body.items() if name not in _PROMPT and name != "sampling_params"}
-    return said | dict(body.get("sampling_params") or {})
+    """Return a request's sampling fields without the prompt, for chats and `/inference/v1/generate` alike."""
+    fields = {name: value for name, value in body.items() if name not in _PROMPT and name != "sampling_params"}
+    return fields | dict(body.get("sampling_params") or {})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,12 +100,12 @@ class AskedSampling:
 
     @classmethod
     def of(cls, request: PlayRequest) -> Self:
-        """That of a request for rollouts of engines of ours."""
+        """Return the way in which our engines sample a request for rollouts."""
         return cls.by(request.env, request.sampling, model=request.model, is_training=request.is_training)
 
     @classmethod
     def by(cls, env: EnvSpec, sampling: Sampling, *, model: str = "", is_training: bool = True) -> Self:
-        """That of a run which samples an environment's rollouts so."""
+        """Return the way in which a run samples an environment's rollouts."""
         return cls(
             env=env.label,
             model=model,
@@ -117,7 +117,7 @@ class AskedSampling:
         )
 
     def own_way(self, sent: Mapping[str, Any] | None) -> Way | None:
-        """How a turn was sampled whose request said this, where that is not how the run asks for it.
+        """Return how a turn was sampled if its request deviates from the run's sampling, else None.
 
         Raises OwnSamplingError if the turn is for training and the trainer could not compute it.
         """
@@ -126,15 +126,15 @@ class AskedSampling:
         if self.is_training:
             for name, value in sent.items():
                 if problem := self._problem(name, value):
-                    said = f"sends `{name}` = {_shown(value)} of its own with a model call"
-                    raise OwnSamplingError(f"environment {self.env!r} {said}, which {problem}")
+                    what = f"sends `{name}` = {_shown(value)} of its own with a model call"
+                    raise OwnSamplingError(f"environment {self.env!r} {what}, which {problem}")
         way = _way(sent)
         return None if way == self.way else way
 
     def require_declared(self, declared: Mapping[str, Mapping[str, Any]]) -> None:
         """Raise OwnSamplingError if what an environment declares, by place, could not be trained on."""
-        for where, said in declared.items():
-            for name, value in said.items():
+        for where, values in declared.items():
+            for name, value in values.items():
                 if problem := self._problem(name, value):
                     what = f"declares `{name}` = {_shown(value)} for its model calls ({where})"
                     raise OwnSamplingError(f"environment {self.env!r} {what}, which {problem}")
@@ -145,7 +145,7 @@ class AskedSampling:
             self.own_way(sent)
 
     def instead(self, turns: Iterable[Mapping[str, Any] | None]) -> list[dict[str, Any]]:
-        """What turns sent in place of what the run asks for, each way once, for people."""
+        """Return the deviations of turns from the run's sampling, each once, for people."""
         found: dict[str, dict[str, Any]] = {}
         for sent in turns:
             own = {name: value for name, value in (sent or {}).items() if self.parameters.get(name, value) != value}
@@ -154,7 +154,7 @@ class AskedSampling:
         return list(found.values())[:_MOST_SHOWN]
 
     def _problem(self, name: str, value: Any) -> str:
-        """Why a field of a request cannot be trained on, or ""."""
+        """Return why a field of a request cannot be trained on, or ""."""
         if name in self.parameters and self.parameters[name] == value and type(value) is not bool:
             return ""
         if name == "model":
@@ -194,10 +194,10 @@ def _shown(value: Any) -> str:
 
 
 def _way(sent: Mapping[str, Any]) -> Way:
-    """The distribution that a request asks for; what an engine would refuse anyway is taken for nothing."""
-    said = {name: _number(sent.get(name), NEUTRAL[name]) for name in _COMPUTED}
-    cut = Truncation(top_p=min(said["top_p"], 1.0), top_k=max(int(said["top_k"]), 0), min_p=said["min_p"])
-    return said["temperature"], cut
+    """Return the distribution that a request asks for; values that an engine refuses count as missing."""
+    values = {name: _number(sent.get(name), NEUTRAL[name]) for name in _COMPUTED}
+    cut = Truncation(top_p=min(values["top_p"], 1.0), top_k=max(int(values["top_k"]), 0), min_p=values["min_p"])
+    return values["temperature"], cut
 
 
 def _number(value: Any, otherwise: float) -> float:

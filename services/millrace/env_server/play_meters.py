@@ -42,22 +42,22 @@ env_label = BoundedLabel()
 
 
 def rollout_ended(rollout: Rollout) -> None:
-    """A rollout is to be appended."""
+    """Count a rollout that ended and is to be appended."""
     env = env_label(rollout.env)
     ROLLOUTS.labels(env, rollout.status.value).inc()
     ROLLOUT_SECONDS.labels(env).observe(rollout.seconds)
 
 
 def env_opened(env: str) -> None:
-    """The environment is there: what alerts count of it stands at 0 before anything happens."""
+    """Start the environment's counters at 0, so that alerts see the first increase."""
     WORKER_DEATHS.labels(env_label(env))
 
 
 def worker_died(env: str) -> None:
-    """A worker of the environment ended by itself."""
+    """Count a worker of the environment that ended by itself."""
     WORKER_DEATHS.labels(env_label(env)).inc()
 
 
 def worker_started(how: str) -> None:
-    """A worker process exists."""
+    """Count the start of a worker process."""
     WORKER_STARTS.labels(how).inc()

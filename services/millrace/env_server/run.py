@@ -72,7 +72,7 @@ class WarmLimits:
 def to_rest(
     pools: Sequence[EnvPool], *, live_runs: Collection[str], now: float, limits: WarmLimits
 ) -> Sequence[EnvPool]:
-    """The idle environments whose workers shall end at `now` (monotonic)."""
+    """Return the idle environments whose workers shall end at `now` (monotonic)."""
     idle = [(since, pool) for pool in pools if (since := pool.idle_since) is not None and not pool.is_resting]
     idle.sort(key=lambda one: one[0], reverse=True)
     ending: list[EnvPool] = []
@@ -104,7 +104,7 @@ class WarmKeeper:
             self.look()
 
     def look(self) -> None:
-        """Let those rest whose time is over."""
+        """End the workers of environments that have been idle for too long."""
         for pool in to_rest(self.service.pools, live_runs=self.live_runs, now=time.monotonic(), limits=self.limits):
             logger.info("idle environment rests", extra={"env": pool.env.id, "workers": pool.num_workers})
             pool.rest()
@@ -150,7 +150,7 @@ async def run(settings: Settings, own: EnvServerSettings, confinement: Confineme
 
 @contextlib.asynccontextmanager
 async def _open_starter(confinement: Confinement) -> AsyncIterator[WorkerStarter]:
-    """What starts workers; its template imports while the rest starts."""
+    """Open the starter of workers, whose template imports while the rest starts."""
     starter = WorkerStarter(confinement)
     warming = asyncio.create_task(starter.warm(), name="warm the template")
     try:
@@ -163,7 +163,7 @@ async def _open_starter(confinement: Confinement) -> AsyncIterator[WorkerStarter
 
 @contextlib.asynccontextmanager
 async def _open_sink(settings: Settings, own: EnvServerSettings) -> AsyncIterator[RolloutSink]:
-    """The sink over the spool, the logs in Redis and the store."""
+    """Open the sink over the spool, the logs in Redis and the store."""
     spool = await asyncio.to_thread(Spool, own.spool_dir, limit_bytes=own.spool_bytes)
     store = await asyncio.to_thread(open_store, settings.require("store_url"))
     redis = open_redis(settings.require("redis_url"))
@@ -203,7 +203,7 @@ class _EnvWorker:
         self._registered = RegisteredWorker(settings, worker, self._report, on_assignments=self._note_assignments)
 
     async def serve(self) -> None:
-        """Until SIGTERM or SIGINT; raises what the orchestrator refuses for good."""
+        """Serve until SIGTERM or SIGINT; raise the orchestrator's permanent refusals."""
 
         def add_service(server: grpc.aio.Server, _: asyncio.Event) -> list[str]:
             env_service_pb2_grpc.add_EnvServiceServicer_to_server(self._service, server)
@@ -230,7 +230,7 @@ class _EnvWorker:
         self._keeper.live_runs = frozenset(live)
 
 
-# The env-server's metrics: `play_meters` counts, and what is looked up when Prometheus asks stands here.
+# The env-server's metrics: `play_meters` counts, and what is looked up when Prometheus asks is here.
 
 ROLLOUTS = Family(
     "millrace_env_server_rollouts",
@@ -260,7 +260,7 @@ FAMILIES = (
 
 
 def registry_of(service: EnvService, sink: RolloutSink) -> CollectorRegistry:
-    """The series that this env-server exports."""
+    """Return the series that this env-server exports."""
 
     def read(sheet: Sheet) -> None:
         unappended, playing = sink.num_pending, sum(pool.num_playing for pool in service.pools)

@@ -50,7 +50,7 @@ class Admits:
     """Which environments an env-server plays."""
 
     pythons: Sequence[str] = ()
-    """Where interpreters lie that environments may name."""
+    """Directories of the interpreters that environments may name."""
     image: str = ""
     """Container image that it announces, "" if none: it plays the environments that name it, and no others."""
 
@@ -82,11 +82,11 @@ class PlayingGroup:
 
     @property
     def key(self) -> GroupKey:
-        """Its identity."""
+        """Return the group's identity."""
         return group_key(self.request)
 
     def described(self) -> PlayedGroup:
-        """What the orchestrator is told of it."""
+        """Return the group's description for the orchestrator."""
         request = self.request
         return PlayedGroup(
             purpose=request.purpose,
@@ -101,7 +101,7 @@ class PlayingGroup:
 
 
 def group_key(request: PlayRequest) -> GroupKey:
-    """The identity of a request's group."""
+    """Return the identity of a request's group."""
     return GroupKey(request.run_uid, request.purpose, request.eval_id, request.ordinal, request.attempt)
 
 
@@ -115,7 +115,7 @@ class Groups:
 
     @property
     def num_rollouts(self) -> int:
-        """Rollouts that are being played or wait to be appended."""
+        """Return the number of rollouts that are being played or wait to be appended."""
         return sum(len(group.left) for group in self._playing.values())
 
     def check_epoch(self, run_uid: str, epoch: int) -> None:
@@ -130,7 +130,7 @@ class Groups:
         self._epochs[run_uid] = epoch
 
     def is_known(self, key: GroupKey) -> bool:
-        """Whether the group is being played or was played."""
+        """Return whether the group is being played or was played."""
         return key in self._playing or key in self._finished
 
     def add(self, group: PlayingGroup) -> None:
@@ -138,7 +138,7 @@ class Groups:
         self._playing[group.key] = group
 
     def finish_member(self, group: PlayingGroup, member: int) -> None:
-        """A member is done with; the group ends with its last one."""
+        """Note that a member is done; the group ends with its last member."""
         group.left.discard(member)
         if not group.left and self._playing.get(group.key) is group:
             del self._playing[group.key]
@@ -147,11 +147,11 @@ class Groups:
                 self._finished.popitem(last=False)
 
     def of_run(self, run_uid: str) -> list[PlayingGroup]:
-        """The groups of a run that are being played."""
+        """Return the groups of a run that are being played."""
         return [group for group in self._playing.values() if group.request.run_uid == run_uid]
 
     def all(self) -> list[PlayingGroup]:
-        """Every group that is being played."""
+        """Return every group that is being played."""
         return list(self._playing.values())
 
     def cancel(self, group: PlayingGroup) -> None:
@@ -177,7 +177,9 @@ class EnvService(env_service_pb2_grpc.EnvServiceServicer):
         teachers: Teachers | None = None,
         admits: Admits | None = None,
     ) -> None:
-        """Without `teachers` no rollout is scored. `admits`: which environments it plays."""
+        """Take `teachers`, without which no rollout is scored, and `admits`, which says which environments are
+        played.
+        """
         self.groups = Groups()
         self.capacity = capacity
         self.is_leaving = False
@@ -195,16 +197,16 @@ class EnvService(env_service_pb2_grpc.EnvServiceServicer):
 
     @property
     def num_rollouts(self) -> int:
-        """Rollouts that count against the capacity: played here, or waiting for their append."""
+        """Return the number of rollouts that count against the capacity: being played, or waiting for their append."""
         return self.groups.num_rollouts + self._sink.num_orphans
 
     @property
     def pools(self) -> list[EnvPool]:
-        """The environments that were opened."""
+        """Return the environments that were opened."""
         return list(self._pools.values())
 
     def forget(self, pool: EnvPool) -> None:
-        """An environment that rests is unknown from now on; the next OpenEnv loads it."""
+        """Forget a resting environment; the next OpenEnv loads it again."""
         self._pools = {key: known for key, known in self._pools.items() if known is not pool}
 
     def look_for_end(self, run_uid: str) -> None:
@@ -285,7 +287,7 @@ class EnvService(env_service_pb2_grpc.EnvServiceServicer):
     async def ListPlaying(
         self, request: env_service_pb2.ListPlayingRequest, context: grpc.aio.ServicerContext
     ) -> env_service_pb2.ListPlayingResponse:
-        """The run's groups, and a fence against older orchestrators.
+        """List the run's groups and fence off older orchestrators.
 
         First the copy of the log that the request names gets what it lacks of what is kept here.
         """
@@ -326,7 +328,8 @@ class EnvService(env_service_pb2_grpc.EnvServiceServicer):
             )
 
     async def _placed(self, env: EnvSpec) -> tuple[EnvSpec, Choice]:
-        """The environment with the interpreter that it names, or that is chosen; InvalidSpecError if none fits.
+        """Return the environment with the interpreter that it names, or that is chosen; raise InvalidSpecError if none
+        fits.
 
         What failed long enough ago is chosen anew: packages may have been installed meanwhile.
         """
@@ -352,7 +355,7 @@ class EnvService(env_service_pb2_grpc.EnvServiceServicer):
         closing.add_done_callback(self._closing.discard)
 
     def _pool(self, env: EnvSpec) -> EnvPool:
-        """The environment's pool, by what its workers load; one that failed long enough ago is tried again.
+        """Return the environment's pool, made anew if it failed long enough ago.
 
         InvalidSpecError if it names an interpreter that this env-server may not use, or another image than its own.
         """
@@ -369,7 +372,7 @@ class EnvService(env_service_pb2_grpc.EnvServiceServicer):
         return pool
 
     def _ready_pool(self, request: PlayRequest) -> EnvPool:
-        """The pool, if the request can be played there now."""
+        """Return the pool, if the request can be played there now."""
         pool = self._pool(request.env)
         if pool.failure is not None:
             raise InvalidStateError(

@@ -72,7 +72,7 @@ def _paths(text: str) -> tuple[str, ...]:
 
 
 def _spool_dir(text: str) -> Path:
-    """It need not exist yet."""
+    """Check the spool directory, which need not exist yet."""
     path = Path(text)
     if not path.is_absolute():
         raise ValueError("must be an absolute path")
@@ -90,7 +90,7 @@ def _variable(name: str, parse: Callable[[str], Any], default: Any) -> Any:
 
 # The container image that an env-server announces (`MILLRACE_ENV_IMAGE`), and whose environments it therefore plays.
 #
-# An env-server cannot find out what image it runs: it is told at its start. The orchestrator places environments by
+# An env-server cannot find out what image it runs: a variable names it. The orchestrator places environments by
 # it (`orchestrator.env.image`); what is here refuses those that came to the wrong place.
 
 IMAGE_VARIABLE = "MILLRACE_ENV_IMAGE"
@@ -98,14 +98,16 @@ FIELD = "orchestrator.env.image"
 
 
 def parse_image(text: str) -> str:
-    """The image of a value of the variable; ValueError if it cannot be one."""
+    """Return the image of a value of the variable; raise ValueError if it cannot be one."""
     if not re.fullmatch(IMAGE_PATTERN, text):
         raise ValueError("must be the name of a container image, such as registry.example.com/team/my-env:1.2")
     return text
 
 
 def require_image(wanted: str, announced: str) -> None:
-    """InvalidSpecError unless an env-server that announces that image ("" if none) plays environments that want it."""
+    """Raise InvalidSpecError unless an env-server that announces that image ("" if none) plays environments that
+    want it.
+    """
     if wanted == announced:
         return
     if not announced:
@@ -132,7 +134,7 @@ class EnvServerSettings:
     capacity: int = _variable("MILLRACE_ENV_CAPACITY", _count, 512)
     """Rollouts that are played, or wait to be appended, at once."""
     spool_dir: Path | None = _variable("MILLRACE_SPOOL_DIR", _spool_dir, None)  # noqa: RUF009 - it is a field
-    """Where finished rollouts are kept until they are resolved; of this env-server alone. Without it they lie in a
+    """Where finished rollouts are kept until they are resolved; of this env-server alone. Without it they are in a
     temporary directory, and what is not in the log yet dies with this process."""
     spool_bytes: int = _variable("MILLRACE_SPOOL_BYTES", _count, DEFAULT_SPOOL_BYTES)
     """Bound of what is kept there; above it no groups are taken."""
@@ -184,7 +186,7 @@ class EnvServerSettings:
         return cls(**values)
 
     def confinement(self) -> Confinement:
-        """How workers are confined. Raises InvalidSpecError where this machine, or this user, cannot do that."""
+        """Return how workers are confined; raise InvalidSpecError if this machine or user cannot do that."""
         limits = WorkerLimits(
             memory_bytes=self.memory_bytes,
             max_processes=self.max_processes,
@@ -240,7 +242,7 @@ class EnvServerSettings:
         return confinement
 
     def make_private(self) -> None:
-        """From level `user` on: let nobody but this process' user into spool and scratch files."""
+        """Close spool and scratch files to other users, from level `user` on."""
         scratch = os.environ.get(SCRATCH_VARIABLE, "")
         for path in [self.spool_dir, Path(scratch) if scratch else None]:
             if self.isolation in (Isolation.USER, Isolation.CONTAINER) and path is not None:
@@ -253,7 +255,9 @@ def _refused(name: str, value: object, message: str) -> Violation:
 
 
 def _find_user(text: str, *, must_import: bool) -> tuple[int, int]:
-    """uid and gid. Raises ValueError if workers cannot run as that user; `must_import`: with this machine's files."""
+    """Return uid and gid; raise ValueError if workers cannot run as that user or, with `must_import`, read
+    Python's files.
+    """
     if not text:
         raise ValueError(f"must name the user that workers run as, with {ISOLATION_VARIABLE}=user or container")
     try:

@@ -58,7 +58,7 @@ class RunAppender:
         max_delay_s: float = MAX_DELAY_S,
         first_look: asyncio.Task[None] | None = None,
     ) -> None:
-        """`on_closed_log` is called whenever the log could not be opened: perhaps the run is over.
+        """Take `on_closed_log`, called whenever the log could not be opened because the run may be over.
 
         `first_look` sees whether the run has ended, which closes the appender; nothing is appended before, for a while.
         """
@@ -88,12 +88,12 @@ class RunAppender:
 
     @property
     def num_orphans(self) -> int:
-        """Pending rollouts that belong to no group that is being played here: of a predecessor, or of a rebuilt log."""
+        """Return the number of pending rollouts of no group in play here: a predecessor's, or for a rebuilt log."""
         return len(self._pending.keys() - self._answers.keys())
 
     @property
     def num_pending(self) -> int:
-        """Rollouts that are not known to be in the log."""
+        """Return the number of rollouts that are not known to be in the log."""
         return len(self._pending)
 
     async def append(self, kept: Kept) -> bool:
@@ -111,7 +111,7 @@ class RunAppender:
             self._answers.pop(kept.h, None)
 
     def note_instance(self, instance: str) -> None:
-        """Note which copy of the log Redis is said to hold."""
+        """Note which copy of the log Redis holds, as reported by the orchestrator."""
         if instance and instance != self._asked:
             self._asked = instance
             self._wake.set()
@@ -147,7 +147,7 @@ class RunAppender:
                 self._wake.set()
 
     def describe_backlog(self) -> str:
-        """What `caught_up` waits for, in words."""
+        """Describe the rollouts that `caught_up` waits for."""
         what = f"{len(self._backlog)} kept rollouts of run {self._uid} to be appended"
         return f"{what}: {self._problem}" if self._problem else what
 
@@ -204,11 +204,11 @@ class RunAppender:
             self._is_gone = True
             return str(error)
         # Whatever it is, giving up here would lose finished rollouts without a word.
-        except Exception as error:  # noqa: BLE001 - said in the log and in the wait, then tried again
+        except Exception as error:  # noqa: BLE001 - reported in the log and in the wait, then tried again
             return f"{type(error).__name__}: {error}"
 
     def _next(self) -> list[Kept]:
-        """The oldest pending rollouts that one command may append; at least one."""
+        """Return the oldest pending rollouts that one command may append; at least one."""
         batch, num_bytes = [], 0
         for kept in itertools.islice(self._pending.values(), _APPENDED_TOGETHER):
             num_bytes += kept.size_bytes
@@ -248,7 +248,7 @@ class RunAppender:
         logger.info("spool compared with the log", extra=fields)
 
     async def _append(self, log: RunLog, batch: Sequence[Kept]) -> str:
-        """One attempt for all of them; the problem in words, or "" if they are settled."""
+        """Try once to append them all; return the problem in words, or "" if they are settled."""
         data: dict[str, bytes] = {}
         for kept in batch:
             read = await self._spool.read(kept)
@@ -269,7 +269,7 @@ class RunAppender:
         except LogGoneError as error:
             self._is_gone = True
             return str(error)
-        except Exception as error:  # noqa: BLE001 - said in the log and in the wait, then tried again
+        except Exception as error:  # noqa: BLE001 - reported in the log and in the wait, then tried again
             return await self._after_failure(log, appended, error)
         if result in (AppendResult.OK, AppendResult.ALREADY):
             for kept in appended:
@@ -280,7 +280,7 @@ class RunAppender:
         return f"the log answered {result.name}"
 
     async def _after_failure(self, log: RunLog, batch: Sequence[Kept], error: Exception) -> str:
-        """One that is refused must not hold the others up: each is tried alone, and goes behind the others."""
+        """Try each rollout alone after a refusal, and put it last, so that it does not delay the others."""
         if len(batch) > 1 and not isinstance(error, UnavailableError | TimeoutError):
             problems = [await self._append(log, [kept]) for kept in batch]
             return next(filter(None, problems), "")
@@ -317,7 +317,7 @@ _KNOWN_S = 3600.0
 
 @dataclass(slots=True)
 class _KnownRun:
-    """What the orchestrator told this env-server of a run. Moments are monotonic."""
+    """What the orchestrator reported to this env-server about a run. Times are monotonic."""
 
     resolved_below: int = 0
     log_instance: str = ""
@@ -353,12 +353,12 @@ class RolloutSink:
 
     @property
     def num_orphans(self) -> int:
-        """Rollouts that wait for their append and belong to no group of this process."""
+        """Return the number of rollouts that wait for their append and belong to no group of this process."""
         return sum(appender.num_orphans for appender in self._appenders.values())
 
     @property
     def num_pending(self) -> int:
-        """Rollouts that wait for their append."""
+        """Return the number of rollouts that wait for their append."""
         return sum(appender.num_pending for appender in self._appenders.values())
 
     async def append(self, rollout: Rollout) -> bool:
@@ -389,12 +389,12 @@ class RolloutSink:
             self._in_background(self.spool.drop(resolved))
 
     def note_driven(self, run_uid: str) -> None:
-        """An orchestrator drives the run: if it had ended (as FAILED), `run resume` has reopened it."""
+        """Note that an orchestrator drives the run, which was reopened if it had ended."""
         run = self._run(run_uid)
         run.has_ended, run.driven_at, run.heard_at = False, time.monotonic(), time.monotonic()
 
     def look_for_end(self, run_uid: str) -> bool:
-        """Whether the run has ended. Where that is not known, the store is asked now and then.
+        """Return whether the run has ended; ask the store now and then while that is unknown.
 
         An orchestrator's word that it has ended may be old: another one may have reopened the run since, and drive it.
         """
@@ -487,7 +487,7 @@ class RolloutSink:
         return self._runs.setdefault(run_uid, _KnownRun())
 
     async def _tidy(self) -> None:
-        """Drop evaluations that were read long ago, and runs that ended while nobody told us."""
+        """Drop evaluations that were read long ago, and runs whose end was not reported."""
         # unregistered wait: a periodic look; what it awaits is registered where it is awaited
         while True:
             await asyncio.sleep(self._look_for_end_s)

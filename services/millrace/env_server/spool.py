@@ -86,14 +86,14 @@ class SpoolFile:
     num_kept: int = 0
 
     def read(self, offset: int, size_bytes: int) -> bytes:
-        """The bytes at `offset`, fewer where the file ends. Raises OSError."""
+        """Read the bytes at `offset`, fewer at the end of the file; raise OSError."""
         with self.path.open("rb") as file:
             file.seek(offset)
             return file.read(size_bytes)
 
 
 def file_name(ordinal: int, h: str) -> str:
-    """Name of the file that begins with this rollout."""
+    """Return the name of the file that begins with this rollout."""
     return f"{ordinal:012d}-{h}.rollouts"
 
 
@@ -124,7 +124,7 @@ def write_file(folder: str, rollouts: Sequence[tuple[bool, int, str, bytes]]) ->
 
 
 def scan_file(path: Path) -> tuple[list[Record], str]:
-    """The records of a file, of which only the heads are read, and what is wrong with the rest in words, or ""."""
+    """Scan the heads of a file's records; return the records and the problem with the rest, or ""."""
     found: list[Record] = []
     size, at = path.stat().st_size, 0
     with path.open("rb") as file:
@@ -163,7 +163,7 @@ class Kept:
 
     @property
     def is_written(self) -> bool:
-        """Whether a file holds it."""
+        """Return whether the rollout is in a file."""
         return self.file is not None
 
 
@@ -193,20 +193,20 @@ class Spool:
 
     @property
     def num_rollouts(self) -> int:
-        """Rollouts that are kept."""
+        """Return the number of rollouts in the spool."""
         return sum(map(len, self._runs.values()))
 
     @property
     def run_uids(self) -> list[str]:
-        """Runs of which something is kept."""
+        """Return the uids of runs with rollouts in the spool."""
         return list(self._runs)
 
     def of_run(self, run_uid: str) -> list[Kept]:
-        """What is kept of a run."""
+        """Return a run's rollouts in the spool."""
         return list(self._runs.get(run_uid, {}).values())
 
     def holds(self, kept: Kept) -> bool:
-        """Whether it is kept still."""
+        """Return whether the rollout is still in the spool."""
         return kept.h in self._runs.get(kept.run_uid, {})
 
     def require_room(self) -> None:
@@ -261,7 +261,7 @@ class Spool:
                     await self._write_alone(together, error)
 
     async def _write_alone(self, refused: Sequence[Kept], error: OSError) -> None:
-        """Where the disk did not take all of them in one file, it may take some."""
+        """Write rollouts one by one after the disk refused them together; some may fit."""
         for kept in refused:
             try:
                 if len(refused) == 1:
@@ -272,7 +272,9 @@ class Spool:
                     self._note_unwritten(kept, problem)
 
     async def read(self, kept: Kept) -> bytes | None:
-        """Its bytes; None if it was dropped, or if the file is damaged or lost: then it is not kept any more."""
+        """Read a rollout's bytes; None if it was dropped, or its file is damaged or lost, in which case it is
+        forgotten.
+        """
         if kept.data is not None:
             return kept.data
         if not self.holds(kept):
@@ -296,7 +298,7 @@ class Spool:
         return None
 
     def note_appended(self, kept: Kept) -> None:
-        """It is in the log; the file stays."""
+        """Note that a rollout is in the log; its file stays."""
         kept.appended_at = time.monotonic()
         if kept.is_written:
             kept.data = None
@@ -341,7 +343,7 @@ class Spool:
         self.num_bytes += kept.size_bytes
 
     def _forget(self, kept: Kept) -> SpoolFile | None:
-        """Forget it; its file, if it was kept in one."""
+        """Forget a rollout and return its file, if it was in one."""
         run = self._runs.get(kept.run_uid, {})
         if run.pop(kept.h, None) is None:
             return None

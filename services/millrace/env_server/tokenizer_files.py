@@ -21,7 +21,9 @@ class TokenizerFiles:
     """A cache of directories. Manifests with equal files share one, so a new version costs no new tokenizer."""
 
     def __init__(self, store: ObjectStore, *, parent: Path | None = None) -> None:
-        """In a directory of `parent` that every user can read, by default one of the scratch files, for this user."""
+        """Keep the files in a directory below `parent` that every user can read, by default this user's scratch
+        files.
+        """
         self._store = store
         self._owned = ExitStack()
         self._root = self._owned.enter_context(owned_directory("tokenizers", parent=parent))
@@ -31,7 +33,7 @@ class TokenizerFiles:
         self._lock = asyncio.Lock()
 
     async def directory(self, manifest_key: str) -> str:
-        """The directory with the manifest's files; "" for an empty key. Raises what the store raises."""
+        """Return the directory with the manifest's files, or "" for an empty key; raise the store's errors."""
         if not manifest_key:
             return ""
         async with self._lock:
@@ -69,7 +71,7 @@ class TokenizerFiles:
             path.chmod(0o644)
             for parent in path.relative_to(directory).parents[:-1]:
                 (directory / parent).chmod(0o755)
-        directory.chmod(0o755)  # whether workers of another user come here is said by the directory above
+        directory.chmod(0o755)  # the directory above decides whether workers of another user get here
 
     def close(self) -> None:
         """Delete every directory."""

@@ -36,7 +36,7 @@ _LOOPBACK = "127.0.0.1"
 
 @contextlib.asynccontextmanager
 async def stub_model(reply: str) -> AsyncIterator[str]:
-    """Serve it, and give its base URL."""
+    """Serve the model and yield its base URL."""
 
     async def chat(request: web.Request) -> web.StreamResponse:
         body = await request.json()
@@ -108,7 +108,9 @@ class LoadedTrial:
     """The interpreter that was chosen for it, and why; empty where that is ours, or named."""
 
     async def play(self, task: TrialTask, model: TrialModel) -> Rollout:
-        """One rollout of a task. InvalidSpecError if there is no such task, or the model's key is not set."""
+        """Play one rollout of a task; raise InvalidSpecError if the task does not exist or the model's key is not
+        set.
+        """
         async with contextlib.AsyncExitStack() as stack:
             base_url = model.base_url or await stack.enter_async_context(stub_model(model.reply))
             request = PlayRequest(

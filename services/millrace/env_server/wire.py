@@ -21,7 +21,7 @@ _MAX_PENALTY = 100  # vLLM takes any; larger ones are mistakes
 def loaded_from_wire(message: env_worker_pb2.EnvLoaded) -> LoadedEnv:
     """Return what a worker has loaded. Raises CorruptObjectError."""
     declared = decode_object(message.declared_json or "{}", what=_DECLARED, reason="WORKER_REPORT_INVALID")
-    if not all(isinstance(said, dict) for said in declared.values()):
+    if not all(isinstance(values, dict) for values in declared.values()):
         raise CorruptObjectError(f"{_DECLARED} must be an object of objects", reason="WORKER_REPORT_INVALID")
     return LoadedEnv(
         api=message.api,
@@ -33,7 +33,7 @@ def loaded_from_wire(message: env_worker_pb2.EnvLoaded) -> LoadedEnv:
 
 
 def loaded_to_wire(loaded: LoadedEnv) -> env_worker_pb2.EnvLoaded:
-    """The message of what a worker has loaded."""
+    """Return the message of what a worker has loaded."""
     return env_worker_pb2.EnvLoaded(
         api=loaded.api,
         requires_group=loaded.requires_group,
@@ -46,12 +46,12 @@ def loaded_to_wire(loaded: LoadedEnv) -> env_worker_pb2.EnvLoaded:
 
 
 def tasks_to_wire(tasks: TaskSet) -> env_service_pb2.TaskSet:
-    """A task set without the ids."""
+    """Return a task set without the ids."""
     return env_service_pb2.TaskSet(num_tasks=len(tasks), digest=tasks.digest)
 
 
 def invalid_request(wrong: Sequence[tuple[str, object, str]], *, source: str = "PlayGroupRequest") -> InvalidSpecError:
-    """The error of a request in which these fields are wrong: (name, value, problem) of each."""
+    """Return the error of a request in which these fields are wrong: (name, value, problem) of each."""
     violations = [Violation(field=f, value=str(v), message=m, source=source) for f, v, m in wrong]
     return InvalidSpecError(violations, reason="REQUEST_INVALID")
 

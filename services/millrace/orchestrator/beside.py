@@ -39,35 +39,37 @@ class RunSource(Protocol):
     """The runs of a deployment. Answers come from memory where they can: Redis or the store may be away."""
 
     def list_runs(self, *, config: str = "") -> list[dict[str, Any]]:
-        """Every run, or those whose configs match these words, the newest first, without its config."""
+        """Return every run, or those whose configs match these words, the newest first, without its config."""
         ...
 
     async def find_run(self, name: str) -> dict[str, Any]:
-        """One run with its config as `[path, value, default, is_default]`; NotFoundError if there is none."""
+        """Find one run with its config as `[path, value, default, is_default]`; raise NotFoundError if there is
+        none.
+        """
         ...
 
     def uid_of(self, name: str) -> str:
-        """The uid of a run that is known; NotFoundError if there is none."""
+        """Return the uid of a run that is known; raise NotFoundError if there is none."""
         ...
 
     async def checkpoints(self, name: str) -> list[dict[str, Any]]:
-        """Its committed checkpoints, oldest first."""
+        """Return the run's committed checkpoints, oldest first."""
         ...
 
     def explain(self, name: str) -> dict[str, Any]:
-        """Why it does not move: a summary, the chain of waits as boxes, and the waits of its processes."""
+        """Explain why the run does not move: a summary, the chain of waits as boxes, and the waits of its processes."""
         ...
 
     async def act(self, name: str, action: str, *, reason: str) -> None:
-        """`pause`, `resume` or `cancel` it."""
+        """Pause, resume or cancel the run, as `action` says."""
         ...
 
     async def audit(self, name: str) -> audit_pb2.AuditReport:
-        """The audit's report on it: reads all of its log."""
+        """Audit the run's whole log and return the report."""
         ...
 
     def trouble(self) -> str:
-        """What of Redis or the store does not answer at the moment, in words; empty if both do."""
+        """Return what of Redis or the store does not answer at the moment, in words; empty if both do."""
         ...
 
 
@@ -140,14 +142,16 @@ _NUMBERS = re.compile(r"[0-9a-f]{8}((?:\.[0-9]{1,10}){1,4})")
 
 
 def page_size(size: int) -> int:
-    """How many are asked for, within the limits; InvalidSpecError if the number is negative."""
+    """Return how many items the request asks for, within the limits; raise InvalidSpecError if the number is
+    negative.
+    """
     if size < 0:
         raise InvalidSpecError([Violation(field="page_size", value=str(size), message="must not be negative")])
     return min(size or PAGE_DEFAULT, PAGE_MAX)
 
 
 def page(size: int, token: str) -> tuple[int, int]:
-    """Size and first place of a page of a list that is counted through."""
+    """Return the size and the first index of a page."""
     wanted = page_size(size)
     try:
         start = int(base64.urlsafe_b64decode(token.encode())) if token else 0
@@ -159,17 +163,20 @@ def page(size: int, token: str) -> tuple[int, int]:
 
 
 def next_token(start: int, total: int) -> str:
-    """The token of the page that begins at `start`; empty at the end."""
+    """Return the token of the page that begins at `start`; empty at the end."""
     return base64.urlsafe_b64encode(str(start).encode()).decode() if start < total else ""
 
 
 def token_of(request: Any, *numbers: int) -> str:
-    """A token with these numbers that fits only this request: its next page."""
+    """Return a token with these numbers that is valid for the next page of this request only."""
     return base64.urlsafe_b64encode(".".join([_digest(request), *map(str, numbers)]).encode()).decode()
 
 
 def numbers_of(request: Any, *, count: int) -> tuple[int, ...] | None:
-    """The numbers of the request's token; None without one, InvalidSpecError if it is of another request, or none."""
+    """Return the numbers in the request's token, or None without a token.
+
+    Raise InvalidSpecError if the token is malformed or belongs to another request.
+    """
     token: str = request.page_token
     if not token:
         return None
@@ -188,7 +195,7 @@ def numbers_of(request: Any, *, count: int) -> tuple[int, ...] | None:
 
 
 def _digest(request: Message) -> str:
-    """What a request asks for, apart from which page."""
+    """Return a digest of all that the request asks for but the page."""
     asked = type(request)()
     asked.CopyFrom(request)
     asked.ClearField("page_token")

@@ -52,7 +52,7 @@ class RunView:
         self.log_instance = ""
         """Which copy of the log the events were read from; empty before the first look."""
         self.is_closed = False
-        """Known to be committed to its closing header: events that said so may be lost with Redis."""
+        """Known to be committed to its closing header; the events of it may be lost with Redis."""
         self.num_reopened = 0
         """How often it was reopened, at the last look."""
         self.damage: MillraceError | None = None
@@ -62,7 +62,7 @@ class RunView:
 
     @property
     def run(self) -> run_pb2.Run:
-        """The resource; DAMAGED, with the reason and the remedy, while the run cannot be read."""
+        """Return the resource; DAMAGED, with reason and remedy, while the run cannot be read."""
         self.status.fill(self._run)
         if self.damage is None:
             return self._run
@@ -77,16 +77,16 @@ class RunView:
 
     @property
     def is_terminal(self) -> bool:
-        """Whether the run has ended, and can be read."""
+        """Return whether the run has ended and can be read."""
         return self.damage is None and self.status.state in TERMINAL
 
     @property
     def has_failed(self) -> bool:
-        """Whether the run has ended as FAILED, which can be reopened."""
+        """Return whether the run has ended as FAILED, which can be reopened."""
         return self.status.state == run_pb2.RUN_STATE_FAILED
 
     def reopen(self) -> None:
-        """The run that had failed goes on; its state is that of the event that comes next."""
+        """Reopen a failed run; the next event sets its state."""
         self.is_closed = False
         self.status.reopen()
 
@@ -103,7 +103,7 @@ class RunCatalog:
     """
 
     def __init__(self, *, redis: redis.asyncio.Redis, store: ObjectStore, prefix: str, owner: str) -> None:
-        """`owner` names this orchestrator where it rebuilds a log."""
+        """Take `owner`, the name of this orchestrator in logs that it rebuilds."""
         self._owner = owner
         self._redis = redis
         self._store = store
@@ -116,11 +116,12 @@ class RunCatalog:
 
     @property
     def views(self) -> list[RunView]:
-        """Every run as it was at the last look."""
+        """Return every run as it was last seen."""
         return list(self._views.values())
 
     async def refresh(self) -> list[RunView]:
-        """All runs, oldest first, with every event of their logs folded in; those that cannot be read are DAMAGED.
+        """Return all runs, oldest first, with every event of their logs folded in; those that cannot be read are
+        DAMAGED.
 
         One of the runs that have failed is looked at in turn: another replica may have reopened it.
         """
@@ -141,7 +142,9 @@ class RunCatalog:
         return sorted(self._views.values(), key=lambda view: view.record.uid)
 
     async def find(self, name: str) -> RunView:
-        """The run called `runs/{name}`, `{name}` or with that uid; NotFoundError with a suggestion otherwise."""
+        """Return the run called `runs/{name}`, `{name}` or with that uid; raise NotFoundError with a suggestion
+        otherwise.
+        """
         wanted = name.removeprefix("runs/")
         index = await read_index(self._redis, self._store, self._prefix)
         self._note_names(index)
@@ -151,7 +154,7 @@ class RunCatalog:
         return await self.look_at(index.runs[found], found, is_looked_at=True)
 
     def known(self, name: str) -> RunView | None:
-        """The run as it was at the last look, from memory alone: by name, uid, unique beginning, or `-` the newest."""
+        """Find a run in memory by name, uid, unique prefix, or `-` for the newest, as it was last seen."""
         views = {view.record.name: view for view in self._views.values()}
         try:
             return views[run_name.resolve(name, {name: view.record.uid for name, view in views.items()})]
@@ -159,28 +162,28 @@ class RunCatalog:
             return None
 
     async def open_log(self, uid: str) -> RunLog:
-        """The run's log, rebuilt from the store if Redis has lost it."""
+        """Open the run's log, rebuilt from the store if Redis has lost it."""
         return await open_or_rebuild(self._redis, self._store, prefix=self._prefix, uid=uid, owner=self._owner)
 
     async def open_reopened(self, uid: str) -> RunLog:
-        """The log of a run that was reopened, without the closing header that does not count any more."""
+        """Open the log of a reopened run without the superseded closing header."""
         return await open_reopened(self._redis, self._store, prefix=self._prefix, uid=uid, owner=self._owner)
 
     async def is_end(self, uid: str, state: run_pb2.RunState) -> bool:
-        """Whether an event of this terminal state is true: the headers close the run so, or did before a reopening."""
+        """Return whether the headers confirm an event of this terminal state, before or after a reopening."""
         return await asyncio.to_thread(is_end, self._store, Names(self._prefix, uid), state_name(state))
 
     def drive_failed(self, uid: str, error: MillraceError) -> None:
-        """A drive found damage that no look at the run reads: it is shown until a drive gets ahead."""
+        """Show the damage that a drive found, which reading the run does not show, until a drive makes progress."""
         self._drive_damage[uid] = error
         self._note_damage(uid, error)
 
     def is_unreadable(self, view: RunView) -> bool:
-        """Whether the last look failed, so that a drive cannot even begin."""
+        """Return whether the run could not be read last time, so that no drive can begin."""
         return view.damage is not None and view.record.uid not in self._drive_damage
 
     def _note_names(self, index: RunIndex) -> None:
-        """Runs of which only the name is known are DAMAGED; they have a uid again when their object is back."""
+        """Show runs as DAMAGED of which only the name is known."""
         known = {_key_of(name): (name, error) for name, error in index.damaged.items()}
         for key in [key for key, view in self._views.items() if not view.record.uid and key not in known]:
             del self._views[key]
@@ -189,7 +192,7 @@ class RunCatalog:
             self._note_damage(key, error)
 
     def _note_damage(self, uid: str, error: Exception, *, name: str = "") -> RunView:
-        """The run cannot be read: show it as DAMAGED until a look succeeds."""
+        """Show the run as DAMAGED until it can be read."""
         view = self._views.get(uid)
         if view is None:
             view = self._views[uid] = RunView(RunRecord.unreadable(uid, name or uid))
@@ -200,7 +203,7 @@ class RunCatalog:
         return view
 
     async def look_at(self, uid: str, name: str, *, is_looked_at: bool) -> RunView:
-        """The run as it is now, DAMAGED if it cannot be read; raises where Redis or the store is away."""
+        """Read the run as it is now, DAMAGED if it cannot be read; raise while Redis or the store is away."""
         try:
             view = await self._refresh_one(uid, is_looked_at=is_looked_at)
         except (UnavailableError, CapacityError, PermissionDeniedError):
@@ -273,12 +276,12 @@ class RunCatalog:
 
 
 def _key_of(name: str) -> str:
-    """Stand for the uid of a run of which only the name is known; no uid begins with it."""
+    """Return a placeholder uid for a run of which only the name is known; no uid begins like it."""
     return f"?{name}"
 
 
 def _as_damage(error: Exception, name: str) -> MillraceError:
-    """What is wrong with a run, as a typed error."""
+    """Return the problem with a run as a typed error."""
     if isinstance(error, MillraceError) and not isinstance(error, InvalidSpecError):
         return error
     return InternalError(
@@ -288,7 +291,7 @@ def _as_damage(error: Exception, name: str) -> MillraceError:
     )
 
 
-# Finds runs by what stands in their configs: `lr=1e-5`, `grpo`, `env.id=reverse`. Secrets are not to be found.
+# Finds runs by what is in their configs: `lr=1e-5`, `grpo`, `env.id=reverse`. Secrets are not to be found.
 
 MAX_WORDS = 20
 
@@ -301,11 +304,11 @@ class ConfigText:
 
     @classmethod
     def of(cls, config: Mapping[str, Any], *, secrets: tuple[str, ...]) -> Self:
-        """Of a resolved config."""
+        """Make the searchable text of a resolved config."""
         return cls(tuple(_values(masked(config, secrets), "")))
 
     def matches(self, words: str) -> bool:
-        """Whether every word is part of some key or value; `key=value` wants both at one place."""
+        """Return whether every word is part of a key or value; `key=value` must match both at one place."""
         return all(any(_matches(word, *each) for each in self.values) for word in words.lower().split()[:MAX_WORDS])
 
 
@@ -322,7 +325,7 @@ def _holds(value: Any, wanted: str, *, whole: bool = False) -> bool:
 
 
 def _is_number(word: str, value: Any) -> bool:
-    """Whether the word is this number, however it is written."""
+    """Return whether the word is another spelling of this number."""
     with contextlib.suppress(ValueError):
         return isinstance(value, int | float) and not isinstance(value, bool) and float(word) == value
     return False

@@ -58,7 +58,7 @@ class Component:
 
     @property
     def is_silent(self) -> bool:
-        """Whether it does not answer: what it said last, its waits, says nothing of now."""
+        """Return whether the component is silent; its last reported waits are then out of date."""
         return self.is_lost or self.silence_s > SILENT_S
 
 
@@ -80,14 +80,14 @@ class Chain:
     def __str__(self) -> str:
         return " ← ".join(link.text for link in self.links)
 
-    def behind(self, link: WaitLink) -> "Chain":
+    def preceded_by(self, link: WaitLink) -> "Chain":
         """Return this chain with a link in front. Its severity is at least that of the wait in the link."""
         own = Severity.OVERDUE if link.wait.is_overdue else Severity.WAITS
         return replace(self, links=(link, *self.links), severity=max(self.severity, own))
 
 
 def find_chain(components: Sequence[Component], *, starts: Sequence[str]) -> Chain:
-    """The worst path from the components named `starts`, in order of preference among equals.
+    """Return the worst path from the components named `starts`, of which earlier ones win among equals.
 
     A start that waits for nobody is left out where another one waits.
     """
@@ -96,6 +96,7 @@ def find_chain(components: Sequence[Component], *, starts: Sequence[str]) -> Cha
     waiting = [path for path in paths if len(path.links) > 1 or path.severity > Severity.WORKS]
     if not waiting:
         return Chain()
+    # `max` keeps the first of equals, which is the order of `starts`.
     return max(waiting, key=lambda path: path.severity)  # the first of equals
 
 
@@ -105,11 +106,11 @@ class _Graph:
         self._observer = next((c.name for c in components if c.kind == "orchestrator"), "")
 
     def resolve(self, name: str) -> list[Component]:
-        """The components that a worker id, a kind or an engine's URL names."""
+        """Return the components named by a worker id, a kind or an engine's URL."""
         return [c for c in self._components if name in (c.name, c.kind) or (c.url and name == c.url)]
 
     def from_component(self, component: Component, seen: tuple[str, ...]) -> Chain:
-        """The worst path that begins at a component."""
+        """Return the worst path that begins at a component."""
         if component.is_silent:
             return _silent(component, observer=self._observer)
         paths = [self._along(component, wait, (*seen, component.name)) for wait in component.waits]
@@ -118,17 +119,18 @@ class _Graph:
         return max(paths, key=_weight)
 
     def _along(self, component: Component, wait: Wait, seen: tuple[str, ...]) -> Chain:
-        """The worst path that begins with one wait."""
+        """Return the worst path that begins with one wait."""
         link = WaitLink(text=_describe(component, wait), wait=wait)
         tails = [self._to(target.strip(), component, wait, seen) for target in wait.waits_on.split(",")]
         ends = [tail for tail in tails if tail is not None]
         if not ends:  # nobody is named, or it leads back to who waits: the chain ends here
-            return Chain().behind(link)
-        return max(ends, key=_weight).behind(link)
+            return Chain().preceded_by(link)
+        return max(ends, key=_weight).preceded_by(link)
 
     def _to(self, target: str, component: Component, wait: Wait, seen: tuple[str, ...]) -> Chain | None:
         if target in _EXTERNAL:
             return Chain(severity=Severity.STORAGE if _is_unanswered(wait, target) else Severity.WAITS)
+        # An env worker is no registered component; its env-server names it only when it has stopped answering.
         if target.startswith(f"{ENV_WORKER} "):
             return Chain(severity=Severity.SILENT)
         found = self.resolve(target)
@@ -150,7 +152,7 @@ def storage_of(error: MillraceError) -> str:
 
 
 def _is_unanswered(wait: Wait, target: str) -> bool:
-    """Whether Redis, the store or a disk does not answer in time. A download as a whole may take long."""
+    """Return whether Redis, the store or a disk does not answer in time. A download as a whole may take long."""
     is_operation = target == DISK or wait.reason.startswith(STORE)
     return target == REDIS or (is_operation and wait.age_s > SILENT_S)
 
@@ -159,7 +161,7 @@ _KINDS = ("trainer", "orchestrator", "env-server", "inference")
 
 
 def _weight(path: Chain) -> tuple[int, int, float]:
-    """Worse first, then what explains more, then what lasts longer."""
+    """Return the sort key of a chain: worse first, then longer chains, then older waits."""
     age_s = path.links[0].wait.age_s if path.links else 0.0
     return path.severity, len(path.links), age_s
 
@@ -203,7 +205,7 @@ def _missing(kind: str, component: Component, wait: Wait) -> Chain:
 
 
 def _idle_engine(engine: Component, component: Component, wait: Wait) -> Chain | None:
-    """Rollouts that are played "with the engine" while it has no open request are at their environment's own work."""
+    """Return the chain to the environment's own work if rollouts wait for an engine that has no open request."""
     if component.kind != "env-server" or engine.num_requests != 0 or engine.is_silent or engine.waits:
         return None
     text = f"{engine.name} has no open request: the environment's own code works"
@@ -233,7 +235,7 @@ class Box:
 
 
 def boxes(chain: Chain) -> list[dict[str, Any]]:
-    """The boxes of a chain, from who waits to who is waited for; none if nobody waits."""
+    """Return the boxes of a chain, from who waits to who is waited for; none if nobody waits."""
     found: list[Box] = []
     for place, link in enumerate(chain.links):
         is_last = place == len(chain.links) - 1

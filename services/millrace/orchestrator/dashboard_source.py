@@ -49,12 +49,12 @@ class OrchestratorSource:
         self._secrets = secrets_of(os.environ)
 
     def list_runs(self, *, config: str = "") -> list[dict[str, Any]]:
-        """Every run as it was at the last look, which the manager takes twice a second."""
+        """Return every run as the manager last saw it; the manager looks twice a second."""
         views = sorted(self._catalog.views, key=lambda view: view.record.uid, reverse=True)
         return [self._summary(view) for view in views if not config or self._config_text(view).matches(config)]
 
     async def find_run(self, name: str) -> dict[str, Any]:
-        """One run with its config."""
+        """Find one run with its config."""
         view = self._known(name)
         model = EvalRunConfig if view.record.kind == EVAL else RLConfig
         config = masked(view.record.config or {}, self._secrets)  # by its own names, which are values in the answer
@@ -74,11 +74,11 @@ class OrchestratorSource:
         }
 
     def uid_of(self, name: str) -> str:
-        """The uid of a run that is known."""
+        """Return the uid of a run that is known."""
         return self._known(name).record.uid
 
     async def checkpoints(self, name: str) -> list[dict[str, Any]]:
-        """Its committed checkpoints, oldest first."""
+        """Return the run's committed checkpoints, oldest first."""
         listing = self._listed_checkpoints(self._known(name).record.uid)
         async with _deadline():
             found = await asyncio.shield(listing)
@@ -93,7 +93,7 @@ class OrchestratorSource:
         ]
 
     def _listed_checkpoints(self, uid: str) -> asyncio.Task[run_service_pb2.ListCheckpointsResponse]:
-        """The listing of a run that is under way, or a new one.
+        """Return the running task that lists a run's checkpoints, or start one.
 
         It reads every manifest, in a thread that no deadline ends: pages that ask again must not take more.
         """
@@ -106,7 +106,7 @@ class OrchestratorSource:
         return found
 
     def explain(self, name: str) -> dict[str, Any]:
-        """Why it does not move, from memory."""
+        """Explain from memory why the run does not move."""
         view = self._known(name)
         is_held = self._manager.holds(view.record.uid)
         found = explain(view, self._registry, owner=self._owner, name_of=self._name_of, is_held=is_held)
@@ -127,7 +127,7 @@ class OrchestratorSource:
         }
 
     async def act(self, name: str, action: str, *, reason: str) -> None:
-        """Ask for it as any client does."""
+        """Request the action as any client does."""
         uid = self._known(name).record.uid
         async with _deadline():
             match action:
@@ -143,14 +143,14 @@ class OrchestratorSource:
                     raise NotFoundError(f"nothing of a run is called {action!r}", reason="PAGE_NOT_FOUND")
 
     async def audit(self, name: str) -> audit_pb2.AuditReport:
-        """The audit's report on its log."""
+        """Return the audit's report on its log."""
         request = run_service_pb2.AuditRunRequest(name=self._known(name).record.uid)
         async with _deadline(AUDIT_S, remedy=f"an audit of a long run takes longer: `millrace run audit {name}`"):
             found = await self._service.AuditRun(request, _NO_CALL)
         return found.report
 
     def trouble(self) -> str:
-        """What does not answer at the moment."""
+        """Name what does not answer at the moment: Redis, the store, or neither."""
         return unanswered(self._owner)
 
     def _known(self, name: str) -> RunView:
@@ -162,7 +162,7 @@ class OrchestratorSource:
         return view
 
     def _config_text(self, view: RunView) -> ConfigText:
-        """What is searched of a run; a config never changes."""
+        """Return the text of a run's config to search in; a config never changes."""
         found = self._config_texts.get(view.record.uid)
         if found is None:
             found = ConfigText.of(view.record.config or {}, secrets=self._secrets)
@@ -257,7 +257,7 @@ def _time(run: run_pb2.Run, name: str) -> float | None:
 
 @contextlib.asynccontextmanager
 async def _deadline(seconds: float = CALL_S, *, remedy: str = _ASK_AGAIN) -> AsyncIterator[None]:
-    """A time limit whose end is an error of ours."""
+    """Limit the block's time; raise UnavailableError when the time is over."""
     try:
         async with asyncio.timeout(seconds):
             yield

@@ -19,14 +19,14 @@ class RunEvents:
     """Writes typed events through an `EventWriter`, and counts them for Prometheus."""
 
     def __init__(self, writer: EventWriter, *, run: str = "") -> None:
-        """`run` is the run's name."""
+        """Take `run`, the run's name."""
         self._writer = writer
         self.meters = RunMeters(run)
         self.state = run_pb2.RUN_STATE_QUEUED
 
     @property
     def num_queued(self) -> int:
-        """Events that are not in the log yet."""
+        """Return the number of events that are not in the log yet."""
         return self._writer.num_queued
 
     async def state_changed(
@@ -52,7 +52,7 @@ class RunEvents:
         pools: PoolSizes | None = None,
         metrics: Mapping[str, float] | None = None,
     ) -> None:
-        """Record a committed batch; `chain_hash` (hex) is that behind it, `pools` are there where tasks move.
+        """Record a committed batch; `chain_hash` (hex) is that after it, `pools` are there where tasks move.
 
         `metrics` say what its rollouts were.
         """
@@ -118,8 +118,8 @@ class RunEvents:
         await self._writer.close()
 
 
-def is_told(count: int) -> bool:
-    """Whether the `count`-th occurrence is reported: the first one is, and each at which the count has doubled."""
+def is_reported(count: int) -> bool:
+    """Return whether to report the `count`-th occurrence: the first, and each at which the count has doubled."""
     return count & (count - 1) == 0
 
 

@@ -42,7 +42,7 @@ class DesiredState:
     """Why it shall pause or end, in the words of the user."""
 
     def after(self, intents: Sequence[Intent]) -> "DesiredState":
-        """The desired state after further intents, in order; kinds of a newer release change nothing."""
+        """Return the desired state after further intents, in order; unknown kinds change nothing."""
         desired = self
         for intent in intents:
             reason = str(intent.payload.get("reason") or "")
@@ -69,7 +69,7 @@ class DesiredStates:
         self._known: dict[str, _Known] = {}
 
     async def read(self, uid: str) -> DesiredState:
-        """What the run shall do."""
+        """Read the desired state of the run."""
         known = self._known.setdefault(uid, _Known(DesiredState(), 0, float("-inf")))
         now = time.monotonic()
         if now - known.read >= POLL_S:
@@ -80,12 +80,12 @@ class DesiredStates:
         return known.desired
 
     def expire(self, uid: str) -> None:
-        """An intent was written just now: read it at the next look."""
+        """Drop the cached state, because an intent was written just now."""
         if uid in self._known:
             self._known[uid].read = float("-inf")
 
     def forget(self, uid: str) -> None:
-        """The run has ended."""
+        """Forget a run that has ended."""
         self._known.pop(uid, None)
 
 
@@ -95,7 +95,7 @@ class IntentCalls:
     def __init__(
         self, *, store: ObjectStore, prefix: str, owner: str, on_intent: Callable[[str], Awaitable[None]]
     ) -> None:
-        """`on_intent` is called with the uid of a run with a new intent; `owner` is named in what is recorded."""
+        """Take `on_intent`, called with the uid of a run with a new intent, and `owner`, recorded as the writer."""
         self._owner = owner
         self._store = store
         self._prefix = prefix
@@ -155,13 +155,13 @@ class IntentCalls:
         await self._on_intent(view.record.uid)
 
     async def _was_done(self, names: Names, intents: Sequence[Intent], request_id: str) -> bool:
-        """Whether this very request has reopened the run before, which then failed again."""
+        """Return whether this request id has reopened the run before, which then failed again."""
         asked = {i.payload.get("closing_sha256") for i in intents if i.payload.get("request_id") == request_id}
         records = await asyncio.to_thread(load_reopenings, self._store, names)
         return bool(request_id) and any(record.closing_sha256 in asked for record in records)
 
     async def _desired(self, view: RunView) -> DesiredState:
-        """What the run shall do, with every intent that was acknowledged by now."""
+        """Read the desired state of the run, with every acknowledged intent."""
         return DesiredState().after(await read_intents(self._store, Names(self._prefix, view.record.uid)))
 
     async def _write(self, view: RunView, kind: str, payload: dict[str, str]) -> None:
@@ -170,7 +170,7 @@ class IntentCalls:
 
 
 def _require_readable(view: RunView, verb: str) -> None:
-    """Nothing can come of an intent that nobody can follow; once the run is repaired, it goes on by itself."""
+    """Refuse an intent for a run that cannot be read, because nobody could follow it."""
     if view.damage is not None:
         name = view.record.name
         raise InvalidStateError(

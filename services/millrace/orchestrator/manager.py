@@ -18,7 +18,7 @@ from millrace.orchestrator.drive.run_driver import RunDriver
 from millrace.orchestrator.drive.train_run import EvalRunDriver, TrainRunDriver
 from millrace.orchestrator.events import RunContext, RunEvents
 from millrace.orchestrator.intents import POLL_S, ROLE, DesiredState, DesiredStates
-from millrace.orchestrator.watchdog import Watchdog, tell_takeover
+from millrace.orchestrator.watchdog import Watchdog, report_takeover
 from millrace.orchestrator.why import HeldUp
 from millrace.orchestrator.workers import RETIRED_S, WorkerKind, WorkerRegistry
 from millrace.runlog import EventWriter, Lease, RunLog
@@ -46,7 +46,7 @@ class Sealer:
         self._todo: asyncio.Queue[RunView] = asyncio.Queue()
 
     def note(self, view: RunView) -> None:
-        """A run has ended; one that was reopened meanwhile ends again."""
+        """Note that a run has ended, also for the second time after a reopening."""
         end = view.record.uid, view.run.end_time.ToNanoseconds()
         if end not in self._seen and time.monotonic() >= self._not_before.get(view.record.uid, 0.0):
             self._seen.add(end)
@@ -137,21 +137,23 @@ class RunManager:
         self._wake.set()
 
     def progress(self, uid: str) -> run_pb2.RunProgress | None:
-        """How far an evaluation run is that is driven here, which no event says; None of others."""
+        """Return the progress of an evaluation run that is driven here, which no event reports; None for other runs."""
         claim = self._claims.get(uid)
         return claim.driver.progress() if claim and claim.driver else None
 
     def holds(self, uid: str) -> bool:
-        """Whether a run is under a claim of this replica, which may last beyond its end: exports write the rest."""
+        """Return whether this replica holds a claim of the run, which may outlast the run until its exports are
+        written.
+        """
         return uid in self._claims
 
     def driven(self) -> list[tuple[RunParts, bool]]:
-        """The runs that are driven here, and whether their leases are fresh."""
+        """Return the runs that are driven here, and whether their leases are fresh."""
         claims = list(self._claims.values())
         return [(c.driver.parts, c.lease.may_write) for c in claims if c.driver is not None and c.lease is not None]
 
     async def apply(self, uid: str) -> None:
-        """An intent for the run was acknowledged: tell its driver, if it is here, and look at the run now."""
+        """Pass an acknowledged intent to the run's driver, if it is here, and look at the run now."""
         self._desired.expire(uid)
         if uid in self._claims:
             desired = await self._desired.read(uid)
@@ -301,7 +303,7 @@ class RunManager:
                 claim.apply(await self._desired.read(uid))
                 run_meters.lease_acquired(view.record.name)
                 logger.info("run claimed", extra={"run": view.record.name, "epoch": epoch.number})
-                await tell_takeover(context, owner=self._owner, spoke_at=view.status.spoke_at)
+                await report_takeover(context, owner=self._owner, spoke_at=view.status.spoke_at)
                 exported = self._readers.export(view.record, warn=events.warning)
                 try:
                     await self._keep(claim, driver, lease, run_log, Watchdog.of(driver.parts, owner=self._owner))
@@ -333,7 +335,7 @@ class RunManager:
         self._gone.pop(run_log.uid, None)
 
     async def _events(self, view: RunView) -> RunEvents:
-        """The writer of the run's events: that of the drive before, if it ended because the log was gone."""
+        """Return the writer of the run's events: the previous drive's, if that drive ended because the log was gone."""
         kept = self._kept_events.pop(view.record.uid, None)
         return kept or await resumed_events(self._catalog, view, owner=self._owner)
 
@@ -405,7 +407,7 @@ class RunManager:
             self._sealer.note(view)
 
     def _forget_end(self, uid: str) -> None:
-        """Note that a run which workers were told to release goes on."""
+        """Note that a run which workers should have released goes on."""
         if uid in self._told:
             self._told.discard(uid)
             self._registry.goes_on(uid)
@@ -421,7 +423,7 @@ def _is_gone(causes: Iterable[BaseException]) -> bool:
 
 
 async def resumed_events(catalog: RunCatalog, view: RunView, *, owner: str) -> RunEvents:
-    """The writer of a run's events, which goes on from what the run's log says.
+    """Return the writer of a run's events, which goes on from what the run's log says.
 
     With a log of its own: it adopts a rebuilt one in place, which the driver must notice by itself.
     """

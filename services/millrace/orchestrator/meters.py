@@ -1,4 +1,4 @@
-"""The orchestrator's metrics: `run_meters` counts, and what is looked up when Prometheus asks stands here.
+"""The orchestrator's metrics: `run_meters` counts, and what is looked up when Prometheus asks is here.
 
 Series of a run that are looked up are there only while this orchestrator drives it, so that an alert on them ends with
 the drive. The time since its last commit is also exported between two drives.
@@ -115,7 +115,7 @@ for _kind in WorkerKind:
 
 
 def registry_of(manager: RunManager, catalog: RunCatalog, workers: WorkerRegistry) -> CollectorRegistry:
-    """What this orchestrator exports."""
+    """Make the registry of metrics that this orchestrator exports."""
 
     def read(sheet: Sheet) -> None:
         _read_runs(sheet, catalog)
@@ -139,7 +139,7 @@ def _read_runs(sheet: Sheet, catalog: RunCatalog) -> None:
 
 
 def _read_open(sheet: Sheet, catalog: RunCatalog, *, driven: Collection[str]) -> None:
-    """The series of every run that has not ended, also while nobody drives it."""
+    """Update the series of every run that has not ended, also while nobody drives the run."""
     for view in catalog.views:
         run, moved = view.record.name, view.status.batches.moved
         if not view.is_terminal:

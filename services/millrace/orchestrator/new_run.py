@@ -23,7 +23,7 @@ KINDS = {run_pb2.RUN_KIND_RL: RL, run_pb2.RUN_KIND_EVAL: EVAL}
 
 
 def validate(request: run_service_pb2.CreateRunRequest) -> RLConfig | EvalRunConfig:
-    """The config of the run, or InvalidSpecError with every violation of the request."""
+    """Return the config of the run; raise InvalidSpecError with every violation of the request."""
     violations: list[Violation] = []
     if request.run_id and not names.is_legal(request.run_id):
         violations.append(Violation(field="run_id", value=request.run_id, message=names.RULE))
@@ -55,7 +55,7 @@ def validate(request: run_service_pb2.CreateRunRequest) -> RLConfig | EvalRunCon
 
 
 def make_record(request: run_service_pb2.CreateRunRequest, config: RLConfig | EvalRunConfig) -> RunRecord:
-    """The run's record under a new uid."""
+    """Return the run's record under a new uid."""
     document = json.loads(config.resolved_json())
     uid = new_uid()
     return RunRecord(
@@ -72,7 +72,7 @@ def make_record(request: run_service_pb2.CreateRunRequest, config: RLConfig | Ev
 
 
 def _make_name(config: RLConfig | EvalRunConfig, uid: str) -> str:
-    """`{first env}-{last hex digits of the uid}`; evaluations begin with `eval-`."""
+    """Return `{first env}-{last hex digits of the uid}`; names of evaluations begin with `eval-`."""
     is_eval = isinstance(config, EvalRunConfig)
     first = config.env[0] if is_eval else config.orchestrator.env[0]
     return names.make(f"{'eval-' if is_eval else ''}{first.name or first.id}", uid[-6:])
@@ -104,7 +104,7 @@ def _violations(check: Callable[[str], object], value: str) -> tuple[Violation, 
 def as_create(
     request: run_service_pb2.ForkRunRequest, parent: RunRecord, *, uid: str
 ) -> run_service_pb2.CreateRunRequest:
-    """The request for the new run: the parent's config and a name made of the parent's, unless it names its own."""
+    """Return the request for the new run: the parent's config, and a name from the parent's unless one is given."""
     return run_service_pb2.CreateRunRequest(
         kind=run_pb2.RUN_KIND_RL,
         run_id=request.run_id or names.make(parent.name, f"at-{request.step}-{uid[-4:]}"),
@@ -115,12 +115,12 @@ def as_create(
 
 
 def _with_own_wandb_run(config_json: str, parent: RunRecord) -> str:
-    """The config without the parent's id in W&B: rows that the parent has written there would stand for the fork's."""
+    """Remove the parent's W&B id from the config, because W&B would mix the parent's rows with the fork's."""
     theirs = (parent.config or {}).get("wandb") or {}
     try:
         document = decode_object(config_json.encode(), what="config_json", reason="CONFIG_INVALID")
     except CorruptObjectError:
-        return config_json  # what is wrong with it is said where it is checked
+        return config_json  # the check reports what is wrong with it
     wandb = document.get("wandb")
     if not isinstance(wandb, dict) or wandb.get("id") is None or wandb["id"] != theirs.get("id"):
         return config_json
@@ -128,7 +128,8 @@ def _with_own_wandb_run(config_json: str, parent: RunRecord) -> str:
 
 
 def check_config(config: RLConfig, parent: RunRecord, plan: ForkPlan) -> None:
-    """InvalidSpecError if the config cannot continue the parent's weights, InvalidStateError if it needs a checkpoint.
+    """Raise InvalidSpecError if the config cannot continue the parent's weights, InvalidStateError if it needs a
+    checkpoint.
 
     The steps from the checkpoint to the fork's first one are computed again by the fork's trainer. They only give the
     parent's version back under the parent's trainer settings, so other settings need a checkpoint at that very step.
@@ -165,14 +166,14 @@ def check_config(config: RLConfig, parent: RunRecord, plan: ForkPlan) -> None:
 
 
 def is_same_fork(record: RunRecord, earlier: RunRecord) -> bool:
-    """Whether a repeated request asks for what was made before."""
+    """Return whether a repeated request asks for what was made before."""
     if record.parent is None or earlier.parent is None:
         return record.parent is earlier.parent
     return all(record.parent[name] == earlier.parent[name] for name in ("uid", "step"))
 
 
 def _relevant(config: RLConfig, plan: ForkPlan) -> dict[str, Any]:
-    """The settings that a trained step depends on, flat."""
+    """Return the settings that a trained step depends on, flat."""
     trainer = json.loads(config.trainer.model_dump_json())
     del trainer["ckpt"]
     if config.trainer.scheduler.type == "constant":

@@ -96,7 +96,7 @@ DAMAGED = Counter(
 )
 TASKS = Gauge(
     "millrace_orchestrator_tasks",
-    "Training tasks by pool (easy, normal, hard) behind the newest batch; only where `orchestrator.buffer` has a "
+    "Training tasks by pool (easy, normal, hard) after the newest batch; only where `orchestrator.buffer` has a "
     "threshold.",
     ["run", "pool"],
     registry=None,
@@ -118,14 +118,14 @@ class RunMeters:
     """The counters of one run, and when it last got ahead."""
 
     def __init__(self, run: str) -> None:
-        """`run` is the run's name."""
+        """Take `run`, the run's name."""
         self.run = run
         self._batches = BatchAge()
         seen(run)
 
     @property
     def seconds_since_batch(self) -> float | None:
-        """Since the last commit, or since the run began to play; None while no batch is due."""
+        """Return the seconds since the last commit, or since play began; None while no batch is due."""
         return None if self._batches.moved is None else max(0.0, time.monotonic() - self._batches.moved)
 
     def resume(self, moved: float | None) -> None:
@@ -134,19 +134,19 @@ class RunMeters:
             self._batches.committed(time.monotonic() - seconds_since(moved))
 
     def state_changed(self, state: run_pb2.RunState, *, failed_in: str = "") -> None:
-        """The run's state of now; `failed_in`: the component whose error it fails with."""
+        """Set the run's state; `failed_in` is the component with whose error it fails."""
         self._batches.state_changed(state, time.monotonic())
         if state == run_pb2.RUN_STATE_FAILED:
             RUNS_FAILED.labels(failed_in if failed_in in _COMPONENTS else "orchestrator").inc()
 
     def rollout(self, rollout: Rollout) -> None:
-        """A rollout found its group."""
+        """Count a rollout that was accepted into its group."""
         ROLLOUTS.labels(self.run, _env_label(rollout.env), rollout.status.value).inc()
 
     def batch_committed(
         self, *, num_trained: int, dropped: Mapping[str, int], filtered: Mapping[str, int], num_tokens: int
     ) -> None:
-        """A batch is in the log."""
+        """Count a batch that is in the log."""
         for name, count in filtered.items():
             FILTERED.labels(self.run, name).inc(count)
         self._batches.committed(time.monotonic())
@@ -157,12 +157,12 @@ class RunMeters:
             GROUPS.labels(self.run, reason).inc(count)
 
     def tasks(self, pools: PoolSizes) -> None:
-        """How many tasks are in which pool behind the newest batch."""
+        """Set the number of tasks in each pool after the newest batch."""
         for pool, count in (("easy", pools.easy), ("normal", pools.normal), ("hard", pools.hard)):
             TASKS.labels(self.run, pool).set(count)
 
     def trained(self, plays: Iterable[Play], *, step: int, metrics: Mapping[str, float]) -> None:
-        """These groups are in the batch of that step, whose `metrics` say what they are."""
+        """Count the groups in the batch of a step, described by `metrics`."""
         ages, envs = STALENESS.labels(self.run), set[str]()
         for play in plays:
             envs.add(play.task.env)
@@ -181,7 +181,7 @@ class RunMeters:
 
 
 def seconds_since(moment: float) -> float:
-    """Seconds since a moment in seconds since the epoch, which another machine's clock may have told."""
+    """Return the seconds since a wall-clock time, which may come from another machine; never negative."""
     return max(0.0, time.time() - moment)
 
 
@@ -198,25 +198,25 @@ def seen(run: str) -> None:
 
 
 def lease_acquired(run: str) -> None:
-    """This orchestrator holds the run now."""
+    """Count a lease of the run that this orchestrator acquired."""
     seen(run)
     LEASES.labels(run).inc()
 
 
 def drive_failed(run: str) -> None:
-    """A drive ended by an error, or did not begin."""
+    """Count a drive that failed or could not begin."""
     seen(run)
     GIVEN_UP.labels(run).inc()
 
 
 def entries_damaged(run: str, stream: str, count: int) -> None:
-    """Entries of the log were skipped."""
+    """Count skipped entries of the log."""
     seen(run)
     DAMAGED.labels(run, stream).inc(count)
 
 
 def forget(run: str) -> None:
-    """The run has ended long ago: its series end."""
+    """Remove the series of a run that ended long ago."""
     if run in _runs:
         _runs.discard(run)
         for metric in _OF_RUN:

@@ -66,7 +66,7 @@ class _Process:
     readers: Readers
 
     def servicer(self, draining: asyncio.Event) -> RunServicer:
-        """The public API."""
+        """Return the public API."""
         return RunServicer(
             place=self.place,
             readers=self.readers,
@@ -124,7 +124,7 @@ def _assemble(settings: Settings) -> _Process:
 
 
 def _dashboard(process: _Process) -> contextlib.AbstractAsyncContextManager[int]:
-    """The dashboard, which asks the public API as its clients do."""
+    """Return the dashboard, which asks the public API as its clients do."""
     source = OrchestratorSource(
         service=process.servicer(asyncio.Event()),
         catalog=process.catalog,
@@ -181,7 +181,7 @@ async def serve_orchestrator(
 
 
 async def _test_stores(process: _Process, tested: asyncio.Event) -> None:
-    """Try out what runs rest on, Redis and the object store; `tested` is set behind one try, before its last answers.
+    """Try out what runs rest on, Redis and the object store; `tested` is set after one try, before its last answers.
 
     InvalidStateError if one of them cannot carry runs. One that does not answer, or is no primary now, is tried again.
     """
@@ -263,7 +263,7 @@ class WorkerServicer(worker_service_pb2_grpc.WorkerServiceServicer):
 
 
 def _check_worker(worker: worker_service_pb2.Worker) -> None:
-    """InvalidSpecError unless the worker says who it is and where it can be called."""
+    """Raise InvalidSpecError unless the worker says who it is and where it can be called."""
     wrong: list[Violation] = []
     if not worker.worker_id:
         wrong.append(Violation(field="worker.worker_id", message="must not be empty"))

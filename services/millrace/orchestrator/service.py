@@ -54,7 +54,7 @@ EXPLAIN_READ_S = 2.0
 READ_BLOCK_S = 1.0
 """Longest block of one read in a watch: how late a drain or a cancelled client is noticed."""
 PAGE_BYTES = 16 << 20
-"""Largest page of runs: configs are part of them. The next page begins behind it."""
+"""Largest page of runs: configs are part of them. The next page begins after it."""
 MAX_VALIDATIONS = 2
 """Configs that are checked at the same time, in threads; further ones wait."""
 MAX_REASON_CHARS = 2000
@@ -263,7 +263,7 @@ class RunServicer(run_service_pb2_grpc.RunServiceServicer):
     async def ExplainRun(
         self, request: run_service_pb2.ExplainRunRequest, context: grpc.aio.ServicerContext
     ) -> run_service_pb2.ExplainRunResponse:
-        """What every service waits for."""
+        """Explain what every service waits for."""
         # Redis or the store may be the very cause; then the view of the last look has to do.
         known, note = self._catalog.known(request.name), ""
         try:
@@ -281,7 +281,9 @@ class RunServicer(run_service_pb2_grpc.RunServiceServicer):
         return explain(view, self._registry, owner=self._owner, note=note, name_of=self._name_of, is_held=is_held)
 
     async def _validated(self, request: run_service_pb2.CreateRunRequest) -> tuple[RLConfig | EvalRunConfig, RunRecord]:
-        """The config and the record of the new run, checked in a thread; InvalidSpecError says all."""
+        """Return the config and the record of the new run, checked in a thread; raise InvalidSpecError with every
+        violation.
+        """
 
         def check() -> tuple[RLConfig | EvalRunConfig, RunRecord]:
             config = validate(request)
@@ -339,7 +341,7 @@ class RunServicer(run_service_pb2_grpc.RunServiceServicer):
         return found
 
     def _checkpoint(self, record: RunRecord, names: Names, step: int) -> checkpoint_pb2.Checkpoint | None:
-        """A committed checkpoint; None, and a line in the log, if its manifest is damaged or not there."""
+        """Return a committed checkpoint; None, and a line in the log, if its manifest is damaged or not there."""
         key = newest_revision(self._store, names.checkpoint_manifest(step))
         if (info := self._store.head(key)) is None:
             return None
@@ -359,7 +361,7 @@ class RunServicer(run_service_pb2_grpc.RunServiceServicer):
 
 
 def _manifest_bytes(data: bytes, *, what: str) -> int:
-    """Bytes of the objects that a checkpoint's manifest names."""
+    """Return the bytes of the objects that a checkpoint's manifest names."""
     reason = "CHECKPOINT_MANIFEST_INVALID"
     raw = decode_object(data, what=what, reason=reason)
     try:
@@ -378,7 +380,7 @@ def _check_intent(reason: str, request_id: str) -> None:
 
 
 def _of_bounded_size(runs: list[run_pb2.Run]) -> list[run_pb2.Run]:
-    """The first runs, as many as fit into a page, and at least one."""
+    """Return as many of the first runs as fit into a page, and at least one."""
     size = 0
     for index, run in enumerate(runs):
         size += run.ByteSize()
@@ -391,14 +393,14 @@ def _of_bounded_size(runs: list[run_pb2.Run]) -> list[run_pb2.Run]:
 
 
 class EventFeed:
-    """Reads behind a cursor. When Redis holds another copy of the log, it begins anew and skips what it has given out.
+    """Reads after a cursor. When Redis holds another copy of the log, it begins anew and skips what it has given out.
 
     Another copy may have given the ids of lost events to others, so a cursor alone does not say what was seen: the
     number of each writer's newest event does.
     """
 
     def __init__(self, catalog: RunCatalog, uid: str, *, after: str) -> None:
-        """`after` is the cursor behind which the watcher wants events; empty is from the beginning."""
+        """Take `after`, the cursor after which the watcher wants events; empty means from the beginning."""
         self._catalog = catalog
         self._uid = uid
         self._after = after
@@ -410,7 +412,7 @@ class EventFeed:
         """Cursor of the newest event that was read."""
 
     async def read(self, *, block_s: float) -> Sequence[event_pb2.Event]:
-        """The next events; waits up to `block_s` for the first one."""
+        """Return the next events; wait up to `block_s` for the first one."""
         try:
             run_log = self._log
             if run_log is None or await run_log.read_instance() != self._instance:
@@ -437,7 +439,7 @@ class EventFeed:
         return run_log
 
     def _was_given(self, event: event_pb2.Event) -> bool:
-        """Whether the watcher has the event: from us, or from before it came to us."""
+        """Return whether the watcher has the event already, from this stream or from an earlier one."""
         is_before = bool(self._after) and _position(event.cursor) <= _position(self._after)
         return is_before or event.writer_sequence <= self._given.get(event.writer, 0)
 
@@ -481,7 +483,7 @@ def _keys(config: RLConfig | EvalRunConfig) -> KeyVariables:
 
 
 def require_env_images(config: RLConfig | EvalRunConfig, registry: WorkerRegistry) -> None:
-    """InvalidSpecError names every image of an environment that no registered env-server announces.
+    """Raise InvalidSpecError naming every image of an environment that no registered env-server announces.
 
     Without any env-server the run waits for one: what waits names the image.
     """
@@ -502,7 +504,7 @@ def require_env_images(config: RLConfig | EvalRunConfig, registry: WorkerRegistr
 
 
 def _environments(config: RLConfig | EvalRunConfig) -> Iterator[tuple[str, NamedEnv]]:
-    """Every environment of its own, and the key of its image; those that evaluation takes from training only once."""
+    """Yield every environment with the key of its image; one that evaluation takes from training comes once."""
     if isinstance(config, EvalRunConfig):
         yield from ((f"env[{index}].image", env) for index, env in enumerate(config.env))
         return
@@ -520,7 +522,7 @@ FIELD = "trainer.loss.import_path"
 
 
 def require_loadable_loss(config: RLConfig, registry: WorkerRegistry) -> None:
-    """InvalidSpecError if the loss is a function of the user's own whose module no registered trainer may load.
+    """Raise InvalidSpecError if the loss is a function of the user's own whose module no registered trainer may load.
 
     Whether the function is any good is for the trainer to say, which has what it imports.
     """

@@ -11,7 +11,7 @@ One watchdog per driven run. It only looks and tells, through events of the run,
 | Redis did not answer for a while and does again          | REDIS_SILENT                                       |
 | this process stood still (frozen, or its machine was)    | ORCHESTRATOR_STOOD_STILL; nobody else is blamed    |
 
-What this process misses while it stands still, the run's trainer tells (ORCHESTRATOR_SILENT). A run whose steps take
+The run's trainer reports what this process misses while it is still (ORCHESTRATOR_SILENT). A run whose steps take
 longer than 20 s is not stuck: each standstill that ended by itself makes the watchdog more patient.
 """
 
@@ -42,7 +42,7 @@ TELL_SILENT_S = 10.0
 NO_PROGRESS_S = (20.0, 60.0, 300.0, 900.0)
 """Ages of a standstill at which the end of the chain is reported; after the last one, each time as much has passed."""
 PATIENCE, MOST_PATIENT = 1.5, 30.0
-"""Factor on these ages after a standstill that was told and then ended although nobody had been found silent."""
+"""Factor on these ages after a reported standstill that ended although no component had been silent."""
 OVERDUE_AGAIN_S = 600.0
 """Shortest time between two reports of the same overdue wait: in a slow run it may come back at every step."""
 TELL_STILL_S = 5.0
@@ -63,7 +63,7 @@ class _Seen:
 
     record: WorkerRecord
     last_seen: float
-    is_told: bool = False
+    is_reported: bool = False
 
 
 class Watchdog:
@@ -101,7 +101,7 @@ class Watchdog:
 
     @classmethod
     def of(cls, parts: RunParts, *, owner: str) -> Self:
-        """The watchdog of a driven run: rollouts, commits, policies and the trainer's steps are progress."""
+        """Make the watchdog of a driven run, for which rollouts, commits, policies and training steps are progress."""
         context = parts.context
 
         def progress() -> object:
@@ -136,7 +136,7 @@ class Watchdog:
             await self.look()
 
     async def look(self) -> None:
-        """One look."""
+        """Check once whether the run stands still, and report it."""
         now = self._clock()
         still_s = self._meter.within(self._looked, now)
         self._looked = now
@@ -162,12 +162,12 @@ class Watchdog:
         for worker_id, record in current.items():
             seen = self._seen.setdefault(worker_id, _Seen(record=record, last_seen=record.last_seen))
             silence_s = now - record.last_seen
-            if silence_s > TELL_SILENT_S and not seen.is_told:
-                seen.is_told = True
+            if silence_s > TELL_SILENT_S and not seen.is_reported:
+                seen.is_reported = True
                 self._remember_gone(worker_id, record.last_seen)
                 await self._warn("WORKER_SILENT", f"{_name(record)} has not answered for {silence_s:.0f} s: {_CAUSES}")
             elif silence_s < SILENT_S and (since := self._gone.pop(worker_id, None)) is not None:
-                seen.is_told = False
+                seen.is_reported = False
                 await self._warn("WORKER_BACK", f"{_name(record)} answers again, after {now - since:.0f} s of silence")
             seen.record, seen.last_seen = record, record.last_seen
 
@@ -220,7 +220,7 @@ class Watchdog:
         self._overdue = {key: at for key, at in self._overdue.items() if now - at < OVERDUE_AGAIN_S}
         for component in components(self._run_uid, self._registry, owner=self._owner):
             if component.is_silent:
-                continue  # what it said last grows old with it; that it is silent is told by itself
+                continue  # its last report is as old as its silence, which has an event of its own
             for wait in component.waits:
                 key = (wait.owner, wait.waits_on, re.sub(r"[\d.]+", "#", wait.reason))
                 if wait.is_overdue and key not in self._overdue:
@@ -250,7 +250,9 @@ class Watchdog:
             await self._events.wait_reported(wait)
 
     def _may_send(self) -> bool:
-        """Whether the run's event log takes another event: it is for people, and a bad day may last long."""
+        """Return whether the run's event log takes another report; reports are for people, and their number is
+        bounded.
+        """
         now = self._clock()
         while self._sent and now - self._sent[0] > PER_S:
             self._sent.popleft()
@@ -260,7 +262,7 @@ class Watchdog:
         return True
 
 
-async def tell_takeover(context: RunContext, *, owner: str, spoke_at: Mapping[str, float]) -> None:
+async def report_takeover(context: RunContext, *, owner: str, spoke_at: Mapping[str, float]) -> None:
     """Name the orchestrator that held the run before; `spoke_at`: when each writer wrote its last event."""
     epoch, run_log = context.epoch, context.log
     before = ""
@@ -287,14 +289,14 @@ def _name(record: WorkerRecord) -> str:
     return f"{record.kind} {record.worker_id}"
 
 
-def _threshold_s(num_told: int) -> float:
-    """Age of a standstill at which it is told for the next time."""
+def _threshold_s(num_reported: int) -> float:
+    """Return the age of a standstill at which it is reported next."""
     last = len(NO_PROGRESS_S) - 1
-    return NO_PROGRESS_S[num_told] if num_told <= last else NO_PROGRESS_S[last] * (num_told - last + 1)
+    return NO_PROGRESS_S[num_reported] if num_reported <= last else NO_PROGRESS_S[last] * (num_reported - last + 1)
 
 
 def _end_of(chain: Chain, *, owner: str, idle_s: float) -> Wait:
-    """What an event says of a standstill: the end of the chain."""
+    """Return the wait at the end of the chain, which an event reports."""
     if chain.links:
         return chain.links[-1].wait
     return Wait(owner=owner, reason="any progress of the run; no service says that it waits", age_s=idle_s)

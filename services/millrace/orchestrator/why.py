@@ -20,7 +20,7 @@ from millrace.telemetry.waits import METER, Meter, Wait
 from millrace.v1 import run_pb2, run_service_pb2
 
 RECENT_S = 60.0
-"""How long this process reports that it stood still: until then the delays of others may be its own doing."""
+"""How long this process reports that it stood still: until then it may have caused other components' delays."""
 NameOf = Callable[[str], str]
 """Name of a run by its uid; the uid itself if it is unknown."""
 
@@ -53,19 +53,19 @@ def explain(
 
 
 def _last_waits(uid: str, owner: str) -> list[Wait]:
-    """What this orchestrator still waits for before it gives back a run that has ended."""
+    """Return the waits that keep this orchestrator from releasing a run that has ended."""
     found = [wait for wait in waits.snapshot(owner) if wait.run == uid]
     return found or [Wait(owner=owner, reason="the last objects of the run to be written", run=uid)]
 
 
 def unanswered(owner: str) -> str:
-    """The longest wait of this process for Redis or the store, in words; empty if both answer."""
+    """Return the longest wait of this process for Redis or the store, in words; empty if both answer."""
     found = [wait for wait in waits.snapshot(owner) if wait.waits_on in (REDIS, STORE)]
     return f"it waits for {found[0].reason}, {found[0].age_s:.1f} s" if found else ""
 
 
 def stood_still(owner: str, *, meter: Meter = METER) -> str:
-    """When and how long this process stood still lately, in words; empty if it did not."""
+    """Return when and how long this process stood still lately, in words; empty if it did not."""
     now = time.monotonic()
     last = next((each for each in reversed(meter.found) if each.seconds > SILENT_S), None)
     if last is None or now - last.ended > RECENT_S:
@@ -75,12 +75,12 @@ def stood_still(owner: str, *, meter: Meter = METER) -> str:
 
 
 def chain_of(uid: str, registry: WorkerRegistry, *, owner: str) -> Chain:
-    """The chain of a run that this orchestrator drives."""
+    """Return the chain of a run that this orchestrator drives."""
     return _chain(components(uid, registry, owner=owner), owner=owner)
 
 
 def components(uid: str, registry: WorkerRegistry, *, owner: str) -> list[Component]:
-    """This orchestrator and the workers that serve the run, each with its waits of this run or of no run."""
+    """Return this orchestrator and the workers that serve the run, each with its waits of this run or of no run."""
     now = time.monotonic()
     own = _of_run(waits.snapshot(owner), uid)
     found = [Component(name=owner, kind="orchestrator", waits=own)]
@@ -96,7 +96,7 @@ def components(uid: str, registry: WorkerRegistry, *, owner: str) -> list[Compon
 
 
 def serves(record: WorkerRecord, uid: str) -> bool:
-    """Whether a worker does anything for the run: its trainer, its replicas, and every env-server."""
+    """Return whether a worker serves the run: the run's trainer and replicas, and every env-server."""
     if record.kind is WorkerKind.ENV_SERVER:
         return True
     return uid in (record.run_uid, record.reported)
@@ -118,7 +118,7 @@ def _component(record: WorkerRecord, uid: str, now: float, *, is_lost: bool = Fa
 
 
 def _collapsed(found: Sequence[Wait]) -> list[Wait]:
-    """One of each of an owner's waits that differ in nothing but their age: the oldest, with how many there are."""
+    """Merge an owner's waits that differ only in age into the oldest one, with their number."""
     same: dict[tuple[str, str, str, float, str], list[Wait]] = {}
     for wait in found:
         key = (wait.owner, wait.reason, wait.waits_on, wait.deadline_s, wait.run)
@@ -136,7 +136,7 @@ def _of_run(found: Iterable[Wait], uid: str) -> list[Wait]:
 
 
 def _activity(record: WorkerRecord) -> str:
-    """What a worker that waits for nobody says that it does."""
+    """Return the reported activity of a worker that waits for nobody."""
     if record.trainer is not None:
         return f"works on step {record.trainer.step + 1}" if record.trainer.run_uid else "is about to take the run"
     if record.policy is not None:
@@ -152,7 +152,7 @@ def _chain(found: Sequence[Component], *, owner: str) -> Chain:
 def _summary(
     view: RunView, registry: WorkerRegistry, found: Sequence[Component], *, owner: str, name_of: NameOf
 ) -> str:
-    """One line that begins with what is special about the run's state."""
+    """Return one line about the run that begins with what is special about its state."""
     match view.run.state:
         case run_pb2.RUN_STATE_QUEUED:
             return f"queued: {_held_up(view.record.uid, found) or _why_queued(view.record.uid, registry, name_of)}"
@@ -167,8 +167,8 @@ def _summary(
     parts += [f"environment {env!r} is behind: {found.lost}" for env, found in stale.items()]
     if view.status.resumed is not None:
         parts.append(resumed_words(view.status.resumed))
-    if said := stood_still(owner):
-        parts.append(said)
+    if note := stood_still(owner):
+        parts.append(note)
     if not any(component.kind == "trainer" for component in found):
         parts.append(f"no trainer is assigned to the run ({_trainers(registry, name_of)})")
     if chain := str(_chain(found, owner=owner)):
@@ -177,7 +177,7 @@ def _summary(
 
 
 def _is_failing(count: run_pb2.EnvRollouts) -> bool:
-    """Whether most of the last rollouts of an environment failed."""
+    """Return whether most of the last rollouts of an environment failed."""
     return count.num_recent_failed * 2 > count.num_recent
 
 
@@ -189,14 +189,16 @@ def _failing(count: run_pb2.EnvRollouts) -> str:
 
 
 def _held_up(uid: str, found: Sequence[Component]) -> str:
-    """What keeps this orchestrator from driving a queued run that it has a trainer for; empty if nothing does."""
+    """Return what keeps this orchestrator from driving a queued run that it has a trainer for; empty if nothing
+    does.
+    """
     own = [wait for component in found if component.kind == "orchestrator" for wait in component.waits]
     held = max((wait for wait in own if wait.run == uid), key=lambda wait: wait.age_s, default=None)
     return "" if held is None else f"the orchestrator waits for {held.reason}, {held.age_s:.0f} s"
 
 
 def _why_queued(uid: str, registry: WorkerRegistry, name_of: NameOf) -> str:
-    """Why a queued run does not start; a trainer that waits for this very run is never the reason."""
+    """Return why a queued run does not start; a trainer that waits for this very run is never the reason."""
     held = [run for record in registry.alive(WorkerKind.TRAINER) if (run := record.run_uid or record.reported) != uid]
     if not all(held) or len(held) < len(registry.alive(WorkerKind.TRAINER)):
         return "a trainer is free, an orchestrator takes the run as soon as its log can be read"
@@ -205,7 +207,7 @@ def _why_queued(uid: str, registry: WorkerRegistry, name_of: NameOf) -> str:
 
 
 def _trainers(registry: WorkerRegistry, name_of: NameOf) -> str:
-    """Which trainers there are, and what keeps them."""
+    """Describe the trainers and why none is free."""
     words = []
     for record in registry.alive(WorkerKind.TRAINER):
         run = record.run_uid or record.reported
@@ -224,7 +226,7 @@ def _trainers(registry: WorkerRegistry, name_of: NameOf) -> str:
 # as its log has it and goes on once it can. docs/decisions/refusals.md says why it is not ended.
 
 HELD_UP_S = 50.0
-"""How long a run may be refused without getting ahead before those who wait for it are told: with what comes behind it,
+"""How long a run may be refused without getting ahead before commands that wait for it fail: with what comes after it,
 within a minute."""
 LOOK_S = 1.0
 GAP_S = 5.0
@@ -246,7 +248,7 @@ class HeldUp:
     """Looks at every open run once per second. Refusals are those of waits of this process and of workers."""
 
     def __init__(self, registry: WorkerRegistry, *, owner: str, clock: Callable[[], float] = time.monotonic) -> None:
-        """`owner` names this orchestrator."""
+        """Take `owner`, which names this orchestrator."""
         self._registry = registry
         self._owner = owner
         self._clock = clock
@@ -261,7 +263,7 @@ class HeldUp:
             self.look(views())
 
     def look(self, views: Iterable[RunView]) -> None:
-        """Note of each open run whether something refuses it."""
+        """Record for each open run whether Redis or the store refuses it."""
         now = self._clock()
         uids = set[str]()
         for view in views:

@@ -22,7 +22,7 @@ from millrace.telemetry.waits import Wait
 logger = logging.getLogger(__name__)
 
 HEARTBEAT_S = 1.0
-"""Interval that workers are told."""
+"""Heartbeat interval that workers get with their registration."""
 LEASE_S = 10.0
 """Silence after which a worker counts as lost: ten missed heartbeats, so that a busy laptop loses none."""
 PULSE_S, STOOD_STILL_S = 0.5, 2.0
@@ -34,9 +34,9 @@ QUIET_S = 5.0
 LEAVING_LEASE_S = 3.0
 """Silence after which a worker that announced its end counts as gone."""
 RETIRED_S = 600.0
-"""How long workers are told of a run that was paused or has ended."""
+"""How long heartbeats' answers name a run that was paused or has ended."""
 MAX_RETIRED = 64
-"""Runs of which they are told; with more, the oldest are left out."""
+"""How many such runs an answer names; of more, the oldest are left out."""
 MAX_WORKERS = 4096
 """Most workers that are registered at once."""
 MAX_WAITS = 512
@@ -70,7 +70,7 @@ class WorkerRecord:
     trainer: worker_service_pb2.TrainerStatus | None = None
     policy: policy_service_pb2.PolicyStatus | None = None
     gpus: list[GpuUse] = field(default_factory=list)
-    """Those that it may use, as it last said."""
+    """The devices that it may use, as last reported."""
     num_playing: int = 0
     is_leaving: bool = False
     """It drains: it gets nothing new."""
@@ -81,22 +81,22 @@ class WorkerRecord:
 
     @property
     def worker_id(self) -> str:
-        """Unique id of the process."""
+        """Return the unique id of the process."""
         return self.worker.worker_id
 
     @property
     def kind(self) -> WorkerKind:
-        """What it does for runs."""
+        """Return the worker's kind."""
         return KINDS[self.worker.kind]
 
     @property
     def takes_work(self) -> bool:
-        """Whether it may get something new: it does not leave, and has not been silent for a while."""
+        """Return whether the worker may get new work: it is neither leaving nor silent."""
         return not self.is_leaving and time.monotonic() - self.last_seen <= QUIET_S
 
     @property
     def reported(self) -> str:
-        """Run that a trainer says it works on and has not finished; empty for the others."""
+        """Return the run that a trainer reports as unfinished; empty for other workers."""
         return self.trainer.run_uid if self.trainer is not None and not self.trainer.is_finished else ""
 
     async def hold(self, longest_s: float) -> None:
@@ -107,14 +107,14 @@ class WorkerRecord:
         self.news.clear()
 
     def is_over(self, run_uid: str) -> bool:
-        """Whether it is a trainer that says that it has finished that run, or given it up."""
+        """Return whether the worker is a trainer that reports the run as finished or given up."""
         status = self.trainer
         return status is not None and status.run_uid == run_uid and (status.is_finished or bool(status.error_reason))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Retired:
-    """A run that workers shall release, until when they are told, and whether it has ended."""
+    """A run that workers shall release, until when answers name it, and whether it has ended."""
 
     until: float
     has_ended: bool
@@ -176,7 +176,7 @@ class WorkerRegistry:
         return record
 
     def alive(self, kind: WorkerKind) -> list[WorkerRecord]:
-        """Workers of a kind whose lease holds, in order of id."""
+        """Return the workers of a kind whose lease holds, in order of id."""
         self._expire()
         return sorted(
             (record for record in self.by_id.values() if record.kind is kind),
@@ -184,11 +184,11 @@ class WorkerRegistry:
         )
 
     def accepting(self, kind: WorkerKind) -> list[WorkerRecord]:
-        """Workers of a kind that take work, in order of id."""
+        """Return the workers of a kind that take work, in order of id."""
         return [record for record in self.alive(kind) if record.takes_work]
 
     def owned(self, kind: WorkerKind, run_uid: str) -> list[WorkerRecord]:
-        """Workers of a kind that are given to a run."""
+        """Return the workers of a kind that are given to a run."""
         return [record for record in self.alive(kind) if record.run_uid == run_uid]
 
     def claim(self, kind: WorkerKind, run_uid: str, *, limit: int | None = None, fresh: bool = False) -> int:
@@ -230,7 +230,7 @@ class WorkerRegistry:
         self.notify()
 
     def goes_on(self, run_uid: str) -> None:
-        """Workers need not release the run any more: it was resumed."""
+        """Note that the run was resumed, so workers need not release it."""
         self._retired.pop(run_uid, None)
 
     def retire(self, run_uid: str, *, has_ended: bool) -> None:
@@ -266,15 +266,17 @@ class WorkerRegistry:
             record.news.set()
 
     def lent_turn(self, run_uid: str) -> tuple[str, int]:
-        """The trainer of the run that has a turn, and which; ("", 0) if none has."""
+        """Return the trainer of the run that has a turn, and which; ("", 0) if none has."""
         return self._lent.get(run_uid, ("", 0))
 
     def take_devices(self, run_uid: str) -> None:
-        """No trainer of the run has a turn."""
+        """End the turn of the run's trainers."""
         self._lent.pop(run_uid, None)
 
     def assignments(self, record: WorkerRecord) -> Iterator[worker_service_pb2.Assignment]:
-        """Runs that a worker shall work on: its own, or for an env-server all, those that just ended included."""
+        """Yield the runs that a worker shall work on: its own or, for an env-server, all, those that just ended
+        included.
+        """
         env_server = record.kind is WorkerKind.ENV_SERVER
         for run_uid in list(self._resolved_below) if env_server else filter(None, [record.run_uid]):
             holder, turn = self.lent_turn(run_uid)
@@ -292,9 +294,9 @@ class WorkerRegistry:
                 yield worker_service_pb2.Assignment(run_uid=run_uid, is_over=True)
 
     def retired_runs(self) -> list[str]:
-        """Runs that were paused or ended within the last `RETIRED_S`."""
+        """Return the runs that were paused or ended within the last `RETIRED_S`."""
         now = time.monotonic()
-        self._retired = {run_uid: told for run_uid, told in self._retired.items() if told.until > now}
+        self._retired = {run_uid: retired for run_uid, retired in self._retired.items() if retired.until > now}
         return list(self._retired)
 
     def notify(self) -> None:
@@ -303,7 +305,7 @@ class WorkerRegistry:
         self.changed = asyncio.Event()
 
     def records(self) -> list[WorkerRecord]:
-        """Every registered worker, also one whose lease has just run out."""
+        """Return every registered worker, also one whose lease has just run out."""
         return list(self.by_id.values())
 
     def names(self) -> dict[str, str]:
@@ -375,7 +377,7 @@ class WorkerNames:
     _numbers: dict[str, tuple[Numbered, int]] = field(default_factory=dict)
 
     def of(self, workers: Iterable[Numbered]) -> dict[str, str]:
-        """The name of each worker, by its id; `workers` are all that there are, in the order in which they came."""
+        """Return the name of each worker by its id; `workers` are all workers in order of registration."""
         living = {place.worker_id: place for place in workers}
         gone = [self._numbers.pop(worker) for worker in list(self._numbers) if worker not in living]
         left = {(place.kind, place.slot): number for place, number in gone if place.slot}

@@ -18,7 +18,7 @@ _QUIET_S = 1.0  # a longer wait for the work before shows itself
 _DEADLINE_S = 300.0  # when that wait counts as overdue; the store's own deadlines end it
 _ENDS_WITHIN_S = 30.0  # how long an error of the training waits for what is under way
 _GANG_ENDS_WITHIN_S = 5.0  # the same in a gang, where another rank may be dead
-_ABANDONED_S = 2.0  # and for a thread that was told to stop
+_ABANDONED_S = 2.0  # and for a thread that was asked to stop
 
 
 class BackgroundWork:
@@ -60,7 +60,7 @@ class BackgroundWork:
             self.finish()
 
     def finish_if_done(self) -> None:
-        """`finish`, if the work has ended at every rank. Collective in a gang while work is under way."""
+        """Call `finish` if the work has ended at every rank. Collective in a gang while work is under way."""
         if self._under_way is not None and self._gang.sum([self._under_way.done()])[0] == self._gang.world_size:
             self.finish()
 
@@ -73,7 +73,7 @@ class BackgroundWork:
             future.result()  # bounded by the store's deadlines, and by what the log waits for until asked to stop
 
     def give_up(self, error: BaseException) -> None:
-        """The training failed. What is under way is whole and may be committed, unless another trainer has the run."""
+        """Give up after a failed training; complete work is still committed unless another trainer has the run."""
         self._is_given_up = True
         if self._under_way is None:
             return

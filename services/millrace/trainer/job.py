@@ -42,9 +42,9 @@ from millrace.trainer.model.pretrained import (
 from millrace.trainer.publish.executor import Executor
 from millrace.trainer.publish.plan import (
     DamageReport,
-    Mender,
     PublishPlan,
     PublishTarget,
+    Republisher,
     first_of_lineage,
     newest_published,
     plan_publishing,
@@ -74,7 +74,7 @@ class JobContext:
     on_epoch: Callable[[int], None]
     on_progress: Callable[[int], None]
     why_stopped: Callable[[], str] = lambda: "it was asked to"
-    """Why `should_stop` said so, in words."""
+    """Why `should_stop` returned True, in words."""
     damage: Callable[[], DamageReport | None] = lambda: None
     desk: Desk | None = None
     """Where devices are asked for that replicas share; without one they are this trainer's own."""
@@ -126,8 +126,8 @@ def hold_run(context: JobContext, client: LogClient) -> None:
     def look() -> str:
         return "hold" if client.poll_ready(timeout_s=POLL_S) else "stop" if context.should_stop() else "wait"
 
-    while (told := gang.from_leader(look)) != "hold":
-        if told == "stop":
+    while (order := gang.from_leader(look)) != "hold":
+        if order == "stop":
             raise StopRequested
     if gang.is_leader:
         context.on_epoch(client.epoch)
@@ -141,7 +141,7 @@ def hold_run(context: JobContext, client: LogClient) -> None:
 
 
 def prepare(context: JobContext, names: Names, client: LogClient, record: bytes) -> Training:
-    """The parts of a run, its state that of the newest checkpoint or of the start model.
+    """Prepare the parts of a run with the state of the newest checkpoint or of the start model.
 
     The model is loaded while the lease is waited for; what is in the store is looked at once the run is held.
     """
@@ -170,9 +170,9 @@ def prepare(context: JobContext, names: Names, client: LogClient, record: bytes)
     skips_from = gang.from_leader(lambda: last_reopened(context.store, names))
     position.num_skipped = min(position.num_skipped, max(position.version - skips_from, 0))
     plan = plan_versions(context, names, learner, found, position, lineage=lineage, reporter=reporter)
-    tell_resumed(context, names, client, found, reporter)
+    report_resumed(context, names, client, found, reporter)
     publisher = make_publisher(context, names, client, learner, directory=directory, plan=plan)
-    mender = Mender(publisher.mend, context.damage, publisher.raise_failure)
+    republisher = Republisher(publisher.republish, context.damage, publisher.raise_failure)
     return Training(
         config=learner.config,
         gang=gang,
@@ -185,7 +185,7 @@ def prepare(context: JobContext, names: Names, client: LogClient, record: bytes)
         expert_load=learner.expert_load,
         adapter=learner.adapter,
         base_digest=learner.base_digest,
-        batches=make_batches(context, names, client, learner, mender=mender, chain_hash=position.chain_hash),
+        batches=make_batches(context, names, client, learner, republisher=republisher, chain_hash=position.chain_hash),
         publisher=publisher,
         checkpointer=make_checkpointer(checkpoints, client, learner, reporter),
         token_logs=make_token_logs(context, names, learner, plan=plan, reporter=reporter),
@@ -193,12 +193,12 @@ def prepare(context: JobContext, names: Names, client: LogClient, record: bytes)
         position=position,
         skips_from=skips_from,
         on_progress=context.on_progress,
-        turn=DeviceTurn(gang, context.desk if config.inference.sleep_while_training else None, mender=mender),
+        turn=DeviceTurn(gang, context.desk if config.inference.sleep_while_training else None, republisher=republisher),
     )
 
 
 def begin(context: JobContext, names: Names, record: bytes, found: Resumed, reporter: Reporter) -> tuple[Position, int]:
-    """Where training begins, and the lineage there; reports the checkpoints that are damaged.
+    """Find the position and the lineage where training begins, and report damaged checkpoints.
 
     CorruptObjectError if nothing is left to begin with. Collective in a gang.
     """
@@ -218,7 +218,7 @@ def begin(context: JobContext, names: Names, record: bytes, found: Resumed, repo
     return position, lineage
 
 
-def tell_resumed(context: JobContext, names: Names, client: LogClient, found: Resumed, reporter: Reporter) -> None:
+def report_resumed(context: JobContext, names: Names, client: LogClient, found: Resumed, reporter: Reporter) -> None:
     """Report from which step a run goes on that was begun before, and why it begins again. Collective in a gang."""
     with agreed(context.gang):
         if not context.gang.is_leader or not client.before:
@@ -232,7 +232,7 @@ def tell_resumed(context: JobContext, names: Names, client: LogClient, found: Re
 
 
 def require_whole_history(names: Names, origin: RunOrigin, found: Resumed) -> None:
-    """CorruptObjectError if the run is a fork: its start is the checkpoint that was copied for it."""
+    """Raise CorruptObjectError if the run is a fork, which must start from its copied checkpoint."""
     if origin.base_step:
         damage = f": {describe(found)}" if found.damaged else ""
         raise CorruptObjectError(
@@ -244,9 +244,17 @@ def require_whole_history(names: Names, origin: RunOrigin, found: Resumed) -> No
 
 
 def make_batches(
-    context: JobContext, names: Names, client: LogClient, learner: Learner, *, mender: Mender, chain_hash: bytes
+    context: JobContext,
+    names: Names,
+    client: LogClient,
+    learner: Learner,
+    *,
+    republisher: Republisher,
+    chain_hash: bytes,
 ) -> Batches:
-    """The batches behind the one whose chain hash that is; damaged versions are published anew between two of them."""
+    """Make the reader of the batches after the given chain hash; damaged versions are published anew between two
+    batches.
+    """
     return Batches(
         client,
         gang=context.gang,
@@ -254,12 +262,12 @@ def make_batches(
         run_hash=client.run_hash,
         previous_chain_hash=chain_hash,
         layout=BatchLayout.of(learner.config, learner.packing),
-        mender=mender,
+        republisher=republisher,
     )
 
 
 def make_author(client: LogClient, learner: Learner) -> Author:
-    """What checkpoints say of this trainer, under the epoch that rank 0 holds."""
+    """Make the authorship that checkpoints record: this trainer under the epoch that rank 0 holds."""
     return Author(
         run_hash=client.run_hash,
         epoch=client.epoch if learner.gang.is_leader else 0,
@@ -272,7 +280,7 @@ def make_author(client: LogClient, learner: Learner) -> Author:
 def make_checkpointer(
     checkpoints: CheckpointStore, client: LogClient, learner: Learner, reporter: Reporter
 ) -> Checkpointer:
-    """The checkpointer of this trainer."""
+    """Make the checkpointer of this trainer."""
     return Checkpointer(
         checkpoints,
         learner.config.ckpt,
@@ -286,7 +294,7 @@ def make_checkpointer(
 def make_token_logs(
     context: JobContext, names: Names, learner: Learner, *, plan: PublishPlan, reporter: Reporter
 ) -> TokenLogWriter:
-    """What stores log-probs of the steps, beside the versions of the same lineage."""
+    """Make the writer of the steps' log-probs, stored beside the versions of the same lineage."""
     return TokenLogWriter(
         context.store,
         names,
@@ -307,7 +315,7 @@ def make_publisher(
     directory: Path,
     plan: PublishPlan,
 ) -> Publisher:
-    """The publisher; rank 0 uploads once the files that all versions share."""
+    """Make the publisher; rank 0 uploads the files that all versions share once."""
     with agreed(context.gang):
         shared, source = policy_files(learner.model, directory, dtype=learner.publish_dtype), directory
         if (tokenizer := learner.config.tokenizer.name) is not None:
@@ -341,7 +349,7 @@ def make_publisher(
             learner.adapter,
             target,
             upload_files=upload,
-            tell_mended=lambda damage, uri: client.write_event(published_anew("0-0", damage=damage, uri=uri)),
+            on_republished=lambda damage, uri: client.write_event(published_anew("0-0", damage=damage, uri=uri)),
         )
     return Publisher(
         learner,
@@ -356,7 +364,7 @@ def make_publisher(
 
 
 def parse_config(run_json: bytes, *, uid: str) -> RLConfig:
-    """The resolved config in a run's record; CorruptObjectError if it does not have one."""
+    """Return the resolved config in a run's record; raise CorruptObjectError if it does not have one."""
     what, reason = f"run.json of run {uid}", "RUN_CONFIG_INVALID"
     remedy = "run trainer and orchestrator of the same release"
     record = RunRecord.parse(run_json, where=what)
@@ -378,7 +386,7 @@ def plan_versions(
     lineage: int,
     reporter: Reporter,
 ) -> PublishPlan:
-    """What to publish from a position on; a strict run with other ranks than before begins a lineage.
+    """Plan what to publish from a position on; a strict run with a different number of ranks begins a lineage.
 
     Collective in a gang.
     """

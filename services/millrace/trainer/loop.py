@@ -82,6 +82,7 @@ def step(run: Training, batch: Batch) -> None:
         faults.reach(Point.TRAINER_AFTER_STEP, step=batch.step)
         run.token_logs.write(batch, rows)
         forward_backward_s = time.monotonic() - began
+        # Steps before `skips_from` were skipped before a resume, and are in the position's count already.
         counts = learned.report.was_skipped and batch.step >= run.skips_from
         run.position = Position(batch.step + 1, batch.chain_hash, run.position.num_skipped + 1 if counts else 0)
         publish_s = run.publisher.publish(run.position.version, step=batch.step)
@@ -105,6 +106,8 @@ def learn(run: Learner, batch: Batch, *, rows: TokenRows | None = None) -> Learn
     `rows` take the log-probs of the samples that are logged, as each one's own minibatch has them.
     """
     first, *others = batch.minibatches
+    # The ratio of later minibatches needs the log-probs under the policy before the batch, which the first step
+    # changes.
     minibatches = [first, *run.with_proximal(others)]  # before the first one changes the policy
     learned = [_learn(run, batch, each, rows) for each in minibatches]
     bad = next((each for each in learned if each.not_finite), learned[0])
@@ -117,7 +120,7 @@ def learn(run: Learner, batch: Batch, *, rows: TokenRows | None = None) -> Learn
 
 
 def _learn(run: Learner, batch: Batch, minibatch: Minibatch, rows: TokenRows | None) -> Learned:
-    """One optimizer step."""
+    """Take one optimizer step."""
     metrics, found = forward_backward(run, batch, minibatch, rows=rows)
     report = run.optimizer.step(batch.step, skips=bool(found))
     if found:
@@ -146,11 +149,14 @@ def forward_backward(
         counts[0] += micro_batch.num_rl_tokens
         counts[1] += micro_batch.num_rl_samples
         counts[2] += micro_batch.num_ce_tokens
+    # Over all ranks and before any backward: each micro-batch's loss is divided by the whole batch's count, so that the
+    # sum of gradients does not depend on how samples are spread.
     num_rl_tokens, num_rl_samples, num_ce_tokens = (int(count) for count in run.gang.sum_of_data(counts))
     groups = _tokens_of_groups(run, batch, minibatch)
     num_groups = None if groups is None else sum(count > 0 for count in groups.values())
     counted = {"num_tokens": num_rl_tokens, "num_samples": num_rl_samples, "num_groups": num_groups}
     rl_divisor = divisor(run.config.loss, **counted)
+    # Only the first minibatch is computed by a published version; later ones have no number.
     version = batch.step if minibatch is batch.minibatches[0] else None
     metrics, not_finite = StepMetrics(batch.header.envs, version=version), list[NotFinite]()
     with run.learning():
@@ -176,14 +182,16 @@ def forward_backward(
     reduced = metrics.reduce(run.gang)
     if reduced.is_finite:
         return reduced, []
+    # Every rank must skip the same step, and the event names the first sample of all ranks.
     everywhere = run.gang.agree(lambda: [asdict(each) for each in not_finite])
     return reduced, sorted({NotFinite(**each) for part in everywhere for each in part})
 
 
 def _tokens_of_groups(run: Learner, batch: Batch, minibatch: Minibatch) -> dict[int, int] | None:
-    """Of each group, by its ordinal, the rl tokens of the minibatch over all ranks; None where nothing needs them."""
+    """Return the number of rl tokens of each group over all ranks, by ordinal; None if no loss needs it."""
     if run.config.loss.aggregation != "prompt":
         return None
+    # Keys from the header, which all ranks have, so that the ranks' sums line up.
     counts = dict.fromkeys(sorted({sample.ordinal for sample in batch.header.samples}), 0)
     for micro_batch in minibatch.micro_batches:
         for ordinal, count in micro_batch.tokens_by_group().items():
@@ -193,7 +201,7 @@ def _tokens_of_groups(run: Learner, batch: Batch, minibatch: Minibatch) -> dict[
 
 
 def require_learning(run: Training, learned: Learned | None = None) -> None:
-    """InvalidStateError, behind the policy of the last step, if too many steps in a row changed nothing."""
+    """Raise InvalidStateError if too many steps in a row changed nothing."""
     last, num_skipped = run.position.version, run.position.num_skipped
     if num_skipped < run.config.max_skipped_steps:
         return

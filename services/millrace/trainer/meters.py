@@ -39,7 +39,7 @@ FAMILIES = (WORKING,)
 
 
 def step_completed(seconds: dict[str, float], *, num_tokens: int) -> None:
-    """A step is over; `seconds` by phase, that of `step` being all of it."""
+    """Record a completed step; `seconds` are by phase, and `step` is the total."""
     for phase, value in seconds.items():
         PHASE_SECONDS.labels(phase).observe(value)
     STEPS.inc()
@@ -48,19 +48,19 @@ def step_completed(seconds: dict[str, float], *, num_tokens: int) -> None:
 
 
 def policy_published(version: int, *, size_bytes: int, seconds: float) -> None:
-    """A version is announced."""
+    """Record an announced version."""
     VERSION.set(version)
     PUBLISH_BYTES.inc(size_bytes)
     PUBLISH_SECONDS.observe(seconds)
 
 
 def run_failed() -> None:
-    """A run is given up: it is reported for seconds only, so that a scrape would miss anything but a count."""
+    """Count a run that was given up; a count, because a scrape would miss a state that lasts for seconds."""
     FAILED.inc()
 
 
 def registry_of(is_working: Callable[[], bool]) -> CollectorRegistry:
-    """What this trainer exports."""
+    """Make the registry of metrics that this trainer exports."""
 
     def read(sheet: Sheet) -> None:
         sheet.put(WORKING, is_working())

@@ -32,7 +32,7 @@ _TIMES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Phases:
-    """Seconds of one step by phase; the wait for the batch is in the batch, `devices_s` that for devices behind it."""
+    """Seconds of one step by phase; the wait for the batch is in the batch, `devices_s` that for devices after it."""
 
     devices_s: float
     forward_backward_s: float
@@ -41,7 +41,7 @@ class Phases:
 
 
 def staleness(header: batch_pb2.BatchHeader) -> tuple[float, int]:
-    """Mean and maximum over rollouts of the step minus their oldest token's policy version; 0 without samples."""
+    """Return mean and maximum over rollouts of the step minus the oldest token's policy version; 0 without samples."""
     oldest: dict[tuple[int, int, int], int] = defaultdict(lambda: header.step)
     for entry in header.samples:
         rollout = (entry.ordinal, entry.member, entry.attempt)
@@ -51,7 +51,9 @@ def staleness(header: batch_pb2.BatchHeader) -> tuple[float, int]:
 
 
 def token_staleness(header: batch_pb2.BatchHeader) -> dict[str, float]:
-    """The step minus the policy version that sampled a token: `staleness/mean` and `/max`, by environment too."""
+    """Return the step minus the policy version that sampled a token: `staleness/mean` and `/max`, also by
+    environment.
+    """
     known = [entry for entry in header.samples if entry.num_sampled_tokens and entry.HasField("mean_policy_version")]
     found = {}
     for scope, env in (("", None), *((f"/{name}", number) for number, name in enumerate(header.envs))):
@@ -159,7 +161,7 @@ class Reporter:
 
 
 def _completed(batch: Batch, metrics: dict[str, float], *, step_s: float, wait_s: float) -> event_pb2.Event:
-    """The event of a finished step."""
+    """Make the event of a finished step."""
     header = batch.header
     mean, largest = staleness(header)
     body = event_pb2.StepCompleted(

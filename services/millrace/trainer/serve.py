@@ -167,17 +167,19 @@ class _Companions:
 
     @property
     def have_failed(self) -> bool:
-        """Whether they ended with an error, or were cancelled by somebody else."""
+        """Return whether the tasks ended with an error or were cancelled from outside."""
         future = self._future
         return future is not None and future.done() and bool(future.cancelled() or future.exception())
 
     def start(self, board: HealthBoard) -> None:
-        """Start them; the end of one, which only an error causes, stops the worker and is logged at once."""
+        """Start the background tasks; the end of one, which only an error causes, stops the worker and is logged
+        at once.
+        """
         self._future = self._background.submit(self._run(board))
         self._future.add_done_callback(self._ended)
 
     def stop(self) -> None:
-        """Tell the orchestrator that this trainer is gone, and end them in order."""
+        """Tell the orchestrator that this trainer is gone, and end the background tasks in order."""
         if self._future is None:
             return
         self._background.call(self._ask_to_stop(), what="stopping", timeout_s=_END_S)

@@ -13,7 +13,7 @@ from millrace.trainer.gang.distributed import Gang
 from millrace.trainer.learning.learner import Learner, state_tensors
 from millrace.trainer.learning.metrics import Disagreement, KlTrend
 from millrace.trainer.log.background import StopRequested
-from millrace.trainer.log.batches import Batches, PolicyMender
+from millrace.trainer.log.batches import Batches, PolicyRepublisher
 from millrace.trainer.log.token_log import TokenLogWriter
 from millrace.trainer.publish.publisher import Publisher
 from millrace.trainer.reporter import Reporter
@@ -21,7 +21,7 @@ from millrace.trainer.reporter import Reporter
 
 @dataclass(slots=True)
 class Position:
-    """Where training stands: the weights are version `version`, after the batches that `chain_hash` proves.
+    """The position of the training: the weights are version `version`, after the batches that `chain_hash` proves.
 
     `num_skipped` are the steps in a row, up to this version, that changed nothing because they were not finite.
     """
@@ -33,7 +33,7 @@ class Position:
 
 # The trainer's turn on devices that it shares with replicas (`inference.sleep_while_training`).
 #
-# Before it computes it asks the orchestrator, which puts the replicas to sleep; behind the version that it published
+# Before it computes it asks the orchestrator, which puts the replicas to sleep; after the version that it published
 # it gives back what its allocator has kept, and the replicas wake. What it keeps are weights, optimizer state and
 # buffers.
 
@@ -49,15 +49,15 @@ class Desk(Protocol):
         ...
 
     def has_devices(self, *, timeout_s: float) -> bool:
-        """Whether the turn is this trainer's; waits for that so long at most."""
+        """Return whether this trainer has the devices' turn; wait for that up to the timeout."""
         ...
 
     def return_devices(self) -> None:
-        """The turn is over."""
+        """Return the devices to the engines: the turn is over."""
         ...
 
     def should_stop(self) -> bool:
-        """Whether to raise StopRequested instead of waiting on."""
+        """Return whether to raise StopRequested rather than continue to wait."""
         ...
 
 
@@ -68,10 +68,10 @@ class DeviceTurn:
     for.
     """
 
-    def __init__(self, gang: Gang, desk: Desk | None, *, mender: PolicyMender | None = None) -> None:
+    def __init__(self, gang: Gang, desk: Desk | None, *, republisher: PolicyRepublisher | None = None) -> None:
         self._gang = gang
         self._desk = desk
-        self._mender = mender
+        self._republisher = republisher
         self._wait = LastingWait()
         self.waited_s = 0.0
         """Seconds that the last turn was waited for."""
@@ -82,7 +82,7 @@ class DeviceTurn:
             release_unused(self._gang.device)
 
     def __call__(self, version: int) -> AbstractContextManager[None]:
-        """A turn, before which `version` is live. Waits as long as it takes; StopRequested if asked to.
+        """Wait for a turn on the devices, before which engines serve `version`; raise StopRequested when asked to stop.
 
         Collective in a gang. An error within leaves the devices this process's until the worker has freed what the
         error's frames hold.
@@ -105,21 +105,21 @@ class DeviceTurn:
             desk.want_devices()
 
         def look() -> bytes:
-            """At rank 0: `go`, `stop`, which policy to `mend` or, after a short wait, `wait`."""
+            """Return at rank 0 `go`, `stop`, the policy to publish anew (`mend`) or, after a short wait, `wait`."""
             if desk.should_stop():
                 desk.return_devices()
                 return b"stop"
-            if self._mender is not None and (policy := self._mender.wanted(version)) is not None:
+            if self._republisher is not None and (policy := self._republisher.policy_to_republish(version)) is not None:
                 return b"mend" + policy
             self._wait.on("replicas to sleep", waits_on="orchestrator", key="turn", deadline_s=_SLOW_S)
             return b"go" if desk.has_devices(timeout_s=_POLL_S) else b"wait"
 
         try:
-            while (told := self._gang.from_leader(look)) != b"go":
-                if told == b"stop":
+            while (order := self._gang.from_leader(look)) != b"go":
+                if order == b"stop":
                     raise StopRequested
-                if self._mender is not None and told.startswith(b"mend"):
-                    self._mender.mend(told[4:])
+                if self._republisher is not None and order.startswith(b"mend"):
+                    self._republisher.republish(order[4:])
         finally:
             self._wait.over()
 
@@ -158,7 +158,7 @@ class Training(Learner):
         return time.monotonic() - began
 
     def save_checkpoint(self) -> None:
-        """Begin to save the live state as the checkpoint of the position, behind its policy."""
+        """Begin to save the live state as the checkpoint of the position, after its policy."""
         self.publisher.finish()
         state = state_tensors(self.model, self.optimizer, gang=self.gang)
         self.checkpointer.save(

@@ -30,7 +30,7 @@ from millrace.trainer import meters
 from millrace.trainer.log.background import StopRequested
 from millrace.v1 import event_pb2
 
-# A silent orchestrator, told by the trainer of its run: itself it cannot tell while it is frozen or gone.
+# A silent orchestrator, reported by the trainer of its run, because a frozen process cannot report itself.
 
 Write = Callable[[event_pb2.Event], Awaitable[None]]
 
@@ -44,7 +44,7 @@ class SilenceTeller:
 
     @contextlib.contextmanager
     def reporting_to(self, write: Write) -> Iterator[None]:
-        """While the block runs, silences are events; `write` is awaited on the background loop."""
+        """Report silences as events while the block runs; `write` is awaited on the background loop."""
         self._write = write
         try:
             yield
@@ -52,7 +52,7 @@ class SilenceTeller:
             self._write = None
 
     def hear(self, silence: Silence) -> None:
-        """The worker agent's `on_silence`; returns at once."""
+        """Record a silence, as the worker agent's `on_silence`; return at once."""
         if self._write is None:
             return
         reason = "ORCHESTRATOR_BACK" if silence.is_over else "ORCHESTRATOR_SILENT"
@@ -104,7 +104,7 @@ class Status:
 
     @property
     def is_over(self) -> bool:
-        """Whether the run needs no more work from this trainer."""
+        """Return whether the run needs no more work from this trainer."""
         return self.is_finished or bool(self.error_reason)
 
 
@@ -113,17 +113,17 @@ class PeerFailure(Protocol):
 
     @property
     def rank(self) -> int:
-        """Which one."""
+        """Return the failed rank."""
         ...
 
     @property
     def reason(self) -> str:
-        """That of its error."""
+        """Return the error's reason."""
         ...
 
     @property
     def message(self) -> str:
-        """Its error's, with the remedy."""
+        """Return the error's message with the remedy."""
         ...
 
 
@@ -132,24 +132,24 @@ class Peers(Protocol):
 
     @property
     def is_leader(self) -> bool:
-        """Whether this process is rank 0."""
+        """Return whether this process is rank 0."""
         ...
 
     @property
     def is_alone(self) -> bool:
-        """Whether the gang is this process only."""
+        """Return whether the gang is this process only."""
         ...
 
     def from_leader(self, work: Callable[[], T]) -> T:
-        """What `work` gives at rank 0, where alone it runs, at every rank."""
+        """Run `work` at rank 0 only and return the result at every rank."""
         ...
 
     def show_failure(self, *, reason: str, message: str) -> None:
         """Tell rank 0, which may be in a collective, why this rank gives the run up."""
         ...
 
-    def hear_failures(self, on_failure: Callable[[PeerFailure], None]) -> None:
-        """At rank 0: call back, in another thread, with what the others show."""
+    def watch_failures(self, on_failure: Callable[[PeerFailure], None]) -> None:
+        """Call back at rank 0, in another thread, with failures that other ranks report."""
         ...
 
 
@@ -182,14 +182,14 @@ class TrainerWorker:
 
     @property
     def is_working(self) -> bool:
-        """Whether it works on a run that needs it."""
+        """Return whether the trainer works on a run that needs it."""
         status = self._status
         return bool(status.run_uid) and not status.is_over
 
     # The agent's ends.
 
     def report(self) -> HeartbeatRequest:
-        """The next heartbeat."""
+        """Make the next heartbeat."""
         status = self._status
         return HeartbeatRequest(
             is_leaving=self.stopping.is_set(),
@@ -226,7 +226,7 @@ class TrainerWorker:
         self._news.put(None)
 
     def should_stop(self) -> bool:
-        """Whether the job shall release the run; asked while it waits for a batch, which is progress of a kind."""
+        """Return whether the job shall release the run; a job that waits for a batch asks, which counts as progress."""
         self._board.touch(PROCESS)
         if self.stopping.is_set():
             return True
@@ -240,7 +240,7 @@ class TrainerWorker:
     def why_stopped(self) -> str:
         """Return why the job shall release the run, in words."""
         if self.stopping.is_set():
-            return "its process was told to end"
+            return "its process was asked to end"
         if self._status.run_uid in self._unwanted:
             return "the run was paused, cancelled or over"
         if self._assigned:
@@ -248,16 +248,18 @@ class TrainerWorker:
         return f"the orchestrator had no work for it for {_UNASSIGNED_GRACE_S:.0f} s"
 
     def damage(self) -> tuple[PolicyEntry, int] | None:
-        """The policy of the run that replicas found damaged last, and how often they did; None if there is none."""
+        """Return the policy that replicas last reported as damaged, with the number of reports; None if there is
+        none.
+        """
         damage = self._damage
         return damage if damage is not None and damage[1] and self._assigned == self._status.run_uid else None
 
     def on_epoch(self, epoch: int) -> None:
-        """The job holds the run."""
+        """Note that the job holds the run."""
         self._change(epoch=epoch)
 
     def on_progress(self, version: int) -> None:
-        """The job finished a step; health allows the next one a multiple of the slowest so far."""
+        """Note that the job finished a step; health allows the next step a multiple of the slowest so far."""
         if version > self._furthest:  # a try that replays what was done before has not got further
             self._furthest = version
             self._tries.over()
@@ -278,13 +280,13 @@ class TrainerWorker:
         self.tell_soon()
 
     def has_devices(self, *, timeout_s: float) -> bool:
-        """Whether the turn is this trainer's; waits so long at most for the orchestrator to say something."""
+        """Return whether this trainer has the devices' turn; wait up to the timeout for the orchestrator's answer."""
         if self._own_turn != self._num_turns and self._turn_heard.wait(timeout_s):
             self._turn_heard.clear()
         return self._own_turn == self._num_turns
 
     def return_devices(self) -> None:
-        """The turn is over."""
+        """Return the devices to the engines: the turn is over."""
         self._change(device_turn=0)
         self.tell_soon()
 
@@ -294,7 +296,7 @@ class TrainerWorker:
             self._status = replace(self._status, **changes)
 
     def _begin_status(self, run_uid: str = "") -> None:
-        """A status of nothing but the run that is worked on."""
+        """Begin a status with only the run that is worked on."""
         with self._changing:
             self._status = Status(run_uid=run_uid)
 
@@ -303,7 +305,7 @@ class TrainerWorker:
     def run(self, run_job: RunJob, *, gang: Peers) -> None:
         """Work until `stop`. In a gang, every rank runs it; rank 0 decides."""
         self._gang = gang
-        gang.hear_failures(self._hear_failure)
+        gang.watch_failures(self._note_peer_failure)
         while True:
             match self._gang.from_leader(self._next_order).partition(" "):
                 case ("exit", _, _):
@@ -314,7 +316,7 @@ class TrainerWorker:
                     continue
 
     def _next_order(self) -> str:
-        """`exit`, `work <uid>` or, after a short wait, `idle`."""
+        """Return the next order: `exit`, `work <uid>` or, after a short wait, `idle`."""
         if self.stopping.is_set():
             self._idle.over()
             self._tries.over()
@@ -354,7 +356,7 @@ class TrainerWorker:
             end()
 
     def _end_of(self, uid: str, run_job: RunJob) -> Callable[[], None]:
-        """Run a job; what is to be said of how it ended, once what it held is free."""
+        """Run a job; return the report of its end once its resources are free."""
         try:
             logger.info("run begins")
             run_job(uid)
@@ -386,7 +388,7 @@ class TrainerWorker:
         logger.info("run finished", extra={"step": self._status.step})
 
     def _try_again(self, uid: str, why: str, *, retry_s: float, refusal: waits.Refusal | None) -> None:
-        """Wait before the next try. Tries that get to no new step are one wait, which grows long and is told."""
+        """Wait before the next try. Tries that reach no new step are one wait, which grows and is reported."""
         self._release(why)
         with waits.of_run(uid):
             reason = f"a try of run {uid} that makes a step; the last one ended: {why}"
@@ -406,8 +408,8 @@ class TrainerWorker:
         meters.run_failed()
         self._change(error_reason=reason, error_message=message, error_remedy=remedy)
 
-    def _hear_failure(self, failure: PeerFailure) -> None:
-        """Another rank gave the run up, amid a step or as this one does."""
+    def _note_peer_failure(self, failure: PeerFailure) -> None:
+        """Note that another rank gave the run up, during a step or as this rank does."""
         if self.is_working:
             self._fail(failure.reason, f"rank {failure.rank}: {failure.message}")
 

@@ -145,7 +145,7 @@ async def test_a_run_that_fails_while_its_groups_are_taken_over_resolves_them_an
             trainer.status.error_reason, trainer.status.error_message = "MODEL_LOST", "lost on purpose"
             await asyncio.sleep(0.05)
 
-    monkeypatch.setattr(EnvServers, "let_return", fail_meanwhile)
+    monkeypatch.setattr(EnvServers, "wait_for_return", fail_meanwhile)
     await call(stack.runs.ResumeRun, run_service_pb2.ResumeRunRequest(name=run.name))
     await until(lambda: has_state(stack, run, run_pb2.RUN_STATE_FAILED))
     headers, _ = await load_headers(log)

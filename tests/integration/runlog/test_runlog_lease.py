@@ -31,11 +31,11 @@ async def test_who_gives_it_back_may_leave_words_for_the_next_holder(log, other)
     lease = await Lease.acquire(log, "trainer", "a", 30)
     assert lease is not None and await last_end(log, "trainer") is None
     await lease.renew(epoch=3)
-    await lease.release("its process was told to end")
-    assert await last_end(other, "trainer") == ("a", 3, "its process was told to end")
+    await lease.release("its process was asked to end")
+    assert await last_end(other, "trainer") == ("a", 3, "its process was asked to end")
     assert 0 < await log.redis.pttl(log.names.lease_end("trainer")) <= 7 * 24 * 3600 * 1000
     await lease.release("a second time")
-    assert await last_end(other, "trainer") == ("a", 3, "its process was told to end"), "only who holds it says so"
+    assert await last_end(other, "trainer") == ("a", 3, "its process was asked to end"), "only who holds it says so"
     await log.redis.set(log.names.lease_end("trainer"), b"\xff{")
     assert await last_end(other, "trainer") is None
 

@@ -37,7 +37,7 @@ class Authority:
         self.path.write_bytes(self._cert.public_bytes(serialization.Encoding.PEM))
 
     def issue(self, name: str, *, days: float = 10, hosts: tuple[str, ...] = ("localhost", "127.0.0.1")) -> Pair:
-        """A leaf for `hosts`, valid from 20 days ago until in `days`; negative days: it has expired."""
+        """Return a leaf for `hosts`, valid from 20 days ago until in `days`; negative days: it has expired."""
         key = ec.generate_private_key(ec.SECP256R1())
         subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
         names = x509.SubjectAlternativeName([_general_name(host) for host in hosts])

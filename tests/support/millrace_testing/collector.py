@@ -39,7 +39,7 @@ class Collector:
                 self.spans.extend(scope.spans)
 
     def named(self, name: str) -> list[Span]:
-        """The spans of that name."""
+        """Return the spans of that name."""
         return [span for span in self.spans if span.name == name]
 
 

@@ -69,7 +69,7 @@ class Trainer:
         is_process: bool = False,
         **config,
     ) -> None:
-        """`is_process`: each rank's share is written by a process of its own; call `close` at the end."""
+        """Take `is_process`: each rank's share is written by a process of its own; call `close` at the end."""
         board = Board(world_size)
         self.store = store
         self.lineage = lineage
@@ -133,13 +133,13 @@ class Trainer:
             self.weights[name] = np.where(chosen, array + 1, array).astype(np.uint16)
 
     def commit(self, version: int) -> list:
-        """What the commit gives or raises at every rank."""
+        """Return what the commit gives or raises at every rank."""
         return self.at_every_rank(
             lambda rank, parts: self.committers[rank].commit(VersionInput(version=version, parts=parts, probe=None))
         )
 
     def restart(self, *, world_size: int) -> "Trainer":
-        """A trainer with other ranks that goes on from the last version of this one."""
+        """Return a trainer with other ranks that goes on from the last version of this one."""
         other = Trainer(self.store, world_size=world_size, lineage=self.lineage, **self.config)
         other.weights, other.history, other.rng = dict(self.weights), self.history, self.rng
         assert (
@@ -149,7 +149,7 @@ class Trainer:
         return other
 
     def at_every_rank(self, act: Callable[[int, list[TensorPart]], object]) -> list:
-        """What each rank gives or raises, all at once."""
+        """Return what each rank gives or raises, all at once."""
         parts = [self.parts(rank) for rank in range(self.world_size)]
         done: list = [None] * self.world_size
 

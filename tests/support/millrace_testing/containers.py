@@ -30,7 +30,7 @@ START_S = 120.0
 
 @contextmanager
 def redis() -> Iterator[str]:
-    """A Redis with the limits of the compose file; yields its URL."""
+    """Run a Redis with the limits of the compose file and yield its URL."""
     command = ["redis-server", "--save", "", "--proto-max-bulk-len", "256mb", "--protected-mode", "no"]
     with _started(DockerContainer(REDIS).with_command(command), 6379) as port:
         yield f"redis://127.0.0.1:{port}/0"
@@ -38,7 +38,7 @@ def redis() -> Iterator[str]:
 
 @contextmanager
 def s3(directory: Path) -> Iterator[dict[str, str]]:
-    """Ceph's gateway; yields the variables with which the storage conformance finds it."""
+    """Run Ceph's gateway and yield the variables with which the storage conformance finds it."""
     key, secret = secrets.token_hex(10), secrets.token_hex(20)
     identity = {"name": "millrace", "credentials": [{"accessKey": key, "secretKey": secret}]}
     (directory / "s3.json").write_text(json.dumps({"identities": [identity]}))
@@ -57,7 +57,7 @@ def s3(directory: Path) -> Iterator[dict[str, str]]:
 
 @contextmanager
 def _started(container: DockerContainer, inner: int) -> Iterator[int]:
-    """The container while it runs and answers; yields its port on loopback."""
+    """Run the container and yield its port on loopback."""
     DockerClient().client.images.get(container.image)  # raises: what is not here would be pulled
     port = free_port()
     container.with_kwargs(labels={LABEL: "1"})

@@ -73,12 +73,12 @@ class RunWriter:
     """Seconds of a step by the metric that says that the trainer stood still for them."""
 
     def step(self, step: int, completions: Sequence[str] = ()) -> None:
-        """A committed step with its events."""
+        """Commit a step with its events."""
         self.commit(step, completions)
         self.events(step)
 
     def commit(self, step: int, completions: Sequence[str] = (), more: Sequence[Rollout] = ()) -> None:
-        """The header, the data and the archive of a step, where `more` stand, too: the last member has failed."""
+        """Commit header, data and archive of a step, with `more` in the archive; the last member has failed."""
         count = self.members
         rollouts = [self.rollout(step, member, completions) for member in range(count)]
         samples = [sample for member in range(count - 1) for sample in self.train_samples(step, member)]
@@ -99,7 +99,7 @@ class RunWriter:
         self.store.create(self.names.batch_header(step), header.SerializeToString())
 
     def token_log(self, step: int, *, members: Sequence[int], difference: float = 0.25, chain: bytes = b"") -> None:
-        """What the trainer stored of a step: its log-probs are the engine's and so much, more with every token."""
+        """Store a step's token log: the engine's log-probs plus a difference that grows with every token."""
         header = self.store.get(self.names.batch_header(step))
         samples = []
         for member in members:
@@ -119,7 +119,7 @@ class RunWriter:
         store_token_log(self.store, self.names, log)
 
     def rollout(self, step: int, member: int, completions: Sequence[str]) -> Rollout:
-        """One play."""
+        """Return one play."""
         said = completions[member % len(completions)] if completions else f"answer {step}.{member}"
         messages = [{"role": "user", "content": f"task {step}"}, {"role": "assistant", "content": said}]
         finished = self.clock + step * (self.wait_s + self.trainer_s) + self.wait_s - self.commit_s
@@ -144,16 +144,16 @@ class RunWriter:
         return Rollout(**common, status=RolloutStatus.OK, samples=(sample,), reward=member / 2, metrics={"share": 0.5})
 
     def evaluated(self, version: int, member: int = 0, *, task: int = 0) -> Rollout:
-        """One play of an evaluation of a version."""
+        """Return one play of an evaluation of a version."""
         played = replace(self.rollout(version, member, ()), purpose=Purpose.EVAL, eval_id=f"{self.env}@{version}-e1")
         return replace(played, ordinal=task, task_index=task, group_size=self.members - 1)
 
     def train_samples(self, step: int, member: int) -> list[TrainSample]:
-        """What is trained on of a play: of each of its sequences that has something sampled."""
+        """Return what is trained on of a play: of each of its sequences that has something sampled."""
         return [self.train_sample(step, member)]
 
     def train_sample(self, step: int, member: int) -> TrainSample:
-        """What is trained on of a play's only sequence."""
+        """Return what is trained on of a play's only sequence."""
         column, version = _column(2, 2 + member), max(0, step - 1)
         return TrainSample(
             token_ids=np.arange(len(column), dtype=np.int32), loss_mask=column,
@@ -163,7 +163,7 @@ class RunWriter:
         )  # fmt: skip
 
     def events(self, step: int) -> None:
-        """What its services said of a step."""
+        """Write a step's events."""
         at = self.clock + (step + 1) * (self.wait_s + self.trainer_s)
         done = event_pb2.StepCompleted(
             step=step, reward_mean=0.25 * step, num_tokens=12, num_rollouts=self.members - 1,
@@ -248,7 +248,7 @@ class KnownRuns:
 
 
 def known_run(name: str = RUN, uid: str = UID, *, state: str = "RUNNING", **more: Any) -> dict[str, Any]:
-    """A run in the shape of `RunSource`."""
+    """Return a run in the shape of `RunSource`."""
     assert f"RUN_STATE_{state}" in run_pb2.RunState.keys()  # noqa: SIM118 - a wrapper, which is no mapping
     return {
         "name": name, "uid": uid, "kind": "RL", "state": state, "error": None, "created": START, "started": START,
@@ -273,7 +273,9 @@ class Served:
     def ask(
         self, path: str, *, method: str = "GET", body: Any = None, host: str | None = None, **headers: str
     ) -> tuple[int, dict[str, str], bytes]:
-        """Status, headers and body; blocking. `headers` have `_` for `-`; an own `Host` replaces the usual one."""
+        """Return the status, headers and body; blocking. `headers` have `_` for `-`; an own `Host` replaces the
+        usual one.
+        """
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
         data = None if body is None else json.dumps(body).encode() if not isinstance(body, bytes) else body
         try:
@@ -291,13 +293,13 @@ class Served:
             connection.close()
 
     def json(self, path: str, **options: Any) -> tuple[int, Any]:
-        """Status and document."""
+        """Return the status and document."""
         status, _, body = self.ask(path, **options)
         return status, json.loads(body)
 
 
 def opened(page: Any, path: str, wanted: str) -> Any:
-    """A browser's page at a path, once it shows what is wanted; nothing that a model wrote has run."""
+    """Return a browser's page at a path, once it shows what is wanted; nothing that a model wrote has run."""
     page.goto(page.base + path)
     page.wait_for_selector(wanted)
     assert page.evaluate("window.hacked") is None
@@ -308,7 +310,7 @@ def opened(page: Any, path: str, wanted: str) -> Any:
 async def serving(
     store: LocalStore, directory: Path, *, access: ServerAccess | None = None, source: KnownRuns | None = None
 ) -> AsyncIterator[Served]:
-    """A dashboard over a store, with a reader of its own."""
+    """Serve a dashboard over a store, with a reader of its own."""
     source = source or KnownRuns([known_run()])
     reader = ReaderClient(store_url=store.uri("").rstrip("/"), prefix="millrace", directory=directory)
     try:

@@ -25,7 +25,7 @@ COMMAND_S = 120.0
 
 
 def run(argv: Sequence[str], *, timeout_s: float = COMMAND_S, env: dict[str, str] | None = None) -> str:
-    """The command's output; AssertionError with all of it if it fails."""
+    """Return the command's output; raise AssertionError with all of it if it fails."""
     done = subprocess.run(
         argv, cwd=ROOT, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=timeout_s
     )
@@ -34,7 +34,7 @@ def run(argv: Sequence[str], *, timeout_s: float = COMMAND_S, env: dict[str, str
 
 
 def free_gib() -> float:
-    """What the disk has left where the engine keeps its data, in GiB; infinite if that is on another machine."""
+    """Return what the disk has left where the engine keeps its data, in GiB; infinite if that is on another machine."""
     root = Path(run(["docker", "info", "--format", "{{.DockerRootDir}}"]).strip())
     return shutil.disk_usage(root).free / 2**30 if root.is_dir() else math.inf
 
@@ -60,7 +60,7 @@ class Deployment:
 
     @property
     def env(self) -> dict[str, str]:
-        """The environment of compose commands."""
+        """Return the environment of compose commands."""
         own = {
             "COMPOSE_PROJECT_NAME": self.project,
             "MILLRACE_PORT": str(self.port),
@@ -73,12 +73,12 @@ class Deployment:
         return {**os.environ, **own, **self.variables}
 
     def compose(self, *argv: str, timeout_s: float = COMMAND_S) -> str:
-        """`docker compose …` on this stack."""
+        """Return `docker compose …` on this stack."""
         files = [part for name in self.files for part in ("-f", name)]
         return run(["docker", "compose", *files, *argv], timeout_s=timeout_s, env=self.env)
 
     def build(self) -> None:
-        """All images, with a CPU build of torch if the machine's pip has one."""
+        """Build all images, with a CPU build of torch if the machine's pip has one."""
         wheels = ROOT / "docker" / "wheels"
         if not list(wheels.glob("torch-*.whl")):
             pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(wheels)]
@@ -97,30 +97,32 @@ class Deployment:
         return time.monotonic() - began
 
     def state(self) -> str:
-        """What a person would look at when the stack does not do as it should: disk, containers, their last lines."""
+        """Return what a person would look at when the stack does not do as it should: disk, containers, their
+        last lines.
+        """
         listed = self.compose("ps", "--all", "--format", "table {{.Service}}\t{{.Status}}")
         said = self.compose("logs", "--no-color", "--tail", "15")
         return f"{free_gib():.1f} GiB of disk left for the engine\n{listed}\n{said}"
 
     def cli(self, *argv: str, timeout_s: float = 400) -> str:
-        """The `millrace` command inside the stack."""
+        """Return the `millrace` command inside the stack."""
         return self.compose("run", "--rm", "-T", "--no-deps", "cli", *argv, timeout_s=timeout_s)
 
     def containers(self, service: str) -> list[str]:
-        """Ids of the service's containers, running or not."""
+        """Return the ids of the service's containers, running or not."""
         return self.compose("ps", "--all", "--quiet", service).split()
 
     def inspect(self, container: str) -> dict[str, Any]:
-        """`docker inspect`."""
+        """Return `docker inspect`."""
         return json.loads(run(["docker", "inspect", container]))[0]
 
     def is_healthy(self, service: str) -> bool:
-        """Whether every container of the service runs and passes its health check."""
+        """Return whether every container of the service runs and passes its health check."""
         states = [self.inspect(container)["State"] for container in self.containers(service)]
         return bool(states) and all(s["Running"] and s.get("Health", {}).get("Status") == "healthy" for s in states)
 
     def kill_main_process(self, service: str) -> None:
-        """SIGKILL the service's own process, the child of the init process; the restart policy does the rest."""
+        """Kill the service's own process, the child of the init process; the restart policy does the rest."""
         (container,) = self.containers(service)
         before = self.inspect(container)["State"]["StartedAt"]
         run(["docker", "exec", container, "sh", "-c", "kill -9 $(cat /proc/1/task/1/children)"])
@@ -131,7 +133,7 @@ class Deployment:
         )
 
     def kill_container(self, service: str) -> None:
-        """`docker kill`, which triggers no restart policy, then `docker start`."""
+        """Run `docker kill`, which triggers no restart policy, then `docker start`."""
         (container,) = self.containers(service)
         run(["docker", "kill", container])
         run(["docker", "start", container])
@@ -168,7 +170,7 @@ class Deployment:
 
 @contextmanager
 def started(stack: Deployment) -> Iterator[Deployment]:
-    """The stack, up and healthy; removed at the end, and before if an aborted test run left one."""
+    """Start the stack and wait until it is healthy; remove it at the end, and before if an aborted run left one."""
     try:
         stack.compose("--profile", "cli", "down", "--volumes", "--timeout", "5")
         print(f"\n{stack.project}: {stack.up():.1f} s from up to healthy")

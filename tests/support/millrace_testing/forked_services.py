@@ -33,17 +33,17 @@ class ForkedService:
         self._reaping = threading.Lock()
 
     def poll(self) -> int | None:
-        """Its exit code, if it has ended."""
+        """Return the exit code if the process has ended."""
         return self._look(0)
 
     def wait(self, timeout: float) -> int:
-        """Its exit code once it has ended; TimeoutExpired after so many seconds."""
+        """Wait for the exit code; raise TimeoutExpired after that many seconds."""
         if (code := self._look(timeout)) is None:
             raise subprocess.TimeoutExpired(self._host.module, timeout)
         return code
 
     def kill(self) -> None:
-        """SIGKILL, unless it has ended."""
+        """Kill the process unless it has ended."""
         if self.poll() is None:
             os.kill(self.pid, signal.SIGKILL)
 
@@ -62,13 +62,13 @@ class ServiceHost:
     """The process that forks, started with the first service."""
 
     def __init__(self, module: str) -> None:
-        """`module` is one of `local.preloads.NEEDS`."""
+        """Take `module`, one of `local.preloads.NEEDS`."""
         self.module = module
         self._process: subprocess.Popen[str] | None = None
         self._asking = threading.Lock()
 
     def start(self, environ: dict[str, str], log: Path) -> ForkedService:
-        """A service with these variables, whose output is added to a file."""
+        """Return a service with these variables, whose output is added to a file."""
         if self._process is None:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", __name__, self.module],
@@ -80,7 +80,7 @@ class ServiceHost:
         return ForkedService(self, self.ask({"environ": environ, "log": str(log)}))
 
     def ask(self, question: dict[str, Any]) -> int:
-        """What the process answers."""
+        """Return what the process answers."""
         assert self._process is not None and self._process.stdin is not None and self._process.stdout is not None
         with self._asking:
             print(json.dumps(question), file=self._process.stdin, flush=True)

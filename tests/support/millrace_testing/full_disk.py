@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def largest_file(size: int) -> Iterator[None]:
-    """The kernel refuses to write more bytes than that into a file, as it does when a disk is full."""
+    """Let the kernel refuse files above that size in the block, as it does when a disk is full."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
     try:

@@ -15,7 +15,7 @@ class LeaseHolder(NamedTuple):
 
 
 async def lease_holder(log: RunLog, role: str) -> LeaseHolder | None:
-    """The holder of the lease of a role; None if nobody holds it."""
+    """Return the holder of the lease of a role; None if nobody holds it."""
     held = await log.command(f"reading the lease of {role}", "GET", log.names.lease(role))
     if held is None:
         return None

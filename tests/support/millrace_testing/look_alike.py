@@ -32,7 +32,7 @@ def _plural(kind: str) -> str:
 
 
 def _fields(data: bytes) -> Iterator[tuple[int, Any]]:
-    """The fields of a protobuf message; enough for what Helm sends as protobuf: its release records."""
+    """Yield the fields of a protobuf message; enough for what Helm sends as protobuf: its release records."""
     at = 0
 
     def number() -> int:
@@ -57,7 +57,7 @@ def _fields(data: bytes) -> Iterator[tuple[int, Any]]:
 
 
 def _record(data: bytes) -> Object:
-    """A Secret that came as protobuf: name, namespace, labels, type; its data stay as base64."""
+    """Return a Secret that came as protobuf: name, namespace, labels, type; its data stay as base64."""
     raw = dict(_fields(data[4:]))[2]
     item: Object = {"apiVersion": "v1", "kind": "Secret", "metadata": {"labels": {}}, "data": {}}
     for field, value in _fields(raw):
@@ -77,7 +77,7 @@ def _record(data: bytes) -> Object:
 
 
 def _merge(old: Any, patch: Any) -> Any:
-    """A strategic merge, as far as Helm's patches of these charts need it: lists of named things by name."""
+    """Return a strategic merge, as far as Helm's patches of these charts need it: lists of named things by name."""
     if not isinstance(old, dict) or not isinstance(patch, dict):
         return copy.deepcopy(patch)
     merged = dict(old)
@@ -122,7 +122,7 @@ class LookAlike(http.server.ThreadingHTTPServer):
         self.server_close()
 
     def store(self, item: Object) -> Object:
-        """Checks and keeps an object; jsonschema's error if it is malformed."""
+        """Return the checks and keeps an object; jsonschema's error if it is malformed."""
         is_record = item["kind"] == "Secret" and item.get("type", "").startswith("helm.sh")
         if not is_record:
             plain = {key: value for key, value in item.items() if key != "status"}
@@ -141,7 +141,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
     plurals: ClassVar[dict[str, str]] = {_plural(kind): kind for kinds in _KINDS.values() for kind in kinds}
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Quiet."""
+        """Log nothing."""
 
     def _answer(self, body: Object, status: int = 200) -> None:
         data = json.dumps(body).encode()
@@ -252,7 +252,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
 
 
 def _forbidden(old: Object, new: Object) -> str:
-    """The one rule of the real server that a chart breaks most easily."""
+    """Return the one rule of the real server that a chart breaks most easily."""
     if old["kind"] != "StatefulSet":
         return ""
     for name in ("selector", "serviceName", "podManagementPolicy", "volumeClaimTemplates"):

@@ -36,7 +36,7 @@ HOSTILE_VALUES: tuple[Any, ...] = (
 
 
 def mutated_json(valid: bytes) -> st.SearchStrategy[bytes]:
-    """The document with one of its values, keys or items replaced, removed, repeated or renamed."""
+    """Return the document with one of its values, keys or items replaced, removed, repeated or renamed."""
     document = json.loads(valid)
     places = list(_places(document))
 
@@ -52,7 +52,7 @@ def mutated_json(valid: bytes) -> st.SearchStrategy[bytes]:
 
 
 def mutated_bytes(valid: bytes) -> st.SearchStrategy[bytes]:
-    """The bytes cut, with some replaced, or with some put in."""
+    """Return the bytes cut, with some replaced, or with some put in."""
 
     @st.composite
     def mutate(draw: st.DrawFn) -> bytes:
@@ -67,7 +67,7 @@ def mutated_bytes(valid: bytes) -> st.SearchStrategy[bytes]:
 
 
 def _places(value: Any, path: tuple[Any, ...] = ()) -> Any:
-    """Paths to every value inside a document, of long arrays to the first few."""
+    """Yield the paths to every value inside a document, of long arrays to the first few."""
     items = value.items() if isinstance(value, dict) else enumerate(value[:3]) if isinstance(value, list) else ()
     for key, inner in items:
         yield (*path, key)
@@ -75,7 +75,7 @@ def _places(value: Any, path: tuple[Any, ...] = ()) -> Any:
 
 
 def _is_index(key: Any, holder: list[Any]) -> bool:
-    """False also for a key of a dict in whose place an earlier change put the list."""
+    """Return the False also for a key of a dict in whose place an earlier change put the list."""
     return isinstance(key, int) and 0 <= key < len(holder)
 
 

@@ -7,5 +7,7 @@ MOST = 5.0
 
 
 def patient(seconds: float) -> float:
-    """`seconds` on a machine of one's own; `seconds` times the load per processor, at most `MOST`, on a busy one."""
+    """Return `seconds` on a machine of one's own; `seconds` times the load per processor, at most `MOST`, on a
+    busy one.
+    """
     return seconds * min(MOST, max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1)))

@@ -16,7 +16,9 @@ POLL_S = 0.02
 async def until(
     condition: Callable[[], Any | Awaitable[Any]], *, timeout_s: float = LIMIT_S, poll_s: float = POLL_S, what: str = ""
 ) -> Any:
-    """The first true answer of `condition`, which may be awaitable; AssertionError if there is none in time."""
+    """Return the first true answer of `condition`, which may be awaitable; raise AssertionError if there is none
+    in time.
+    """
     try:
         async with asyncio.timeout(timeout_s):
             while not (found := await _answer(condition())):
@@ -29,7 +31,7 @@ async def until(
 def block_until(
     condition: Callable[[], Any], *, timeout_s: float = LIMIT_S, poll_s: float = 0.05, what: str = ""
 ) -> Any:
-    """The same for tests without an event loop."""
+    """Wait like `until`, for tests without an event loop."""
     ends = time.monotonic() + timeout_s
     while not (found := condition()):
         assert time.monotonic() < ends, _missed(condition, timeout_s, what)

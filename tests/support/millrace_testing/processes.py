@@ -7,7 +7,7 @@ import psutil
 
 
 def bearing(variable: str, value: str, *, works_in: Path | None = None) -> list[psutil.Process]:
-    """All living processes that were started with this value of the variable, or work below the directory.
+    """Return all living processes that were started with this value of the variable, or work below the directory.
 
     The directory is for those that overwrite their environment, as Redis does.
     """

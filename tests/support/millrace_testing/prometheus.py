@@ -29,7 +29,7 @@ class Prometheus:
     targets: Path
 
     def scrape(self, targets: Mapping[str, str]) -> None:
-        """Scrape these from now on: the URL of each service's metrics. All are said to be in the namespace `test`."""
+        """Scrape these services from now on, given their URLs of metrics, all labelled with the namespace `test`."""
         groups = [
             {
                 "targets": [urllib.parse.urlsplit(url).netloc],
@@ -46,11 +46,11 @@ class Prometheus:
         fresh.rename(self.targets)
 
     def query(self, expression: str) -> list[dict[str, Any]]:
-        """What an expression gives now; fails where Prometheus does not understand it."""
+        """Return what an expression gives now; fails where Prometheus does not understand it."""
         return self._ask("query", query=expression)["result"]
 
     def label_values(self, metric: str, label: str) -> set[str]:
-        """As Grafana's `label_values(metric, label)`."""
+        """Return what Grafana's `label_values(metric, label)` does."""
         return {each[label] for each in self._ask("series", **{"match[]": metric}) if label in each}
 
     def _ask(self, what: str, **parameters: str) -> Any:

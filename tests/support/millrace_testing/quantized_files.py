@@ -21,7 +21,7 @@ def say_quantized(directory: Path, said: object) -> Path:
 
 
 def in_fp8(block: tuple[int, int] | None, *, scale_dtype: torch.dtype = torch.float32) -> Change:
-    """Every projection in FP8, with a factor for each block of rows and columns, or one for all."""
+    """Return every projection in FP8, with a factor for each block of rows and columns, or one for all."""
 
     def change(tensors: Tensors) -> Tensors:
         found: Tensors = {}

@@ -101,7 +101,7 @@ class Server(http.server.BaseHTTPRequestHandler):
 
 @contextlib.contextmanager
 def s3_answers() -> Iterator[tuple[type[Server], int]]:
-    """A server that runs while the block lasts: its class, which holds its state, and its port."""
+    """Run a server during the block; yield its class, which holds its state, and its port."""
     handler = type("Handler", (Server,), {"refuses": {}, "times": {}, "stored": {}, "seen": [], "hosts": []})
     listening = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
     thread = threading.Thread(target=listening.serve_forever, args=(0.02,))

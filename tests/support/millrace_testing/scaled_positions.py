@@ -32,7 +32,7 @@ KINDS = ("longrope", "longrope_experts", "dynamic")
 
 
 def config_of(kind: str) -> Any:
-    """The config of a kind: Phi-3, Phi-3.5-MoE, or Llama."""
+    """Return the config of a kind: Phi-3, Phi-3.5-MoE, or Llama."""
     if kind == "dynamic":
         llama = {"architectures": ["LlamaForCausalLM"], "max_position_embeddings": BORDER}
         return LlamaConfig(**_SIZES, **llama, rope_parameters=_DYNAMIC)
@@ -44,6 +44,6 @@ def config_of(kind: str) -> Any:
 
 
 def model_of(kind: str, seed: int = 0) -> Any:
-    """A model of a kind, as transformers computes it."""
+    """Return a model of a kind, as transformers computes it."""
     torch.manual_seed(seed)
     return AutoModelForCausalLM.from_config(config_of(kind)).eval()

@@ -17,7 +17,7 @@ Samples = dict[tuple[str, str], float]
 
 
 def parse(text: str) -> Samples:
-    """The samples of one answer."""
+    """Return the samples of one answer."""
     return {
         (sample.name, ",".join(f"{key}={sample.labels[key]}" for key in sorted(sample.labels))): sample.value
         for family in text_string_to_metric_families(text)
@@ -32,17 +32,17 @@ class Scrapes:
         self.by_service: dict[str, list[Samples]] = {}
 
     def values(self, service: str, name: str, labels: str = "") -> list[float]:
-        """The values of one series over time, where it was there."""
+        """Return the values of one series over time, where it was there."""
         return [one[name, labels] for one in self.by_service.get(service, []) if (name, labels) in one]
 
     def names(self, service: str) -> set[str]:
-        """Every name that it ever showed."""
+        """Return every name that it ever showed."""
         return {name for one in self.by_service.get(service, []) for name, _ in one}
 
 
 @contextlib.contextmanager
 def scraping(directory: Path) -> Iterator[Scrapes]:
-    """Scrapes the stack whose `stack.json` appears somewhere below the directory, every half second."""
+    """Scrape the stack whose `stack.json` appears below the directory, every half second."""
     found, over = Scrapes(), threading.Event()
 
     def scrape() -> None:

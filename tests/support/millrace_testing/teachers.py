@@ -49,7 +49,7 @@ def serving(
 
 
 def flags(url: str, *, name: str = "good") -> list[str]:
-    """What a run of `opd` is told of its teacher."""
+    """Return what a run of `opd` is told of its teacher."""
     return [f"--orchestrator.algo.teacher.name={name}", f"--orchestrator.algo.teacher.base-url={url}"]
 
 

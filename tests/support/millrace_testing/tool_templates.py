@@ -33,7 +33,7 @@ NAMES_ONLY = "tools | map(attribute='function.name') | join(' ')"
 
 
 def hermes(*, shows: str = "tools | tojson", keeps_thoughts: bool = True) -> str:
-    """Calls as JSON; `shows` is how the tools stand in the prompt."""
+    """Return the calls as JSON; `shows` is how the tools stand in the prompt."""
     return _BEGIN.replace("%s", shows) + _HEAD % (_THOUGHT if keeps_thoughts else "") + _JSON + _END
 
 
@@ -42,7 +42,7 @@ QWEN3_SYMBOLS = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_respo
 
 
 def qwen3() -> str:
-    """As a Qwen3 has it, but for thoughts, and for a system message beside tools.
+    """Return Qwen3's tool template without thoughts, and without a system message beside tools.
 
     What stands behind a tag begins with no line break, which `transformers` would take away.
     """
@@ -55,5 +55,5 @@ def qwen3() -> str:
 
 
 def xml() -> str:
-    """Calls as tags."""
+    """Return the calls as tags."""
     return _BEGIN.replace("%s", "tools | tojson") + _HEAD % _THOUGHT + _XML + _END

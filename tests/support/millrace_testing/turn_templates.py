@@ -58,7 +58,7 @@ THINKS = (  # an engine's prompt opens a thought, which a turn without one leave
 def tokenizer_of(
     template: str | None, *, eos: str | None = "<|im_end|>", bos: str | None = None, adds_eos: bool = False
 ) -> Any:
-    """A tokenizer of bytes in which two line breaks are one token, with the special tokens of a template."""
+    """Return a tokenizer of bytes in which two line breaks are one token, with the special tokens of a template."""
     vocabulary = {character: at for at, character in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     vocabulary["ĊĊ"] = len(vocabulary)
     made = Tokenizer(models.BPE(vocab=vocabulary, merges=[("Ċ", "Ċ")]))

@@ -9,7 +9,7 @@ _HEADER = 7
 
 
 def records(path: Path) -> list[Any]:
-    """The records of one `run-*.wandb` file, as far as they are whole."""
+    """Return the records of one `run-*.wandb` file, as far as they are whole."""
     from wandb.proto.wandb_internal_pb2 import Record
 
     data, at, found, part = path.read_bytes(), _HEADER, [], b""
@@ -29,7 +29,7 @@ def records(path: Path) -> list[Any]:
 
 
 def history(directory: Path) -> list[dict[str, Any]]:
-    """The rows of every attempt under a directory; what W&B has split into parts is one dict."""
+    """Return the rows of every attempt under a directory; what W&B has split into parts is one dict."""
     rows = []
     for path in sorted(directory.glob("wandb/offline-run-*/run-*.wandb")):
         for record in records(path):
@@ -47,6 +47,6 @@ def history(directory: Path) -> list[dict[str, Any]]:
 
 
 def table(directory: Path, value: dict[str, Any]) -> dict[str, Any]:
-    """The table that a row's value names: `columns` and `data`."""
+    """Return the table that a row's value names: `columns` and `data`."""
     (path,) = directory.glob(f"wandb/offline-run-*/files/{value['path']}")
     return json.loads(path.read_text())

@@ -33,7 +33,7 @@ class StoredRun:
     is_complete: bool = False
 
     def rows(self) -> list[dict[str, Any]]:
-        """The history, in order."""
+        """Return the history, in order."""
         return [json.loads(self.history[offset]) for offset in sorted(self.history)]
 
 
@@ -50,7 +50,7 @@ class WandbServer:
         self._lock = threading.Lock()
 
     def graphql(self, asked: dict[str, Any]) -> dict[str, Any]:
-        """The answer to a GraphQL request."""
+        """Return the answer to a GraphQL request."""
         found = re.search(r"(?:query|mutation)\s+(\w+)", asked["query"])
         given = asked.get("variables") or {}
         with self._lock:
@@ -153,7 +153,7 @@ def serving(server: WandbServer) -> Iterator[WandbServer]:
 
     class Server(ThreadingHTTPServer):
         def handle_error(self, request: object, client_address: object) -> None:
-            """Clients are killed in these tests."""
+            """Ignore the error, because clients are killed in these tests."""
 
     http = Server(("127.0.0.1", 0), Handler)
     server.url = f"http://127.0.0.1:{http.server_port}"

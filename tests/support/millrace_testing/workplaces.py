@@ -52,7 +52,7 @@ class Workplace:
         )
 
     def program(self) -> list[str]:
-        """What runs Python here."""
+        """Return what runs Python here."""
         return [sys.executable]
 
     def attempt(self, *argv: str, timeout_s: float = COMMAND_TIMEOUT_S, **options) -> tuple[int, str]:
@@ -88,14 +88,14 @@ class Workplace:
         return json.loads((self.path / last).read_text()), output
 
     def twin(self, path: Path) -> "Workplace":
-        """Another workplace with the same models, whose processes are not this one's."""
+        """Return another workplace with the same models, whose processes are not this one's."""
         (path / "outputs").mkdir(parents=True)
         (path / "outputs" / "reverse-text").symlink_to(self.path / "outputs" / "reverse-text")
         return Workplace(path)
 
     @contextlib.contextmanager
     def following(self, *argv: str, **options) -> Iterator[subprocess.Popen[str]]:
-        """A `millrace` command whose output is read as it comes. Whatever the test does, it has ended afterwards."""
+        """Run a `millrace` command whose output is read as it comes; it has ended afterwards whatever the test does."""
         process = self.popen("-m", "millrace.cli", *argv, **options)
         try:
             yield process
@@ -106,7 +106,7 @@ class Workplace:
 
     @contextlib.contextmanager
     def up(self, **options) -> Iterator[str]:
-        """`millrace up`, without earlier runs, for the length of the block; gives the address of its orchestrator."""
+        """Run `millrace up` without earlier runs during the block; yield the address of its orchestrator."""
         port, http_port = free_ports(2)
         address = f"127.0.0.1:{port}"
         place = ["--dir", f"outputs/up-{port}", "--listen", address, "--http-port", str(http_port)]
@@ -119,11 +119,15 @@ class Workplace:
             assert process.returncode == 130, output
 
     def processes(self) -> list[psutil.Process]:
-        """What runs on behalf of this workplace, by its environment or (Redis overwrites its own) where it works."""
+        """Return what runs on behalf of this workplace, by its environment or (Redis overwrites its own) where it
+        works.
+        """
         return processes.bearing(MARKER, str(self.path), works_in=self.path)
 
     def processes_of(self, directory: Path) -> list[psutil.Process]:
-        """Those of them that know this directory, from an argument or their environment (a stack's, for example)."""
+        """Return the processes that know this directory from an argument or their environment (a stack's, for
+        example).
+        """
         found = []
         for process in self.processes():
             with contextlib.suppress(psutil.Error, OSError):
@@ -133,7 +137,7 @@ class Workplace:
         return found
 
     def wait_empty(self, timeout_s: float) -> None:
-        """Fails unless every process has ended within `timeout_s`."""
+        """Fail unless every process has ended within `timeout_s`."""
         ends = time.monotonic() + timeout_s
         while left := self.processes():
             if time.monotonic() > ends:

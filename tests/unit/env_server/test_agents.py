@@ -349,7 +349,7 @@ async def test_models_and_other_paths(server, policy):
 )
 def test_where_it_listens(text, host, ports):
     listen = AgentListen.from_environ({"MILLRACE_AGENT_LISTEN": text, "MILLRACE_INSECURE": "1"})
-    assert (listen.host, list(listen.ports), listen.told_host) == (host, ports, host)
+    assert (listen.host, list(listen.ports), listen.advertised_host) == (host, ports, host)
 
 
 @pytest.mark.parametrize("text", ["0.0.0.0", "127.0.0.1:x", "127.0.0.1:9-7", "127.0.0.1:70000", ":80", "172.17.0.1"])

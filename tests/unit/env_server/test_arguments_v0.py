@@ -11,7 +11,7 @@ from datasets import Dataset
 from millrace.env_server.adapters.client_v0 import LeanClient
 from millrace.env_server.adapters.failures import describe_error
 from millrace.env_server.adapters.scoring.rubrics_v0 import refuse_unknown_arguments
-from millrace.env_server.library.overhead_v0 import tell_columns
+from millrace.env_server.library.overhead_v0 import note_columns
 from millrace.errors import InvalidSpecError
 
 ROW = {"question": "a", "answer": "b", "level": 1}
@@ -126,8 +126,8 @@ def test_an_environment_whose_own_code_may_pass_more_is_not_refused() -> None:
 
 
 def test_a_missing_column_is_told_with_those_that_there_are() -> None:
-    tell_columns()
-    tell_columns()  # once is enough
+    note_columns()
+    note_columns()  # once is enough
     rows = Dataset.from_list([{"questoin": "a", "answer": "b"}])
     with pytest.raises(KeyError) as caught:
         vf.SingleTurnEnv(dataset=rows, rubric=vf.Rubric(funcs=[easy])).get_dataset()

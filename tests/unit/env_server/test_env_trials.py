@@ -3,7 +3,7 @@
 import random
 import time
 
-from millrace.env_server.workers.probes import DANGEROUS, HOPELESS, STOOD_S, WINDOW, TaskTrials
+from millrace.env_server.workers.probes import DANGEROUS, HOPELESS, RECENT_S, WINDOW, TaskTrials
 
 
 def test_a_suspect_is_cleared_or_quarantined() -> None:
@@ -12,11 +12,11 @@ def test_a_suspect_is_cleared_or_quarantined() -> None:
     trials.suspect("a")
     assert trials.is_suspect("a") and not trials.is_suspect("b")
     trials.clear("a")
-    assert not trials.is_suspect("a") and not trials.why_not("a")
+    assert not trials.is_suspect("a") and not trials.quarantine_reason("a")
     trials.quarantine("b", "it ends workers", end="exit code 3")
-    assert trials.why_not("b") == "it ends workers" and trials.quarantined == {"b": "it ends workers"}
+    assert trials.quarantine_reason("b") == "it ends workers" and trials.quarantined == {"b": "it ends workers"}
     trials.clear("b")
-    assert trials.why_not("b"), "what ended a worker alone is not cleared by a late rollout"
+    assert trials.quarantine_reason("b"), "what ended a worker alone is not cleared by a late rollout"
 
 
 def test_untried_tasks_of_a_dangerous_environment_are_suspects() -> None:
@@ -70,10 +70,10 @@ def test_tasks_that_stand_where_others_ended_count_as_these() -> None:
     for number in range(HOPELESS // 2 - 1):
         trials.quarantine(f"t{number}", "…", end=end)
     assert trials.ended_at("x.py:8 in hard") and not trials.ended_at("x.py:9 in hard") and not trials.ended_at("")
-    assert not trials.hopeless(num_probing=9, num_standing=9), "a slow call is no dead one: few have been ended"
+    assert not trials.hopeless(num_probing=9, num_blocked=9), "a slow call is no dead one: few have been ended"
     trials.quarantine("one more", "…", end=end)
-    assert not trials.hopeless(num_probing=9, num_standing=3), "most may be good"
-    assert trials.hopeless(num_probing=4, num_standing=4).endswith("; 4 more stand where these stood")
+    assert not trials.hopeless(num_probing=9, num_blocked=3), "most may be good"
+    assert trials.hopeless(num_probing=4, num_blocked=4).endswith("; 4 more stand where these stood")
 
 
 def test_while_tasks_of_a_blocked_worker_are_not_settled_new_ones_are_suspects(monkeypatch) -> None:
@@ -81,14 +81,14 @@ def test_while_tasks_of_a_blocked_worker_are_not_settled_new_ones_are_suspects(m
     trials.clear("good")
     trials.suspect("died beside it")
     assert not trials.is_suspect("new")
-    trials.suspect("stood beside it", stood=True)
+    trials.suspect("stood beside it", was_blocked=True)
     assert trials.is_suspect("new") and not trials.is_suspect("good")
     trials.clear("stood beside it")
     assert not trials.is_suspect("new")
-    trials.suspect("blocks", stood=True)
+    trials.suspect("blocks", was_blocked=True)
     trials.quarantine("blocks", "…", end="blocked")
     assert not trials.is_suspect("new"), "one alone makes no environment dangerous"
-    trials.suspect("never played again", stood=True)
+    trials.suspect("never played again", was_blocked=True)
     now = time.monotonic()
-    monkeypatch.setattr(time, "monotonic", lambda: now + STOOD_S + 1)
+    monkeypatch.setattr(time, "monotonic", lambda: now + RECENT_S + 1)
     assert not trials.is_suspect("new")

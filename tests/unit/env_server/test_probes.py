@@ -67,7 +67,7 @@ async def test_a_task_that_stands_gives_its_place_to_another(monkeypatch: pytest
         started.append(Worker())
         return cast("Any", started[-1])
 
-    probes = Probes("env", start, limit=1, idle_s=0.05, on_standing=lambda: told.append(len(started)))
+    probes = Probes("env", start, limit=1, idle_s=0.05, on_blocked=lambda: told.append(len(started)))
     is_over = asyncio.Event()
 
     async def probe(task_id: str, *, standing_s: float) -> None:

@@ -28,7 +28,7 @@ def result(task: int, reward: float, env: str = "a") -> GroupResult:
     return GroupResult(env=env, task_index=task, reward=reward)
 
 
-def behind(pools: Pools, *groups: GroupResult, drawn_below: int, resolved_below: int = 0) -> Pools:
+def for_draw(pools: Pools, *groups: GroupResult, drawn_below: int, resolved_below: int = 0) -> Pools:
     step = 1 + max([pools.step, *(moves.step for moves in pools.recent)])
     return pools.after(groups, BOTH, step=step, drawn_below=drawn_below, resolved_below=resolved_below)
 
@@ -43,9 +43,9 @@ def stored(pools: Pools) -> Pools:
 
 
 def test_a_task_moves_at_its_threshold_and_stays_there() -> None:
-    pools = behind(Pools(), result(0, 0.8), result(1, 0.2), result(2, 0.5), drawn_below=3, resolved_below=3)
+    pools = for_draw(Pools(), result(0, 0.8), result(1, 0.2), result(2, 0.5), drawn_below=3, resolved_below=3)
     assert pools.newest() == {"a": {0: Pool.EASY, 1: Pool.HARD}}
-    pools = behind(pools, result(0, 0.0), result(1, 1.0), drawn_below=5, resolved_below=5)
+    pools = for_draw(pools, result(0, 0.0), result(1, 1.0), drawn_below=5, resolved_below=5)
     assert pools.newest() == {"a": {0: Pool.EASY, 1: Pool.HARD}}, "for good"
     assert pools.counts("a") == (1, 1) and pools.counts("b") == (0, 0)
 
@@ -58,11 +58,11 @@ def test_a_hard_task_that_is_replayed_moves_by_its_new_group() -> None:
     again = [result(0, 0.5), result(1, 0.9), result(2, 0.1), result(3, 0.0)]
     pools = stored(pools.after(again, replaying, step=2, drawn_below=9, resolved_below=6))
     assert pools.newest() == {"a": {1: Pool.EASY, 2: Pool.HARD, 3: Pool.EASY}}, "what is easy is so for good"
-    assert pools.behind(pools.num_counting(8))[1]["a"][0] is Pool.HARD, "an ordinal that was drawn before"
+    assert pools.for_draw(pools.num_counting(8))[1]["a"][0] is Pool.HARD, "an ordinal that was drawn before"
 
 
 def test_a_share_of_the_draws_plays_hard_tasks_again() -> None:
-    pools = behind(Pools(), result(0, 0.0), result(4, 0.1), result(7, 1.0), drawn_below=5, resolved_below=5)
+    pools = for_draw(Pools(), result(0, 0.0), result(4, 0.1), result(7, 1.0), drawn_below=5, resolved_below=5)
     config = BufferConfig(easy_threshold=0.8, hard_threshold=0.2)
     plain, replaying = drawer(pools, config), drawer(pools, config.model_copy(update={"hard_replay": 0.25}))
     before, drawn = ([each.task(i).task_index for i in range(5, 2005)] for each in (plain, replaying))
@@ -75,14 +75,14 @@ def test_a_share_of_the_draws_plays_hard_tasks_again() -> None:
 def test_without_thresholds_or_a_schedule_the_draw_is_the_task_order() -> None:
     order = TaskOrder([A, B], seed=3)
     config = BufferConfig(online_difficulty_filtering=True)
-    buffer = drawer(behind(Pools(), result(0, 1.0), drawn_below=0), config, A, B)
+    buffer = drawer(for_draw(Pools(), result(0, 1.0), drawn_below=0), config, A, B)
     assert [buffer.task(i) for i in range(100)] == [order.task(i) for i in range(100)]
 
 
 def test_retired_tasks_are_not_drawn_and_the_others_keep_their_order() -> None:
     order = TaskOrder([A], seed=3)
     groups = [result(task, 1.0) for task in (0, 4, 7)]
-    buffer = drawer(behind(Pools(), *groups, drawn_below=5, resolved_below=5))
+    buffer = drawer(for_draw(Pools(), *groups, drawn_below=5, resolved_below=5))
     drawn = [buffer.task(i).task_index for i in range(5, 105)]
     assert not {0, 4, 7} & set(drawn) and set(drawn) == set(range(12)) - {0, 4, 7}
     for ordinal, task in enumerate(drawn, start=5):
@@ -93,7 +93,7 @@ def test_retired_tasks_are_not_drawn_and_the_others_keep_their_order() -> None:
 def test_a_header_does_not_count_for_what_was_drawn_before_it() -> None:
     before = Pools()
     old = [drawer(before).task(i) for i in range(8)]
-    pools = behind(before, *(result(ref.task_index, 1.0) for ref in old), drawn_below=8, resolved_below=2)
+    pools = for_draw(before, *(result(ref.task_index, 1.0) for ref in old), drawn_below=8, resolved_below=2)
     assert [drawer(pools).task(i) for i in range(8)] == old, "a successor draws what is open again"
     new = {drawer(pools).task(i).task_index for i in range(8, 60)}
     assert not new & {ref.task_index for ref in old}
@@ -126,7 +126,7 @@ def test_what_an_ordinal_draws_is_the_same_after_any_kill(seed: int, hard_replay
 @given(st.sets(st.integers(0, 4000)), st.sets(st.integers(0, 4000)))
 def test_pools_survive_being_stored(easy: set[int], hard: set[int]) -> None:
     groups = [*(result(task, 1.0) for task in sorted(easy)), *(result(task, 0.0, "b") for task in sorted(hard))]
-    pools = behind(Pools().of_task_sets({"a": "x"}), *groups, drawn_below=7, resolved_below=3)
+    pools = for_draw(Pools().of_task_sets({"a": "x"}), *groups, drawn_below=7, resolved_below=3)
     assert stored(pools) == pools
     assert len(json.dumps(pools.to_json())) < 3000, "a bit for a task, or less"
 
@@ -135,7 +135,7 @@ def test_pools_survive_being_stored(easy: set[int], hard: set[int]) -> None:
     "damage", [{"bitmap": "?"}, {"tasks": [-1]}, {"tasks": [1 << 40]}, {"pool": "odd"}, {"env": 3}, {"tasks": "x"}]
 )
 def test_a_damaged_pool_is_refused(damage: dict) -> None:
-    value = behind(Pools(), result(1000, 1.0), drawn_below=1, resolved_below=1).to_json()
+    value = for_draw(Pools(), result(1000, 1.0), drawn_below=1, resolved_below=1).to_json()
     value["placed"][0].update(damage)
     with pytest.raises(ValueError):
         Pools.from_json(Fields(value))
@@ -143,28 +143,28 @@ def test_a_damaged_pool_is_refused(damage: dict) -> None:
 
 def test_a_share_returns_where_a_run_begins_anew_for_what_is_not_drawn_yet() -> None:
     groups = [*(result(task, 1.0) for task in range(8)), *(result(task, 0.0) for task in range(8, 12))]
-    pools = behind(Pools(), *groups, drawn_below=20, resolved_below=18)
+    pools = for_draw(Pools(), *groups, drawn_below=20, resolved_below=18)
     anew = pools.begun_anew(easy_fraction=0.25, hard_fraction=0.5, seed=1, step=4)
     assert anew == pools.begun_anew(easy_fraction=0.25, hard_fraction=0.5, seed=1, step=4)
     assert anew.counts("a") == (6, 2)
-    assert anew.behind(anew.num_counting(19)) == pools.behind(pools.num_counting(19)), "drawn before"
+    assert anew.for_draw(anew.num_counting(19)) == pools.for_draw(pools.num_counting(19)), "drawn before"
     assert stored(anew) == anew
     assert pools.begun_anew(easy_fraction=0.0, hard_fraction=0.0, seed=1, step=4) is pools
 
 
 def test_pools_of_another_task_set_count_no_more() -> None:
     pools = Pools().of_task_sets({"a": "x", "b": "y"})
-    pools = behind(pools, result(1, 1.0), result(2, 1.0, "b"), drawn_below=3)
+    pools = for_draw(pools, result(1, 1.0), result(2, 1.0, "b"), drawn_below=3)
     assert pools.of_task_sets({"a": "x", "b": "y"}).newest() == pools.newest()
     assert pools.of_task_sets({"a": "other", "b": "y"}).newest() == {"b": {2: Pool.EASY}}
 
 
 def test_an_environment_without_normal_tasks_leaves_its_share_to_the_others() -> None:
     groups = [result(task, 1.0, "b") for task in range(5)]
-    pools = behind(Pools(), *groups, drawn_below=0)
+    pools = for_draw(Pools(), *groups, drawn_below=0)
     buffer = drawer(pools, None, A, B)
     assert {buffer.task(i).env for i in range(50)} == {"a"} and not buffer.is_exhausted(0)
-    pools = behind(pools, *(result(task, 1.0) for task in range(12)), drawn_below=30)
+    pools = for_draw(pools, *(result(task, 1.0) for task in range(12)), drawn_below=30)
     assert drawer(pools, None, A, B).is_exhausted(30) and not drawer(pools, None, A, B).is_exhausted(29)
 
 
@@ -172,7 +172,7 @@ def test_ratios_follow_the_schedule_by_the_step_at_which_a_task_is_drawn() -> No
     config = BufferConfig(
         schedule=[RatioConfig(step=1, env_ratios=[1.0, 3.0]), RatioConfig(step=2, env_ratios=[0.0, 1.0])]
     )
-    pools = behind(behind(Pools(), drawn_below=100), drawn_below=1100)
+    pools = for_draw(for_draw(Pools(), drawn_below=100), drawn_below=1100)
     buffer = drawer(pools, config, A, B)
     assert [buffer.task(i) for i in range(100)] == [TaskOrder([A, B], seed=3).task(i) for i in range(100)]
     counts = Counter(buffer.task(i).env for i in range(100, 1100))
@@ -181,7 +181,7 @@ def test_ratios_follow_the_schedule_by_the_step_at_which_a_task_is_drawn() -> No
 
 
 def test_sizes_count_every_environment() -> None:
-    pools = behind(Pools(), result(1, 1.0), result(2, 0.0, "b"), drawn_below=1)
+    pools = for_draw(Pools(), result(1, 1.0), result(2, 0.0, "b"), drawn_below=1)
     sizes = drawer(pools, None, A, B).sizes(pools)
     assert (sizes.easy, sizes.normal, sizes.hard) == (1, 15, 1)
 

@@ -73,7 +73,7 @@ def test_the_first_failing_group_is_told_with_its_first_error() -> None:
     (count,) = counted.report()
     assert count.explain() == (
         "4 of 4 rollouts of environment 'math' failed (4 env_error); the first: ValueError: boom (at reward.py:30 in "
-        "parse ← reward.py:12 in score); mend the environment or its reward function; `millrace env check` plays one "
+        "parse ← reward.py:12 in score); fix the environment or its reward function; `millrace env check` plays one "
         "task of it"
     )
 

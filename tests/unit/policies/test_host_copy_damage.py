@@ -179,24 +179,24 @@ def test_ranks_publish_a_damaged_version_anew_together(store: LocalStore, world_
     trainer = Trainer(store, world_size=world_size, anchor_interval=100).publish_to(2)
     digest = trainer.manifest(2).digest
 
-    def mend(*, expected: str = digest) -> list:
+    def republish(*, expected: str = digest) -> list:
         return trainer.at_every_rank(
-            lambda rank, parts: trainer.committers[rank].mend(
+            lambda rank, parts: trainer.committers[rank].republish(
                 VersionInput(version=2, parts=parts, probe=None), lineage=0, digest=expected, sha256=b""
             )
         )
 
-    assert mend() == [None] * world_size, "it is whole"
+    assert republish() == [None] * world_size, "it is whole"
     damaged = [entry.key for entry in trainer.manifest(2).encodings[0].objects]
     assert len(damaged) == world_size
     store.put(damaged[-1], b"x")  # only what another rank than the one that looks has uploaded
-    first, *others = mend(expected=digest if is_known else "")
+    first, *others = republish(expected=digest if is_known else "")
     assert others == [None] * (world_size - 1), "rank 0 tells of it"
     assert damaged[-1] in first.damage and first.published.manifest_key.endswith("manifest.r1.json")
     again = trainer.manifest(2)
     assert (again.digest, again.anchor) == (digest, 2) and len(again.full.objects) == world_size
     trainer.require(HostCopy(store), 2)
-    assert mend() == [None] * world_size, "once"
+    assert republish() == [None] * world_size, "once"
     trainer.publish_to(4)
     assert trainer.manifest(4).anchor == 2, "every rank goes on from the new anchor"
     trainer.require(HostCopy(store), 4)
@@ -218,7 +218,7 @@ def test_what_fails_at_one_rank_while_a_version_is_published_anew_fails_at_all(
 
     monkeypatch.setattr(share, "upload_full", fail)
     done = trainer.at_every_rank(
-        lambda rank, parts: trainer.committers[rank].mend(
+        lambda rank, parts: trainer.committers[rank].republish(
             VersionInput(version=1, parts=parts, probe=None), lineage=0, digest=digest, sha256=b""
         )
     )
@@ -234,7 +234,7 @@ def test_a_version_that_best_effort_computed_anew_is_lost_and_says_why(store: Lo
     trainer.move()  # a restart, and a replay that was not exact
     made = VersionInput(version=1, parts=trainer.parts(0), probe=None)
     with pytest.raises(InvalidStateError, match="cannot make it again") as raised:
-        trainer.committers[0].mend(made, lineage=0, digest=digest, sha256=b"")
+        trainer.committers[0].republish(made, lineage=0, digest=digest, sha256=b"")
     assert raised.value.reason == "POLICY_LOST" and "run repair" in str(raised.value.remedy)
     assert ("best_effort" in raised.value.message) != is_strict
     assert store.head(NAMES.policy_manifest(0, 1).replace("manifest.json", "manifest.r1.json")) is None

@@ -74,7 +74,7 @@ def test_a_replica_finds_a_successor_although_it_looks_for_none(store: CountingS
     store.put(delta.key, bytes(delta.size_bytes))
     made = VersionInput(version=2, parts=trainer.parts(0), probe=None)
     digest = trainer.manifest(2).digest
-    assert trainer.committers[0].mend(made, lineage=0, digest=digest, sha256=announced(store, 2)[1]) is not None
+    assert trainer.committers[0].republish(made, lineage=0, digest=digest, sha256=announced(store, 2)[1]) is not None
     assert copy.stage(*announced(store, 2)).manifest.key.endswith("manifest.r1.json")
     trainer.publish_to(3)
     store.taken()

@@ -149,22 +149,22 @@ def test_the_wait_is_visible_and_ends_when_the_run_is_to_be_released(worker: Tra
 
 
 def test_a_policy_that_replicas_find_damaged_is_mended_before_they_sleep(worker: TrainerWorker, work: Work) -> None:
-    mended: list[tuple[int, bytes]] = []
+    republished: list[tuple[int, bytes]] = []
 
-    class Mender:
-        def wanted(self, version: int) -> bytes | None:
-            return None if mended else f"policy {version}".encode()
+    class Republisher:
+        def policy_to_republish(self, version: int) -> bytes | None:
+            return None if republished else f"policy {version}".encode()
 
-        def mend(self, policy: bytes) -> None:
-            mended.append((asked(worker), policy))
+        def republish(self, policy: bytes) -> None:
+            republished.append((asked(worker), policy))
 
     def job() -> None:
         lend_when_asked(worker, 1)
-        with DeviceTurn(Gang(), worker, mender=Mender())(5):
+        with DeviceTurn(Gang(), worker, republisher=Republisher())(5):
             pass
 
     work(job)
-    assert mended == [(1, b"policy 5")]
+    assert republished == [(1, b"policy 5")]
 
 
 def test_an_error_gives_the_devices_back_once_what_it_held_is_free(worker: TrainerWorker, work: Work) -> None:

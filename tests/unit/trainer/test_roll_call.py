@@ -56,7 +56,7 @@ def test_rank_0_hears_why_another_rank_gives_the_run_up_as_long_as_it_shows_it()
     store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage] - documented, and not in torch's stubs
     leader, peer = (RollCall(store, rank=rank, world_size=2) for rank in range(2))
     heard: list[Failure] = []
-    leader.hear_failures(heard.append)
+    leader.watch_failures(heard.append)
     peer.start()
     leader.start()
     try:

@@ -97,7 +97,7 @@ def test_training_waits_while_too_many_are_not_evaluated(
     is_over.set()
     evaluating.join()
     assert [*taken, *due(tmp_path)] == ["step-0", "step-2", "last-4"]
-    assert "training waits behind step 2: 1 evaluations are not over (eval.max_pending)" in caplog.text
+    assert "training waits after step 2: 1 evaluations are not over (eval.max_pending)" in caplog.text
     assert "training goes on after" in caplog.text
 
 

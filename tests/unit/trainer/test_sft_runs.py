@@ -299,7 +299,7 @@ def test_a_run_that_goes_on_says_behind_which_step(
     newest.unlink()
     steps_of(make_config(example, tmp_path, max_steps=6))
     assert (
-        "fine-tuning goes on behind step 2 (checkpoint 2): the run had ended behind step 4, and steps 3 to 4 are made "
+        "fine-tuning continues after step 2 (checkpoint 2): the run had ended after step 4, and steps 3 to 4 are made "
         "again" in caplog.messages
     )
     steps_of(make_config(example, tmp_path / "none", ckpt=None))

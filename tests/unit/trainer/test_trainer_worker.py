@@ -254,7 +254,7 @@ def test_an_orchestrator_that_restarts_does_not_cost_the_run(
     _assign(worker, "run-b")
     assert worker.should_stop() and worker.why_stopped() == "the orchestrator gave it another run"
     worker.stopping.set()
-    assert worker.why_stopped() == "its process was told to end"
+    assert worker.why_stopped() == "its process was asked to end"
     worker.stopping.clear()
     _assign(worker, "run-a")
     release.set()
@@ -338,7 +338,7 @@ class LeadingGang(Gang):
     def broadcast(self, data: bytes | None) -> bytes:
         return data or b""
 
-    def hear_failures(self, on_failure: Callable[[Failure], None]) -> None:
+    def watch_failures(self, on_failure: Callable[[Failure], None]) -> None:
         self.hear = on_failure
 
 

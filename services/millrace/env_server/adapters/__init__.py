@@ -1,1 +1,1 @@
-"""Environments of `verifiers`, both generations, behind one surface, and the samples of what was played."""
+"""Environments of `verifiers`, both generations, with one interface, and the samples of what was played."""

@@ -32,7 +32,7 @@ class EnvAdapter(Protocol):
         ...
 
     async def close(self) -> None:
-        """Release it."""
+        """Release the environment's resources."""
         ...
 
 
@@ -53,7 +53,9 @@ def found_modules(env_id: str) -> Iterator[ModuleType]:
 
 
 def _imported(name: str, env_id: str) -> ModuleType:
-    """The module. InvalidSpecError if it lacks what another release of the library has; else its own errors."""
+    """Import the module; raise InvalidSpecError if it needs another release of the library, else the module's own
+    errors.
+    """
     try:
         return importlib.import_module(name)
     except (AttributeError, ImportError) as error:
@@ -63,7 +65,7 @@ def _imported(name: str, env_id: str) -> ModuleType:
 
 
 def exports_taskset(module: ModuleType) -> bool:
-    """Whether the module's `__all__` names a Taskset class of the library, whichever release it is of."""
+    """Return whether the module's `__all__` names a Taskset class of the library, whichever release it is of."""
     exported = (getattr(module, name, None) for name in getattr(module, "__all__", ()))
     bases = (base for thing in exported if isinstance(thing, type) for base in thing.__mro__)
     return any(base.__name__ == "Taskset" and base.__module__.startswith("verifiers.") for base in bases)
@@ -97,7 +99,7 @@ def load_adapter(env: EnvSpec) -> EnvAdapter:
             remedy="name a verifiers environment package",
         )
     name = environment_module(env.id)
-    # A worker has a directory of its own: where its env-server looks stands first in what it is given to search.
+    # A worker has a directory of its own: so the env-server's search path comes first in the worker's.
     place = Path(next(filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)), os.getcwd()))
     beside = (Path("environments") / name, Path(name))
     packages = (path for path in beside if (place / path / "pyproject.toml").is_file())

@@ -72,13 +72,13 @@ class RetryLog:
         self._counts: OrderedDict[str, int] = OrderedDict()
 
     def note(self, rollout_id: str) -> None:
-        """One try was in vain."""
+        """Count a failed try."""
         self._counts[rollout_id] = self._counts.get(rollout_id, 0) + 1
         while len(self._counts) > MAX_ROLLOUTS:
             self._counts.popitem(last=False)
 
     def take(self, rollout_id: str) -> int:
-        """The number of one rollout, which is forgotten here."""
+        """Return and forget the number of failed tries of a rollout."""
         return self._counts.pop(rollout_id, 0)
 
 
@@ -114,8 +114,8 @@ class _Asking:
     sending: "asyncio.Task[None] | None" = None
 
     @property
-    def is_forsaken(self) -> bool:
-        """Whether nobody waits any more."""
+    def is_abandoned(self) -> bool:
+        """Return whether nobody waits for a reply any more."""
         return all(waiter.done() for waiter in self.waiting)
 
 
@@ -133,7 +133,7 @@ class AskedTogether:
         self._sending: set[asyncio.Task[None]] = set()
 
     async def ask(self, body: Mapping[str, Any], session_id: str) -> Reply | None:
-        """The reply to this request; None if the server answers no choices one by one any more: ask it alone."""
+        """Return the reply to this request; None if the server does not split choices, so the caller must ask alone."""
         loop = asyncio.get_running_loop()
         key = orjson.dumps(body)
         asking = self._open.get(key)
@@ -147,7 +147,7 @@ class AskedTogether:
         try:
             return await waiter
         except asyncio.CancelledError:
-            if asking.sending is not None and asking.is_forsaken:
+            if asking.sending is not None and asking.is_abandoned:
                 asking.sending.cancel()  # the engine ends what it generates when the connection closes
             raise
 
@@ -198,7 +198,7 @@ class AskedTogether:
 
 
 def _take(waiting: list["asyncio.Future[Reply | None]"], line: bytes) -> None:
-    """Give one of them its choice. aiohttp.ClientPayloadError for what is no line of an engine."""
+    """Give one waiter its choice; raise aiohttp.ClientPayloadError for a malformed line."""
     try:
         choice = orjson.loads(line)
         index, status, body = choice["index"], choice["status"], choice["body"]
@@ -219,12 +219,12 @@ class LeanClient(OpenAIChatCompletionsClient):
     """A client of one engine; many share one HTTP session."""
 
     route = "chat/completions"
-    """Behind the base URL."""
+    """The path after the base URL."""
 
     def __init__(
         self, base_url: str, session: aiohttp.ClientSession, *, is_external: bool = False, api_key: str = ""
     ) -> None:
-        """`is_external`: it is not one of ours, so nothing but what OpenAI's API knows is asked of it."""
+        """Take `is_external`: whether the endpoint is foreign, so that requests use OpenAI's parameters only."""
         self._base_url = base_url.rstrip("/")
         self._session = session
         self._is_external = is_external
@@ -245,7 +245,7 @@ class LeanClient(OpenAIChatCompletionsClient):
     async def get_native_response(  # type: ignore[override]
         self, prompt: Any, model: str, sampling_args: dict[str, Any], tools: list[Any] | None = None, **kwargs: Any
     ) -> dict[str, Any]:
-        """One completion as parsed JSON. Raises vf.Error types only."""
+        """Return one completion as parsed JSON; raise vf.Error types only."""
         body = self.native_body(prompt, model, sampling_args, tools)
         state = kwargs.get("state")
         session_id = str(state.get("trajectory_id") or "") if state is not None else ""
@@ -262,11 +262,11 @@ class LeanClient(OpenAIChatCompletionsClient):
     def native_body(
         self, prompt: Any, model: str, sampling_args: Mapping[str, Any], tools: list[Any] | None
     ) -> dict[str, Any]:
-        """The request's body."""
+        """Return the request's body."""
         return request_body(prompt, model, sampling_args, tools, wants_tokens=not self._is_external)
 
     async def _answer(self, body: Mapping[str, Any], session_id: str) -> dict[str, Any]:
-        """The object that the server answers with 200, after so many tries as it takes and may."""
+        """Return the object of a 200 answer, after as many tries as allowed."""
         url = self._url
         attempts = EXTERNAL_MAX_ATTEMPTS if self._is_external else MAX_ATTEMPTS
         for attempt in range(1, attempts + 1):
@@ -328,7 +328,7 @@ class LeanClient(OpenAIChatCompletionsClient):
         )
 
     def _parsed(self, body: Any) -> dict[str, Any]:
-        """The object in a body, which may be parsed already."""
+        """Return the JSON object of a body, which may be parsed already."""
         raw = body
         if isinstance(body, bytes):
             try:
@@ -374,7 +374,7 @@ class LeanClient(OpenAIChatCompletionsClient):
             raise vf.EmptyModelResponseError(f"{self._base_url} answered with no text, no tool calls and no tokens")
 
     async def from_native_response(self, response: Any) -> Response:
-        """The typed response; its `tokens` are None unless ids and log-probs are all there."""
+        """Return the typed response; its `tokens` are None unless ids and log-probs are all there."""
         choice = response["choices"][0]
         message = choice["message"]
         tokens = _tokens(response, choice)
@@ -411,7 +411,7 @@ class LeanCompletionsClient(LeanClient):
     def native_body(
         self, prompt: Any, model: str, sampling_args: Mapping[str, Any], tools: list[Any] | None
     ) -> dict[str, Any]:
-        """The request: what the environment asks for, and always the exact tokens."""
+        """Return the request body: the environment's parameters and the request for exact tokens."""
         args = {key: value for key, value in sampling_args.items() if value is not None}
         extra_body = args.pop("extra_body", None) or {}
         # Left out, or null, it would be 16 tokens. A chat gets whatever fits, and our engines cut this one to that.
@@ -422,7 +422,7 @@ class LeanCompletionsClient(LeanClient):
     async def get_native_response(  # type: ignore[override]
         self, prompt: Any, model: str, sampling_args: dict[str, Any], tools: list[Any] | None = None, **kwargs: Any
     ) -> dict[str, Any]:
-        """One completion as parsed JSON, in the shape of a chat's. Raises vf.Error types only."""
+        """Return one completion as parsed JSON in the shape of a chat completion; raise vf.Error types only."""
         answer = await super().get_native_response(prompt, model, sampling_args, tools, **kwargs)
         choices = answer.get("choices")
         for choice in choices if isinstance(choices, list) else ():
@@ -435,7 +435,7 @@ class LeanCompletionsClient(LeanClient):
 def request_body(
     prompt: Any, model: str, sampling_args: Mapping[str, Any], tools: list[Any] | None, *, wants_tokens: bool = True
 ) -> dict[str, Any]:
-    """The request: what the environment asks for, and from engines of ours always the exact tokens."""
+    """Return the request body: the environment's parameters and, for our engines, the request for exact tokens."""
     args = {key: value for key, value in sampling_args.items() if value is not None}
     extra_body = args.pop("extra_body", None) or {}
     if "max_tokens" in args:
@@ -450,7 +450,7 @@ def request_body(
 
 
 def _unconstrained(tool: Mapping[str, Any]) -> dict[str, Any]:
-    """The tool without `strict`, which the library sets on every one.
+    """Return the tool without `strict`, which the library sets on every tool.
 
     vLLM allows the model no call then that breaks the schema: what is sampled would not be what the trainer computes.
     """
@@ -479,9 +479,9 @@ def _shown(raw: bytes) -> str:
 
 def _tokens(response: Mapping[str, Any], choice: Mapping[str, Any]) -> ResponseTokens | None:
     prompt_ids, completion_ids = response.get("prompt_token_ids"), choice.get("token_ids")
-    said = choice.get("logprobs") or {}
-    logprobs: Any = said.get(parameters.LOGPROBS)
-    content = said.get("content")
+    logprobs = choice.get("logprobs") or {}
+    logprobs: Any = logprobs.get(parameters.LOGPROBS)
+    content = logprobs.get("content")
     if logprobs is None and isinstance(content, list):
         logprobs = [entry.get("logprob") for entry in content if isinstance(entry, Mapping)]
     if not (isinstance(prompt_ids, list) and isinstance(completion_ids, list) and isinstance(logprobs, list)):

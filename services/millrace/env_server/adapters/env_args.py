@@ -19,7 +19,7 @@ OURS = "millrace"  # a table of the same keys, for environments that have an opt
 
 
 def parse_args(env: EnvSpec) -> dict[str, Any]:
-    """The environment's arguments. Raises InvalidSpecError."""
+    """Parse the environment's arguments; raise InvalidSpecError."""
     what = f"what environment {env.id!r} shall be loaded with"
     try:
         return decode_object(env.args_json or "{}", what=what, reason="ENV_ARGS_INVALID", max_bytes=MAX_ARGS_BYTES)
@@ -32,9 +32,9 @@ def parse_args(env: EnvSpec) -> dict[str, Any]:
 def split_args(
     args: Mapping[str, Any], *, keys: Collection[str], options: Collection[str]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What the environment is given, and which of `keys` are the env-server's own.
+    """Split the arguments into those for the environment and those among `keys`, which the env-server uses itself.
 
-    A key that is among the environment's `options` is the environment's; ours stands in the table `millrace` then, as
+    A key that is among the environment's `options` is the environment's; ours is in the table `millrace` then, as
     it always may. Raises InvalidSpecError.
     """
     own = dict(args)
@@ -49,7 +49,7 @@ def split_args(
 
 
 def table_of(value: Any, *, where: str) -> dict[str, Any]:
-    """A table among the arguments; an empty one if there is none. Raises InvalidSpecError."""
+    """Return a table among the arguments, empty if it is missing; raise InvalidSpecError if it is no table."""
     if value is None:
         return {}
     if not isinstance(value, Mapping):

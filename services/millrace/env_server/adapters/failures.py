@@ -1,4 +1,4 @@
-"""What is told of an exception: its class, its message, and the last frames of the environment's own code.
+"""What is reported of an exception: its class, its message, and the last frames of the environment's own code.
 
 An environment's error passes through the library and through us before it is caught, and may be wrapped on the way. Its
 author looks for the line that is theirs, so frames of other code are shown only where none of the environment's is.
@@ -42,23 +42,26 @@ _roles_at: list[str] = []
 
 
 def remember_roles(where: str) -> None:
-    """Have messages name the keys of roles as they stand in the args of this worker's environment."""
+    """Have messages name the keys of roles as they are in the args of this worker's environment."""
     _roles_at[:] = [where]
 
 
 def role_key(path: str) -> str:
-    """The key of a setting of a role, such as `agent.timeout.setup`, as the user writes it below `orchestrator.env`."""
+    """Return the key of a setting of a role, such as `agent.timeout.setup`, as the user writes it below
+    `orchestrator.env`.
+    """
     return f"{_roles_at[0] if _roles_at else 'args.env'}.{path}"
 
 
 def remember_code(spec: ModuleSpec) -> None:
-    """The module of this worker's environment: what lies in its file, or in its package, is the environment's own."""
+    """Remember the module of this worker's environment, whose file or package is the environment's own code."""
     directories = spec.submodule_search_locations
     _own_code[:] = [os.path.join(each, "") for each in directories] if directories else [spec.origin or ""]
 
 
 def frames_of(error: BaseException | str) -> str:
-    """Last frames of the environment's own code in an exception or a traceback's text, one per line, bounded.
+    """Return the last frames of the environment's own code in an exception or a traceback's text, one per line,
+    bounded.
 
     They are those of the first error of a chain that has any. Without any they are those of other code that is neither
     ours nor of the standard library nor of `verifiers`; "" if there are none either.
@@ -73,13 +76,13 @@ def frames_of(error: BaseException | str) -> str:
 
 
 def own_frame(frame: FrameType) -> str:
-    """`path:12 in reward` if a frame is of the environment's own code; else ""."""
+    """Return `path:12 in reward` if a frame is in the environment's own code, else ""."""
     file = frame.f_code.co_filename
     return f"{_shown_path(file)}:{frame.f_lineno} in {frame.f_code.co_name}" if _is_own(file) else ""
 
 
 def own_line_of(thread_id: int) -> str:
-    """The innermost line of the environment's own code that a thread runs; "" if it runs none."""
+    """Return the innermost line of the environment's own code that a thread runs; "" if it runs none."""
     frame = sys._current_frames().get(thread_id)
     while frame is not None:
         if found := own_frame(frame):
@@ -89,7 +92,7 @@ def own_line_of(thread_id: int) -> str:
 
 
 def own_line(task: asyncio.Future[Any]) -> str:
-    """The innermost line of the environment's own code that a task awaits; "" if none is known."""
+    """Return the innermost line of the environment's own code that a task awaits; "" if none is known."""
     found, coroutine = "", task.get_coro() if isinstance(task, asyncio.Task) else None
     while isinstance(coroutine, CoroutineType):
         frame: FrameType | None = coroutine.cr_frame
@@ -99,7 +102,7 @@ def own_line(task: asyncio.Future[Any]) -> str:
 
 
 def trace_text(error: BaseException) -> str:
-    """The traceback of an exception and of all that led to it, the one that began it first.
+    """Return the tracebacks of an exception and its causes, the first cause first.
 
     Python's own leaves out the context of an exception that has a cause, and libraries set causes after the fact.
     """
@@ -108,7 +111,9 @@ def trace_text(error: BaseException) -> str:
 
 
 def our_spelling(text: str) -> str:
-    """The text with the flags of the library's own command as keys of the environment's args: `args.env.agent.…`."""
+    """Return the text with the flags of the library's own command as keys of the environment's args:
+    `args.env.agent.…`.
+    """
     return _FLAG.sub(lambda flag: _key(flag[0][2:].rstrip(".").replace("-", "_")), text)
 
 
@@ -118,7 +123,7 @@ def _key(path: str) -> str:
 
 
 def describe_error(error: BaseException) -> tuple[str, str, str]:
-    """(class, message, remedy) of an error of the environment's code: what it says and where, and what to do."""
+    """Return (class, message, remedy) of an error in the environment's code; the message has the place."""
     if isinstance(error, NotFoundError):
         return "EnvironmentNotFound", error.message, error.remedy or ""
     if isinstance(error, InvalidSpecError) and error.reason.startswith("ENV_"):
@@ -135,13 +140,13 @@ def describe_error(error: BaseException) -> tuple[str, str, str]:
 
 
 def is_engine_fault(error: BaseException) -> bool:
-    """Whether an engine's answer of 500 or above is what began it."""
+    """Return whether an engine's answer of 500 or above caused the exception."""
     codes = (getattr(each, "status_code", None) for each in _chain(error))
     return any(isinstance(code, int) and code >= 500 for code in codes)
 
 
 def _chain(error: BaseException | None, seen: set[int] | None = None) -> Iterator[BaseException]:
-    """The exception, and all that led to it."""
+    """Yield the exception and all its causes."""
     seen = set() if seen is None else seen
     if error is not None and id(error) not in seen:
         seen.add(id(error))
@@ -167,7 +172,7 @@ def _is_foreign(file: str) -> bool:
 
 
 def _describe(frame: re.Match[str]) -> str:
-    """`pkg/module.py:12 in reward: raise ValueError(x)`."""
+    """Describe a frame, as in `pkg/module.py:12 in reward: raise ValueError(x)`."""
     code = f": {frame['code'].strip()}" if frame["code"] else ""
     return f"{_shown_path(frame['file'])}:{frame['line']} in {frame['name']}{code}"
 

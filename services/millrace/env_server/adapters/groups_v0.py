@@ -1,4 +1,4 @@
-"""The environments behind a v0 environment, the children of a group or itself, and their tasks."""
+"""The environments of a v0 environment, a group's children or itself, and their tasks."""
 
 import functools
 import itertools
@@ -16,7 +16,9 @@ _ROWS_KEPT = 1024  # a group's members play the same task, and finding a row tak
 
 
 def completes_text(env: vf.Environment, *, renderer: str) -> bool:
-    """Whether the policy completes texts there. InvalidSpecError for what could not be played."""
+    """Return whether the policy completes texts there; raise InvalidSpecError for an environment that cannot be
+    played.
+    """
     members = list(members_of(env))
     num_completing = sum(getattr(each, "message_type", "chat") == _COMPLETION for each in members)
     if not num_completing:
@@ -34,7 +36,7 @@ def completes_text(env: vf.Environment, *, renderer: str) -> bool:
 
 
 def members_of(env: vf.Environment) -> Iterator[vf.Environment]:
-    """The environments that play: those of a group, or the one that there is."""
+    """Yield the environments that play: a group's members, or the environment itself."""
     if not isinstance(env, vf.EnvGroup):
         yield env
         return
@@ -43,7 +45,7 @@ def members_of(env: vf.Environment) -> Iterator[vf.Environment]:
 
 
 def member_of(env: vf.Environment, row: Any) -> vf.Environment:
-    """The environment that plays a row."""
+    """Return the environment that plays a row."""
     while isinstance(env, vf.EnvGroup):
         name, row, _ = env._route_child_input(row)
         env = env.get_env_for_name(name)
@@ -76,12 +78,12 @@ def tasks_of(env: vf.Environment, *, is_eval: bool) -> EveryTask | None:
         row=functools.lru_cache(_ROWS_KEPT)(row),
         content=row,
         named=named,
-        mixed=of_every_child(env, dataset) if isinstance(env, vf.EnvGroup) else None,
+        mixed=interleaved_rows(env, dataset) if isinstance(env, vf.EnvGroup) else None,
     )
 
 
-def of_every_child(env: vf.EnvGroup, dataset: Any) -> list[int]:
-    """The rows of a group's data set with those of its environments in turn: the library puts one behind the other.
+def interleaved_rows(env: vf.EnvGroup, dataset: Any) -> list[int]:
+    """Return a group's rows interleaved by environment; the library concatenates them.
 
     So the first rows, which evaluations play, are of all of them.
     """

@@ -56,7 +56,7 @@ class Tools:
             self.definitions.append({"type": "function", "function": function})
 
     async def answer(self, call: Mapping[str, Any]) -> dict[str, Any]:
-        """Make a call of the policy's; what is wrong with it is said to the policy."""
+        """Make a call of the policy's; the policy gets the error of an invalid call."""
         function = call["function"]
         return {
             "role": "tool",

@@ -72,7 +72,7 @@ def require_data(taskset: Any) -> None:
 
 
 def _imported(module: str) -> set[str]:
-    """The packages that the loaded modules of a taskset of the library import, in functions as well."""
+    """Return the packages that the loaded modules of a taskset of the library import, in functions as well."""
     package = f"{_TASKSETS}.{module}"
     found: set[str] = set()
     for name, loaded in list(sys.modules.items()):
@@ -91,7 +91,7 @@ def _roots(tree: ast.AST) -> Iterator[str]:
 
 
 def _extras() -> list[str]:
-    """What the library's extras install, as its package says it."""
+    """Return what the library's extras install, as its package says it."""
     try:
         return [each for each in distribution(LIBRARY).requires or () if _EXTRA.search(each)]
     except PackageNotFoundError:
@@ -110,7 +110,7 @@ def _lacks(root: str, requirement: str) -> str:
 
 
 def _remedy(requirement: str, env_id: str) -> str:
-    """The commands that make an interpreter in which the taskset is played."""
+    """Return the commands that make an interpreter in which the taskset is played."""
     extra, release = _EXTRA.search(requirement), installed()
     python = f"python{_dotted(max(_python_of(requirement), sys.version_info[:2]))}"
     place = f"{default_place()}/{_canonical(environment_module(env_id))}"
@@ -123,7 +123,7 @@ def _remedy(requirement: str, env_id: str) -> str:
 
 
 def _python_of(requirement: str) -> tuple[int, int]:
-    """The oldest Python that the requirement is for; (0, 0) if it says none."""
+    """Return the oldest Python that the requirement is for; (0, 0) if it says none."""
     found = _OF_PYTHON.search(requirement)
     return (int(found["major"]), int(found["minor"])) if found else (0, 0)
 

@@ -59,9 +59,9 @@ class Outcome:
     traces: Sequence[Trace] = ()
     """What each of several trained agents did; empty where one agent did everything."""
     demonstration: str = ""
-    """What only the teacher of opsd is told of the task."""
+    """The task's demonstration, for the teacher of opsd alone."""
     sent_instead: Sequence[Mapping[str, Any]] = ()
-    """What the environment's requests said in place of the run's sampling, each way once."""
+    """The sampling of requests that deviates from the run's, each way once."""
 
 
 def failed(
@@ -73,7 +73,7 @@ def failed(
     frames: str = "",
     is_infrastructure: bool = False,
 ) -> Outcome:
-    """A failure with its typed error; `of` keeps the conversation and counters of what was played."""
+    """Make the outcome of a failure; the conversation and counters come from the played outcome `of`."""
     error = Outcome(
         status=status,
         error_type=error_type,
@@ -85,7 +85,7 @@ def failed(
 
 
 def failed_like(error: Outcome, *, of: Outcome) -> Outcome:
-    """What was played (`of`), with another outcome's failure."""
+    """Return the played outcome `of` with another outcome's failure."""
     return replace(
         of,
         status=error.status,
@@ -100,7 +100,7 @@ def failed_like(error: Outcome, *, of: Outcome) -> Outcome:
 
 
 def require_demonstrations(tasks: Iterable[Mapping[str, Any]], key: str) -> None:
-    """InvalidSpecError if none of the first training tasks, as what their author gave, has something under `key`.
+    """Raise InvalidSpecError if none of the first training tasks has a value under `key`.
 
     A task alone without it fails its rollouts (`demonstrated`).
     """
@@ -167,12 +167,12 @@ def checked(outcome: Outcome) -> Outcome:
     if outcome.status is not RolloutStatus.OK:
         return outcome
     turns = [turn.reward for sample in outcome.samples for turn in sample.turns]
-    said = [
+    texts = [
         ("the reward", outcome.reward),
         *((f"the reward of agent {trace.agent!r}", trace.reward) for trace in outcome.traces),
         *((f"the reward of turn {number}", reward) for number, reward in enumerate(turns, start=1)),
     ]
-    for what, value in said:
+    for what, value in texts:
         if abs(value) <= MAX_REWARD:
             continue
         parts = [f"{name} = {part}" for name, part in outcome.metrics.items() if _is_unusable(part)]
@@ -192,7 +192,9 @@ def _is_unusable(value: Any) -> bool:
 
 
 def bounded_json(messages: Sequence[Mapping[str, Any]], *, limit_bytes: int = MAX_MESSAGES_JSON_BYTES) -> str:
-    """The conversation as JSON of at most `limit_bytes`; long contents are cut, then messages from the middle."""
+    """Encode the conversation as JSON of at most `limit_bytes`: cut long contents, then drop messages from the
+    middle.
+    """
 
     def encode(items: Sequence[Mapping[str, Any]]) -> str:
         return json.dumps(items, ensure_ascii=False, default=str)
@@ -214,7 +216,7 @@ def bounded_json(messages: Sequence[Mapping[str, Any]], *, limit_bytes: int = MA
 
 
 def finite_metrics(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """The metrics that are finite numbers; others cannot be averaged and are left out."""
+    """Return the metrics that are finite numbers; others cannot be averaged."""
     numbers: dict[str, float] = {}
     for name, value in metrics.items():
         with contextlib.suppress(NotANumberError):
@@ -224,7 +226,7 @@ def finite_metrics(metrics: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _sampling_json(request: PlayRequest, instead: Sequence[Mapping[str, Any]]) -> str:
-    """What the run asks for, and under `environment` what its requests said in place of that, if that is not long."""
+    """Encode the run's sampling and, under `environment`, what the requests used instead, if that is short."""
     asked = request.sampling.parameters(is_external=request.is_external)
     whole = json.dumps(asked | ({"environment": list(instead)} if instead else {}), sort_keys=True, default=str)
     return whole if len(whole) <= MAX_SAMPLING_JSON_CHARS else json.dumps(asked, sort_keys=True)
@@ -239,7 +241,7 @@ def make_rollout(
     seconds: float,
     env_server: str = "",
 ) -> Rollout:
-    """The rollout of `member`: the request says what was played, the outcome how it ended."""
+    """Make the rollout of `member` from the request and the outcome."""
     is_ok = outcome.status is RolloutStatus.OK
     error = None
     if not is_ok:
@@ -336,7 +338,7 @@ def bounded_object(given: Mapping[str, Any], *, limit_bytes: int = MAX_TASK_JSON
 
 
 def _names(given: Mapping[str, Any]) -> list[str]:
-    """The names, `answer` first; the others in order, unless there are so many that ordering them takes its time."""
+    """Return the names, `answer` first and the others sorted, unless there are too many to sort."""
     others = [name for name in itertools.islice(given, _MAX_NAMES) if name != "answer"]
     return [*(["answer"] if "answer" in given else []), *sorted(others, key=str)]
 
@@ -356,7 +358,7 @@ def _bounded(value: Any, limit: int) -> Any:
 
 
 def _plain(value: Any, budget: _Budget, depth: int) -> Any:
-    """As much of a value as there is room for, as plain data."""
+    """Return as much of a value as fits into the limit, as plain data."""
     if value is None or isinstance(value, bool | np.bool_):
         budget.take(5)
         return None if value is None else bool(value)

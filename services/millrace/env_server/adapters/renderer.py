@@ -45,7 +45,7 @@ from millrace.errors import CorruptObjectError
 SESSION_HEADER = "X-Session-ID"
 # Marks a provider error that is really a reply without usable tokens, through layers that keep only its text.
 MISSING_TOKENS_MARK = "missing tokens:"
-# Marks one that is a reply which nobody can read: the engine's fault, which trying again does not mend.
+# Marks one that is a reply which nobody can read: the engine's fault, which trying again does not fix.
 UNREADABLE_MARK = "unreadable reply:"
 DEFAULT = "default"
 _NOT_JSON = "ENGINE_ANSWER_INVALID"
@@ -83,10 +83,10 @@ class GenerateClient:
         self.content = b""
         """Body of the last answer to a `post`."""
         self.sent: Mapping[str, Any] | None = None
-        """What the last `post` said apart from its prompt."""
+        """The last `post`'s request without its prompt."""
 
     async def get(self, path: str, **_: object) -> Any:
-        """The JSON value at a path below the base. Raises OpenAIError, and what aiohttp raises."""
+        """Get the JSON value at a path below the base URL; raise OpenAIError and aiohttp's errors."""
         url = self.base_url.rstrip("/") + path
         status, raw = await self._ask("GET", url)
         if not _is_good(status):
@@ -143,14 +143,14 @@ def _is_lost_at_once(status: int) -> bool:
 
 
 def _status_error(method: str, url: str, status: int, raw: bytes) -> APIStatusError:
-    """The error that OpenAI's client raises for such an answer; `verifiers` looks at its class, status and text."""
+    """Return the error that OpenAI's client raises for such an answer; `verifiers` reads its class, status and text."""
     response: Any = httpx.Response(status, content=raw, request=httpx.Request(method, url))
     text: object = response.text
     with contextlib.suppress(CorruptObjectError):
         parsed = decode_json(raw, what=f"the answer of {url}", reason=_NOT_JSON)
         text = parsed.get("error", parsed) if isinstance(parsed, dict) else parsed
-    told = text.get("message") if isinstance(text, dict) else None
-    message = f"Error code: {status}" + (f" - {told}" if isinstance(told, str) and told else "")
+    message = text.get("message") if isinstance(text, dict) else None
+    message = f"Error code: {status}" + (f" - {message}" if isinstance(message, str) and message else "")
     kind = BadRequestError if status == 400 else APIStatusError
     return kind(message, response=response, body=text)
 
@@ -159,7 +159,7 @@ _stock_generate = renderers.client.generate
 
 
 async def generate_with_spans(*, client: Any, **kwargs: Any) -> dict[str, Any]:
-    """`renderers.client.generate`, with the engine's policy spans noted and its reply errors typed."""
+    """Generate as `renderers.client.generate` does, noting the engine's policy spans and typing its errors."""
     lean: Any = GenerateClient(str(client.base_url))
     session_id = (kwargs.get("extra_headers") or {}).get(SESSION_HEADER)
     try:
@@ -194,7 +194,7 @@ def install_span_capture() -> None:
 
 @lru_cache(maxsize=64)  # every rollout asks, and building the type's schema costs milliseconds
 def renderer_config(name: str, tokenizer_dir: str) -> Any:
-    """The typed config of a renderer by name, shared by who asks; an empty name chooses by the policy's files.
+    """Return the cached config of a renderer by name; an empty name chooses by the policy's files.
 
     What has no renderer of its own gets the default one, which applies the tokenizer's chat template, parses no tool
     calls, and renders the whole conversation anew in every turn.
@@ -208,7 +208,7 @@ def renderer_config(name: str, tokenizer_dir: str) -> Any:
 
 @lru_cache(maxsize=64)
 def choose_renderer(tokenizer_dir: Path) -> str:
-    """The model family's own renderer if it writes what the policy's chat template writes, else `default`.
+    """Choose the model family's own renderer if it writes the same as the policy's chat template, else `default`.
 
     Such a renderer extends the tokens of earlier turns exactly, but it has its format built in: a policy whose template
     was changed, or whose vocabulary lacks the family's symbols (a tiny byte-level model), must not be sampled with it.
@@ -224,7 +224,9 @@ def choose_renderer(tokenizer_dir: Path) -> str:
 
 
 def _writes_like_template(name: str, tokenizer_dir: Path) -> bool:
-    """Whether a renderer and the chat template give the same tokens for conversations of one and of two turns."""
+    """Return whether a renderer and the chat template give the same tokens for conversations of one and of two
+    turns.
+    """
     from renderers import create_renderer
     from transformers import AutoTokenizer
 

@@ -1,8 +1,8 @@
 """Who plays the roles of a v1 environment, and where they and its tool servers run: on this machine, or in containers.
 
 The library's own defaults are a shell that runs in a remote sandbox. Ours are a chat loop in this process, on this
-machine. They stand only where neither the environment nor the user has said anything, and where they fit what is
-loaded; what does not fit is said at load, where the library would find out in every rollout.
+machine. They apply only where neither the environment nor the user names one, and where they fit what is
+loaded; what does not fit is refused at load, while the library would fail in every rollout.
 """
 
 import dis
@@ -41,27 +41,27 @@ _NOT_PLAYED = ("validate",)
 
 
 def with_roles(base: Mapping[str, Any], *, harness: str, where: str) -> dict[str, Any]:
-    """An environment's config (as data) with our harness and runtime in every role that nobody has said one of."""
+    """Return an environment's config (as data) with our harness and runtime in every role that names none."""
     config = dict(base)
     taskset_id = str(config["taskset"]["id"])
     named = {key: config[key] for key in ("id", "taskset") if key in config}
     for name, author in _roles(vf.resolve_env_config(named)):
-        said = table_of(config.get(name), where=f"{where}.{name}")
-        _require_known(said, key=f"{where}.{name}.runtime")
+        configured = table_of(config.get(name), where=f"{where}.{name}")
+        _require_known(configured, key=f"{where}.{name}.runtime")
         pinned = None if author.harness is None else author.harness.id
         own = default_harness_id(taskset_id) if pinned is None else pinned
         chosen = {"id": harness if own in (_NO_HARNESS, _CHAT_LOOP) and pinned != _NO_HARNESS else own}
-        role: dict[str, Any] = dict(said)
-        if chosen["id"] != pinned or "harness" in said:
-            role["harness"] = {**chosen, **table_of(said.get("harness"), where=f"{where}.{name}.harness")}
-        if not _says_runtime(said, author):
+        role: dict[str, Any] = dict(configured)
+        if chosen["id"] != pinned or "harness" in configured:
+            role["harness"] = {**chosen, **table_of(configured.get("harness"), where=f"{where}.{name}.harness")}
+        if not _names_runtime(configured, author):
             role["runtime"] = {"type": LOCAL}
         config[name] = role
     return config
 
 
 def _roles(config: Any) -> Iterator[tuple[str, AgentConfig]]:
-    """Every role, as the environment's author has declared it."""
+    """Yield every role as declared by the environment's author."""
     for name, field in type(config).model_fields.items():
         if isinstance(field.default, AgentConfig):
             yield name, field.default
@@ -73,8 +73,8 @@ def _require_known(said: Mapping[str, Any], *, key: str) -> None:
         raise InvalidSpecError([Violation(field=f"{key}.type", value=kind, message=problem_of(kind))])
 
 
-def _says_runtime(said: Mapping[str, Any], author: AgentConfig) -> bool:
-    return said.get("runtime") is not None or "runtime" in author.model_fields_set
+def _names_runtime(configured: Mapping[str, Any], author: AgentConfig) -> bool:
+    return configured.get("runtime") is not None or "runtime" in author.model_fields_set
 
 
 def check_runtimes(env: Any, *, where: str) -> None:
@@ -103,18 +103,20 @@ def _unfit_harnesses(env: Any, roles: Mapping[str, AgentConfig], *, where: str) 
             yield Violation(field=f"{where}.{name}.harness.id", value=str(config.id), message=message)
 
 
-def check_default_runtime(env: Any, task: Any, said: Mapping[str, Any], *, where: str) -> None:
-    """Refuse a task that works on the machine of its rollouts where nobody has said which that is.
+def check_default_runtime(env: Any, task: Any, configured: Mapping[str, Any], *, where: str) -> None:
+    """Refuse a task that works on the machine of its rollouts where no runtime is named.
 
     By default it is this one, which its rollouts share: paths that are fixed would be those of all of them. Raises
     InvalidSpecError.
     """
     hook = _hook_on_machine(task)
-    roles = [name for name, author in _roles(env.config) if not _says_runtime(dict(said.get(name) or {}), author)]
+    roles = [
+        name for name, author in _roles(env.config) if not _names_runtime(dict(configured.get(name) or {}), author)
+    ]
     if not hook or not roles:
         return
     message = (
-        f"must be said: `{hook}` of {type(task).__name__} works on the machine of its rollout; "
+        f"must be named: `{hook}` of {type(task).__name__} works on the machine of its rollout; "
         f"{_either(_containers())} gives each rollout one of its own, and {LOCAL!r} is this machine, where rollouts at "
         "the same time share every path that is not relative"
     )
@@ -144,7 +146,7 @@ def check_task_fits(env: Any, task: Any, *, where: str) -> None:
 
 
 def _hook_on_machine(task: Any) -> str:
-    """Name of a function of the task that makes something of its runtime; "" if there is none."""
+    """Return the name of a task function that uses its runtime; "" if there is none."""
     kind = type(task)
     own = (getattr(kind, name) for name in dir(kind) if getattr(kind, name) is not getattr(vf.Task, name, None))
     plugged = (hook for attr in ("stop", "metric", "reward") for hook in task.hooks(attr))
@@ -155,7 +157,7 @@ def _hook_on_machine(task: Any) -> str:
 
 
 def _uses_runtime(function: Callable[..., Any]) -> bool:
-    """Whether a function has a parameter `runtime` and reads it: the library's own signatures have one, too."""
+    """Return whether a function reads its parameter `runtime`, which all of the library's signatures have."""
     code = getattr(inspect.unwrap(function), "__code__", None)
     if code is None or function.__name__ in _NOT_PLAYED:
         return False
@@ -166,14 +168,14 @@ def _uses_runtime(function: Callable[..., Any]) -> bool:
 
 
 def tool_servers(env: Any) -> list[Any]:
-    """Every tool server that the environment declares, of all rollouts and of each."""
+    """Return every tool server that the environment declares, of all rollouts and of each."""
     taskset = env.taskset
     task_class = taskset.task_type()
     return [*type(taskset).toolsets(taskset.config), *task_class.toolsets(taskset.config.task)]
 
 
 def problem_of(kind: str) -> str:
-    """Why nothing of that kind can run here, or ""."""
+    """Return why no runtime of that kind can run here, or ""."""
     known = _kinds()
     if kind == LOCAL:
         return ""
@@ -212,14 +214,14 @@ def _problem_of_command(command: str) -> str:
             [command, "version"], capture_output=True, stdin=subprocess.DEVNULL, timeout=_ANSWER_S, check=False
         )
     except subprocess.TimeoutExpired:
-        said = f"it did not answer within {_ANSWER_S:g} s"
+        problem = f"it did not answer within {_ANSWER_S:g} s"
     except OSError as error:
-        said = error.strerror or str(error)
+        problem = error.strerror or str(error)
     else:
-        said = asked.stderr.decode(errors="replace").strip().rpartition("\n")[2] or f"exit code {asked.returncode}"
+        problem = asked.stderr.decode(errors="replace").strip().rpartition("\n")[2] or f"exit code {asked.returncode}"
         if asked.returncode == 0:
             return ""
-    return f"needs `{command}` where workers run, and `{command} version` fails there: {said[:_SHOWN_CHARS]}"
+    return f"needs `{command}` where workers run, and `{command} version` fails there: {problem[:_SHOWN_CHARS]}"
 
 
 def _kinds() -> dict[str, bool]:

@@ -49,11 +49,12 @@ class Turn:
     reward: float | None = None
     """What the environment gave for this turn by itself, if it gave anything."""
     asked_by: str = ""
-    """Role of all messages behind the last reply in the prompt; empty where they are of several, or not known."""
+    """Role of all messages after the last reply in the prompt; empty where they are of several, or not known."""
 
 
 def engine_spans(choice: Mapping[str, Any]) -> tuple[PolicySpan, ...]:
-    """What the engine says about the versions behind a choice's tokens; an empty tuple if it says nothing readable.
+    """Return the policy spans of a choice's tokens as the engine reports them; empty if it reports none that is
+    readable.
 
     Millrace's servers answer `policy_spans`; vLLM's own routes answer `weight_versions`, whose `version` is the text
     `<lineage>-<version>` that Millrace set. Where both are there, `policy_spans` counts.
@@ -62,7 +63,7 @@ def engine_spans(choice: Mapping[str, Any]) -> tuple[PolicySpan, ...]:
 
 
 def parse_spans(raw: Any) -> tuple[PolicySpan, ...]:
-    """Spans of either form; an empty tuple if there are none or one of them is not readable."""
+    """Parse spans of either form; return an empty tuple if there are none or one is malformed."""
     if not isinstance(raw, Sequence) or isinstance(raw, str | bytes):
         return ()
     spans: list[PolicySpan] = []
@@ -75,7 +76,7 @@ def parse_spans(raw: Any) -> tuple[PolicySpan, ...]:
 
 
 def _parse_span(item: Mapping[str, Any]) -> PolicySpan:
-    """One span; KeyError, TypeError or ValueError if it is none."""
+    """Parse one span; raise KeyError, TypeError or ValueError if it is malformed."""
     version = item["version"]  # a TypeError if the item is no table
     lineage = item.get("lineage")
     if lineage is None:
@@ -157,7 +158,7 @@ class OwnRanges:
 
     @property
     def ranges(self) -> tuple[OwnSampling, ...]:
-        """All of them, in order."""
+        """Return all own sampling ranges in order."""
         return tuple(self._found)
 
 
@@ -186,7 +187,7 @@ class _SampleBuilder:
         self.own = OwnRanges()
 
     def is_extended_by(self, prompt_ids: Sequence[int]) -> bool:
-        """Whether the prompt begins with all tokens of this sample."""
+        """Return whether the prompt begins with all tokens of this sample."""
         return list(prompt_ids[: len(self.token_ids)]) == self.token_ids
 
     def add(self, turn: Turn) -> None:
@@ -209,7 +210,7 @@ class _SampleBuilder:
         self.logprobs.extend(logprobs)
 
     def build(self) -> Sample:
-        """The sample as columns."""
+        """Build the sample with its columns."""
         return Sample(
             token_ids=np.asarray(self.token_ids, dtype=np.int32),
             loss_mask=np.asarray(self.loss_mask, dtype=np.uint8),
@@ -226,7 +227,7 @@ class _SampleBuilder:
 # The engine returns `policy_spans` in the body of a completion. Neither generation of `verifiers` carries unknown
 # fields of a response into its records, so the HTTP layer notes them here under the rollout's id (v0:
 # `trajectory_id`, v1: the trace id, which its clients send as `X-Session-ID`), and the adapter takes them when the
-# rollout is over. A completion is found again by its token ids, in the order of the calls; what the request said of
+# rollout is over. A completion is found again by its token ids, in the order of the calls; what the request asked of
 # the sampling is noted with it.
 
 # Rollouts that failed half-way never take their notes; the oldest ones are forgotten beyond this number. It is far
@@ -236,7 +237,7 @@ MAX_ROLLOUTS = 8192
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
-    """A model call: the tokens that came of it, the versions that made them, and what its request said."""
+    """A model call: the tokens that came of it, the versions that made them, and the request's parameters."""
 
     completion_ids: tuple[int, ...] = ()
     spans: tuple[PolicySpan, ...] = ()
@@ -267,7 +268,7 @@ class SpanLog:
             self._notes.popitem(last=False)
 
     def take(self, rollout_id: str) -> "Spans":
-        """The notes of one rollout; they are forgotten here."""
+        """Return and forget the notes of one rollout."""
         return Spans(self._notes.pop(rollout_id, []))
 
 
@@ -279,10 +280,11 @@ class Spans:
         """All of them, in order."""
         self._notes = [note for note in notes if note.completion_ids]
         self.refused = [note.sent for note in notes if not note.completion_ids]
-        """What requests said that the engine refused."""
+        """The requests that the engine refused."""
 
     def find(self, completion_ids: Sequence[int]) -> Call:
-        """The first unused call with these ids, else one whose ids begin with them, with its spans cut to them.
+        """Find the first unused call with these ids, else one whose ids begin with them, with its spans cut to their
+        length.
 
         The environment may have cut it short; but calls may also end in another order than they are recorded in.
         """

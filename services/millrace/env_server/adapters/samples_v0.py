@@ -89,13 +89,13 @@ def turns_of(steps: Sequence[Mapping[str, Any]], spans: Spans, asked: AskedSampl
 
 
 def _asked_by(prompt: Any) -> str:
-    """Return the role of the messages behind the last reply in a prompt, if they have the same one; "" otherwise."""
+    """Return the role of the messages after the last reply in a prompt, if they have the same one; "" otherwise."""
     if not isinstance(prompt, Sequence) or isinstance(prompt, str):
         return ""
     roles = [str(each.get("role") if isinstance(each, Mapping) else getattr(each, "role", "")) for each in prompt]
     last = max((at for at, role in enumerate(roles) if role == "assistant"), default=-1)
-    behind = set(roles[last + 1 :]) if last >= 0 else set()
-    return behind.pop() if len(behind) == 1 else ""
+    following = set(roles[last + 1 :]) if last >= 0 else set()
+    return following.pop() if len(following) == 1 else ""
 
 
 def _both(first: float | None, second: float | None) -> float | None:
@@ -105,7 +105,7 @@ def _both(first: float | None, second: float | None) -> float | None:
 
 
 def _answered(step: Mapping[str, Any], tokens: Mapping[str, Any]) -> tuple[Sequence[int], Sequence[int]]:
-    """The prompt's and the sampled ids of a model call before the library cut them, as far as it still has them."""
+    """Return a model call's prompt ids and sampled ids from before the library cut them, as far as available."""
     message = getattr(step.get("response"), "message", None)
     whole = getattr(message, "tokens", None)
     prompt, sampled = getattr(whole, "prompt_ids", None), getattr(whole, "completion_ids", None)

@@ -56,7 +56,7 @@ def branch_samples(
     asked: AskedSampling | None = None,
     kept: Collection[int] | None = None,
 ) -> tuple[Sample, ...]:
-    """One sample per trainable branch; tokens that they share are trained once, in the first of them.
+    """Return one sample per trainable branch; shared tokens are trained once, in the first branch.
 
     Of the sampled nodes those are trained that are `kept`, by the ids of Python; None is all of them. Raises
     MissingTokensError, and OwnSamplingError where calls are held against what was `asked`.
@@ -115,8 +115,8 @@ def _roles_of(node: Any) -> list[str]:
 
     Where the renderer does not say which tokens are the message's, all of them are.
     """
-    said = str(node.message.role)
-    role = said if said in ROLES else ""
+    name = str(node.message.role)
+    role = name if name in ROLES else ""
     contents = getattr(node, "is_content", None) or ()
     if len(contents) != len(node.token_ids):
         return [role] * len(node.token_ids)
@@ -124,7 +124,7 @@ def _roles_of(node: Any) -> list[str]:
 
 
 def _noted(branches: Sequence[Any], spans: Spans) -> dict[int, Call]:
-    """By sampled node, what was noted of its call; those of branches that are not trained use their notes up."""
+    """Match noted calls to sampled nodes; nodes of untrained branches use up their notes as well."""
     noted: dict[int, Call] = {}
     for node in (node for branch in branches for node in branch.nodes if node.sampled):
         if id(node) not in noted:
@@ -133,7 +133,7 @@ def _noted(branches: Sequence[Any], spans: Spans) -> dict[int, Call]:
 
 
 def _turn(node: Any, found: Call, *, call: int, requires_spans: bool, asked: AskedSampling | None) -> Turn:
-    """The model call of a sampled node, whose sampled tokens are its last ones, checked."""
+    """Return the checked model call of a sampled node, whose last tokens are the sampled ones."""
     num_sampled = sum(node.mask)
     if not num_sampled or not all(node.mask[-num_sampled:]):
         raise MissingTokensError(f"model call {call}: the trace has no token ids; the engine must return `token_ids`")
@@ -153,7 +153,7 @@ def _turn(node: Any, found: Call, *, call: int, requires_spans: bool, asked: Ask
 
 
 def merged(agents: Sequence[str], each: Sequence[Outcome]) -> Outcome:
-    """What is said of the whole episode: the mean of the agents' rewards, and each one's numbers behind its name."""
+    """Merge the agents' outcomes into one: the mean reward, and each agent's numbers under its name."""
     own: dict[str, list[float]] = {}
     for agent, played in zip(agents, each, strict=True):
         for name, value in {"reward": played.reward, **played.metrics}.items():
@@ -171,7 +171,7 @@ def merged(agents: Sequence[str], each: Sequence[Outcome]) -> Outcome:
 
 
 def _shown(agent: str, played: Outcome) -> list[Mapping[str, Any]]:
-    """An agent's conversation behind a line with its name."""
+    """Return an agent's conversation after a message with the agent's name."""
     return [{"role": "note", "content": f"agent {agent}, reward {played.reward:g}"}, *played.messages]
 
 

@@ -31,7 +31,9 @@ TASK_ID_DIGITS = 16
 
 
 def canonical_json(value: Any) -> bytes:
-    """Canonical JSON: sorted keys, no spaces, UTF-8. What JSON cannot say is written as its type and repr."""
+    """Return the canonical JSON: sorted keys, no spaces, UTF-8. What JSON cannot say is written as its type and
+    repr.
+    """
     text = json.dumps(
         value,
         sort_keys=True,
@@ -61,7 +63,7 @@ def build_task_table(num_tasks: int, *, row: Callable[[int], Any], content: Call
 
 
 def no_tasks() -> TaskTable:
-    """The empty set, of an environment without held-out tasks."""
+    """Return the empty set, of an environment without held-out tasks."""
     return build_task_table(0, row=lambda index: index, content=lambda index: index)
 
 
@@ -87,7 +89,7 @@ class EveryTask:
         )
 
     def names_of(self, kind: str, ids: Sequence[str]) -> list[set[str]]:
-        """By position, what each task is called; the ids of a table of all are keys, too."""
+        """Return the names of each task by position; a mapping's keys are names, too."""
         own = [{str(name) for name in self.named(index, kind)} for index in range(self.size)]
         return [names | {ids[index]} for index, names in enumerate(own)] if kind == "keys" else own
 
@@ -101,36 +103,36 @@ def selected_tables(
 ) -> tuple[TaskTable, TaskTable]:
     """Return the tables of training tasks and of evaluated ones, as `EnvSpec.select_json` chooses them.
 
-    `is_mixed`: training tasks stand in the order `mixed`, because evaluations play them. Raises InvalidSpecError.
+    `is_mixed`: training tasks are in the order `mixed`, because evaluations play them. Raises InvalidSpecError.
     """
-    said = decode_object(text or "{}", what="select", reason="ENV_ARGS_INVALID", max_bytes=MAX_ARGS_BYTES)
-    every = list(train.mixed if train.mixed is not None and (is_mixed or said) else range(train.size))
+    tables = decode_object(text or "{}", what="select", reason="ENV_ARGS_INVALID", max_bytes=MAX_ARGS_BYTES)
+    every = list(train.mixed if train.mixed is not None and (is_mixed or tables) else range(train.size))
     whole = train.table(every)
-    if not said:
+    if not tables:
         return whole, no_tasks() if held_out is None else held_out.table(_order(held_out))
     ids = train.table(range(train.size)).ids if train.mixed is not None else whole.ids
-    chosen = [_choose(train, said[key], ids, of="training tasks") for key in ("train",) if key in said]
+    chosen = [_choose(train, tables[key], ids, of="training tasks") for key in ("train",) if key in tables]
     trained = train.table(chosen[0]) if chosen else whole
-    if "eval" not in said:
+    if "eval" not in tables:
         return trained, no_tasks() if held_out is None else held_out.table(_order(held_out))
     source, of = (train, "tasks") if held_out is None else (held_out, "held-out tasks")
     known = ids if held_out is None else held_out.table(range(held_out.size)).ids
-    evaluated = source.table(_choose(source, said["eval"], known, of=of, key="orchestrator.eval.env.select"))
-    for other in said.get("apart_from", ()):
+    evaluated = source.table(_choose(source, tables["eval"], known, of=of, key="orchestrator.eval.env.select"))
+    for other in tables.get("apart_from", ()):
         _require_apart(evaluated, {ids[at] for at in _choose(train, other, ids, of="training tasks")})
     return trained, evaluated
 
 
 def stop_of(text: str) -> int:
     """Return one past the last position that a selection names in a slice with an end; 0 if it names none."""
-    said = decode_object(text or "{}", what="select", reason="ENV_ARGS_INVALID", max_bytes=MAX_ARGS_BYTES)
-    selections = [said[key] for key in ("train", "eval") if key in said] + said.get("apart_from", [])
+    tables = decode_object(text or "{}", what="select", reason="ENV_ARGS_INVALID", max_bytes=MAX_ARGS_BYTES)
+    selections = [tables[key] for key in ("train", "eval") if key in tables] + tables.get("apart_from", [])
     stops = [stop for each in selections for _, stop, _ in each["include"]["idx"] if stop is not None]
     return max(stops, default=0)
 
 
 def tasks_of(taskset: Any, num_tasks: int) -> EveryTask:
-    """All tasks of a v1 taskset, or the first `num_tasks` of an endless one."""
+    """Return all tasks of a v1 taskset, or the first `num_tasks` of an endless one."""
     tasks = list(itertools.islice(taskset, num_tasks) if taskset.INFINITE else taskset)
 
     def named(index: int, kind: str) -> Iterable[str]:
@@ -201,7 +203,7 @@ def _matched(whole: EveryTask, match: Mapping[str, Any], ids: Sequence[str], *, 
 
 
 def _require_apart(evaluated: TaskTable, trained: set[str]) -> None:
-    """InvalidSpecError if what is evaluated is trained on."""
+    """Raise InvalidSpecError if what is evaluated is trained on."""
     if shared := list(dict.fromkeys(task for task in evaluated.ids if task in trained)):
         message = (
             f"chooses {len(shared)} of its {len(evaluated)} tasks that are trained on, too: the first are "

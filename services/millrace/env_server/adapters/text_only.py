@@ -10,7 +10,10 @@ from millrace.errors import InvalidSpecError, Violation
 
 
 def other_part(messages: Iterable[Any]) -> str:
-    """Type of the first content part that is not text, as `image_url`; "" if all are. Messages: mappings or models."""
+    """Return the type of the first content part that is not text, as `image_url`; "" if all are text.
+
+    Messages are mappings or models.
+    """
     for message in messages:
         content = _field(message, "content")
         for part in content if isinstance(content, list | tuple) else ():
@@ -21,7 +24,7 @@ def other_part(messages: Iterable[Any]) -> str:
 
 
 def refusal(kind: str) -> str:
-    """What is said of a part of that type."""
+    """Return the message for a content part of that type."""
     return (
         f"a message of the environment has a content part {kind!r}, and Millrace plays and trains on text alone; "
         "leave such parts out of its prompts and replies, or evaluate it at an endpoint that takes them "
@@ -30,7 +33,7 @@ def refusal(kind: str) -> str:
 
 
 def refuse_other_parts(prompts: Iterable[Any], *, tasks: str) -> None:
-    """InvalidSpecError if a task of the environment already has what engines of ours cannot take.
+    """Raise InvalidSpecError if a task of the environment has content parts that our engines do not accept.
 
     `prompts` are lists of messages, or texts; `tasks` says which set they are of. What comes up only in the course of a
     rollout fails that rollout.
@@ -42,7 +45,9 @@ def refuse_other_parts(prompts: Iterable[Any], *, tasks: str) -> None:
 
 
 def with_plain_text(message: dict[str, Any]) -> dict[str, Any]:
-    """The message with text parts joined by line ends, as our engine does it: many templates take one string only."""
+    """Return the message with text parts joined by line ends, as our engine does it: many templates take one
+    string only.
+    """
     content = message.get("content")
     if not isinstance(content, list) or other_part([message]):
         return message
@@ -54,5 +59,7 @@ def _field(thing: Any, name: str) -> Any:
 
 
 def not_text_error(base: type[Exception]) -> type[Exception]:
-    """`NotTextError`, the environment's own mistake, as an error that this generation of `verifiers` keeps apart."""
+    """Return the class of `NotTextError` that this generation of `verifiers` treats as the environment's own
+    mistake.
+    """
     return type("NotTextError", (base,), {"__doc__": "The environment sends what is not text to an engine of ours."})

@@ -50,12 +50,12 @@ from millrace.env_server.adapters.selection import NO_TASKS, selected_tables
 from millrace.env_server.adapters.text_only import not_text_error, other_part, refusal, refuse_other_parts
 from millrace.env_server.agents.server import agent_server
 from millrace.env_server.agents.sessions import AgentRules
-from millrace.env_server.agents.v0 import govern
+from millrace.env_server.agents.v0 import apply_rules
 from millrace.env_server.engine_access import ENGINE_LOST_MARK, engine_access
 from millrace.env_server.library import releases
 from millrace.env_server.library.endpoints import TOO_LONG, explain
 from millrace.env_server.library.lookups import remember_lookups
-from millrace.env_server.library.overhead_v0 import EnvExecutor, tell_columns
+from millrace.env_server.library.overhead_v0 import EnvExecutor, note_columns
 from millrace.env_server.library.v0 import HAS_RENDERERS, Client, ClientConfig, ErrorChain, resolve_client
 from millrace.env_server.own_sampling import NEUTRAL, AskedSampling, OwnSamplingError, flat
 from millrace.errors import CorruptObjectError, InvalidSpecError, Violation
@@ -109,12 +109,12 @@ class V0Adapter:
         renderer = str(ours.get(RENDERER) or "")
         if renderer not in ("", NO_RENDERER) and not HAS_RENDERERS:
             raise _no_renderers(renderer)
-        tell_columns()
+        note_columns()
         # Called directly rather than through vf.load_environment, which hides the exception's class.
         env = module.load_environment(**own)
         env.env_id = env.env_id or spec.id
         env.env_args = env.env_args or own
-        govern(members_of(env), AgentRules.decode(spec.agent_json))
+        apply_rules(members_of(env), AgentRules.decode(spec.agent_json))
         loaded = cls(env, renderer=renderer, select_json=spec.select_json)
         if table := next((each for each in (loaded.train, loaded.eval) if len(each)), None):
             refuse_unknown_arguments(env, table.row(0), client=_no_client())
@@ -133,7 +133,7 @@ class V0Adapter:
         self._session = engine_access().session()
 
     async def close(self) -> None:
-        """Close it, and the address of agents."""
+        """Close the access to engines and the agents' address."""
         await agent_server().close()
         await engine_access().close()
 
@@ -185,7 +185,7 @@ class V0Adapter:
         return self._clients[key]
 
     def _choose_renderer(self, tokenizer_dir: str) -> str:
-        """Name of the renderer that tokenizes here; empty where the engine tokenizes."""
+        """Return the name of the renderer that tokenizes here; empty where the engine tokenizes."""
         if self._renderer:
             return "" if self._renderer == NO_RENDERER else self._renderer
         has_turns = isinstance(self._env, vf.MultiTurnEnv) and not isinstance(self._env, vf.SingleTurnEnv)
@@ -199,7 +199,7 @@ class V0Adapter:
 
 
 def fail_together(outcomes: Sequence[Outcome]) -> list[Outcome]:
-    """With group rewards, one member that failed spoils the comparison: the others fail with it, by name."""
+    """Fail all members of a group-scored play if one failed, because the comparison is spoilt; name the first one."""
     broken = next((outcome for outcome in outcomes if outcome.status is not RolloutStatus.OK), None)
     if broken is None:
         return list(outcomes)
@@ -220,7 +220,7 @@ def fail_together(outcomes: Sequence[Outcome]) -> list[Outcome]:
 
 
 def _watched(client: Client, *, is_external: bool) -> Client:
-    """Return the client, of whichever route, which from now on notes what it is told of prompts that are too long.
+    """Return the client, of whichever route, which then notes engines' errors about prompts that are too long.
 
     One that asks an engine of ours refuses content parts that are not text.
     """
@@ -277,7 +277,7 @@ def _no_renderers(renderer: str) -> InvalidSpecError:
 
 
 def _outcome(output: Mapping[str, Any], of_play: Scored, asked: AskedSampling) -> Outcome:
-    """The usable-for-training rule: an error, a timeout, a reward that raised or a missing token is a failure.
+    """Apply the usable-for-training rule: an error, a timeout, a reward that raised or a missing token is a failure.
 
     So is a turn that was sampled in a way which the trainer cannot compute.
     """
@@ -303,7 +303,7 @@ def _outcome(output: Mapping[str, Any], of_play: Scored, asked: AskedSampling) -
 
 
 def _external_outcome(output: Mapping[str, Any], of_play: Scored, client: Client) -> Outcome:
-    """The same without tokens, which nobody asked the endpoint for; repeated tries are a metric of the rollout."""
+    """Make the outcome of a rollout without tokens from a foreign endpoint, with the number of tries as a metric."""
     played = _judged(output, of_play)
     steps = output.get("trajectory") or []
     if isinstance(client, LeanClient) and steps:
@@ -315,7 +315,7 @@ def _external_outcome(output: Mapping[str, Any], of_play: Scored, client: Client
 
 
 def _judged(output: Mapping[str, Any], of_play: Scored) -> Outcome:
-    """How the rollout ended, without its tokens."""
+    """Return how the rollout ended, without its tokens."""
     steps = output.get("trajectory") or []
     rollout_id = str(output.get("trajectory_id") or "")
     scored, too_long = SCORED.take(rollout_id), TOO_LONG.take(rollout_id)
@@ -348,7 +348,7 @@ def _judged(output: Mapping[str, Any], of_play: Scored) -> Outcome:
 
 
 def _given(output: Mapping[str, Any]) -> dict[str, Any]:
-    """The task's answer, and the fields of its info."""
+    """Return the task's answer and the fields of its info."""
     answer, info = output.get("answer"), output.get("info")
     found = {} if _is_nothing(info) else dict(info) if isinstance(info, Mapping) else {"info": info}
     return found if _is_nothing(answer) else {**found, "answer": answer}
@@ -366,7 +366,7 @@ def with_read_info(row: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _is_nothing(value: Any) -> bool:
-    """Whether the library says so for a field that a task does not have; 0, False and empty lists are something."""
+    """Return whether the value is the library's for a missing field; 0, False and empty lists are values."""
     return value is None or (isinstance(value, str) and not value)
 
 
@@ -418,14 +418,16 @@ _ONE_ANSWER = ("n", 1)  # the library's own default
 
 def declared_by(env: Any) -> dict[str, Any]:
     """Return what an environment was made with, without an `extra_body`."""
-    said = flat(getattr(env, "sampling_args", None) or {})
-    return {name: value for name, value in said.items() if (name, value) != _ONE_ANSWER}
+    declared = flat(getattr(env, "sampling_args", None) or {})
+    return {name: value for name, value in declared.items() if (name, value) != _ONE_ANSWER}
 
 
 def sampling_args(
     sampling: Sampling, *, is_external: bool = False, declared: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """The request's sampling as v0 sampling args, with what the environment `declared` where the run says nothing."""
+    """Return the request's sampling as v0 sampling args, with what the environment `declared` where the run says
+    nothing.
+    """
     parameters = sampling.parameters(is_external=is_external)
     if declared:
         parameters = _filled(parameters, declared, holds_temperature=sampling.holds_temperature)
@@ -434,9 +436,9 @@ def sampling_args(
 
 
 def _filled(asked: Mapping[str, Any], declared: Mapping[str, Any], *, holds_temperature: bool) -> dict[str, Any]:
-    said = {name: value for name, value in asked.items() if name not in NEUTRAL or value != NEUTRAL[name]}
+    chosen = {name: value for name, value in asked.items() if name not in NEUTRAL or value != NEUTRAL[name]}
     if holds_temperature:
-        said["temperature"] = asked["temperature"]
-    if any(name in said for name in _TOKENS):
+        chosen["temperature"] = asked["temperature"]
+    if any(name in chosen for name in _TOKENS):
         declared = {name: value for name, value in declared.items() if name not in _TOKENS}
-    return {**asked, **declared, **said}
+    return {**asked, **declared, **chosen}

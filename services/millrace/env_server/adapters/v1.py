@@ -166,7 +166,7 @@ class V1Adapter:
         await self._stack.enter_async_context(self._env.serving())
 
     async def close(self) -> None:
-        """Stop them."""
+        """Stop everything that the environment has opened."""
         await self._stack.aclose()
 
     async def play(self, request: PlayRequest, *, tokenizer_dir: str) -> Sequence[Outcome]:
@@ -190,7 +190,7 @@ class V1Adapter:
         return outcomes
 
     def _no_tool_parser(self, tokenizer_dir: str) -> str:
-        """Why nobody could read the policy's tool calls, or ""."""
+        """Return why the policy's tool calls cannot be parsed, or ""."""
         name = self._renderer or choose_renderer(Path(tokenizer_dir))
         if name != DEFAULT or not self._has_tools:
             return ""
@@ -201,7 +201,9 @@ class V1Adapter:
         )
 
     def _client_config(self, request: PlayRequest, tokenizer_dir: str) -> Any:
-        """The train client, which gives exact tokens; for an endpoint that is not ours the relaying one."""
+        """Return the config of the train client, which gives exact tokens, or of the relaying client for a
+        foreign endpoint.
+        """
         if request.is_external:
             return vf.EvalClientConfig(base_url=request.base_url, api_key_var=request.api_key_var or _API_KEY_VARIABLE)
         return vf.TrainClientConfig(
@@ -214,13 +216,13 @@ class V1Adapter:
 
 
 def _config(env_id: str, taskset_args: Mapping[str, Any], extra: Mapping[str, Any], *, where: str) -> Any:
-    """The environment's config; `where` says where `extra` stands in the args."""
+    """Make the environment's config; `where` says which args `extra` came from."""
     base = {**extra, "taskset": {"id": env_id, **taskset_args}}
     return vf.resolve_env_config(with_roles(base, harness=harness_v1.register(), where=where))
 
 
 def _outcome(episode: Any, expected: ExpectedTraces, asked: AskedSampling | None) -> Outcome:
-    """The usable-for-training rule: `ok` everywhere, no timeout, every reward there, exact tokens.
+    """Apply the usable-for-training rule: `ok` everywhere, no timeout, every reward present, exact tokens.
 
     So is a turn that was sampled in a way which the trainer cannot compute a failure. `asked` is None of an endpoint
     that is not ours, which sends no tokens.
@@ -323,7 +325,10 @@ def own_data(data: Any) -> dict[str, Any]:
 
 
 def _failure(episode: Any, trace: Any, played: Outcome) -> Outcome | None:
-    """The typed failure of an episode, or None. The order is: deadline, context length, lost engine, error, reward."""
+    """Return the typed failure of an episode, or None.
+
+    The order is: deadline, context length, lost engine, error, reward.
+    """
     errors = _errors(episode)
     error = errors[0] if errors else None
     stop = played.stop_condition
@@ -392,7 +397,7 @@ def _error_status(error: Any) -> RolloutStatus:
 # Whether the episodes of a v1 environment end with as many trainable traces as the run's algorithm takes.
 #
 # An environment of several trained roles, or of several attempts at a task in one episode, has more than one. Where
-# the algorithm takes one per rollout, that is said when the environment is loaded: else every rollout of it would
+# the algorithm takes one per rollout, the environment is refused when it is loaded: else every rollout of it would
 # fail, one by one.
 
 _SETUP_S = 10.0
@@ -407,7 +412,7 @@ logger = logging.getLogger(__name__)
 
 
 class _Roles:
-    """Stands in for the agents of an episode: each is trainable until `Env.setup` says otherwise."""
+    """Replaces the agents of an episode: each is trainable until `Env.setup` says otherwise."""
 
     def __init__(self, configs: Mapping[str, AgentConfig]) -> None:
         self._roles = {
@@ -440,7 +445,7 @@ def check_trainable(env: Any, *, takes_several: bool, where: str) -> Trained:
     """Refuse an environment whose config already says that an episode has too many trainable traces, or none.
 
     What only its code decides is found out by the rollouts. Must run outside of an
-    event loop. `where` says where the config stands in the args. Raises InvalidSpecError.
+    event loop. `where` says where the config is in the args. Raises InvalidSpecError.
     """
     attempts = list(_several_attempts(env.config, where=where))
     configs = {name: value for name, value in env.config if isinstance(value, AgentConfig)}
@@ -455,10 +460,12 @@ def check_trainable(env: Any, *, takes_several: bool, where: str) -> Trained:
 
 
 def declared_sampling(env: Any, trained: Trained, *, where: str) -> dict[str, dict[str, Any]]:
-    """How trained roles have their model calls sampled where config or code say so, by where it stands in the args."""
+    """Return the sampling that config or code declare for trained roles, by its place in the args."""
     roles = {name: getattr(env.config, name) for name in trained.roles}
-    said = {name: flat(role.sampling.model_dump(exclude_unset=True)) for name, role in roles.items() if role.sampling}
-    return {f"`{where}.{name}.sampling`": fields for name, fields in said.items() if fields}
+    declared = {
+        name: flat(role.sampling.model_dump(exclude_unset=True)) for name, role in roles.items() if role.sampling
+    }
+    return {f"`{where}.{name}.sampling`": fields for name, fields in declared.items() if fields}
 
 
 def _several_attempts(config: Any, *, where: str) -> Iterator[Violation]:
@@ -486,7 +493,7 @@ def _not_one_role(env: Any, trained: Sequence[str], *, where: str) -> Violation:
 
 
 def _trained_roles(env: Any, configs: Mapping[str, AgentConfig]) -> list[str] | None:
-    """The roles that `Env.setup` leaves trainable; None where it does what only a real episode's agents can."""
+    """Return the roles that `Env.setup` leaves trainable; None if it needs the agents of a real episode."""
     roles = _Roles(configs)
 
     async def set_up() -> None:
@@ -496,7 +503,7 @@ def _trained_roles(env: Any, configs: Mapping[str, AgentConfig]) -> list[str] | 
     try:
         asyncio.run(set_up())
     except Exception as error:  # environment code: its episodes will say what is wrong with it
-        logger.debug("the roles of the environment cannot be told before an episode", exc_info=error)
+        logger.debug("the roles of the environment are unknown before an episode", exc_info=error)
         return None
     return [role.name for role in roles if role.trainable]
 

@@ -38,31 +38,31 @@ class Chats:
     def read(self, body: Mapping[str, Any], *, drops: Sequence[str]) -> AgentRequest:
         """Read a request. Raises InvalidSpecError."""
         read = applied(body, AGENT_CHAT, drops=drops)
-        said = read.said
-        limits = [count_of(said[name], name) for name in ("max_tokens", "max_completion_tokens") if name in said]
+        fields = read.fields
+        limits = [count_of(fields[name], name) for name in ("max_tokens", "max_completion_tokens") if name in fields]
         return AgentRequest(
-            messages=read_messages(said.get("messages")),
-            tools=offered(read.tools, said.get("tool_choice")),
+            messages=read_messages(fields.get("messages")),
+            tools=offered(read.tools, fields.get("tool_choice")),
             max_tokens=min(limits, default=None),
-            stop=stops_of(said.get("stop", []), "stop"),
-            n=count_of(said.get("n", 1), "n", most=MAX_CHOICES),
+            stop=stops_of(fields.get("stop", []), "stop"),
+            n=count_of(fields.get("n", 1), "n", most=MAX_CHOICES),
             streams=read.streams,
             wants_usage=bool(read.options.get("include_usage")),
             not_applied=[*read.gone, *_not_strict(read.tools)],
         )
 
-    def body(self, asked: AgentRequest, said: Sequence[PolicyReply], model: str) -> dict[str, Any]:
+    def body(self, asked: AgentRequest, replies: Sequence[PolicyReply], model: str) -> dict[str, Any]:
         """Write the answer."""
         choices = [
             {"index": index, "message": each.message, "finish_reason": each.finish, "logprobs": None}
-            for index, each in enumerate(said)
+            for index, each in enumerate(replies)
         ]
-        return {**_head("chat.completion", model), "choices": choices, "usage": _usage(said)}
+        return {**_head("chat.completion", model), "choices": choices, "usage": _usage(replies)}
 
-    def events(self, asked: AgentRequest, said: Sequence[PolicyReply], model: str) -> Events:
+    def events(self, asked: AgentRequest, replies: Sequence[PolicyReply], model: str) -> Events:
         """Write the answer as events."""
         head = _head("chat.completion.chunk", model)
-        for index, each in enumerate(said):
+        for index, each in enumerate(replies):
             delta = dict(each.message)
             if calls := delta.pop("tool_calls", None):
                 delta["tool_calls"] = [{"index": number, **call} for number, call in enumerate(calls)]
@@ -71,7 +71,7 @@ class Chats:
                 choice = {"index": index, "delta": part, "finish_reason": finish, "logprobs": None}
                 yield "", {**head, "choices": [choice]}
         if asked.wants_usage:
-            yield "", {**head, "choices": [], "usage": _usage(said)}
+            yield "", {**head, "choices": [], "usage": _usage(replies)}
         yield "", None
 
     def error(self, status: int, message: str, param: str | None) -> dict[str, Any]:
@@ -147,8 +147,8 @@ def _head(kind: str, model: str) -> dict[str, Any]:
     return {"id": new_id("chatcmpl"), "object": kind, "created": now(), "model": model}
 
 
-def _usage(said: Sequence[PolicyReply]) -> dict[str, int]:
-    prompt, sampled = said[0].num_prompt, sum(each.num_tokens for each in said)
+def _usage(replies: Sequence[PolicyReply]) -> dict[str, int]:
+    prompt, sampled = replies[0].num_prompt, sum(each.num_tokens for each in replies)
     return {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled}
 
 
@@ -165,25 +165,25 @@ class Responses:
     def read(self, body: Mapping[str, Any], *, drops: Sequence[str]) -> AgentRequest:
         """Read a request. Raises InvalidSpecError."""
         read = applied(body, RESPONSES, drops=drops)
-        said, tools = read.said, read.tools
-        messages = _messages(said.get("input"))
-        if "instructions" in said:
-            messages.insert(0, {"role": "system", "content": plain_text(said["instructions"], "instructions")})
+        fields, tools = read.fields, read.tools
+        messages = _messages(fields.get("input"))
+        if "instructions" in fields:
+            messages.insert(0, {"role": "system", "content": plain_text(fields["instructions"], "instructions")})
         strict = [
             f"tools[{at}].strict" for at, tool in enumerate(tools) if isinstance(tool, dict) and tool.get("strict")
         ]
-        limit = said.get("max_output_tokens")
+        limit = fields.get("max_output_tokens")
         return AgentRequest(
             messages=messages,
-            tools=offered([_tool(tool, index) for index, tool in enumerate(tools)], said.get("tool_choice")),
+            tools=offered([_tool(tool, index) for index, tool in enumerate(tools)], fields.get("tool_choice")),
             max_tokens=None if limit is None else count_of(limit, "max_output_tokens"),
             streams=read.streams,
             not_applied=[*read.gone, *strict],
         )
 
-    def body(self, asked: AgentRequest, said: Sequence[PolicyReply], model: str) -> dict[str, Any]:
+    def body(self, asked: AgentRequest, replies: Sequence[PolicyReply], model: str) -> dict[str, Any]:
         """Write the answer."""
-        [each] = said
+        [each] = replies
         is_cut = each.finish == "length"
         return {
             **_responses_head(asked, model),
@@ -199,9 +199,9 @@ class Responses:
             },
         }
 
-    def events(self, asked: AgentRequest, said: Sequence[PolicyReply], model: str) -> Events:
+    def events(self, asked: AgentRequest, replies: Sequence[PolicyReply], model: str) -> Events:
         """Write the answer as events."""
-        whole = self.body(asked, said, model)
+        whole = self.body(asked, replies, model)
         begun = {**whole, "status": "in_progress", "output": [], "usage": None, "incomplete_details": None}
         bare: list[tuple[str, dict[str, Any]]] = [
             ("created", {"response": begun}),
@@ -297,13 +297,13 @@ def _responses_head(asked: AgentRequest, model: str) -> dict[str, Any]:
     }
 
 
-def _items(said: PolicyReply) -> list[dict[str, Any]]:
+def _items(reply: PolicyReply) -> list[dict[str, Any]]:
     items: list[dict[str, Any]] = []
-    if said.reasoning:
-        content = [{"type": "reasoning_text", "text": said.reasoning}]
+    if reply.reasoning:
+        content = [{"type": "reasoning_text", "text": reply.reasoning}]
         items.append({"type": "reasoning", "id": new_id("rs"), "summary": [], "content": content})
-    if said.content or not said.calls:
-        part = {"type": "output_text", "text": said.content, "annotations": [], "logprobs": []}
+    if reply.content or not reply.calls:
+        part = {"type": "output_text", "text": reply.content, "annotations": [], "logprobs": []}
         message = {
             "type": "message",
             "id": new_id("msg"),
@@ -312,7 +312,7 @@ def _items(said: PolicyReply) -> list[dict[str, Any]]:
             "content": [part],
         }
         items.append(message)
-    for call in said.calls:
+    for call in reply.calls:
         identity = {"type": "function_call", "id": new_id("fc"), "call_id": call["id"], "status": "completed"}
         items.append({**identity, **call["function"]})
     return items
@@ -355,31 +355,31 @@ class Messages:
     def read(self, body: Mapping[str, Any], *, drops: Sequence[str]) -> AgentRequest:
         """Read a request. Raises InvalidSpecError."""
         read = applied(body, MESSAGES, drops=drops)
-        said, tools = read.said, read.tools
-        value = said.get("messages")
+        fields, tools = read.fields, read.tools
+        value = fields.get("messages")
         if not isinstance(value, list) or not value:
             raise wrong("messages", "must be a list with a message")
         messages = [each for index, one in enumerate(value) for each in _messages_messages(one, f"messages[{index}]")]
         strict = [
             f"tools[{at}].strict" for at, tool in enumerate(tools) if isinstance(tool, dict) and tool.get("strict")
         ]
-        if system := plain_text(said.get("system"), "system"):
+        if system := plain_text(fields.get("system"), "system"):
             messages.insert(0, {"role": "system", "content": system})
-        limit = said.get("max_tokens")
+        limit = fields.get("max_tokens")
         return AgentRequest(
             messages=messages,
             tools=offered(
-                [_messages_tool(tool, index) for index, tool in enumerate(tools)], _choice(said.get("tool_choice"))
+                [_messages_tool(tool, index) for index, tool in enumerate(tools)], _choice(fields.get("tool_choice"))
             ),
             max_tokens=None if limit is None else count_of(limit, "max_tokens"),
-            stop=stops_of(said.get("stop_sequences", []), "stop_sequences"),
+            stop=stops_of(fields.get("stop_sequences", []), "stop_sequences"),
             streams=read.streams,
             not_applied=[*read.gone, *strict, *_failed(value)],
         )
 
-    def body(self, asked: AgentRequest, said: Sequence[PolicyReply], model: str) -> dict[str, Any]:
+    def body(self, asked: AgentRequest, replies: Sequence[PolicyReply], model: str) -> dict[str, Any]:
         """Write the answer."""
-        [each] = said
+        [each] = replies
         return {
             "id": new_id("msg"),
             "type": "message",
@@ -391,9 +391,9 @@ class Messages:
             "usage": {"input_tokens": each.num_prompt, "output_tokens": each.num_tokens},
         }
 
-    def events(self, asked: AgentRequest, said: Sequence[PolicyReply], model: str) -> Events:
+    def events(self, asked: AgentRequest, replies: Sequence[PolicyReply], model: str) -> Events:
         """Write the answer as events."""
-        whole = self.body(asked, said, model)
+        whole = self.body(asked, replies, model)
         begun = {**whole, "content": [], "stop_reason": None, "usage": {**whole["usage"], "output_tokens": 0}}
         yield _event("message_start", message=begun)
         for index, block in enumerate(whole["content"]):
@@ -461,8 +461,12 @@ def _messages_tool(tool: Any, index: int) -> dict[str, Any]:
         kind = tool.get("type") if isinstance(tool, Mapping) else tool
         raise wrong(f"tools[{index}].type", f"is {kind!r}; the agent's own tools alone are called")
     known_keys(tool, _TOOL_KEYS, f"tools[{index}]")
-    told = {"name": tool.get("name"), "description": tool.get("description"), "parameters": tool.get("input_schema")}
-    return {"type": "function", "function": told}
+    described = {
+        "name": tool.get("name"),
+        "description": tool.get("description"),
+        "parameters": tool.get("input_schema"),
+    }
+    return {"type": "function", "function": described}
 
 
 def _choice(choice: Any) -> Any:
@@ -473,13 +477,13 @@ def _choice(choice: Any) -> Any:
     return choice["type"] if choice.get("type") in ("auto", "none") else dict(choice)
 
 
-def _blocks(said: PolicyReply) -> list[dict[str, Any]]:
+def _blocks(reply: PolicyReply) -> list[dict[str, Any]]:
     blocks: list[dict[str, Any]] = []
-    if said.reasoning:
-        blocks.append({"type": "thinking", "thinking": said.reasoning, "signature": ""})
-    if said.content or not said.calls:
-        blocks.append({"type": "text", "text": said.content})
-    for call in said.calls:
+    if reply.reasoning:
+        blocks.append({"type": "thinking", "thinking": reply.reasoning, "signature": ""})
+    if reply.content or not reply.calls:
+        blocks.append({"type": "text", "text": reply.content})
+    for call in reply.calls:
         function = call["function"]
         try:
             values = decode_object(function["arguments"] or "{}", what="arguments", reason="TOOL_ARGUMENTS_INVALID")

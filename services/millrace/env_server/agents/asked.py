@@ -57,7 +57,7 @@ class PolicyReply:
 
     @classmethod
     def of(cls, completion: Mapping[str, Any]) -> "PolicyReply":
-        """Return that of a chat's completion with one choice."""
+        """Read the reply from a chat's completion with one choice."""
         choice = completion["choices"][0]
         message, usage = choice["message"], completion.get("usage") or {}
         finish = str(choice.get("finish_reason") or "stop")
@@ -72,7 +72,7 @@ class PolicyReply:
 
     @property
     def message(self) -> dict[str, Any]:
-        """It as a message of a chat."""
+        """Return the reply as a chat message."""
         return {
             "role": "assistant",
             "content": self.content if self.content or not self.calls else None,
@@ -94,11 +94,11 @@ class Api(Protocol):
         """Read a request. Raises InvalidSpecError with the names of what would not be honoured."""
         ...
 
-    def body(self, asked: AgentRequest, said: Sequence[PolicyReply], model: str) -> dict[str, Any]:
+    def body(self, asked: AgentRequest, replies: Sequence[PolicyReply], model: str) -> dict[str, Any]:
         """Write the answer."""
         ...
 
-    def events(self, asked: AgentRequest, said: Sequence[PolicyReply], model: str) -> Events:
+    def events(self, asked: AgentRequest, replies: Sequence[PolicyReply], model: str) -> Events:
         """Write the answer as events of a stream."""
         ...
 
@@ -111,7 +111,7 @@ class Api(Protocol):
 class Applied:
     """What counts of a request."""
 
-    said: Mapping[str, Any]
+    fields: Mapping[str, Any]
     gone: Sequence[str]
     """Names of what does not count."""
     options: Mapping[str, Any]
@@ -125,9 +125,9 @@ def applied(body: Mapping[str, Any], known: Mapping[str, Parameter], *, drops: S
 
     Raises InvalidSpecError for what can neither be honoured nor be left to the run.
     """
-    said = {name: value for name, value in body.items() if value is not None}
-    gone = [name for name in said if name in drops]
-    counts = {name: value for name, value in said.items() if name not in gone}
+    fields = {name: value for name, value in body.items() if value is not None}
+    gone = [name for name in fields if name in drops]
+    counts = {name: value for name, value in fields.items() if name not in gone}
     check_parameters(counts, known)
     gone += [name for name in counts if known[name].fate is Fate.OVERRULED]
     counts = {name: value for name, value in counts.items() if name not in gone}
@@ -138,7 +138,7 @@ def applied(body: Mapping[str, Any], known: Mapping[str, Parameter], *, drops: S
     if not isinstance(tools, list):
         raise wrong("tools", "must be a list of functions")
     streams = flag(counts.get("stream", False), "stream")
-    return Applied(said=counts, gone=gone, options=options, tools=tools, streams=streams)
+    return Applied(fields=counts, gone=gone, options=options, tools=tools, streams=streams)
 
 
 def offered(tools: Any, choice: Any) -> list[dict[str, Any]]:
@@ -153,12 +153,12 @@ def offered(tools: Any, choice: Any) -> list[dict[str, Any]]:
     try:
         orjson.dumps(tools)
     except TypeError as error:
-        raise wrong("tools", f"cannot be told to the engine: {error}") from error
+        raise wrong("tools", f"cannot be passed to the engine: {error}") from error
     return [] if choice == "none" else [_plain(tool) for tool in tools]
 
 
 def known_keys(tool: Mapping[str, Any], known: Sequence[str], where: str) -> None:
-    """Refuse keys of a tool that the policy would not be told. Raises InvalidSpecError."""
+    """Refuse keys of a tool that would not reach the policy. Raises InvalidSpecError."""
     for name, value in tool.items():
         if value not in (None, False, []) and name not in known:
             raise wrong(f"{where}.{name}", "is not known here, and what is not known is not ignored; leave it out")
@@ -167,8 +167,8 @@ def known_keys(tool: Mapping[str, Any], known: Sequence[str], where: str) -> Non
 def _plain(tool: Mapping[str, Any]) -> dict[str, Any]:
     function = tool["function"]
     schema = function.get("parameters") or {"type": "object", "properties": {}}
-    told = {"name": function["name"], "description": function.get("description") or "", "parameters": schema}
-    return {"type": "function", "function": told}
+    described = {"name": function["name"], "description": function.get("description") or "", "parameters": schema}
+    return {"type": "function", "function": described}
 
 
 def plain_text(content: Any, where: str, *, kinds: Sequence[str] = ("text",)) -> str:

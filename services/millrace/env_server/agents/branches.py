@@ -26,7 +26,7 @@ DEFAULT = "used"
 LEFT_OUT_METRIC = "agent_calls_left_out"
 """Metric of rollouts: model calls that are not trained on because their branch is not."""
 _TELLING_CHARS, _TELLING_ID_CHARS = 20, 8
-"""A shorter reply may stand in a message by chance; it has to be the whole of it."""
+"""A shorter reply may be in a message by chance; it has to be the whole message."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,7 +70,7 @@ def trained_calls(calls: Sequence[Made], mode: str) -> set[int]:
 
 
 def _parents(calls: Sequence[Made]) -> list[int | None]:
-    """For each call the latest earlier one that its conversation goes on from."""
+    """Return for each call the latest earlier call that its conversation continues."""
     ends: dict[int, int] = {}
     parents: list[int | None] = []
     for index, call in enumerate(calls):
@@ -95,12 +95,12 @@ def _conversation(last: int, parents: Sequence[int | None]) -> set[int]:
 def _is_quoted(text: str, messages: Sequence[Mapping[str, Any]]) -> bool:
     if len(text) >= _TELLING_CHARS:
         return any(text in _text(message) for message in messages)
-    # What the policy said itself may be the same short text.
+    # The policy itself may have written the same short text.
     return bool(text) and any(text == _text(message) and message.get("role") != "assistant" for message in messages)
 
 
 def _is_named(ids: Sequence[str], messages: Sequence[Mapping[str, Any]]) -> bool:
-    """Return whether a call is answered, or told of in a text, by the id that it alone has."""
+    """Return whether a message answers the call, or a text mentions its unique id."""
     return any(
         name == message.get("tool_call_id") or (len(name) >= _TELLING_ID_CHARS and name in _text(message))
         for name in ids

@@ -1,4 +1,4 @@
-"""Where workers listen for agents: variables of the env-server, which its workers are told, too.
+"""Where workers listen for agents: variables of the env-server, which its workers inherit.
 
 `MILLRACE_AGENT_LISTEN` is `HOST` or `HOST:FIRST-LAST`, with a port for each worker; `MILLRACE_AGENT_HOST` is the name
 by which agents in containers or on other hosts reach it. The connection is not encrypted.
@@ -22,12 +22,12 @@ class AgentListen:
 
     host: str = _LOOPBACK
     ports: Sequence[int] = (0,)
-    told_host: str = _LOOPBACK
-    """What agents are told."""
+    advertised_host: str = _LOOPBACK
+    """The host in the addresses that agents get."""
 
     @classmethod
     def from_environ(cls, environ: Mapping[str, str]) -> "AgentListen":
-        """Return that of a process's variables. Raises InvalidSpecError."""
+        """Read where to listen from a process's variables; raise InvalidSpecError."""
         text = environ.get(LISTEN_VARIABLE, "").strip() or _LOOPBACK
         host, _, ports = text.rpartition(":") if text.count(":") == 1 else (text.strip("[]"), "", "")
         first, _, last = ports.partition("-")
@@ -39,8 +39,8 @@ class AgentListen:
         if not found:
             message = "the last port must not be below the first"
             raise InvalidSpecError([Violation(field=LISTEN_VARIABLE, value=text, message=message)])
-        told = environ.get(HOST_VARIABLE, "").strip()
-        if not told and host in ("0.0.0.0", "::"):
+        advertised = environ.get(HOST_VARIABLE, "").strip()
+        if not advertised and host in ("0.0.0.0", "::"):
             message = f"listens on every address, so {HOST_VARIABLE} must say by which one agents reach it"
             raise InvalidSpecError([Violation(field=LISTEN_VARIABLE, value=text, message=message)])
         if not is_loopback(host) and not Settings.from_env(environ).insecure:
@@ -49,4 +49,4 @@ class AgentListen:
                 "otherwise, such as a bridge of containers, set MILLRACE_INSECURE=1, or leave this variable out"
             )
             raise InvalidSpecError([Violation(field=LISTEN_VARIABLE, value=text, message=message)])
-        return cls(host=host, ports=found, told_host=told or host)
+        return cls(host=host, ports=found, advertised_host=advertised or host)

@@ -1,4 +1,4 @@
-"""An agent that is a program, run with the variables by which it finds the policy; of a failure the cause is told."""
+"""An agent that is a program, run with the variables that lead it to the policy; a failure has its cause."""
 
 import asyncio
 import re
@@ -22,10 +22,10 @@ _CAUSE_CHARS, _SHOWN_CHARS = 400, 1200
 class AgentFailedError(Exception):
     """The agent's program ended with another status than 0."""
 
-    def __init__(self, message: str, *, said: str = "") -> None:
-        """`said` is what it wrote."""
+    def __init__(self, message: str, *, output: str = "") -> None:
+        """Take `said`, the output of the program."""
         super().__init__(message)
-        self.said = said
+        self.output = output
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,10 +65,10 @@ async def run_program(
         kill_group(process.pid)
     ran = Ran(stdout=stdout.decode("utf-8", "replace"), stderr=stderr.decode("utf-8", "replace"))
     if process.returncode:
-        said = (ran.stderr or ran.stdout).strip()
-        shown = f": {cause_of(said)}\n{said[-_SHOWN_CHARS:]}" if said else ", and said nothing"
+        output = (ran.stderr or ran.stdout).strip()
+        shown = f": {cause_of(output)}\n{output[-_SHOWN_CHARS:]}" if output else ", and printed nothing"
         how = f"{Path(argv[0]).name} ended with {describe_exit(process.returncode)}"
-        raise AgentFailedError(how + shown, said=said)
+        raise AgentFailedError(how + shown, output=output)
     return ran
 
 
@@ -95,7 +95,7 @@ async def _feed(stream: asyncio.StreamWriter | None, text: str) -> None:
 def cause_of(text: str) -> str:
     """Return the line of a program's output that says why it failed.
 
-    It is the error behind the last frame of a traceback, and without one the last line that says something.
+    The cause is the error after the last frame of a traceback, or without a traceback the last line with text.
     """
     lines = [line.rstrip() for line in text.splitlines() if any(char.isalnum() for char in line)]
     frames = [at for at, line in enumerate(lines) if _FRAME.match(line)]

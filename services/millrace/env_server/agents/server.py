@@ -38,7 +38,7 @@ class AgentServer:
     """Of one worker, opened with the first address."""
 
     def __init__(self, listen: AgentListen | None = None) -> None:
-        """`listen` is by default that of this process's variables."""
+        """Take `listen`, by default from this process's variables."""
         self._listen = AgentListen.from_environ(os.environ) if listen is None else listen
         self._sessions: dict[str, AgentSession] = {}
         self._ended: OrderedDict[bytes, None] = OrderedDict()
@@ -56,7 +56,9 @@ class AgentServer:
                 await self._start()
         session = AgentSession(ask, model=model, limits=limits, drops=drops)
         self._sessions[session.token] = session
-        host = f"[{self._listen.told_host}]" if ":" in self._listen.told_host else self._listen.told_host
+        host = (
+            f"[{self._listen.advertised_host}]" if ":" in self._listen.advertised_host else self._listen.advertised_host
+        )
         try:
             yield AgentAddress(base_url=f"http://{host}:{self._port}/v1", api_key=session.token, model=model), session
         finally:
@@ -133,7 +135,7 @@ def shown_token(headers: Mapping[str, str]) -> str:
 
 
 def web_response(answer: AgentAnswer) -> web.Response:
-    """Return it as aiohttp sends it."""
+    """Return the answer as aiohttp sends it."""
     kind = "text/event-stream" if answer.streams else "application/json"
     headers = {**answer.headers, "Content-Type": kind, "Cache-Control": "no-cache"}
     if answer.status == 401:

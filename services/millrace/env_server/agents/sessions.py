@@ -41,7 +41,7 @@ class CallRefusedError(Exception):
     """The policy did not answer: an HTTP status of at least 400, and why."""
 
     def __init__(self, status: int, message: str, *, param: str | None = None) -> None:
-        """`param` is the parameter that is the cause."""
+        """Take `param`, the name of the wrong parameter."""
         super().__init__(message)
         self.status = status
         self.param = param
@@ -79,13 +79,13 @@ class AgentRules:
     """Which calls are trained on (`agents.branches`)."""
     limits: Mapping[str, float] = field(default_factory=dict)
     """Limits by name, which count in the place of the environment's own."""
-    is_said: bool = False
+    is_set: bool = False
 
     @classmethod
     def decode(cls, text: str) -> "AgentRules":
-        """Read them. Raises CorruptObjectError and InvalidSpecError."""
-        said = decode_object(text or "{}", what="agent", reason="ENV_ARGS_INVALID")
-        branches, limits = said.get("branches", DEFAULT), said.get("limits", {})
+        """Decode the rules; raise CorruptObjectError or InvalidSpecError."""
+        fields = decode_object(text or "{}", what="agent", reason="ENV_ARGS_INVALID")
+        branches, limits = fields.get("branches", DEFAULT), fields.get("limits", {})
         if branches not in MODES:
             message = f"must be one of {', '.join(MODES)}"
             raise InvalidSpecError([Violation(field="agent.branches", value=f"{branches!r:.100}", message=message)])
@@ -94,7 +94,7 @@ class AgentRules:
             message = f"must be a table with some of {', '.join(names)}"
             raise InvalidSpecError([Violation(field="agent.limits", value=f"{limits!r:.100}", message=message)])
         AgentLimits(**limits)
-        return cls(branches=branches, limits=limits, is_said=bool(said))
+        return cls(branches=branches, limits=limits, is_set=bool(fields))
 
     def over(self, own: AgentLimits | None) -> AgentLimits:
         """Return the limits of a rollout whose environment has its own."""
@@ -145,7 +145,7 @@ class AgentSession:
         limits: AgentLimits | None = None,
         drops: Sequence[str] = (),
     ) -> None:
-        """`drops` are parameters that the author of the environment lets go: they do not count, and answers say so."""
+        """Take `drops`, parameters that are ignored rather than refused, which answers report."""
         self.token = secrets.token_urlsafe(24)
         self.limits = limits or AgentLimits()
         self.made: list[Made] = []
@@ -202,9 +202,9 @@ class AgentSession:
             asked = replace(api.read(body, drops=self._drops), headers=headers)
             self._require_left(asked.n)
             self._num_calls += asked.n
-            said = await self._say(asked)
+            replies = await self._say(asked)
             model = body.get("model")
-            return _written(api, asked, said, model if isinstance(model, str) and model else self.model)
+            return _written(api, asked, replies, model if isinstance(model, str) and model else self.model)
         except InvalidSpecError as error:
             return self.refused(api, 400, str(error), param=error.violations[0].field)
         except (CorruptObjectError, MillraceError) as error:
@@ -214,15 +214,15 @@ class AgentSession:
 
     async def _say(self, asked: AgentRequest) -> list[PolicyReply]:
         # They are made one after the other: each is a turn of the rollout.
-        said: list[PolicyReply] = []
+        replies: list[PolicyReply] = []
         for _ in range(asked.n):
             async with self._free:
                 self._require_open()
                 one = PolicyReply.of(await self._ask(asked))
             self._num_tokens += one.num_tokens
             self.made.append(Made(prompt=asked.messages, reply=one.message, num_tokens=one.num_tokens))
-            said.append(one)
-        return said
+            replies.append(one)
+        return replies
 
     def _require_open(self) -> None:
         if self.is_closed:
@@ -257,11 +257,11 @@ def program_environ(address: AgentAddress) -> dict[str, str]:
     return {**ours, **address.environ()}
 
 
-def _written(api: Api, asked: AgentRequest, said: Sequence[PolicyReply], model: str) -> AgentAnswer:
+def _written(api: Api, asked: AgentRequest, replies: Sequence[PolicyReply], model: str) -> AgentAnswer:
     headers = {NOT_APPLIED_HEADER: ", ".join(asked.not_applied)} if asked.not_applied else {}
     if not asked.streams:
-        return AgentAnswer(status=200, body=orjson.dumps(api.body(asked, said, model)), headers=headers)
-    events = b"".join(_event(kind, data) for kind, data in api.events(asked, said, model))
+        return AgentAnswer(status=200, body=orjson.dumps(api.body(asked, replies, model)), headers=headers)
+    events = b"".join(_event(kind, data) for kind, data in api.events(asked, replies, model))
     return AgentAnswer(status=200, body=events, streams=True, headers=headers)
 
 

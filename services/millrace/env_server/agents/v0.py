@@ -39,7 +39,7 @@ class AgentEnv(vf.MultiTurnEnv):
     """Which calls are trained on (`agents.branches`), as the run config says."""
 
     def __init__(self, *, limits: AgentLimits | None = None, drops: Sequence[str] = (), **kwargs: Any) -> None:
-        """`drops` are parameters of requests that do not count, such as `tool_choice`, in place of a refusal."""
+        """Take `drops`, request parameters such as `tool_choice` to ignore rather than refuse."""
         super().__init__(**kwargs)
         self.limits = limits or AgentLimits()
         self.drops = tuple(drops)
@@ -89,7 +89,7 @@ class AgentEnv(vf.MultiTurnEnv):
             kept = trained_calls(session.made, self.branches)
             for index, step in enumerate(state["trajectory"]):
                 step["extras"][IS_TRAINED] = index in kept
-        # What the policy's side failed with is the cause of what the agent then said.
+        # A failure on the policy's side is the cause of the agent's own error.
         problem = state.get(_PROBLEM) or problem
         if isinstance(problem, vf.OverlongPromptError):
             state["prompt_too_long"] = state["is_truncated"] = True
@@ -118,10 +118,10 @@ class AgentEnv(vf.MultiTurnEnv):
         return _completion(response)
 
 
-def govern(members: Iterable[Any], rules: AgentRules) -> None:
-    """Have agents be trained on, and end, as the run config says. Raises InvalidSpecError where there is none."""
+def apply_rules(members: Iterable[Any], rules: AgentRules) -> None:
+    """Apply the run config's rules on training and limits to agents; raise InvalidSpecError if there is no agent."""
     agents = [member for member in members if isinstance(member, AgentEnv)]
-    if rules.is_said and not agents:
+    if rules.is_set and not agents:
         message = "is of environments whose rollouts an agent plays (AgentEnv); leave it out"
         raise InvalidSpecError([Violation(field="agent", message=message)])
     for member in agents:
@@ -157,6 +157,6 @@ def _completion(response: Any) -> dict[str, Any]:
         for call in message.tool_calls or ()
     ]
     finish = message.finish_reason or ("tool_calls" if calls else "stop")
-    said = {"content": message.content, "reasoning_content": message.reasoning_content, "tool_calls": calls}
+    message_fields = {"content": message.content, "reasoning_content": message.reasoning_content, "tool_calls": calls}
     counts = {} if usage is None else {name: getattr(usage, name) for name in ("prompt_tokens", "completion_tokens")}
-    return {"choices": [{"message": said, "finish_reason": finish}], "usage": counts}
+    return {"choices": [{"message": message_fields, "finish_reason": finish}], "usage": counts}

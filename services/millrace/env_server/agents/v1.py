@@ -2,7 +2,7 @@
 
 A harness gives its agent the endpoint and the secret that `launch` gets. The library itself answers chats alone where
 tokens are wanted, and some releases no streams; it ignores most of what a request says. Requests to an engine of ours
-are read here, asked as plain chats, and answered in the API that they came by. What endpoints of others are asked
+are read here, asked as plain chats, and answered in the API that they came by. What foreign endpoints are asked
 (`millrace eval --client.base-url`) goes through as it is.
 """
 
@@ -45,7 +45,7 @@ _rules: dict[str, tuple[AgentLimits | None, Sequence[str]]] = {}
 _ended: OrderedDict[bytes, None] = OrderedDict()
 
 
-def govern(secret: str, *, limits: AgentLimits | None = None, drops: Sequence[str] = ()) -> None:
+def apply_rules(secret: str, *, limits: AgentLimits | None = None, drops: Sequence[str] = ()) -> None:
     """Set the limits of a rollout's agent, and what of its requests does not count, before it is started.
 
     `secret` is what `Harness.launch` is given.
@@ -54,7 +54,7 @@ def govern(secret: str, *, limits: AgentLimits | None = None, drops: Sequence[st
 
 
 def install(rules: AgentRules) -> None:
-    """Have every interception server of this process answer so, by the rules of its environment. Idempotent."""
+    """Make every interception server of this process answer agents by the rules of its environment. Idempotent."""
     if getattr(InterceptionServer.handle_request, "_is_millraces", False):
         return
     stock_handle: Any = InterceptionServer.handle_request

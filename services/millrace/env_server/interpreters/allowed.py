@@ -11,7 +11,7 @@ from millrace.errors import InvalidSpecError, Violation
 
 PYTHONS_VARIABLE = "MILLRACE_ENV_PYTHONS"
 ANY = "*"
-"""Stands for every interpreter: for a stack of the user's own."""
+"""Allows every interpreter: for a stack of the user's own."""
 FIELD = "orchestrator.env.python"
 
 
@@ -27,7 +27,9 @@ def own_pythons() -> tuple[str, ...]:
 
 
 def parse_pythons(text: str) -> tuple[str, ...]:
-    """The directories of a value of the variable, separated by `:`; ValueError if one is no absolute path."""
+    """Return the directories of a value of the variable, separated by `:`; raise ValueError if one is no absolute
+    path.
+    """
     parts = tuple(part for part in text.split(os.pathsep) if part)
     if not all(part == ANY or os.path.isabs(part) for part in parts):
         raise ValueError(f"must be absolute paths of directories, separated by {os.pathsep!r}, or {ANY} for all")
@@ -35,9 +37,9 @@ def parse_pythons(text: str) -> tuple[str, ...]:
 
 
 def problem_of(python: str, allowed: Sequence[str]) -> str:
-    """Why workers may not run in that interpreter, or "". It must lie below an allowed directory as it is named.
+    """Return why workers may not run in that interpreter, or "". The path as named must be below an allowed directory.
 
-    A virtual environment's interpreter is a link to another one: what counts is where the environment lies, without a
+    A virtual environment's interpreter is a link to another one: what counts is where the environment is, without a
     way out by `..`, or by a link among its directories.
     """
     if not python:
@@ -63,7 +65,7 @@ def problem_of(python: str, allowed: Sequence[str]) -> str:
 
 
 def require_allowed(python: str, allowed: Sequence[str]) -> None:
-    """InvalidSpecError if workers of an env-server with that setting may not run in that interpreter."""
+    """Raise InvalidSpecError if workers of an env-server with that setting may not run in that interpreter."""
     if problem := problem_of(python, allowed):
         raise InvalidSpecError([Violation(field=FIELD, value=python, message=problem)], reason="ENV_PYTHON_REFUSED")
 

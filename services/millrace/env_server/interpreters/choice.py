@@ -95,7 +95,7 @@ class Interpreter:
         return any(_is_met(requirement, each.version) for each in self._distributions(name=requirement.name))
 
     def _distributions(self, *, name: str) -> Iterator[Distribution]:
-        """Those of that name, however it spells `-` and `_`."""
+        """Yield the distributions of that name, however it spells `-` and `_`."""
         yield from distributions(name=_canonical(name), path=_searched(self.paths))
 
 
@@ -191,7 +191,7 @@ def _searched(paths: tuple[str, ...] | None) -> list[str]:
 
 
 def _package_directories(home: Path) -> tuple[str, ...]:
-    """The directories that a virtual environment imports from, those of its `.pth` files included."""
+    """Return the directories that a virtual environment imports from, those of its `.pth` files included."""
     found: list[str] = []
     for site in sorted(home.glob("lib/python3*/site-packages")):
         found.append(str(site))
@@ -204,13 +204,13 @@ def _package_directories(home: Path) -> tuple[str, ...]:
 
 
 def _changed(paths: tuple[str, ...]) -> tuple[int, ...]:
-    """When packages were last installed there."""
+    """Return when packages were last installed there."""
     return tuple(os.stat(each).st_mtime_ns for each in paths if os.path.isdir(each))
 
 
 @functools.lru_cache(64)
 def _modules(paths: tuple[str, ...], _: tuple[int, ...]) -> dict[str, str]:
-    """The packages that ask for the library, by the modules that they bring under another name than theirs."""
+    """Return the packages that ask for the library, by the modules that they bring under another name than theirs."""
     modules: dict[str, str] = {}
     for each in distributions(path=list(paths)):
         if not _ASKS.search(each.read_text("METADATA") or ""):
@@ -223,7 +223,7 @@ def _modules(paths: tuple[str, ...], _: tuple[int, ...]) -> dict[str, str]:
 
 
 def _requirements(package: Distribution) -> list["Requirement"]:
-    """What it asks for, extras included; without what cannot be read."""
+    """Return what it asks for, extras included; without what cannot be read."""
     from packaging.requirements import InvalidRequirement, Requirement
 
     read: list[Requirement] = []
@@ -236,7 +236,7 @@ def _requirements(package: Distribution) -> list["Requirement"]:
 
 
 def _asked(package: Distribution) -> list["Requirement"]:
-    """What it asks of the library, where it always does."""
+    """Return what it asks of the library, where it always does."""
     return [
         each
         for each in _requirements(package)
@@ -260,7 +260,9 @@ def _within(asks: str, release: str) -> bool:
 
 
 def _installed_from(package: Distribution) -> str:
-    """What pip takes to install that package elsewhere: its name and version, or the directory that it came from."""
+    """Return what pip takes to install that package elsewhere: its name and version, or the directory that it
+    came from.
+    """
     try:
         origin = decode_object((package.read_text("direct_url.json") or "{}").encode(), what="", reason="")
     except CorruptObjectError:

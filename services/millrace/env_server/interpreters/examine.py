@@ -40,22 +40,22 @@ _SEARCHED = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")
 
 
 def command(python: str, arguments: Sequence[str]) -> list[str]:
-    """The command line of a worker in that interpreter."""
+    """Return the command line of a worker in that interpreter."""
     return [python, ENTRANCE, "run", ROOT, *arguments]
 
 
 def require_usable(python: str) -> None:
-    """InvalidSpecError that says what keeps a worker from running in that interpreter (blocking, a moment)."""
+    """Raise InvalidSpecError if a worker cannot run in that interpreter, with the reason (blocking, a moment)."""
     if problem := _problem_of(python):
         raise InvalidSpecError([Violation(field=FIELD, value=python, message=problem)], reason="ENV_PYTHON_UNUSABLE")
 
 
 def shown_files(python: str) -> list[str]:
-    """What a worker of level `container` has to see of files, to run in that interpreter."""
+    """Return the files that a worker of level `container` must see to run in that interpreter."""
     if not python:
         return []
     named_home, home = Path(python).parent.parent, Path(os.path.realpath(os.path.dirname(python))).parent
-    if os.path.realpath(named_home) == str(home):  # else a link to its directory lies in another one, nobody's business
+    if os.path.realpath(named_home) == str(home):  # else a link to its directory is in another one, nobody's business
         home = named_home
     base = Path(os.path.realpath(python)).parent.parent
     named = [
@@ -89,8 +89,8 @@ def _problem_of(python: str) -> str:
         found = decode_object(answer.stdout, what="its answer", reason="ENV_PYTHON_UNUSABLE")
         version, versions = tuple(found["python"]), dict(found["versions"])
     except (CorruptObjectError, KeyError, TypeError, ValueError):
-        said = answer.stderr.decode(errors="replace").strip().rpartition("\n")[2] or f"exit code {answer.returncode}"
-        return f"is no Python interpreter that works: {said[:_SHOWN_CHARS]}; name such as /path/to/venv/bin/python"
+        output = answer.stderr.decode(errors="replace").strip().rpartition("\n")[2] or f"exit code {answer.returncode}"
+        return f"is no Python interpreter that works: {output[:_SHOWN_CHARS]}; name such as /path/to/venv/bin/python"
     if version < OLDEST:
         oldest = ".".join(map(str, OLDEST))
         return f"is Python {'.'.join(map(str, version))}, and workers need {oldest} or later; make it anew with that"
@@ -98,7 +98,7 @@ def _problem_of(python: str) -> str:
 
 
 def _missing(python: str, versions: Mapping[str, str]) -> str:
-    """What it lacks, and the command that installs it."""
+    """Describe what the interpreter lacks and the command that installs it."""
     needed = needed_with(versions.get(LIBRARY, ""))
     lacking = [f"{name}{bounds}" for name, bounds in needed.items() if not _is_within(versions.get(name, ""), bounds)]
     if LIBRARY not in versions:
@@ -122,7 +122,7 @@ def _name(requirement: str) -> str:
 
 
 def _is_within(version: str, bounds: str) -> bool:
-    """Whether a version is within such bounds as `>=3.11,<4`."""
+    """Return whether a version is within such bounds as `>=3.11,<4`."""
     if not version:
         return False
     for bound in bounds.split(","):
@@ -140,7 +140,7 @@ def go_over(python: str, arguments: Sequence[str]) -> NoReturn:
 
 
 def _environ(python: str) -> dict[str, str]:
-    """The variables of that interpreter: those of this process, but for where ours finds its packages."""
+    """Return this process's variables without those that say where our interpreter finds packages."""
     environ = {name: value for name, value in os.environ.items() if name not in _SEARCHED}
     environ["PATH"] = os.pathsep.join([os.path.dirname(python), environ.get("PATH", os.defpath)])
     return environ

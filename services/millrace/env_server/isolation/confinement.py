@@ -64,11 +64,11 @@ class Confinement:
 
     @property
     def is_container(self) -> bool:
-        """Whether workers have namespaces of their own."""
+        """Return whether workers have namespaces of their own."""
         return self.isolation is Isolation.CONTAINER
 
     def to_json(self) -> dict[str, Any]:
-        """For the worker's process."""
+        """Encode the settings for the worker's process."""
         return {
             "isolation": self.isolation.value,
             "limits": self.limits.to_json(),
@@ -90,9 +90,9 @@ class Confinement:
         )
 
     def enter(self, directory: str, *, files: Sequence[int] = (), control: int | None = None) -> None:
-        """Put it on this process; it must have one thread. Raises OSError if the kernel refuses.
+        """Apply the confinement to this process, which must have one thread; raise OSError if the kernel refuses.
 
-        At level `container` other processes stay behind (`namespaces.enter`): `files` are the worker's alone, `control`
+        At level `container` others stay outside (`namespaces.enter`): `files` are the worker's alone, `control`
         is theirs.
         """
         if control is not None:
@@ -115,14 +115,14 @@ class Confinement:
                 landlock.restrict(connect_ports=self.connect_ports or None)
 
     def _limit_processes(self) -> None:
-        """The kernel counts those of the user, or of the user namespace."""
+        """Limit the processes, which the kernel counts by user or user namespace."""
         most = self.limits.max_processes * _THREADS_PER_PROCESS
         if most:
             resource.setrlimit(resource.RLIMIT_NPROC, (most, most))
 
     @staticmethod
     def _become(uid: int, gid: int) -> None:
-        """Another user, for good."""
+        """Become another user irrevocably."""
         os.setgroups([])
         os.setresgid(gid, gid, gid)
         os.setresuid(uid, uid, uid)
@@ -131,7 +131,7 @@ class Confinement:
 
 @contextlib.contextmanager
 def _unless_needed(*, is_needed: bool) -> Any:
-    """Kernels may be built without Landlock, or forbid it in containers: only a promise that was asked for fails."""
+    """Run a Landlock call and ignore its failure unless the operator asked for the restriction."""
     try:
         yield
     except OSError:
@@ -159,7 +159,7 @@ def furnish(directory: Path, user: tuple[int, int] | None) -> None:
 
 
 def why_no_container(confinement: Confinement) -> str:
-    """What keeps this machine from it; "" if nothing does (blocking, a second)."""
+    """Return why this machine cannot confine by namespaces; "" if it can (blocking, a second)."""
     with TemporaryDirectory(prefix="millrace-check-") as place:
         furnish(Path(place), confinement.user)
         command = [sys.executable, "-m", __name__, json.dumps(confinement.to_json()), place]
@@ -169,8 +169,8 @@ def why_no_container(confinement: Confinement) -> str:
             return str(error)[:_SHOWN_CHARS]
     if answer.returncode == 0:
         return ""
-    said = answer.stderr.decode(errors="replace").strip().rpartition("\n")[2]
-    return said[:_SHOWN_CHARS] or f"the attempt ended with exit code {answer.returncode}"
+    output = answer.stderr.decode(errors="replace").strip().rpartition("\n")[2]
+    return output[:_SHOWN_CHARS] or f"the attempt ended with exit code {answer.returncode}"
 
 
 def _try(confinement: Confinement, directory: str) -> None:

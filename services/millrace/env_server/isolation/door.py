@@ -39,7 +39,7 @@ class Door:
     """Of one worker. Of one event loop."""
 
     def __init__(self, control: socket.socket, hosts: Path) -> None:
-        """`control` leads to `init`, `hosts` is the worker's /etc/hosts."""
+        """Take `control`, the socket to `init`, and `hosts`, the worker's /etc/hosts."""
         control.settimeout(_ASK_S)
         self._control = control
         self._hosts = hosts
@@ -70,7 +70,7 @@ class Door:
             self._servers[address, port] = await asyncio.start_server(take, sock=listener)
 
     async def close(self) -> None:
-        """Close it; connections break off."""
+        """Close the worker's connections to the outside."""
         for server in self._servers.values():
             server.close()
         for passing in self._passing:
@@ -79,7 +79,7 @@ class Door:
         self._control.close()
 
     def _address(self, host: str) -> str:
-        """Where the worker looks for it."""
+        """Return the address at which the worker finds the host."""
         if host == "localhost":
             return "127.0.0.1"
         with contextlib.suppress(ValueError):
@@ -91,13 +91,13 @@ class Door:
         return self._names[host]
 
     def _ask(self, address: str, port: int) -> socket.socket:
-        """The listening socket (blocking). Raises DoorError, ConnectionError."""
+        """Ask `init` for the listening socket (blocking); raise DoorError or ConnectionError."""
         try:
             self._control.send(json.dumps({"host": address, "port": port}).encode())
             data, files, _, _ = socket.recv_fds(self._control, _MAX_MESSAGE_BYTES, 1)
             if not data:
                 raise ConnectionResetError("the worker has ended")
-            problem = decode_object(data, what="what init said", reason="FRAME_UNREADABLE").get("problem")
+            problem = decode_object(data, what="the answer of init", reason="FRAME_UNREADABLE").get("problem")
         except (TimeoutError, CorruptObjectError) as error:
             raise DoorError(f"the worker has no way to {address}:{port}: {error}") from error
         if not files:

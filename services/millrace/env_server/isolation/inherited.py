@@ -50,7 +50,7 @@ _BASE = [
 
 
 def worker_environ(environ: Mapping[str, str]) -> dict[str, str]:
-    """The variables of `environ` that a worker inherits."""
+    """Return the variables of `environ` that a worker inherits."""
     allowed = environ.get(PASS_VARIABLE, "").replace(",", " ").split()
     patterns = [*_BASE, *_TOLD, *allowed] if allowed else ["*"]
     secrets = [text for name in _URLS if (text := environ.get(name, ""))]
@@ -66,14 +66,14 @@ def worker_environ(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def is_withheld(name: str) -> bool:
-    """Whether workers never get a variable of this name."""
+    """Return whether workers never get a variable of this name."""
     if name.startswith(_OURS):
         return name not in _TOLD
     return _WITHHELD.fullmatch(name) is not None
 
 
 def is_ours(name: str) -> bool:
-    """Whether it is our placement (Redis and its password, the store, the files of tokens) or the store's keys.
+    """Return whether the variable says where Redis, the store or token files are, or holds the store's keys.
 
     No run's config may name such a variable as the one that holds a key.
     """
@@ -82,7 +82,7 @@ def is_ours(name: str) -> bool:
 
 
 def api_key_problem(variable: str) -> str:
-    """Why the endpoint's key is not there, or "". What a worker must not see is no key of an endpoint either."""
+    """Return why the endpoint's key is missing, or ""; a variable hidden from workers cannot be an endpoint's key."""
     if not variable or worker_environ(os.environ).get(variable):
         return ""
     if os.environ.get(variable):
@@ -91,7 +91,9 @@ def api_key_problem(variable: str) -> str:
 
 
 def teacher_key_problem(variable: str) -> str:
-    """Why the teacher's key is not there, or "". Only this process asks the teacher: workers need not see the key."""
+    """Return why the teacher's key is missing, or ""; workers need not see the key, as only this process asks the
+    teacher.
+    """
     if variable and is_ours(variable):  # a run's config names it, and the URL that it would be sent to
         return "is a variable of the deployment; put the teacher's key into one of its own"
     return "" if not variable or os.environ.get(variable) else _unset_problem(variable)
@@ -102,6 +104,6 @@ def _unset_problem(variable: str) -> str:
 
 
 def _is_below(value: str, directories: Sequence[str]) -> bool:
-    """Whether a part of the value is one of these directories, or a path in one."""
+    """Return whether a part of the value is one of the directories or a path below one."""
     parts = value.split(os.pathsep)
     return any(part == path or part.startswith(f"{path}/") for part in parts for path in directories)

@@ -52,7 +52,7 @@ class Census:
         self._table: Table | None = None
 
     def usage(self, leader: int, *, is_container: bool = False) -> Usage:
-        """What the processes of a session leader use; nothing where there is no /proc.
+        """Return the resources used by a session leader's processes; nothing without /proc.
 
         At level `container` it and its child are ours (`isolation.namespaces`), and not counted.
         """
@@ -71,7 +71,7 @@ class Census:
 
 
 def proportional_bytes(pids: tuple[int, ...]) -> int | None:
-    """Memory of the processes in which shared pages count once; None if the kernel does not tell us."""
+    """Return the processes' memory with shared pages counted once; None if the kernel does not report it."""
     total = 0
     for pid in pids:
         try:
@@ -87,7 +87,7 @@ def proportional_bytes(pids: tuple[int, ...]) -> int | None:
 
 
 def peak_bytes(pid: int) -> int:
-    """Most resident memory that the process ever had; 0 if it is not known."""
+    """Return the process's peak resident memory; 0 if it is unknown."""
     with contextlib.suppress(OSError, ValueError, IndexError):
         for line in Path(f"/proc/{pid}/status").read_text().splitlines():
             if line.startswith("VmHWM:"):
@@ -113,7 +113,7 @@ class WorkerLimits:
     """Size of each file that is written."""
 
     def exceeded_by(self, usage: Usage) -> str:
-        """How the usage is more than it may be, or ""."""
+        """Return which limit the usage exceeds, or ""."""
         if self.max_processes and usage.num_processes > self.max_processes:
             return (
                 f"ended by its limit of processes: it had {usage.num_processes} and {PROCESSES_VARIABLE} "
@@ -141,7 +141,7 @@ class WorkerLimits:
             _set(resource.RLIMIT_FSIZE, self.max_file_bytes)
 
     def to_json(self) -> dict[str, int]:
-        """For the worker's process."""
+        """Encode the settings for the worker's process."""
         return {name: getattr(self, name) for name in self.__slots__}
 
     @classmethod
@@ -151,7 +151,7 @@ class WorkerLimits:
 
 
 def _set(kind: int, value: int) -> None:
-    """As low as wanted, and never above what this process itself has."""
+    """Set a limit to the given value, at most this process's own limit."""
     _, hard = resource.getrlimit(kind)
     bounded = value if hard == resource.RLIM_INFINITY else min(value, hard)
     resource.setrlimit(kind, (bounded, bounded))
@@ -192,12 +192,12 @@ class Death:
 
     @property
     def is_from_outside(self) -> bool:
-        """Whether the environment's code may be innocent of it."""
+        """Return whether the death may have a cause outside the environment's code."""
         return self.cause in (DeathCause.FROZEN, DeathCause.OUTSIDE, DeathCause.ASKED)
 
 
 def describe_death(returncode: int | None, *, killed: tuple[DeathCause, str] | None, peak_bytes: int) -> Death:
-    """The end of a process with this return code; `killed` says why we killed it, if we did.
+    """Describe the end of a process with this return code; `killed` says why we killed it, if we did.
 
     `peak_bytes` is the most memory that was seen of it; 0 if nothing was.
     """
@@ -214,12 +214,12 @@ def describe_death(returncode: int | None, *, killed: tuple[DeathCause, str] | N
 
 
 def describe_exit(returncode: int | None) -> str:
-    """`exit code 17` or `killed by SIGKILL`."""
+    """Describe a return code, as in `exit code 17` or `killed by SIGKILL`."""
     return sessions.describe_exit(returncode).replace("signal SIG", "killed by SIG")
 
 
 def mebibytes(count: int) -> str:
-    """`210 MiB`."""
+    """Format bytes, as in `210 MiB`."""
     return f"{count / 2**20:.0f} MiB"
 
 

@@ -3,7 +3,7 @@
     env-server or template ── outer ── init (pid 1 of the namespaces) ── worker (pid 2)
 
 `outer` is the process that the env-server knows: it ends as the worker ended, and with it everything inside. `init`
-reaps what the worker leaves behind, and makes the listening sockets by which engines are reached (`door`).
+reaps the worker's orphans, and makes the listening sockets by which engines are reached (`door`).
 
 A process that may administer the system (root) makes the namespaces as such, and the worker runs as another user. One
 that may not makes a user namespace, in which it is itself and nobody else exists.
@@ -41,7 +41,7 @@ _SETUP_FAILED = 71
 
 
 def is_administrator() -> bool:
-    """Whether this process may make namespaces without a user namespace, and become another user in them."""
+    """Return whether this process may make namespaces without a user namespace, and become another user in them."""
     return has({_SYS_ADMIN, _NET_ADMIN, _SETUID, _SETGID})
 
 
@@ -71,10 +71,10 @@ class VisibleFiles:
 
     shown: tuple[str, ...] = ()
     hidden: tuple[str, ...] = ()
-    """Shown to nobody, also where they lie in what is shown."""
+    """Shown to nobody, also where they are in what is shown."""
 
     def to_json(self) -> dict[str, Any]:
-        """For the worker's process."""
+        """Encode the settings for the worker's process."""
         return {"shown": list(self.shown), "hidden": list(self.hidden)}
 
     @classmethod
@@ -83,14 +83,14 @@ class VisibleFiles:
         return cls(shown=tuple(map(str, values["shown"])), hidden=tuple(map(str, values["hidden"])))
 
     def with_shown(self, paths: Iterable[str]) -> Self:
-        """It, and these, which are not hidden."""
+        """Return the visible files with these paths added, which are then not hidden."""
         added = list(paths)
         hidden = tuple(path for path in self.hidden if path not in added)
         return type(self)(shown=tuple(dict.fromkeys([*self.shown, *added])), hidden=hidden)
 
 
 def covered(files: VisibleFiles) -> list[str]:
-    """Return what is there and cannot be shown: workers have directories of their own in the place where it lies."""
+    """Return what is there and cannot be shown: workers have directories of their own in the place where it is."""
     found = [path for path in files.shown if os.path.exists(path)]
     return [
         path
@@ -100,7 +100,7 @@ def covered(files: VisibleFiles) -> list[str]:
 
 
 def visible_to_workers(environ: Mapping[str, str], visible: Sequence[str]) -> VisibleFiles:
-    """What workers of this env-server see; `visible` are paths that the operator adds.
+    """Return the files that workers of this env-server see; `visible` are paths that the operator adds.
 
     Where environments are found is where this process finds modules, but for its working directory, which may be
     anything: an operator who wants it shown names it in PYTHONPATH.
@@ -114,10 +114,10 @@ def visible_to_workers(environ: Mapping[str, str], visible: Sequence[str]) -> Vi
 
 
 def _hidden(environ: Mapping[str, str], shown: Iterable[str]) -> list[str]:
-    """Every directory and file that a variable of ours names: spool, scratch, store, the URL of Redis, keys, tokens.
+    """Return every path that our variables name: spool, scratch, store, Redis' URL, keys, tokens.
 
-    Of a file, its whole directory, unless something that is shown lies in there: beside the URL of the one-machine
-    stack's Redis lie its password and its data.
+    Of a file, its whole directory, unless something that is shown is in there: beside the URL of the one-machine
+    stack's Redis are its password and its data.
     """
     found: list[str] = []
     for name, value in environ.items():
@@ -149,10 +149,10 @@ def enter(visible: VisibleFiles, directory: str, *, control: int, keep: Sequence
         libc("unshare", flags)
     if not is_admin:
         _map_user(uid, gid)
-    told, tell = os.pipe()
+    receive, send = os.pipe()
     if (init := os.fork()) != 0:
-        _be_outer(init, told, close=[tell, control, *keep])
-    os.close(told)
+        _be_outer(init, receive, close=[send, control, *keep])
+    os.close(receive)
     try:
         prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         enter_root(visible, directory)
@@ -162,8 +162,8 @@ def enter(visible: VisibleFiles, directory: str, *, control: int, keep: Sequence
         os.write(2, f"millrace env worker: {error.strerror or error}\n".encode())
         os._exit(_SETUP_FAILED)
     if worker != 0:
-        _be_init(worker, tell, control, close=keep)
-    os.close(tell)
+        _be_init(worker, send, control, close=keep)
+    os.close(send)
     os.close(control)
     os.setsid()
 
@@ -175,15 +175,15 @@ def _map_user(uid: int, gid: int) -> None:
                 file.write(text)
 
 
-def _be_outer(init: int, told: int, *, close: Sequence[int]) -> NoReturn:
+def _be_outer(init: int, receive: int, *, close: Sequence[int]) -> NoReturn:
     """Wait, and end as the worker did."""
     for file in close:
         os.close(file)
     prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     _guard()
-    said = os.read(told, 64)
+    status = os.read(receive, 64)
     _, how = os.waitpid(init, 0)
-    code = int(said) if said else os.waitstatus_to_exitcode(how)
+    code = int(status) if status else os.waitstatus_to_exitcode(how)
     if code < 0:
         with contextlib.suppress(OSError):  # SIGKILL has no handler
             signal.signal(-code, signal.SIG_DFL)
@@ -219,7 +219,7 @@ def _be_init(worker: int, tell: int, control: int, *, close: Sequence[int]) -> N
 
 
 def _guard() -> None:
-    """No powers, and nobody may look into this process: what the worker runs must not take it over."""
+    """Drop all capabilities and forbid inspection of this process, so that the worker's code cannot take it over."""
     drop(keep=frozenset())
     prctl(_PR_SET_DUMPABLE, 0)
 
@@ -257,7 +257,7 @@ def _listen(host: str, port: int) -> socket.socket:
 
 
 def _start_network() -> None:
-    """Loopback, which answers for every address of the world: `init` listens there for the engines."""
+    """Bring up loopback and route every address to it; `init` listens there for the engines."""
     with named("start the loopback device"), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as device:
         _set_up(device)
     with named("route every address to the loopback device"):
@@ -276,7 +276,7 @@ def _set_up(device: socket.socket) -> None:
 
 
 def _route(family: int) -> None:
-    """`ip route add local default dev lo table local`, by netlink."""
+    """Add the route of `ip route add local default dev lo table local`, by netlink."""
     new_route, request_ack_create, table_local, by_boot, scope_host, kind_local, oif = 24, 0x405, 255, 3, 254, 2, 4
     attribute = struct.pack("=HHi", 8, oif, socket.if_nametoindex("lo"))
     route = struct.pack("=BBBBBBBBI", family, 0, 0, 0, table_local, by_boot, scope_host, kind_local, 0)
@@ -305,7 +305,7 @@ _SHM_BYTES = 256 << 20
 
 
 def enter_root(visible: VisibleFiles, directory: str) -> None:
-    """Make it and go there. `directory` holds `root` (empty), `tmp` (the worker's) and `hosts`.
+    """Make the new root and enter it. `directory` holds `root` (empty), `tmp` (the worker's) and `hosts`.
 
     Of a process with a mount namespace of its own and the right to mount in it. Raises OSError, which names the step.
     """
@@ -333,7 +333,7 @@ def enter_root(visible: VisibleFiles, directory: str) -> None:
 
 
 def _show(visible: VisibleFiles, root: str) -> list[tuple[str, str]]:
-    """Bind what is shown, where it lies and where it was named: (what, where) of each."""
+    """Bind what is shown, where it is and where it was named: (what, where) of each."""
     bound: list[tuple[str, str]] = []
     for path in sorted(visible.shown, key=len):
         real = os.path.realpath(path)
@@ -367,7 +367,7 @@ def _hide(visible: VisibleFiles, bound: list[tuple[str, str]]) -> None:
 
 
 def _make_read_only(root: str) -> None:
-    """The mount and all that are mounted in it."""
+    """Make a mount and all mounts below it read-only."""
     attributes = struct.pack("QQQQ", _RDONLY | _NOSUID, 0, 0, 0)
     with named("make the root directory read-only (Linux 5.12)"):
         libc(
@@ -382,7 +382,7 @@ def _make_read_only(root: str) -> None:
 
 
 def _change_root(root: str) -> None:
-    """From now on nothing outside has a name."""
+    """Change the root, so that no path leads outside."""
     machine = platform.machine()
     with named(f"change the root directory ({machine})"):
         if machine not in _PIVOT_ROOT:
@@ -406,7 +406,7 @@ def _mount(what: str, where: str, *, kind: str = "", flags: int = 0, options: st
 
 
 def libc(function: str, *args: Any) -> int:
-    """Call it. Raises OSError if it returns something negative."""
+    """Call a function of libc; raise OSError if it returns a negative number."""
     result = getattr(ctypes.CDLL(None, use_errno=True), function)(*args)
     if result < 0:
         code = ctypes.get_errno()
@@ -421,7 +421,7 @@ def prctl(option: int, value: int) -> None:
 
 @contextlib.contextmanager
 def named(step: str) -> Iterator[None]:
-    """Say in the error what could not be done."""
+    """Name the failed step in an OSError of the block."""
     try:
         yield
     except OSError as error:
@@ -451,13 +451,13 @@ class _Sets(ctypes.Structure):
 
 
 def has(wanted: Collection[int]) -> bool:
-    """Whether this process has all of these in effect."""
+    """Return whether all of these capabilities are in effect in this process."""
     _, sets = _own()
     return all(sets[one // 32].effective & (1 << (one % 32)) for one in wanted)
 
 
 def drop(*, keep: Collection[int] = KEPT) -> None:
-    """Give up all others, for this process and what it starts. Raises OSError."""
+    """Give up all other capabilities, for this process and its children; raise OSError."""
     header, sets = _own()
     if not any(half.permitted for half in sets):
         return
@@ -497,7 +497,7 @@ _SCOPE_ABSTRACT_SOCKETS, _SCOPE_SIGNALS = 1 << 0, 1 << 1
 
 
 def version() -> int:
-    """Version of Landlock that the kernel offers; 0 if it has none."""
+    """Return the version of Landlock that the kernel offers; 0 if it has none."""
     if platform.system() != "Linux":
         return 0
     with contextlib.suppress(OSError):

@@ -1,4 +1,4 @@
-"""What an engine said of a prompt that is too long, by rollout: `verifiers` ends the rollout, and keeps no numbers."""
+"""Engines' errors about prompts that are too long, by rollout: `verifiers` ends the rollout, and keeps no numbers."""
 
 import contextlib
 import functools
@@ -20,14 +20,14 @@ class TooLongLog:
     def __init__(self) -> None:
         self._said: OrderedDict[str, str] = OrderedDict()
 
-    def note(self, rollout_id: str, said: str) -> None:
-        """An engine refused a prompt of that rollout."""
-        self._said[rollout_id] = said
+    def note(self, rollout_id: str, message: str) -> None:
+        """Note that an engine refused a prompt of that rollout as too long."""
+        self._said[rollout_id] = message
         while len(self._said) > _MAX_ROLLOUTS:
             self._said.popitem(last=False)
 
     def take(self, rollout_id: str) -> str:
-        """Return what was said of one rollout, which is forgotten here; "" if nothing was."""
+        """Return and forget the error of one rollout; "" if there is none."""
         return self._said.pop(rollout_id, "")
 
 
@@ -36,7 +36,7 @@ TOO_LONG = TooLongLog()
 
 
 def watch_v1() -> None:
-    """Have the v1 API's clients note what they are told of prompts that are too long. Idempotent."""
+    """Have the v1 API's clients note engines' errors about prompts that are too long. Idempotent."""
     # Imported here: the v0 API, and releases that have it alone, do without.
     from verifiers.v1.clients.eval import EvalClient
     from verifiers.v1.clients.train import TrainClient
@@ -63,23 +63,25 @@ def _noting(stock: Callable[..., Any], error_class: type[Exception]) -> Callable
     return call
 
 
-def explain(said: str) -> str:
+def explain(message: str) -> str:
     """Return the error of a rollout whose first prompt does not fit: how long it is, and which limit there is.
 
-    What to do depends on whose rollout it is, and is said there.
+    The remedy depends on whose rollout it is, and is added by the caller.
     """
-    numbers = said.partition(" Please ")[0].rstrip(" .")  # what follows is for the author of the request
+    numbers = message.partition(" Please ")[0].rstrip(" .")  # what follows is for the author of the request
     return numbers[:_MAX_CHARS] or "the prompt does not fit the model's context"
 
 
 def explain_trace(episode: Any, error: Any | None) -> str:
-    """`explain` for an episode of the v1 API; some releases record the refusal as the episode's error."""
-    said = next(filter(None, [TOO_LONG.take(trace.id) for trace in episode.traces]), "")
-    return explain(said or (str(error.message) if error is not None else ""))
+    """Explain a refusal in an episode of the v1 API; some releases record it as the episode's error."""
+    message = next(filter(None, [TOO_LONG.take(trace.id) for trace in episode.traces]), "")
+    return explain(message or (str(error.message) if error is not None else ""))
 
 
 def sentence_of(body: bytes) -> str:
-    """The message in an engine's answer, in the shape of OpenAI's or that of older engines; "" if there is none."""
+    """Return the message in an engine's answer, in the shape of OpenAI's or that of older engines; "" if there is
+    none.
+    """
     with contextlib.suppress(CorruptObjectError):
         answer = decode_object(body, what="an engine's answer", reason="ENGINE_ANSWER_INVALID")
         error = answer.get("error", answer)
@@ -92,7 +94,7 @@ def sentence_of(body: bytes) -> str:
 
 
 def arguments_text(arguments: Any) -> str:
-    """The arguments as JSON; none are an empty object."""
+    """Return the arguments as JSON; an empty object for none."""
     if arguments is None or arguments == "":
         return "{}"
     return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)

@@ -21,7 +21,7 @@ class EnvExecutor(ThreadPoolExecutor):
     """A pool for what environments run in threads; the library's formatting of one rollout runs at once."""
 
     def submit(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> Future[T]:
-        """As the base class, for everything but that."""
+        """Run a formatting call at once, and submit other calls as the base class does."""
         if not _is_formatting(fn):
             return super().submit(fn, *args, **kwargs)
         # An asyncio future that is done: the loop takes it as it is, where it would wake itself up for another kind.
@@ -43,7 +43,7 @@ def _is_formatting(fn: Callable[..., Any]) -> bool:
 _WATCHED = "_millrace_watched"
 
 
-def tell_columns() -> None:
+def note_columns() -> None:
     """Watch what calls a function with rows of a data set, in this process. Idempotent."""
     for name in ("map", "filter"):
         stock = getattr(datasets.Dataset, name)

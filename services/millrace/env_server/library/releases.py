@@ -32,7 +32,7 @@ _REMEDY = (
 
 @functools.cache
 def installed() -> str:
-    """The release of this process; "" if there is none."""
+    """Return the release of this process; "" if there is none."""
     try:
         return version("verifiers")
     except PackageNotFoundError:
@@ -40,13 +40,13 @@ def installed() -> str:
 
 
 def numbers(text: str) -> tuple[int, ...]:
-    """The numbers of a release: `0.1.9.post3` is (0, 1, 9)."""
+    """Return the numbers of a release: `0.1.9.post3` is (0, 1, 9)."""
     found = re.match(r"\d+(?:\.\d+)*", text)
     return tuple(int(part) for part in found[0].split(".")) if found else ()
 
 
 def problem_of(generation: str, release: str) -> str:
-    """Why an environment of that generation is not hosted with that release, or ""."""
+    """Return why an environment of that generation is not hosted with that release, or ""."""
     (first, end), supported = _TEXT[generation]
     if first <= numbers(release) < end:
         return ""
@@ -57,7 +57,7 @@ def problem_of(generation: str, release: str) -> str:
 
 
 def unfit(env_id: str, error: BaseException) -> InvalidSpecError:
-    """What is said of an environment whose imports fail in this process's release."""
+    """Return the error for an environment whose imports fail with this process's release."""
     release, asks = installed(), _asked_by_its_package(env_id)
     message = (
         f"cannot be imported with verifiers {release or '(none)'}, which is installed with it: {error}. "
@@ -67,7 +67,7 @@ def unfit(env_id: str, error: BaseException) -> InvalidSpecError:
 
 
 def require(generation: str, env_id: str) -> None:
-    """InvalidSpecError unless this process's release hosts environments of that generation (v0, v1)."""
+    """Raise InvalidSpecError unless this process's release hosts environments of that generation (v0, v1)."""
     if problem := problem_of(generation, installed()):
         message = f"{problem}. {_asked_by_its_package(env_id)}To play it, {_REMEDY}"
         wrong = Violation(field=FIELD, value=env_id, message=message)
@@ -75,7 +75,9 @@ def require(generation: str, env_id: str) -> None:
 
 
 def _asked_by_its_package(env_id: str) -> str:
-    """A sentence with what the environment's package says of the release that it needs; "" if it says nothing."""
+    """Return a sentence with what the environment's package says of the release that it needs; "" if it says
+    nothing.
+    """
     module = env_id.rpartition("/")[2].replace("-", "_").partition(".")[0]
     for package in packages_distributions().get(module, ()):
         for requirement in requires(package) or ():

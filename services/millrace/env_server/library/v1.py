@@ -39,7 +39,9 @@ _TEXTS = (
 
 
 def is_too_long(stop_condition: str, error: Any | None) -> bool:
-    """Whether an episode ended because the prompt does not fit: 0.3.1 stops it, 0.4 records the provider's error."""
+    """Return whether an episode ended because the prompt does not fit: 0.3.1 stops it, 0.4 records the provider's
+    error.
+    """
     if stop_condition == OUTGROWN:
         return True
     if error is None or error.type not in ("ProviderError", "OverlongPromptError"):
@@ -52,7 +54,7 @@ def _says_too_long(message: str) -> bool:
 
 
 def stop_what_outgrows() -> None:
-    """Have a conversation stop when it outgrows the context, and be scored as it stands. Idempotent.
+    """Have a conversation stop when it outgrows the context, and be scored as it is. Idempotent.
 
     Release 0.3.1 does so by itself. Release 0.4 leaves it to the harness: a rollout whose harness does not end well
     fails, and is not scored.
@@ -79,7 +81,9 @@ def _stopping(stock: Callable[..., None], error_class: type[Exception]) -> Calla
 
 
 def mcp_field(thing: Any, name: str) -> Any:
-    """A field of the MCP library by its name in release 1, such as `inputSchema`; release 2, of 0.4: `input_schema`."""
+    """Return a field of the MCP library by its name in release 1, such as `inputSchema`; release 2, of 0.4:
+    `input_schema`.
+    """
     return getattr(thing, name if hasattr(thing, name) else re.sub("[A-Z]", lambda found: f"_{found[0].lower()}", name))
 
 
@@ -115,7 +119,7 @@ class KeptPrompts:
         """Whether the last prompt was there already."""
 
     def __call__(self, messages: Any, **options: Any) -> Any:
-        """As the renderer's own."""
+        """Render as the renderer's own method does."""
         try:
             # In their order, which templates may write. The text itself may be longer than what is rendered of it.
             key = hashlib.sha256(orjson.dumps([messages, options])).digest()
@@ -150,7 +154,7 @@ def _timed(slot: RendererSlot, render: Callable[[], T]) -> T:
 
 
 def install_rendering() -> None:
-    """Have the library's renderers render like that. Idempotent."""
+    """Make the library's renderers keep rendered prompts. Idempotent."""
     stock: Any = getattr(RendererSlot.run, "__wrapped__", RendererSlot.run)
 
     @functools.wraps(stock)
@@ -179,7 +183,7 @@ _DATA = re.compile(rb"(?m)^data:[ \t]*(\{.*\})[ \t]*\r?$")
 
 
 def install_relaying() -> None:
-    """Have every answer's tool arguments be texts. Idempotent."""
+    """Make every answer's tool arguments texts. Idempotent."""
     if getattr(EvalClient.relay, "_is_millraces", False):
         return
     for kind in {type(dialect) for dialect in DIALECTS}:
@@ -278,7 +282,7 @@ class CallAnswer:
 
     @property
     def text(self) -> str:
-        """The body, for messages."""
+        """Return the body, for messages."""
         return self.body.decode("utf-8", "replace")
 
 
@@ -293,12 +297,12 @@ class InProcessRequest(dict[Any, Any]):
         self._read_bytes: bytes | None = json.dumps(body).encode()  # the handler forgets it once it has read it
 
     async def read(self) -> bytes:
-        """The body."""
+        """Return the body."""
         return self._read_bytes or b""
 
 
 def install_interception() -> None:
-    """Have every interception server of this process be known by the secrets of its rollouts. Idempotent."""
+    """Register every interception server of this process by the secrets of its rollouts. Idempotent."""
     if getattr(InterceptionServer.register, "_is_millraces", False):
         return
     stock_register, stock_unregister = InterceptionServer.register, InterceptionServer.unregister

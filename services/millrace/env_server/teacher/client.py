@@ -38,7 +38,7 @@ from millrace.telemetry import waits
 logger = logging.getLogger(__name__)
 
 _CONNECT_TIMEOUT_S = 5.0
-_ATTEMPT_TIMEOUT_S = 120.0  # one forward pass over one sample, behind others
+_ATTEMPT_TIMEOUT_S = 120.0  # one forward pass over one sample, queued after others
 _MAX_CONCURRENT = 64  # requests of one run to its teacher; a prefill of each is compute-bound on the other side
 _ABOUT_THE_KEY = frozenset({401, 403})
 _SHOWN_CHARS = 300
@@ -82,15 +82,15 @@ class TeacherClient:
         )
 
     def describe(self) -> str:
-        """The teacher for messages."""
+        """Describe the teacher in messages."""
         return f"teacher {self._name} at {', '.join(self._urls)}"
 
     async def close(self) -> None:
-        """Drop its connections."""
+        """Close the connections."""
         await self._session.close()
 
     async def max_model_len(self) -> int | None:
-        """Longest context that the server names for the teacher; None if it names none. One try."""
+        """Return the teacher's context length as reported by its server; None if not reported. Tries once."""
         try:
             reply = await self._once("GET", self._urls[0], "models", None)
         except TeacherRefusedError as error:
@@ -107,7 +107,7 @@ class TeacherClient:
     async def score(
         self, token_ids: Sequence[int], *, text: str | None = None, first_url: int = 0, attempts: int | None = None
     ) -> Float32Array:
-        """Log-prob of each token but the first given those before it, float32 [T - 1], at temperature 1.
+        """Return the log-prob of each token but the first given those before it, float32 [T - 1], at temperature 1.
 
         With `text` that is sent instead, and TokensDifferError says if the teacher reads other tokens than these in it.
         """
@@ -161,7 +161,7 @@ class TeacherClient:
 
 
 class _PassingError(TeacherLostError):
-    """One try failed in a way that the next one may mend."""
+    """One try failed, and the next one may succeed."""
 
     def __init__(self, message: str, *, retry_after: str | None = None) -> None:
         super().__init__(message)
@@ -208,7 +208,7 @@ def parse_scores(reply: Mapping[str, Any], token_ids: Sequence[int], *, of: str)
     return scores
 
 
-# The policy as its own teacher (opsd): it scores what it has sampled, told the demonstration of the task besides.
+# The policy as its own teacher (opsd): it scores its own samples with the task's demonstration added to the prompt.
 #
 # The replica that a rollout was played with reads a system message with the demonstration, then the tokens of the
 # sample as they are: nothing is rendered or tokenized a second time. What it says of the policy that computed the
@@ -217,7 +217,7 @@ def parse_scores(reply: Mapping[str, Any], token_ids: Sequence[int], *, of: str)
 ALGO = "orchestrator.algo"
 _MAX_TRIES = 12
 """Of one request, within half a minute: an engine that is being updated answers again."""
-_ATTEMPT_S = 120.0  # one forward pass over one sample, behind others
+_ATTEMPT_S = 120.0  # one forward pass over one sample, queued after others
 _SELF_TEACHER_SHOWN_CHARS = 300
 _SELF_TEACHER_QUIET_S = 2.0
 _PROBE = "x"
@@ -228,7 +228,7 @@ class HintTooLongError(TeacherRefusedError):
     """What the teacher is to read is longer than the context of the model."""
 
     def __init__(self, message: str, *, is_hopeless: bool) -> None:
-        """`is_hopeless`: no reply is short enough."""
+        """Take `is_hopeless`: whether no reply is short enough."""
         super().__init__(message, status=400)
         self.is_hopeless = is_hopeless
 
@@ -249,7 +249,7 @@ class Hint:
 
 
 class SelfTeacher:
-    """Asks the replicas of this deployment for the log-probs of one run's samples behind their hints.
+    """Asks the replicas of this deployment for the log-probs of one run's samples after their hints.
 
     `check` comes first: it learns how the tokenizer begins a text.
     """
@@ -261,11 +261,11 @@ class SelfTeacher:
         self._begin_id: int | None = None
 
     async def close(self) -> None:
-        """Drop its connections."""
+        """Close the connections."""
         await self._access.close()
 
     async def check(self, part: PlayRequest) -> None:
-        """Raise InvalidSpecError if the policy cannot be told anything, TeacherLostError if its replica is away."""
+        """Raise InvalidSpecError if the chat template takes no hint, TeacherLostError if its replica is away."""
         try:
             await self.hint(part, _PROBE)
             bare, whole = [
@@ -290,7 +290,8 @@ class SelfTeacher:
     async def score(
         self, part: PlayRequest, hint: Hint, token_ids: Sequence[int], *, num_prompt: int
     ) -> tuple[Float32Array, Taught]:
-        """Log-prob of each token but the first given the hint and those before it, float32 [T - 1], and whose it is.
+        """Return the log-prob of each token but the first given the hint and earlier tokens, float32 [T - 1], and its
+        policy.
 
         `num_prompt` tokens were there before the first that was sampled.
         """
@@ -298,7 +299,7 @@ class SelfTeacher:
         asked = [*hint.token_ids, *token_ids[skipped:]]
         if len(asked) >= hint.max_model_len:
             raise HintTooLongError(
-                f"the demonstration ({len(hint.token_ids)} tokens) and what was sampled behind its prompt "
+                f"the demonstration ({len(hint.token_ids)} tokens) and what was sampled after its prompt "
                 f"({len(token_ids)}) do not fit into the context of {hint.max_model_len} tokens: shorten what "
                 f"`{ALGO}.demo_key` ({self._demo_key}) holds, lower `orchestrator.sampling.max_tokens`, or serve a "
                 "longer context",
@@ -326,7 +327,7 @@ class SelfTeacher:
         return reply
 
     async def _ask(self, part: PlayRequest, url: str, body: Mapping[str, Any]) -> Mapping[str, Any]:
-        """POST until it is answered. Raises TeacherLostError, TeacherRefusedError."""
+        """Post the request until it is answered; raise TeacherLostError or TeacherRefusedError."""
         raw = orjson.dumps(body)
         reason = f"the replica at {part.base_url} to score {waits.COUNT} samples as their own teacher"
         with waits.shared(reason, waits_on=part.base_url, quiet_s=_SELF_TEACHER_QUIET_S):
@@ -357,13 +358,15 @@ class SelfTeacher:
 
 
 def _policy(reply: Mapping[str, Any], *, of: str) -> tuple[int, int]:
-    """Lineage and version of the policy that gave the scores.
+    """Return the lineage and version of the policy that gave the scores.
 
-    The embedded engine names it; vLLM names that of the token behind the prompt, which it computes in the same pass.
+    The embedded engine names it; vLLM names that of the token after the prompt, which it computes in the same pass.
     """
     choice = reply["choices"][0]  # `parse_scores` has found it there
-    told = choice.get("prompt_policy")
-    spans = engine_spans({"policy_spans": [{**told, "start": 0, "end": 1}]} if isinstance(told, Mapping) else choice)
+    policy = choice.get("prompt_policy")
+    spans = engine_spans(
+        {"policy_spans": [{**policy, "start": 0, "end": 1}]} if isinstance(policy, Mapping) else choice
+    )
     if not spans:
         raise TeacherRefusedError(f"{of} does not say which policy gave the scores")
     return spans[0].lineage, spans[0].version

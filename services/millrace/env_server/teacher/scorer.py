@@ -56,7 +56,7 @@ from millrace.telemetry import waits
 # Whether a teacher can judge a policy's tokens: asked once, before the first rollout is played for it.
 
 TEACHER = "orchestrator.algo.teacher"
-"""Where it stands in the config."""
+"""Where it is in the config."""
 _TOKENIZER_DIFFERS, _VOCABULARY_DIFFERS = "TEACHER_TOKENIZER_DIFFERS", "TEACHER_VOCABULARY_DIFFERS"
 IS_ANOTHER = frozenset({_TOKENIZER_DIFFERS, _VOCABULARY_DIFFERS})
 """Reasons of refusals that mean another teacher; it may take back every other one (a key, a gateway, a route)."""
@@ -101,13 +101,13 @@ async def check_teacher(client: TeacherClient, teacher: TeacherConfig, *, tokeni
 
 
 def refusal(field: str, teacher: TeacherConfig, problem: str, *, reason: str = "TEACHER_REFUSED") -> InvalidSpecError:
-    """The error that ends a run whose teacher cannot do its work."""
+    """Return the error that ends a run whose teacher cannot score."""
     violation = Violation(field=field, value=teacher.name, message=problem, source="run config")
     return InvalidSpecError([violation], reason=reason, remedy="correct the teacher, then submit the run again")
 
 
 def _read_tokenizer(directory: Path) -> tuple[list[int], str, int]:
-    """The probe's tokens, the probe with special tokens (chat templates are made of them), and the highest id."""
+    """Read the probe's tokens, the tokens of a probe with special tokens, and the highest id."""
     from tokenizers import Tokenizer  # here: only runs with a teacher need it in this process
 
     tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
@@ -129,7 +129,7 @@ _BACKOFF = Backoff(0.5, 15.0)
 _NOBODY_ASKS_S = 120.0
 """A teacher that does not answer is asked no longer once nobody wants to play."""
 _SCORE_S = 20.0
-"""Least time for scoring a rollout; below the orchestrator's slack of 30 s behind the rollout's own deadline."""
+"""Least time for scoring a rollout; below the orchestrator's slack of 30 s after the rollout's own deadline."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -166,7 +166,7 @@ class Teachers:
         prefix: str,
         key_problem: Callable[[str], str],
     ) -> None:
-        """`key_problem` says why a variable's value is no key of an endpoint, or ""."""
+        """Take `key_problem`, which says why a variable's value cannot be an endpoint's key, or ""."""
         self._store = store
         self._tokenizers = tokenizers
         self._prefix = prefix
@@ -202,7 +202,7 @@ class Teachers:
         opening.result()
 
     async def score(self, part: PlayRequest, rollouts: Sequence[Rollout]) -> Sequence[Rollout]:
-        """The rollouts with their scores in the store; one that could not be scored ends as a failure."""
+        """Score the rollouts and store the scores; a rollout that cannot be scored becomes a failure."""
         run = self._runs.get(part.run_uid)
         if not part.is_training or run is None or run.scoring is None or run.client is None:
             return rollouts
@@ -219,7 +219,7 @@ class Teachers:
         return results
 
     def forget(self, run_uid: str) -> None:
-        """A run is over. A teacher that is being opened is left until the next word of that."""
+        """Forget a run that is over; a teacher that is still being opened stays until the next call."""
         run = self._runs.get(run_uid)
         if run is None or (run.opening is not None and not run.opening.done()):
             return
@@ -292,7 +292,7 @@ class Teachers:
                 await asyncio.sleep(_BACKOFF.after(num_failed))
 
     def _read_scoring(self, run_uid: str) -> _Scoring | None:
-        """What `run.json` says (blocking); None if the run has no teacher."""
+        """Read the scoring from `run.json` (blocking); None if the run has no teacher."""
         try:
             data = self._store.get(Names(self._prefix, run_uid).run_json, max_bytes=MAX_JSON_BYTES)
         except NotFoundError:  # deleted: what is played for it is nobody's any more
@@ -324,7 +324,7 @@ class _Scorer(ABC):
         """Return the rollout as a failure."""
 
     async def score(self, rollout: Rollout, *, timeout_s: float) -> Rollout:
-        """The rollout, scored or failed; takes until its deadline, and `_SCORE_S` at least."""
+        """Score a rollout by its deadline, but for at least `_SCORE_S`; return it scored or failed."""
         if rollout.status is not RolloutStatus.OK:
             return rollout
         budget_s = max(_SCORE_S, timeout_s - rollout.seconds)
@@ -344,7 +344,7 @@ class _Scorer(ABC):
         return replace(rollout, metrics=metrics)
 
     def _places(self, sample: Sample) -> NDArray[np.intp]:
-        """Return which tokens are scored: the sampled ones before seq_len, behind which no batch holds any."""
+        """Return which tokens are scored: the sampled ones before seq_len, after which no batch holds any."""
         places = np.flatnonzero((sample.loss_mask == 1)[: self._seq_len])
         if len(places) and places[0] == 0:
             raise TeacherRefusedError("the sample begins with a sampled token: nobody can score what nothing precedes")
@@ -372,7 +372,7 @@ class _TeacherScorer(_Scorer):
         return _failed(rollout, RolloutStatus.MODEL_ERROR, "TeacherRefused", str(error))
 
     async def _refuses_all(self, error: TeacherRefusedError, rollout: Rollout) -> bool:
-        """Whether the teacher takes no request at all any more, not even of two tokens."""
+        """Return whether the teacher refuses every request, even one of two tokens."""
         if error.status in ABOUT_THE_TOKENS:
             return False
         tokens = rollout.samples[0].token_ids[:2].tolist()
@@ -384,7 +384,7 @@ class _TeacherScorer(_Scorer):
         return False
 
     async def _score_sample(self, sample: Sample, rollout: Rollout) -> Float32Array:
-        """float32 [T]; behind seq_len the policy's own log-probs: no credit."""
+        """Score a sample, float32 [T]; after seq_len use the policy's own log-probs, which give no credit."""
         scores, places = sample.inference_logprobs.copy(), self._places(sample)
         if not len(places):
             return scores
@@ -399,7 +399,7 @@ class _TeacherScorer(_Scorer):
 
 
 class _SelfScorer(_Scorer):
-    """By the policy, told the demonstration of the task."""
+    """By the policy with the task's demonstration in its prompt."""
 
     def __init__(
         self, store: ObjectStore, names: Names, client: SelfTeacher, part: PlayRequest, *, seq_len: int
@@ -412,13 +412,13 @@ class _SelfScorer(_Scorer):
         taught: list[Taught | None] = []
         hint = await self._client.hint(self._part, rollout.demonstration)
         for sample in rollout.samples:
-            column, places, told = sample.inference_logprobs.copy(), self._places(sample), None
+            column, places, source = sample.inference_logprobs.copy(), self._places(sample), None
             if len(places):
                 tokens = sample.token_ids[: int(places[-1]) + 1].tolist()
-                found, told = await self._client.score(self._part, hint, tokens, num_prompt=int(places[0]))
+                found, source = await self._client.score(self._part, hint, tokens, num_prompt=int(places[0]))
                 column[places] = found[places - 1]
             scores.append(column)
-            taught.append(told)
+            taught.append(source)
         return scores, taught
 
     async def _failure(self, rollout: Rollout, error: TeacherLostError | TeacherRefusedError | TimeoutError) -> Rollout:

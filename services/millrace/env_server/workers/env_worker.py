@@ -75,7 +75,7 @@ class OwnTimeLoop(asyncio.SelectorEventLoop):
     def call_soon(
         self, callback: Callable[..., Any], *args: Any, context: contextvars.Context | None = None
     ) -> asyncio.Handle:
-        """As any loop does, and measure it. Steps of tasks come through here, and what blocks is in these.
+        """Schedule a callback and measure it; blocking code runs in task steps, which are scheduled here.
 
         An exit of a task does not end the loop, and all other plays with it: what awaits the task gets it.
         """
@@ -97,23 +97,23 @@ class OwnTimeLoop(asyncio.SelectorEventLoop):
                 self._own_s[play] += took
 
     def stuck_at(self) -> str | None:
-        """Where it stands if the callback of the last look still runs, else None; may be called by any thread."""
+        """Return where the loop's callback is if it is still the one of the last call, else None; thread-safe."""
         with self._lock:
             before, self._looked_at = self._looked_at, self._num_begun
             is_stuck = self._is_running_one and before == self._looked_at
         return own_line_of(self._thread) if is_stuck else None
 
     def own_s(self, play: int) -> float:
-        """Seconds that a play's own callbacks took."""
+        """Return the seconds spent in the play's own callbacks."""
         return self._own_s.get(play, 0.0)
 
     def forget(self, play: int) -> None:
-        """The play is over."""
+        """Note that the play is over."""
         self._own_s.pop(play, None)
 
 
 class OwnTime:
-    """The time of one play: what passes, less what the code of others took of it. Made in the play's own task."""
+    """The time of one play: the wall time less the time in which other plays' code ran. Made in the play's own task."""
 
     def __init__(self, play: int) -> None:
         loop = asyncio.get_running_loop()
@@ -124,13 +124,13 @@ class OwnTime:
         _PLAY.set(play)
 
     def close(self) -> None:
-        """The play is over."""
+        """Note that the play is over."""
         if self._loop is not None:
             self._loop.forget(self._play)
 
     @property
     def seconds(self) -> float:
-        """Seconds since it began, without those in which the loop ran others' code."""
+        """Return the seconds since the play began, without the time of other plays' callbacks."""
         passed = time.monotonic() - self._began
         if self._loop is None:
             return passed
@@ -140,7 +140,7 @@ class OwnTime:
 
 logger = logging.getLogger(__name__)
 
-# A rollout that swallows its cancellation is left behind after this time; it must not hold up its answer.
+# A rollout that swallows its cancellation is abandoned after this time; it must not delay its answer.
 CANCEL_GRACE_S = 2.0
 # The libraries hop to threads per turn; two cores' default of six threads would queue them.
 _EXECUTOR_THREADS = 32
@@ -148,7 +148,7 @@ _EXIT_S = 5.0
 
 
 def main() -> None:
-    """Started by itself."""
+    """Run as a process of its own, started without the template."""
     parser = argparse.ArgumentParser(description="Millrace environment worker; started by the env-server.")
     parser.add_argument("--fd", type=int, action="append", required=True, help="inherited socket, as of `run`")
     parser.add_argument("--directory", required=True, help="working directory of this worker alone")
@@ -185,7 +185,7 @@ def run(channel_fd: int, echo_fd: int) -> None:
     for inherited in (channel_fd, echo_fd):
         os.set_inheritable(inherited, False)  # what the environment starts does not get them
     channel = socket.socket(fileno=channel_fd)
-    running: list[OwnTimeLoop] = []  # made behind the environment's loading, which must not see its sockets
+    running: list[OwnTimeLoop] = []  # made after the environment's loading, which must not see its sockets
     start_answering(socket.socket(fileno=echo_fd), lambda: running[0].stuck_at() if running else None)
     # What environments print belongs to the log, not to a pipe that nobody reads.
     os.dup2(2, 1)
@@ -315,7 +315,7 @@ class _Worker:
         await self._send(env_worker_pb2.WorkerReport(ended=ended))
 
     async def _played(self, request: PlayRequest, tokenizer_dir: str) -> Sequence[Outcome]:
-        """Play it. An exit of the environment's code ends this play, and not those beside it."""
+        """Play the request. An exit of the environment's code ends this play and no other."""
         try:
             return await self._adapter.play(request, tokenizer_dir=tokenizer_dir)
         except (SystemExit, KeyboardInterrupt) as error:
@@ -323,9 +323,9 @@ class _Worker:
             raise ended.with_traceback(error.__traceback__) from error
 
     async def _outcomes(self, request: PlayRequest, play: env_worker_pb2.PlayMembers, own: OwnTime) -> list[Outcome]:
-        """One outcome per member, whatever happens, by the deadline plus the grace.
+        """Play and return one outcome per member in any case, by the deadline plus the grace.
 
-        The deadline counts the play's own time: what the code of others takes of the loop is not its fault.
+        The deadline counts the play's own time: the time in which other plays' code ran in the loop does not count.
         """
         playing = asyncio.ensure_future(self._played(request, play.tokenizer_dir))
         count = len(request.members)
@@ -351,14 +351,14 @@ class _Worker:
         error = playing.exception()
         if error is None:
             return list(playing.result())
-        kind, said, remedy = describe_error(error)
-        message = f"{said}; {remedy}" if remedy else said
+        kind, message, remedy = describe_error(error)
+        message = f"{message}; {remedy}" if remedy else message
         logger.warning("a rollout raised", extra={"error": f"{kind}: {message}", "task_index": request.task_index})
         return [failed(RolloutStatus.ENV_ERROR, kind, message, frames=frames_of(error))] * count
 
 
 def answer_of(request: PlayRequest, member: int, task_id: str, outcome: Outcome, seconds: float) -> rollout_pb2.Rollout:
-    """What the parent is told of a member, whatever the environment left in its outcome: an answer there must be."""
+    """Return the answer for a member, valid whatever the environment left in the outcome."""
     try:
         if request.demo_key and request.is_training:
             outcome = demonstrated(outcome, request.demo_key)

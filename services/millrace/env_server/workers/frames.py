@@ -24,7 +24,7 @@ MessageT = TypeVar("MessageT", bound=Message)
 
 
 def encode_frame(message: Message) -> bytes:
-    """The bytes of one frame."""
+    """Return the bytes of one frame."""
     data = message.SerializeToString()
     if len(data) > MAX_FRAME_BYTES:
         raise CorruptObjectError(
@@ -36,7 +36,7 @@ def encode_frame(message: Message) -> bytes:
 
 
 def frame_length(head: bytes) -> int:
-    """The length that the first `HEAD_BYTES` of a frame announce; CorruptObjectError if it is above the limit."""
+    """Return the length announced by the first `HEAD_BYTES` of a frame; raise CorruptObjectError above the limit."""
     (length,) = _LENGTH.unpack(head)
     if length > MAX_FRAME_BYTES:
         raise CorruptObjectError(
@@ -48,7 +48,7 @@ def frame_length(head: bytes) -> int:
 
 
 def decode_frame(kind: type[MessageT], data: bytes) -> MessageT:
-    """The message of a frame's bytes; CorruptObjectError if they hold none."""
+    """Decode the message of a frame; raise CorruptObjectError if the bytes hold none."""
     what = f"env worker frame of {len(data)} bytes ({kind.DESCRIPTOR.name})"
     return decode_message(kind, data, what=what, reason="FRAME_UNREADABLE", remedy=_REMEDY, max_bytes=MAX_FRAME_BYTES)
 
@@ -67,7 +67,7 @@ async def read_frame(reader: asyncio.StreamReader, message_type: type[MessageT])
 # Environment code may block the worker's event loop for minutes, which only a rollout's deadline ends. A process that
 # is stopped (SIGSTOP, a debugger, a hanging disk) is another matter: it will not come back by itself, and everything
 # that it plays waits with it. So a thread of the worker answers every byte on a socket of its own, which needs the
-# interpreter for a moment but not the loop. The answer says, too, where the loop stands if it runs the same callback
+# interpreter for a moment but not the loop. The answer says, too, where the loop is if it runs the same callback
 # as at the last question.
 
 _CHUNK_BYTES = 4096
@@ -76,9 +76,9 @@ _MAX_PLACE_CHARS = 300
 
 
 def start_answering(channel: socket.socket, stuck_at: Callable[[], str | None] = lambda: None) -> None:
-    """The worker's side: answer until the other side closes, in a thread.
+    """Start a thread that answers until the other side closes.
 
-    `stuck_at` says in which line the loop stands, None while it gets ahead.
+    `stuck_at` says in which line the loop is stuck, None while it makes progress.
     """
 
     def answer() -> None:
@@ -95,21 +95,23 @@ class EchoProbe:
     """The env-server's side; call `ask` regularly."""
 
     def __init__(self, channel: socket.socket, *, stood_still_s: float) -> None:
-        """`stood_still_s`: a longer pause between two calls of `ask` says that this process itself did not run."""
+        """Take `stood_still_s`, a pause between two calls of `ask` above which this process itself did not run."""
         channel.setblocking(False)
         self._channel = channel
         self._stood_still_s = stood_still_s
         self._heard = self._asked = self._moved = time.monotonic()
         self.place = ""
-        """Where the loop stands while it is stuck, as far as that is known."""
+        """The line in which the loop is stuck, as far as that is known."""
 
     @property
     def stuck_s(self) -> float:
-        """Seconds for which the worker's loop has run one callback, or has not answered; known to a question's pace."""
+        """Return for how many seconds the worker's loop ran one callback or did not answer, at the pace of
+        questions.
+        """
         return time.monotonic() - self._moved
 
     def ask(self) -> float:
-        """Seconds since the worker's last sign of life; asks for the next one."""
+        """Return the seconds since the worker's last sign of life; ask for the next one."""
         now = time.monotonic()
         if now - self._asked > self._stood_still_s:
             self._heard = self._moved = now

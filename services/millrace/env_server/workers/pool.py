@@ -183,7 +183,7 @@ class EnvPool:
             self._start_probe,
             limit=limits.num_probes,
             idle_s=limits.probe_idle_s,
-            on_standing=lambda: self._in_background(self._judge(is_blocked=True)),  # it outlives the play that stands
+            on_blocked=lambda: self._in_background(self._judge(is_blocked=True)),  # it outlives the blocked play
         )
         self._ending: set[asyncio.Task[None]] = set()
         self._num_plays = 0
@@ -201,23 +201,23 @@ class EnvPool:
 
     @property
     def info(self) -> LoadedEnv | None:
-        """What it consists of, once it is loaded."""
+        """Return the loaded environment's description, None before it is loaded."""
         return self._loader.info
 
     @property
     def _is_over(self) -> bool:
-        """Whether no more workers are started."""
+        """Return whether the pool starts no more workers."""
         return self.is_leaving or self.failure is not None
 
     @property
     def idle_since(self) -> float | None:
-        """Monotonic time since which nobody plays here; None while somebody does, or while it is being loaded."""
+        """Return the monotonic time since which nobody plays here; None during plays and loading."""
         is_loading = self.failure is None and self.info is None
         return None if self._num_plays or is_loading else self._used_at
 
     @property
     def is_resting(self) -> bool:
-        """Whether it has no workers, and is going to have none until it is used."""
+        """Return whether the pool has no workers and starts none until it is used."""
         return not self._supervisors and not self.num_workers
 
     def rest(self) -> asyncio.Task[None]:
@@ -248,24 +248,24 @@ class EnvPool:
         return task
 
     async def leave(self) -> None:
-        """The env-server is about to end: what workers play may finish, and their deaths accuse nobody from now on."""
+        """Prepare for the env-server's end: plays may finish, and deaths of workers are blamed on no task."""
         self.is_leaving = True
         await self._notify()
 
     @property
     def quarantined_tasks(self) -> Sequence[str]:
-        """Ids of the tasks that are not played any more."""
+        """Return the ids of the quarantined tasks."""
         return tuple(self.trials.quarantined)
 
     @property
     def workers(self) -> list[WorkerProcess]:
-        """Workers that have loaded the environment and live, probe workers included."""
+        """Return the workers that have loaded the environment and live, probe workers included."""
         shared = [worker for worker in self.slots if worker is not None and worker.is_ready]
         return [*shared, *self.probes.workers]
 
     @property
     def num_workers(self) -> int:
-        """How many `workers` there are."""
+        """Return how many `workers` there are."""
         return len(self.workers)
 
     async def play(self, request: PlayRequest, *, tokenizer_dir: str) -> list[Rollout]:
@@ -283,15 +283,15 @@ class EnvPool:
             self._used_at = time.monotonic()
 
     async def _play(self, request: PlayRequest, tokenizer_dir: str) -> list[Rollout]:
-        """Play it until it ends."""
+        """Play the request until it ends."""
         task_id = self.task_id(request)
         num_deaths = num_asked = 0
         while True:
-            if self._is_forsaken:
+            if self._is_abandoned:
                 raise PlayAbandonedError
             if self.failure is not None:
                 return self._failures(request, _load_failure(self.failure))
-            if reason := self.trials.why_not(task_id):
+            if reason := self.trials.quarantine_reason(task_id):
                 return self._failures(request, failed(RolloutStatus.QUARANTINED, "TaskQuarantined", reason))
             must_probe = num_deaths >= _MAX_SHARED_DEATHS
             is_probed = must_probe or self.trials.is_suspect(task_id)
@@ -319,17 +319,17 @@ class EnvPool:
                 else:
                     num_deaths += 1
                     if not error.death.is_from_outside or num_deaths > 1:
-                        self.trials.suspect(task_id, stood=error.death.cause is DeathCause.BLOCKED)
+                        self.trials.suspect(task_id, was_blocked=error.death.cause is DeathCause.BLOCKED)
 
     def task_id(self, request: PlayRequest) -> str:
-        """Id of the request's task; the pool must be READY and the index in range."""
+        """Return the id of the request's task; the pool must be READY and the index in range."""
         if self.info is None:
             raise RuntimeError("the environment is not loaded")
         return self.info.task_id(request)
 
     @property
-    def _is_forsaken(self) -> bool:
-        """Whether the env-server leaves and no worker is left that could play: no more are started."""
+    def _is_abandoned(self) -> bool:
+        """Return whether the env-server is leaving and no worker is left to play."""
         return self.is_leaving and (self.failure is not None or not any(self.slots))
 
     async def _play_shared(self, request: PlayRequest, tokenizer_dir: str) -> list[Rollout] | None:
@@ -352,7 +352,7 @@ class EnvPool:
         """
         async with self.probes.turn(task_id) as give_place:
             is_settled = not must_probe and not self.trials.is_suspect(task_id)
-            if is_settled or self.failure is not None or self.trials.why_not(task_id):
+            if is_settled or self.failure is not None or self.trials.quarantine_reason(task_id):
                 return None
             try:
                 async with self.probes.worker(give_place) as worker:
@@ -393,16 +393,16 @@ class EnvPool:
 
     async def _judge(self, *, is_blocked: bool) -> None:
         """Give the environment up if most of its tasks end their workers."""
-        standing = self.probes.num_standing(at_least_s=self._limits.waits_s / 4, at=self.trials.ended_at)
-        hopeless = self.trials.hopeless(num_probing=self.probes.num_probing, num_standing=standing)
+        standing = self.probes.num_blocked(at_least_s=self._limits.waits_s / 4, at=self.trials.ended_at)
+        hopeless = self.trials.hopeless(num_probing=self.probes.num_probing, num_blocked=standing)
         if hopeless and self.failure is None:
             lacks = "raise MILLRACE_ENV_MEMORY_BYTES if memory is what its tasks lack"
-            remedy = f"mend the environment: {BLOCKED_REMEDY}" if is_blocked else f"mend the environment, or {lacks}"
+            remedy = f"fix the environment: {BLOCKED_REMEDY}" if is_blocked else f"fix the environment, or {lacks}"
             await self._fail(EnvLoadError(KILLS_WORKERS, f"environment {self.env.id}: {hopeless}", remedy=remedy))
             self.rest()
 
     def _failures(self, request: PlayRequest, outcome: Outcome, *, seconds: float = 0.0) -> list[Rollout]:
-        """The same failure for every member."""
+        """Return the same failure for every member."""
         task_id = self.task_id(request)
         return [
             make_rollout(request, member=member, task_id=task_id, outcome=outcome, seconds=seconds)
@@ -411,7 +411,7 @@ class EnvPool:
 
     @contextmanager
     def _playing(self, request: PlayRequest) -> Iterator[None]:
-        """All that is played with one engine is one wait, for that engine; workers say what stands elsewhere."""
+        """Register one wait for the engine of the plays in the block; workers report other waits."""
         reason = f"{waits.COUNT} rollouts of {request.env.label} that are played with the engine at {request.base_url}"
         deadline_s = request.rollout_timeout_seconds + self._limits.blocked_grace_s
         self.num_playing += len(request.members)
@@ -426,11 +426,11 @@ class EnvPool:
             self._changed.notify_all()
 
     async def _free_worker(self) -> WorkerProcess | None:
-        """The least busy worker, once there is one; None if there will be none."""
+        """Wait for the least busy worker; return None if there will be none."""
         reason = f"a worker of environment {self.env.id} for {waits.COUNT} rollouts"
         with waits.shared(reason, waits_on="env worker", deadline_s=self._limits.load_timeout_s):
             async with self._changed:
-                while self.failure is None and not self._is_forsaken:
+                while self.failure is None and not self._is_abandoned:
                     is_v1 = self.info is not None and self.info.api == "v1"
                     most = _MAX_PLAYS_V1 if is_v1 else _MAX_PLAYS_V0
                     ready = [w for w in self.slots if w is not None and w.is_ready and w.num_playing < most]

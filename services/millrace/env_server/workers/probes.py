@@ -1,7 +1,7 @@
 """Workers in which suspect tasks are played alone: several side by side, and a spare that is ready when one dies.
 
 Starting a worker takes as long as a short rollout, so while tasks wait to be probed one worker more than is used is
-being started. All of them end when no task was probed for a while. A probe whose task stands, waiting in one call,
+being started. All of them end when no task was probed for a while. A probe whose task is blocked, waiting in one call,
 computes nothing: its place goes to another task meanwhile.
 """
 
@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 STANDS_S = 3.0
 """How long a task may wait in one call before its probe's place goes to another."""
 MOST_STANDING = 4
-"""Times as many probes as may compute may live at once, those that stand included."""
+"""How many times as many probes may live as may compute, blocked ones included."""
 _LOOK_S = 1.0
 
 
@@ -45,13 +45,13 @@ class Probes:
         *,
         limit: int,
         idle_s: float,
-        on_standing: Callable[[], object] = lambda: None,
+        on_blocked: Callable[[], object] = lambda: None,
     ) -> None:
-        """`start` gives a worker that has loaded the environment, or raises EnvLoadError or OSError.
+        """Take `start`, which returns a worker with the environment loaded or raises EnvLoadError or OSError.
 
-        `limit` is how many may compute at once; `on_standing` is called once per second for each that stands.
+        `limit` is how many may compute at once; `on_blocked` is called once per second for each blocked probe.
         """
-        self._on_standing = on_standing
+        self._on_standing = on_blocked
         self.num_probing = 0
         """Tasks that are played alone at the moment."""
         self._env_id = env_id
@@ -102,7 +102,7 @@ class Probes:
 
     @contextlib.asynccontextmanager
     async def worker(self, give_place: Callable[[], None] = lambda: None) -> AsyncIterator[WorkerProcess]:
-        """A worker for a task alone, inside of its `turn`, which gives `give_place`. Raises EnvLoadError, OSError."""
+        """Provide a worker for one task alone during the block; raise EnvLoadError or OSError."""
         if self._retirement is not None:
             self._retirement.cancel()
         worker = await self._take()
@@ -124,8 +124,8 @@ class Probes:
             self._retire_later()
 
     async def _attend(self, worker: WorkerProcess, give_place: Callable[[], None]) -> None:
-        """Give the worker's place to another task while it stands, and say so."""
-        # unregistered wait: a periodic look; that the worker stands is a wait of its own
+        """Give the blocked worker's place to another task, and report that."""
+        # unregistered wait: a periodic look; the blocked worker is a wait of its own
         while True:
             await asyncio.sleep(_LOOK_S)
             if worker.standing_s < STANDS_S:
@@ -134,7 +134,7 @@ class Probes:
                 give_place()
             self._on_standing()
 
-    def num_standing(self, *, at_least_s: float, at: Callable[[str], bool]) -> int:
+    def num_blocked(self, *, at_least_s: float, at: Callable[[str], bool]) -> int:
         """Return how many tasks have waited so long in one call, at a place of which `at` holds."""
         return sum(worker.standing_s >= at_least_s and at(worker.echo.place) for worker in self._busy)
 
@@ -150,7 +150,7 @@ class Probes:
         await asyncio.gather(*self._ending)
 
     async def _take(self) -> WorkerProcess:
-        """A worker that waits for work, the spare that is being started, or a new one."""
+        """Take an idle worker, the spare that is being started, or a new one."""
         if not any(worker.is_ready for worker in self._idle) and self.spare is not None:
             await asyncio.wait({self.spare})
         while self._idle:
@@ -191,7 +191,7 @@ class Probes:
 
 # Which tasks of an environment end its workers: suspects, those that were cleared, and those that are quarantined.
 #
-# Pure bookkeeping; `pool` plays and `probes` isolates by what stands here.
+# Pure bookkeeping; `pool` plays and `probes` isolates by what is here.
 #
 # * A task is tried when a rollout of it ended in a living worker (cleared), or when it ended a worker that played it
 #   alone (quarantined). The last `WINDOW` trials tell what the environment is like.
@@ -205,7 +205,7 @@ DANGEROUS = 2
 """Quarantined ones among them from which on untried tasks are probed."""
 HOPELESS = 8
 """Quarantined ones among them from which on the environment is given up if they are more than half."""
-STOOD_S = 60.0
+RECENT_S = 60.0
 """How long the tasks of a blocked worker are waited for: they may never be played again."""
 # Ids of tried tasks, 100 bytes each; one that falls out is tried again where the environment is dangerous.
 _MAX_CLEARED = 50_000
@@ -217,7 +217,7 @@ class TaskTrials:
 
     def __init__(self) -> None:
         self._suspects: set[str] = set()
-        self._stood: dict[str, float] = {}  # when their worker was ended
+        self._blocked_at: dict[str, float] = {}  # when their worker was ended
         self._cleared: OrderedDict[str, None] = OrderedDict()
         self._quarantined: dict[str, str] = {}
         self._ends: dict[str, str] = {}
@@ -225,38 +225,38 @@ class TaskTrials:
 
     @property
     def suspects(self) -> frozenset[str]:
-        """Tasks that were in flight when a worker died."""
+        """Return the tasks that were in flight when a worker died."""
         return frozenset(self._suspects)
 
     @property
     def quarantined(self) -> dict[str, str]:
-        """Tasks that are not played any more, and why."""
+        """Return the quarantined tasks, each with the reason."""
         return dict(self._quarantined)
 
     @property
     def is_dangerous(self) -> bool:
-        """Whether tasks that were not tried yet are probed: one that blocks costs the shared worker 20 s again."""
+        """Return whether untried tasks are probed alone, as each that blocks would cost the shared worker 20 s."""
         now = time.monotonic()
-        return sum(self._trials) >= DANGEROUS or any(now - at < STOOD_S for at in self._stood.values())
+        return sum(self._trials) >= DANGEROUS or any(now - at < RECENT_S for at in self._blocked_at.values())
 
-    def why_not(self, task_id: str) -> str:
-        """Why the task is not played any more; "" if it is."""
+    def quarantine_reason(self, task_id: str) -> str:
+        """Return why the task is not played any more; "" if it is."""
         return self._quarantined.get(task_id, "")
 
     def is_suspect(self, task_id: str) -> bool:
-        """Whether the task is to be played alone."""
+        """Return whether the task is to be played alone."""
         return task_id in self._suspects or (self.is_dangerous and task_id not in self._cleared)
 
-    def suspect(self, task_id: str, *, stood: bool = False) -> None:
-        """The task was in flight when a worker died; `stood`: one that was blocked."""
+    def suspect(self, task_id: str, *, was_blocked: bool = False) -> None:
+        """Suspect a task that was in flight when a worker died; `stood` says that the worker was blocked."""
         self._suspects.add(task_id)
-        if stood:
-            self._stood[task_id] = time.monotonic()
+        if was_blocked:
+            self._blocked_at[task_id] = time.monotonic()
 
     def clear(self, task_id: str) -> None:
-        """A rollout of the task ended, and its worker lives."""
+        """Clear a task of suspicion: its rollout ended, and the worker lives."""
         self._suspects.discard(task_id)
-        self._stood.pop(task_id, None)
+        self._blocked_at.pop(task_id, None)
         if task_id not in self._cleared and task_id not in self._quarantined:
             self._trials.append(False)
             self._cleared[task_id] = None
@@ -264,9 +264,9 @@ class TaskTrials:
                 self._cleared.popitem(last=False)
 
     def quarantine(self, task_id: str, reason: str, *, end: str) -> None:
-        """The task ended a worker that played it alone; `end` says how the worker ended."""
+        """Quarantine a task that ended the worker that played it alone; `end` says how the worker ended."""
         self._suspects.discard(task_id)
-        self._stood.pop(task_id, None)
+        self._blocked_at.pop(task_id, None)
         self._cleared.pop(task_id, None)
         if task_id not in self._quarantined:
             self._trials.append(True)
@@ -274,18 +274,18 @@ class TaskTrials:
         self._ends[task_id] = end
 
     def ended_at(self, place: str) -> bool:
-        """Return whether a task is quarantined that stood at that place of the environment's code."""
+        """Return whether a task is quarantined that was blocked at that place of the environment's code."""
         return bool(place) and any(f"({place})" in end for end in self._ends.values())
 
-    def hopeless(self, *, num_probing: int, num_standing: int = 0) -> str:
-        """Why the environment is given up, or "".
+    def hopeless(self, *, num_probing: int, num_blocked: int = 0) -> str:
+        """Return why the environment is given up, or "".
 
         `num_probing` tasks are played alone at the moment. They count as good ones: a good rollout takes its time, and
-        tasks that end their worker at once would else be over-represented. `num_standing` of them have waited for long
+        tasks that end their worker at once would else be over-represented. `num_blocked` of them have waited for long
         where others were ended: they count as bad once half of `HOPELESS` others were.
         """
         bad, tried = sum(self._trials), len(self._trials)
-        standing = num_standing if 2 * bad >= HOPELESS else 0
+        standing = num_blocked if 2 * bad >= HOPELESS else 0
         if bad + standing < HOPELESS or 2 * (bad + standing) <= tried + num_probing:
             return ""
         named = list(self._ends.items())[-_MAX_NAMED:]

@@ -65,7 +65,7 @@ class WorkerTemplate:
     """One template at a time. Of one event loop."""
 
     def __init__(self, environ: Callable[[], Mapping[str, str]], cwd: Path) -> None:
-        """`environ` gives the variables of the template, `cwd` is its working directory."""
+        """Take `environ`, which gives the template's variables, and `cwd`, its working directory."""
         self._environ = environ
         self._cwd = cwd
         self.fork_server = ForkServerClient({WORKER_MODULE: preloaded(releases.installed())}, module=_TEMPLATE_MODULE)
@@ -75,7 +75,7 @@ class WorkerTemplate:
         self._not_before = 0.0
 
     async def fork(self, argv: Sequence[str], environ: Mapping[str, str], files: Mapping[int, int]) -> ForkedProcess:
-        """A copy of the template that works by these arguments, with these open files. Raises ForkServerError."""
+        """Fork the template with these arguments and open files; raise ForkServerError."""
         await self._ready()
         with waits.waiting("a copy of the template of env workers", waits_on="env worker", deadline_s=_FORK_S):
             return await self.fork_server.fork(
@@ -88,7 +88,7 @@ class WorkerTemplate:
             await self._ready()
 
     def note_loaded(self, api: str) -> None:
-        """An environment of this generation was loaded: what its next workers import is imported now."""
+        """Import ahead what the next workers of this generation import."""
         if api == "v1" and not self._has_v1:
             self._has_v1 = True
             self._preload_v1()
@@ -147,11 +147,11 @@ class Started:
 
     @property
     def hosts(self) -> Path:
-        """Its /etc/hosts, at level `container`."""
+        """Return the path of the worker's /etc/hosts, at level `container`."""
         return self.directory / "hosts"
 
     async def forget(self) -> None:
-        """It has ended: its directory goes."""
+        """Remove the directory of a worker that has ended."""
         await asyncio.to_thread(shutil.rmtree, self.directory, ignore_errors=True)
 
 
@@ -159,7 +159,7 @@ class WorkerStarter:
     """Of one env-server."""
 
     def __init__(self, confinement: Confinement | None = None, *, forks: bool = True) -> None:
-        """`forks` False starts every worker by itself."""
+        """Take `forks`: if False, every worker is started without a template."""
         self.confinement = confinement or Confinement()
         self._owned = ExitStack()
         # Not below the scratch directory: its path is no business of a worker.
@@ -182,7 +182,7 @@ class WorkerStarter:
             await self.template.warm()
 
     def note_loaded(self, api: str) -> None:
-        """A worker has loaded an environment of this generation; more of the kind may follow."""
+        """Note that a worker loaded an environment of this generation, of which more may follow."""
         if self.template is not None:
             self.template.note_loaded(api)
 
@@ -214,7 +214,7 @@ class WorkerStarter:
         await asyncio.to_thread(self._owned.close)
 
     async def _fork(self, files: Sequence[int], environ: Mapping[str, str], directory: Path) -> Process | None:
-        """A copy of the template; None if there is none to be had."""
+        """Fork the template; return None if that is not possible."""
         if self.template is None:
             return None
         numbers = range(_FIRST_FILE, _FIRST_FILE + len(files))  # theirs in the worker
@@ -234,7 +234,7 @@ class WorkerStarter:
         return process
 
     def _argv(self, files: Sequence[int], directory: Path, python: str = "") -> list[str]:
-        """The command line of a worker, whose sockets have these numbers."""
+        """Return the command line of a worker, whose sockets have these numbers."""
         return [
             *(sys.executable, "-m", WORKER_MODULE),
             *(f"--fd={file}" for file in files),
@@ -244,7 +244,7 @@ class WorkerStarter:
         ]
 
     def _environ(self) -> dict[str, str]:
-        """The variables of a worker, but for its directory."""
+        """Return the variables of a worker, but for its directory."""
         environ = {**worker_environ(os.environ), **engine_token_for_workers().environ()}
         search = [path for path in environ.get("PYTHONPATH", "").split(os.pathsep) if path]
         if not self.confinement.is_container:
@@ -259,7 +259,7 @@ class WorkerStarter:
         return environ
 
     def _confinement_json(self, python: str) -> dict[str, Any]:
-        """With what a worker of level `container` is shown by this env-server: tokenizers, its token, certificates."""
+        """Encode the confinement, at level `container` with the files to show: tokenizers, token, certificates."""
         given = [*engine_token_for_workers().visible(), *shown_files(python)]
         visible = self.confinement.visible.with_shown([str(self.shared), *given])
         return replace(self.confinement, visible=visible).to_json()

@@ -71,7 +71,8 @@ class _Play:
     answer: asyncio.Future[list[Rollout]]
 
     def checked(self, ended: env_worker_pb2.PlayEnded) -> list[Rollout]:
-        """The rollouts, one per member. A worker runs foreign code: they are checked here, and not again up to the log.
+        """Check a worker's rollouts, one per member; a worker runs foreign code, and nothing checks them again before
+        the log.
 
         CorruptObjectError if they are damaged, or not what was asked for.
         """
@@ -165,24 +166,24 @@ class WorkerProcess:
 
     @property
     def process(self) -> Process:
-        """Its process."""
+        """Return the worker's process."""
         return self.started.process
 
     @property
     def num_playing(self) -> int:
-        """Plays that it has not answered."""
+        """Return the number of plays that the worker has not answered."""
         return len(self._plays)
 
     @property
     def is_ready(self) -> bool:
-        """Loaded, alive, and not asked to end."""
+        """Return whether the worker has loaded, lives, and was not asked to end."""
         return (
             not self._ended.is_set() and not self._is_closing and self.loaded.done() and self.loaded.exception() is None
         )
 
     @property
     def is_ended(self) -> bool:
-        """Whether its process is gone."""
+        """Return whether the worker's process is gone."""
         return self._ended.is_set()
 
     async def wait_ended(self) -> None:
@@ -233,7 +234,7 @@ class WorkerProcess:
         return await answer
 
     def kill(self, reason: str, cause: DeathCause = DeathCause.BLOCKED) -> None:
-        """SIGKILL its process group; its plays end with WorkerDiedError."""
+        """Kill the worker's process group with SIGKILL; its plays end with WorkerDiedError."""
         if not self._ended.is_set():
             logger.warning("env worker killed", extra={"worker": self.name, "reason": reason})
             self._killed = self._killed or (cause, reason)
@@ -288,7 +289,7 @@ class WorkerProcess:
         return usage
 
     def _bound_waits(self, cpu_s: float, *, now: float, frozen_s: float) -> None:
-        """Kill it if one call has held up its loop for `waits_s` and neither it nor its children computed."""
+        """Kill the worker if one call has held up its loop for `waits_s` and neither it nor its children computed."""
         gets_ahead = self.echo.stuck_s < _PING_S
         if self._moved is None or gets_ahead or not self.loaded.done() or frozen_s >= _SILENT_S:
             self._moved = now, cpu_s
@@ -301,7 +302,7 @@ class WorkerProcess:
             self.kill(f"blocked: one call has waited for {waited_s:.0f} s in its event loop ({where})")
 
     def _judge(self, wait: waits.LastingWait, *, frozen_s: float, silent_s: float) -> None:
-        """Say what is wrong with the worker, and kill it if its process does not run."""
+        """Register a wait for a silent worker, and kill the worker if its process is frozen."""
         limit_s = self.frozen_s if self.loaded.done() else max(self.frozen_s, _FROZEN_LOADING_S)
         who = f"env worker {self.name} (pid {self.process.pid}), which has not answered for"
         waiting = f"{len(self._plays)} rollouts wait"

@@ -40,7 +40,7 @@ NO_SAMPLES = 1
 """Length to which the samples of a run without samples are cut."""
 
 
-# Damaged and foreign entries of a run's rollouts and events: counted, told in an event, and removed from Redis.
+# Damaged and foreign entries of a run's rollouts and events: counted, reported in an event, and removed from Redis.
 #
 # They are skipped where they are met. Nothing is lost with them but what they pretend to be: a rollout is appended
 # again by its env-server, from its spool, or played again; an event that cannot be read is in no archive.
@@ -55,7 +55,7 @@ class DamageBook:
     """What of a run's log was skipped by this drive."""
 
     def __init__(self, run_log: RunLog, events: RunEvents, *, run: str) -> None:
-        """`run` is the run's name."""
+        """Take `run`, the run's name."""
         self._log = run_log
         self._events = events
         self._run = run
@@ -64,7 +64,7 @@ class DamageBook:
         """Damaged entries of the rollouts that were removed: env-servers append what is missing now."""
 
     def note(self, stream: Stream, entry: Entry) -> None:
-        """An entry was skipped."""
+        """Count a skipped entry."""
         self._met.setdefault((stream, entry.id), entry.damage)
 
     async def tell(self) -> bool:
@@ -122,7 +122,7 @@ class RunParts:
 
     @property
     def max_steps(self) -> float:
-        """Steps of the run; infinite if it has no end."""
+        """Return the number of steps of the run; infinite if it has no end."""
         given = None if self.training is None else self.training.max_steps
         return math.inf if given is None else given
 
@@ -206,7 +206,9 @@ def trained_envs(config: RLConfig | EvalRunConfig) -> dict[str, Sampling]:
 
 
 def task_sources(parts: RunParts, config: RLConfig) -> list[TaskSource]:
-    """The training tasks of a run whose environments are open. InvalidStateError if one has none."""
+    """Return the training tasks of a run whose environments are open; raise InvalidStateError if an environment
+    has none.
+    """
     return [_source(env, parts.envs.envs[env.name]) for env in config.orchestrator.env]
 
 
@@ -218,7 +220,7 @@ def make_loop(
     sampler: Sampler | None,
     is_stopping: Callable[[], bool],
 ) -> RolloutLoop:
-    """The loop of a run whose environments are open, with the algorithm of each."""
+    """Return the loop of a run whose environments are open, with the algorithm of each."""
     settings, opened, sources = config.orchestrator, parts.envs.envs, task_sources(parts, config)
     writer = parts.writer
     writer.opened({source.env: source.digest for source in sources})
@@ -260,7 +262,7 @@ def make_loop(
 
 
 def require_tasks(env: EnvConfig, opened: OpenedEnv) -> None:
-    """InvalidStateError if an environment to train on has nothing to train on."""
+    """Raise InvalidStateError if an environment to train on has nothing to train on."""
     if not opened.num_train:
         raise InvalidStateError(
             f"environment {env.name!r} (id {env.id!r}) has no training tasks, and {opened.num_eval} held-out ones",
@@ -312,7 +314,7 @@ def _rule(config: RLConfig) -> AdmissionRule:
 
 
 def _failures(config: RLConfig | EvalRunConfig) -> Failures:
-    """What counts the rollouts that fail; an evaluation counts its own."""
+    """Make the counter of failed rollouts; an evaluation has a counter of its own."""
     if isinstance(config, EvalRunConfig):
         return Failures(num_groups=1, group_sizes={}, max_share=1.0)
     settings = config.orchestrator
@@ -324,7 +326,7 @@ def _failures(config: RLConfig | EvalRunConfig) -> Failures:
 
 
 def env_specs(config: RLConfig | EvalRunConfig) -> list[EnvSpec]:
-    """Environments to train on, then those that are only evaluated."""
+    """Return the environments to train on, then those that are only evaluated."""
     settings = config if isinstance(config, EvalRunConfig) else config.orchestrator
     selected = settings.selections()
     demo_key = ""
@@ -348,7 +350,7 @@ def env_specs(config: RLConfig | EvalRunConfig) -> list[EnvSpec]:
 
 
 def failure_window_of(groups_per_step: int) -> int:
-    """Groups over which failed rollouts are counted where the config names no number."""
+    """Return the number of groups over which failed rollouts are counted if the config names none."""
     return max(min(2 * groups_per_step, MAX_FAILURE_WINDOW), _MIN_FAILURE_WINDOW)
 
 
@@ -362,46 +364,46 @@ class FixedEndpoints:
     newest_due = held_version = None
 
     def __init__(self, urls: Sequence[str], *, model: str, max_concurrent: int) -> None:
-        """The first rollout finds out whether they answer."""
+        """Do nothing: the first rollout finds out whether the endpoints answer."""
         self._endpoints = [
             ReadyReplica(worker_id=url, http_url=url, model=model, version=0, max_num_seqs=max_concurrent)
             for url in urls
         ]
 
     def publish(self, entry: policy_pb2.PolicyEntry) -> None:
-        """Nobody publishes anything."""
+        """Do nothing: no policy is published to endpoints."""
 
     def ready(self) -> list[ReadyReplica]:
-        """All of them."""
+        """Return all endpoints."""
         return list(self._endpoints)
 
     def served_version(self) -> int | None:
-        """The only one."""
+        """Return the only version."""
         return 0 if self._endpoints else None
 
     def up_to(self, version: int) -> str:
-        """There is nobody else."""
+        """Return an empty text: no other component has to act."""
         return "inference"
 
     def hold(self, version: int) -> None:
-        """They keep their version anyway."""
+        """Do nothing: endpoints never change their version."""
 
     def release(self) -> None:
-        """There is nothing to go on to."""
+        """Do nothing: endpoints have no newer version."""
 
     def known(self) -> set[str]:
-        """Their URLs."""
+        """Return the endpoints' URLs."""
         return {endpoint.worker_id for endpoint in self._endpoints}
 
     def replica_at(self, http_url: str) -> str:
-        """The URL itself, if it is one of them."""
+        """Return the URL itself if it is one of the endpoints', else an empty text."""
         return http_url if http_url in self.known() else ""
 
     def suspect(self, worker_id: str) -> None:
-        """There is nobody to ask: what an endpoint lost is tried again after a pause."""
+        """Do nothing: a rollout that an endpoint lost is played again after a pause."""
 
     async def run(self) -> None:
-        """Nothing is driven; ends by cancellation."""
+        """Wait until cancelled: endpoints need no driving."""
         await asyncio.Event().wait()
 
 
@@ -413,4 +415,4 @@ class NoTrainer:
         await asyncio.Event().wait()
 
     async def wait_finished(self, *, is_needed: bool, spare_s: float) -> None:
-        """Nobody has anything to finish."""
+        """Return at once: endpoints have nothing to finish."""

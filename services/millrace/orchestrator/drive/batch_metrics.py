@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from millrace.config.sections.orchestrator import OrchestratorConfig
-from millrace.orchestrator.events import RunEvents, is_told
+from millrace.orchestrator.events import RunEvents, is_reported
 from millrace.orchestrator.play.play import Play
 from millrace.rollouts.types import CUT_METRIC, Rollout, reaches
 
@@ -22,7 +22,7 @@ MAX_NAMES = 64
 # How long the groups of each environment take, and which of them became too old to be trained on.
 #
 # Tasks of one environment may take a hundred times as long as those of another. Steps that are cut as soon as enough
-# quick groups are there would leave the slow ones behind: they are dropped as stale, and the policy learns from quick
+# quick groups are there would drop the slow ones as stale, and the policy learns from quick
 # tasks alone. What is measured here says how long a cut waits for them.
 
 PATIENCE_QUANTILE = 0.9
@@ -55,12 +55,12 @@ class StaleShare:
 
     @property
     def share(self) -> float:
-        """Stale ones of all, 0 to 1."""
+        """Return the share of stale groups among all, 0 to 1."""
         return self.num_stale / self.num_groups
 
     @property
     def slow_share(self) -> float:
-        """Stale ones of the slowest quarter, 0 to 1."""
+        """Return the share of stale groups among the slowest quarter, 0 to 1."""
         return self.num_slow_stale / self.num_slow
 
 
@@ -68,7 +68,7 @@ class Durations:
     """The last groups of a run, whichever way they ended; a successor begins anew."""
 
     def __init__(self, *, window: int) -> None:
-        """`window` is how many groups are kept, of all environments together."""
+        """Take `window`, the number of groups to keep over all environments."""
         self._ended: deque[_Ended] = deque(maxlen=window)
         self._by_env: dict[str, deque[float]] = {}
         self._window = window
@@ -194,7 +194,7 @@ def _mean(values: Iterable[float]) -> float:
     return float(np.mean(np.fromiter(values, np.float64)))
 
 
-# What the rollouts of the last batches say that needs a person, told after 1, 2, 4, 8, … such batches.
+# What the rollouts of the last batches say that needs a person, reported after 1, 2, 4, 8, … such batches.
 
 WINDOW = 8
 """Batches over which shares are computed: one good rollout does not hide that hundreds are not."""
@@ -210,31 +210,31 @@ class RecentShare:
         self._num_told = 0
 
     def note(self, number: int, total: int) -> bool:
-        """Take a batch, `number` of whose `total` rollouts have it; whether that is to be told."""
+        """Count a batch, `number` of whose `total` rollouts have it; return whether to report that."""
         self._batches.append((number, total))
         is_most = self.number >= MOST * self.total and number > 0
         self._num_told += is_most
-        return is_most and is_told(self._num_told)
+        return is_most and is_reported(self._num_told)
 
     @property
     def number(self) -> int:
-        """Rollouts of the window that have it."""
+        """Return the number of rollouts in the window that have the property."""
         return sum(number for number, _ in self._batches)
 
     @property
     def total(self) -> int:
-        """Rollouts of the window."""
+        """Return the number of rollouts in the window."""
         return sum(total for _, total in self._batches)
 
     @property
     def words(self) -> str:
-        """`37 of 40 rollouts of the last 5 batches`."""
+        """Describe the counts, as in `37 of 40 rollouts of the last 5 batches`."""
         batches = "this batch" if len(self._batches) == 1 else f"the last {len(self._batches)} batches"
         return f"{self.number} of {self.total} rollouts of {batches}"
 
 
 class BatchWarnings:
-    """Looks at each batch behind its commit; counts only for itself, so a successor begins anew."""
+    """Looks at each batch after its commit; counts only for itself, so a successor begins anew."""
 
     def __init__(self, settings: OrchestratorConfig, events: RunEvents) -> None:
         self._settings, self._events = settings, events
@@ -271,7 +271,7 @@ class BatchWarnings:
         lengths = [sample.num_tokens for rollout in rollouts for sample in rollout.samples]
         longer = [length for length in lengths if length > self._settings.seq_len]
         self._num_cut += bool(longer)
-        if longer and is_told(self._num_cut):
+        if longer and is_reported(self._num_cut):
             lost = sum(longer) - len(longer) * self._settings.seq_len
             await self._events.warning(
                 "SAMPLES_CUT",
@@ -287,7 +287,7 @@ class BatchWarnings:
             lost[rollout.env] += round(rollout.metrics.get(CUT_METRIC, 0.0))
         for env in sorted(env for env, number in lost.items() if number > 0):
             self._num_env_cut[env] += 1
-            if not is_told(self._num_env_cut[env]):
+            if not is_reported(self._num_env_cut[env]):
                 continue
             mine = [rollout for rollout in rollouts if rollout.env == env]
             num_cut = sum(rollout.metrics.get(CUT_METRIC, 0.0) > 0 for rollout in mine)
@@ -299,12 +299,12 @@ class BatchWarnings:
             )
 
     async def _note_rewritten(self, rollouts: Sequence[Rollout], *, step: int) -> None:
-        """Where one sample per rollout is expected, warn of rollouts that are several."""
+        """Warn of rollouts with several samples where one sample per rollout is expected."""
         if self._settings.trajectory_strategy != "interleaved":
             return
         rewritten = [rollout for rollout in rollouts if rollout.rewritten_turn is not None]
         self._num_rewritten += bool(rewritten)
-        if rewritten and is_told(self._num_rewritten):
+        if rewritten and is_reported(self._num_rewritten):
             first = rewritten[0]
             await self._events.warning(
                 "HISTORY_REWRITTEN",
@@ -316,7 +316,7 @@ class BatchWarnings:
             )
 
     async def _note_unrewarded_turns(self, rollouts: Sequence[Rollout], *, step: int) -> None:
-        """Where credit is by turn, warn of an environment none of whose turns has a reward."""
+        """Warn of an environment without turn rewards where credit is by turn."""
         for env in sorted({rollout.env for rollout in rollouts} & self._by_turn):
             mine = [rollout for rollout in rollouts if rollout.env == env]
             share = self._without_turns.setdefault(env, RecentShare())
@@ -337,20 +337,20 @@ class BatchWarnings:
             share = self._unheard.setdefault(env, RecentShare())
             if not share.note(sum(not roles & self._echoed[env].keys() for roles in spoken), len(mine)):
                 continue
-            wanted, heard = ", ".join(self._echoed[env]), ", ".join(sorted(set().union(*spoken))) or "nobody"
+            roles, heard = ", ".join(self._echoed[env]), ", ".join(sorted(set().union(*spoken))) or "nobody"
             await self._events.warning(
                 "NOTHING_TO_ECHO",
-                f"`echo` learns nothing of what {env!r} says: in {share.words} up to batch {step} no token behind a "
-                f"reply is of the roles that are learned ({wanted}), but of: {heard}; name these in "
+                f"`echo` learns nothing of what {env!r} says: in {share.words} up to batch {step} no token after a "
+                f"reply is of the roles that are learned ({roles}), but of: {heard}; name these in "
                 "orchestrator.algo.roles, and use a chat template that keeps earlier turns as they were",
             )
 
     async def _note_unequal_turns(self, rollouts: Sequence[Rollout], *, step: int) -> None:
-        """Where credit is by turn, warn of rollouts whose turns do not add up to their reward."""
+        """Warn of rollouts whose turn rewards do not add up to the rollout's reward where credit is by turn."""
         mine = [rollout for rollout in rollouts if rollout.env in self._by_turn and rollout.has_turn_rewards]
         unequal = [rollout for rollout in mine if rollout.earned_turns is None]
         self._num_unequal += bool(unequal)
-        if unequal and is_told(self._num_unequal):
+        if unequal and is_reported(self._num_unequal):
             first = unequal[0]
             earned = sum(turn.reward for sample in first.samples for turn in sample.turns)
             await self._events.warning(

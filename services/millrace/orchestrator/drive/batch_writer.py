@@ -18,7 +18,7 @@ from millrace.config.sections.buffer import BufferConfig, FilterConfig
 from millrace.decoding import Fields, decode_object
 from millrace.errors import CorruptObjectError, FencedError, InternalError, InvalidSpecError, Violation
 from millrace.internal.v1 import batch_pb2
-from millrace.orchestrator.events import RunContext, is_told
+from millrace.orchestrator.events import RunContext, is_reported
 from millrace.orchestrator.play.book import Book, Resolved, RolloutStream
 from millrace.orchestrator.play.env_servers import EnvServers
 from millrace.orchestrator.play.failures import Failures, Tally, decode_tally, encode_tally
@@ -59,7 +59,7 @@ class CutBatch:
     filtered: Counter[str] = field(default_factory=Counter)
     """Rollouts that filters found, by type."""
     baselines: Baselines = field(default_factory=Baselines)
-    """Those behind this batch."""
+    """The baselines after this batch."""
 
 
 def credit_group(group: Play, algorithm: Algorithm, *, seq_len: int) -> list[Credited]:
@@ -78,7 +78,7 @@ def credit_group(group: Play, algorithm: Algorithm, *, seq_len: int) -> list[Cre
 
 
 def _absurd(rollout: Rollout) -> InvalidSpecError:
-    """What is said where the config makes of a rollout's reward what float32 cannot hold."""
+    """Return the error for a config that turns a rollout's reward into a number beyond float32."""
     message = (
         f"make of the reward {rollout.reward:g} of ordinal {rollout.ordinal}, member {rollout.member}, environment "
         f"{rollout.env!r} an advantage that is no finite number; lower what is taken off (`filters`, `overlong`)"
@@ -92,7 +92,7 @@ def _number(value: int | None) -> int:
 
 
 def train_sample(item: Credited, credit: Credit, *, seq_len: int) -> TrainSample:
-    """One row of a batch: the first `seq_len` tokens of a sample, their credit, and the facts of the rollout."""
+    """Return one row of a batch: the first `seq_len` tokens of a sample, their credit, and the facts of the rollout."""
     rollout, sample = item.rollout, item.sample
     return TrainSample(
         token_ids=sample.token_ids[:seq_len],
@@ -152,18 +152,20 @@ def cut(
 
 
 def teaches(group: Play, algorithm: Algorithm, *, seq_len: int) -> bool:
-    """Whether any sample of a whole group has an advantage; says the same of the group in every process."""
+    """Return whether any sample of a complete group has an advantage; the answer is the same in every process."""
     return any(has_advantage(item, item.credit) for item in credit_group(group, algorithm, seq_len=seq_len))
 
 
 def has_advantage(item: Credited, final: Credit) -> bool:
-    """Whether a sample's group gave it any advantage, and the batch left it one; or it teaches what others said."""
+    """Return whether the sample kept an advantage from its group and the batch, or trains on tokens of other roles."""
     has_ce = final.ce_weights is not None and bool(final.ce_weights[: item.num_tokens].any())
     return has_ce or all(bool(credit.advantages[: item.num_tokens].any()) for credit in (item.credit, final))
 
 
 def finish(credited: Sequence[Credited], algorithms: Mapping[str, Algorithm]) -> list[Credit]:
-    """The final credit of a batch's samples, in order: each algorithm sees those of its own environments."""
+    """Return the final credit of a batch's samples, in order; each algorithm sees the samples of its own
+    environments.
+    """
     credits: dict[int, Credit] = {}
     for algorithm in {id(each): each for each in algorithms.values()}.values():
         places = [at for at, item in enumerate(credited) if algorithms[item.rollout.env] is algorithm]
@@ -172,12 +174,12 @@ def finish(credited: Sequence[Credited], algorithms: Mapping[str, Algorithm]) ->
 
 
 def count_dropped(resolved: Sequence[Resolved]) -> Counter[str]:
-    """Dropped ordinals by reason."""
+    """Return the dropped ordinals by reason."""
     return Counter(item.reason for item in resolved if item.reason)
 
 
 def resolutions(resolved: Sequence[Resolved]) -> list[batch_pb2.Resolution]:
-    """The wire form of resolved ordinals, ascending."""
+    """Return the wire form of resolved ordinals, ascending."""
     return [
         batch_pb2.Resolution(
             ordinal=item.ordinal,
@@ -192,7 +194,7 @@ def resolutions(resolved: Sequence[Resolved]) -> list[batch_pb2.Resolution]:
 
 
 def score_samples(rollouts: Sequence[Rollout], *, seq_len: int) -> list[TrainSample]:
-    """The samples of an evaluation for the closing header: no advantage, scored but never trained on."""
+    """Return the samples of an evaluation for the closing header: no advantage, scored but never trained on."""
     return [
         train_sample(item, item.credit, seq_len=seq_len)
         for rollout in rollouts
@@ -228,7 +230,7 @@ def encode_state(
     pools: Pools | None = None,
     baselines: Mapping[str, Mapping[str, float]] | None = None,
 ) -> bytes:
-    """The bounded orchestrator state of a header, for people and audits; a successor goes on counting with it.
+    """Encode the orchestrator's bounded state for a header, from which a successor continues to count.
 
     `read_until` is the newest entry of the rollout stream that was read: duplicates up to there are counted.
     `scored_whole` are the environments whose groups must come from one attempt; `pools` are there where draws depend
@@ -253,7 +255,7 @@ def encode_state(
 
 
 def decode_state(data: bytes) -> WriterState:
-    """The state in a header; CorruptObjectError if it is none."""
+    """Decode the state in a header; raise CorruptObjectError if it is malformed."""
     if not data:
         return WriterState()
     what, reason = "the orchestrator's state in the last header", "HEADER_CORRUPT"
@@ -293,7 +295,7 @@ class BatchWriter:
         buffer: BufferConfig | None = None,
         baselines: Baselines | None = None,
     ) -> None:
-        """`buffer`: what moves tasks between pools; None where nothing is drawn by them."""
+        """Take `buffer`, which moves tasks between pools; None if tasks are not drawn from pools."""
         self._context = context
         self._log = context.log
         self._book = book
@@ -303,12 +305,12 @@ class BatchWriter:
         self._seq_len = seq_len
         self._buffer = buffer
         self.pools = Pools()
-        """Which tasks are easy and hard behind the newest header."""
+        """Which tasks are easy and hard after the newest header."""
         self.pool_sizes: Callable[[Pools], PoolSizes | None] = lambda pools: None
         """How many tasks are in which pool; known once the environments are open."""
         self._next_pools: Pools | None = None
         self.baselines = baselines or Baselines()
-        """What rae compares rewards with, behind the newest header."""
+        """What rae compares rewards with, after the newest header."""
         self._next_baselines = self.baselines
         self.lineage = 0
         """Lineage of the newest published policy; the driver keeps it up to date."""
@@ -326,10 +328,10 @@ class BatchWriter:
         """Batches in a row without any advantage."""
 
     def restore(self, committed: Committed, *, origin: RunOrigin) -> None:
-        """Continue behind the last committed header, or at the log's origin.
+        """Continue after the last committed header, or at the log's origin.
 
-        Behind a closing header that was reopened, continue at its step, which it did not train, and with the ordinals
-        behind those that it dropped.
+        After a closing header that was reopened, continue at its step, which it did not train, and with the ordinals
+        after those that it dropped.
         """
         self.chain, last, self.known = committed.chain, committed.last, KnownObjects(committed.headers)
         self.num_reopened = committed.num_reopened
@@ -341,6 +343,7 @@ class BatchWriter:
             return
         is_closing = closes_run(last)
         is_forked = last.writer_epoch == 0  # copied: the fork has committed nothing of its own
+        # Failures before a fork or a reopening must not end the new run: their cause may be gone.
         begins_anew = is_forked or committed.is_reopened
         self.closing = last if is_closing and not committed.is_reopened else None
         self.lineage = last.lineage
@@ -368,13 +371,14 @@ class BatchWriter:
             )
 
     def opened(self, digests: Mapping[str, str]) -> None:
-        """The environments are known, with the digests of their training tasks: other tasks' pools count no more."""
+        """Drop the pools of task sets whose digests are not among those of the opened environments."""
         self.pools = self.pools.of_task_sets(digests)
 
-    def _pools_behind(self, step: int, frontier: Frontier) -> Pools | None:
-        """The pools behind the header that resolves what is pending; None where nothing is drawn by them."""
+    def _pools_after(self, step: int, frontier: Frontier) -> Pools | None:
+        """Return the pools after the header that resolves the pending plays; None if tasks are not drawn from pools."""
         if self._buffer is None or not self._buffer.changes_draws:
             return None
+        # By ordinal, not by arrival: a successor that resolves the same groups must move the same tasks.
         ordered = sorted(self._book.pending, key=lambda item: item.ordinal)
         return self.pools.after(
             [item.result for item in ordered if item.result is not None],
@@ -391,6 +395,7 @@ class BatchWriter:
         """
         await self._hold_lease()
         self._book.settle(batch.resolved)
+        # A batch without an advantage is no step: nothing is written, and its ordinals wait for the next header.
         if not batch.samples:
             await self.count_empty(filtered=batch.filtered, num_rollouts=len(batch.rewards))
             return
@@ -400,6 +405,7 @@ class BatchWriter:
         header.reward_mean = sum(batch.rewards) / len(batch.rewards)
         dropped = count_dropped(self._book.pending)
         num_trained = len(self._book.pending) - dropped.total()
+        # Counted before the write, which empties `pending`.
         stale = Counter(item.env for item in self._book.pending if item.reason == "stale")
         await self._write(header, batch.samples)
         await self._context.events.batch_committed(
@@ -443,16 +449,16 @@ class BatchWriter:
         num_rollouts: int = 0,
         replaced: Mapping[str, int] | None = None,
     ) -> None:
-        """Tell of one more batch, or a batch's worth of groups, without any advantage; InternalError if it is one too
-        many. `filtered` are the batch's rollouts that filters found, by type, of `num_rollouts`; `replaced` says why
-        groups were replaced before the cut.
+        """Report one more batch, or a batch's worth of groups, without any advantage; raise InternalError at the
+        limit. `filtered` are the batch's rollouts that filters found, by type, of `num_rollouts`; `replaced`
+        says why groups were replaced before the cut.
         """
         self.num_empty += 1
         step = self._book.step
         why, remedy = _nothing_to_learn(filtered or {}, num_rollouts, replaced or {})
         if failed := self._failures.describe():
             why = f"{why}; {failed}, and only the others are compared"
-        if is_told(self.num_empty):
+        if is_reported(self.num_empty):
             await self._context.events.warning(
                 "ZERO_ADVANTAGE",
                 f"{self.num_empty} batches in a row up to batch {step} had no advantage: {why}; the run fails after "
@@ -468,7 +474,7 @@ class BatchWriter:
     def _header(self, kind: batch_pb2.BatchKind, baselines: Baselines) -> batch_pb2.BatchHeader:
         book, context = self._book, self._context
         frontier = book.frontier.resolve(item.ordinal for item in book.pending)
-        self._next_pools = self._pools_behind(book.step + (kind == batch_pb2.BATCH_KIND_TRAIN), frontier)
+        self._next_pools = self._pools_after(book.step + (kind == batch_pb2.BATCH_KIND_TRAIN), frontier)
         self._next_baselines = baselines
         header = batch_pb2.BatchHeader(
             run_uid=self._log.uid,
@@ -496,6 +502,8 @@ class BatchWriter:
     async def _write(self, header: batch_pb2.BatchHeader, samples: Sequence[TrainSample]) -> None:
         """Commit a header that was made without an await since: what is dropped from here on is in the next one."""
         self._context.lease.require()
+        # From here to the end of the commit the book keeps what this header resolves apart, so that a failure loses
+        # nothing.
         with self._book.committing() as archived:
             chunks = pack_batch(header, samples)
             header.objects.extend(name_scores(self._log.names, archived))
@@ -507,7 +515,7 @@ class BatchWriter:
         self.pools, self.baselines = self._next_pools or self.pools, self._next_baselines
         self._revision = 0
         self.closing = header if closes_run(header) else None
-        if cancelled is not None:  # the header is committed all the same: whatever follows comes behind it
+        if cancelled is not None:  # the header is committed all the same: whatever follows comes after it
             raise cancelled
 
     async def _hold_lease(self) -> None:
@@ -523,7 +531,7 @@ class BatchWriter:
 
 
 def _nothing_to_learn(filtered: Mapping[str, int], num_rollouts: int, replaced: Mapping[str, int]) -> tuple[str, str]:
-    """Why nothing is learned, and the remedy."""
+    """Return why nothing is learned, and the remedy."""
     easy, hard = replaced.get("easy", 0), replaced.get("hard", 0)
     if easy or hard:
         return (
@@ -544,10 +552,13 @@ def _nothing_to_learn(filtered: Mapping[str, int], num_rollouts: int, replaced: 
 
 
 async def _finish(work: Coroutine[Any, Any, T]) -> tuple[T, asyncio.CancelledError | None]:
-    """What `work` returns. If this task is cancelled meanwhile, let `work` finish first, for at most `COMMIT_GRACE_S`,
-    and return the cancellation, too; it is raised if `work` has not finished by then."""
+    """Await `work` and return its result. If this task is cancelled meanwhile, let `work` finish first, for at
+    most `COMMIT_GRACE_S`, and return the cancellation, too; it is raised if `work` has not finished by then.
+    """
     task = asyncio.create_task(work)
     try:
+        # Shielded: a header may exist in the store although its writer was cancelled, and the chain must then include
+        # it.
         return await asyncio.shield(task), None
     except asyncio.CancelledError as cancelled:
         await asyncio.wait((task,), timeout=COMMIT_GRACE_S)

@@ -42,7 +42,7 @@ class Housekeeper:
         """Which copy of the log Redis held at the last look."""
 
     async def start(self) -> None:
-        """Note which copy of the log Redis holds, tell the workers, and append again what it lacks of the batches."""
+        """Record which copy of the log Redis holds, tell the workers, and append the missing batches again."""
         self.log_instance = await self._log.read_instance()
         self._parts.context.registry.set_log_instance(self._log.uid, self.log_instance)
         await reappend_committed(self._log, self._parts.context.epoch)
@@ -100,8 +100,8 @@ class Housekeeper:
                     self._parts.policies.publish(policy)
                     self._parts.writer.lineage = max(policy.lineage, self._parts.writer.lineage)
 
-    async def mend_damage(self) -> None:
-        """Tell of damaged entries and remove them; env-servers append again what the log then lacks."""
+    async def remove_damaged(self) -> None:
+        """Report damaged entries and remove them; env-servers append again what the log then lacks."""
         mended = num_met = 0
         # unregistered wait: a periodic look; what it awaits is registered where it is awaited
         while True:
@@ -143,7 +143,7 @@ class Housekeeper:
                 trimmed = newest
 
     async def newest_checkpoint(self) -> int:
-        """Step of the newest durable checkpoint; 0 if there is none."""
+        """Return the step of the newest durable checkpoint; 0 if there is none."""
         return await asyncio.to_thread(self._newest_checkpoint)
 
     async def archive_events(self) -> None:

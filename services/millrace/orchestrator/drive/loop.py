@@ -16,7 +16,7 @@
 | finish     | version `max_steps`, the last evaluation   | the trainer                           |
 
 Components do not know the loop; the loop holds them and moves groups between them. The admission formula and its proof
-stand in `play/routing.py`, the rules for whole groups in `play/play.py`, what is open and what is resolved in
+are in `play/routing.py`, the rules for whole groups in `play/play.py`, what is open and what is resolved in
 `play/book.py`, the commit of a step in `batch_writer.py`. Rollouts are taken between any two awaits of the loop, so a
 group may finish or be dropped while the loop waits for an answer. Nothing is played again before the stream was read to
 its end: what the log holds is never generated twice.
@@ -52,7 +52,7 @@ SLOW_S = 600.0
 DRAIN_S = 30.0
 """How long a pause lets open groups finish; the rest is cancelled and played again after the pause."""
 WINDOW_STEPS, MIN_WINDOW = 8, 32
-"""The last groups of which shares are told: so many steps' worth, and at least so many."""
+"""Window for reported shares: groups of that many steps, and at least that many groups."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -79,8 +79,8 @@ class RolloutLoop:
     """Whether an ordinal has no task left to draw."""
     wait: LastingWait = field(default_factory=LastingWait)
     durations: Durations = field(init=False)
-    num_stale_told: dict[str, int] = field(default_factory=dict)
-    """By environment, at how many groups dropped as stale an event last said so."""
+    num_stale_reported: dict[str, int] = field(default_factory=dict)
+    """By environment, the number of stale groups in the last event about them."""
     num_equal_in_a_row: int = 0
     teaching: set[int] = field(default_factory=set)
     """Ordinals of whole groups that are kept; filled only where batches are refilled."""
@@ -98,6 +98,7 @@ class RolloutLoop:
         """Cut and commit batches until `max_steps` or until the run is asked to stop."""
         try:
             while self.book.step < self.max_steps and not self.is_stopping():
+                # Cleared before the look: a change during the look sets it again, so `tick` returns at once.
                 self.book.changed.clear()
                 await self.report_failures()
                 await self.drop_stale()
@@ -113,7 +114,7 @@ class RolloutLoop:
             self.wait.over()
 
     async def report_failures(self) -> None:
-        """Tell of rollouts that fail; RolloutsFailedError if so many do that the run cannot learn."""
+        """Report failing rollouts; raise RolloutsFailedError if so many fail that the run cannot learn."""
         for count in self.failures.report():
             await self.events.rollouts_failed(count)
         if outage := self.failures.outage_report():
@@ -128,9 +129,12 @@ class RolloutLoop:
             ahead = num_rollouts(plays.values())
             if self.failures.not_before > time.monotonic():
                 return  # groups may fail, and leave room again, while others are asked for
+            # Read anew in every round: each placement is awaited, and meanwhile groups finish and versions are served.
             room = self.rule.num_allowed(step=self.book.step, served_version=served)
             if ahead >= room:
                 return
+            # The step that the group will probably be cut into decides its temperature and the oldest version it may
+            # start with.
             planned = self.rule.planned_step(step=self.book.step, num_ahead=ahead)
             ordinal = self.book.next_ordinal()
             if self.is_exhausted(ordinal):
@@ -141,7 +145,7 @@ class RolloutLoop:
                 return  # it stays open, and `place_open` tries again
 
     def require_groups(self) -> None:
-        """InvalidStateError if every task is retired and what is there makes no batch."""
+        """Raise InvalidStateError if every task is retired and the finished groups make no batch."""
         if not self.book.open and num_rollouts(self.book.whole) < self.rule.rollouts_per_step:
             raise InvalidStateError(
                 f"no task is left to draw for batch {self.book.step}: every one is easy or hard",
@@ -151,7 +155,7 @@ class RolloutLoop:
             )
 
     async def drain(self) -> None:
-        """Before a pause: let open groups finish for a while; what is whole or finished in part stays in the log."""
+        """Let open groups finish for a while before a pause; finished rollouts stay in the log."""
         try:
             async with asyncio.timeout(DRAIN_S):
                 while any(group.state is PlayState.PLACED for group in self.book.open):
@@ -171,16 +175,16 @@ class RolloutLoop:
             self.durations.note(group.task.env, group.seconds, is_stale=True)
         await self.drop(stale, reason="stale")
         if stale:
-            await self.tell_stale()
+            await self.report_stale()
 
-    async def tell_stale(self) -> None:
-        """Tell of environments many of whose groups are dropped as stale: the first time, and at each doubling."""
+    async def report_stale(self) -> None:
+        """Report environments many of whose groups are dropped as stale: the first time, and at each doubling."""
         for env, found in self.durations.stale_shares().items():
-            number, told = self.durations.num_stale[env], self.num_stale_told.get(env, 0)
+            number, reported = self.durations.num_stale[env], self.num_stale_reported.get(env, 0)
             is_much = found.share >= MUCH and found.num_stale >= self.settings.groups_per_step
-            if not is_much or number < max(2 * told, 1):
+            if not is_much or number < max(2 * reported, 1):
                 continue
-            self.num_stale_told[env] = number
+            self.num_stale_reported[env] = number
             await self.events.warning(
                 "GROUPS_STALE",
                 f"environment {env!r}: {found.num_stale} of its last {found.num_groups} groups were dropped as stale "
@@ -191,12 +195,12 @@ class RolloutLoop:
 
     @property
     def is_refilling(self) -> bool:
-        """Whether whole groups are dropped before the cut for what they are worth."""
+        """Return whether complete groups may be dropped before the cut because they teach nothing."""
         buffer = self.settings.buffer
         return self.settings.filter_zero_advantages == "refill" or buffer.online_difficulty_filtering
 
     def verdict(self, group: Play) -> str:
-        """Why a whole group is replaced by another task's; empty if it is kept."""
+        """Return why a complete group is replaced by another task's; empty if it is kept."""
         if self.settings.buffer.online_difficulty_filtering and (found := self.ranges.extreme(group.rollouts())):
             return found
         if self.settings.filter_zero_advantages != "refill":
@@ -205,7 +209,7 @@ class RolloutLoop:
         return "" if is_taught else "zero_advantage"
 
     async def drop_equal(self) -> None:
-        """Where batches are refilled, drop every whole group that is filtered: admission draws another instead.
+        """Drop every filtered complete group where batches are refilled; admission draws another task instead.
 
         What a group is worth follows from its rollouts alone, so a successor drops and counts the same groups.
         """
@@ -233,12 +237,12 @@ class RolloutLoop:
         await self.player.stop(playing)
 
     def is_eligible(self, group: Play) -> bool:
-        """Whether the group may still be trained at the step that is cut next."""
+        """Return whether the group may still be trained at the step that is cut next."""
         oldest = group.min_policy_version
         return oldest is None or self.rule.is_eligible(step=self.book.step, min_policy_version=oldest)
 
     def take(self) -> list[Play]:
-        """The groups of the next batch in order of arrival, or nothing if there are not enough."""
+        """Return the groups of the next batch in order of arrival, or nothing if there are not enough."""
         served = self.policies.served_version()
         if served is None or not self.rule.may_cut(step=self.book.step, served_version=served):
             return []
@@ -258,15 +262,18 @@ class RolloutLoop:
         return []
 
     def last_step(self, group: Play) -> float:
-        """The last step that may train on a group; infinite while its versions are not known."""
+        """Return the last step that may train on a group; infinite while the versions of the group's tokens are
+        unknown.
+        """
         oldest = group.oldest_version
         return math.inf if oldest is None else oldest + self.rule.max_off_policy_steps
 
     def awaited(self, batch: Sequence[Play]) -> list[Play]:
-        """The open groups that a cut of `batch` would leave without a step, though they take no longer than others do.
+        """Return the open groups that would become too old if `batch` were cut now, though they are no slower than
+        most.
 
         A cut waits for them: else batches would be made of quick tasks alone. By step d no more than (d - step) * B
-        rollouts can be trained behind this cut. Not at async level 0, where a step's surplus is dropped, and not where
+        rollouts can be trained after this cut. Not at async level 0, where a step's surplus is dropped, and not where
         more groups are played than are needed, so that the slowest are dropped.
         """
         if self.rule.async_level == 0 or self.rule.oversampling_factor > 1:
@@ -275,13 +282,15 @@ class RolloutLoop:
         taken = {group.ordinal for group in batch}
         left = sorted((each for each in (*self.book.whole, *slow) if each.ordinal not in taken), key=self.last_step)
         sizes = itertools.accumulate(group.group_size for group in left)
+        # Earliest deadline first: if the rollouts up to this group do not fit into the batches before its last step,
+        # one of them would be dropped as stale, so the open ones among them are worth waiting for.
         for count, (group, size) in enumerate(zip(left, sizes, strict=True), start=1):
             if size > (self.last_step(group) - self.book.step) * self.rule.rollouts_per_step:
                 return [each for each in left[:count] if each.is_open]
         return []
 
     def is_in_time(self, group: Play) -> bool:
-        """Whether an open group has not taken longer than most groups of its environment."""
+        """Return whether an open group is no slower than most groups of its environment."""
         return group.seconds is not None and group.seconds <= self.durations.patience_s(group.task.env)
 
     async def commit(self, groups: list[Play]) -> None:
@@ -295,6 +304,7 @@ class RolloutLoop:
             filters=self.settings.filters,
             baselines=self.writer.baselines,
         )
+        # At async level 0 every batch is on-policy: what is left over was sampled by a policy that this batch replaces.
         if self.rule.async_level == 0 and batch.samples:  # else they are for this batch still
             surplus = [group for group in (*self.book.open, *self.book.whole) if group not in groups]
             await self.drop(surplus, reason="surplus")
@@ -330,6 +340,8 @@ class RolloutLoop:
                 reason = f"{reason}; {outage}"
             self.wait.on(reason, waits_on="env-server", key=f"groups {step}", deadline_s=self.timeout_s)
         else:
+            # All groups are there, so only a version can be missing: the cut may be `async_level` + 1 ahead of the
+            # engines.
             version = step - self.rule.async_level
             up_to = self.policies.up_to(version)
             held = self.policies.held_version

@@ -51,7 +51,7 @@ class PolicyDriver:
         on_change: Callable[[], None],
         is_due: Callable[[int], bool] = lambda version: False,
     ) -> None:
-        """`is_due` says which versions are to be evaluated, so that a replica may be held at them."""
+        """Take `is_due`, which says whether a version is to be evaluated and a replica may be held at it."""
         self._run_uid = run_uid
         self._is_due = is_due
         self._epoch = epoch
@@ -98,12 +98,12 @@ class PolicyDriver:
 
     @property
     def newest_due(self) -> int | None:
-        """Newest published version that may be evaluated."""
+        """Return the newest published version that may be evaluated."""
         return None if self._due is None else self._due.version
 
     @property
     def held_version(self) -> int | None:
-        """The version that a held replica serves; None while none does."""
+        """Return the version that a held replica serves; None while none does."""
         return next((replica.version for replica in self.ready() if replica.is_held), None)
 
     def _hold_due(self) -> None:
@@ -120,7 +120,7 @@ class PolicyDriver:
             self._wake()
 
     def _target(self, worker_id: str) -> policy_pb2.PolicyEntry | None:
-        """What a replica shall serve."""
+        """Return the policy that a replica shall serve."""
         return self._held if self._held is not None and worker_id == self._holder else self.desired
 
     def _wake(self) -> None:
@@ -128,7 +128,7 @@ class PolicyDriver:
         self._published = asyncio.Event()
 
     def ready(self) -> list[ReadyReplica]:
-        """Replicas that serve some version of this run's policy and take work, in order of id."""
+        """Return the replicas that serve some version of this run's policy and take work, in order of id."""
         replicas = []
         for record in self._registry.owned(WorkerKind.INFERENCE, self._run_uid):
             if not record.takes_work:
@@ -149,26 +149,29 @@ class PolicyDriver:
         return replicas
 
     def up_to(self, version: int) -> str:
-        """The kind of component that must act before a version is served: the trainer publishes it, then replicas load
-        it."""
+        """Return the kind of component that must act before a version is served: the trainer publishes, then
+        replicas load.
+        """
         is_published = self.desired is not None and self.desired.version >= version
         return "inference" if is_published else "trainer"
 
     def served_version(self) -> int | None:
-        """Newest version that at least one ready replica serves."""
+        """Return the newest version that at least one ready replica serves."""
         return max((replica.version for replica in self.ready()), default=None)
 
     def known(self) -> set[str]:
-        """Worker ids of the run's replicas that are registered, ready or not."""
+        """Return the worker ids of the run's replicas that are registered, ready or not."""
         return {r.worker_id for r in self._registry.owned(WorkerKind.INFERENCE, self._run_uid)}
 
     def replica_at(self, http_url: str) -> str:
-        """Worker id of the run's replica with that base URL; empty if it is not known."""
+        """Return the worker id of the run's replica with that base URL; empty if it is not known."""
         owned = self._registry.owned(WorkerKind.INFERENCE, self._run_uid)
         return next((record.worker_id for record in owned if record.worker.http_url == http_url), "")
 
     def suspect(self, worker_id: str) -> None:
-        """A rollout lost its engine there: give it nothing new, and ask it at once whether it serves."""
+        """Give the replica nothing new, because a rollout lost its engine there, and ask it at once whether it
+        serves.
+        """
         if self._served.pop(worker_id, None) is not None:
             logger.warning("replica lost a request, asking whether it serves", extra={"worker": worker_id})
             self._suspected[worker_id].set()
@@ -294,7 +297,9 @@ class PolicyDriver:
         self._on_change()
 
     def _serves(self, worker_id: str, desired: policy_pb2.PolicyEntry) -> bool:
-        """Whether a replica serves what it shall: that very version where it is held, else that one or a newer one."""
+        """Return whether a replica serves its target: exactly that version if it is held, else that version or a
+        newer one.
+        """
         status = self._served.get(worker_id)
         if status is None or not status.has_version or status.state != policy_service_pb2.POLICY_STATE_SERVING:
             return False
@@ -303,5 +308,5 @@ class PolicyDriver:
         return served == wanted if is_exact else served >= wanted
 
     def _is_held(self, worker_id: str) -> bool:
-        """Whether a replica serves the version that it is held at."""
+        """Return whether a replica serves the version that it is held at."""
         return self._held is not None and worker_id == self._holder and self._serves(worker_id, self._held)

@@ -38,7 +38,7 @@ from millrace.v1 import run_pb2
 logger = logging.getLogger(__name__)
 
 TRAINER_SPARE_S = 10.0
-"""After a takeover behind the closing header: how long a trainer that is not needed may take to show up."""
+"""After a takeover past the closing header: how long a trainer that is not needed may take to show up."""
 
 T = TypeVar("T")
 
@@ -75,16 +75,16 @@ class RunDriver(ABC):
 
     @property
     def parts(self) -> RunParts:
-        """What it drives."""
+        """Return the parts of the driven run."""
         return self._parts
 
     def progress(self) -> run_pb2.RunProgress | None:
-        """How far the run is, where no event says so; else None."""
+        """Return the progress of the run where no event reports it, else None."""
         return None
 
     @abstractmethod
     async def _play(self, tasks: asyncio.TaskGroup, background: list[asyncio.Task[None]]) -> list[Rollout]:
-        """Everything between STARTING and STOPPING; returns the rollouts that the trainer shall score at the end."""
+        """Play the run from STARTING to STOPPING and return the rollouts that the trainer shall score at the end."""
 
     def apply(self, desired: DesiredState) -> None:
         """Pause or end the run if it shall; it stops at the next turn of the loop."""
@@ -126,7 +126,7 @@ class RunDriver(ABC):
         if self._parts.turns is None:
             await self._drive_restored()
             return
-        async with asyncio.TaskGroup() as tasks:  # the trainer's last turn is that behind the closing header
+        async with asyncio.TaskGroup() as tasks:  # the trainer's last turn is that after the closing header
             turns = tasks.create_task(lasting(self._parts.turns.run))
             await self._drive_restored()
             turns.cancel()
@@ -166,7 +166,7 @@ class RunDriver(ABC):
             keeper.watch_log,
             keeper.trim_batches,
             keeper.archive_events,
-            keeper.mend_damage,
+            keeper.remove_damaged,
         ]
 
     async def _play_and_close(self, tasks: asyncio.TaskGroup, background: list[asyncio.Task[None]]) -> None:
@@ -190,10 +190,10 @@ class RunDriver(ABC):
         await self._keeper.archive_now()
 
     async def _take_over(self) -> None:
-        """What a predecessor has played counts, and what env-servers still play for it goes on."""
+        """Adopt the predecessor's finished rollouts and the plays that env-servers still work on."""
         parts = self._parts
         if self._context.epoch.number > 1:
-            await parts.envs.let_return()
+            await parts.envs.wait_for_return()
         playing = await parts.envs.playing(self._keeper.log_instance)
         await parts.intake.take_over(parts.stream, playing)
 
@@ -244,10 +244,10 @@ class RunDriver(ABC):
         await self._record_end(state, f"{why}; {failed}" if failed else why)
 
     async def _record_end(self, state: run_pb2.RunState, why: str, *, error: run_pb2.RunError | None = None) -> None:
-        """The terminal state, its event archived, and the seal behind it."""
+        """Write the terminal state, archive its event, and write the seal after it."""
         for count in self._parts.failures.report(is_final=True):
             await self._events.rollouts_failed(count)
-        await self._keeper.archive_now()  # what that finds is told before the end, where watchers still listen
+        await self._keeper.archive_now()  # what this finds is reported before the end, while watchers still listen
         await self._events.state_changed(state, why, error=error, chain_hash=self._writer.chain.hex())
         self.has_ended = True
         await self._keeper.archive_now()
@@ -266,7 +266,7 @@ class RunDriver(ABC):
         await self._record_end(run_pb2.RUN_STATE_FAILED, error.message, error=detail)
 
     async def _abandon(self, reason: str) -> None:
-        """The run ends: if its rollouts are not all read yet, what a predecessor left open is dropped as well."""
+        """Drop every open play at the end of the run, also a predecessor's if not all rollouts are read yet."""
         intake = self._parts.intake
         if not intake.has_begun or intake.is_taking_over:
             await self._parts.stream.catch_up()
@@ -290,7 +290,7 @@ async def lasting(start: Callable[[], Coroutine[Any, Any, None]]) -> None:
 
 
 def _decisive(error: Exception) -> Exception:
-    """Of the errors that ended a drive, the one that says whether the run can go on elsewhere; else the first."""
+    """Return the first error after which the run can go on elsewhere, or the first error if there is none."""
     errors = [inner for inner in all_errors(error) if isinstance(inner, Exception)]
     handed_over = (inner for inner in errors if isinstance(inner, ConflictError | UnavailableError | CapacityError))
     return next(handed_over, errors[0])

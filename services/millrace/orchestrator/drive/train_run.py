@@ -37,7 +37,7 @@ class TrainRunDriver(RunDriver):
     PLAYED, WRITTEN = "every step is done", "the trainer has written everything"
 
     def __init__(self, context: RunContext, *, done_evals: Mapping[tuple[str, int], str]) -> None:
-        """`done_evals` are the environments and steps whose evaluation the log holds, with the ids of these."""
+        """Take `done_evals`: the environments and steps whose evaluation is in the log, with the evaluation's id."""
         config = context.record.training
         super().__init__(assemble(context, config, reported_evals=frozenset(done_evals.values())))
         self._config = config
@@ -46,7 +46,7 @@ class TrainRunDriver(RunDriver):
         """Versions due before the last one that are not evaluated, by environment."""
 
     async def _play(self, tasks: asyncio.TaskGroup, background: list[asyncio.Task[None]]) -> list[Rollout]:
-        """Everything between STARTING and STOPPING; returns the rollouts of the final evaluation."""
+        """Play the run from STARTING to STOPPING and return the rollouts of the final evaluation."""
         loop = await self._unless_stopped(self._start())
         self._parts.intake.begin(loop.make_play, has_predecessor=self._context.epoch.number > 1)
         await self._take_over()
@@ -124,8 +124,8 @@ class TrainRunDriver(RunDriver):
                 policies.release()
             last |= dict.fromkeys(evals.due(step, last=last), step)
             # A version that was published meanwhile can be held still; without holding, the next one is waited for.
-            behind = self._parts.book.step // interval * interval + interval
-            newest = behind if not is_pinned else policies.newest_due
+            following = self._parts.book.step // interval * interval + interval
+            newest = following if not is_pinned else policies.newest_due
             step = step + interval if newest is None else max(step + interval, newest)
         self._skipped = evals.due(int(self._parts.max_steps), last=last)  # finite: the loop has ended
         await self._tell_skipped(self._skipped, cause=f"{cause} until the last step was done")
@@ -218,7 +218,7 @@ class EvalRunDriver(RunDriver):
     PLAYED, WRITTEN = "every environment is evaluated", "every rollout is archived"
 
     def __init__(self, context: RunContext, *, done_evals: Mapping[tuple[str, int], str]) -> None:
-        """`done_evals` are the environments and steps whose evaluation the log holds, with the ids of these."""
+        """Take `done_evals`: the environments and steps whose evaluation is in the log, with the evaluation's id."""
         super().__init__(assemble(context, context.record.settings))
         self._done_evals = done_evals
         self._evaluations: list[Evaluation] = []
@@ -255,7 +255,7 @@ class EvalRunDriver(RunDriver):
             self._parts.book.keep(_best(self._parts.intake.noted, besides={_place(rollout) for rollout in archived}))
 
     def _load_archived(self) -> list[Rollout]:
-        """The good rollouts that were archived before the run was reopened (blocking)."""
+        """Return the good rollouts that were archived before the run was reopened (blocking)."""
         found: list[Rollout] = []
         for header in self._superseded:
             with contextlib.suppress(NotFoundError):  # pruned: it is played again
@@ -263,21 +263,21 @@ class EvalRunDriver(RunDriver):
         return [rollout for rollout in found if rollout.status is RolloutStatus.OK]
 
     def progress(self) -> run_pb2.RunProgress:
-        """Rollouts that came back, of how many; the mean reward so far."""
+        """Return how many rollouts came back of how many, and the mean reward so far."""
         good = [rollout for each in self._evaluations for rollout in each.good()]
-        wanted = sum(each.num_wanted for each in self._evaluations)
+        wanted = sum(each.num_planned for each in self._evaluations)
         missing = sum(each.num_missing for each in self._evaluations)
         reward = sum(rollout.reward for rollout in good) / len(good) if good else 0.0
         return run_pb2.RunProgress(step=wanted - missing, max_steps=wanted, num_rollouts=len(good), reward=reward)
 
 
 def _place(rollout: Rollout) -> tuple[str, int, int]:
-    """Which rollout of the run it is, whatever the attempt."""
+    """Return the identity of a rollout within the run, without the attempt."""
     return rollout.eval_id, rollout.ordinal, rollout.member
 
 
 def _best(rollouts: Iterable[Rollout], *, besides: Container[tuple[str, int, int]]) -> list[Rollout]:
-    """For each place but `besides`, the first good rollout, or the last one where none is good."""
+    """Return for each place not in `besides` the first good rollout, or the last rollout if none is good."""
     found: dict[tuple[str, int, int], Rollout] = {}
     for rollout in rollouts:
         known = found.get(_place(rollout))

@@ -143,7 +143,9 @@ class DeviceTurns:
         self._wait = LastingWait()
 
     async def run(self) -> None:
-        """Give the devices to whom they are due; ends by cancellation. InvalidStateError if a replica cannot sleep."""
+        """Lend the devices to trainer and replicas in turn until cancelled; raise InvalidStateError if a replica
+        cannot sleep.
+        """
         try:
             while True:
                 changed = self._registry.changed
@@ -152,7 +154,7 @@ class DeviceTurns:
             self._wait.over()
 
     async def leave(self) -> None:
-        """Wake the replicas behind the step that is being computed, if any is; no other turn begins."""
+        """Wake the replicas after the step that is being computed, if any is; no other turn begins."""
         try:
             with waits.waiting("replicas to wake at the run's end", waits_on="trainer", deadline_s=LEAVE_S):
                 async with asyncio.timeout(LEAVE_S):
@@ -178,7 +180,7 @@ class DeviceTurns:
             await asyncio.sleep(RETRIES.after(self._num_failed))
 
     async def _settle(self, *, begins: bool = True) -> bool:
-        """Let the trainer have the devices if it wants them, else the replicas; whether they have.
+        """Give the devices to the trainer if it asks for them, else to the replicas; return whether they have them.
 
         Unless a turn `begins` the trainer keeps the one that it has, and gets no other.
         """
@@ -211,12 +213,12 @@ class DeviceTurns:
         return True
 
     def _has_begun(self, wanted: tuple[str, int], replicas: Sequence[WorkerRecord]) -> bool:
-        """Whether a trainer has the turn that it wants: lent by this orchestrator or, as it seems, the one before."""
+        """Return whether a trainer has the turn that it asks for, lent by this orchestrator or an earlier one."""
         lent = self._registry.lent_turn(self._run_uid)
         return wanted == lent or (not lent[1] and any(map(_says_it_sleeps, replicas)))
 
     def _turn_of(self, trainer: WorkerRecord) -> int:
-        """The turn that a trainer asks for or has; 0 for none.
+        """Return the turn that a trainer asks for or has; 0 for none.
 
         One that failed may have it still: a gang's processes hold what they held until they end.
         """
@@ -272,5 +274,7 @@ class DeviceTurns:
 
 
 def _says_it_sleeps(replica: WorkerRecord) -> bool:
-    """Whether its last heartbeat says so: an orchestrator before this one may have asked for it."""
+    """Return whether the replica's last heartbeat says that it sleeps; an earlier orchestrator may have asked for
+    that.
+    """
     return replica.policy is not None and replica.policy.is_asleep

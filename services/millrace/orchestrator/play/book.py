@@ -39,7 +39,7 @@ class Resolved:
 
     @classmethod
     def of(cls, play: Play, reason: str) -> "Resolved":
-        """How `play` ends: trained if `reason` is empty, else dropped for it."""
+        """Return how `play` ends: trained if `reason` is empty, else dropped for `reason`."""
         task, rewards = play.task, [rollout.reward for rollout in play.rollouts()]
         task_id = next((rollout.task_id for rollout in play.members.values()), f"{task.task_index}")
         result = None
@@ -64,7 +64,9 @@ class Book:
         count: Callable[[Rollout], None] = lambda rollout: None,
         on_resolved: Callable[[Play], None] = lambda play: None,
     ) -> None:
-        """`count` is called with every rollout that is no duplicate, `on_resolved` with every play that is over."""
+        """Take `count`, called with every rollout that is no duplicate, and `on_resolved`, called with every play
+        that is over.
+        """
         self._count = count
         self._on_resolved = on_resolved
         self.plays: dict[int, Play] = {}
@@ -85,39 +87,41 @@ class Book:
         self._committing: frozenset[int] = frozenset()
 
     def restore(self, *, step: int, frontier: Frontier, num_duplicates: int = 0, counted_until: str = "") -> None:
-        """Continue behind a header. Duplicates up to the entry `counted_until` of the stream are counted already."""
+        """Continue after a header. Duplicates up to the entry `counted_until` of the stream are counted already."""
         self.step, self.frontier = step, frontier
         self.num_duplicates, self._counted_until = num_duplicates, counted_until
         self.cursor = frontier.resolved_below
 
     @property
     def open(self) -> list[Play]:
-        """The plays whose members are still to come."""
+        """Return the plays that still lack rollouts."""
         return [play for play in self.plays.values() if play.is_open]
 
     @property
     def whole(self) -> list[Play]:
-        """The plays that can be trained on, in the order in which they became whole."""
+        """Return the trainable plays in the order in which they became complete."""
         return [play for play in self.plays.values() if play.state is PlayState.WHOLE]
 
     @property
     def pending(self) -> Sequence[Resolved]:
-        """What the next header resolves."""
+        """Return the plays that the next header resolves."""
         return self._pending
 
     @property
     def drawn_below(self) -> int:
-        """An ordinal above every one that is played or resolved."""
+        """Return an ordinal above every one that is played or resolved."""
+        # All four places where a drawn ordinal can be: in play, in a committed header, in the one under way, or
+        # pending.
         known = [*self.plays, *self.frontier.resolved_above, *self._committing]
         return max([self.cursor, *(ordinal + 1 for ordinal in known), *(item.ordinal + 1 for item in self._pending)])
 
     def is_resolved(self, ordinal: int) -> bool:
-        """Whether an ordinal is resolved: by a committed header, by the one under way, or for the next one."""
+        """Return whether an ordinal is resolved: by a committed header, by the one under way, or for the next one."""
         is_known = self.frontier.is_resolved(ordinal) or ordinal in self._committing
         return is_known or any(item.ordinal == ordinal for item in self._pending)
 
     def next_ordinal(self) -> int:
-        """Smallest ordinal that is neither resolved nor played."""
+        """Return the smallest ordinal that is neither resolved nor played."""
         while self.cursor in self.plays or self.is_resolved(self.cursor):
             self.cursor += 1
         return self.cursor
@@ -127,6 +131,8 @@ class Book:
         play = self.plays.get(rollout.ordinal)
         arrival = Arrival.DUPLICATE if play is None else play.add(rollout)
         if arrival is Arrival.DUPLICATE:
+            # After a takeover the stream is read from its beginning: earlier duplicates are in the header's count
+            # already.
             if entry_key(rollout.entry_id) > entry_key(self._counted_until):
                 self.num_duplicates += 1
             rollout = replace(rollout, is_duplicate=True)
@@ -137,6 +143,7 @@ class Book:
             if arrival is Arrival.HOPELESS:
                 self._remove(play)
             elif arrival is Arrival.FINISHED:
+                # Moved to the end of the dictionary, whose order is the order of arrival in which batches are cut.
                 self.plays[play.ordinal] = self.plays.pop(play.ordinal)
                 faults.reach(faults.Point.ORCHESTRATOR_AFTER_ROLLOUTS, step=self.step)
         if arrival is not Arrival.OPEN:
@@ -165,6 +172,7 @@ class Book:
         """
         self.drop([*self.open, *self.whole], reason=reason)
         self._pending = [replace(item, reason=item.reason or reason) for item in self._pending]
+        # Every drawn ordinal must end in some header; these were drawn by a predecessor and came to nothing.
         for ordinal in range(self.frontier.resolved_below, self.drawn_below):
             if not self.is_resolved(ordinal):
                 self._pending.append(Resolved(ordinal=ordinal, env="", task_id="", reason=reason, attempts=0))
@@ -174,7 +182,7 @@ class Book:
         self._archive += rollouts
 
     def keep_evaluated(self, rollout: Rollout, *, counts: bool) -> None:
-        """Archive a rollout of an evaluation, unless the newest header that was read behind it has done so.
+        """Archive a rollout of an evaluation, unless the newest header that was read after it has done so.
 
         One that no report counts, of an evaluation that began anew, is marked as a duplicate.
         """
@@ -182,7 +190,8 @@ class Book:
             self._archive.append(rollout if counts else replace(rollout, is_duplicate=True))
 
     def abandon(self, rollouts: Sequence[Rollout], *, reason: str) -> None:
-        """Before a closing header: resolve as dropped what a predecessor left open, given the rollouts in the log.
+        """Resolve as dropped, before a closing header, the plays that a predecessor left open, given the rollouts in
+        the log.
 
         The archive keeps these. Of an ordinal that nothing came back from only the number is known.
         """
@@ -190,6 +199,7 @@ class Book:
         self._archive += left
         for rollout in {(r.ordinal, r.member, r.attempt): r for r in left}.values():
             self._count(rollout)
+        # The last of equal keys wins: the latest attempt of each ordinal.
         newest = {rollout.ordinal: rollout for rollout in sorted(left, key=lambda rollout: rollout.attempt)}
         highest = max([*newest, *self.frontier.resolved_above], default=-1)
         for ordinal in range(self.frontier.resolved_below, highest + 1):
@@ -209,6 +219,7 @@ class Book:
         one.
         """
         resolved, rollouts = self._pending, self._archive
+        # Emptied before the commit, so that what is dropped during the commit goes into the next header.
         self._pending, self._archive = [], []
         self._committing = frozenset(item.ordinal for item in resolved)
         try:
@@ -222,19 +233,21 @@ class Book:
         self.step += 1
 
     def oldest_entry(self) -> str | None:
-        """Smallest stream id of a rollout that no header archives, which a successor needs; None if there is none."""
+        """Return the smallest stream id of a rollout that no header archives and a successor needs; None if there
+        is none.
+        """
         kept = [self._archive, *self._rollouts.values()]
         entries = [rollout.entry_id for rollouts in kept for rollout in rollouts if rollout.entry_id]
         return min(entries, key=entry_key, default=None)
 
     def _remove(self, play: Play) -> None:
-        """A resolved play leaves the book for the next header."""
+        """Move a resolved play from the book to the next header."""
         self._pending.append(Resolved.of(play, play.reason))
         self._on_resolved(play)
         self._archive += self._archived(self.plays.pop(play.ordinal))
 
     def _archived(self, play: Play) -> list[Rollout]:
-        """What the archive keeps of a resolved play."""
+        """Return the rollouts of a resolved play that the archive keeps."""
         kept = self._rollouts.pop(play.ordinal, [])
         if not play.is_scored_whole:
             return kept
@@ -276,7 +289,8 @@ class RolloutStream:
         is_scored: bool = False,
         on_damaged: OnDamaged | None = None,
     ) -> None:
-        """`take` gets every rollout once, with its `entry_id`; `on_damaged` is called with each entry that is skipped.
+        """Take `take`, which gets every rollout once, with its `entry_id`, and `on_damaged`, called with each skipped
+        entry.
 
         `is_scored`: a teacher scores the rollouts that are trained on, and they are taken with its scores.
         """
@@ -292,7 +306,9 @@ class RolloutStream:
 
     @property
     def position(self) -> str:
-        """Id of the entry of this copy of the stream up to which all were taken; `START` before the first."""
+        """Return the id of the entry of this copy of the stream up to which all were taken; `START` before the
+        first.
+        """
         return self._cursor
 
     async def follow(self) -> None:
@@ -318,7 +334,7 @@ class RolloutStream:
         entries = await self._log.read("rollouts", after=self._cursor, count=READ_COUNT, block_s=block_s)
         rollouts = await self._decode(entries)
         if rewinds != self._rewinds:
-            return True  # read behind the old position: others of the new copy come first
+            return True  # read after the old position: others of the new copy come first
         for entry in entries:
             # `catch_up` and `follow` may both have asked for it.
             if entry_key(entry.id) <= entry_key(self._cursor):
@@ -335,7 +351,7 @@ class RolloutStream:
         return bool(entries)
 
     async def _decode(self, entries: Sequence[Entry]) -> dict[str, Rollout]:
-        """The rollouts of entries that were not taken yet, by entry id, without those that are refused."""
+        """Return the rollouts of entries that were not taken yet, by entry id, without those that are refused."""
         new = [entry for entry in entries if not entry.damage and bytes.fromhex(entry.h) not in self._seen]
         if self._is_scored:  # side by side: each is a request to the store
             found = await asyncio.gather(*(self._rollout(entry) for entry in new))
@@ -356,12 +372,14 @@ class RolloutStream:
             return None
 
     def _skip(self, entry: Entry) -> None:
-        """An entry holds no rollout: its member stays missing, and is appended again or played again."""
+        """Skip an entry that holds no rollout; its member is appended or played again."""
         if self._on_damaged is not None:
             self._on_damaged(Stream.ROLLOUTS, entry)
 
     async def _scored(self, rollout: Rollout) -> Rollout:
-        """With the teacher's scores, which its env-server kept before it appended; waits while the store is away."""
+        """Return the rollout with the teacher's scores, stored by its env-server before the append; wait while
+        the store is away.
+        """
         with waits.waiting("the teacher's scores of a rollout", waits_on="object store", quiet_s=STORE_PAUSE_S):
             while True:
                 try:
@@ -371,7 +389,7 @@ class RolloutStream:
                     await asyncio.sleep(STORE_PAUSE_S)
 
     def _is_new(self, entry_hash: bytes) -> bool:
-        """Whether an entry with that content was not taken before; remembers it."""
+        """Return whether an entry's content is new, and remember it."""
         if entry_hash in self._seen:
             return False
         self._seen[entry_hash] = None
@@ -381,7 +399,7 @@ class RolloutStream:
 
 
 def entry_key(entry_id: str) -> tuple[int, int]:
-    """Order of stream ids, which are two numbers; an empty id is before all."""
+    """Return the sort key of a stream id, which is two numbers; an empty id comes first."""
     if not entry_id:
         return 0, 0
     milliseconds, _, sequence = entry_id.partition("-")

@@ -86,7 +86,7 @@ class EnvServers:
     def __init__(
         self, *, run_uid: str, epoch: int, registry: WorkerRegistry, trained: Mapping[str, Sampling] | None = None
     ) -> None:
-        """`trained` says how the environments that are trained on are sampled, by name."""
+        """Take `trained`, which says how the environments that are trained on are sampled, by name."""
         self._trained = trained or {}
         self._run_uid = run_uid
         self._epoch = epoch
@@ -99,16 +99,18 @@ class EnvServers:
         self.envs: dict[str, OpenedEnv] = {}
 
     def alive(self) -> list[str]:
-        """Worker ids of the env-servers whose lease holds."""
+        """Return the worker ids of the env-servers whose lease holds."""
         return [record.worker_id for record in self._registry.alive(WorkerKind.ENV_SERVER)]
 
     def places_of(self, spec: EnvSpec) -> list[str]:
-        """Of those, the ones that may play an environment: they run its image, or announce none if it names none."""
+        """Return the living env-servers that may play an environment: they run its image, or announce none if it
+        names none.
+        """
         records = self._registry.alive(WorkerKind.ENV_SERVER)
         return [record.worker_id for record in records if record.worker.env_image == spec.image]
 
     def servers_with(self, env: str) -> list[str]:
-        """Env-servers that take work and on which `env` is ready, least busy first."""
+        """Return the env-servers that take work and on which `env` is ready, least busy first."""
         ready = self._ready.get(env, set())
         records = self._registry.accepting(WorkerKind.ENV_SERVER)
         found = [r.worker_id for r in sorted(records, key=lambda r: r.num_playing) if r.worker_id in ready]
@@ -137,7 +139,7 @@ class EnvServers:
         return "".join(f"; {name} is {env.played_in}" for name, env in sorted(self.envs.items()) if env.played_in)
 
     def is_complete(self, specs: Sequence[EnvSpec]) -> bool:
-        """Whether every environment is ready on every living env-server."""
+        """Return whether every environment is ready on every living env-server."""
         return all(
             worker_id in self._ready.get(spec.name, set()) for spec in specs for worker_id in self.places_of(spec)
         )
@@ -173,13 +175,13 @@ class EnvServers:
         )
 
     def _no_place(self, spec: EnvSpec) -> str:
-        """What an environment waits for that no env-server may play."""
+        """Describe what is missing for an environment that no env-server may play."""
         records = self._registry.alive(WorkerKind.ENV_SERVER)
         wanted = f"an env-server that announces image {spec.image}" if spec.image else "an env-server without an image"
         return f"{wanted}; registered: {images_in_words(records)}"
 
     def _describe_alive(self) -> str:
-        """Every env-server, and what was wrong with it when it was last asked."""
+        """Describe every env-server with the error of its last answer."""
         alive = self.alive()
         return (
             ", ".join(f"{each} ({self._problems[each]})" if each in self._problems else each for each in alive)
@@ -279,8 +281,8 @@ class EnvServers:
             return False
         return True
 
-    async def let_return(self) -> None:
-        """After a takeover: wait, shortly, until the env-servers that the predecessor had are back as well.
+    async def wait_for_return(self) -> None:
+        """Wait shortly, after a takeover, until the predecessor's env-servers are back.
 
         What those play that have not registered when the groups are taken over is played a second time.
         """
@@ -296,7 +298,7 @@ class EnvServers:
     async def playing(
         self, log_instance: str, *, workers: Collection[str] | None = None, timeout_s: float = LIST_TIMEOUT_S
     ) -> dict[str, list[PlayedGroup]]:
-        """What each living env-server, or each of `workers`, plays for the run; silent ones are left out.
+        """Return the groups that each living env-server, or each of `workers`, plays for the run, without silent ones.
 
         Each one first appends what that copy of the log lacks of its finished rollouts; "" is the copy that it knows.
         """
@@ -335,7 +337,7 @@ class EnvServers:
         await asyncio.gather(*(cancel_on(worker_id) for worker_id in self.alive()))
 
     async def stop_all(self, log_instance: str) -> None:
-        """Before a pause: stop everything that is played, but let env-servers keep what they have finished."""
+        """Stop all plays before a pause, but let env-servers keep finished rollouts."""
         playing = [group for groups in (await self.playing(log_instance)).values() for group in groups]
         if playing:
             await self.cancel(playing)
@@ -358,7 +360,7 @@ class EnvServers:
 
 
 def images_in_words(records: Sequence[WorkerRecord]) -> str:
-    """Which images env-servers announce, and how many of them each."""
+    """Return which images env-servers announce, and how many of them each."""
     counts = Counter(record.worker.env_image for record in records)
     return ", ".join(f"{count} with {image or 'none'}" for image, count in sorted(counts.items())) or "none"
 
@@ -370,7 +372,7 @@ def _to_load(spec: EnvSpec) -> str:
 def env_spec(
     env: NamedEnv, *, takes_several_traces: bool = False, is_text_only: bool, select_json: str = "", demo_key: str = ""
 ) -> EnvSpec:
-    """What env-servers are told of an environment of the run config."""
+    """Make the message that describes an environment of the run config to env-servers."""
     return EnvSpec(
         name=env.name,
         id=env.id,
@@ -401,6 +403,6 @@ def _failure(spec: EnvSpec, worker_id: str, answer: env_service_pb2.OpenEnvRespo
     return InvalidStateError(
         f"environment {spec.name!r}{named} {what} on {worker_id}: {answer.error_type}: {answer.error_message}",
         reason=KILLS_WORKERS if is_killing else "ENV_LOAD_FAILED",
-        remedy=answer.error_remedy or "mend that, then submit the run again",
+        remedy=answer.error_remedy or "fix that, then submit the run again",
         metadata=metadata,
     )

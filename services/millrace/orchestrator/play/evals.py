@@ -58,16 +58,16 @@ class Evaluation:
 
     @property
     def num_missing(self) -> int:
-        """Rollouts that are still to come."""
+        """Return the number of rollouts that are still to come."""
         return sum(len(play.missing) for play in self.plays.values() if play.is_open)
 
     @property
-    def num_wanted(self) -> int:
-        """Rollouts that were asked for."""
+    def num_planned(self) -> int:
+        """Return the number of requested rollouts."""
         return sum(play.group_size for play in self.plays.values())
 
     def add(self, rollout: Rollout) -> Arrival:
-        """Take a rollout of one of its tasks."""
+        """Take a rollout of one of the evaluation's tasks."""
         if rollout.ordinal not in self.plays:
             return Arrival.DUPLICATE
         self.last_answer = time.monotonic()
@@ -75,11 +75,11 @@ class Evaluation:
         return self.plays[rollout.ordinal].add(rollout)
 
     def good(self) -> list[Rollout]:
-        """The OK rollouts in order of (task, member)."""
+        """Return the OK rollouts in order of (task, member)."""
         return [rollout for play in self.plays.values() for rollout in play.rollouts()]
 
     def failed(self) -> list[Rollout]:
-        """The last failure of every member that did not come back OK."""
+        """Return the last failure of every member that did not come back OK."""
         return [play.failures[member] for play in self.plays.values() for member in sorted(play.failures)]
 
 
@@ -95,7 +95,7 @@ class Evaluator:
         player: Player,
         evaluations: dict[str, Evaluation],
     ) -> None:
-        """`epoch` is that of the run's driver; `evaluations` are those that take rollouts, by id."""
+        """Take `epoch`, the driver's, and `evaluations`, those that take rollouts, by id."""
         self._settings = settings
         self._epoch = epoch
         self._envs = envs
@@ -105,12 +105,12 @@ class Evaluator:
 
     @property
     def is_playing(self) -> bool:
-        """Whether an evaluation is being played, or another environment's of the same `series` follows."""
+        """Return whether an evaluation is being played, or another environment's of the same `series` follows."""
         return self._num_series > 0 or bool(self._open)
 
     @contextmanager
     def series(self) -> Iterator[None]:
-        """In this block evaluations follow one another."""
+        """Treat the evaluations in the block as one series, so that nothing else is played between them."""
         self._num_series += 1
         try:
             yield
@@ -119,21 +119,24 @@ class Evaluator:
 
     @property
     def names(self) -> list[str]:
-        """Names of the environments that are evaluated."""
+        """Return the names of the environments that are evaluated."""
         return [] if self._settings is None else [env.name for env in self._settings.envs]
 
     @property
     def interval(self) -> int:
-        """Steps after which some environment may be due."""
+        """Return the number of steps after which some environment may be due."""
         return math.gcd(*(env.interval for env in self.settings.envs))
 
     def may_be_due(self, version: int, *, before: int | None) -> bool:
-        """Whether a version is one that some environment is evaluated at during training, `before` the last step."""
+        """Return whether a version is one that some environment is evaluated at during training, `before` the
+        last step.
+        """
         is_last = before is not None and version >= before
         return self._settings is not None and version % self.interval == 0 and not is_last
 
     def due(self, step: int, *, last: Mapping[str, int]) -> dict[str, list[int]]:
-        """The environments to evaluate with the policy of a step, each with the steps that were skipped before it.
+        """Return the environments to evaluate with the policy of a step, each with the steps that were skipped before
+        it.
 
         `last` is the newest step that each was evaluated at, 0 if left out. A step may have passed while others were
         evaluated, or while nobody drove the run; it is made up for at the next one.
@@ -147,12 +150,12 @@ class Evaluator:
 
     @property
     def settings(self) -> EvalSettings:
-        """What is evaluated; there must be something."""
+        """Return the settings of the evaluation, which must exist."""
         assert self._settings is not None, "evaluation is off"
         return self._settings
 
     def load(self) -> Counter[str]:
-        """Rollouts of evaluations that are being played, by replica."""
+        """Count the rollouts of evaluations that are being played, by replica."""
         return load_of(play for current in self._open.values() for play in current.plays.values())
 
     def begin(
@@ -247,7 +250,7 @@ class Evaluator:
             is_run = self.settings.is_whole_run
             remedies = (remedy_of(rollout, of_evaluation=is_run) for rollout in current.failed())
             raise InvalidStateError(
-                f"evaluation of {current.env} at step {current.step}: none of {current.num_wanted} rollouts finished; "
+                f"evaluation of {current.env} at step {current.step}: none of {current.num_planned} rollouts finished; "
                 f"first failure: {_first_failure(current)}",
                 reason="EVAL_FAILED",
                 remedy=next(remedies, "look at the env-server's log"),
@@ -258,9 +261,9 @@ class Evaluator:
             policy_version=min((v for rollout in good if (v := rollout.min_version) is not None), default=0),
             policy_version_max=max((v for rollout in good if (v := rollout.max_version) is not None), default=0),
             step=current.step,
-            reward_mean=sum(rollout.reward for rollout in good) / current.num_wanted,
+            reward_mean=sum(rollout.reward for rollout in good) / current.num_planned,
             num_rollouts=len(good),
-            num_failed=current.num_wanted - len(good),
+            num_failed=current.num_planned - len(good),
             metrics=figures(plays, pass_threshold=self.settings.pass_threshold),
             seconds=seconds,
             eval_id=current.eval_id,
@@ -270,7 +273,7 @@ class Evaluator:
 
 
 def _task_id(play: Play) -> str:
-    """What the environment calls the task, where a rollout says it; else its index."""
+    """Return the environment's id of the task if a rollout has one, else the task's index."""
     known = (rollout.task_id for rollout in (*play.failures.values(), *play.members.values()))
     return next(filter(None, known), f"{play.task.task_index}")
 
@@ -289,7 +292,7 @@ _Z95 = 1.959964
 
 
 def figures(plays: Sequence[Play], *, pass_threshold: float) -> dict[str, float]:
-    """Everything but the mean reward, by name.
+    """Return all figures but the mean reward, by name.
 
     All of them are over the same rollouts, those that were asked for: one that failed has reward 0 and does not pass.
     `reward/sem` is the standard error over tasks, because rollouts of one task are not independent. pass@k and pass^k
@@ -332,15 +335,17 @@ def _is_ours(name: str) -> bool:
 
 
 def pass_at_k(size: int, passed: int, k: int) -> float:
-    """Chance that k of `size` rollouts, `passed` of which pass, hold one that passes (drawn without replacement)."""
+    """Return the chance that k of `size` rollouts, `passed` of which pass, hold one that passes (drawn without
+    replacement).
+    """
     return 1.0 - math.comb(size - passed, k) / math.comb(size, k)
 
 
 def confidence(chances: Sequence[float], *, num_draws: int) -> tuple[float, float]:
-    """The 95 % confidence interval of the mean over tasks of a chance: Wilson's, which also holds near 0 and 1.
+    """Return the 95 % confidence interval of the mean over tasks of a chance: Wilson's, which also holds near 0 and 1.
 
     Its number of trials is what the spread over tasks amounts to: at least one a task, and at most `num_draws`, the
-    independent draws behind all of them, because equal tasks have no spread at all.
+    independent draws after all of them, because equal tasks have no spread at all.
     """
     mean, trials = float(np.mean(chances)), float(len(chances))
     if len(chances) > 1:
@@ -353,6 +358,6 @@ def confidence(chances: Sequence[float], *, num_draws: int) -> tuple[float, floa
 
 
 def env_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
-    """Mean of each environment metric over the rollouts that have it."""
+    """Return the mean of each environment metric over the rollouts that have it."""
     names = sorted({name for rollout in rollouts for name in rollout.metrics})
     return {name: float(np.mean([r.metrics[name] for r in rollouts if name in r.metrics])) for name in names}

@@ -21,13 +21,13 @@ from millrace.orchestrator.play.play import Play
 from millrace.rollouts.types import OWN_SAMPLING, Rollout, RolloutStatus
 
 BACKOFF = Backoff(0.05, 0.5)
-"""First and longest pause before new groups start behind groups that came to nothing; it doubles in between. A run
+"""First and longest pause before new groups start after groups that came to nothing; it doubles in between. A run
 whose rollouts all fail shall end soon, and meanwhile neither flood the log nor keep the workers busy."""
 MAX_ERROR_CHARS, MAX_FRAMES_CHARS = 500, 1000
 OWN_SAMPLING_REMEDY = "an environment may set temperature, top_p, top_k and min_p of its own, and when a reply ends"
 _MAX_ENVIRONMENTS, _MAX_GROUPS = 10_000, 100_000
 REMEDIES = {
-    RolloutStatus.ENV_ERROR: "mend the environment or its reward function; `millrace env check` plays one task of it",
+    RolloutStatus.ENV_ERROR: "fix the environment or its reward function; `millrace env check` plays one task of it",
     RolloutStatus.MODEL_ERROR: "the engine refuses the requests: see orchestrator.sampling, orchestrator.seq_len "
     "and the model's chat template",
     RolloutStatus.TIMEOUT: "raise orchestrator.rollout_timeout_s (or the environment's own limit, where the error "
@@ -65,7 +65,7 @@ class GroupCount:
 
     @property
     def num_failed(self) -> int:
-        """How many failed."""
+        """Return the number of failed rollouts."""
         return self.failed.total()
 
 
@@ -78,12 +78,12 @@ class EnvCount(GroupCount):
     frames: str = ""
     num_recent: int = 0
     num_recent_failed: int = 0
-    is_told_before: bool = False
-    """Whether an event has told of the first failure already."""
+    is_reported_before: bool = False
+    """Whether an event has reported the first failure already."""
 
     @property
     def recent_share(self) -> float:
-        """Failed rollouts of those of the last groups, 0 to 1."""
+        """Return the share of failed rollouts in the last groups, 0 to 1."""
         return self.num_recent_failed / self.num_recent if self.num_recent else 0.0
 
     def add(self, group: GroupCount) -> None:
@@ -92,20 +92,20 @@ class EnvCount(GroupCount):
         self.failed += group.failed
 
     def explain(self) -> str:
-        """How many of how many failed, and, unless it was told before, with what error first and what to do."""
-        said = f"{self.num_failed} of {self.num_rollouts} rollouts of environment {self.env!r} failed"
-        if self.is_told_before:
-            return f"{said} by now ({by_status(self.failed)})"
-        return f"{said} {self.cause}; {self.remedy}"
+        """Describe how many rollouts failed and, unless reported before, the first error and the remedy."""
+        counts = f"{self.num_failed} of {self.num_rollouts} rollouts of environment {self.env!r} failed"
+        if self.is_reported_before:
+            return f"{counts} by now ({by_status(self.failed)})"
+        return f"{counts} {self.cause}; {self.remedy}"
 
     @property
     def cause(self) -> str:
-        """With what status they failed, and with what error first."""
+        """Describe the statuses of the failed rollouts and the first error."""
         return f"({by_status(self.failed)}); the first: {self.first_error}{_at(self.frames)}"
 
     @property
     def remedy(self) -> str:
-        """What to do about most of them."""
+        """Return the remedy for the most frequent failure."""
         return REMEDIES.get(RolloutStatus(self.failed.most_common(1)[0][0]), "") if self.failed else ""
 
 
@@ -115,8 +115,8 @@ class Tally:
 
     environments: dict[str, EnvCount] = field(default_factory=dict)
     groups: Sequence[GroupCount] = ()
-    told: dict[str, tuple[int, int]] = field(default_factory=dict)
-    """By environment, of how many failed rollouts of how many an event last told."""
+    reported_counts: dict[str, tuple[int, int]] = field(default_factory=dict)
+    """By environment, the failed and all rollouts in the last event about them."""
 
 
 @dataclass(slots=True)
@@ -135,7 +135,7 @@ class Losses:
             self.last_error = describe_error(rollout)[:MAX_ERROR_CHARS]
 
     def explain(self) -> str:
-        """How many came to nothing, with what error last, and what to do."""
+        """Describe how many rollouts were lost, the last error and the remedy."""
         return (
             f"{self.statuses.total()} rollouts in a row were lost to what they run on ({by_status(self.statuses)}); "
             f"the last: {self.last_error}; the run goes on once it works: see the logs of inference and env-server"
@@ -146,7 +146,7 @@ class Failures:
     """Counts what is taken, group by group."""
 
     def __init__(self, *, num_groups: int, group_sizes: Mapping[str, int], max_share: float) -> None:
-        """The run has failed once `max_share` of the rollouts of the last `num_groups` groups have.
+        """Fail the run once more than `max_share` of the rollouts of the last `num_groups` groups failed.
 
         `group_sizes` are the rollouts of a group by environment; 1 of one that it does not name.
         """
@@ -155,8 +155,8 @@ class Failures:
         self._open: dict[int, GroupCount] = {}
         self._closed: deque[GroupCount] = deque(maxlen=num_groups)
         self._totals: dict[str, EnvCount] = {}
-        self._told: dict[str, tuple[int, int]] = {}
-        self._losses, self._num_losses_told = Losses(), 0
+        self._reported_counts: dict[str, tuple[int, int]] = {}
+        self._losses, self._num_losses_reported = Losses(), 0
         self._num_in_a_row = 0
         self._own_sampling = ""
         self._has_failed = False  # ever: most runs need no look at the last groups at every turn
@@ -164,7 +164,7 @@ class Failures:
         """Monotonic time before which no new group shall start."""
 
     def note(self, rollout: Rollout) -> None:
-        """A rollout found its place in a group."""
+        """Count a rollout that was accepted into a group."""
         self._losses.note(rollout)
         is_ok = rollout.status == RolloutStatus.OK
         if is_ok:
@@ -187,8 +187,8 @@ class Failures:
             total.frames = error.frames[:MAX_FRAMES_CHARS] if error else ""
 
     def resolve(self, play: Play) -> None:
-        """A play is over."""
-        self.close(play.ordinal, has_failed=play.has_come_to_nothing)
+        """Note that a play is over."""
+        self.close(play.ordinal, has_failed=play.has_failed_members)
 
     def close(self, ordinal: int, *, has_failed: bool) -> None:
         """Count a resolved ordinal. After a group of which nothing is trained (`has_failed`) the next ones wait a
@@ -202,7 +202,7 @@ class Failures:
             self._closed.append(group)
 
     def environments(self) -> list[EnvCount]:
-        """What came of the rollouts of every environment of which some failed, by name."""
+        """Return the counts of every environment with failed rollouts, by name."""
         found: dict[str, EnvCount] = {}
         for env, total in sorted(self._totals.items()):
             found[env] = EnvCount(
@@ -223,7 +223,7 @@ class Failures:
         return [count for count in found.values() if count.num_failed]
 
     def report(self, *, is_final: bool = False) -> Iterator[EnvCount]:
-        """The environments to report on now: at their first failing group, then whenever the number has doubled.
+        """Yield the environments to report now: at the first failing group, then whenever the number has doubled.
 
         `is_final`: also those of which the last report is out of date.
         """
@@ -231,31 +231,31 @@ class Failures:
             return
         failing = {group.env for group in self._recent() if group.num_failed}
         for count in self.environments():
-            told = self._told.get(count.env)
+            reported_counts = self._reported_counts.get(count.env)
             now = (count.num_failed, count.num_rollouts)
-            is_due = count.num_failed >= 2 * told[0] if told else count.env in failing
-            if is_due or (is_final and told != now):
-                self._told[count.env] = now
-                count.is_told_before = told is not None and not is_final
+            is_due = count.num_failed >= 2 * reported_counts[0] if reported_counts else count.env in failing
+            if is_due or (is_final and reported_counts != now):
+                self._reported_counts[count.env] = now
+                count.is_reported_before = reported_counts is not None and not is_final
                 yield count
 
     @property
     def outage(self) -> str:
-        """What the infrastructure lost since a rollout last came back OK; empty if less than a group."""
+        """Describe what the infrastructure lost since the last OK rollout; empty if less than a group."""
         return self._losses.explain() if self._losses.statuses.total() >= self._largest_group else ""
 
     def outage_report(self) -> str:
-        """The outage to tell of now: at the first group that is lost, then whenever the number has doubled."""
+        """Return the outage to report now: at the first lost group, then whenever the number has doubled."""
         count = self._losses.statuses.total()
-        if count < self._num_losses_told:
-            self._num_losses_told = 0
-        if count < max(self._largest_group, 2 * self._num_losses_told):
+        if count < self._num_losses_reported:
+            self._num_losses_reported = 0
+        if count < max(self._largest_group, 2 * self._num_losses_reported):
             return ""
-        self._num_losses_told = count
+        self._num_losses_reported = count
         return self._losses.explain()
 
     def error(self) -> RolloutsFailedError | None:
-        """Why the run cannot learn; None while it can, or nobody can tell yet."""
+        """Return why the run cannot learn; None while it can or it is too early to decide."""
         if self._own_sampling:  # of what an environment is, not of one task: all of its rollouts would say the same
             return RolloutsFailedError(
                 self._own_sampling,
@@ -279,7 +279,9 @@ class Failures:
         )
 
     def describe(self) -> str:
-        """`12 of 4000 rollouts failed (10 env_error, 2 timeout)`; empty if none did."""
+        """Describe the failures, as in `12 of 4000 rollouts failed (10 env_error, 2 timeout)`; empty without
+        failures.
+        """
         counts = self.environments()
         if not counts:
             return ""
@@ -290,29 +292,29 @@ class Failures:
 
     @property
     def tally(self) -> Tally:
-        """What a header carries."""
-        return Tally(environments=self._totals, groups=self._closed, told=self._told)
+        """Return the tally for a header."""
+        return Tally(environments=self._totals, groups=self._closed, reported_counts=self._reported_counts)
 
     def restore(self, tally: Tally, *, is_reopened: bool) -> None:
-        """Continue behind a header. A run that was reopened, or is a fork, gets a new window: the cause may be
+        """Continue after a header. A run that was reopened, or is a fork, gets a new window: the cause may be
         removed."""
         self._totals = dict(tally.environments)
         self._has_failed = any(count.num_failed for count in self._totals.values())
         self._closed = deque([] if is_reopened else tally.groups, maxlen=self._num_groups)
-        self._told = {} if is_reopened else dict(tally.told)
+        self._reported_counts = {} if is_reopened else dict(tally.reported_counts)
 
     def _total(self, env: str) -> EnvCount:
         return self._totals.setdefault(env, EnvCount(env=env))
 
     def _recent(self) -> list[GroupCount]:
-        """The last groups, of those that are resolved, or of which every member came back once."""
+        """Return the last groups that are resolved or whose members all came back at least once."""
         sizes = self._group_sizes
         answered = [group for group in self._open.values() if len(group.members) >= sizes.get(group.env, 1)]
         return [*self._closed, *answered][-self._num_groups :]
 
 
 def describe_error(rollout: Rollout) -> str:
-    """The error of a failed rollout, with the last frames of the environment's own code."""
+    """Return the error of a failed rollout, with the last frames of the environment's own code."""
     error = rollout.error
     return f"{error.type}: {error.message}{_at(error.frames)}" if error else str(rollout.status)
 
@@ -325,17 +327,17 @@ def remedy_of(rollout: Rollout, *, of_evaluation: bool) -> str:
 
 
 def _at(frames: str) -> str:
-    """` (at innermost ← outer)`, or nothing if no frame is known."""
+    """Return ` (at innermost ← outer)`, or an empty text if no frame is known."""
     return f" (at {' ← '.join(reversed(frames.splitlines()))})" if frames else ""
 
 
 def by_status(failed: Counter[str]) -> str:
-    """`10 env_error, 2 timeout`."""
+    """Describe the counts by status, as in `10 env_error, 2 timeout`."""
     return ", ".join(f"{count} {status}" for status, count in failed.most_common())
 
 
 def encode_tally(tally: Tally) -> dict[str, Any]:
-    """The JSON form."""
+    """Encode a tally as plain data."""
     return {
         "environments": [
             {
@@ -353,13 +355,13 @@ def encode_tally(tally: Tally) -> dict[str, Any]:
         ],
         "told": [
             {"env": env, "num_failed": num_failed, "num_rollouts": num_rollouts}
-            for env, (num_failed, num_rollouts) in sorted(tally.told.items())
+            for env, (num_failed, num_rollouts) in sorted(tally.reported_counts.items())
         ],
     }
 
 
 def decode_tally(fields: Fields | None) -> Tally:
-    """The tally in a JSON form; ValueError if it is none."""
+    """Decode a tally from plain data; raise ValueError if it is malformed."""
     if fields is None:
         return Tally()
     environments = {
@@ -380,15 +382,15 @@ def decode_tally(fields: Fields | None) -> Tally:
     ]
     if missing := {group.env for group in groups} - environments.keys():
         raise ValueError(f"groups of {sorted(missing)[0]!r}, which is no environment of it")
-    told = {
+    reported_counts = {
         item.text("env"): (item.integer("num_failed"), item.integer("num_rollouts"))
         for item in (fields.objects("told", most=_MAX_ENVIRONMENTS) if fields.has("told") else ())
     }
-    return Tally(environments=environments, groups=groups, told=told)
+    return Tally(environments=environments, groups=groups, reported_counts=reported_counts)
 
 
 def _statuses(fields: Fields | None) -> Counter[str]:
-    """Counts by status, of statuses that exist."""
+    """Read counts by status, for known statuses only."""
     if fields is None:
         return Counter()
     return Counter({str(status): fields.integer(status) for status in RolloutStatus if fields.has(status)})

@@ -28,7 +28,7 @@ class Intake:
         reported: Container[str] = (),
         keeps_evaluated: bool = True,
     ) -> None:
-        """`evaluations` are those that are open, by id; `reported` are the ids of those that the log has reports of.
+        """Take `evaluations`, the open ones by id, and `reported`, the ids of those with a report in the log.
 
         `keeps_evaluated`: every rollout of an evaluation is archived as it comes.
         """
@@ -72,8 +72,11 @@ class Intake:
         does, is left to be placed as the next attempt.
         """
         await stream.catch_up()
+        # The stream is at its end: from here on an unknown attempt is a late one, not a predecessor's.
         self.is_taking_over = False
         offers = [(self._offered(group), server, group) for server, groups in playing.items() for group in groups]
+        # First bring all plays to the attempt that is being played, then place them: two env-servers may offer one
+        # group.
         for play, _, group in offers:
             if play is not None:
                 play.follow(group.attempt)
@@ -100,7 +103,7 @@ class Intake:
             self._policies.suspect(play.replica)
 
     def _of_predecessor(self, rollout: Rollout) -> Play | None:
-        """The play of a rollout that we did not ask for; None if its ordinal is resolved.
+        """Return the play of a rollout that a predecessor asked for; None if the rollout's ordinal is resolved.
 
         Also after a takeover: an env-server of a predecessor that did not answer may play on, and what it
         sends must not be generated again.
@@ -113,14 +116,14 @@ class Intake:
         return play
 
     def _offered(self, group: PlayedGroup) -> Play | None:
-        """The play that an env-server says to be at."""
+        """Return the play that an env-server reports as being played."""
         if group.purpose is Purpose.TRAIN:
             return self._opened(group.ordinal, group.planned_step)
         evaluation = self._evaluations.get(group.eval_id)
         return evaluation.plays.get(group.ordinal) if evaluation is not None else None
 
     def _opened(self, ordinal: int, planned_step: int) -> Play | None:
-        """The play of an ordinal that is not resolved, opened if it is not known."""
+        """Return the play of an ordinal that is not resolved, opened if it is not known."""
         book = self._book
         if ordinal not in book.plays and self._make_play is not None and not book.is_resolved(ordinal):
             book.plays[ordinal] = self._make_play(ordinal, planned_step)

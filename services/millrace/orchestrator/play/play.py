@@ -43,7 +43,7 @@ BLAMELESS_BACKOFF = Backoff(0.5, 15.0)
 
 
 class PlayState(StrEnum):
-    """Where a play stands; the table above has the transitions."""
+    """The state of a play; the table above has the transitions."""
 
     UNPLACED = "unplaced"
     PLACED = "placed"
@@ -112,63 +112,64 @@ class Play:
 
     @property
     def ordinal(self) -> int:
-        """Ordinal of its task."""
+        """Return the ordinal of the play's task."""
         return self.task.ordinal
 
     @property
     def is_open(self) -> bool:
-        """Whether members may still come."""
+        """Return whether rollouts of members are still accepted."""
         return self.state in (PlayState.UNPLACED, PlayState.PLACED)
 
     @property
-    def has_come_to_nothing(self) -> bool:
-        """Whether it is over because its members failed."""
+    def has_failed_members(self) -> bool:
+        """Return whether the play is over because its members failed."""
         return self.reason == GIVEN_UP or self.reason in self.settings.hopeless
 
     @property
     def missing(self) -> list[int]:
-        """Members that have no OK rollout yet."""
+        """Return the members without an OK rollout."""
         return [member for member in range(self.group_size) if member not in self.members]
 
     @property
     def num_playing(self) -> int:
-        """Rollouts that an env-server plays."""
+        """Return the number of rollouts that an env-server plays."""
         return len(self.missing) - len(self.failures) if self.state is PlayState.PLACED else 0
 
     @property
     def source(self) -> str:
-        """Env-server whose play of a task that is scored as a whole has come in part; empty if there is none."""
+        """Return the env-server that delivered part of a group that is scored as a whole; empty if there is none."""
         return next((rollout.env_server for rollout in self.members.values()), "") if self.is_scored_whole else ""
 
     @property
     def min_policy_version(self) -> int | None:
-        """Oldest version among the tokens of its members so far; None before the first sampled token."""
+        """Return the oldest version among the tokens of the members so far; None before the first sampled token."""
         versions = [rollout.min_version for rollout in self.members.values() if rollout.min_version is not None]
         return min(versions) if versions else None
 
     @property
     def oldest_version(self) -> int | None:
-        """Oldest version that its tokens may have, those to come included; None while nothing is known."""
+        """Return the oldest version that any token of the group may have, future ones included; None while unknown."""
         known = [version for version in (self.min_policy_version, self.placed_version) if version is not None]
         return min(known) if known else None
 
     @property
     def seconds(self) -> float | None:
-        """Seconds since it began, or until it was whole; None if nobody knows."""
+        """Return the seconds from the play's beginning until now or until it was complete; None if unknown."""
         return None if self.began is None else (time.monotonic() if self.ended is None else self.ended) - self.began
 
     def rollouts(self) -> list[Rollout]:
-        """The OK rollouts in order of member."""
+        """Return the OK rollouts in order of member."""
         return [self.members[member] for member in sorted(self.members)]
 
     def place(self, env_server: str, *, replica: str, timeout_s: float, version: int | None = None) -> None:
-        """An env-server plays what is missing of the current attempt; after `timeout_s` it counts as lost.
+        """Note that an env-server plays the missing members of this attempt; after `timeout_s` they count as lost.
 
         `version` is what the replica serves.
         """
         assert self.state is PlayState.UNPLACED, self.state
         self.state = PlayState.PLACED
         self.env_server, self.replica, self.placed_version = env_server, replica, version
+        # A predecessor's placement (`version` None) has no known beginning, and must not count as a quick group.
         self.began = time.monotonic() if self.began is None and version is not None else self.began
         self.deadline, self.num_put_off = time.monotonic() + timeout_s, 0
 
@@ -179,17 +180,18 @@ class Play:
         if rollout.status == RolloutStatus.OK:
             self.members[rollout.member] = rollout
             self.failures.pop(rollout.member, None)
+        # A failure of an earlier attempt is late: its member is being played again already.
         elif rollout.attempt >= self.attempt:
             self.failures[rollout.member] = rollout
         return self._settle()
 
     @property
     def may_go_on(self) -> bool:
-        """Whether its deadline may be put off once more."""
+        """Return whether the play's deadline may be extended once more."""
         return self.num_put_off < MAX_PUT_OFF
 
     def go_on(self) -> None:
-        """Put its deadline off by the time that it had at first: its env-server says that it plays it."""
+        """Extend the play's deadline by its initial time, because the env-server still plays the group."""
         self.num_put_off += 1
         self.deadline = time.monotonic() + self.settings.timeout_s
 
@@ -205,7 +207,7 @@ class Play:
         self.follow(self.attempt + 1)
 
     def resolve(self, reason: str) -> None:
-        """Nothing of it is played or taken any more; `reason` is empty if it is trained."""
+        """End the play, so that no rollout of it is accepted any more; `reason` is empty if it is trained."""
         assert self.state is not PlayState.RESOLVED
         self.state, self.reason = PlayState.RESOLVED, reason
 
@@ -217,11 +219,12 @@ class Play:
         if attempt > self.attempt and self.is_open:
             self.attempt = attempt
             self.failures.clear()
+            # Rewards of such a group compare its members, so members of two attempts must not be mixed.
             if self.is_scored_whole:
                 self.members.clear()
 
     def is_continued_by(self, *, attempt: int, members: Collection[int]) -> bool:
-        """Whether nobody is known to play it, and a play with these `members` to come covers all that is missing.
+        """Return whether nobody plays the group and a play of these `members` would complete it.
 
         Without a deadline nobody would notice that the members of an earlier attempt failed.
         """
@@ -230,7 +233,7 @@ class Play:
         return attempt == self.attempt or not (self.is_scored_whole or math.isinf(self.settings.timeout_s))
 
     def _wants(self, rollout: Rollout) -> bool:
-        """Whether the rollout fills a place: its member is missing, and it fits those that are there.
+        """Return whether the rollout fills a gap: its member is missing, and it fits the members that came.
 
         Rollouts that are scored one by one combine over attempts; those of a task that is scored whole come from one
         play, and two orchestrators may have given the same number to two plays.
@@ -250,11 +253,15 @@ class Play:
             self.state, self.ended = PlayState.WHOLE, time.monotonic()
             self.placed_version = None
             return Arrival.FINISHED
+        # Playing these again cannot help, such as a prompt that is too long, so one of them ends the whole group.
         if hopeless := [status for status in statuses if status in self.settings.hopeless]:
             self.resolve(str(hopeless[0].value))
             return Arrival.HOPELESS
+        # Wait for the other members: an attempt is judged as a whole, so that a lost engine counts once and not per
+        # member.
         if any(member not in self.failures for member in self.missing):
             return Arrival.OPEN
+        # Infrastructure failures have a limit of their own, so that a flaky engine never uses up the tries of a task.
         is_blameless, limit = all(status in BLAMELESS for status in statuses), self.settings.max_blameless_attempts
         if is_blameless and (limit is None or self.num_blameless_attempts < limit):
             self.num_blameless_attempts += 1
@@ -270,7 +277,7 @@ class Play:
 
 
 def load_of(plays: Iterable[Play]) -> Counter[str]:
-    """Rollouts that are being played, by replica."""
+    """Count the rollouts that are being played, by replica."""
     load = Counter[str]()
     for play in plays:
         if play.replica:
@@ -279,5 +286,5 @@ def load_of(plays: Iterable[Play]) -> Counter[str]:
 
 
 def num_rollouts(groups: Iterable[Play]) -> int:
-    """Rollouts that groups have once they are whole."""
+    """Return the number of rollouts that the groups have once they are complete."""
     return sum(group.group_size for group in groups)

@@ -103,7 +103,7 @@ class Player:
         return False
 
     async def _keep_on(self, plays: Collection[Play]) -> None:
-        """Give plays behind their deadline more time whose env-server says that it plays them.
+        """Give plays past their deadline more time if their env-server reports them as being played.
 
         It enforces the deadline itself, by each rollout's own time: what others take of a worker does not count there.
         """
@@ -124,7 +124,7 @@ class Player:
                 play.go_on()
 
     def lost(self, plays: Iterable[Play]) -> list[Play]:
-        """Placed plays whose env-server or replica is gone, or whose deadline passed."""
+        """Return the placed plays whose env-server or replica is gone, or whose deadline passed."""
         now = time.monotonic()
         env_servers, replicas = self._envs.alive(), self._policies.known()
         placed = [play for play in plays if play.state is PlayState.PLACED]
@@ -189,14 +189,14 @@ class Player:
 
 
 def _has_room(play: Play, plays: Iterable[Play]) -> bool:
-    """Whether the bound leaves room for the play; one that is larger than the bound is played alone."""
+    """Return whether the bound leaves room for the play; a play larger than the bound is played alone."""
     bound = play.settings.max_playing
     playing = sum(other.num_playing for other in plays) if bound is not None else 0
     return bound is None or not playing or playing + len(play.missing) <= bound
 
 
 def _is_asked_for(play: Play, request: PlayRequest) -> bool:
-    """Whether the request still names what the play lacks."""
+    """Return whether the request still names exactly the missing members of the play."""
     return play.is_open and play.attempt == request.attempt and play.missing == request.members
 
 

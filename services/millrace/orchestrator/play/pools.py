@@ -6,7 +6,7 @@
 With `hard_replay` hard tasks are played again now and then, and move by what their group was worth.
 
 Each header records `drawn_below`, the first ordinal that nobody had drawn when it was cut, and what it moved. Ordinal n
-is drawn from the pools behind the headers with `drawn_below` ≤ n. That says the same before and after a kill: a header
+is drawn from the pools after the headers with `drawn_below` ≤ n. That says the same before and after a kill: a header
 that was cut after n was drawn does not count for n, also where the orchestrator that draws n again knows that header.
 """
 
@@ -31,7 +31,7 @@ _MAX_PARTS = 1 << 16
 
 
 class Pool(StrEnum):
-    """Where a task stands. Only normal ones are drawn."""
+    """The pool of a task. Only normal tasks are drawn."""
 
     EASY = "easy"
     NORMAL = "normal"
@@ -48,7 +48,7 @@ class Thresholds:
     """Whether hard tasks are played again, and move by their new group."""
 
     def pool(self, reward: float) -> Pool:
-        """The pool that a group's mean reward stands for."""
+        """Return the pool for a group's mean reward."""
         if self.easy is not None and reaches(reward, self.easy):
             return Pool.EASY
         return Pool.HARD if self.hard is not None and reaches(-reward, -self.hard) else Pool.NORMAL
@@ -75,52 +75,57 @@ class Moves:
     drawn_below: int
     """It counts for ordinals from here on."""
     step: int
-    """The step behind the header."""
+    """The step after the header."""
     placed: Placed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pools:
-    """The pools behind a header. Immutable; tasks that are named nowhere are normal."""
+    """The pools after a header. Immutable; tasks that are named nowhere are normal."""
 
     placed: Placed = field(default_factory=dict[str, Mapping[int, Pool]])
     """For every ordinal that is not resolved."""
     recent: tuple[Moves, ...] = ()
     """Later moves, ascending: some ordinal that is not resolved was drawn before each."""
     step: int = 0
-    """The step behind `placed`."""
+    """The step after `placed`."""
     drawn_below: int = 0
     """Ordinals below it were drawn before the newest header."""
     digests: Mapping[str, str] = field(default_factory=dict[str, str])
     """By environment, the digest of the task set that the indexes belong to."""
 
     def num_counting(self, ordinal: int) -> int:
-        """How many of the recent moves count for an ordinal."""
+        """Return how many of the recent moves count for an ordinal."""
         return sum(moves.drawn_below <= ordinal for moves in self.recent)
 
-    def behind(self, num_counting: int) -> tuple[int, Placed]:
-        """The step at which an ordinal is drawn for which so many moves count, and the pools that it is drawn from."""
+    def for_draw(self, num_counting: int) -> tuple[int, Placed]:
+        """Return the step and the pools of a draw for which the first `num_counting` moves count."""
         counting = self.recent[:num_counting]
         return (counting[-1].step if counting else self.step), _apply(self.placed, counting)
 
     def newest(self) -> Placed:
-        """The pools that the next new ordinal is drawn from."""
+        """Return the pools that the next new ordinal is drawn from."""
         return _apply(self.placed, self.recent)
 
     def after(
         self, groups: Iterable[GroupResult], thresholds: Thresholds, *, step: int, drawn_below: int, resolved_below: int
     ) -> "Pools":
-        """The pools behind the header that resolves `groups`, in this order; `step` is the one behind it."""
+        """Return the pools after the header that resolves `groups`, in this order; `step` is the step after that
+        header.
+        """
         now = self.newest()
         moved: dict[str, dict[int, Pool]] = {}
         for group in groups:
             pool = thresholds.pool(group.reward)
-            stands = now.get(group.env, {}).get(group.task_index, Pool.NORMAL)
-            may_move = stands is Pool.NORMAL or (stands is Pool.HARD and thresholds.replays_hard)
-            if may_move and pool is not stands and group.task_index < MAX_TASKS:
+            current = now.get(group.env, {}).get(group.task_index, Pool.NORMAL)
+            # Once easy, always easy; hard tasks leave their pool only if they are replayed. The first group of a header
+            # decides.
+            may_move = current is Pool.NORMAL or (current is Pool.HARD and thresholds.replays_hard)
+            if may_move and pool is not current and group.task_index < MAX_TASKS:
                 moved.setdefault(group.env, {}).setdefault(group.task_index, pool)
         drawn_below = max(self.drawn_below, drawn_below)
         recent = (*self.recent, Moves(drawn_below=drawn_below, step=step, placed=moved))
+        # Moves that count for every unresolved ordinal are folded into `placed`, which bounds the length of `recent`.
         old = [moves for moves in recent if moves.drawn_below <= resolved_below]
         return replace(
             self,
@@ -131,11 +136,13 @@ class Pools:
         )
 
     def begun_anew(self, *, easy_fraction: float, hard_fraction: float, seed: int, step: int) -> "Pools":
-        """The pools with a random share of the easy and of the hard tasks normal again, for ordinals not drawn yet."""
+        """Return the pools with a random share of easy and hard tasks made normal, for ordinals not drawn yet."""
         rng = _rng(f"{seed}/begun anew/{step}")
         now, moved = self.newest(), dict[str, dict[int, Pool]]()
         for pool, fraction in ((Pool.EASY, easy_fraction), (Pool.HARD, hard_fraction)):
             members = sorted((env, task) for env, tasks in now.items() for task in tasks if tasks[task] is pool)
+            # Drawn by a seed over sorted members, so that two orchestrators that resume the same log return the same
+            # tasks.
             for place in rng.permutation(len(members))[: round(len(members) * fraction)]:
                 env, task = members[place]
                 moved.setdefault(env, {})[task] = Pool.NORMAL
@@ -145,7 +152,7 @@ class Pools:
         return replace(self, recent=(*self.recent, moves))
 
     def of_task_sets(self, digests: Mapping[str, str]) -> "Pools":
-        """The pools without the tasks of environments whose task set is another one now."""
+        """Return the pools without the tasks of environments whose task set has changed."""
         gone = {env for env, digest in digests.items() if self.digests.get(env, digest) != digest}
         known = {**self.digests, **digests}
         if not gone:
@@ -154,12 +161,12 @@ class Pools:
         return replace(self, placed=_without(self.placed, gone), recent=recent, digests=known)
 
     def counts(self, env: str) -> tuple[int, int]:
-        """How many tasks of an environment are easy, and how many hard."""
+        """Return how many tasks of an environment are easy, and how many hard."""
         pools = list(self.newest().get(env, {}).values())
         return pools.count(Pool.EASY), pools.count(Pool.HARD)
 
     def to_json(self) -> dict[str, Any]:
-        """As a header keeps it."""
+        """Encode the pools for a header."""
         recent = [
             {"drawn_below": moves.drawn_below, "step": moves.step, "placed": _encode(moves.placed)}
             for moves in self.recent
@@ -174,7 +181,7 @@ class Pools:
 
     @classmethod
     def from_json(cls, fields: Fields) -> "Pools":
-        """What `to_json` wrote; ValueError if it is nothing of the kind."""
+        """Decode the pools that `to_json` wrote; raise ValueError if they are malformed."""
         recent = tuple(
             Moves(drawn_below=item.integer("drawn_below"), step=item.integer("step"), placed=_decode(item, "placed"))
             for item in fields.objects("recent", most=_MAX_PARTS)
@@ -191,12 +198,12 @@ class Pools:
 
 
 def random_of(seed: int, ordinal: int) -> np.random.Generator:
-    """The randomness of one ordinal's draw."""
+    """Return the random generator of one ordinal's draw."""
     return _rng(f"{seed}/draw/{ordinal}")
 
 
 def replay_of(seed: int, ordinal: int) -> np.random.Generator:
-    """The randomness that says whether an ordinal plays a hard task again, and which."""
+    """Return the random generator that decides whether an ordinal plays a hard task again, and which."""
     return _rng(f"{seed}/replay/{ordinal}")
 
 
@@ -205,7 +212,7 @@ def _rng(material: str) -> np.random.Generator:
 
 
 def _apply(placed: Placed, moves: Sequence[Moves]) -> Placed:
-    """The pools behind these moves; a task that is normal again is named nowhere."""
+    """Return the pools after these moves; a task that became normal is in no set."""
     if not moves:
         return placed
     result = {env: dict(tasks) for env, tasks in placed.items()}
@@ -231,7 +238,8 @@ def _encode(placed: Placed) -> list[dict[str, Any]]:
 
 
 def _encode_set(members: Sequence[int]) -> dict[str, Any]:
-    """The indexes, or, where that is shorter, base64 of a bitmap that begins with the bit of index 0."""
+    """Encode the indexes as a list or, if shorter, as base64 of a bitmap that begins with the bit of index 0."""
+    # A JSON number takes up to about 32 bits, a bitmap one bit for each task up to the last.
     if 32 * len(members) < members[-1]:
         return {"tasks": list(members)}
     bits = np.zeros(members[-1] + 1, np.uint8)
@@ -275,7 +283,7 @@ class PoolSizes:
 
 
 def thresholds_of(config: BufferConfig) -> Thresholds:
-    """What moves a task."""
+    """Return the thresholds at which a task changes its pool."""
     return Thresholds(easy=config.easy_threshold, hard=config.hard_threshold, replays_hard=bool(config.hard_replay))
 
 
@@ -291,7 +299,7 @@ class TaskBuffer:
         pools: Callable[[], Pools],
         sampler: Sampler | None = None,
     ) -> None:
-        """`pools` are those behind the newest committed header."""
+        """Take `pools`, those after the newest committed header."""
         self._order = TaskOrder(sources, seed=seed)
         self._sources = {source.env: source for source in sources}
         self._schedule = sorted((entry.step, tuple(entry.env_ratios)) for entry in config.schedule)
@@ -301,11 +309,11 @@ class TaskBuffer:
         self._pools = pools
         self._sampler = sampler
         self._seen = Pools()
-        self._behind: dict[int, tuple[int, Placed]] = {}
+        self._draws: dict[int, tuple[int, Placed]] = {}
         self._normal: dict[tuple[int, str], np.ndarray] = {}
 
     def task(self, ordinal: int) -> TaskRef:
-        """Return the task behind `ordinal` (from 0); that of the task order if no task is normal."""
+        """Return the task of `ordinal` (from 0); that of the task order if no task is normal."""
         if not self._is_on:
             return self._order.task(ordinal)
         step, placed = self._at(ordinal)
@@ -329,7 +337,7 @@ class TaskBuffer:
         return TaskRef(ordinal=ordinal, env=env, task_index=int(rng.choice(self._normal_of(env, placed))))
 
     def is_exhausted(self, ordinal: int) -> bool:
-        """Whether no task is left that this ordinal could draw."""
+        """Return whether no task is left that this ordinal could draw."""
         if not self._is_on:
             return False
         step, placed = self._at(ordinal)
@@ -338,14 +346,14 @@ class TaskBuffer:
         return not any(len(self._normal_of(env, placed)) for env in drawn)
 
     def sizes(self, pools: Pools) -> PoolSizes:
-        """How many tasks are in which pool."""
+        """Return how many tasks are in which pool."""
         counts = [pools.counts(env) for env in self._sources]
         easy, hard = sum(count[0] for count in counts), sum(count[1] for count in counts)
         total = sum(source.num_tasks for source in self._sources.values())
         return PoolSizes(easy=easy, normal=total - easy - hard, hard=hard)
 
     def _ratios(self, step: int) -> Mapping[str, float] | None:
-        """The ratios of the schedule at a step; None where it has not begun, and the weights count."""
+        """Return the schedule's ratios at a step; None before the schedule begins, while the weights count."""
         begun = [ratios for first, ratios in self._schedule if first <= step]
         return dict(zip(self._sources, begun[-1], strict=True)) if begun else None
 
@@ -354,7 +362,7 @@ class TaskBuffer:
         return envs[int(rng.choice(len(envs), p=shares / shares.sum()))]
 
     def _replayed(self, ordinal: int, env: str, placed: Placed) -> int | None:
-        """The hard task that an ordinal plays again; None where it does not, or none is hard."""
+        """Return the hard task that an ordinal plays again; None if it plays no hard task."""
         if not self._hard_replay:
             return None
         rng = replay_of(self._seed, ordinal)
@@ -362,17 +370,17 @@ class TaskBuffer:
         return int(rng.choice(tasks)) if rng.random() < self._hard_replay and tasks else None
 
     def _at(self, ordinal: int) -> tuple[int, Placed]:
-        """The step at which an ordinal is drawn, and the pools that it is drawn from; the same object for the same."""
+        """Return the step at which an ordinal is drawn and the pools it is drawn from, cached for equal arguments."""
         pools = self._pools()
         if pools is not self._seen:
-            self._seen, self._behind, self._normal = pools, {}, {}
+            self._seen, self._draws, self._normal = pools, {}, {}
         count = pools.num_counting(ordinal)
-        if count not in self._behind:
-            self._behind[count] = pools.behind(count)
-        return self._behind[count]
+        if count not in self._draws:
+            self._draws[count] = pools.for_draw(count)
+        return self._draws[count]
 
     def _normal_of(self, env: str, placed: Placed) -> np.ndarray:
-        """The normal tasks of an environment, ascending."""
+        """Return the normal tasks of an environment, ascending."""
         key = (id(placed), env)  # `_behind` keeps it alive
         if key not in self._normal:
             taken = np.fromiter(placed.get(env, {}), np.int64)

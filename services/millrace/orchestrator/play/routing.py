@@ -42,35 +42,35 @@ class Policies(Protocol):
 
     @property
     def desired(self) -> policy_pb2.PolicyEntry | None:
-        """The policy that they shall serve; None where it never changes."""
+        """Return the policy that the replicas shall serve; None if it never changes."""
         ...
 
     def ready(self) -> Sequence[ReadyReplica]:
-        """Those that serve and take work."""
+        """Return the replicas that serve and take work."""
         ...
 
     def known(self) -> set[str]:
-        """Worker ids of those that are there, ready or not."""
+        """Return the worker ids of all replicas, ready or not."""
         ...
 
     def replica_at(self, http_url: str) -> str:
-        """Worker id of the one with that base URL; empty if it is not known."""
+        """Return the worker id of the replica with that base URL; empty if there is none."""
         ...
 
     def suspect(self, worker_id: str) -> None:
-        """A rollout lost its engine there."""
+        """Note that a rollout lost its engine at that replica."""
         ...
 
     def publish(self, entry: policy_pb2.PolicyEntry) -> None:
-        """A version was published."""
+        """Note that a version was published."""
         ...
 
     def served_version(self) -> int | None:
-        """Newest version that a ready replica serves."""
+        """Return the newest version that a ready replica serves."""
         ...
 
     def up_to(self, version: int) -> str:
-        """Kind of component that must act before a version is served."""
+        """Return the kind of component that must act before a version is served."""
         ...
 
     def hold(self, version: int) -> None:
@@ -83,12 +83,12 @@ class Policies(Protocol):
 
     @property
     def newest_due(self) -> int | None:
-        """Newest published version that may be evaluated; None before the first."""
+        """Return the newest published version that may be evaluated; None before the first."""
         ...
 
     @property
     def held_version(self) -> int | None:
-        """The version that a held replica serves; None while none does."""
+        """Return the version that a held replica serves; None while none does."""
         ...
 
     async def run(self) -> None:
@@ -109,7 +109,7 @@ class Router:
     def pick(
         self, replicas: Iterable[ReadyReplica], *, min_version: int, home: str = "", is_pinned: bool = False
     ) -> ReadyReplica | None:
-        """The replica for a play, of those at `min_version` or newer; None if there is none.
+        """Return the replica for a play, of those at `min_version` or newer; None if there is none.
 
         `home` is the worker id of the replica that has the prefix already; it is left when it is full and another one
         is not. One that is taking a new version gets something only if all do that. Pinned plays go to held replicas
@@ -162,7 +162,9 @@ class AdmissionRule:
     max_steps: int | None
 
     def num_allowed(self, *, step: int, served_version: int) -> int:
-        """Rollouts that may be open or finished-unbatched when `step` is the next to cut; a group may go beyond."""
+        """Return the number of rollouts that may be open or finished but unbatched when `step` is the next to
+        cut; a group may go beyond.
+        """
         steps_ahead = served_version + self.async_level + 1 - step
         if self.max_steps is not None:
             # Work for steps that will never be cut would only be thrown away at the end.
@@ -170,17 +172,17 @@ class AdmissionRule:
         return max(0, math.ceil(steps_ahead * self.rollouts_per_step * self.oversampling_factor))
 
     def may_cut(self, *, step: int, served_version: int) -> bool:
-        """Whether `step` may be cut: never more than L + 1 steps ahead of what engines serve."""
+        """Return whether `step` may be cut: never more than L + 1 steps ahead of what engines serve."""
         return step <= served_version + self.async_level
 
     def planned_step(self, *, step: int, num_ahead: int) -> int:
-        """Step that a group will be cut into if `num_ahead` rollouts stand before it and none is dropped."""
+        """Step that a group will be cut into if `num_ahead` rollouts come before it and none is dropped."""
         return step + int(num_ahead // (self.rollouts_per_step * self.oversampling_factor))
 
     def min_version(self, *, planned_step: int) -> int:
-        """Oldest version that a replica may serve to get a group planned for `planned_step`."""
+        """Return the oldest version that a replica may serve to get a group planned for `planned_step`."""
         return max(0, planned_step - self.async_level)
 
     def is_eligible(self, *, step: int, min_policy_version: int) -> bool:
-        """Whether rollouts whose oldest token is of `min_policy_version` may be trained at `step`."""
+        """Return whether rollouts whose oldest token is of `min_policy_version` may be trained at `step`."""
         return min_policy_version >= step - self.max_off_policy_steps

@@ -37,7 +37,7 @@ class PlaySettings:
     """The engines are endpoints that are not ours."""
     api_key_var: str = ""
     demo_key: str = ""
-    """Field of a task with the demonstration that its teacher is told; empty if it is told none."""
+    """Field of a task with the demonstration for its teacher; empty without a demonstration."""
     timeout_s: float = math.inf
     """Time after which a play counts as lost."""
     rest_timeout_s: float = math.inf
@@ -55,7 +55,7 @@ class PlaySettings:
     """The temperature by planned step, where it is not the same for all."""
 
     def sampling_at(self, planned_step: int) -> Sampling:
-        """How what is planned for a step is sampled."""
+        """Return the sampling of rollouts that are planned for a step."""
         if self.temperature_at is None:
             return self.sampling
         return replace(self.sampling, temperature=self.temperature_at(planned_step))
@@ -110,7 +110,9 @@ def plays_of_training(config: OrchestratorConfig, env: EnvConfig) -> PlaySetting
 
 
 def _temperature_at(schedule: TemperatureSchedule | None, *, max_steps: int | None) -> Callable[[int], float] | None:
-    """A function of the planned step alone; every rollout records its own, and the trainer divides by that."""
+    """Return the temperature as a function of the planned step; every rollout records its temperature for the
+    trainer.
+    """
     if schedule is None:
         return None
     steps = max_steps if schedule.total_steps is None else schedule.total_steps
@@ -125,7 +127,7 @@ def _temperature_at(schedule: TemperatureSchedule | None, *, max_steps: int | No
 
 
 def of_training(config: OrchestratorConfig) -> EvalSettings | None:
-    """The evaluation during training; None if it is off."""
+    """Return the evaluation during training; None if it is off."""
     settings = config.eval
     if settings is None:
         return None
@@ -148,7 +150,7 @@ def of_training(config: OrchestratorConfig) -> EvalSettings | None:
 
 
 def of_run(config: EvalRunConfig) -> EvalSettings:
-    """The evaluation that an evaluation run is."""
+    """Return the settings of an evaluation run."""
     return EvalSettings(
         envs=tuple(
             EvaluatedEnv(

@@ -1,4 +1,4 @@
-"""Task order: which task of which environment stands behind an ordinal.
+"""Task order: which task of which environment an ordinal plays.
 
 A pure function of (seed, task-set digest, weights, ordinal), so that a new orchestrator draws the same tasks as the one
 that died, without any stored cursor.
@@ -34,7 +34,7 @@ class TaskSource:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskRef:
-    """The task behind an ordinal."""
+    """The task of an ordinal."""
 
     ordinal: int
     env: str
@@ -57,7 +57,7 @@ class TaskOrder:
         self._permutation = lru_cache(maxsize=2 * len(sources))(self._draw_permutation)
 
     def task(self, ordinal: int) -> TaskRef:
-        """Return the task behind `ordinal` (from 0)."""
+        """Return the task of `ordinal` (from 0)."""
         cycle_index, slot = divmod(ordinal, len(self._cycle))
         which = self._cycle[slot]
         draw = cycle_index * self._counts[which] + self._ranks[slot]

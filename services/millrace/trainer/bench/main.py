@@ -87,7 +87,7 @@ _PHASES = ("data", "forward", "backward", "optimizer")
 
 
 def summary(steps: Sequence[BenchStep], *, num_ranks: int, peak_bytes: int) -> dict[str, Any]:
-    """Medians over the steps as plain data; `peak_bytes` is that of the rank that holds most."""
+    """Return medians over the steps as plain data; `peak_bytes` is the largest of all ranks."""
     used = [step.mfu for step in steps if step.mfu is not None]
     tokens_per_s = median(step.tokens_per_s for step in steps)
     return {
@@ -105,7 +105,7 @@ def summary(steps: Sequence[BenchStep], *, num_ranks: int, peak_bytes: int) -> d
 
 
 def lines(bench: TrainerBench, found: Mapping[str, Any]) -> list[str]:
-    """The summary as people read it."""
+    """Return the summary as people read it."""
     data, ranks = bench.data, found["ranks"]
     mfu = "unknown (set peak_tflops)" if found["mfu"] is None else f"{found['mfu']:.1%}"
     rows = [

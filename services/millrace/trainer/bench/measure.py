@@ -49,16 +49,16 @@ class BenchStep:
 
     @property
     def seconds(self) -> float:
-        """The whole step."""
+        """Return the seconds of the whole step."""
         return self.data_s + self.forward_s + self.backward_s + self.optimizer_s
 
     @property
     def tokens_per_s(self) -> float:
-        """Over all ranks."""
+        """Return the tokens per second over all ranks."""
         return self.num_tokens / self.seconds
 
     def to_json(self) -> dict[str, Any]:
-        """The step as plain data."""
+        """Return the step as plain data."""
         return asdict(self) | {"seconds": self.seconds, "tokens_per_s": self.tokens_per_s}
 
 
@@ -68,7 +68,7 @@ class _TimedLearner(Learner):
     __slots__ = ("forward_s",)
 
     def loss_inputs(self, micro_batch: MicroBatch) -> tuple[LossInputs, torch.Tensor, torch.Tensor]:
-        """The same, timed."""
+        """Return the loss's inputs, timed."""
         began = _now(self.gang)
         given = Learner.loss_inputs(self, micro_batch)
         self.forward_s += _now(self.gang) - began
@@ -76,7 +76,8 @@ class _TimedLearner(Learner):
 
 
 def measure(bench: TrainerBench, *, gang: Gang, on_step: Callable[[BenchStep], None]) -> list[BenchStep]:
-    """The steps that count. Collective in a gang; `on_step` hears of each at every rank, with that which warms up.
+    """Measure and return the counted steps; `on_step` gets every step at every rank, the warm-up too. Collective in a
+    gang.
 
     NotFoundError if there is no such model, and what a run's start raises.
     """
@@ -122,7 +123,7 @@ def _steps(bench: TrainerBench, learner: _TimedLearner) -> Iterator[BenchStep]:
 
 
 def _now(gang: Gang) -> float:
-    """A clock that what was queued on the device has reached."""
+    """Return the time after the device has finished all queued work."""
     if gang.device.type == "cuda":
         torch.cuda.synchronize(gang.device)
     return time.perf_counter()
@@ -137,7 +138,7 @@ SHORTEST = 0.1
 def fake_samples(
     data: FakeDataConfig, *, step: int, seed: int, vocabulary: int, is_sft: bool = False
 ) -> list[TrainSample]:
-    """The samples of a step: random tokens in `data.seq_len` tokens each, or in 10 to 100 % of them."""
+    """Make the samples of a step: random tokens, `data.seq_len` each, or 10 to 100 % of that."""
     random = np.random.default_rng((seed, step))
     shortest = max(int(SHORTEST * data.seq_len), 2)
     samples = []
@@ -152,7 +153,7 @@ def fake_samples(
 
 
 def fake_batch(samples: Sequence[TrainSample], *, step: int, layout: BatchLayout, gang: Gang) -> Batch:
-    """The batch of these samples as this rank has it: planned, padded or packed, and on its device, like a real one."""
+    """Make this rank's batch of these samples, planned, padded or packed, and on the device like a real one."""
     lengths = [min(len(sample.token_ids), layout.seq_len) for sample in samples]
     plans = plan_micro_batches(
         lengths,
@@ -192,7 +193,7 @@ class PeakMemory:
 
     @property
     def peak(self) -> int:
-        """Bytes, so far."""
+        """Return the peak in bytes so far."""
         if self._device.type == "cuda":
             return torch.cuda.max_memory_allocated(self._device)
         if _STATUS.exists():

@@ -93,7 +93,7 @@ def _open(directory: Path, gang: Gang) -> BinaryIO:
 
 
 def _rows(name: str, tensor: torch.Tensor, gang: Gang) -> tuple[torch.Tensor, int, bool]:
-    """The whole rows that this rank holds, their first element, and whether this rank writes them."""
+    """Return this rank's complete rows, the index of their first element, and whether this rank writes them."""
     if not isinstance(tensor, DTensor):
         return tensor, 0, gang.is_leader or name.startswith(RANDOM_STATE)
     share = held(tensor, is_first_part=gang.layout.is_first_part(gang.rank))
@@ -101,7 +101,8 @@ def _rows(name: str, tensor: torch.Tensor, gang: Gang) -> tuple[torch.Tensor, in
 
 
 def needed_files(state: Mapping[str, torch.Tensor], index: ShardIndex) -> set[str]:
-    """Names of the files with what this rank loads into `state`; InvalidStateError if that does not fit the index.
+    """Return the names of the files that this rank loads into `state`; raise InvalidStateError if they do not fit the
+    index.
 
     The names must be exactly the saved ones: a tensor that is missing or left over would be a silent reset. Only
     random states may be: of ranks that are no more, and of ranks that were not there.
@@ -158,7 +159,7 @@ def _write(name: str, tensor: torch.Tensor, local: torch.Tensor, start: int, fil
 
 
 def _overlap(piece: ShardPiece, share: _Range) -> tuple[int, int] | None:
-    """The elements, from and to, that a piece and a share have in common."""
+    """Return the range of elements that a piece and a share have in common."""
     begin, end = max(piece.start, share.start), min(piece.start + piece.count, share.end)
     return (begin, end) if begin < end else None
 
@@ -181,7 +182,7 @@ def _read(
 
 
 def _tag(tensor: torch.Tensor) -> str:
-    """torch's name of a tensor's dtype; InvalidStateError if checkpoints do not carry it."""
+    """Return torch's name of a tensor's dtype; raise InvalidStateError if checkpoints do not support it."""
     tag = str(tensor.dtype).removeprefix("torch.")
     if tag not in DTYPE_TAGS:
         raise InvalidStateError(

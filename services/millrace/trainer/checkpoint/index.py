@@ -49,12 +49,12 @@ class ShardTensor:
 
     @property
     def num_elements(self) -> int:
-        """Elements of the whole tensor."""
+        """Return the number of elements of the whole tensor."""
         return math.prod(self.shape)
 
     @property
     def element_bytes(self) -> int:
-        """Bytes of one element."""
+        """Return the number of bytes of one element."""
         return element_bytes(self.dtype)
 
 
@@ -63,7 +63,7 @@ ShardIndex = Mapping[str, ShardTensor]
 
 
 def merge_tensors(shares: Iterable[Iterable[ShardTensor]]) -> dict[str, ShardTensor]:
-    """The tensors of all ranks, each with the pieces of every rank that has some."""
+    """Return the tensors of all ranks, each with the pieces of every rank that has some."""
     merged: dict[str, ShardTensor] = {}
     for tensor in (tensor for share in shares for tensor in share):
         known = merged.get(tensor.name)
@@ -73,7 +73,7 @@ def merge_tensors(shares: Iterable[Iterable[ShardTensor]]) -> dict[str, ShardTen
 
 
 def encode_index(tensors: Iterable[ShardTensor]) -> bytes:
-    """The index as it is stored; also how ranks tell each other what they wrote."""
+    """Encode the index for the store, and for ranks to tell each other what they wrote."""
     rows = [
         {
             "name": tensor.name,
@@ -87,7 +87,9 @@ def encode_index(tensors: Iterable[ShardTensor]) -> bytes:
 
 
 def decode_index(data: bytes, *, sizes: Mapping[str, int], source: str) -> dict[str, ShardTensor]:
-    """An index whose files have these `sizes` (bytes); CorruptObjectError naming `source` if it is none of them."""
+    """Decode an index of files with these `sizes` (bytes); raise CorruptObjectError naming `source` if it is
+    malformed.
+    """
     tensors = decode_tensors(data, source=source)
     try:
         _require_tiled_tensors(tensors)
@@ -98,7 +100,9 @@ def decode_index(data: bytes, *, sizes: Mapping[str, int], source: str) -> dict[
 
 
 def decode_tensors(data: bytes, *, source: str) -> list[ShardTensor]:
-    """The tensors that an index, or a rank's share of it, names, each once; CorruptObjectError if it is none."""
+    """Decode the tensors of an index, or of a rank's share of one, each once; raise CorruptObjectError if it is
+    malformed.
+    """
     raw = decode_object(data, what=f"checkpoint index {source}", reason="CHECKPOINT_INDEX_INVALID", remedy=_REMEDY)
     try:
         tensors = [_tensor(fields) for fields in Fields(raw).objects("tensors")]
@@ -180,7 +184,9 @@ class CheckpointWeights:
     """The weights in a checkpoint's files, which are read range by range."""
 
     def __init__(self, store: ObjectStore, files: Mapping[str, tuple[str, int]]) -> None:
-        """`files`: key and bytes by name. `CorruptObjectError` or `NotFoundError` if they have no usable index."""
+        """Take `files`, key and bytes by name; raise CorruptObjectError or NotFoundError if they have no usable
+        index.
+        """
         self._store = store
         self._files = files
         if INDEX_FILE not in files:
@@ -240,7 +246,7 @@ def _count_differing(held: CheckpointWeights, tensor: ShardTensor, dtype: str, b
 
 
 def _strangers(held: CheckpointWeights, policy: Mapping[str, tuple[str, Bits]], unused: Sequence[str]) -> Iterator[str]:
-    """Return those of a policy's tensors that are no range of the checkpoint's tensors of other names, in words."""
+    """Return the policy's tensors that are no range of the checkpoint's tensors of other names, in words."""
     wanted: dict[tuple[str, int, bytes], list[str]] = {}
     for name, (dtype, bits) in policy.items():
         wanted.setdefault((dtype, bits.size, _hash(bits)), []).append(name)

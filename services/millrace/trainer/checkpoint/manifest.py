@@ -27,7 +27,7 @@ _REMEDY = "the run resumes from the checkpoint before; `millrace run audit` says
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointObject:
-    """One file of a checkpoint: its name in the directory, where it lies, and what its bytes are."""
+    """One file of a checkpoint: its name in the directory, where it is, and what its bytes are."""
 
     name: str
     key: str
@@ -74,11 +74,11 @@ class CheckpointManifest:
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of all objects."""
+        """Return the bytes of all objects."""
         return sum(item.size_bytes for item in self.objects)
 
     def to_bytes(self) -> bytes:
-        """Canonical JSON with a checksum."""
+        """Encode the manifest as canonical JSON with a checksum."""
         return with_checksum(asdict(self))
 
     @classmethod
@@ -131,8 +131,8 @@ def decode_checkpoint_object(fields: Fields) -> CheckpointObject:
 
 
 def conditions(device: "torch.device", *, rows: str) -> dict[str, str]:
-    """What bit-exactness depends on besides the log: versions, threads, instruction set, the kind of `device`, and how
-    `rows` are made, which follows from the device and from what it computes of the model.
+    """Return what bit-exactness depends on besides the log: versions, threads, instruction set, kind of `device`,
+    and how `rows` are made, which follows from the device and from what it computes of the model.
     """
     import torch  # readers of manifests do without
 
@@ -150,7 +150,7 @@ def conditions(device: "torch.device", *, rows: str) -> dict[str, str]:
 
 
 def require_same_conditions(manifest: CheckpointManifest, *, run_hash: str, device: "torch.device", rows: str) -> None:
-    """InvalidStateError if a strict resume would not be bit-exact, naming every condition that differs.
+    """Raise InvalidStateError if a strict resume would not be bit-exact, naming every condition that differs.
 
     The number of ranks is none of them: with another one a strict run goes on in a new lineage. Nor are `rows` where
     the checkpoint says nothing of them, as older ones do.
@@ -170,7 +170,7 @@ def require_same_conditions(manifest: CheckpointManifest, *, run_hash: str, devi
 
 
 def require_same_base(manifest: CheckpointManifest, *, base_digest: str) -> None:
-    """InvalidStateError if the checkpoint's adapters are on another base model, or it is not of the same kind."""
+    """Raise InvalidStateError if the checkpoint's adapters are on another base model, or it is not of the same kind."""
     if manifest.base_digest == base_digest:
         return
     then, now = (

@@ -1,4 +1,4 @@
-"""Continues from the newest checkpoint that is whole; one that is damaged is left aside, and said.
+"""Continues from the newest checkpoint that is whole; a damaged one is passed over, and reported.
 
 One that is whole but not of this trainer (other conditions, another base, other shapes) is no damage: resuming stops
 and says what differs. But all checkpoints of a run are alike in that, so that one which differs while an older one fits
@@ -82,11 +82,11 @@ class Checkpointer(BackgroundWriter):
 
     @property
     def is_enabled(self) -> bool:
-        """Whether the run has checkpoints at all."""
+        """Return whether the run has checkpoints at all."""
         return self._config is not None
 
     def is_due(self, step: int) -> bool:
-        """Whether the interval asks for a checkpoint of version `step`."""
+        """Return whether the interval asks for a checkpoint of version `step`."""
         return self._config is not None and self._config.interval is not None and step % self._config.interval == 0
 
     def raise_failure(self) -> None:
@@ -161,7 +161,7 @@ class Resumed:
 
     @property
     def start(self) -> str:
-        """What training goes on from, in words."""
+        """Describe what training continues from."""
         return "the start of the run" if self.manifest is None else f"checkpoint {self.manifest.step}"
 
 
@@ -199,7 +199,7 @@ def first_whole(
     gang: Gang,
     at_most: int | None = None,
 ) -> Resumed:
-    """The newest checkpoint (not above step `at_most`) that `use` takes; those behind it are damaged.
+    """Return the newest checkpoint (at most step `at_most`) that `use` accepts; the later ones are damaged.
 
     `use` raises at every rank of a gang: CorruptObjectError for one that is damaged, InvalidStateError for one that is
     not of this trainer. Where none fits, the newest InvalidStateError is raised.
@@ -247,7 +247,7 @@ def restore(
 
 
 def require_batches(store: ObjectStore, names: Names, found: Resumed, *, first: int, gang: Gang) -> None:
-    """CorruptObjectError unless the batches that lead from step `first` to the damaged checkpoints are kept.
+    """Raise CorruptObjectError unless the batches that lead from step `first` to the damaged checkpoints are kept.
 
     Without damaged checkpoints nothing is looked at. Collective in a gang.
     """
@@ -256,7 +256,7 @@ def require_batches(store: ObjectStore, names: Names, found: Resumed, *, first: 
         for step in range(first, newest):
             committed = load_step(store, names, step)
             if committed is None:
-                break  # the log's end: a checkpoint behind it is not of this run
+                break  # the log's end: a checkpoint after it is not of this run
             header = decode_header(committed.revisions[-1])
             if (lost := _lost_chunk(store, header)) is not None:
                 raise CorruptObjectError(
@@ -269,22 +269,22 @@ def require_batches(store: ObjectStore, names: Names, found: Resumed, *, first: 
 
 
 def describe(found: Resumed) -> str:
-    """The damaged checkpoints, in words."""
+    """Describe the damaged checkpoints."""
     return "; ".join(f"checkpoint {each.step}: {each.why}" for each in found.damaged)
 
 
 def _steps(checkpoints: CheckpointStore, *, gang: Gang, at_most: int | None) -> list[int]:
-    """Steps with a checkpoint, the newest first, as rank 0 sees them."""
+    """Return the steps with a checkpoint, newest first, as rank 0 sees them."""
     steps = gang.from_leader(lambda: list(checkpoints.steps()))
     return sorted((step for step in steps if at_most is None or step <= at_most), reverse=True)
 
 
 def _read(checkpoints: CheckpointStore, step: int, *, gang: Gang) -> CheckpointManifest:
-    """A manifest as rank 0 reads it, at every rank."""
+    """Read a manifest at rank 0 and return it at every rank."""
     data = gang.from_leader(lambda: checkpoints.read(step).to_bytes())
     return CheckpointManifest.from_bytes(data, source=f"of step {step}")
 
 
 def _lost_chunk(store: ObjectStore, header: batch_pb2.BatchHeader) -> str | None:
-    """Where a chunk of a batch should lie that is not there."""
+    """Return the key of a missing chunk of a batch; None if all exist."""
     return next((store.uri(chunk.key) for chunk in header.chunks if store.head(chunk.key) is None), None)

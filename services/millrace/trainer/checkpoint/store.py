@@ -76,11 +76,13 @@ class CheckpointStore:
         self._damaged: set[int] = set()
 
     def steps(self) -> Iterator[int]:
-        """Steps with a committed checkpoint, ascending. Prefixes without a manifest are uploads never committed."""
+        """Yield the steps with a committed checkpoint, ascending; prefixes without a manifest are uncommitted
+        uploads.
+        """
         return list_checkpoints(self._store, self._names)
 
     def read(self, step: int) -> CheckpointManifest:
-        """The manifest of a step; CorruptObjectError if it is damaged, missing or another's."""
+        """Read the manifest of a step; raise CorruptObjectError if it is damaged, missing or another step's."""
         key = newest_revision(self._store, self._key(step))
         try:
             manifest = CheckpointManifest.from_bytes(
@@ -96,11 +98,11 @@ class CheckpointStore:
         return manifest
 
     def uri(self, step: int) -> str:
-        """Where the manifest of a step lies."""
+        """Return the URI of a step's manifest."""
         return self._store.uri(newest_revision(self._store, self._key(step)))
 
     def note_damaged(self, step: int) -> None:
-        """The checkpoint of a step cannot be used: it does not count as kept, and is written again."""
+        """Note that a step's checkpoint cannot be used: it no longer counts as kept and is written again."""
         self._damaged.add(step)
 
     def write(
@@ -123,10 +125,10 @@ class CheckpointStore:
             key, found = self._look(step, chain_hash=chain_hash, run_hash=author.run_hash)
             return [key, "" if found is None else found.to_bytes().decode(), secrets.token_hex(6)]
 
-        key, told, nonce = self._gang.from_leader(look)
-        if told:
+        key, existing, nonce = self._gang.from_leader(look)
+        if existing:
             return WrittenCheckpoint(
-                CheckpointManifest.from_bytes(told.encode(), source=f"of step {step}, from rank 0")
+                CheckpointManifest.from_bytes(existing.encode(), source=f"of step {step}, from rank 0")
             )
         manifest = CheckpointManifest(
             format=FORMAT,
@@ -215,7 +217,7 @@ class CheckpointStore:
         return dropped, left
 
     def _delete(self, prefix: str) -> list[Leftover]:
-        """Delete what lies under the prefix of a step, manifests first; return what stays.
+        """Delete what is under the prefix of a step, manifests first; return what stays.
 
         While a manifest stays, so does what it names: a checkpoint is whole or none.
         """
@@ -236,7 +238,7 @@ class CheckpointStore:
         return self._names.checkpoint_manifest(step)
 
     def _look(self, step: int, *, chain_hash: bytes, run_hash: str) -> tuple[str, CheckpointManifest | None]:
-        """Under which key to commit a step, and what is committed of it and can be used."""
+        """Return the key for committing a step, and the usable checkpoint committed there, if any."""
         if (key := find_newest(self._store, self._key(step))) is None:
             return self._key(step), None
         try:
@@ -251,7 +253,7 @@ class CheckpointStore:
         return key, self._require_ours(manifest, chain_hash=chain_hash, run_hash=run_hash)
 
     def _require_objects(self, manifest: CheckpointManifest) -> None:
-        """CorruptObjectError unless every object is there in the size that the manifest says."""
+        """Raise CorruptObjectError unless every object exists in the size that the manifest gives."""
         for item in manifest.objects:
             self._require_object(item)
 
@@ -267,7 +269,7 @@ class CheckpointStore:
             )
 
     def _read_index(self, manifest: CheckpointManifest) -> dict[str, ShardTensor]:
-        """The index of a checkpoint, verified and checked against the manifest."""
+        """Read the index of a checkpoint and check it against the manifest."""
         files = {item.name: item for item in manifest.objects}
         item = files.pop(INDEX_FILE, None)
         source = f"of checkpoint {manifest.step} of run {manifest.run_uid}"
@@ -306,7 +308,7 @@ class CheckpointStore:
                 _require_hash(_file_sha256(path), item, uri=self._store.uri(item.key))
 
     def _require_ours(self, manifest: CheckpointManifest, *, chain_hash: bytes, run_hash: str) -> CheckpointManifest:
-        """The committed manifest, if it is of the history that this trainer was trained on."""
+        """Return the committed manifest if it belongs to the history that this trainer has trained on."""
         expected = {"chain_hash": chain_hash.hex(), "run_hash": run_hash}
         wrong = {name: [found, ours] for name, ours in expected.items() if (found := getattr(manifest, name)) != ours}
         if wrong:
@@ -351,6 +353,6 @@ def _damaged(what: str, reason: str) -> CorruptObjectError:
 
 
 def _file_sha256(path: Path) -> str:
-    """sha256 of a file, hex, without holding it in memory."""
+    """Return the sha256 (hex) of a file without holding the file in memory."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

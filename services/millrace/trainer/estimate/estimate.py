@@ -25,9 +25,9 @@ def estimate(
     prefix: str = "trainer.",
     on_trial: Callable[[], None] = lambda: None,
 ) -> Estimate:
-    """What a run takes, and if it is more than `gpu_memory` GiB less `reserve`, which keys bring it down.
+    """Estimate the memory of a run and, above `gpu_memory` GiB less `reserve`, find keys that reduce it.
 
-    `prefix` is what stands before the keys of the section in the file; `on_trial` hears that another step begins.
+    `prefix` is what is before the keys of the section in the file; `on_trial` hears that another step begins.
     NotFoundError (MODEL_NOT_FOUND) if there is no such config, or none that transformers knows; InvalidSpecError for
     ranks that a run would not start with.
     """
@@ -64,7 +64,7 @@ def estimate(
 
 
 def load_config(name: str) -> Any:
-    """The Hugging Face config of a causal model, by directory or Hub id; its weights are not asked for."""
+    """Load the Hugging Face config of a causal model, by directory or Hub id, without the weights."""
     from transformers import AutoConfig
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
@@ -96,7 +96,7 @@ _MOST_GPUS = 1024
 
 
 def trials(config: TrainerConfig, *, num_gpus: int, limit: int, simulate: Simulate, prefix: str) -> Iterator[Trial]:
-    """Changes up to the first that fits into `limit` bytes: each key alone, then one more at a time, then more GPUs."""
+    """Yield changes up to the first that fits into `limit` bytes: each key alone, then cumulatively, then more GPUs."""
     changes = list(_changes(config, num_gpus=num_gpus, prefix=prefix))
     for key, update in changes:
         trial = _trial((key,), simulate(_changed(config, update), num_gpus), limit)
@@ -125,7 +125,7 @@ def _trial(keys: tuple[str, ...], simulated: Simulated, limit: int) -> Trial:
 
 
 def _changes(config: TrainerConfig, *, num_gpus: int, prefix: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """What the run does not do yet: the key as one writes it, and its update of the section."""
+    """Yield the unused savings: each key as one writes it, with the update of its section."""
     model = config.model
     if model.ac is None:
         selective = ActivationCheckpointConfig(mode="selective")

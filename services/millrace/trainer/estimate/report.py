@@ -43,21 +43,21 @@ class Estimate:
 
     @property
     def peak(self) -> int:
-        """All kinds in the device's memory."""
+        """Return the peak over all kinds in the device's memory."""
         return sum(self.device.values())
 
     @property
     def fits(self) -> bool:
-        """Whether the peak is within the limit."""
+        """Return whether the peak is within the limit."""
         return self.peak <= self.limit
 
     @property
     def remedy(self) -> Trial | None:
-        """The first change that makes it fit."""
+        """Return the first change that makes the run fit; None if there is none."""
         return next((trial for trial in self.trials if trial.fits), None)
 
     def to_json(self) -> dict[str, Any]:
-        """The estimate as plain data."""
+        """Return the estimate as plain data."""
         return {
             "model": self.model,
             "parameters": self.num_parameters,
@@ -77,7 +77,7 @@ class Estimate:
         }
 
     def lines(self) -> list[str]:
-        """The estimate as people read it."""
+        """Return the estimate as people read it."""
         devices = f"{self.num_gpus} GPU{'s' if self.num_gpus > 1 else ''}" if self.num_gpus else "one process on a CPU"
         rows = [f"{kind:<12} {_gib(self.device.get(kind, 0)):>9}{_beside(self.host.get(kind, 0))}" for kind in KINDS]
         return [

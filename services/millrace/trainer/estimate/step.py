@@ -47,7 +47,7 @@ from millrace.trainer.model.pretrained import resolve_compute_dtype, resolve_pub
 _FIRST = 8
 """Tokens of a first micro-batch, which is there for its gradients: from the second one on they are held beside it."""
 _SHORT = (3, 5)
-"""Blocks of the models that stand for a longer one."""
+"""Number of blocks of the small models from which a long one is extrapolated."""
 _CPU = torch.device("cpu")
 logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)  # advises to send less; nothing is
 
@@ -69,18 +69,18 @@ class Simulated:
 
     @property
     def device(self) -> Mapping[str, int]:
-        """Bytes in the device's memory, when they are most."""
+        """Return the bytes by kind in the device's memory at the peak."""
         both = [{kind: size * (kind not in self.elsewhere) for kind, size in each.items()} for each in self._moments]
         return max(both, key=lambda each: sum(each.values()))
 
     @property
     def host(self) -> Mapping[str, int]:
-        """Bytes in host memory."""
+        """Return the bytes by kind in host memory."""
         return {kind: max(each[kind] for each in self._moments) for kind in self.elsewhere}
 
     @property
     def peak(self) -> int:
-        """Bytes in the device's memory."""
+        """Return the peak bytes in the device's memory."""
         return sum(self.device.values())
 
     @property
@@ -89,7 +89,7 @@ class Simulated:
 
 
 def simulate(config: TrainerConfig, model_config: Any, *, num_gpus: int) -> Simulated:
-    """What a step takes of rank 0 of `num_gpus`; 0 is one process on a CPU."""
+    """Simulate the memory that a step takes at rank 0 of `num_gpus`; 0 is one process on a CPU."""
     blocks = model_config.get_text_config().num_hidden_layers
     if blocks <= max(_SHORT) or not _has_equal_blocks(config, model_config):
         return simulate_whole(config, model_config, num_gpus=num_gpus)
@@ -169,16 +169,16 @@ class Ledger(TorchDispatchMode):
 
     @property
     def held(self) -> Mapping[str, int]:
-        """Bytes that live now, by kind."""
+        """Return the bytes that are allocated, by kind."""
         return dict(self._held)
 
     @property
     def peak(self) -> Mapping[str, int]:
-        """Bytes by kind, when they were most."""
+        """Return the bytes by kind at the peak."""
         return dict(self._peak)
 
     def forget_peak(self) -> None:
-        """Let the peak be what is held now."""
+        """Reset the peak to what is held now."""
         self._highest = 0
         self._look()
 
@@ -192,11 +192,11 @@ class Ledger(TorchDispatchMode):
             self._add(storage, kind)
 
     def all_fake(self) -> FakeTensorMode:
-        """A block in which every new tensor is fake and none is counted before it is renamed."""
+        """Return a context in which every new tensor is fake, and uncounted until it is renamed."""
         return self._fake
 
     def unseen(self) -> contextlib.AbstractContextManager[Any]:
-        """A block that the ledger has no part in."""
+        """Return a context that the ledger does not see."""
         return _disable_current_modes()
 
     @contextlib.contextmanager
@@ -272,18 +272,18 @@ class Ledger(TorchDispatchMode):
 
 @functools.cache
 def _fake_mode() -> FakeTensorMode:
-    """That of all ledgers: DTensor keeps fake tensors of its own from one to the next, and modes do not mix."""
+    """Return the one fake mode of all ledgers, because DTensor caches fake tensors, and modes cannot be mixed."""
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 
 def _grouped(left: torch.Tensor, right: torch.Tensor, ends: torch.Tensor | None = None, *_: Any) -> torch.Tensor:
-    """What a grouped matrix multiplication of fake tensors gives; torch's own knows the shape for bfloat16 only."""
+    """Return the fake result of a grouped matrix multiplication, whose shape torch knows for bfloat16 only."""
     groups = {(2, 2): [0 if ends is None else ends.numel()], (3, 3): [left.shape[0]]}
     return left.new_empty([*groups.get((left.dim(), right.dim()), []), left.shape[-2], right.shape[-1]])
 
 
 def _is_floating(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether a factory makes numbers, or bytes that numbers are sent in, and not indices or masks."""
+    """Return whether a factory makes numbers, or buffers of bytes for them, rather than indices or masks."""
     if func.overloadpacket is _aten.arange and kwargs.get("dtype") is None:
         return any(isinstance(each, float) for each in args)
     dtype = kwargs.get("dtype") or torch.get_default_dtype()
@@ -297,7 +297,7 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 def _step(
     learner: Learner, micro_batches: Sequence[MicroBatch], ledger: Ledger, *, kind: torch.device
 ) -> tuple[Mapping[str, int], ...]:
-    """Forward and backward of the micro-batches, and the optimizer's step: the peak of each."""
+    """Run forward and backward of the micro-batches and the optimizer's step; return the peak of each."""
     ledger.forget_peak()
     head = learner.model.get_output_embeddings()  # pyright: ignore[reportCallIssue] - a model of transformers
     loss_divisor = divisor(learner.config.loss, num_tokens=micro_batches[-1].num_rl_tokens, num_samples=1)
@@ -329,7 +329,7 @@ def _step(
 
 
 def _has_equal_blocks(config: TrainerConfig, model_config: Any) -> bool:
-    """Whether one block takes as much as any other: equal weights, and one kind as far as the config lists kinds."""
+    """Return whether all blocks take the same memory: equal weights, and one kind if the config lists kinds."""
     text = model_config.get_text_config()
     lists = [each for each in text.to_dict().values() if isinstance(each, list)]
     if any(len(each) == text.num_hidden_layers and len(set(map(str, each))) > 1 for each in lists):
@@ -339,7 +339,7 @@ def _has_equal_blocks(config: TrainerConfig, model_config: Any) -> bool:
 
 
 def _cut(model_config: Any, blocks: int) -> Any:
-    """The config with fewer blocks."""
+    """Return the config with fewer blocks."""
     cut = copy.deepcopy(model_config)
     text = cut.get_text_config()
     text.num_hidden_layers = blocks
@@ -349,7 +349,7 @@ def _cut(model_config: Any, blocks: int) -> Any:
 
 
 def _grown(small: Simulated, large: Simulated, *, factor: float) -> Simulated:
-    """`small` and `factor` times what `large` has more."""
+    """Extrapolate: `small` plus `factor` times the difference from `small` to `large`."""
 
     def grow(one: Any, other: Any) -> Any:
         return type(one)(one + factor * (other - one))
@@ -399,7 +399,7 @@ def _learner(config: TrainerConfig, model: nn.Module, *, gang: Gang) -> Learner:
 def _reference(
     config: TrainerConfig, learner: Learner, sharding: Sharding, new_model: Callable[[], nn.Module]
 ) -> Reference | None:
-    """The start model, where the loss keeps the policy near it."""
+    """Make the start model if the loss has a term that keeps the policy near it, else None."""
     if config.loss.kl is None:
         return None
     if config.model.lora is not None and not config.model.lora.modules_to_save:
@@ -408,20 +408,20 @@ def _reference(
 
 
 def _routed_evenly(experts: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Real places of experts, each as often as any other, for those that a router of fake numbers has chosen."""
+    """Replace a fake router's choice by real expert indices, each equally often."""
     hidden_TH, index_TK, weights_TK = args
     num_experts = int(experts.num_experts)  # pyright: ignore[reportArgumentType] - a number in transformers' modules
     return hidden_TH, torch.arange(index_TK.numel()).view(index_TK.shape) % num_experts, weights_TK
 
 
 def _counts(model: nn.Module) -> tuple[int, int]:
-    """Parameters, and those that are trained."""
+    """Return the numbers of parameters and of trained parameters."""
     sizes = [(parameter.numel(), parameter.requires_grad) for parameter in model.parameters()]
     return sum(size for size, _ in sizes), sum(size for size, is_trained in sizes if is_trained)
 
 
 def _micro_batches(config: TrainerConfig, *, vocabulary: int) -> list[MicroBatch]:
-    """A short one, and one of as many samples of `seq_len` as it holds; every token but the first is trained on."""
+    """Make a short micro-batch and one filled with samples of `seq_len`, all tokens but the first trained on."""
     length, first = config.model.seq_len, min(_FIRST, config.model.seq_len)
     rows = max(config.micro_batch_tokens // length, 1)
     full = [fake_sample(length, vocabulary=vocabulary) for _ in range(rows)]

@@ -1,6 +1,6 @@
 """What fails at one rank fails at all of them, with the same error: none waits in a collective for one that left.
 
-What ranks tell each other is plain data: bytes as they are, everything else as JSON, an error as a status. Behind JSON
+What ranks tell each other is plain data: bytes as they are, everything else as JSON, an error as a status. After JSON
 a tuple is a list.
 """
 
@@ -72,7 +72,7 @@ class RollCall:
     """This rank's part of it: shows itself, and at rank 0 looks at the others. One per process of a gang."""
 
     def __init__(self, store: Store, *, rank: int, world_size: int) -> None:
-        """`store` is this object's own: a request to it waits for no other thread's."""
+        """Take `store`, used by nothing else, so that a request waits for no other thread's."""
         store.set_timeout(timedelta(seconds=STORE_S))
         self._store = store
         self._rank = rank
@@ -92,8 +92,8 @@ class RollCall:
         """Show from the next sign on why this rank gives the run up."""
         self._failure = Failure(self._rank, reason, message[:_LONGEST_MESSAGE])
 
-    def hear_failures(self, on_failure: OnFailure) -> None:
-        """At rank 0: call back, in the roll call's thread, with each failure of another rank at every look."""
+    def watch_failures(self, on_failure: OnFailure) -> None:
+        """Call back at rank 0, in the roll call's thread, with each failure of another rank at every check."""
         self._on_failure = on_failure
 
     def stop(self) -> None:
@@ -143,13 +143,13 @@ def _key(rank: int) -> str:
 
 
 def _shown(count: int, failure: Failure | None) -> str:
-    """What a rank shows of itself; another count each time."""
+    """Encode a rank's sign of life, with a new count each time."""
     sign = {"count": count, "pid": os.getpid(), "host": socket.gethostname(), "wait": next(_own_waits(), "")}
     return json.dumps(sign if failure is None else {**sign, "failure": asdict(failure)})
 
 
 def _failure(shown: bytes) -> Failure | None:
-    """The failure in what a rank showed, if there is one."""
+    """Return the failure in a rank's sign of life, if there is one."""
     match _fields(shown).get("failure"):
         case {"rank": int(rank), "reason": str(reason), "message": str(message)}:
             return Failure(rank, reason, message)
@@ -157,7 +157,7 @@ def _failure(shown: bytes) -> Failure | None:
 
 
 def _own_waits() -> Iterator[str]:
-    """What this rank waits for, and not in a collective: the longest first."""
+    """Yield this rank's waits outside of collectives, the longest first."""
     for wait in waits.snapshot("", min_age_s=OWN_WAIT_S):
         if not wait.reason.startswith(PEERS):
             yield wait.reason[:_LONGEST_WAIT]
@@ -170,7 +170,7 @@ def _describe(rank: int, world_size: int, shown: bytes) -> str:
 
 
 def _fields(shown: bytes) -> dict[str, object]:
-    """What a rank showed; nothing where that is no sign of ours."""
+    """Decode a rank's sign of life; return an empty mapping if it is malformed."""
     try:
         return decode_object(shown, what="the sign of a rank", reason="SIGN_DAMAGED", max_bytes=_MAX_SHOWN_BYTES)
     except CorruptObjectError:
@@ -188,13 +188,13 @@ class Agreeing(Protocol):
     """What is needed of a gang; `distributed.Gang` is one."""
 
     def agree(self, work: Callable[[], None]) -> list[None]:
-        """What `work` gives at every rank; raises at all of them if it raises at one."""
+        """Return the results of `work` at every rank; raise at all ranks if it raises at one."""
         ...
 
 
 @contextlib.contextmanager
 def agreed(gang: Agreeing) -> Iterator[None]:
-    """Collective at the end of the block, which has no collectives of its own: `Gang.agree` without results."""
+    """Run `Gang.agree` without results on the block, which has no collectives of its own. Collective at its end."""
     failure: BaseException | None = None
     try:
         yield
@@ -208,8 +208,8 @@ def agreed(gang: Agreeing) -> Iterator[None]:
     gang.agree(outcome)
 
 
-def tell(work: Callable[[], Any], *, rank: int) -> tuple[bytes, BaseException | None]:
-    """What to tell the other ranks of `work`, and what it raised."""
+def encode_result(work: Callable[[], Any], *, rank: int) -> tuple[bytes, BaseException | None]:
+    """Run `work` and return the message for the other ranks and the exception raised, if any."""
     try:
         value = work()
         row = _BYTES + value if isinstance(value, bytes) else _JSON + json.dumps(value).encode()
@@ -220,12 +220,12 @@ def tell(work: Callable[[], Any], *, rank: int) -> tuple[bytes, BaseException | 
 
 
 def is_error(row: bytes) -> bool:
-    """Whether a rank told of an error."""
+    """Return whether a rank's message is an error."""
     return row.startswith(_ERROR)
 
 
-def hear(row: bytes) -> Any:
-    """What another rank told; raises the error that it told of."""
+def decode_result(row: bytes) -> Any:
+    """Return the result in another rank's message; raise the error if the message is one."""
     kind, data = row[:1], row[1:]
     if kind == _BYTES:
         return data
@@ -235,7 +235,7 @@ def hear(row: bytes) -> Any:
 
 
 def _status_of(error: BaseException, rank: int) -> bytes:
-    """What is no error of ours reaches the others as UnavailableError."""
+    """Encode an error for the other ranks; foreign exceptions become UnavailableError."""
     if not isinstance(error, MillraceError):
         error = UnavailableError(
             f"rank {rank} failed: {type(error).__name__}: {error}", reason="PEER_FAILED", remedy="see its log"

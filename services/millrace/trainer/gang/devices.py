@@ -27,7 +27,7 @@ _DRIVER = Path("/sys/module/nvidia/version")
 
 
 def choose_device(environ: Mapping[str, str] = os.environ, *, gpu: Path = _GPU, driver: Path = _DRIVER) -> torch.device:
-    """The device of this rank; InvalidStateError (GPU_UNUSABLE) for a GPU that was asked for and cannot be used.
+    """Choose the device of this rank; raise InvalidStateError (GPU_UNUSABLE) if the requested GPU cannot be used.
 
     `gpu` and `driver` are what the kernel shows of a GPU and of its driver's version. InvalidSpecError for a choice
     that is none.
@@ -48,14 +48,14 @@ def choose_device(environ: Mapping[str, str] = os.environ, *, gpu: Path = _GPU, 
 
 
 def release_unused(device: torch.device) -> None:
-    """Give memory back to the device that the allocator keeps for tensors to come; a CPU's keeps none."""
+    """Return the allocator's free memory to the device; a CPU's allocator keeps none."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         torch.cuda.empty_cache()
 
 
 def release_after_failure(device: torch.device) -> None:
-    """The same where a job failed, perhaps of the device itself, which then answers with errors only."""
+    """Release the device after a failed job; ignore errors of the device, which may be broken itself."""
     try:
         release_unused(device)
     except RuntimeError:
@@ -87,7 +87,7 @@ def _unusable(environ: Mapping[str, str], *, local_rank: int, found: int, driver
 
 
 def resolve_determinism(choice: str, *, is_compiled: bool) -> str:
-    """What `auto` is where blocks are compiled: best effort.
+    """Resolve `auto` to best effort where blocks are compiled, and leave other choices as they are.
 
     Compiled kernels depend on which shapes came first, and on whether the compiler worked at all, which another start
     may answer otherwise. The config refuses `strict` there.
@@ -113,7 +113,7 @@ def set_determinism(choice: str, *, seed: int, device: torch.device) -> bool:
 
 
 def seed_rank(seed: int, *, rank: int) -> None:
-    """Give each rank random numbers of its own; before that, all load the same model with the same ones."""
+    """Give each rank its own random numbers; until then all ranks share them, to load the same model."""
     torch.manual_seed(int.from_bytes(hashlib.sha256(f"{seed}/{rank}".encode()).digest()[:8]))
 
 
@@ -127,12 +127,12 @@ class RandomState:
 
     @classmethod
     def of(cls, device: torch.device) -> Self:
-        """As they are now."""
+        """Read the current state."""
         gpu = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
         return cls(device=device, host=torch.get_rng_state(), gpu=gpu)
 
     def restore(self) -> None:
-        """Let what follows draw the same numbers again."""
+        """Restore the random state, so that the same numbers are drawn again."""
         torch.set_rng_state(self.host)
         if self.gpu is not None:
             torch.cuda.set_rng_state(self.gpu, self.device)

@@ -66,7 +66,7 @@ class Gang:
             gang.layout = layout
 
     def beside(self, purpose: str) -> "Gang":
-        """The same gang on connections of its own, for a thread beside the main one; one of each purpose.
+        """Return the same gang on separate connections, for a thread beside the main one; one for each purpose.
 
         The first call of a purpose is collective.
 
@@ -104,26 +104,28 @@ class Gang:
 
     @property
     def data_rank(self) -> int:
-        """Which of the ranks that compute on samples of their own this one is, or is a part of."""
+        """Return the index of this rank among those with different samples; ranks that share samples have the
+        same index.
+        """
         return self.layout.data_rank(self.rank)
 
     @property
     def is_leader(self) -> bool:
-        """Whether this process is rank 0."""
+        """Return whether this process is rank 0."""
         return self.rank == 0
 
     @property
     def is_alone(self) -> bool:
-        """Whether the gang is this process only."""
+        """Return whether the gang is this process only."""
         return self.world_size == 1
 
     def agree(self, work: Callable[[], T]) -> list[T]:
-        """What `work`, which has no collectives of its own, gives at every rank, in order of rank, at every rank.
+        """Run `work`, which has no collectives, at every rank and return the results of all ranks in order.
 
         T is plain data (`agreement`). If `work` raises anywhere, every rank raises the error of the lowest rank where
         it did, of the same class; what is none of ours reaches the others as UnavailableError.
         """
-        mine, failure = agreement.tell(work, rank=self.rank)
+        mine, failure = agreement.encode_result(work, rank=self.rank)
         if failure is not None and self.is_alone:
             raise failure
         rows = self.gather(mine)
@@ -131,35 +133,35 @@ class Gang:
         if failure is not None and (first == self.rank or not isinstance(failure, Exception)):
             raise failure
         if first is not None:
-            agreement.hear(rows[first])
-        return [agreement.hear(row) for row in rows]
+            agreement.decode_result(rows[first])
+        return [agreement.decode_result(row) for row in rows]
 
     def from_leader(self, work: Callable[[], T]) -> T:
-        """What `work` gives at rank 0, where alone it runs, at every rank; raises at all of them if it raises there."""
-        mine, failure = agreement.tell(work, rank=self.rank) if self.is_leader else (None, None)
+        """Run `work` at rank 0 only and return the result at every rank; raise at all ranks if it raises."""
+        mine, failure = agreement.encode_result(work, rank=self.rank) if self.is_leader else (None, None)
         row = self.broadcast(mine) if failure is None or not self.is_alone else b""
         if failure is not None:
             raise failure
-        return agreement.hear(row)
+        return agreement.decode_result(row)
 
     def broadcast(self, data: bytes | None) -> bytes:
         """Rank 0's bytes, at every rank; the others pass None."""
         return self._broadcast_from(0, data or b"")
 
     def gather(self, data: bytes) -> list[bytes]:
-        """Every rank's bytes in order of rank, at every rank."""
+        """Return every rank's bytes in order of rank, at every rank."""
         return [self._broadcast_from(source, data) for source in range(self.world_size)]
 
     def sum(self, values: Sequence[float]) -> list[float]:
-        """Element-wise sums over the ranks, in float64."""
+        """Return element-wise sums over the ranks, in float64."""
         return self._reduce(values, dist.ReduceOp.SUM) if not self.is_alone else list(values)
 
     def sum_of_data(self, values: Sequence[float]) -> list[float]:
-        """The same of what ranks have of their samples, each of which counts once, however many ranks compute it."""
+        """Return element-wise sums over the samples of all ranks; a sample that several ranks share counts once."""
         return self.sum(values if self.layout.speaks_for_samples(self.rank) else [0.0] * len(values))
 
     def max(self, values: Sequence[float]) -> list[float]:
-        """Element-wise maxima over the ranks."""
+        """Return element-wise maxima over the ranks."""
         return self._reduce(values, dist.ReduceOp.MAX) if not self.is_alone else list(values)
 
     def barrier(self) -> None:
@@ -210,7 +212,7 @@ class Gang:
             fully_shard(experts, reshard_after_forward=sharding.reshards_after_forward is not False, **arguments)
 
     def _mesh(self, make: Callable[[torch.device], DeviceMesh]) -> DeviceMesh:
-        """A mesh of the layout, made once for all models: it has a process group per side, and each group has threads.
+        """Return a cached mesh of the layout; every side has a process group with threads, so meshes are shared.
 
         It stays for good, because torch keeps what it computed for one mesh, groups and all, for every equal one.
         """
@@ -224,10 +226,10 @@ class Gang:
         if self._roll_call is not None:
             self._roll_call.show_failure(reason=reason, message=message)
 
-    def hear_failures(self, on_failure: OnFailure) -> None:
-        """At rank 0: call back, in a thread of its own, with what another rank shows, again and again."""
+    def watch_failures(self, on_failure: OnFailure) -> None:
+        """Call back at rank 0, in a separate thread, repeatedly, with each failure that another rank reports."""
         if self._roll_call is not None:
-            self._roll_call.hear_failures(on_failure)
+            self._roll_call.watch_failures(on_failure)
 
     def leave(self) -> None:
         """End the process group, if this gang made it."""
@@ -240,7 +242,7 @@ class Gang:
         self._has_group = False
 
     def _broadcast_from(self, source: int, data: bytes) -> bytes:
-        """The bytes of rank `source`: first their number, then themselves."""
+        """Broadcast the bytes of rank `source`: first their number, then the bytes."""
         if self.is_alone:
             return data
         with _waiting_for_peers():
@@ -287,7 +289,7 @@ def _require_group(device: torch.device) -> bool:
 
 
 def _store_of_this_start(environ: Mapping[str, str]) -> Store:
-    """Where the ranks find each other, apart from what a killed gang left there.
+    """Return the rendezvous store of this start, separate from keys that a killed gang left.
 
     torchrun (2.13) keeps one store over its restarts, in which a new rank finds the address of the dead one, and waits.
     Its count of restarts tells the starts apart on one machine; over several machines each counts its own, and
@@ -300,7 +302,7 @@ def _store_of_this_start(environ: Mapping[str, str]) -> Store:
 
 
 def _waiting_for_peers() -> waits.Waiting:
-    """A collective returns when every rank has come: one that is stuck holds all up."""
+    """Register a wait for the other ranks: a collective returns when every rank has joined."""
     return waits.waiting(PEERS, deadline_s=_COLLECTIVE_TIMEOUT.total_seconds() / 10, quiet_s=_QUIET_S)
 
 
@@ -350,7 +352,7 @@ class PeerWatch:
         abort: Callable[[], None] = abort_communicators,
         end: Callable[[int], object] = os._exit,
     ) -> None:
-        """`store` is this object's own. `abort` and `end` are the last two means, in this order."""
+        """Take `store`, used by nothing else, and `abort` and `end`, the last two means, in this order."""
         store.set_timeout(timedelta(seconds=STORE_S))
         self._store = store
         self._rank = rank
@@ -387,19 +389,19 @@ class PeerWatch:
                 return
 
     def _learn(self) -> None:
-        """Who is on this machine, as far as they have said so."""
+        """Learn which ranks are on this machine, as far as they have reported."""
         for rank in sorted(self._unknown):
             if not self._store.check([_key(rank)]):
                 continue
             self._unknown.discard(rank)
             with contextlib.suppress(CorruptObjectError, KeyError, TypeError, ValueError):
                 data = self._store.get(_key(rank))
-                said = decode_object(data, what="a rank", reason="SIGN_DAMAGED", max_bytes=_MAX_BYTES)
-                if said["host"] == _machine():
-                    self._here[rank] = (int(said["pid"]), int(said["began"]))
+                sign = decode_object(data, what="a rank", reason="SIGN_DAMAGED", max_bytes=_MAX_BYTES)
+                if sign["host"] == _machine():
+                    self._here[rank] = (int(sign["pid"]), int(sign["began"]))
 
     def _is_dead(self, rank: int, process: _Process) -> bool:
-        """Whether a rank is gone, and did not say that it goes."""
+        """Return whether a rank's process is gone without a farewell."""
         pid, began = process
         try:
             started = start_ticks(pid)  # 0 where it cannot be read, which says nothing of the process
@@ -425,5 +427,5 @@ def _key(rank: int) -> str:
 
 
 def _machine() -> str:
-    """What ranks that see each other's processes have in common: host and namespace of process ids."""
+    """Return host and pid namespace, equal for ranks that see each other's processes."""
     return f"{socket.gethostname()} {os.readlink('/proc/self/ns/pid') if os.path.exists('/proc/self/ns/pid') else ''}"

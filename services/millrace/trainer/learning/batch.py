@@ -1,6 +1,6 @@
 """From samples to micro-batches: what the loss is computed from sample by sample, and the rows that the model sees.
 
-A row of the model is one sample, or several one behind the other (`plan`); the loss knows nothing of that, because
+A row of the model is one sample, or several one after the other (`plan`); the loss knows nothing of that, because
 log-probs are put back to where their tokens are in the samples.
 
 Shape suffixes: B samples, T longest sample, R rows of the model, L longest row, N tokens whose log-probs are needed.
@@ -37,7 +37,9 @@ class Sampled:
 
     @classmethod
     def of(cls, samples: Sequence[TrainSample], *, shape: tuple[int, int], device: torch.device) -> Self:
-        """Of samples, a row each; what environments had sampled in a way of their own is the range that they name."""
+        """Collect the ways of sampling of the samples' tokens, a row each; environments may name ranges with
+        their own way.
+        """
         places = {(1.0, FULL): 0}  # that of padding, too
         way_BT = np.zeros(shape, np.int64)
 
@@ -59,20 +61,20 @@ class Sampled:
         )
 
     def ways(self, places_N: torch.Tensor) -> torch.Tensor:
-        """The ways of the tokens at flat places of [B, T]."""
+        """Return the ways of the tokens at flat indices of [B, T]."""
         return self.way_BT.reshape(-1)[places_N]
 
     def is_cut(self, ways_N: torch.Tensor) -> torch.Tensor:
-        """Which of these ways sample from less than the whole vocabulary, bool [N]."""
+        """Return which of these ways sample from less than the whole vocabulary, bool [N]."""
         return ((self.top_p_W < 1) | (self.top_k_W > 0) | (self.min_p_W > 0))[ways_N]
 
     def kept(self, logprobs_NV: torch.Tensor, ways_N: torch.Tensor) -> torch.Tensor:
-        """Which tokens could be sampled in these ways, bool [N, V]."""
+        """Return which tokens could be sampled in these ways, bool [N, V]."""
         bounds = {"top_p": self.top_p_W[ways_N], "top_k": self.top_k_W[ways_N], "min_p": self.min_p_W[ways_N]}
         return kept_tokens(logprobs_NV, **bounds)
 
     def uncut(self) -> Self:
-        """The same temperatures over the whole vocabulary."""
+        """Return the ways with the same temperatures over the whole vocabulary."""
         return replace(self, cuts_any=False)
 
 
@@ -93,11 +95,11 @@ class ModelRows:
 
     @property
     def is_packed(self) -> bool:
-        """Whether a row holds several samples."""
+        """Return whether a row holds several samples."""
         return bool((self.position_ids_RL[:, 1:] == 0).any())
 
     def widened(self, width: int) -> "ModelRows":
-        """The same with rows of `width` tokens: padded by one more sample where they are packed, else as before."""
+        """Return the rows widened to `width` tokens: packed rows get one more sample of padding."""
         num_rows, before = self.token_ids_RL.shape
         if width == before:
             return self
@@ -141,12 +143,12 @@ class MicroBatch:
 
     @property
     def num_rl_tokens(self) -> int:
-        """Tokens of the rl component."""
+        """Return the number of tokens of the rl component."""
         return int((self.loss_mask_BT & (self.rl_weights_BT != 0)).sum())
 
     @property
     def num_rl_samples(self) -> int:
-        """Rows with a token of the rl component."""
+        """Return the number of rows with a token of the rl component."""
         return int((self.loss_mask_BT & (self.rl_weights_BT != 0)).any(dim=-1).sum())
 
     def loss_inputs(
@@ -156,7 +158,7 @@ class MicroBatch:
         entropy_BT: torch.Tensor | None = None,
         reference_logprobs_BT: torch.Tensor | None = None,
     ) -> LossInputs:
-        """What the loss is computed from; entropy and reference where they have a part in it.
+        """Return the loss's inputs, with entropy and reference if the loss uses them.
 
         Tokens outside of what the truncation leaves under the trainer's policy are masked: they have no log-prob there.
         Advantages that are log-ratios of a reference to the behaviour policy become those to the trainer's.
@@ -180,7 +182,7 @@ class MicroBatch:
         )
 
     def tokens_by_group(self) -> dict[int, int]:
-        """Of each group, by its ordinal, the rl tokens that are here."""
+        """Return the number of rl tokens of each group in the micro-batch, by ordinal."""
         counts = dict[int, int]()
         rows = (self.loss_mask_BT & (self.rl_weights_BT != 0)).sum(dim=-1).tolist()
         for ordinal, count in zip(self.ordinal_B, rows, strict=False):  # the row of padding has no ordinal
@@ -189,7 +191,7 @@ class MicroBatch:
 
     @property
     def num_ce_tokens(self) -> int:
-        """Tokens of the cross-entropy component."""
+        """Return the number of tokens of the cross-entropy component."""
         return int((self.ce_weights_BT != 0).sum())
 
 
@@ -218,7 +220,7 @@ class BatchLayout:
 
     @classmethod
     def of(cls, config: TrainerConfig, packing: Packing | None) -> "BatchLayout":
-        """That of a run."""
+        """Make the layout of a run's batches."""
         return cls(
             seq_len=config.model.seq_len,
             micro_batch_tokens=config.micro_batch_tokens,
@@ -230,7 +232,8 @@ class BatchLayout:
 def build_micro_batch(
     samples: Sequence[TrainSample], *, seq_len: int, device: torch.device, rows: Rows | None = None
 ) -> MicroBatch:
-    """A micro-batch on `device`, each sample cut at `seq_len`; `rows` are places in `samples`, one each if left out.
+    """Build a micro-batch on `device`, each sample cut at `seq_len`; `rows` are indices into `samples`, one each by
+    default.
 
     No samples give one row of two padding tokens with weight 0: it keeps this rank's collectives in step with the
     others' and contributes a zero gradient.
@@ -271,7 +274,7 @@ def build_micro_batch(
 
 
 def _lay(rows: Rows, lengths: Sequence[int], token_ids_BT: np.ndarray, needed_BT: np.ndarray) -> dict[str, np.ndarray]:
-    """The fields of `ModelRows`."""
+    """Lay out the samples as the fields of `ModelRows`."""
     widths = [sum(lengths[place] for place in row) for row in rows]
     shape = (len(rows), max(widths))
     laid_RL, positions_RL = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
@@ -296,11 +299,11 @@ def _lay(rows: Rows, lengths: Sequence[int], token_ids_BT: np.ndarray, needed_BT
     }
 
 
-# Samples without an environment or a data set behind them: what a step costs depends on their lengths only.
+# Samples that come from no environment or data set: what a step costs depends on their lengths only.
 
 
 def fake_sample(length: int, *, vocabulary: int, of_rl: bool = True) -> TrainSample:
-    """A sample of `length` tokens, every one but the first trained on: as sampled, or as a completion to imitate."""
+    """Make a sample of `length` tokens, all but the first trained on, as sampled or as a completion to imitate."""
     ones, zeros = np.ones(length, np.float32), np.zeros(length, np.float32)
     return TrainSample(
         token_ids=np.arange(length, dtype=np.int32) % vocabulary,

@@ -28,7 +28,7 @@ _CHANGES_LOGITS = WeakSet[nn.Module]()
 def token_logprobs(
     model: nn.Module, micro_batch: MicroBatch, *, is_entropy_learned: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-prob of every token given those before it, and the entropy of the distribution it was drawn from, [B, T].
+    """Return the log-prob of every token given the earlier ones, and the entropy of its distribution, both [B, T].
 
     Both are float32 under each token's temperature and truncation: a sampled token that the truncation leaves out under
     this model has the log-prob -inf. Those of tokens that no loss needs, prompts and padding, are not computed: they
@@ -77,7 +77,8 @@ def token_logprobs(
 def _kept(
     micro_batch: MicroBatch, scored_N: torch.Tensor, ways_N: torch.Tensor
 ) -> Callable[[int, torch.Tensor], torch.Tensor] | None:
-    """What says of scaled logits [N, V], from token `start` on, which tokens could be sampled, bool [N, V].
+    """Return a function from scaled logits [N, V], from token `start` on, to the tokens that could be sampled, bool [N,
+    V].
 
     All of them where the policy sampled nothing, or nothing was cut; None if nothing was cut anywhere.
     """
@@ -111,7 +112,7 @@ def _kept(
 CHUNK = {"cpu": (1024, 8192), "cuda": (2048, 38_912)}
 """Tokens and words of a chunk, by device: with what is computed from it some 100 MB, or 1 GB on a GPU.
 
-A GPU takes as long to be told of a small chunk as to compute it.
+Launching a small chunk takes a GPU as long as computing it.
 """
 SORTED_TOKENS = 64
 """Tokens whose whole vocabularies are sorted at once where distributions are cut: some 300 MB for 150,000 tokens."""
@@ -137,13 +138,13 @@ class Targets:
     kept: Callable[[int, torch.Tensor], torch.Tensor] | None = None
 
     def select(self, rows_RLX: torch.Tensor) -> torch.Tensor:
-        """What is at the places of rows, [N, X]."""
+        """Select the rows at the given indices, [N, X]."""
         return rows_RLX.flatten(0, 1).index_select(0, self.places_N)
 
 
 @contextlib.contextmanager
 def sketched(device_type: str) -> Iterator[None]:
-    """In this block only the first chunks of the vocabulary are computed: the memory is that of all, no value is.
+    """Compute only the first chunks of the vocabulary in the block: memory use is right, values are not.
 
     Chunks are those of such a device, wherever the tensors are.
     """
@@ -156,7 +157,7 @@ def sketched(device_type: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def instead_of_logits(head: nn.Linear, targets: Targets) -> Iterator[list[torch.Tensor]]:
-    """In this block the head gives, instead of logits, the log-prob and the entropy of the targets, [N, 2].
+    """Let the head return the targets' log-prob and entropy, [N, 2], instead of logits during the block.
 
     It stays a part of the model's forward, where FSDP holds its weight whole. What it gave is in the list.
     """
@@ -176,7 +177,9 @@ def instead_of_logits(head: nn.Linear, targets: Targets) -> Iterator[list[torch.
 def linear_logprobs(
     hidden_NH: torch.Tensor, weight_VH: torch.Tensor, bias_V: torch.Tensor | None = None, *, targets: Targets
 ) -> torch.Tensor:
-    """Log-prob of each label and entropy, [N, 2], at least float32; no gradient of an entropy that is not learned."""
+    """Return the log-prob of each label and the entropy, [N, 2], at least float32; the entropy has a gradient
+    only if learned.
+    """
     return _LinearLogProbs.apply(hidden_NH, weight_VH, bias_V, targets)  # pyright: ignore[reportReturnType]
 
 
@@ -229,17 +232,17 @@ class _Chunks:
         self._chunk = CHUNK[_sketched_as.get() or hidden_NH.device.type]
 
     def tokens(self) -> Iterator[slice]:
-        """The chunks of tokens."""
+        """Return the chunks of tokens."""
         return _slices(len(self._labels_N), self._chunk[0] if self._targets.kept is None else SORTED_TOKENS)
 
     def columns(self) -> Iterator[slice]:
-        """The chunks of the vocabulary, which is sorted as a whole where distributions are cut."""
+        """Yield the chunks of the vocabulary; one chunk if distributions are cut, which needs sorting all of it."""
         size = len(self._weight_VH)
         columns = _slices(size, self._chunk[1] if self._targets.kept is None else size)
         return columns if _sketched_as.get() is None else itertools.islice(columns, _SKETCHED)
 
     def forward(self, tokens: slice) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Log-probs, normalisers and entropies of some tokens: one pass with a running maximum."""
+        """Compute log-probs, normalisers and entropies of some tokens in one pass with a running maximum."""
         maximum_N = self._hidden_NH.new_full((len(self._labels_N[tokens]),), -math.inf, dtype=self.dtype)
         label_N, total_N, weighted_N = maximum_N.clone(), maximum_N.new_zeros(()), maximum_N.new_zeros(())
         for columns in self.columns():
@@ -264,7 +267,7 @@ class _Chunks:
         entropy_N: torch.Tensor,
         grad_N2: torch.Tensor,
     ) -> torch.Tensor:
-        """The gradient by the head's product, of some tokens and columns."""
+        """Compute the gradient with respect to the head's product, for some tokens and columns."""
         z_NC = self._logits(tokens, columns)
         place_N1, is_here_N = self._places(tokens, columns)
         is_here_N &= z_NC.gather(1, place_N1).squeeze(1) != -math.inf
@@ -290,19 +293,19 @@ class _Chunks:
         return z_NC if self._targets.kept is None else z_NC.clamp_(min=_CUT)
 
     def _places(self, tokens: slice, columns: slice) -> tuple[torch.Tensor, torch.Tensor]:
-        """Where the labels are in a chunk [N, 1], and whether they are."""
+        """Return the labels' indices within a chunk [N, 1], and whether each label is in the chunk."""
         labels_N = self._labels_N[tokens]
         is_here_N = (labels_N >= columns.start) & (labels_N < columns.stop)
         return (labels_N - columns.start).clamp(0, columns.stop - columns.start - 1)[:, None], is_here_N
 
 
 def _slices(size: int, step: int) -> Iterator[slice]:
-    """[0, size) in equal steps; one empty slice of nothing."""
+    """Yield slices that cut [0, size) into equal steps; one empty slice if `size` is 0."""
     return (slice(start, min(start + step, size)) for start in itertools.chain([0], range(step, size, step)))
 
 
 def _of_logits(logits_NV: torch.Tensor, targets: Targets) -> torch.Tensor:
-    """What the head would give instead of the logits, [N, 2]."""
+    """Compute from logits what the head would return instead, [N, 2]."""
     if targets.kept is not None:
         z_NV = logits_NV / targets.temperature_N[:, None]
         starts = range(0, len(z_NV), SORTED_TOKENS)
@@ -324,7 +327,7 @@ def select_logprobs(
     temperature_B: torch.Tensor,
     is_entropy_learned: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-softmax of the logits at the labels, and the entropy, both [B, K] in the logits' dtype.
+    """Return the log-softmax of the logits at the labels, and the entropy, both [B, K] in the logits' dtype.
 
     A logit of -inf is a token that cannot be sampled; it adds nothing to the entropy.
     """
@@ -342,5 +345,5 @@ def select_logprobs(
 
 
 def _head_of(model: Any) -> Any:
-    """The layer that makes logits of hidden states, of a causal model of transformers."""
+    """Return the layer that makes logits of hidden states, of a causal model of transformers."""
     return model.get_output_embeddings()

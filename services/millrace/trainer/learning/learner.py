@@ -55,17 +55,17 @@ class LearnerConfig(Protocol):
 
     @property
     def trainer(self) -> TrainerConfig:
-        """Its section `[trainer]`."""
+        """Return the section `[trainer]`."""
         ...
 
     @property
     def seed(self) -> int:
-        """The seed of everything random."""
+        """Return the seed of all randomness."""
         ...
 
     @property
     def context_length(self) -> int:
-        """Tokens of the longest sequence that the policy's engines serve."""
+        """Return the number of tokens of the longest sequence that the policy's engines serve."""
         ...
 
 
@@ -91,7 +91,7 @@ def build_model(
     context_length: int,
     is_proved: bool = False,
 ) -> TrainedModel:
-    """The model in a directory, as the table `prefix` of the config says, for sequences of at most `context_length`.
+    """Build the model in a directory by the config's table `prefix`, for sequences of at most `context_length`.
 
     Collective in a gang.
 
@@ -122,7 +122,7 @@ def build_model(
 
 
 def open_model(directory: Path, *, gang: Gang, context_length: int) -> nn.Module:
-    """The model in a directory: with its weights for one process; in a gang `fill_opened` reads them."""
+    """Open the model in a directory, with weights for one process; in a gang `fill_opened` reads them."""
     if gang.is_alone:
         model = load_model(directory)
     else:
@@ -141,7 +141,7 @@ def fill_opened(model: nn.Module, directory: Path, *, gang: Gang, sharding: Shar
 
 @torch.no_grad()
 def model_digest(model: nn.Module, *, dtype: torch.dtype, gang: Gang) -> str:
-    """The digest (hex) of version 0: every rank digests what it holds, where it lies. Collective in a gang."""
+    """Return the digest (hex) of version 0; every rank digests its own share in place. Collective in a gang."""
     is_first_part = gang.layout.is_first_part(gang.rank)
     rows: list[list[object]] = []
     for each in published_tensors(model, version=0, dtype=dtype):
@@ -162,7 +162,8 @@ class Reference(Protocol):
     """Log-probs under the start model."""
 
     def logprobs(self, micro_batch: MicroBatch) -> torch.Tensor:
-        """Those of every token, [B, T], without gradient, at each sample's temperature and over the whole vocabulary.
+        """Compute every token's log-prob, [B, T], without gradient, at the sample's temperature over the whole
+        vocabulary.
 
         A truncated policy may sample what the truncated reference could not, and the divergence would be infinite.
         """
@@ -185,7 +186,7 @@ class StartModel:
     def load(
         cls, directory: Path, *, gang: Gang, sharding: Sharding, context_length: int, is_varlen: bool = False
     ) -> Self:
-        """That of the model in `directory`. Collective in a gang."""
+        """Load the reference model in `directory`. Collective in a gang."""
         with agreed(gang):
             model = open_model(directory, gang=gang, context_length=context_length)
         start = cls(model, gang=gang, sharding=sharding, is_varlen=is_varlen)
@@ -246,7 +247,7 @@ class Learner:
     def of_start_model(
         cls, config: LearnerConfig, *, gang: Gang, directory: Path, start_directory: Path, code: CustomCode
     ) -> Self:
-        """The learner of a run with the model in `directory`; the start model is in `start_directory`.
+        """Make the learner of a run with the model in `directory`; the start model is in `start_directory`.
 
         InvalidSpecError if the loss is the user's own and cannot be used, before anything is loaded. Collective in a
         gang.
@@ -298,12 +299,12 @@ class Learner:
 
     @property
     def publish_dtype(self) -> torch.dtype:
-        """Number format of published policies; `auto` is what the trainer computes in."""
+        """Return the dtype of published policies; `auto` is the dtype that the trainer computes in."""
         return resolve_publish_dtype(self.config.model, device=self.gang.device)
 
     @property
     def utilization(self) -> Utilization | None:
-        """What says how much of its devices the gang uses, where their peak is known."""
+        """Return the measure of the gang's utilization; None if the devices' peak is unknown."""
         return Utilization.of(
             self.model,
             tflops=self.config.peak_tflops,
@@ -313,13 +314,13 @@ class Learner:
         )
 
     def logprobs(self, micro_batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
-        """Log-probs and entropies of a micro-batch under the live model, [B, T]."""
+        """Return the log-probs and entropies of a micro-batch under the live model, [B, T]."""
         is_learned = self.config.loss.entropy_coef > 0
         return token_logprobs(self.model, micro_batch, is_entropy_learned=is_learned)
 
     @torch.no_grad()
     def with_proximal(self, minibatches: Sequence[Minibatch]) -> list[Minibatch]:
-        """The same with the log-probs of the live policy as those before the batch, if the loss asks for them."""
+        """Return the minibatches with the live policy's log-probs as those before the batch, if the loss needs them."""
         if not self.config.loss.correction and self.config.loss.type != "custom":
             return list(minibatches)
         return [
@@ -330,7 +331,7 @@ class Learner:
         ]
 
     def loss_inputs(self, micro_batch: MicroBatch) -> tuple[LossInputs, torch.Tensor, torch.Tensor]:
-        """What the loss of a micro-batch is computed from, and its log-probs and entropies, [B, T]."""
+        """Return the inputs of a micro-batch's loss, and the log-probs and entropies, [B, T]."""
         reference_BT = None if self.reference is None else self.reference.logprobs(micro_batch)
         logprobs_BT, entropy_BT = self.logprobs(micro_batch)
         learned_BT = entropy_BT if self.config.loss.entropy_coef > 0 else None
@@ -338,7 +339,7 @@ class Learner:
         return inputs, logprobs_BT, entropy_BT
 
     def micro_batches(self, minibatch: Minibatch) -> Iterator[tuple[MicroBatch, Sequence[int]]]:
-        """Each with its samples' places; behind the last one gradients are shared out."""
+        """Yield each micro-batch with its samples' indices; gradients are reduced after the last one."""
         last = len(minibatch.micro_batches) - 1
         for at, each in enumerate(zip(minibatch.micro_batches, minibatch.samples, strict=True)):
             defer_sharing(self.model, is_last=at == last)
@@ -346,7 +347,7 @@ class Learner:
 
     @contextlib.contextmanager
     def learning(self) -> Iterator[None]:
-        """In this block dropout is active, the model's and the adapters', as far as the run wants; nowhere else."""
+        """Activate dropout of model and adapters in the block, as configured; it is off elsewhere."""
         self.model.train(self.config.model.dropout)
         set_learning(self.model, True)
         try:
@@ -357,7 +358,7 @@ class Learner:
 
 
 def state_tensors(model: nn.Module, optimizer: PolicyOptimizer, *, gang: Gang) -> dict[str, torch.Tensor]:
-    """Everything that a checkpoint holds, as live tensors by name: weights once each, optimizer state, random state.
+    """Return a checkpoint's contents as live tensors by name: weights once each, optimizer state, random state.
 
     Of a model with adapters only what is trained; the base is the start model, whose digest the manifest has.
     """
@@ -379,5 +380,5 @@ def restore_random_state(state: dict[str, torch.Tensor], *, gang: Gang) -> None:
 
 
 def digest_of(tensors: Iterable[tuple[str, TensorBytes]]) -> str:
-    """The digest (hex) that a policy of these tensors has."""
+    """Return the digest (hex) of a policy of these tensors."""
     return policy_digest({name: (t.dtype, t.shape, digest_hex(tensor_digest(t))) for name, t in tensors})

@@ -72,12 +72,12 @@ class ExpertLoad:
 
     @classmethod
     def of(cls, model: nn.Module) -> Self | None:
-        """That of a model; None if it has no experts."""
+        """Make the counter of a model's experts; None if it has none."""
         layers = list(experts_of(model))
         return cls(layers) if layers else None
 
     def take(self) -> torch.Tensor:
-        """Tokens by layer and expert since the last call, float64."""
+        """Return the number of tokens by layer and expert since the last call, float64."""
         counts = torch.stack([each.to("cpu", torch.float64) for each in self._counts])
         self._counts = [torch.zeros_like(each) for each in self._counts]
         return counts
@@ -92,7 +92,7 @@ class ExpertLoad:
 
 
 def load_metrics(counts: torch.Tensor) -> dict[str, float]:
-    """Metrics of tokens by layer and expert.
+    """Return the metrics of tokens by layer and expert.
 
     `max_vio` is how much more than its fair share the fullest expert of a layer has (0 is even, 1 is twice as much),
     `idle_experts` the share of experts that no token went to.
@@ -109,7 +109,7 @@ class StepMetrics:
     """Sums, counts and maxima; the keys are fixed by the environments' names, so the ranks' vectors line up."""
 
     def __init__(self, envs: Sequence[str], *, version: int | None = None) -> None:
-        """`version` is the one whose weights compute, until an optimizer step has changed them."""
+        """Take `version`, whose weights compute until an optimizer step changes them."""
         self._envs, self._version = tuple(envs), version
         names = [*_MEANS, *(f"{name}/{env}" for name in _BY_ENV for env in self._envs)]
         self._sums = dict.fromkeys(names, 0.0)
@@ -170,7 +170,7 @@ class StepMetrics:
         self._expert_load = None if load is None else load.take()
 
     def reduce(self, gang: Gang) -> "StepMetrics":
-        """What all ranks measured together. Collective in a gang."""
+        """Combine the measurements of all ranks. Collective in a gang."""
         whole, names = StepMetrics(self._envs), list(self._sums)
         reduced = gang.sum_of_data([*self._sums.values(), *self._counts.values(), self._loss_squares, self._total_loss])
         whole._sums = dict(zip(names, reduced[: len(names)], strict=True))
@@ -183,7 +183,7 @@ class StepMetrics:
 
     @classmethod
     def merged(cls, steps: Sequence["StepMetrics"]) -> "StepMetrics":
-        """What several optimizer steps measured, as one; its loss is their mean."""
+        """Merge the measurements of several optimizer steps; the loss is their mean."""
         first, *others = steps
         whole = cls(first._envs)
         whole._num_steps = len(steps)
@@ -198,11 +198,11 @@ class StepMetrics:
 
     @property
     def is_finite(self) -> bool:
-        """Whether the loss is a finite number, and so are the entropies."""
+        """Return whether the loss is a finite number, and so are the entropies."""
         return math.isfinite(self._total_loss) and math.isfinite(self._sums["entropy"])
 
     def values(self) -> dict[str, float]:
-        """The metrics by name; a mean over no tokens is left out."""
+        """Return the metrics by name, without means over no tokens."""
         sums, counts, maxima = self._sums, self._counts, self._maxima
         means = {name: sums[name] / counts[name] for name in sums if counts[name]}
         metrics = {f"{name}/mean": value for name, value in means.items()}
@@ -233,7 +233,7 @@ class StepMetrics:
 
     @property
     def _scopes(self) -> tuple[str, ...]:
-        """What follows a metric's name: nothing for the whole batch, and each environment."""
+        """Return the suffixes of a metric's name: empty for the whole batch, then each environment."""
         return ("", *(f"/{env}" for env in self._envs))
 
     def _add_ratio(self, log_ratio_BT: torch.Tensor, members: torch.Tensor, micro_batch: MicroBatch) -> None:
@@ -246,7 +246,7 @@ class StepMetrics:
                 self._maxima[f"-ratio{scope}"] = max(self._maxima[f"-ratio{scope}"], -float(selected.min()))
 
     def _members_by_scope(self, members: torch.Tensor, micro_batch: MicroBatch) -> Iterator[tuple[str, torch.Tensor]]:
-        """The tokens of each environment of the micro-batch, and last all of them."""
+        """Yield the tokens of each environment of the micro-batch, and finally of all."""
         for env in self._envs:
             if env in micro_batch.env_B:
                 rows = torch.tensor([each == env for each in micro_batch.env_B], device=members.device)[:, None]
@@ -319,7 +319,7 @@ class Score:
             self._max_difference = max(self._max_difference, float(difference.abs().max()))
 
     def reduce(self, gang: Gang) -> ScoreResult:
-        """The result over all ranks; the mean over no tokens is NaN. Collective in a gang."""
+        """Reduce to the result over all ranks; the mean over no tokens is NaN. Collective in a gang."""
         kl, num_tokens, num_other, num_outside = gang.sum_of_data(self._sums)
         return ScoreResult(
             num_tokens=int(num_tokens),
@@ -364,7 +364,7 @@ def find_not_finite(
     trainer_logprobs_BT: torch.Tensor,
     entropy_BT: torch.Tensor,
 ) -> list[NotFinite]:
-    """The samples of a micro-batch that are not finite; `rows` are their places in the batch's sample table.
+    """Find the samples of a micro-batch that are not finite; `rows` are the samples' indices in the batch.
 
     Where only the sum of the losses is too large for its number format, it is the token with the largest loss.
     """
@@ -389,7 +389,7 @@ def find_not_finite(
 
 
 def describe_not_finite(header: batch_pb2.BatchHeader, found: Sequence[NotFinite]) -> str:
-    """In which samples of a batch, and at which token first."""
+    """Describe which samples of a batch are not finite, and at which token first."""
     first = min(found)
     sample = header.samples[first.sample]
     which = ", ".join(str(each.sample) for each in sorted(found)[:8]) + (", …" if len(found) > 8 else "")
@@ -406,10 +406,12 @@ class KlTrend:
     def __init__(self) -> None:
         self._steps: deque[tuple[int, float]] = deque(maxlen=_EARLIER_STEPS + _RECENT_STEPS)
         self._told = 0.0
-        """The mismatch that was told of last; 0 if it has fallen since."""
+        """The mismatch that was last reported; 0 if it has fallen since."""
 
     def add(self, step: int, mismatch_kl: float) -> str:
-        """Take a step's mean; in words how it has grown, once per growth, or how large it is, else empty."""
+        """Add a step's mean; describe how it has grown, once per growth, or how large it is, else return an empty
+        text.
+        """
         self._steps.append((step, mismatch_kl if math.isfinite(mismatch_kl) else math.inf))
         return self._growth() or self._excess()
 
@@ -446,11 +448,11 @@ class Disagreement:
 
     @property
     def is_large(self) -> bool:
-        """Whether it was large when there were such tokens last."""
+        """Return whether the mismatch was large when it was last measured."""
         return self._last >= _LEAST_KL
 
     def add(self, step: int, metrics: Mapping[str, float]) -> str:
-        """Take a step's metrics; in words how much both disagree, once per tenfold growth, else empty."""
+        """Add a step's metrics; describe the disagreement once per tenfold growth, else return an empty text."""
         found = metrics.get(f"{ON_POLICY_KL}/mean")
         if found is None:
             return ""

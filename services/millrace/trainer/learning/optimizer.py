@@ -38,12 +38,12 @@ class OptimizerReport:
 
     @property
     def was_skipped(self) -> bool:
-        """Whether nothing changed at all."""
+        """Return whether the step changed nothing."""
         return self.num_skipped == self.num_steps
 
     @classmethod
     def merged(cls, steps: Sequence["OptimizerReport"]) -> "OptimizerReport":
-        """That of several steps, as one."""
+        """Merge the reports of several steps."""
         taken = [each for each in steps if not each.was_skipped] or steps
         return cls(
             lr=steps[0].lr,
@@ -100,7 +100,7 @@ class PolicyOptimizer:
         return OptimizerReport(lr=lr, grad_norm=grad_norm, num_skipped=int(was_skipped))
 
     def state_tensors(self) -> dict[str, dict[str, torch.Tensor]]:
-        """The state as live tensors, by parameter name; filling them in place restores it."""
+        """Return the state as live tensors by parameter name; filling them in place restores the state."""
         state = {parameter: parts for optimizer in self._optimizers for parameter, parts in optimizer.state.items()}
         return {name: dict(state[parameter]) for name, parameter in self._named}
 
@@ -108,7 +108,7 @@ class PolicyOptimizer:
 def _optimizers(
     model: nn.Module, parameters: list[nn.Parameter], optim: OptimConfig, *, is_apart: bool
 ) -> list[torch.optim.Optimizer]:
-    """Torch's own; Muon takes the matrices of the hidden layers, and AdamW what is left.
+    """Make torch's optimizers; Muon gets the matrices of the hidden layers, AdamW the other parameters.
 
     `is_apart` makes one for each parameter, so that the state of one at a time is there.
     """
@@ -139,7 +139,7 @@ def _apart(parameters: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:
 
 
 def _hidden_matrices(model: nn.Module, parameters: list[nn.Parameter]) -> list[nn.Parameter]:
-    """Weights of two dimensions, but those of embeddings and of the head."""
+    """Return the two-dimensional weights, without those of embeddings and head."""
     find_head = getattr(model, "get_output_embeddings", lambda: None)
     ends = [module for module in model.modules() if isinstance(module, nn.Embedding)] + [find_head()]
     outer = {id(parameter) for end in ends if end is not None for parameter in end.parameters()}
@@ -167,11 +167,11 @@ class StateKeeping:
 
     @property
     def is_plain(self) -> bool:
-        """Whether it is held as torch does."""
+        """Return whether the state is held as torch holds it."""
         return self.dtype is None and not self.offloads
 
     def zeros(self, parameter: nn.Parameter) -> torch.Tensor:
-        """A part of a parameter's state before the first step."""
+        """Make a part of a parameter's state as it is before the first step."""
         device = torch.device("cpu") if self.offloads else parameter.device
         dtype = self.dtype or parameter.dtype
         return torch.zeros_like(parameter, memory_format=torch.preserve_format, dtype=dtype, device=device)
@@ -179,7 +179,7 @@ class StateKeeping:
 
 @contextlib.contextmanager
 def brought(optimizer: torch.optim.Optimizer, *, salt: int) -> Iterator[None]:
-    """In this block the state is on its parameter's device and in its format; behind it, where it was, rounded."""
+    """Bring the state to its parameter's device and dtype during the block, and back, rounded, after it."""
     kept: dict[torch.Tensor, Mapping[str, torch.Tensor]] = dict(optimizer.state)
     for parameter, parts in kept.items():
         optimizer.state[parameter] = {
@@ -210,7 +210,7 @@ def _put(value: torch.Tensor, place: torch.Tensor, *, salt: int) -> None:
 
 
 def round_by_chance(values: torch.Tensor, *, salt: int) -> torch.Tensor:
-    """float32 as bfloat16, up or down in proportion to what is cut off; the chance follows from `salt` and place."""
+    """Round float32 to bfloat16 stochastically, in proportion to the cut-off part; `salt` and index seed the chance."""
     flat = values.reshape(-1)
     rounded = torch.empty_like(flat, dtype=torch.bfloat16)
     for begin in range(0, flat.numel(), _BLOCK_ELEMENTS):
@@ -225,7 +225,7 @@ def round_by_chance(values: torch.Tensor, *, salt: int) -> torch.Tensor:
 def _fresh_state(
     optimizer: torch.optim.Optimizer, parameter: nn.Parameter, keeping: StateKeeping
 ) -> dict[str, torch.Tensor]:
-    """What the optimizer would make for a parameter at its first step."""
+    """Make the state that the optimizer makes for a parameter at its first step."""
     if isinstance(optimizer, AdamW):
         step = torch.zeros((), dtype=torch.float32, device=parameter.device)
         return {"step": step, "exp_avg": keeping.zeros(parameter), "exp_avg_sq": keeping.zeros(parameter)}
@@ -245,13 +245,13 @@ def clip(parameters: Sequence[nn.Parameter], *, max_norm: float) -> float:
 
 
 def norm_of(gradients: Sequence[torch.Tensor]) -> float:
-    """The norm of all gradients, also of those that are cut over different ranks. Collective in a gang."""
+    """Return the norm of all gradients, also of sharded ones. Collective in a gang."""
     parts = [whole_norm(_total_norm(alike)) for alike in _by_mesh(gradients)]
     return parts[0] if len(parts) == 1 else math.hypot(*parts)
 
 
 def _total_norm(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The norm in float32; torch's own is rounded to the gradients' format, once a tensor and once more in the end.
+    """Return the norm in float32; torch's own is rounded to the gradients' dtype per tensor and in the end.
 
     In bfloat16 that is half a percent, another one for each number of ranks.
     """
@@ -267,12 +267,12 @@ def _are_float32(gradients: Sequence[torch.Tensor]) -> bool:
 
 
 def whole_norm(norm: torch.Tensor) -> float:
-    """A norm over all ranks, of which each may have computed its part. Collective in a gang."""
+    """Return a norm over all ranks, from each rank's part. Collective in a gang."""
     return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
 
 
 def _by_mesh(tensors: Sequence[T]) -> list[list[T]]:
-    """Tensors that are cut over equal ranks, together: torch computes with no others at once."""
+    """Group tensors by their device mesh, because torch computes only on tensors of one mesh at a time."""
     alike: dict[Any, list[T]] = {}
     for tensor in tensors:
         mesh = tensor.device_mesh if isinstance(tensor, DTensor) else None
@@ -293,7 +293,7 @@ _SMALLEST_START_FACTOR = 1e-8
 
 
 def learning_rate(step: int, *, lr: float, config: SchedulerConfig, max_steps: int | None) -> float:
-    """Learning rate of optimizer step `step` (from 0). A peak of 0 is 0 everywhere."""
+    """Return the learning rate of optimizer step `step` (from 0); a peak of 0 is 0 everywhere."""
     if lr == 0:
         return 0.0
     if step < config.warmup_steps:
@@ -309,7 +309,7 @@ def learning_rate(step: int, *, lr: float, config: SchedulerConfig, max_steps: i
 
 
 def _linear(step: int, *, lr: float, config: SchedulerConfig, max_steps: int) -> float:
-    """The peak, then the decay over the last `decay_steps` steps."""
+    """Return the peak, then the linear decay over the last `decay_steps` steps."""
     into_decay = step - (max_steps - config.decay_steps)
     if config.decay_steps == 0 or into_decay < 0:
         return lr
@@ -318,14 +318,14 @@ def _linear(step: int, *, lr: float, config: SchedulerConfig, max_steps: int) ->
 
 
 def _cosine(step: int, *, lr: float, config: SchedulerConfig, max_steps: int) -> float:
-    """Half a cosine over the steps behind the warm-up."""
+    """Return half a cosine over the steps after the warm-up."""
     span = max(max_steps - config.warmup_steps, 1)
     progress = min((step - config.warmup_steps) / span, 1.0)
     return config.min_lr + (lr - config.min_lr) * (1 + math.cos(math.pi * progress)) / 2
 
 
 def _require(max_steps: int | None, config: SchedulerConfig) -> int:
-    """`max_steps`, without which a decay has no end; the config's own rules catch this first."""
+    """Return `max_steps`, which a decay needs; the config's rules refuse its absence earlier."""
     if max_steps is None:
         raise InvalidSpecError(
             [

@@ -38,7 +38,7 @@ _TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-10}
 def packing_of(
     model: nn.Module, config: PackConfig, *, longest: int, compute_dtype: torch.dtype, gang: Gang
 ) -> Packing | None:
-    """What the plan decides with; None where every row is one sample. Samples have at most `longest` tokens.
+    """Return how rows are packed; None if every row is one sample. Samples have at most `longest` tokens.
 
     Collective in a gang. InvalidSpecError: PACK_UNSUPPORTED if rows shall be packed always, and the model mixes their
     samples; SAMPLES_MIXED if not even a sample that is computed alone is independent of those before it.
@@ -47,8 +47,8 @@ def packing_of(
     tolerance = _TOLERANCE.get(compute_dtype, 0.05)
     found = Apart.of(model, longest=longest, tolerance=tolerance, device=gang.device, is_packed=config.mode != "never")
     # Ranks that round differently, or have other GPUs, could make different plans.
-    told = gang.agree(lambda: [found.in_row, found.in_micro_batch, found.in_turn, is_varlen])
-    in_row, in_micro_batch, in_turn, is_varlen = (all(column) for column in zip(*told, strict=True))
+    answers = gang.agree(lambda: [found.in_row, found.in_micro_batch, found.in_turn, is_varlen])
+    in_row, in_micro_batch, in_turn, is_varlen = (all(column) for column in zip(*answers, strict=True))
     if not in_turn:
         raise _mixes_calls(model)
     if config.mode == "always" and not (in_row and in_micro_batch):
@@ -83,7 +83,7 @@ def _mixes_samples(model: nn.Module) -> InvalidSpecError:
 
 def _mixes_calls(model: nn.Module) -> InvalidSpecError:
     name = type(model).__name__
-    message = f"{name} computes a sample differently behind others: it keeps something from call to call"
+    message = f"{name} computes a sample differently after others: it keeps something from call to call"
     return InvalidSpecError(
         [Violation(field="model.name", value=name, message=message)],
         reason="SAMPLES_MIXED",
@@ -109,7 +109,7 @@ _MOST = re.compile(r"max_position|n_position|max_seq|seq_len|seq_length|n_ctx")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Apart:
-    """Whether a sample is computed as it is alone: behind others in a row, beside other rows, behind other calls."""
+    """Whether a sample computes the same as alone: after others in a row, beside other rows, after other calls."""
 
     in_row: bool
     in_micro_batch: bool
@@ -124,31 +124,35 @@ class Apart:
         trial = _Trial(model, tolerance=tolerance, device=device)
         borders = lengths_named(model.config, below=min(longest, _most_positions(model)))
         trial.compute_alone({_SHORT, _OTHER, _SECOND}.union(borders, (border + 1 for border in borders)))
+        # Samples on both sides of every border, in both orders: a window or a position table of a wrong size shows only
+        # when another sample in the row pushes it over the border.
         rows = [[[_SHORT, _SECOND], [_OTHER, _SECOND]], *([[_SHORT, border], [border, _SHORT]] for border in borders)]
         beside = [[[_SHORT], [_SECOND]], *([[_SHORT], [border], [border + 1]] for border in borders)]
         # Everything is computed whatever is found: other ranks may round differently, and wait for their peers.
         in_row = [trial.is_alike(each) for each in (rows if is_packed else ())]
         in_micro_batch = [trial.is_alike(each) for each in beside]
+        # In the reverse order of `compute_alone`: a model that caches something per call, such as the longest sequence
+        # so far, now meets each length after longer ones.
         in_turn = [trial.is_alike([[length]]) for length in reversed(trial.lengths)]
         give_up_whole(model)  # the optimizer is to get the shards
         return cls(in_row=all(in_row), in_micro_batch=all(in_micro_batch), in_turn=all(in_turn))
 
 
 def lengths_named(config: Any, *, below: float) -> list[int]:
-    """Numbers of tokens that a model's config names at any depth, greater than the shortest samples, ascending."""
+    """Return the lengths in tokens that a model's config names at any depth, above the shortest samples, ascending."""
     named = {number for key, number in _numbers(config.to_dict()) if _LENGTH.search(key)}
     return sorted(number for number in named if _OTHER < number < below)
 
 
 def _most_positions(model: Any) -> int | float:
-    """Tokens of the longest sequence that a model can compute: rotary positions go on, learned ones end."""
+    """Return the longest sequence that a model can compute, in tokens; only learned positions have an end."""
     if any("rotary" in type(module).__name__.lower() for module in model.modules()):
         return math.inf
     return min((number for key, number in _numbers(model.config.to_dict()) if _MOST.search(key)), default=math.inf)
 
 
 def _numbers(value: Any, key: str = "") -> Iterator[tuple[str, int]]:
-    """The whole numbers in plain data, each with the key that it, or the list that it is in, stands at."""
+    """Yield the whole numbers in plain data, each with its key or its list's key."""
     if isinstance(value, Mapping):
         for name, inner in value.items():
             yield from _numbers(inner, str(name))
@@ -170,7 +174,7 @@ class _Trial:
 
     @property
     def lengths(self) -> list[int]:
-        """Those of the samples, in the order in which they were computed alone."""
+        """Return the samples' lengths in the order in which they were computed alone."""
         return list(self._alone)
 
     def compute_alone(self, lengths: Iterable[int]) -> None:
@@ -179,7 +183,7 @@ class _Trial:
             [self._alone[length]] = self._compute([[length]])
 
     def is_alike(self, rows: Rows) -> bool:
-        """Whether samples of these lengths, in these rows of one micro-batch, are as each is alone."""
+        """Return whether samples of these lengths, packed into these rows, compute the same as each alone."""
         found = self._compute(rows)
         pairs = [(self._alone[length], each) for length, each in zip(chain(*rows), found, strict=True)]
         allowed = self._tolerance * max(float(alone.abs().max()) for alone, _ in pairs)
@@ -187,7 +191,7 @@ class _Trial:
 
     @torch.no_grad()
     def _compute(self, rows: Rows) -> list[torch.Tensor]:
-        """Log-probs and entropies at the end of each sample, float64 [2, tokens]; `rows` are lengths."""
+        """Return the log-probs and entropies at the end of each sample, float64 [2, tokens]; `rows` are lengths."""
         lengths = list(chain(*rows))
         micro_batch = build_micro_batch(
             [self._sample(length) for length in lengths],
@@ -199,9 +203,10 @@ class _Trial:
         return [values_2BT[:, place, length - _SCORED + 1 : length] for place, length in enumerate(lengths)]
 
     def _sample(self, length: int) -> TrainSample:
-        """A sample whose tokens are spread over the vocabulary, other ones for each length."""
+        """Make a sample with tokens spread over the vocabulary, different for each length."""
         vocabulary = int(self._model.config.get_text_config().vocab_size)  # pyright: ignore
         sample = fake_sample(length, vocabulary=vocabulary)
+        # Two primes: tokens differ within a sample and between lengths, without a random generator.
         sample.token_ids[:] = (7919 * np.arange(1, length + 1) + 104729 * length) % vocabulary
         sample.loss_mask[: length - _SCORED + 1] = 0
         return sample
@@ -231,7 +236,7 @@ class FlopCount:
 
     @classmethod
     def of(cls, model: Any) -> Self:
-        """That of a causal model of transformers, sharded or not, whose frozen weights stay so."""
+        """Count the operations of a causal model of transformers, sharded or not, whose frozen weights stay frozen."""
         config = model.config.get_text_config()
         head = model.get_output_embeddings()
         looked_up = {id(each.weight) for each in model.modules() if isinstance(each, nn.Embedding)} - {id(head.weight)}
@@ -246,7 +251,7 @@ class FlopCount:
         return cls(per_token=per_token, per_square=per_square)
 
     def of_samples(self, lengths: Iterable[int]) -> float:
-        """Operations of a step on samples of these lengths."""
+        """Return the operations of a step on samples of these lengths."""
         return sum(self.per_token * length + self.per_square * length**2 for length in lengths)
 
 
@@ -267,19 +272,21 @@ class Utilization:
         device: torch.device,
         world_size: int,
     ) -> Self | None:
-        """That of a model on `world_size` devices of `tflops`; None where that is not said, and not known either."""
+        """Make the utilization of a model on `world_size` devices of `tflops`; None if the peak is neither given
+        nor known.
+        """
         known = tflops
         if known is None and compute_dtype == torch.bfloat16:
             known = _known_tflops(device)
         return None if known is None else cls(flops=FlopCount.of(model), peak=known * 1e12 * world_size)
 
     def mfu(self, lengths: Iterable[int], *, seconds: float) -> float:
-        """The utilization of a step, from 0 to 1."""
+        """Return the utilization of a step, from 0 to 1."""
         return self.flops.of_samples(lengths) / (self.peak * seconds) if seconds > 0 else 0.0
 
 
 def _known_tflops(device: torch.device) -> float | None:
-    """The peak of a GPU that is in the table, in bfloat16."""
+    """Return the peak of a GPU that is in the table, in bfloat16."""
     if device.type != "cuda":
         return None
     words = torch.cuda.get_device_name(device).replace("-", " ").split()

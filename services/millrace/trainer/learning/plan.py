@@ -1,6 +1,6 @@
 """Which samples go through the model at once, and at which rank: a pure function of lengths, layout and costs.
 
-A micro-batch is rows; a row is one sample, padded to the longest row, or several samples one behind the other. Whether
+A micro-batch is rows; a row is one sample, padded to the longest row, or several samples one after the other. Whether
 a minibatch is padded or packed is decided by what both would cost (`[trainer.pack]`), so that every rank, a replay and
 a resumed run decide alike from the header's sample table. What of that follows from the model and the device is a fact
 of every checkpoint (`how_rows_are_made`), by which another plan is noticed.
@@ -33,7 +33,7 @@ class Packing:
     is_alone: bool = False
 
     def cost(self, rows: Rows, lengths: Sequence[int]) -> float:
-        """What a micro-batch costs."""
+        """Return the cost of a micro-batch."""
         if not rows:
             return 0.0
         width = max(sum(lengths[index] for index in row) for row in rows)
@@ -45,7 +45,7 @@ class Packing:
         return self.per_token * len(rows) * width + self.per_square * pairs
 
     def cost_of_ranks(self, plan: Sequence[Sequence[Rows]], lengths: Sequence[int]) -> float:
-        """What a plan costs: the ranks wait for one another after every micro-batch."""
+        """Return the cost of a plan, in which ranks wait for one another after every micro-batch."""
         return sum(max(self.cost(rows, lengths) for rows in abreast) for abreast in zip(*plan, strict=True))
 
 
@@ -54,7 +54,7 @@ ALONE = Packing(per_token=0.0, per_square=0.0, causal_cost=0.0, masked_cost=0.0,
 
 
 def how_rows_are_made(packing: Packing | None) -> str:
-    """Everything that plans depend on besides the header, the config and the number of ranks, in words."""
+    """Describe everything that plans depend on besides header, config and number of ranks."""
     if packing is None:
         return "one sample each"
     if packing.is_alone:
@@ -78,11 +78,12 @@ def plan_minibatches(ordinals: Sequence[int], count: int) -> list[list[int]]:
 def plan_micro_batches(
     lengths: Sequence[int], *, max_tokens: int, world_size: int = 1, packing: Packing | None = None
 ) -> list[list[Rows]]:
-    """Micro-batches by rank: rows times longest row at most `max_tokens`, unless one sample alone is longer.
+    """Plan micro-batches by rank: rows times longest row at most `max_tokens`, unless one sample alone is longer.
 
     Every rank gets equally many micro-batches, because the ranks' collectives pair up, and work; where there are fewer
     samples than ranks, micro-batches are empty. Rows hold several samples only with `packing`, where that costs less.
     """
+    # By index among equals: the plan is a function of the header alone, and a replay must make the same one.
     order = sorted((index for index, length in enumerate(lengths) if length), key=lambda i: (-lengths[i], i))
     is_alone = packing is not None and packing.is_alone
     padded = _dealt(_padded(order, lengths, 1 if is_alone else max_tokens), lengths, world_size)
@@ -94,13 +95,13 @@ def plan_micro_batches(
 
 
 def in_order(rows: Rows) -> Rows:
-    """The same rows of samples that are numbered in the order in which they stand in them."""
+    """Renumber the samples of rows in their order."""
     starts = accumulate((len(row) for row in rows), initial=0)
     return [list(range(start, start + len(row))) for start, row in zip(starts, rows, strict=False)]
 
 
 def _padded(order: Sequence[int], lengths: Sequence[int], max_tokens: int) -> list[Rows]:
-    """Rows of one sample, from the longest to the shortest, so that little is padded."""
+    """Make rows of one sample each, from longest to shortest, so that little is padded."""
     micro_batches: list[Rows] = []
     for index in order:
         # Sorted downwards, so the first row of a micro-batch is its longest.
@@ -112,7 +113,7 @@ def _padded(order: Sequence[int], lengths: Sequence[int], max_tokens: int) -> li
 
 
 def _packed(order: Sequence[int], lengths: Sequence[int], max_tokens: int, packing: Packing) -> list[Rows]:
-    """Rows of several samples: the longest sample that is left begins a micro-batch, the longest that fits goes on.
+    """Pack rows of several samples: begin with the longest sample left, then add the longest that fits.
 
     A row with a dense mask is as long as that first sample, because its attention is quadratic in the row; a row with
     a kernel for varying lengths is the whole micro-batch.
@@ -121,9 +122,11 @@ def _packed(order: Sequence[int], lengths: Sequence[int], max_tokens: int, packi
     micro_batches: list[Rows] = []
     while waiting:
         longest = -waiting[0][0]
+        # With a dense mask attention is quadratic in the row, so rows stay as short as their longest sample allows.
         width = max(max_tokens, longest) if packing.is_varlen else longest
         rows: Rows = [[] for _ in range(max(max_tokens // width, 1))]
         free = [width] * len(rows)
+        # `waiting` is sorted by falling length: this is the longest sample that fits into the roomiest row.
         while (at := bisect_left(waiting, (-max(free), -1))) < len(waiting):
             negative, index = waiting.pop(at)
             row = next(place for place, room in enumerate(free) if room >= -negative)
@@ -134,11 +137,12 @@ def _packed(order: Sequence[int], lengths: Sequence[int], max_tokens: int, packi
 
 
 def _dealt(micro_batches: list[Rows], lengths: Sequence[int], world_size: int) -> list[list[Rows]]:
-    """Micro-batches by rank: until all have equally many, the largest one is halved.
+    """Deal micro-batches to ranks; halve the largest until all ranks have equally many.
 
     Consecutive ones go to consecutive ranks, so that the ranks' work is nearly equal.
     """
     while len(micro_batches) % world_size:
+        # Splitting costs less than an empty micro-batch, in which a rank would only take part in collectives.
         several = [at for at, rows in enumerate(micro_batches) if sum(map(len, rows)) > 1]
         if not several:
             micro_batches.append([])
@@ -153,7 +157,7 @@ def _size(rows: Rows, lengths: Sequence[int]) -> int:
 
 
 def _halves(rows: Rows) -> list[Rows]:
-    """Two micro-batches: half of the rows each, or half of the samples of the only row."""
+    """Halve a micro-batch by rows, or by the samples of its only row."""
     if len(rows) > 1:
         half = -(-len(rows) // 2)
         return [rows[:half], rows[half:]]

@@ -29,15 +29,15 @@ from millrace.trainer.log.background import StopRequested
 POLL_S = 0.5  # how soon a stop is noticed while there is no batch
 
 
-class PolicyMender(Protocol):
+class PolicyRepublisher(Protocol):
     """Who publishes damaged policies anew; `Mender` is one."""
 
-    def wanted(self, version: int) -> bytes | None:
-        """At rank 0: what to tell all ranks to mend, if there is something."""
+    def policy_to_republish(self, version: int) -> bytes | None:
+        """Return at rank 0 the policy that all ranks shall publish anew, if there is one."""
         ...
 
-    def mend(self, policy: bytes) -> None:
-        """Mend it; at every rank."""
+    def republish(self, policy: bytes) -> None:
+        """Publish the policy anew; at every rank."""
         ...
 
 
@@ -45,15 +45,15 @@ class BatchLog(Protocol):
     """What is needed of the run's log to read batches; `LogClient` is one."""
 
     def poll_header(self, step: int, *, timeout_s: float) -> bytes | None:
-        """The header of a step as stored, or None if it is not there within the time."""
+        """Wait for the header of a step and return it as stored; None if it is not there in time."""
         ...
 
     def read_superseded(self, step: int, revisions: int) -> list[bytes]:
-        """The first so many headers of a step, as stored: failed closing headers that have a successor."""
+        """Read the first `revisions` headers of a step as stored: failed closing headers that have a successor."""
         ...
 
     def read_chunks(self, step: int, chunks: Sequence[int]) -> dict[int, bytes]:
-        """The named chunks of a committed step."""
+        """Read the named chunks of a committed step."""
         ...
 
     def prefetch(self, step: int) -> None:
@@ -61,7 +61,7 @@ class BatchLog(Protocol):
         ...
 
     def is_stop_requested(self) -> bool:
-        """Whether to raise StopRequested instead of waiting on."""
+        """Return whether to raise StopRequested rather than continue to wait."""
         ...
 
 
@@ -80,17 +80,17 @@ class Batch:
 
     @property
     def step(self) -> int:
-        """The step; a closing header has the number of steps."""
+        """Return the step; for a closing header, the number of steps."""
         return self.header.step
 
     @property
     def is_closing(self) -> bool:
-        """Whether the run ends here; the samples then are to be scored, not trained on."""
+        """Return whether the run ends here, so that the samples are scored rather than trained on."""
         return closes_run(self.header)
 
     @property
     def micro_batches(self) -> list[MicroBatch]:
-        """This rank's share of the samples."""
+        """Return this rank's share of the samples."""
         return [micro_batch for minibatch in self.minibatches for micro_batch in minibatch.micro_batches]
 
 
@@ -106,7 +106,7 @@ class Batches:
         run_hash: str,
         previous_chain_hash: bytes,
         layout: BatchLayout,
-        mender: PolicyMender | None = None,
+        republisher: PolicyRepublisher | None = None,
     ) -> None:
         self._log = batch_log
         self._gang = gang
@@ -114,10 +114,10 @@ class Batches:
         self._run_hash = run_hash
         self._chain_hash = previous_chain_hash
         self._layout = layout
-        self._mender = mender
+        self._republisher = republisher
 
     def follow(self, start_step: int) -> Iterator[Batch]:
-        """Every batch from `start_step` on, the closing header last. Raises StopRequested between batches."""
+        """Yield every batch from `start_step` on, the closing header last; raise StopRequested between batches."""
         step = start_step
         while True:
             batch = self.read(step)
@@ -127,7 +127,7 @@ class Batches:
             step += 1
 
     def read(self, step: int) -> Batch:
-        """The batch of one step, verified; waits for it as long as it takes. Collective in a gang."""
+        """Wait for the batch of one step, verify it and return it. Collective in a gang."""
         began = time.monotonic()
         header_bytes = self._wait_for_header(step)
         arrived = time.monotonic()
@@ -156,27 +156,27 @@ class Batches:
         def look() -> bytes:
             if self._log.is_stop_requested():
                 return b"stop"
-            if self._mender is not None and (policy := self._mender.wanted(step)) is not None:
+            if self._republisher is not None and (policy := self._republisher.policy_to_republish(step)) is not None:
                 return b"mend" + policy
             header = self._log.poll_header(step, timeout_s=POLL_S)  # registers the wait
             return b"wait" if header is None else b"head" + header
 
         while True:
-            told = self._gang.from_leader(look)
-            match told[:4]:
+            order = self._gang.from_leader(look)
+            match order[:4]:
                 case b"head":
-                    return told[4:]
+                    return order[4:]
                 case b"stop":
                     raise StopRequested
-                case b"mend" if self._mender is not None:
-                    self._mender.mend(told[4:])
+                case b"mend" if self._republisher is not None:
+                    self._republisher.republish(order[4:])
                 case b"wait":
                     continue
                 case _:
-                    raise InternalError(f"rank 0 sent {told[:4]!r} while batch {step} was awaited")
+                    raise InternalError(f"rank 0 sent {order[:4]!r} while batch {step} was awaited")
 
     def _minibatches(self, header: batch_pb2.BatchHeader) -> list[Minibatch]:
-        """This rank's samples, read, verified and padded."""
+        """Read, verify and pad this rank's samples."""
         layout, is_closing = self._layout, closes_run(header)
         count = 1 if is_closing else layout.minibatches
         plans = [
@@ -188,7 +188,7 @@ class Batches:
         return [self._minibatch(plan, samples) for plan in plans]
 
     def _minibatch(self, plan: Sequence[Rows], samples: Mapping[int, TrainSample]) -> Minibatch:
-        """The micro-batches of a plan."""
+        """Make the micro-batches of a plan."""
         micro_batches, places = list[MicroBatch](), list[list[int]]()
         for rows in plan:
             flat = [index for row in rows for index in row]
@@ -204,7 +204,7 @@ class Batches:
         return Minibatch(micro_batches=micro_batches, samples=places)
 
     def _plan(self, header: batch_pb2.BatchHeader, part: Sequence[int]) -> list[Rows]:
-        """This rank's micro-batches of some samples, each as their places in the sample table."""
+        """Plan this rank's micro-batches of some samples, as indices into the sample table."""
         plan = plan_micro_batches(
             [min(header.samples[index].length, self._layout.seq_len) for index in part],
             max_tokens=self._layout.micro_batch_tokens,
@@ -214,7 +214,7 @@ class Batches:
         return [[[part[place] for place in row] for row in rows] for rows in plan[self._gang.data_rank]]
 
     def _verify(self, header: batch_pb2.BatchHeader, step: int, revision: int) -> None:
-        """CorruptObjectError unless the header continues this run's chain at this step."""
+        """Raise CorruptObjectError unless the header continues this run's chain at this step."""
         expected = {
             "run_uid": (header.run_uid, self._run_uid),
             "step": (header.step, step),
@@ -255,7 +255,7 @@ class StoreLog:
         self._headers: dict[int, batch_pb2.BatchHeader] = {}
 
     def poll_header(self, step: int, *, timeout_s: float) -> bytes | None:
-        """The header of a committed step; InvalidStateError naming the kept range if it is not there."""
+        """Return the header of a committed step; raise InvalidStateError naming the kept range if it is missing."""
         found = load_step(self._store, self._names, step)
         if found is None:
             raise self.not_kept(step)
@@ -264,11 +264,13 @@ class StoreLog:
         return data
 
     def read_superseded(self, step: int, revisions: int) -> list[bytes]:
-        """The first so many headers of a step, as stored."""
+        """Read the first `revisions` headers of a step as stored."""
         return [read_header(self._store, self._names, step, revision) for revision in range(revisions)]
 
     def read_chunks(self, step: int, chunks: Sequence[int]) -> dict[int, bytes]:
-        """The named chunks of a step whose header was read; InvalidStateError if retention has removed one."""
+        """Read the named chunks of a step whose header was read; raise InvalidStateError if retention has removed
+        one.
+        """
         found: dict[int, bytes] = {}
         for index in chunks:
             try:
@@ -278,14 +280,16 @@ class StoreLog:
         return found
 
     def prefetch(self, step: int) -> None:
-        """Nothing: a replay reads what it needs when it needs it."""
+        """Do nothing: a replay reads when it needs the data."""
 
     def is_stop_requested(self) -> bool:
-        """Never: Ctrl-C ends the process, and nothing is left behind."""
+        """Return False: Ctrl-C ends the process and leaves nothing to release."""
         return False
 
     def kept(self) -> KeptRange:
-        """What can be recomputed: from the oldest checkpoint, or from the start while its batches are kept."""
+        """Return the range of steps that can be recomputed: from the oldest checkpoint, or from the start if its
+        batches are kept.
+        """
         last = max((step for step, _ in list_headers(self._store, self._names)), default=-1)
         if last >= 0 and closes_run(self._header(last)):
             last -= 1
@@ -295,7 +299,9 @@ class StoreLog:
         return KeptRange(first, last)
 
     def not_kept(self, step: int) -> InvalidStateError:
-        """The error for a step outside the range: one that is not there yet, or one that is not there any more."""
+        """Return the error for a step outside the range: one that is not there yet, or one that is not there any
+        more.
+        """
         kept = self.kept()
         if step > kept.last:
             return InvalidStateError(

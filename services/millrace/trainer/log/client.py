@@ -72,7 +72,9 @@ class LogClient:
         self._opening = self._background.submit(self._open())
 
     def poll_ready(self, *, timeout_s: float) -> bool:
-        """Whether the log is open, and held by the leader; waits up to `timeout_s`. Raises what opening raised."""
+        """Return whether the log is open and held by the leader; wait up to `timeout_s` and raise the errors of
+        opening.
+        """
         assert self._opening is not None
         concurrent.futures.wait([self._opening], timeout_s)
         if not self._opening.done():
@@ -82,23 +84,23 @@ class LogClient:
 
     @property
     def run_hash(self) -> str:
-        """sha256 of the run's resolved config, hex."""
+        """Return the sha256 (hex) of the run's resolved config."""
         return self._opened.run_hash
 
     @property
     def epoch(self) -> int:
-        """The fencing epoch that this trainer holds."""
+        """Return the fencing epoch that this trainer holds."""
         return self._held.epoch.number
 
     @property
     def before(self) -> str:
-        """How the training before this one ended, in words; empty if this is the run's first."""
+        """Describe how the previous training of the run ended; empty if there was none."""
         return self._held.before
 
     # BatchLog
 
     def is_stop_requested(self) -> bool:
-        """Whether to release the run; raises why the lease is no longer renewed, if so (FencedError: lost)."""
+        """Return whether to release the run; raise the error that stopped the lease's renewal (FencedError: lost)."""
         if self._held.lost is not None:
             raise self._held.lost
         return self._should_stop()
@@ -110,18 +112,18 @@ class LogClient:
             self._reading = step, self._background.submit(self._read(step, None if self._is_alone else []))
 
     def poll_header(self, step: int, *, timeout_s: float) -> bytes | None:
-        """The header of a step as stored, or None if it is not there within the time."""
+        """Wait for the header of a step and return it as stored; None if it is not there in time."""
         self.prefetch(step)
         assert self._reading is not None
         done, _ = concurrent.futures.wait([self._reading[1]], timeout_s)
         return self._reading[1].result()[1] if done else None
 
     def read_superseded(self, step: int, revisions: int) -> list[bytes]:
-        """The first so many headers of a step, as stored; every rank reads them itself."""
+        """Read the first `revisions` headers of a step as stored; every rank reads them itself."""
         return [read_header(self._store, self._names, step, revision) for revision in range(revisions)]
 
     def read_chunks(self, step: int, chunks: Sequence[int]) -> dict[int, bytes]:
-        """The named chunks of a committed step, each verified against the header."""
+        """Read the named chunks of a committed step, each verified against the header."""
         if not chunks:
             return {}
         if self._reading is not None and self._reading[0] == step and self._reading[1].done():

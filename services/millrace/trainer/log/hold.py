@@ -4,7 +4,7 @@
                 │            '── another copy of the log (rebuilt, or Redis restarted): append the policies it lacks
                 '── another trainer has the lease or a newer epoch ──▶ LOST, for good
 
-Nothing here forgets where the training stands: who needs a log that Redis lost waits, visibly, until the
+Nothing here loses the training's position: what needs a log that Redis lost waits, visibly, until the
 orchestrator has rebuilt it, and then goes on. Everything runs on the background loop.
 """
 
@@ -82,7 +82,7 @@ class Hold:
         wait = waits.LastingWait()
         try:
             while self.lost is None:
-                self._woken.clear()  # before the work: who wakes it during the work is heard behind it
+                self._woken.clear()  # before the work: who wakes it during the work is heard after it
                 pause_s = await self._keep_once(wait)
                 if self.lost is None:
                     with contextlib.suppress(TimeoutError):
@@ -175,7 +175,7 @@ class Hold:
         self._instance = instance
 
     async def _require_newest_epoch(self) -> None:
-        """FencedError if another trainer took an epoch while the log was away."""
+        """Raise FencedError if another trainer took an epoch while the log was away."""
         stored = await asyncio.to_thread(latest_epoch, self._log.store, self._log.names, ROLE)
         require_newest(max(stored, await self._log.current_epoch(ROLE)), held=self.epoch.number, uid=self._log.uid)
 
@@ -191,7 +191,9 @@ class Hold:
         result.require(what)
 
     async def _is_announced(self, entry: policy_pb2.PolicyEntry) -> bool:
-        """Whether these weights are announced already: a damaged manifest was written anew, so its hash is another."""
+        """Return whether these weights are announced already, perhaps by a manifest with another hash that was
+        written anew.
+        """
         id_ = f"{entry.version}-1"
         for found in await self._log.read_range(Stream.POLICIES, id_, id_):
             what = f"entry {id_} of the policies of run {self._log.uid}"
@@ -201,7 +203,7 @@ class Hold:
 
 
 async def _end_before(run_log: RunLog, epoch: Epoch, lease: Lease, *, has_waited: bool) -> str:
-    """How the hold before `epoch` ended, as far as its last words and its lease tell; empty for the first epoch."""
+    """Describe how the hold before `epoch` ended, from its last report and its lease; empty for the first epoch."""
     before = epoch.number - 1
     if not before:
         return ""
@@ -216,7 +218,7 @@ async def _end_before(run_log: RunLog, epoch: Epoch, lease: Lease, *, has_waited
 
 
 def require_newest(newest: int, *, held: int, uid: str) -> None:
-    """FencedError if `newest`, the newest trainer epoch of the run, is another trainer's."""
+    """Raise FencedError if `newest`, the newest trainer epoch of the run, is another trainer's."""
     if newest > held:
         raise FencedError(
             f"trainer epoch {newest} of run {uid} exists, this trainer holds {held}",
@@ -268,7 +270,7 @@ def _wait_for(wait: waits.LastingWait, error: MillraceError) -> None:
 
 
 def _renewal_failure(error: Exception, *, uid: str) -> MillraceError:
-    """What the job fails with when renewing raised `error`."""
+    """Return the error with which the job fails after renewing raised `error`."""
     if isinstance(error, MillraceError):
         return error
     failure = InternalError(

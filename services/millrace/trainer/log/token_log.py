@@ -3,7 +3,7 @@
     main thread      step n: keeps log-probs of its forward ─▶ hands them over ─▶ step n + 1 ─▶ …
     beside it                                       encode, gather at rank 0, create the object
 
-No step waits for it: if more than a few objects are not stored yet, a step goes without. What fails here is told as a
+No step waits for it: if more than a few objects are not stored yet, a step goes without. A failure is reported as a
 warning, and the training goes on.
 """
 
@@ -37,7 +37,7 @@ from millrace.trainer.log.batches import Batch
 logger = logging.getLogger(__name__)
 
 MAX_WAITING = 4
-"""Steps whose objects may be waiting to be stored: more than a store lacks behind that keeps up at all."""
+"""Steps whose objects may be waiting to be stored: more than a store that keeps up is ever late."""
 
 
 # What a step's own forward gave for the tokens that are logged: kept as it goes by, computed never again.
@@ -83,7 +83,7 @@ class TokenRows:
         self._parts.append(_Part([samples[row] for row in rows], values_2KT, micro_batch.loss_mask_BT[at].cpu()))
 
     def to_log(self, *, lineage: int, chain_hash: bytes) -> TokenLog:
-        """This rank's part of the step's log; for the thread beside the training."""
+        """Make this rank's part of the step's log, in the thread beside the training."""
         minibatch_of = {
             place: number
             for number, micro_batches in enumerate(self._places)
@@ -157,7 +157,7 @@ class TokenLogWriter(BackgroundWriter):
         self._has_problem = False
 
     def collect(self, batch: Batch) -> TokenRows | None:
-        """What the values of a batch's tokens are put into; None if none are logged."""
+        """Return the collector of a batch's token values; None if none are logged."""
         return TokenRows(batch.header, batch.minibatches, share=self._share) if self._share else None
 
     def write(self, batch: Batch, rows: TokenRows | None) -> None:
@@ -202,7 +202,7 @@ class TokenLogWriter(BackgroundWriter):
             self._has_problem = False
 
     def _gathered(self, rows: TokenRows, chain_hash: bytes) -> TokenLog | None:
-        """The step's log, at rank 0. Ranks that compute on the same samples have it once."""
+        """Gather the step's log at rank 0; ranks that share samples contribute once."""
         if self._beside.is_alone:
             return rows.to_log(lineage=self._lineage, chain_hash=chain_hash)
         layout = self._beside.layout
@@ -217,7 +217,7 @@ class TokenLogWriter(BackgroundWriter):
         return merged([decode_token_log(part, where=f"of rank {rank}") for rank, part in enumerate(parts) if part])
 
     def _tell(self, step: int, error: Exception) -> None:
-        """Say why a step's log-probs are not stored; once, until one is stored again."""
+        """Report why a step's log-probs are not stored, once until one is stored again."""
         logger.warning("the step's log-probs were not stored", extra={"step": step + 1, "error": repr(error)})
         if self._has_problem or not self._gang.is_leader:
             return
@@ -226,7 +226,7 @@ class TokenLogWriter(BackgroundWriter):
         try:
             self._on_problem(
                 f"the trainer's log-probs of step {step + 1} were not stored: {cause}. The training goes on; the "
-                "dashboard cannot compare trainer and engine at this step, nor behind it as long as this lasts",
+                "dashboard cannot compare trainer and engine at this step, nor after it as long as this lasts",
             )
         except Exception as failure:  # noqa: BLE001 - a thread's edge: a lost log is met by the step's own report
             logger.warning("the warning was not written", extra={"error": repr(failure)})

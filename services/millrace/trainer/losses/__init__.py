@@ -23,12 +23,12 @@ LOSSES: dict[str, PolicyLoss] = {
 
 
 def token_losses(inputs: LossInputs, config: LossConfig) -> TokenLosses:
-    """Loss and diagnostics of every token, as `[trainer.loss]` says; see `loss_function` for custom ones."""
+    """Compute loss and diagnostics of every token by `[trainer.loss]`; see `loss_function` for custom losses."""
     return regularized(policy_losses, inputs, config)
 
 
 def loss_function(config: LossConfig, code: CustomCode) -> LossFunction:
-    """The loss of a run; InvalidSpecError says what is wrong with a function of the user's own."""
+    """Return the loss function of a run; raise InvalidSpecError if the user's own function is unusable."""
     if config.type != "custom":
         return token_losses
     loss_of = partial(regularized, load_custom_loss(config.import_path or "", code))
@@ -37,7 +37,7 @@ def loss_function(config: LossConfig, code: CustomCode) -> LossFunction:
 
 
 def policy_losses(inputs: LossInputs, config: LossConfig) -> TokenLosses:
-    """Those of the policy loss and of cross-entropy, with corrections and weights, before KL and entropy.
+    """Compute policy loss and cross-entropy with corrections and weights, before KL and entropy terms.
 
     A loss of the user's own may build on it: under `type = "custom"` it is the default one.
     """
@@ -75,7 +75,7 @@ def policy_losses(inputs: LossInputs, config: LossConfig) -> TokenLosses:
 
 
 def total_loss(losses: TokenLosses, *, rl_divisor: int, num_ce_tokens: int) -> torch.Tensor:
-    """This micro-batch's share of the batch's loss; both numbers are those of the whole batch over all ranks."""
+    """Return the micro-batch's share of the batch's loss; both token counts are of the whole batch over all ranks."""
     return losses.rl.sum() / max(rl_divisor, 1) + losses.ce.sum() / max(num_ce_tokens, 1)
 
 

@@ -42,17 +42,19 @@ class LossInputs:
 
     @property
     def rl_members(self) -> torch.Tensor:
-        """The tokens of the rl component, bool."""
+        """Return the tokens of the rl component, bool."""
         return self.loss_mask & (self.rl_weights != 0)
 
     @property
     def log_ratio(self) -> torch.Tensor:
-        """l, with its gradient; 0 outside of the mask, where the inference log-prob is none."""
+        """Return l with its gradient; 0 outside of the mask, where there is no inference log-prob."""
         return torch.where(self.loss_mask, self.trainer_logprobs - self.inference_logprobs, 0.0)
 
     @property
     def proximal_log_ratio(self) -> torch.Tensor:
-        """p - i, with p the log-prob under the policy before the batch; 0 outside of the mask. It has no gradient."""
+        """Return p - i without gradient, with p the log-prob under the policy before the batch; 0 outside of the
+        mask.
+        """
         proximal = self.trainer_logprobs if self.proximal_logprobs is None else self.proximal_logprobs
         return torch.where(self.loss_mask, proximal - self.inference_logprobs, 0.0).detach()
 
@@ -94,28 +96,30 @@ LossFunction = Callable[[LossInputs, LossConfig], TokenLosses]
 
 
 def k3(log_ratio: torch.Tensor) -> torch.Tensor:
-    """exp(l) - l - 1 in float64, never negative: in float32 it would be the rounding error of its terms."""
+    """Return exp(l) - l - 1, computed in float64: in float32 the result would be rounding error. Never negative."""
     exact = log_ratio.double()
     return (torch.expm1(exact) - exact).clamp_min(0)
 
 
 def outside_support(trainer_logprobs: torch.Tensor) -> torch.Tensor:
-    """Sampled tokens that the truncation leaves out under the trainer's policy (`forward.token_logprobs`)."""
+    """Return which sampled tokens are outside of the truncated support under the trainer's policy
+    (`forward.token_logprobs`).
+    """
     return trainer_logprobs == -math.inf
 
 
 def sample_means(values: torch.Tensor, members: torch.Tensor) -> torch.Tensor:
-    """The mean of a row's members, [B, 1]; 0 for a row without any."""
+    """Return the mean of each row's members, [B, 1]; 0 for a row without members."""
     return (values * members).sum(-1, keepdim=True) / members.sum(-1, keepdim=True).clamp_min(1)
 
 
 def clip_range(config: LossConfig) -> tuple[float, float]:
-    """The lowest and the highest ratio that are not clipped; a side without a bound of its own is clipped at 1."""
+    """Return the lowest and the highest unclipped ratio; a side without a bound is clipped at 1."""
     low = 0.0 if config.clip_low is None else config.clip_low
     high = 0.0 if config.clip_high is None else config.clip_high
     return 1 - low, 1 + high
 
 
 def between(low: float, values: torch.Tensor, high: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Which values are below `low`, and which are above `high`."""
+    """Return which values are below `low`, and which are above `high`."""
     return values < low, values > high

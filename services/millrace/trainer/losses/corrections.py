@@ -19,13 +19,13 @@ _MAX_LOG = 30.0
 
 
 def ratio_of(inputs: LossInputs, config: LossConfig) -> torch.Tensor:
-    """The ratio that a loss is made of: r; exp(t - p) where a correction weighs by exp(p - i)."""
+    """Return the ratio in the loss: r, or exp(t - p) if a correction weighs by exp(p - i)."""
     is_weighed = any(each.type in _WEIGHING for each in config.correction)
     return (inputs.log_ratio - inputs.proximal_log_ratio if is_weighed else inputs.log_ratio).exp()
 
 
 def correction(inputs: LossInputs, config: CorrectionConfig) -> torch.Tensor:
-    """The factor of one correction for every token, [B, T]."""
+    """Return the factor of one correction for every token, [B, T]."""
     members, log_ratio = inputs.rl_members, inputs.proximal_log_ratio
     match config.type:
         case "token_tis":
@@ -45,7 +45,7 @@ def correction(inputs: LossInputs, config: CorrectionConfig) -> torch.Tensor:
 
 
 def _product(log_ratio: torch.Tensor, members: torch.Tensor) -> torch.Tensor:
-    """The product of the ratios over a sample's members, [B, 1]."""
+    """Return the product of the ratios over a sample's members, [B, 1]."""
     return (log_ratio * members).sum(-1, keepdim=True).clamp(max=_MAX_LOG).exp()
 
 
@@ -58,7 +58,7 @@ def _is_within(config: CorrectionConfig, ratio: torch.Tensor) -> torch.Tensor:
 
 
 def token_weights(inputs: LossInputs, config: LossConfig) -> torch.Tensor | None:
-    """The weight of every token of rows [B, T]; None where all weigh 1.
+    """Return the weight of every token of rows [B, T]; None where all weigh 1.
 
     token: 1 / tokens of the batch. sequence: 1 / (samples of the batch * tokens of the sample). constant (Dr. GRPO,
     arXiv:2503.20783): 1 / (samples of the batch * constant_tokens). prompt (arXiv:2510.13786): 1 / (groups of the batch
@@ -95,7 +95,7 @@ def divisor(config: LossConfig, *, num_tokens: int, num_samples: int, num_groups
 
 
 def regularized(loss_of: LossFunction, inputs: LossInputs, config: LossConfig) -> TokenLosses:
-    """The losses of `loss_of` with what `[trainer.loss] kl` and `entropy_coef` add to advantages and loss."""
+    """Add to the losses of `loss_of` the terms of `[trainer.loss] kl` and `entropy_coef`."""
     losses = loss_of(_rewarded(inputs, config), config)
     terms = [term for term in (_kl(inputs, config), _entropy_bonus(inputs, config)) if term is not None]
     if not terms:
@@ -107,7 +107,7 @@ def regularized(loss_of: LossFunction, inputs: LossInputs, config: LossConfig) -
 
 
 def log_ratio_to_reference(inputs: LossInputs) -> torch.Tensor | None:
-    """l where the policy sampled, 0 elsewhere; None without a reference."""
+    """Return the log-ratio to the reference on sampled tokens, 0 elsewhere; None without a reference."""
     if inputs.reference_logprobs is None:
         return None
     return torch.where(inputs.loss_mask, inputs.trainer_logprobs - inputs.reference_logprobs, 0.0)

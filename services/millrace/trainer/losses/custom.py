@@ -15,7 +15,8 @@ _BOOLEANS = ("rl_members", "ce_members", "is_masked_low", "is_masked_high")
 
 
 def load_custom_loss(import_path: str, code: CustomCode, *, field: str = FIELD) -> LossFunction:
-    """The function `fn` of `my.module:fn`, whose result is checked at every call; InvalidSpecError says what is wrong.
+    """Load the function `fn` of `my.module:fn` and check its result at every call; raise InvalidSpecError if it is
+    unusable.
 
     It must have the shape of `millrace.trainer.losses.policy_losses`:
 
@@ -34,7 +35,7 @@ def load_custom_loss(import_path: str, code: CustomCode, *, field: str = FIELD) 
         try:
             losses = function(inputs, config)
         except Exception as error:  # a user's function may raise anything
-            if is_shortage(error):  # no mistake of the function: told as the shortage that it is
+            if is_shortage(error):  # no mistake of the function: reported as a shortage
                 raise
             raise bad(f"it raised {type(error).__name__}: {error}") from error
         if not isinstance(losses, TokenLosses):
@@ -67,7 +68,7 @@ def try_loss(loss_of: LossFunction, config: LossConfig) -> None:
 
 
 def _problem(losses: TokenLosses, *, shape: torch.Size) -> str:
-    """What is wrong with the fields of what a function returned; empty if nothing is."""
+    """Return the problem with the fields of a function's result; empty if there is none."""
     for name in (*_FLOATS, *_BOOLEANS):
         value = getattr(losses, name)
         if not isinstance(value, torch.Tensor) or value.shape != shape:

@@ -8,7 +8,7 @@ from millrace.trainer.losses.corrections import ratio_of
 
 
 def dppo(inputs: LossInputs, config: LossConfig) -> Multiplier:
-    """f = r, but 0 where exp(t) - exp(i) is above mask_high and A > 0, or below -mask_low and A <= 0."""
+    """Return f = r, but 0 where exp(t) - exp(i) is above mask_high and A > 0, or below -mask_low and A <= 0."""
     members, is_positive = inputs.rl_members, inputs.advantages > 0
     difference = torch.exp(inputs.trainer_logprobs) - torch.exp(inputs.inference_logprobs)
     high = members & is_positive & (difference > config.dppo_mask_high)
@@ -23,7 +23,7 @@ def dppo(inputs: LossInputs, config: LossConfig) -> Multiplier:
 
 
 def cispo(inputs: LossInputs, config: LossConfig) -> Multiplier:
-    """f = r, clipped to 1 - clip_low … 1 + clip_high."""
+    """Return f = r, clipped to 1 - clip_low … 1 + clip_high."""
     members, ratio = inputs.rl_members, inputs.log_ratio.exp()
     lowest, highest = clip_range(config)
     low, high = between(lowest, ratio, highest)
@@ -38,7 +38,9 @@ _MAX_LOG = 10.0
 
 
 def gspo(inputs: LossInputs, config: LossConfig) -> Multiplier:
-    """f = s, the geometric mean of r over the sample, but 0 for all of its tokens where s is clipped as in ppo."""
+    """Return f = s, the geometric mean of r over the sample, but 0 for all of its tokens where s is clipped as in
+    ppo.
+    """
     members = inputs.rl_members
     ratio = sample_means(inputs.log_ratio, members).clamp(max=_MAX_LOG).exp().expand_as(inputs.log_ratio)
     lowest, highest = clip_range(config)
@@ -52,7 +54,7 @@ def gspo(inputs: LossInputs, config: LossConfig) -> Multiplier:
 
 
 def importance_sampling(inputs: LossInputs, config: LossConfig) -> Multiplier:
-    """f = r; with a correction that weighs by the ratio, what is left of it."""
+    """Return f = r, or the remaining factor if a correction already weighs by the ratio."""
     members = inputs.rl_members
     nothing = torch.zeros_like(members)
     return Multiplier(factor=torch.where(members, ratio_of(inputs, config), 0.0), low=nothing, high=nothing)
@@ -62,7 +64,9 @@ def importance_sampling(inputs: LossInputs, config: LossConfig) -> Multiplier:
 
 
 def ipo(inputs: LossInputs, config: LossConfig) -> Multiplier:
-    """f = r, but 0 where exp(t) - exp(i) is outside of plus or minus `ipo_threshold`, whatever the advantage is."""
+    """Return f = r, but 0 where exp(t) - exp(i) is outside of plus or minus `ipo_threshold`, whatever the
+    advantage is.
+    """
     difference = torch.exp(inputs.trainer_logprobs) - torch.exp(inputs.inference_logprobs)
     below, above = between(-config.ipo_threshold, difference, config.ipo_threshold)
     low, high = inputs.rl_members & below, inputs.rl_members & above
@@ -79,7 +83,9 @@ def ipo(inputs: LossInputs, config: LossConfig) -> Multiplier:
 
 
 def ppo(inputs: LossInputs, config: LossConfig) -> Multiplier:
-    """f = r, but 0 where A > 0 and r > 1 + clip_high, where A < 0 and r < 1 - clip_low, or A < 0 and r > dual_clip."""
+    """Return f = r, but 0 where A > 0 and r > 1 + clip_high, where A < 0 and r < 1 - clip_low, or A < 0 and r >
+    dual_clip.
+    """
     ratio, members = ratio_of(inputs, config), inputs.rl_members
     lowest, highest = clip_range(config)
     below, above = between(lowest, ratio, highest)

@@ -1,1 +1,1 @@
-"""The model in torch: loaded, with adapters, and where each rank's share of it lies."""
+"""The model in torch: loaded, with adapters, and where each rank's share of it is."""

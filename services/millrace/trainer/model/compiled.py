@@ -4,7 +4,7 @@ One graph serves every number and length of rows: both are symbols. Lengths are 
 compiler asks of a symbol (whether 16 divides it) would otherwise be asked again of every batch. A graph of its own have
 one row and several, rows that are packed, and a forward without gradient: some eight, however long a run lasts.
 
-A compiler is a program of others, with a compiler of C++ or Triton behind it. Where it fails, the blocks of that class
+A compiler is foreign code that needs a C++ compiler or Triton. Where it fails, the blocks of that class
 run eagerly from then on, and `Compilation.take_failures` says why.
 """
 
@@ -42,12 +42,12 @@ class Compilation:
         self._eager = set[str]()
 
     def take_failures(self) -> list[str]:
-        """What failed since the last call, one sentence for each class of block."""
+        """Return the failures since the last call, one sentence for each class of block."""
         taken, self._failures = self._failures, []
         return taken
 
     def forward(self, block: nn.Module, compiled: Callable[..., Any], eager: Callable[..., Any]) -> Callable[..., Any]:
-        """The compiled forward of a block, or the eager one where that class of block failed to compile."""
+        """Return the compiled forward of a block, or the eager one where that class of block failed to compile."""
         name = type(block).__name__
 
         @functools.wraps(eager)
@@ -78,7 +78,7 @@ _of_model = WeakKeyDictionary[nn.Module, Compilation]()
 
 
 def compile_blocks(model: nn.Module, config: CompileConfig | None, *, backend: Backend = "inductor") -> None:
-    """Let the blocks be compiled when they are first computed; behind checkpointing of activations, before sharding.
+    """Let the blocks be compiled when they are first computed; after checkpointing of activations, before sharding.
 
     What FSDP does around a block is outside of its graph.
     """
@@ -97,7 +97,7 @@ def compile_blocks(model: nn.Module, config: CompileConfig | None, *, backend: B
 
 @functools.cache  # graphs are those of a backend: a new one would compile what there is again
 def _waited_for(backend: Backend) -> Callable[..., Any]:
-    """The backend, each of whose graphs is a wait: a first step may take minutes for them."""
+    """Wrap the backend so that each compilation is a registered wait; a first step may take minutes."""
     compile_graph = lookup_backend(backend)
 
     @functools.wraps(compile_graph)
@@ -109,18 +109,18 @@ def _waited_for(backend: Backend) -> Callable[..., Any]:
 
 
 def take_failures(model: nn.Module) -> list[str]:
-    """What failed to compile since the last call; nothing of a model that is not compiled."""
+    """Return the failed compilations since the last call; empty for a model that is not compiled."""
     compilation = _of_model.get(model)
     return [] if compilation is None else compilation.take_failures()
 
 
 def is_compiled(model: nn.Module) -> bool:
-    """Whether its blocks are compiled, or were meant to be."""
+    """Return whether the model's blocks are compiled, or were meant to be."""
     return model in _of_model
 
 
 def width_of(model: Any, width: int) -> int:
-    """How long rows of `width` tokens shall be for this model: a multiple of `WIDTH`, as far as it has positions."""
+    """Return the padded width of rows of `width` tokens: a multiple of `WIDTH`, if the model has enough positions."""
     if not is_compiled(model):
         return width
     most = getattr(model.config.get_text_config(), "max_position_embeddings", None) or width

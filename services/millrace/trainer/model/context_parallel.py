@@ -1,7 +1,7 @@
 """Rows cut over ranks: each computes a piece of every row, and only attention sees the whole.
 
 Before attention the ranks exchange tokens for heads, so that each has all tokens of its share of the heads (all-to-all,
-as in DeepSpeed-Ulysses), and back behind it. Where heads do not divide, each gathers keys and values of all tokens and
+as in DeepSpeed-Ulysses), and back after it. Where heads do not divide, each gathers keys and values of all tokens and
 computes its own queries. Attention itself is sdpa, with the whole rows' mask, so that packed samples stay apart.
 
 The model is one of transformers: what a piece needs to know of its rows goes through its layers as the argument
@@ -59,7 +59,7 @@ PROVED = (
 )
 """Types of models that learn the same of rows in pieces.
 
-Layers of others may keep `context` from their attention (nemotron, gemma2), which then takes each piece for a row.
+Foreign layers may keep `context` from their attention (nemotron, gemma2), which then takes each piece for a row.
 """
 
 
@@ -83,7 +83,7 @@ class Context:
     _masks: dict[int | None, torch.Tensor | None] = field(default_factory=dict)
 
     def mask(self, window: int | None) -> torch.Tensor | None:
-        """Which token sees which, bool [R, 1, L, L]; None if it is just all that are before it in the row."""
+        """Return which token attends to which, bool [R, 1, L, L]; None if rows are plainly causal."""
         if window not in self._masks:
             self._masks[window] = self._new_mask(window)
         return self._masks[window]
@@ -107,7 +107,7 @@ class Context:
 class Share:
     """This rank's piece of the rows of a micro-batch.
 
-    `arguments` are the model's; `own_N` the places in the list of needed tokens of those behind a token of the piece,
+    `arguments` are the model's; `own_N` the places in the list of needed tokens of those after a token of the piece,
     and `before_N` the flat places of these in the piece [R, l].
     """
 
@@ -119,7 +119,7 @@ class Share:
     group: dist.ProcessGroup
 
     def gathered(self, own: torch.Tensor) -> torch.Tensor:
-        """What all ranks have for their tokens, in the order of the list, from what this one has. Collective."""
+        """Gather the values of all ranks' tokens in row order. Collective."""
         shares = gather_shares(own, self.group, self.counts)
         return torch.empty_like(shares).index_copy(0, self.order_N, shares)
 
@@ -132,7 +132,7 @@ class ContextParallel:
         self._size, self._piece = mesh.size(), mesh.get_local_rank()
 
     def share(self, rows: Rows) -> Share:
-        """This rank's piece; rows are padded until all pieces are equally long."""
+        """Return this rank's piece of the rows, padded so that all pieces are equally long."""
         tokens_RL, positions_RL = _padded(rows, self._size)
         length, width = tokens_RL.shape[1] // self._size, rows.token_ids_RL.shape[1]
         piece = slice(self._piece * length, (self._piece + 1) * length)
@@ -167,17 +167,17 @@ def cut_rows(model: Any, mesh: DeviceMesh) -> None:
 
 
 def context_parallel_of(model: nn.Module) -> ContextParallel | None:
-    """The ranks with which this one shares a model's rows; None if it computes whole ones."""
+    """Return the ranks that share rows with this one; None if it computes complete rows."""
     return _PARALLEL.get(model)
 
 
 def causal_mask(length: int, *, device: torch.device) -> torch.Tensor:
-    """Which token sees which, itself and those before it, bool [1, 1, length, length]."""
+    """Return which token attends to which: itself and earlier ones, bool [1, 1, length, length]."""
     return torch.ones((1, 1, length, length), dtype=torch.bool, device=device).tril()
 
 
 def _padded(rows: Rows, size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tokens and positions of rows whose length is a multiple of `size`; the last sample goes on in the padding."""
+    """Pad tokens and positions of rows to a multiple of `size`; the padding continues the last sample."""
     tokens_RL, positions_RL = rows.token_ids_RL, rows.position_ids_RL
     if not (missing := -tokens_RL.shape[1] % size):
         return tokens_RL, positions_RL
@@ -215,13 +215,15 @@ def _attention(
 
 
 def _heads_of_all_tokens(tensor: torch.Tensor, group: dist.ProcessGroup, size: int) -> torch.Tensor:
-    """[R, heads, l, D] → [R, heads / size, L, D]."""
+    """Exchange pieces of all heads for a share of heads over all tokens: [R, heads, l, D] → [R, heads / size, L, D]."""
     heads = all_to_all(tensor.unflatten(1, (size, -1)).transpose(0, 1), group)  # [size, R, heads / size, l, D]
     return heads.permute(1, 2, 0, 3, 4).flatten(2, 3)
 
 
 def _tokens_of_all_heads(tensor: torch.Tensor, group: dist.ProcessGroup, size: int) -> torch.Tensor:
-    """[R, L, heads / size, D] → [R, l, heads, D]."""
+    """Exchange a share of heads over all tokens for all heads of a piece: [R, L, heads / size, D] → [R, l, heads,
+    D].
+    """
     tokens = all_to_all(tensor.unflatten(1, (size, -1)).transpose(0, 1), group)  # [size, R, l, heads / size, D]
     return tokens.permute(1, 2, 0, 3, 4).flatten(2, 3)
 
@@ -229,7 +231,7 @@ def _tokens_of_all_heads(tensor: torch.Tensor, group: dist.ProcessGroup, size: i
 # The kernel of attention where a row holds samples of varying lengths; sdpa with a dense mask is everywhere.
 #
 # torch brings the kernel (FlashAttention 2, `torch.nn.attention.varlen`), so that nothing else has to be installed.
-# Its backward adds up in a fixed order where torch is told to be deterministic.
+# Its backward adds up in a fixed order where torch is set to be deterministic.
 #
 # Shape suffixes: R rows, L longest row with padding, N tokens of all rows, H heads, D size of a head, S samples.
 
@@ -242,7 +244,7 @@ _OLDEST = (8, 0)
 
 
 def use_varlen_kernel(model: Any, *, compute_dtype: torch.dtype, device: torch.device) -> bool:
-    """Let the model's attention be the kernel for varying lengths where it computes what the model asks; whether it is.
+    """Use the kernel for varying lengths as the model's attention if it computes the same; return whether it is used.
 
     Elsewhere, and where ranks share rows, which has an attention of its own, the model is left as it is.
     """
@@ -262,12 +264,12 @@ def use_varlen_kernel(model: Any, *, compute_dtype: torch.dtype, device: torch.d
 
 
 def lengths_of_samples(model: Any, position_ids_RL: torch.Tensor) -> dict[str, Any]:
-    """What the kernel asks of rows, as arguments of the model: once for all layers. Nothing where it is not used."""
+    """Return the kernel's arguments for rows, made once for all layers; empty if the kernel is not used."""
     return _lengths(position_ids_RL) if model.config._attn_implementation == _ATTENTION_NAME else {}
 
 
 def _unsuited(model: Any) -> str | None:
-    """What the model's attention does that the kernel does not."""
+    """Return which feature of the model's attention the kernel lacks; None if none."""
     config = model.config.get_text_config()
     if not getattr(config, "num_attention_heads", 0):
         return "it has none"  # recurrent models
@@ -288,7 +290,7 @@ def _unsuited(model: Any) -> str | None:
 
 
 def _lengths(position_ids_RL: torch.Tensor) -> dict[str, Any]:
-    """Where samples begin in the rows one behind the other, [S + 1], and the longest: by transformers' names."""
+    """Return the samples' offsets in the concatenated rows, [S + 1], and the longest length, by transformers' names."""
     starts_S = (position_ids_RL.reshape(-1) == 0).nonzero().squeeze(1)
     bounds = nn.functional.pad(starts_S, (0, 1), value=position_ids_RL.numel()).int()
     longest = int(bounds.diff().max())

@@ -25,7 +25,7 @@ _CLASSES = ("Qwen3MoeExperts",)
 
 
 def experts_of(model: nn.Module) -> Iterator[nn.Module]:
-    """The modules that hold the experts of a layer, in order."""
+    """Yield the modules that hold the experts of a layer, in order."""
     for module in model.modules():
         if any(each.__name__ in _CLASSES for each in type(module).__mro__):
             yield module
@@ -70,14 +70,14 @@ class _Dispatch:
         return torch.zeros_like(hidden_TH).index_add(0, token_P, rows_PH.to(hidden_TH.dtype))
 
     def _compute(self, rows_MH: torch.Tensor, counts_e: torch.Tensor) -> torch.Tensor:
-        """What this rank's experts make of rows sorted by expert."""
+        """Compute this rank's experts on rows sorted by expert."""
         up, down = _local(self._experts.gate_up_proj), _local(self._experts.down_proj)
         gate_MI, up_MI = grouped(rows_MH, up, counts_e).chunk(2, dim=-1)
         return grouped(self._experts.act_fn(gate_MI) * up_MI, down, counts_e)
 
 
 def grouped(rows_MX: torch.Tensor, weight_eYX: torch.Tensor, counts_e: torch.Tensor) -> torch.Tensor:
-    """Rows sorted by expert times each one's weight, [M, Y].
+    """Multiply rows sorted by expert with the expert's weight, [M, Y].
 
     An expert without rows has a part in it, too: every weight has to get a gradient, or FSDP's ranks part ways.
     """
@@ -86,28 +86,28 @@ def grouped(rows_MX: torch.Tensor, weight_eYX: torch.Tensor, counts_e: torch.Ten
 
 
 def grouped_by_kernel(rows_MX: torch.Tensor, weight_eYX: torch.Tensor, counts_e: torch.Tensor) -> torch.Tensor:
-    """The same as one operation, of rows and weights that fit it. Its gradient has to be contiguous."""
+    """Multiply by one grouped operation, for rows and weights that fit it; the gradient must be contiguous."""
     offsets_e = counts_e.cumsum(0).to(torch.int32)
     return functional.grouped_mm(rows_MX, weight_eYX.transpose(1, 2), offs=offsets_e)
 
 
 def grouped_by_loop(rows_MX: torch.Tensor, weight_eYX: torch.Tensor, counts_e: torch.Tensor) -> torch.Tensor:
-    """The same as one product after the other."""
+    """Multiply by one product per expert."""
     groups = rows_MX.split(counts_e.tolist())
     return torch.cat([functional.linear(rows, weight) for rows, weight in zip(groups, weight_eYX, strict=True)])
 
 
 def has_kernel(device: torch.device) -> bool:
-    """Whether the operation is one kernel there; a CPU has it as a loop of its own."""
+    """Return whether the grouped operation is one kernel on the device; on a CPU it is a loop."""
     return device.type == "cuda"
 
 
 def fits_kernel(rows_MX: torch.Tensor, weight_eYX: torch.Tensor) -> bool:
-    """Whether the operation takes these: there are rows, in bfloat16, and rows and columns of 16 bytes."""
+    """Return whether the grouped operation accepts the tensors: bfloat16, not empty, aligned to 16 bytes."""
     is_even = all(size * weight_eYX.element_size() % 16 == 0 for size in weight_eYX.shape[1:])
     return rows_MX.dtype == weight_eYX.dtype == torch.bfloat16 and is_even and len(rows_MX) > 0
 
 
 def _local(parameter: torch.Tensor) -> torch.Tensor:
-    """What FSDP has gathered of a parameter: this rank's experts."""
+    """Return this rank's experts of a parameter as gathered by FSDP."""
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter

@@ -20,7 +20,7 @@ _PIECEWISE = {"full_attention", "sliding_attention"}
 
 
 def fit_layout(config: ModelLayoutConfig, directory: Path, *, world_size: int, prefix: str) -> RankLayout:
-    """The layout of `world_size` ranks for the model in a directory, of which only config.json is read.
+    """Fit a layout of `world_size` ranks to the model in a directory, reading config.json only.
 
     `prefix` is the table of the config's keys. InvalidSpecError (LAYOUT_IMPOSSIBLE) has all that contradicts.
     """
@@ -39,7 +39,7 @@ def fit_layout(config: ModelLayoutConfig, directory: Path, *, world_size: int, p
 
 
 def require_layout(config: ModelLayoutConfig, model: Mapping[str, Any], *, world_size: int, prefix: str) -> None:
-    """The same refusals for a model of which this is the config; it may be empty where no rank shares a layer."""
+    """Refuse a layout that does not fit the model's config, which may be empty if no ranks share a layer."""
     violations = RankLayout.violations(config, world_size=world_size, prefix=prefix)
     violations += [
         Violation(field=f"{prefix}.{key}", value=str(getattr(config, key)), message=message)
@@ -52,7 +52,7 @@ def require_layout(config: ModelLayoutConfig, model: Mapping[str, Any], *, world
 
 
 def _of_model(config: ModelLayoutConfig, model: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Keys and what the model does not let them be."""
+    """Yield keys with the constraint of the model that they violate."""
     sizes = {name: model[name] for name in _SHARED_BY_TP if isinstance(model.get(name), int)}
     uneven = [f"{name} is {size}" for name, size in sizes.items() if size % config.tp]
     if config.tp > 1 and (unproved := _unproved(model, PROVED)):
@@ -79,7 +79,7 @@ def _of_model(config: ModelLayoutConfig, model: Mapping[str, Any]) -> Iterator[t
 
 
 def _unproved(model: Mapping[str, Any], proved: Sequence[str]) -> str | None:
-    """Why a key is not for this type of model; None if it is proved for it.
+    """Return why a key is unsupported for this type of model; None if it is proved.
 
     Others may load, and then learn something else without a word: what a type computes between the ranks' exchanges is
     its own code.

@@ -45,7 +45,7 @@ class LoraLinear(nn.Linear):
         self.lora_B = _linear(torch.zeros(base.out_features, config.rank))
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """`input` [..., in] → [..., out] in the base's dtype; the adapter computes in its own."""
+        """Compute `input` [..., in] → [..., out] in the base's dtype; the adapter computes in its own."""
         result = functional.linear(input, self.weight, self.bias)
         if not self.is_active:
             return result
@@ -71,12 +71,12 @@ def add_adapters(model: nn.Module, config: LoraConfig, *, seed: int) -> AdapterS
 
 
 def is_adapted(model: nn.Module) -> bool:
-    """Whether the model has adapters."""
+    """Return whether the model has adapters."""
     return bool(adapted_layers(model))
 
 
 def adapted_layers(model: nn.Module) -> dict[str, LoraLinear]:
-    """The layers with adapters, by name."""
+    """Return the layers with adapters, by name."""
     return {name: module for name, module in model.named_modules() if isinstance(module, LoraLinear)}
 
 
@@ -88,7 +88,7 @@ def set_learning(model: nn.Module, is_learning: bool) -> None:
 
 @contextlib.contextmanager
 def without_adapters(model: nn.Module) -> Iterator[None]:
-    """In this block the model is its base."""
+    """Run the block on the base model, without adapters."""
     layers = adapted_layers(model).values()
     for layer in layers:
         layer.is_active = False
@@ -100,13 +100,13 @@ def without_adapters(model: nn.Module) -> Iterator[None]:
 
 
 def trained_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    """What is trained, as live tensors under the model's names: adapters, and the layers in `modules_to_save`."""
+    """Return the trained tensors, live, by name: adapters, and the layers in `modules_to_save`."""
     state = model.state_dict(keep_vars=True)  # FSDP shards what it still holds whole, in the format it computes in
     return {name: tensor.detach() for name, tensor in state.items() if tensor.requires_grad}
 
 
 def weight_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    """All live weights and persistent buffers under the model's own names, tied ones once; adapters are none."""
+    """Return all live weights and persistent buffers by name, tied ones once, without adapters."""
     state, found, seen = model.state_dict(keep_vars=True), dict[str, torch.Tensor](), set[int]()
     ties: dict[str, str] = getattr(model, "all_tied_weights_keys", None) or {}
     for name, tensor in state.items():
@@ -143,7 +143,7 @@ def round_filled(model: nn.Module, *, publish_dtype: torch.dtype) -> None:
 
 
 def _linear(weight: torch.Tensor) -> nn.Linear:
-    """A layer without bias that has `weight` [out, in]."""
+    """Make a layer without bias with `weight` [out, in]."""
     layer = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
     layer.weight = nn.Parameter(weight)
     return layer
@@ -154,7 +154,7 @@ def _is_adapter(name: str) -> bool:
 
 
 def _target_layers(model: nn.Module, config: LoraConfig, *, saved: list[str]) -> list[tuple[str, nn.Linear]]:
-    """The linear layers that a target names, and that are not trained whole."""
+    """Return the linear layers that a target names, and that are not trained whole."""
     linear = {name: module for name, module in model.named_modules() if type(module) is nn.Linear}
     found: dict[str, nn.Linear] = {}
     for pattern in config.target_modules:
@@ -168,7 +168,7 @@ def _target_layers(model: nn.Module, config: LoraConfig, *, saved: list[str]) ->
 
 
 def _saved_modules(model: nn.Module, config: LoraConfig) -> list[str]:
-    """The layers that are trained whole; one whose weight is tied to another's is refused."""
+    """Return the layers that are trained whole; one whose weight is tied to another's is refused."""
     found: list[str] = []
     names = [name for name, module in model.named_modules() if name and any(True for _ in module.parameters())]
     for pattern in config.modules_to_save:
@@ -189,7 +189,7 @@ def _saved_modules(model: nn.Module, config: LoraConfig) -> list[str]:
 
 
 def _fits(pattern: str, name: str) -> bool:
-    """PEFT's rule: the pattern is the whole name, or its end behind a dot; it may be a regular expression."""
+    """Return whether a pattern matches by PEFT's rule: the whole name, its end after a dot, or a regular expression."""
     return re.fullmatch(rf"(.*\.)?({pattern})", name) is not None
 
 
@@ -198,7 +198,7 @@ def _is_within(name: str, module: str) -> bool:
 
 
 def _spec(model: nn.Module, config: LoraConfig, *, adapted: list[str], saved: list[str]) -> AdapterSpec:
-    """What was adapted, in names by which PEFT finds the same layers: those of the config, their ends, or whole ones.
+    """Return the adapted layers by names with which PEFT finds the same: the config's, their ends, or full names.
 
     PEFT takes no regular expression in a list, and every layer whose name ends as one in `modules_to_save`, within a
     word, too.

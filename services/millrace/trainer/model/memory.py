@@ -41,7 +41,7 @@ class Sharding:
 
     @classmethod
     def of(cls, config: ModelMemoryConfig, *, compute_dtype: torch.dtype) -> "Sharding":
-        """That of a config."""
+        """Make the sharding of a config."""
         return cls(
             compute_dtype=compute_dtype,
             reduce_dtype=getattr(torch, config.reduce_dtype),
@@ -50,12 +50,12 @@ class Sharding:
         )
 
     def is_needed(self, device: torch.device) -> bool:
-        """Whether one process needs FSDP for it: on a CPU parameters are in host memory already."""
+        """Return whether one process needs FSDP for the offload; on a CPU parameters are in host memory already."""
         is_float32 = self.compute_dtype == self.reduce_dtype == torch.float32
         return not is_float32 or (self.offloads and device.type != "cpu")
 
     def holds_whole(self, model: nn.Module) -> bool:
-        """Whether one process is to keep parameters and gradients whole over the micro-batches of a step.
+        """Return whether one process keeps parameters and gradients unsharded over the micro-batches of a step.
 
         It saves the copies between what is shared and what computes, for the memory of the parameters in the format of
         computation. Gradients have to come together in float32 either way; frozen and offloaded weights, and those that
@@ -66,7 +66,7 @@ class Sharding:
         return is_casting and is_summed_exactly and not self.offloads and not self.reshards_after_forward
 
     def arguments(self, device: torch.device) -> dict[str, Any]:
-        """Arguments of `fully_shard`."""
+        """Return the arguments of `fully_shard`."""
         param_dtype = None if self.compute_dtype == torch.float32 else self.compute_dtype
         policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=self.reduce_dtype)
         offload = CPUOffloadPolicy(pin_memory=device.type == "cuda") if self.offloads else OffloadPolicy()
@@ -78,12 +78,12 @@ _WHOLE = WeakSet[nn.Module]()
 
 
 def hold_whole(model: nn.Module) -> None:
-    """Say that this model is such a one (`Sharding.holds_whole`), for `defer_sharing`."""
+    """Mark a model to be kept unsharded (`Sharding.holds_whole`), for `defer_sharing`."""
     _WHOLE.add(model)
 
 
 def defer_sharing(model: nn.Module, *, is_last: bool) -> None:
-    """Behind the next backward keep gradients and parameters whole where `hold_whole` said so, unless it is the last.
+    """Keep gradients and parameters unsharded after the next backward as `hold_whole` asked, unless it is the last.
 
     The sums are the same, bit for bit.
     """
@@ -93,7 +93,7 @@ def defer_sharing(model: nn.Module, *, is_last: bool) -> None:
 
 
 def whole_gradients(model: nn.Module) -> Iterator[torch.Tensor]:
-    """Those that wait for the last backward of a step. FSDP shows them to nobody, but an estimate has to name them."""
+    """Yield the unsharded gradients that wait for the last backward of a step, which FSDP has no public access to."""
     for module in model.modules():
         group = module._get_fsdp_state()._fsdp_param_group if isinstance(module, FSDPModule) else None
         for each in () if group is None else group.fsdp_params:
@@ -103,7 +103,7 @@ def whole_gradients(model: nn.Module) -> Iterator[torch.Tensor]:
 
 
 def give_up_whole(model: nn.Module) -> None:
-    """Leave of every block what is shared: behind a forward alone a model may hold parameters whole, and its root does.
+    """Reshard every block: after a forward alone a model may hold parameters unsharded, and its root does.
 
     They are other objects then, in the format that is computed in; an optimizer that was given them would step nothing.
     """
@@ -121,7 +121,7 @@ def hold_weights(model: nn.Module, config: ModelMemoryConfig) -> None:
 
 
 def blocks_of(model: nn.Module) -> list[nn.Module]:
-    """The layers that follow one another, as transformers names their classes (FSDP makes subclasses); in order."""
+    """Return the repeated blocks in order, by the class names that transformers declares (FSDP makes subclasses)."""
     names = set(getattr(model, "_no_split_modules", None) or ())
     return [module for module in model.modules() if names & {each.__name__ for each in type(module).__mro__}]
 

@@ -44,7 +44,7 @@ class RankLayout:
 
     @classmethod
     def of(cls, config: ModelLayoutConfig, *, world_size: int) -> Self:
-        """That of a config that fits (`violations`); what is left of the ranks shards."""
+        """Make the layout of a config that fits (see `violations`); the remaining ranks shard."""
         return cls(
             dp_shard=world_size // (config.dp_replicate * config.cp * config.tp),
             dp_replicate=config.dp_replicate,
@@ -55,7 +55,7 @@ class RankLayout:
 
     @staticmethod
     def violations(config: ModelLayoutConfig, *, world_size: int, prefix: str) -> list[Violation]:
-        """Why so many ranks cannot be laid out as a config says, for each key; `prefix` is the table of the keys."""
+        """Return why so many ranks cannot be laid out as configured, per key; `prefix` is the keys' table."""
 
         def of_keys(message: str, *names: str) -> list[Violation]:
             values = {name: getattr(config, name) for name in names}
@@ -77,51 +77,51 @@ class RankLayout:
 
     @property
     def data_size(self) -> int:
-        """How many ranks compute on samples of their own."""
+        """Return how many groups of ranks compute on different samples."""
         return self.dp_replicate * self.dp_shard
 
     def data_rank(self, rank: int) -> int:
-        """Which of these a rank is."""
+        """Return a rank's index among the ranks that compute on different samples."""
         return rank // (self.cp * self.tp)
 
     def is_first_part(self, rank: int) -> bool:
-        """Whether a rank is the first of those that hold parts of the same layers."""
+        """Return whether a rank is the first of those that hold parts of the same layers."""
         return rank % self.tp == 0
 
     def speaks_for_samples(self, rank: int) -> bool:
-        """Whether a rank is the first of those that compute on the same samples."""
+        """Return whether a rank is the first of those that compute on the same samples."""
         return rank % (self.cp * self.tp) == 0
 
     def draw(self, rank: int) -> int:
-        """Which random numbers a rank draws: those that compute the same draw the same."""
+        """Return a rank's random stream; ranks that compute the same values draw the same numbers."""
         return rank // self.tp
 
     def mesh(self, device: torch.device) -> DeviceMesh:
-        """The mesh of all ranks, in which pieces are shards. Collective."""
+        """Return the mesh of all ranks, in which pieces are shards. Collective."""
         sides = (self.dp_replicate, self.dp_shard * self.cp, self.tp)
         return _mesh(device, sides, (REPLICATE, SHARD, TENSOR))
 
     def data_mesh(self, mesh: DeviceMesh) -> DeviceMesh:
-        """The part of the mesh over which FSDP cuts and repeats parameters."""
+        """Return the part of the mesh over which FSDP cuts and repeats parameters."""
         return mesh[REPLICATE, SHARD] if self.dp_replicate > 1 else mesh[SHARD]
 
     def piece_mesh(self, device: torch.device) -> DeviceMesh:
-        """The ranks that compute pieces of the same rows, a mesh of one dimension. Collective over all ranks."""
+        """Return the one-dimensional mesh of ranks that compute pieces of the same rows. Collective over all ranks."""
         sides = (self.data_size, self.cp, self.tp)
         return _mesh(device, sides, ("data", PIECE, TENSOR))[PIECE]
 
     def expert_mesh(self, device: torch.device) -> DeviceMesh:
-        """The mesh of all ranks as experts are shared out. Collective."""
+        """Return the mesh of all ranks for the experts. Collective."""
         sides = (self.dp_replicate, self.dp_shard * self.cp // self.ep, self.ep, self.tp)
         return _mesh(device, sides, (REPLICATE, EXPERT_SHARD, EXPERT, TENSOR))
 
     def expert_data_mesh(self, mesh: DeviceMesh) -> DeviceMesh:
-        """The part of the experts' mesh over which FSDP cuts and repeats them."""
+        """Return the part of the experts' mesh over which FSDP cuts and repeats them."""
         return mesh[REPLICATE, EXPERT_SHARD] if self.dp_replicate > 1 else mesh[EXPERT_SHARD]
 
 
 def _mesh(device: torch.device, sides: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
-    """The mesh of these sides, made once: a gang that trains one run after the other has the same connections for all.
+    """Return a cached mesh of these sides, so that a gang keeps its connections from run to run.
 
     Collective the first time.
     """
@@ -134,7 +134,7 @@ def _mesh(device: torch.device, sides: tuple[int, ...], names: tuple[str, ...]) 
     return made[key]
 
 
-# Where a rank's share of a sharded tensor lies in the whole.
+# Where a rank's share of a sharded tensor is in the whole.
 #
 # FSDP cuts rows, over the mesh's dimension `dp_shard`, and repeats them over `dp_replicate`. Tensor parallelism, over
 # `tp`, cuts rows first, so that a rank holds rows of its part's rows, or columns.
@@ -155,7 +155,7 @@ class HeldRows:
     first_column: int | None = None
 
     def rows(self) -> torch.Tensor:
-        """The whole rows; live where no columns are cut. Collective where they are."""
+        """Return the complete rows, live unless columns are sharded; then collective."""
         if self.first_column is None:
             return self.local
         columns = [Replicate() if isinstance(each, Shard) and each.dim == 1 else each for each in self.placements]
@@ -163,17 +163,17 @@ class HeldRows:
 
     @property
     def num_elements(self) -> int:
-        """How many elements the whole rows have."""
+        """Return how many elements the whole rows have."""
         return self.local.shape[0] * math.prod(self.tensor.shape[1:])
 
     @property
     def shape(self) -> torch.Size:
-        """The shape of the whole rows."""
+        """Return the shape of the whole rows."""
         return torch.Size((self.local.shape[0], *self.tensor.shape[1:]))
 
     @property
     def placements(self) -> tuple[Placement, ...]:
-        """How the tensor is cut."""
+        """Return how the tensor is sharded."""
         return tuple(self.tensor.placements)
 
     def fill(self, rows: torch.Tensor) -> None:
@@ -185,7 +185,7 @@ class HeldRows:
 
 
 def held(tensor: DTensor, *, is_first_part: bool = True) -> HeldRows:
-    """This rank's share of a tensor; `is_first_part` of the ranks that share layers (`mesh`).
+    """Return this rank's share of a tensor; `is_first_part` refers to the ranks that share layers (`mesh`).
 
     A dimension of the mesh cuts the rows into equal chunks, of which the last may be smaller or empty.
     """
@@ -215,7 +215,7 @@ def held(tensor: DTensor, *, is_first_part: bool = True) -> HeldRows:
 
 
 def _outermost_first(tensor: DTensor) -> list[tuple[int, Placement]]:
-    """Dimensions of the mesh in the order in which they cut: strided ones cut what the others leave."""
+    """Return the mesh's dimensions in the order in which they cut; strided ones cut the others' pieces."""
     each = list(enumerate(tensor.placements))
     return sorted(each, key=lambda one: isinstance(one[1], _StridedShard))
 

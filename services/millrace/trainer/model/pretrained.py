@@ -47,7 +47,7 @@ def load_code() -> None:
 
 
 def resolve_model_directory(name: str) -> Path:
-    """The local directory of a model named by path or Hub id.
+    """Return the local directory of a model named by path or Hub id.
 
     NotFoundError (MODEL_NOT_FOUND), InvalidStateError (MODEL_IS_ADAPTER) say what to do.
     """
@@ -75,7 +75,8 @@ def resolve_model_directory(name: str) -> Path:
 
 
 def load_model(directory: Path) -> nn.Module:
-    """The causal language model in `directory` with float32 weights, in eval mode: no dropout, as in the engine.
+    """Load the causal language model in `directory` with float32 weights in eval mode, without dropout as in the
+    engine.
 
     Raises as `millrace.models.loading`; InvalidStateError (OUT_OF_MEMORY).
     """
@@ -86,26 +87,26 @@ def load_model(directory: Path) -> nn.Module:
 
 
 def resolve_dtype(name: str, *, device: torch.device) -> torch.dtype:
-    """A dtype of the config; `auto` is bfloat16 on a GPU and float32 on a CPU."""
+    """Resolve a dtype of the config; `auto` is bfloat16 on a GPU and float32 on a CPU."""
     if name == "auto":
         return torch.bfloat16 if device.type == "cuda" else torch.float32
     return {"float32": torch.float32, "bfloat16": torch.bfloat16}[name]
 
 
 def resolve_compute_dtype(model: TrainerModelConfig | SFTModelConfig, *, device: torch.device) -> torch.dtype:
-    """Number format of forward and backward: bfloat16 wherever the weights that are stepped are in it."""
+    """Return the dtype of forward and backward: bfloat16 if the optimizer's weights are bfloat16."""
     return resolve_dtype("bfloat16" if model.optimization_dtype == "bfloat16" else model.dtype, device=device)
 
 
 def resolve_publish_dtype(model: TrainerModelConfig | SFTModelConfig, *, device: torch.device) -> torch.dtype:
-    """Number format of published policies; `auto` is what the trainer computes in."""
+    """Return the dtype of published policies; `auto` is the dtype that the trainer computes in."""
     if model.publish_dtype == "auto":
         return resolve_compute_dtype(model, device=device)
     return resolve_dtype(model.publish_dtype, device=device)
 
 
 def policy_files(model: Any, directory: Path, *, dtype: torch.dtype) -> dict[str, bytes]:
-    """The small files of a loaded model by name: its config, weights in `dtype`, and those of its directory."""
+    """Return the small files of a loaded model by name: its config, weights in `dtype`, and those of its directory."""
     files = small_files(directory, (*MODEL_FILES, *TOKENIZER_FILES)) | {"config.json": saved_config(model, dtype=dtype)}
     source = read_object(directory / "config.json").get("model_type")
     if source == model.config.model_type or _TOKENIZER_CONFIG not in files:
@@ -115,28 +116,33 @@ def policy_files(model: Any, directory: Path, *, dtype: torch.dtype) -> dict[str
 
 
 def _older_tokenizer_config(files: Mapping[str, bytes], directory: Path, **changes: str) -> dict[str, bytes]:
-    """The tokenizer's config among the small files, those of `directory`; nothing if it says the same as there."""
+    """Return the tokenizer's config of `directory` if it differs from the small files', else an empty mapping."""
     if _TOKENIZER_CONFIG not in files:
         return {}
     there = read_object(directory / _TOKENIZER_CONFIG)
-    said = with_older_tokenizer_names(there | changes)
-    return {_TOKENIZER_CONFIG: json.dumps(said, indent=2, ensure_ascii=False).encode() + b"\n"} if said != there else {}
+    config = with_older_tokenizer_names(there | changes)
+    return (
+        {_TOKENIZER_CONFIG: json.dumps(config, indent=2, ensure_ascii=False).encode() + b"\n"}
+        if config != there
+        else {}
+    )
 
 
 def vocabulary_of(model: Any) -> int:
-    """How many token ids the model takes."""
+    """Return how many token ids the model takes."""
     return int(model.config.get_text_config().vocab_size)
 
 
 def with_tokenizer(files: dict[str, bytes], directory: Path) -> dict[str, bytes]:
-    """The small files of a model with the tokenizer of the one in `directory`."""
+    """Return the small files of a model with the tokenizer of the one in `directory`."""
     kept = {name: data for name, data in files.items() if name in MODEL_FILES}
     found = kept | small_files(directory, TOKENIZER_FILES)
     return found | _older_tokenizer_config(found, directory)
 
 
 def with_turn_stops(files: dict[str, bytes], directory: Path, *, tokenizer: Path) -> dict[str, bytes]:
-    """The small files of the model in a directory with a generation config that names every token that ends a turn.
+    """Return the small files of the model in a directory with a generation config that names every token that ends a
+    turn.
 
     Those are what its configs name, and what the tokenizer and chat template in the directory `tokenizer` end turns
     with. A model without a tokenizer, or with one whose code only the engine has, keeps what its configs name.
@@ -153,7 +159,7 @@ def with_turn_stops(files: dict[str, bytes], directory: Path, *, tokenizer: Path
 
 @torch.no_grad()
 def probe(model: nn.Module, *, vocabulary: int, device: torch.device) -> Probe:
-    """The model's log-probs on a fixed prompt, by which an engine proves what it serves. Collective in a gang.
+    """Compute the model's log-probs on a fixed prompt, by which an engine proves its weights. Collective in a gang.
 
     The prompt is spread over the vocabulary, so that it touches embedding rows far apart. InvalidStateError
     (POLICY_NOT_FINITE) if the model gives nothing that could be compared.

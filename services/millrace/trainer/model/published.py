@@ -1,4 +1,4 @@
-"""What a model publishes and saves: every tensor under its saved name, in its number format, and where it lies."""
+"""What a model publishes and saves: every tensor under its saved name, in its number format, and where it is."""
 
 import math
 from collections.abc import Collection, Iterator
@@ -31,11 +31,11 @@ class PublishedTensor:
 
     @property
     def tag(self) -> str:
-        """The name of the number format in manifests."""
+        """Return the name of the number format in manifests."""
         return str(self.dtype).removeprefix("torch.")
 
     def within(self, start: int, count: int) -> Iterator[tuple[SavedTensor, int, int]]:
-        """Saved tensors of which the elements [start, start + count) have some, with the first and the end of these.
+        """Yield the saved tensors that overlap the elements [start, start + count), with begin and end of the overlap.
 
         All of it counts from the tensor's own first element.
         """
@@ -48,10 +48,10 @@ class PublishedTensor:
 def published_tensors(
     model: nn.Module, *, version: int, dtype: torch.dtype, is_merged: bool = False
 ) -> list[PublishedTensor]:
-    """What version `version` is made of, floating-point tensors in `dtype` but for those that are kept in float32.
+    """Return the tensors of version `version`, floating-point ones in `dtype` unless kept in float32.
 
     Names are those that transformers saves the model under. Of a model with adapters that is version 0, and each one
-    after it is what is trained, under PEFT's names; what adapters are on, or stand for, keeps the model's own name, by
+    after it is what is trained, under PEFT's names; what adapters are on, or replace, keeps the model's own name, by
     which PEFT finds it, unless the adapters are to be merged.
     """
     kept = kept_in_float32(model, dtype=dtype)
@@ -76,7 +76,7 @@ def published_tensors(
 
 
 def policy_tensors(model: nn.Module, *, dtype: torch.dtype, version: int = 0) -> Iterator[tuple[str, TensorBytes]]:
-    """The tensors that version `version` is made of, by published name.
+    """Yield the tensors of version `version` by published name.
 
     In a gang every rank must consume it, because each sharded tensor is gathered. Float32 tensors on a CPU are views of
     the live weights: use them before the next step.
@@ -86,7 +86,7 @@ def policy_tensors(model: nn.Module, *, dtype: torch.dtype, version: int = 0) ->
 
 
 def merged_tensors(model: nn.Module, *, dtype: torch.dtype) -> Iterator[tuple[str, TensorBytes]]:
-    """The model's tensors with what the adapters add to them, as the model without adapters is saved.
+    """Yield the model's tensors with the adapters merged in.
 
     Collective in a gang, like `policy_tensors`.
     """
@@ -109,7 +109,7 @@ def described_tensors(
 
 
 def published_share(tensor: torch.Tensor, *, rank: int, is_first_part: bool) -> tuple[torch.Tensor, int] | None:
-    """What this rank publishes of a tensor, and the row-major index of its first element; None if nothing.
+    """Return the part of a tensor that this rank publishes, and the row-major index of its first element; None if none.
 
     What is not cut is rank 0's. Collective where columns are cut.
     """
@@ -127,7 +127,7 @@ def _format(tensor: torch.Tensor, dtype: torch.dtype, *, is_kept: bool) -> torch
 
 
 def _whole(tensor: torch.Tensor) -> torch.Tensor:
-    """All of a tensor that may be sharded."""
+    """Return the full tensor of one that may be sharded."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
@@ -174,7 +174,7 @@ class Snapshots:
 
     @torch.no_grad()
     def take(self, version: int) -> list[TensorPart]:
-        """The rank's parts of the tensors that version `version` is made of; give them back when nobody reads them."""
+        """Copy the rank's parts of version `version`'s tensors into buffers; return them with `give_back` after use."""
         tensors = published_tensors(self._model, version=version, dtype=self._dtype)
         buffers = self._buffers_for([each.name for each in tensors])
         parts: list[TensorPart] = []
@@ -191,7 +191,7 @@ class Snapshots:
     def _copied(
         self, each: PublishedTensor, local: torch.Tensor, start: int, *, buffers: "_Buffers"
     ) -> Iterator[TensorPart]:
-        """The parts of the saved tensors that `local`, which begins at element `start` of its tensor, has some of."""
+        """Yield the parts of saved tensors in `local`, which begins at element `start` of its tensor."""
         buffer, place = buffers.buffer(each.name, local.shape, each.dtype)
         buffer.copy_(local, non_blocking=True)
         bits = _bits(buffer, each.tag)
@@ -207,7 +207,7 @@ class Snapshots:
             )
 
     def give_back(self, parts: list[TensorPart]) -> None:
-        """The buffers of these parts may be overwritten."""
+        """Give back the buffers of these parts for reuse."""
         if parts and (buffers := self._used.pop(id(parts[0]), None)) is not None:
             self._free.append(buffers)
 
@@ -218,12 +218,12 @@ class Snapshots:
         self._free, self._used = [], {}
 
     def _buffers_for(self, names: Collection[str]) -> "_Buffers":
-        """Buffers that were given back and are for tensors of these names, or new ones."""
+        """Return reused buffers for tensors of these names, or new ones."""
         while self._free:
             buffers = self._free.pop()
             if buffers.names == frozenset(names):
                 return buffers
-            buffers.close()  # of the whole model, behind which only adapters are published
+            buffers.close()  # of the whole model, after which only adapters are published
         memory = _new_memory() if self._are_shared else None
         return _Buffers(names, memory=memory, is_pinned=self._device.type == "cuda")
 
@@ -238,7 +238,7 @@ class _Buffers:
         self._made: dict[str, tuple[torch.Tensor, SharedPlace | None]] = {}
 
     def buffer(self, name: str, shape: torch.Size, dtype: torch.dtype) -> tuple[torch.Tensor, SharedPlace | None]:
-        """A buffer of that shape [shape], and where it lies if it is shared; CapacityError if there is no room."""
+        """Return a buffer of that shape, and its shared memory if shared; raise CapacityError if there is no room."""
         made = self._made.get(name)
         if made is not None and (made[0].shape, made[0].dtype) == (shape, dtype):
             return made
@@ -291,7 +291,7 @@ def _cuda_runtime() -> Any:
 
 
 def share_bytes(model: nn.Module, *, dtype: torch.dtype, rank: int, layout: RankLayout) -> int:
-    """The size of what this rank publishes of the whole model."""
+    """Return the size of what this rank publishes of the whole model."""
     is_first_part, found = layout.is_first_part(rank), 0
     for each in published_tensors(model, version=0, dtype=dtype):
         width = each.dtype.itemsize

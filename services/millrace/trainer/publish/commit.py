@@ -7,7 +7,7 @@ Every rank runs it on a thread beside the training, at the same versions in the 
 and what rank 0 alone does; the work that takes long is a `ShareWriter`'s, on this thread or in a process of its own.
 Where that process dies under a version, all ranks do the version again, from its first look at the store: nothing is
 committed but by the manifest. What the next version is compared with is always what was committed: the copy is replaced
-behind the manifest, never before.
+after the manifest, never before.
 """
 
 import logging
@@ -55,7 +55,7 @@ T = TypeVar("T")
 
 _MOST_DEATHS = 3  # of processes that publish under one version; then the run is released, and tried again as a whole
 _DELTA_BELOW = 0.9  # of a full copy; a full copy that costs hardly more is an anchor as well
-_SKIP_BELOW = 0.5  # of a full copy; who is behind may as well read the anchor then
+_SKIP_BELOW = 0.5  # of a full copy; a replica that lacks versions may as well read the anchor then
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +67,7 @@ class CommittedVersion:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MendedVersion:
+class RepublishedVersion:
     """A version that was published anew, and what was the matter with it."""
 
     published: PublishedPolicy
@@ -99,7 +99,7 @@ class Committer:
         upload_files: Callable[[], tuple[FileEntry, ...]] | None = None,
         share: ShareWriter | None = None,
     ) -> None:
-        """`share` does this rank's work; None: on the thread that calls."""
+        """Take `share`, which does this rank's work; by default the calling thread does it."""
         self._store = target.store
         self._names = target.names
         self._gang = target.gang
@@ -112,11 +112,11 @@ class Committer:
         self._upload_files = upload_files
         self._share = share or target.share_writer(config, is_process=False)
         self.on_death: Callable[[UnavailableError], None] = lambda death: None
-        """Is told, at every rank, of each death of a process that publishes under a version."""
+        """Called at every rank with each death of a process that publishes a version."""
         self._anchor = 0
 
     def holds(self, parts: list[TensorPart]) -> bool:
-        """Whether these very parts are what the next version will be compared with."""
+        """Return whether the next version will be compared with exactly these parts."""
         return self._share.holds(parts)
 
     def adopt(self, version: int, parts: list[TensorPart]) -> None:
@@ -135,7 +135,7 @@ class Committer:
         """Commit a version, or prove that the committed one has equal weights.
 
         If it has others: ConflictError naming both. Unless strict that can only be of a trainer that had the run before
-        and woke up: UnavailableError then, and the next try begins a lineage behind it (`publish_plan`).
+        and woke up: UnavailableError then, and the next try begins a lineage after it (`publish_plan`).
         """
         try:
             return self._persist(version.version, lambda: self._commit(version))
@@ -155,6 +155,8 @@ class Committer:
             try:
                 return work()
             except UnavailableError as death:
+                # A lost publisher process costs only its memory of bases: everything that it committed is found again
+                # by `_committed`.
                 deaths += 1
                 if death.reason != PUBLISHER_DIED or self._should_stop():
                     raise
@@ -167,7 +169,9 @@ class Committer:
                     ) from death
                 self.on_death(death)
 
-    def mend(self, version: VersionInput, *, lineage: int, digest: str, sha256: bytes) -> MendedVersion | None:
+    def republish(
+        self, version: VersionInput, *, lineage: int, digest: str, sha256: bytes
+    ) -> RepublishedVersion | None:
         """Publish a committed version anew and in full, under the next successor of its manifest, if it is damaged.
 
         None at ranks other than 0, and if every byte is as it was written. InvalidStateError if these weights are not
@@ -175,10 +179,12 @@ class Committer:
         manifest was all that was left): then nobody has them any more.
         """
         return self._persist(
-            version.version, lambda: self._mend(version, lineage=lineage, digest=digest, sha256=sha256)
+            version.version, lambda: self._republish(version, lineage=lineage, digest=digest, sha256=sha256)
         )
 
-    def _mend(self, version: VersionInput, *, lineage: int, digest: str, sha256: bytes) -> MendedVersion | None:
+    def _republish(
+        self, version: VersionInput, *, lineage: int, digest: str, sha256: bytes
+    ) -> RepublishedVersion | None:
         found: list[str] = []
 
         def look() -> str | None:
@@ -207,7 +213,7 @@ class Committer:
         published = self._write_manifest(self._manifest(version, key, entries, *uploaded, lineage=lineage))
         if lineage == self._lineage:
             self._anchor = version.version
-        return MendedVersion(published=published, damage=found[0]) if published is not None else None
+        return RepublishedVersion(published=published, damage=found[0]) if published is not None else None
 
     def _renew_files(self) -> None:
         """Rank 0 uploads the small files again: they may be what is damaged. Only its manifests name them."""
@@ -224,8 +230,9 @@ class Committer:
             return self.publish(version, key)
         digests, entries = self._prove(version.parts, version.version)
         digest = whole_digest(entries)
+        # At rank 0 this raises the conflict with both digests; the other ranks compare by themselves below.
         published = existing_policy(self._store, key, digest) if self._gang.is_leader else None
-        if found.digest != digest:  # rank 0 has said so above
+        if found.digest != digest:  # rank 0 has raised above
             raise digest_conflict(
                 found.run_uid, self._lineage, version.version, published=found.digest, computed=digest
             )
@@ -233,7 +240,9 @@ class Committer:
         return CommittedVersion(published=published, changed_fraction=1.0)
 
     def _committed(self, version: int) -> tuple[str, "_Found | None"]:
-        """What is committed of a version, and its key; where it is not, or damaged, the key to commit it under."""
+        """Return a version's committed manifest with its key, or the key to commit under if it is missing or
+        damaged.
+        """
 
         def look() -> list[Any]:
             first_key, found = self._names.policy_manifest(self._lineage, version), None
@@ -267,9 +276,9 @@ class Committer:
             digests.update(encoded.digests)
             return {"parts": pack_digests(parts, digests), "deltas": [asdict(delta) for delta in encoded.deltas]}
 
-        told = self._gang.agree(encode)
-        entries = merge_digests(each["parts"] for each in told)
-        deltas = merge_deltas(each["deltas"] for each in told)
+        encoded = self._gang.agree(encode)
+        entries = merge_digests(each["parts"] for each in encoded)
+        deltas = merge_deltas(each["deltas"] for each in encoded)
         num_elements = sum(entry.num_elements for entry in entries)
         is_delta = bool(deltas) and deltas[0].base == version.version - 1
         changed = deltas[0].num_changed / max(1, num_elements) if is_delta else 1.0
@@ -310,11 +319,15 @@ class Committer:
     ) -> tuple[tuple[Encoding, ...], int]:
         """Upload what is worth it; return the encodings of all ranks, and the newest anchor."""
         previous = version.version - 1
+        # A delta that saves too little is not worth its decoding; a skip over several versions must save more, since it
+        # only helps replicas that lack versions.
         worth = [
             delta.base
             for delta in deltas
             if delta.size_bytes < full_bytes * (_DELTA_BELOW if delta.base == previous else _SKIP_BELOW)
         ]
+        # A full copy begins a new chain of deltas: when there is no delta to the previous version, and at least every
+        # `anchor_interval` versions, so that a new replica never reads a long chain.
         is_anchor = previous not in worth or version.version - self._anchor >= self._config.anchor_interval
         uid, prefix = self._names.uid, self._names.prefix
         base = self._gang.from_leader(
@@ -354,12 +367,13 @@ class Committer:
 
     def _advance(self, version: VersionInput, found: "_Found", digests: Digests) -> None:
         self._anchor = found.anchor
+        # Adapters are published whole: they are small, and a base for comparison would cost a copy of them.
         if self._config.delta and version.adapter is None:
             self._share.advance(version.parts, version.version, digest=found.digest, digests=digests)
 
 
 def merge_deltas(shares: Iterable[list[dict[str, Any]]]) -> list[EncodedDelta]:
-    """What there is to upload at all ranks together: a rank may have lost what it knew of a skip's base."""
+    """Merge the deltas that all ranks have to upload; a rank may have lost the base of a skipped delta."""
     found: list[dict[int, EncodedDelta]] = [{each["base"]: EncodedDelta(**each) for each in share} for share in shares]
     return [
         EncodedDelta(
@@ -367,6 +381,7 @@ def merge_deltas(shares: Iterable[list[dict[str, Any]]]) -> list[EncodedDelta]:
             num_changed=sum(share[base].num_changed for share in found),
             size_bytes=sum(share[base].size_bytes for share in found),
         )
+        # A base counts only if every rank encoded against it, because a version is decoded from all shares together.
         for base in found[0]
         if all(base in share for share in found)
     ]

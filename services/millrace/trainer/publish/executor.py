@@ -27,7 +27,9 @@ class Executor(StrEnum):
 
     @classmethod
     def chosen(cls, environ: Mapping[str, str] = os.environ) -> "Executor":
-        """The one that MILLRACE_TRAINER_PUBLISH names; InvalidSpecError if there is none, or not on this system."""
+        """Return the executor that MILLRACE_TRAINER_PUBLISH names; raise InvalidSpecError if unknown or
+        unsupported here.
+        """
         choice = environ.get(VARIABLE) or cls.AUTO
         if choice not in tuple(cls):
             raise _wrong(choice, f"must be one of {', '.join(cls)}")
@@ -36,7 +38,7 @@ class Executor(StrEnum):
         return cls(choice)
 
     def is_process(self, *, share_bytes: int, store_url: str) -> bool:
-        """Whether a process publishes a share of that size, to a store that a process can open by this URL."""
+        """Return whether a separate process publishes a share of that size to the store at this URL."""
         if not store_url or self is Executor.THREAD:
             return False
         return self is Executor.PROCESS or (share_bytes >= PROCESS_FROM_BYTES and hasattr(os, "memfd_create"))

@@ -20,10 +20,10 @@ from millrace.v1 import event_pb2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PublishPlan:
-    """Under which lineage to publish, and from which version on: those before it stand as they were published.
+    """Under which lineage to publish, and from which version on: those before it stay as they were published.
 
     Strict replays publish every version again, to have the digests compared. Best-effort replays skip what is published
-    and begin a new lineage behind it, because their weights may differ. `is_continued`: the version before the first is
+    and begin a new lineage after it, because their weights may differ. `is_continued`: the version before the first is
     what training starts with, in the same lineage, so that the first can be a delta against it.
     """
 
@@ -41,7 +41,7 @@ def plan_publishing(
     is_relaid: bool = False,
     lineage_begins: int = 0,
 ) -> PublishPlan:
-    """The plan for a trainer that starts at version `start_step`; `published` is the newest (lineage, version).
+    """Plan publishing for a trainer that starts at version `start_step`; `published` is the newest (lineage, version).
 
     `is_relaid`: of a strict run that goes on with another number of ranks, whose bits are others from here on. The
     start lineage has no version below `lineage_begins`, though it may have checkpoints there (`first_of_lineage`).
@@ -59,7 +59,7 @@ def plan_publishing(
 
 
 def newest_published(store: ObjectStore, names: Names) -> tuple[int, int] | None:
-    """(lineage, version) of the newest committed policy: highest version, then highest lineage."""
+    """Return (lineage, version) of the newest committed policy: highest version, then highest lineage."""
     for version, lineage in reversed(list_policies(store, names)):
         if store.head(names.policy_manifest(lineage, version)) is not None:
             return lineage, version
@@ -67,7 +67,7 @@ def newest_published(store: ObjectStore, names: Names) -> tuple[int, int] | None
 
 
 def first_of_lineage(store: ObjectStore, names: Names, lineage: int) -> int:
-    """The first version that a lineage may have: the one behind all that earlier lineages have published."""
+    """Return the first version that a lineage may have: the one after all versions of earlier lineages."""
     for version, other in reversed(list_policies(store, names)):
         if other < lineage and store.head(names.policy_manifest(other, version)) is not None:
             return version + 1
@@ -84,25 +84,25 @@ def first_of_lineage(store: ObjectStore, names: Names, lineage: int) -> int:
 logger = logging.getLogger(__name__)
 
 DamageReport = tuple[PolicyEntry, int]
-"""A policy that replicas could not read, and how often they said so."""
+"""A policy that replicas could not read, and how often they reported it."""
 
 
-class Mender:
+class Republisher:
     """Follows the reports of damage at rank 0; every rank publishes, by `mend`."""
 
     def __init__(
         self,
-        mend: Callable[[PolicyEntry], None],
+        republish: Callable[[PolicyEntry], None],
         reported: Callable[[], DamageReport | None],
         raise_failure: Callable[[], None],
     ) -> None:
-        self._mend = mend
+        self._republish = republish
         self._reported = reported
         self._raise_failure = raise_failure
         self._num_heard = 0
 
-    def wanted(self, version: int) -> bytes | None:
-        """The policy to publish anew, for `mend`, if it is of this version, whose weights are live; once a report.
+    def policy_to_republish(self, version: int) -> bytes | None:
+        """Return the policy to publish anew if it is of this version, whose weights are live; once per report.
 
         Raises what publishing raised: the batch that is awaited may never come without the policy.
         """
@@ -113,14 +113,14 @@ class Mender:
         self._num_heard = report[1]
         return report[0].SerializeToString()
 
-    def mend(self, policy: bytes) -> None:
+    def republish(self, policy: bytes) -> None:
         """Begin to publish a version anew, beside the training. Collective in a gang."""
         entry = decode_message(PolicyEntry, policy, what="a report of damage", reason="GANG_MESSAGE_INVALID")
-        self._mend(entry)
+        self._republish(entry)
 
 
 def published_anew(name: str, *, damage: str, uri: str) -> event_pb2.Event:
-    """What is told of a version, such as `0-7`, that is published anew at `uri`."""
+    """Make the event for a version, such as `0-7`, that is published anew at `uri`."""
     message = f"policy {name} was damaged ({damage}) and is published anew, in full, as {uri}"
     logger.warning(message)
     return event_pb2.Event(warning=event_pb2.Warning(reason="POLICY_PUBLISHED_ANEW", message=message))
@@ -144,11 +144,11 @@ class PublishTarget:
     """Who does the work."""
 
     def is_process(self, *, share_bytes: int) -> bool:
-        """Whether a process of its own publishes a share of that size."""
+        """Return whether a process of its own publishes a share of that size."""
         return self.executor.is_process(share_bytes=share_bytes, store_url=self.store_url)
 
     def share_writer(self, config: PolicyConfig, *, is_process: bool) -> ShareWriter:
-        """What writes this rank's share of the versions, on the thread that asks or in a process of its own."""
+        """Make the writer of this rank's share of versions, on the calling thread or in a separate process."""
         skip_deltas = tuple(config.skip_deltas) if config.delta else ()
         threads = max(1, decode_threads() // self.gang.world_size)
         if not is_process:

@@ -42,7 +42,7 @@ class PolicyLog(Protocol):
 
     @property
     def epoch(self) -> int:
-        """The fencing epoch that this trainer holds."""
+        """Return the fencing epoch that this trainer holds."""
         ...
 
     def append_policy(self, entry: policy_pb2.PolicyEntry, *, is_replay: bool) -> None:
@@ -60,7 +60,7 @@ class PolicyLog(Protocol):
 class AdapterBase:
     """What the adapters of a run are on: version 0. Every rank of a gang has one.
 
-    `upload_files` uploads the small files and `tell_mended` is told, at rank 0,
+    `upload_files` uploads the small files and `on_republished` is called, at rank 0,
     what was damaged and where the base is published anew.
     """
 
@@ -71,7 +71,7 @@ class AdapterBase:
         target: PublishTarget,
         *,
         upload_files: Callable[[], tuple[FileEntry, ...]],
-        tell_mended: Callable[[str, str], None],
+        on_republished: Callable[[str, str], None],
     ) -> None:
         self._model = learner.model
         self._dtype = learner.publish_dtype
@@ -82,11 +82,11 @@ class AdapterBase:
         self._gang = target.gang
         self._epoch = target.epoch
         self._upload_files = upload_files
-        self._tell_mended = tell_mended
+        self._on_republished = on_republished
         self._entry: AdapterEntry | None = None
 
     def entry(self) -> AdapterEntry:
-        """What an adapter's manifest says of it. Collective, and behind version 0, at the first call."""
+        """Return the adapter's entry for manifests. Collective, after version 0, at the first call."""
         if self._entry is None:
             self.require_whole(is_thorough=False)
         assert self._entry is not None
@@ -115,9 +115,9 @@ class AdapterBase:
         )
 
     def _look(self, *, is_thorough: bool) -> tuple[PolicyManifest | None, str, str]:
-        """The base as it is published; None with the key to publish it under, and what is damaged, if that has to be.
+        """Find the published base; if it must be published, return None with its key and the damaged objects.
 
-        A fork has no version 0: its copy has a place of its own, because what lies under policies/ is announced.
+        A fork has no version 0: its copy has a place of its own, because what is under policies/ is announced.
         """
         store, damage = self._store, ""
         keys = [
@@ -170,12 +170,12 @@ class AdapterBase:
                 ).manifest
                 self._require_same(manifest)
                 if damage:
-                    self._tell_mended(damage, self._store.uri(manifest.key))
+                    self._on_republished(damage, self._store.uri(manifest.key))
         return manifest
 
     @property
     def _copy(self) -> str:
-        """In place of the run's uid: where the copy of a fork's base lies."""
+        """Return the name that replaces the run's uid in the key of a fork's base copy."""
         return f"{self._names.uid}/base"
 
     def _require_same(self, manifest: PolicyManifest) -> None:
@@ -197,7 +197,7 @@ class Publisher(BackgroundWriter):
     `trainer.policy.delta`), what skip deltas need (`share.py`), and while it is uploaded the encoded delta. A process
     that publishes shares the snapshots and has the rest.
 
-    `base` is what the versions behind 0 are adapters on, if they are; they are small, and always whole.
+    `base` is what the versions after 0 are adapters on, if they are; they are small, and always whole.
     """
 
     def __init__(
@@ -236,12 +236,12 @@ class Publisher(BackgroundWriter):
             upload_files=upload_files,
             share=self._share,
         )
-        self._committer.on_death = self._tell_death
+        self._committer.on_death = self._report_death
         self._previous: list[TensorPart] = []
 
     @property
     def lineage(self) -> int:
-        """Lineage of what is published."""
+        """Return the lineage of published versions."""
         return self._plan.lineage
 
     def publish(self, version: int, *, step: int | None = None) -> float:
@@ -257,17 +257,17 @@ class Publisher(BackgroundWriter):
                 parts = self._snapshots.take(version)
                 self._begin(version, parts, lambda: self._committer.adopt(version, parts))
             return time.monotonic() - began
-        parts = self._snapshots.take(version)  # before the probe, behind which FSDP may hold the weights unsharded
+        parts = self._snapshots.take(version)  # before the probe, after which FSDP may hold the weights unsharded
         probed = probe(self._model, vocabulary=self._vocabulary, device=self._gang.device)
         adapter = self._base.entry() if self._base is not None and version else None
         made = VersionInput(version=version, parts=parts, probe=probed, adapter=adapter)
         self._begin(version, parts, lambda: self._commit(made, began=began, step=step))
         return time.monotonic() - began
 
-    def mend(self, entry: policy_pb2.PolicyEntry) -> None:
+    def republish(self, entry: policy_pb2.PolicyEntry) -> None:
         """Begin to publish a damaged version anew; the live weights must be its. Collective in a gang.
 
-        What an adapter is on may be what is damaged of it, and is mended first, before the training goes on.
+        The damage may be in the adapter's base, which is then published first, before the training goes on.
         """
         self.finish()
         version = int(entry.version)
@@ -277,13 +277,15 @@ class Publisher(BackgroundWriter):
         probed = probe(self._model, vocabulary=self._vocabulary, device=self._gang.device)
         adapter = self._base.entry() if self._base is not None and version else None
         made = VersionInput(version=version, parts=parts, probe=probed, adapter=adapter)
-        self._begin(version, parts, lambda: self._mend(entry, made))
+        self._begin(version, parts, lambda: self._republish(entry, made))
 
-    def _mend(self, entry: policy_pb2.PolicyEntry, made: VersionInput) -> None:
-        mended = self._committer.mend(made, lineage=entry.lineage, digest=entry.digest, sha256=entry.manifest_sha256)
-        if mended is not None and self._log_client is not None:
-            name, uri = f"{entry.lineage}-{entry.version}", self._store.uri(mended.published.manifest_key)
-            self._log_client.write_event(published_anew(name, damage=mended.damage, uri=uri))
+    def _republish(self, entry: policy_pb2.PolicyEntry, made: VersionInput) -> None:
+        republished = self._committer.republish(
+            made, lineage=entry.lineage, digest=entry.digest, sha256=entry.manifest_sha256
+        )
+        if republished is not None and self._log_client is not None:
+            name, uri = f"{entry.lineage}-{entry.version}", self._store.uri(republished.published.manifest_key)
+            self._log_client.write_event(published_anew(name, damage=republished.damage, uri=uri))
 
     def raise_failure(self) -> None:
         """Raise what publishing raised, if it has ended; wait for nothing."""
@@ -298,8 +300,8 @@ class Publisher(BackgroundWriter):
             self._share.close()
             self._snapshots.close()
 
-    def _tell_death(self, death: UnavailableError) -> None:
-        """The version is published again from its start; the run's owner may want to know why it took so long."""
+    def _report_death(self, death: UnavailableError) -> None:
+        """Report that the publishing process died and the version is published again from its start."""
         if self._log_client is not None:
             message = f"{death.message}; another one publishes the version"
             self._log_client.write_event(

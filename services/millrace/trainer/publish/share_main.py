@@ -38,7 +38,7 @@ class ShareServer:
         """What is mapped, by the numbers that the trainer gave it."""
 
     def answer(self, question: Message, files: list[int]) -> Message:
-        """What was done, or the error that it ended with."""
+        """Answer a request with its result or its error."""
         kept = set(question["kept"])
         for (number, size_bytes), file in zip(question["new"], files, strict=True):
             self._memory[number] = map_read_only(file, size_bytes)
@@ -96,7 +96,7 @@ class ShareServer:
 
 
 def beat() -> Message:
-    """What this process waits for longest: in words, on whom, and the age at which that is overdue."""
+    """Return the longest wait of this process: reason, component waited for, and the age at which it is overdue."""
     return {"waits": [[wait.reason[:500], wait.waits_on, wait.deadline_s] for wait in waits.snapshot("")[:1]]}
 
 

@@ -9,9 +9,9 @@ Only what is small goes over the channel: names, places and digests. What ranks 
 in the trainer, so that a version is committed by the trainer that holds the run, and by nobody else.
 
 The process may die at any moment. Who asks then gets UnavailableError (PUBLISHER_DIED), and the next question goes to a
-new process, which is told what is committed and finds it where it was. What is lost are the bases of skip deltas: until
+new process, which gets the list of committed objects. What is lost are the bases of skip deltas: until
 the next multiple, readers go by the deltas from version to version. Nothing is written over that a process may still
-read: one that is given up has ended before anybody is told.
+read: one that is given up has ended before the error is raised.
 """
 
 import logging
@@ -52,12 +52,12 @@ class _Committed:
 
 
 class ShareWriterProcess:
-    """A `ShareWriter`, for parts that lie in shared memory. Starts its process with the first question."""
+    """A `ShareWriter`, for parts that are in shared memory. Starts its process with the first question."""
 
     def __init__(
         self, store_url: str, *, skip_deltas: Sequence[int], threads: int, run: str = "", rank: int | None = None
     ) -> None:
-        """`run` is the uid that its log lines bear; `rank` that of this trainer, if it has others, for messages."""
+        """Take `run`, the uid in log lines, and `rank`, this trainer's for messages if it is one of several."""
         self._store_url = store_url
         self._options = {"skip_deltas": list(skip_deltas), "threads": threads, "run": run}
         self._name = "the process that publishes" + ("" if rank is None else f" at rank {rank}")
@@ -70,7 +70,7 @@ class ShareWriterProcess:
 
     @property
     def pid(self) -> int | None:
-        """Of the process of now; None if there is none."""
+        """Return the pid of the current process; None if there is none."""
         return None if self._helper is None else self._helper.pid
 
     def digests(self, parts: Sequence[TensorPart], version: int) -> Digests:
@@ -91,10 +91,10 @@ class ShareWriterProcess:
         return answer["encodings"]
 
     def advance(self, parts: Sequence[TensorPart], version: int, *, digest: str, digests: Digests) -> None:
-        """See `ShareWriter`. A process that dies now is told by the next question."""
+        """See `ShareWriter`. The next request reports a process that dies now."""
         committed = _Committed(parts=parts, version=version, digest=digest, digests=digests)
         is_new, self._last = self._helper is None, committed
-        if is_new:  # it will be told when it starts
+        if is_new:  # it will get them when it starts
             return
         try:
             self._tell(committed)
@@ -116,7 +116,7 @@ class ShareWriterProcess:
                 helper.close()
 
     def _ask(self, what: str, parts: Sequence[TensorPart], version: int, **more: Any) -> dict[str, Any]:
-        """An answer of the process, which is started if there is none."""
+        """Ask the process, which is started if necessary, and return its answer."""
         if self._helper is None:
             self._start()
         return self._question(what, parts, version, **more)
@@ -145,7 +145,7 @@ class ShareWriterProcess:
             raise
 
     def _drop(self) -> None:
-        """The process of now is none any more."""
+        """Drop the current process."""
         helper, self._helper = self._helper, None
         if helper is not None:
             helper.close()
@@ -221,7 +221,7 @@ def _abandoned() -> InvalidStateError:
 
 
 def _memories(parts: Sequence[TensorPart]) -> list[SharedMemory]:
-    """The shared memory that parts lie in, each once."""
+    """Return the shared memories of the parts, each once."""
     found: dict[int, SharedMemory] = {}
     for part in parts:
         if part.place is None:
@@ -240,7 +240,7 @@ def _digests(parts: Sequence[TensorPart], answer: Mapping[str, Any]) -> Digests:
 
 
 def waited_for(reason: str, beat: Mapping[str, Any]) -> dict[str, Any]:
-    """What a wait says while the process beats: it works as long as it does, or waits itself, as for the store."""
+    """Return the arguments of a wait on the process, by its heartbeat: working, or waiting itself, as for the store."""
     if not beat["waits"]:
         return {"reason": reason, "waits_on": "", "deadline_s": 0.0}
     inner, waits_on, deadline_s = beat["waits"][0]

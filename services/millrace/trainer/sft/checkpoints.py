@@ -1,6 +1,6 @@
 """The checkpoints of a fine-tuning, found by its run, and the record of what is trained there.
 
-They lie in the run's own directory. A run that is started again continues from the newest one, also to more steps; it
+They are in the run's own directory. A run that is started again continues from the newest one, also to more steps; it
 is refused if a key changed that makes it another training.
 """
 
@@ -85,7 +85,9 @@ def save_adapter(
 
 
 def require_mergeable(model: nn.Module) -> None:
-    """InvalidStateError if an adapter is on a weight that another layer has, too: merged, it would change both."""
+    """Raise InvalidStateError if an adapter is on a weight shared with another layer, which merging would change
+    too.
+    """
     names = weight_tensors(model)
     parameters = [id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False)]
     for name, layer in adapted_layers(model).items():
@@ -98,7 +100,7 @@ def require_mergeable(model: nn.Module) -> None:
 
 
 def try_to_save(files: Mapping[str, bytes], *, target: Path, num_bytes: int) -> None:
-    """Write the small files of a model beside where it will lie, and take them away: what saves it must not fail.
+    """Write the small files of a model beside its later place, and take them away: what saves it must not fail.
 
     UnavailableError (DIRECTORY_UNUSABLE) if they cannot be written; CapacityError (DISK_FULL) if the disk has no room
     for the weights, which take `num_bytes`.
@@ -113,7 +115,7 @@ def try_to_save(files: Mapping[str, bytes], *, target: Path, num_bytes: int) -> 
 
 
 def require_room(directory: Path, num_bytes: int, *, what: str) -> None:
-    """CapacityError (DISK_FULL) if the disk of `directory` has no room for so many bytes, which `what` takes."""
+    """Raise CapacityError (DISK_FULL) if the disk of `directory` lacks room for the bytes of `what`."""
     with io_errors(directory, "look at", setting="output_dir"):
         free_bytes = shutil.disk_usage(directory).free
     if free_bytes < num_bytes:
@@ -198,9 +200,9 @@ def _write_small(directory: Path, files: Mapping[str, bytes]) -> None:
 
 # Hands the weights of due steps to the command beside the training, which evaluates them.
 #
-# They lie in `evals/due` of the run's directory, as Hugging Face directories that appear whole: `step-N`, or `last-N`
+# They are in `evals/due` of the run's directory, as Hugging Face directories that appear whole: `step-N`, or `last-N`
 # for the trained model. The command takes them in order and removes each once its figures are written. What it makes
-# of them lies in `evals/step-N`.
+# of them is in `evals/step-N`.
 
 DIRECTORY, DUE, BEGUN, FIGURES = "evals", "due", "begun", "eval.json"
 _NAME = re.compile(r"(?:step|last)-(\d+)")
@@ -223,7 +225,7 @@ class Handover:
         dtype: torch.dtype,
         gang: Gang,
     ) -> None:
-        """`files` and `dtype` are those of the model that is saved at the end; without a config nothing is due."""
+        """Take `files` and `dtype` of the model to save at the end; without a config nothing is due."""
         self._config = config
         self._root = output / DIRECTORY
         self._model = model
@@ -233,7 +235,7 @@ class Handover:
 
     @property
     def most(self) -> int:
-        """How many copies of the weights may lie on the disk at once."""
+        """Return how many copies of the weights may be on the disk at once."""
         return 0 if self._config is None else self._config.max_pending
 
     def begin(self, step: int) -> None:
@@ -251,7 +253,7 @@ class Handover:
             (self._root / BEGUN).write_text(f"{step}\n")
 
     def maybe_hand_over(self, step: int, *, is_last: bool = False) -> None:
-        """Write the weights behind a step if an environment is due and has not been evaluated with them.
+        """Write the weights after a step if an environment is due and has not been evaluated with them.
 
         UnavailableError (EVALUATION_STUCK) if room is not made within the deadlines of the evaluations before it.
         """
@@ -275,7 +277,7 @@ class Handover:
                 if self._gang.is_leader and not is_said and age_s > SAY_AFTER_S:
                     is_said = True
                     logger.warning(
-                        f"training waits behind step {step}: {config.max_pending} evaluations are not over "
+                        f"training waits after step {step}: {config.max_pending} evaluations are not over "
                         "(eval.max_pending)"
                     )
                 if self._gang.from_leader(lambda: time.monotonic() - began > deadline_s):
@@ -290,7 +292,7 @@ class Handover:
 
 
 def found(directory: Path) -> list[Path]:
-    """Return what stands in a directory under the name of a step, in the order of the steps."""
+    """Return what is in a directory under the name of a step, in the order of the steps."""
     return sorted(_named(directory), key=step_of)
 
 
@@ -346,7 +348,7 @@ class SFTCheckpoints:
         data: Mapping[str, Any],
         base_digest: str = "",
     ) -> None:
-        """`data` says in words what the rows are: another training is one on other rows."""
+        """Take `data`, a description of the rows; training on other rows is another training."""
         self._model = model
         self._optimizer = optimizer
         self._gang = gang
@@ -373,7 +375,7 @@ class SFTCheckpoints:
 
     @property
     def num_bytes(self) -> int:
-        """How many bytes the tensors of one checkpoint take; 0 if none is saved."""
+        """Return the bytes of one checkpoint's tensors; 0 if none is saved."""
         if self._checkpointer is None:
             return 0
         tensors = state_tensors(self._model, self._optimizer, gang=self._gang).values()
@@ -427,7 +429,9 @@ class SFTCheckpoints:
             self._checkpointer.save(state, step=step, lineage=0, chain_hash=ZERO_CHAIN_HASH, num_skipped=num_skipped)
 
     def _require_same_training(self) -> None:
-        """At rank 0: InvalidSpecError if the checkpoints are of another training; without any, note what is trained."""
+        """Raise InvalidSpecError at rank 0 if the checkpoints belong to another training; without checkpoints,
+        record this one.
+        """
         if not self._gang.is_leader:
             return
         if next(iter(self._checkpoints.steps()), None) is None or self._store.head(_RECORD) is None:
@@ -456,14 +460,14 @@ class SFTCheckpoints:
 
 
 def _training(config: SFTConfig) -> dict[str, Any]:
-    """The keys that decide what is learned."""
+    """Return the config's keys that decide what is learned."""
     document = config.model_dump(mode="json")
     del document["model"]["publish_dtype"]
     return {key: value for key, value in document.items() if key not in _MAY_CHANGE}
 
 
 def _flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """A tree of tables as one, with dotted keys."""
+    """Return a tree of tables as one, with dotted keys."""
     flat: dict[str, Any] = {}
     for key, value in table.items():
         flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}

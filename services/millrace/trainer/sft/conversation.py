@@ -1,6 +1,6 @@
 """Conversations as tokens, and which of the tokens are trained on.
 
-Of an assistant's turn that is what the policy would sample: the tokens behind the prompt that an engine is given, up to
+Of an assistant's turn that is what the policy would sample: the tokens after the prompt that an engine is given, up to
 the first token that ends a turn. This takes the prefix property: what the engine is given is how the whole begins, as
 text and as tokens. A template that rewrites history (one that strips the thinking from earlier turns) breaks it; then
 its own generation markers say which tokens are the assistant's, and without markers the row cannot be used.
@@ -40,7 +40,7 @@ _THINKING = re.compile(r"\b(?:enable_thinking|thinking)\b")  # what templates ca
 
 
 class Encoded(NamedTuple):
-    """Token ids, which of them are trained on, and what else a fine-tuning is told of.
+    """Token ids, which of them are trained on, and what else a fine-tuning reports.
 
     `lost` names what the template does not write of the context, or of earlier thoughts. `is_marked`: it rewrites
     earlier turns, and its markers say what is trained on. `is_without_tools`: it does not write which tools there are.
@@ -69,7 +69,7 @@ class ConversationEncoder:
         self.lost = ""
 
     def encode(self, conversation: Conversation) -> tuple[list[int], list[bool]]:
-        """Token ids, and which of them are trained on; BadRowError if that cannot be told."""
+        """Encode to token ids and trained flags; raise BadRowError if the flags cannot be determined."""
         self.lost = ""
         flags = [self._is_trained(index, message) for index, message in enumerate(conversation.messages)]
         if not any(flags):
@@ -81,7 +81,7 @@ class ConversationEncoder:
         try:
             encoded = self._encode(conversation, flags)
         except BadRowError as error:
-            raise BadRowError(f"{error}{self._mended(conversation, flags)}") from error
+            raise BadRowError(f"{error}{self._other_argument(conversation, flags)}") from error
         self.num_marked += encoded.is_marked
         self.num_without_tools += encoded.is_without_tools
         self.lost = encoded.lost
@@ -89,7 +89,7 @@ class ConversationEncoder:
         return encoded.token_ids, encoded.trained
 
     def _encode(self, conversation: Conversation, flags: Sequence[bool]) -> Encoded:
-        """Take the conversation in the form of which the template writes most, and arguments as they should stand."""
+        """Take the conversation in the form of which the template writes most, and arguments as is right."""
         refused: list[BadRowError] = []
         poor: list[Encoded] = []
         for given in with_calls(conversation):
@@ -121,7 +121,7 @@ class ConversationEncoder:
             encoded = self._marked(conversation, flags, why=encoded)
         turns = [at for at, message in enumerate(conversation.messages) if flags[at] and message["role"] == "assistant"]
         self._require_unbroken(conversation, turns)
-        # A template with markers that rewrites earlier turns leaves their thoughts out, which is said by `is_marked`.
+        # A template with markers that rewrites earlier turns leaves their thoughts out, which `is_marked` reports.
         thoughts = turns[-1:] if encoded.is_marked else turns
         lost = unwritten_parts(self._tokenizer, conversation, whole=rendering.whole, thoughts=thoughts)
         roles = [message["role"] for message in conversation.messages]
@@ -136,7 +136,7 @@ class ConversationEncoder:
     def _is_needed(
         self, part: MessagePart, conversation: Conversation, flags: Sequence[bool], *, last: Sequence[int]
     ) -> bool:
-        """Whether a lost part is of what the policy is to sample, and not of what engines are not given either.
+        """Return whether a part that the template drops belongs to what the policy shall sample.
 
         Templates leave out earlier turns' thoughts; of a turn that is nothing but a thought nothing would be left.
         """
@@ -148,7 +148,7 @@ class ConversationEncoder:
     def _stretches(
         self, conversation: Conversation, rendering: Rendering, flags: Sequence[bool]
     ) -> "list[_Stretch] | str":
-        """The stretches of the text, in order; what the template changes if it has no such order."""
+        """Return the stretches of the text in order, or a description of what the template changes."""
         found: list[_Stretch] = []
         messages = conversation.messages
         for index, opens_turn in self._cuts(messages, flags):
@@ -166,7 +166,7 @@ class ConversationEncoder:
     def _flagged(
         self, conversation: Conversation, rendering: Rendering, stretches: "Sequence[_Stretch]"
     ) -> Encoded | str:
-        """The tokens with those of the trained stretches; what the template changes where a turn has no end."""
+        """Return the tokens with flags of the trained stretches, or a description of what the template changes."""
         tokens = TextTokens(self._tokenizer, rendering.whole)
         prompts = {each.end: tokens.behind_prompt(each.end) for each in stretches if each.is_prompt}
         bounds = [prompts[each.end] if each.is_prompt else tokens.before(each.end) for each in stretches]
@@ -188,21 +188,21 @@ class ConversationEncoder:
         return Encoded(token_ids, trained)
 
     def _end_of_turn(self, token_ids: Sequence[int], start: int, end: int) -> int | None:
-        """Behind the first stop of an assistant's turn; None without one.
+        """Return the index after the first stop of an assistant's turn; None without a stop.
 
-        `end` is one token behind the turn, where the token that opens the next one may be its stop.
+        `end` is one token after the turn, where the token that opens the next one may be its stop.
         """
         stops = self._stops.token_ids
         return next((at + 1 for at in range(start, min(end, len(token_ids))) if token_ids[at] in stops), None)
 
     def _end_of_others(self, token_ids: Sequence[int], start: int, end: int) -> int:
-        """Behind the last stop of another role's stretch, if just space follows it; else the end."""
+        """Return the index after the last stop of another role's stretch if only space follows, else the end."""
         stops = self._stops.token_ids
         stop = next((at + 1 for at in range(end - 1, start - 1, -1) if token_ids[at] in stops), end)
         return end if self._tokenizer.decode(token_ids[stop:end]).strip() else stop
 
     def _append_stop(self, message: Message, token_ids: list[int], trained: list[bool]) -> None:
-        """Add what the policy would sample behind the last message, if anything ends a turn here."""
+        """Add what the policy would sample after the last message, if anything ends a turn here."""
         shown = self._stops.call if message.get("tool_calls") else self._stops.answer
         stop = self._tokenizer.eos_token_id if shown is None else shown
         if stop is not None:
@@ -210,9 +210,9 @@ class ConversationEncoder:
             trained.append(True)
 
     def _cuts(self, messages: Sequence[Message], flags: Sequence[bool]) -> Iterator[tuple[int, bool]]:
-        """The messages behind which to cut: where what is trained on changes, and on both sides of each assistant's.
+        """Yield the messages after which to cut: where training changes, and on both sides of each assistant's message.
 
-        With True the cut is behind the header of the assistant's turn that follows, which is not trained on.
+        With True the cut is after the header of the assistant's turn that follows, which is not trained on.
         """
         roles = [message["role"] for message in messages]
         for index in range(len(roles) - 1):
@@ -223,7 +223,7 @@ class ConversationEncoder:
                 yield index, True
 
     def _is_trained(self, index: int, message: Message) -> bool:
-        """Whether a message is trained on; BadRowError if it is none that can be read."""
+        """Return whether a message is trained on; raise BadRowError if the message is malformed."""
         name = f"message {index}"
         role = _ROLES.get(str(message.get("role")))
         if role is None:
@@ -241,7 +241,7 @@ class ConversationEncoder:
         return self._trained[role]
 
     def _require_unbroken(self, conversation: Conversation, turns: Sequence[int]) -> None:
-        """BadRowError if a turn that is trained on has a stop within its text: no engine would go on behind it."""
+        """Raise BadRowError if a trained turn has a stop within its text, after which no engine would continue."""
         words = self._tokenizer.convert_ids_to_tokens(sorted(self._stops.token_ids))
         for index in turns:
             for text in texts_of(conversation.messages[index]):
@@ -249,14 +249,14 @@ class ConversationEncoder:
                     if word and text.partition(word)[2].strip():
                         raise BadRowError(
                             f"message {index} (assistant) has {word!r}, which ends a turn, within its text: no engine "
-                            "would go on behind it"
+                            "would continue after it"
                         )
 
     def _has_markers(self, conversation: Conversation) -> bool:
         return bool(_MARKER.search(self._template(conversation)))
 
     def _template(self, conversation: Conversation) -> str:
-        """The template that a conversation is rendered with; empty if there are several, and none is the default."""
+        """Return the template for conversations; empty if there are several and no default."""
         with contextlib.suppress(*TEMPLATE_ERRORS):
             return self._tokenizer.get_chat_template(
                 conversation.template_arguments.get("chat_template"), tools=conversation.tools
@@ -264,9 +264,10 @@ class ConversationEncoder:
         return ""
 
     def _marked(self, conversation: Conversation, flags: Sequence[bool], *, why: str) -> Encoded:
-        """Token ids with the mask of the template's generation markers; BadRowError (`why`) if it has none.
+        """Return token ids with the mask of the template's generation markers; raise BadRowError (`why`) without
+        markers.
 
-        Templates mark parts of the header that an engine is given, and what stands behind the end of a turn, too.
+        Templates mark parts of the header that an engine is given, and what follows the end of a turn, too.
         """
         if not self._has_markers(conversation):
             raise BadRowError(f"{why}; and the template has no `{{% generation %}}` markers that say what to train on")
@@ -294,14 +295,14 @@ class ConversationEncoder:
         return Encoded(token_ids, trained, is_marked=True)
 
     def _end_of_text(self, token_ids: Sequence[int], start: int, end: int) -> int:
-        """Behind the text of a turn that has no stop: what ends it in the history ends none that is sampled."""
+        """Return the index after the text of a turn without a stop, as the history's end marker is never sampled."""
         last = next(
             (at for at in range(end - 1, start - 1, -1) if self._tokenizer.decode(token_ids[at]).strip()), start
         )
         return last if end > start and token_ids[last] in special_tokens(self._tokenizer) else end
 
     def _headers(self, conversation: Conversation) -> list[list[int]]:
-        """The tokens with which engines' prompts open the assistant's turns, longest first."""
+        """Return the tokens with which engines' prompts open an assistant's turn, longest first."""
         found: set[tuple[int, ...]] = set()
         for index, message in enumerate(conversation.messages):
             if index > 0 and message["role"] == "assistant":
@@ -312,8 +313,8 @@ class ConversationEncoder:
                     found.add(tuple(TextTokens(self._tokenizer, header).token_ids))
         return [list(header) for header in sorted(found, key=len, reverse=True)]
 
-    def _mended(self, conversation: Conversation, flags: Sequence[bool]) -> str:
-        """Which argument of the template would make a refused conversation one that can be trained on, if any does."""
+    def _other_argument(self, conversation: Conversation, flags: Sequence[bool]) -> str:
+        """Return the template argument that would make a refused conversation trainable, if any."""
         template = self._template(conversation)
         for name in sorted(set(_THINKING.findall(template)) - conversation.template_arguments.keys()):
             for value in (False, True):
@@ -326,7 +327,7 @@ class ConversationEncoder:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Stretch:
-    """The text of messages up to `index` that lies behind the stretch before, and ends at character `end`.
+    """The text of messages up to `index` after the stretch before, and ends at character `end`.
 
     `is_prompt`: an engine samples what follows. `is_whole`: the messages up to there end so whatever follows them.
     """
@@ -339,7 +340,7 @@ class _Stretch:
 
 
 def _no_json(conversation: Conversation, flags: Sequence[bool]) -> str:
-    """Which trained message has arguments of a call that are text and no JSON, in words; empty if none has."""
+    """Describe the trained message whose call arguments are text but not JSON; empty if there is none."""
     for index, message in enumerate(conversation.messages):
         for arguments in call_arguments(message):
             if flags[index] and isinstance(arguments, str) and isinstance(decoded_arguments(arguments), str):
@@ -349,7 +350,7 @@ def _no_json(conversation: Conversation, flags: Sequence[bool]) -> str:
 
 
 def _opened(token_ids: Sequence[int], first: int, end: int, headers: Sequence[list[int]]) -> int | None:
-    """Behind the header that ends in a run, or right before it; None if none of them does."""
+    """Return the index after the header that ends in the run or right before it; None if no header does."""
     for header in headers:
         for at in range(first, min(first + len(header), end) + 1):
             if at >= len(header) and token_ids[at - len(header) : at] == header:
@@ -358,7 +359,7 @@ def _opened(token_ids: Sequence[int], first: int, end: int, headers: Sequence[li
 
 
 def _runs(flags: Sequence[bool]) -> Iterator[tuple[int, int]]:
-    """Where flags are set: the first position of each stretch, and the one behind it."""
+    """Yield the stretches of set flags: first position and the position after the last."""
     for is_set, run in groupby(range(len(flags)), key=flags.__getitem__):
         if is_set:
             positions = list(run)

@@ -27,7 +27,7 @@ _LOOKED_AT = 256  # rows that are looked at before the first step
 _MOST_BAD = 0.1  # share of the rows seen that may be left out because they cannot be encoded
 _FEWEST_SEEN = 10  # rows, before a share is judged
 _BAD_REMEDY = (
-    "mend the row; where the template does not write all of it, take that out or use one that does; where it rewrites "
+    "fix the row; where the template does not write all of it, take that out or use one that does; where it rewrites "
     "earlier turns, use one with `{% generation %}` markers, or make one row of each assistant turn"
 )
 
@@ -62,7 +62,7 @@ class RowEncoder:
         self._count_from_zero()
 
     def encode(self, row: Row, *, place: str = "") -> TrainSample | None:
-        """The sample of a row, cut at `seq_len`; None if no trained token is left, or the row cannot be used.
+        """Encode a row to a sample, cut at `seq_len`; None if no trained token is left or the row cannot be used.
 
         InvalidSpecError names the first of the latter once they are more than a tenth of the rows seen.
         """
@@ -103,7 +103,7 @@ class RowEncoder:
         )
 
     def require_completion(self, rows: Iterable[tuple[Row, str]]) -> None:
-        """InvalidSpecError unless one of the rows, each with its place, keeps a trained token, and few cannot be used.
+        """Raise InvalidSpecError unless one of the rows keeps a trained token and few rows are unusable.
 
         Reads a few hundred of them, and further only to the first one that keeps a token.
         """
@@ -178,7 +178,7 @@ class RowEncoder:
         return self._encode_text(prompt, completion)
 
     def _encode_text(self, prompt: str, completion: str) -> tuple[list[int], list[bool]]:
-        """Tokens of the joined text, with what the tokenizer puts before a text, and one stop behind it."""
+        """Encode the joined text with the tokenizer's lead and one stop at the end."""
         tokens = TextTokens(self._tokenizer, prompt + completion)
         bound = tokens.behind_prompt(len(prompt))
         if completion.strip() and bound == len(tokens.token_ids):
@@ -194,7 +194,7 @@ class RowEncoder:
         if stop is not None and self._tokenizer.decode(token_ids[stop + 1 :], skip_special_tokens=True).strip():
             word = self._tokenizer.decode(token_ids[stop])
             raise BadRowError(
-                f"the completion has {word!r}, which ends it, within its text: no engine would go on behind it"
+                f"the completion has {word!r}, which ends it, within its text: no engine would continue after it"
             )
         token_ids = token_ids[: len(token_ids) if stop is None else stop + 1]
         lead = self._lead(prompt + completion)
@@ -202,7 +202,7 @@ class RowEncoder:
         return lead + token_ids, trained
 
     def _lead(self, text: str) -> list[int]:
-        """What the tokenizer puts before a text that does not begin so itself: often a token that begins every text."""
+        """Return the tokens that the tokenizer puts before a text, often one token that begins every text."""
         token_ids = list(self._tokenizer(text)["input_ids"])
         plain = list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
         count = next((at for at in range(len(token_ids) + 1) if token_ids[at : at + len(plain)] == plain), 0)
@@ -257,7 +257,7 @@ class FineTuningData:
 
     @property
     def identity(self) -> dict[str, Any]:
-        """What training on other data than these rows, under this template, would differ in."""
+        """Return the identity of the rows under this template, which differs for other data."""
         template = getattr(self._tokenizer, "chat_template", None)
         return {
             "the rows of each source": self._sizes,
@@ -267,11 +267,11 @@ class FineTuningData:
 
     @property
     def num_steps(self) -> int | None:
-        """Steps of the run: `max_steps`, or those of one pass; None if that is known only when it is over."""
+        """Return the number of steps: `max_steps`, or one pass; None if it is known only at the end."""
         return self._max_steps or (None if self._is_full else self._order.steps_per_pass)
 
     def expect_steps(self, step: int, following: int) -> int:
-        """Steps of the run; where they are not known, as many as at the pace of those up to `step`."""
+        """Return the number of steps, estimated from the pace up to `step` if unknown."""
         return self.num_steps or max(round(self._order.rows_per_pass * (step + 1) / following), step + 1)
 
     def is_over(self, step: int, position: int) -> bool:
@@ -279,7 +279,7 @@ class FineTuningData:
         return position >= self._order.rows_per_pass if self._max_steps is None else step >= self._max_steps
 
     def take(self, position: int) -> tuple[list[TrainSample], int]:
-        """Return the samples of the step that begins at a position, and the position behind it."""
+        """Return the samples of the step that begins at a position, and the position after it."""
         return self._take(self._order, self._encode, position)
 
     def validation_samples(self) -> list[TrainSample]:
@@ -319,7 +319,7 @@ def _mixed(sources: Sequence[Source], data: SFTDataConfig | SFTValDataConfig) ->
 
 
 def mix(sizes: Sequence[int], *, probabilities: Sequence[float] | None, stop_at_first: bool, seed: int) -> np.ndarray:
-    """The rows of one pass over several sources, as indices into the sources one after the other.
+    """Return the rows of one pass over several sources, as indices into the sources one after the other.
 
     Sources take turns, or are drawn with their probabilities, until the rows of the first one, or of all of them, were
     taken; a source whose rows were all taken begins again. One source is taken once, in order.
@@ -342,7 +342,7 @@ def _turns(sizes: Sequence[int], stop_at_first: bool) -> np.ndarray:
 
 
 def _draws(sizes: Sequence[int], probabilities: Sequence[float], stop_at_first: bool, seed: int) -> np.ndarray:
-    """Sources drawn until the first one, or the last one, has given all its rows."""
+    """Draw sources until the first one, or the last one, has given all its rows."""
     rng = np.random.default_rng([seed, len(sizes)])
     shares = np.array(probabilities) / sum(probabilities)
     drawn = np.empty(0, np.int64)
@@ -358,7 +358,7 @@ class Order:
     """Passes over the rows one after the other, each in an order of its own if they are shuffled."""
 
     def __init__(self, rows: int | Sequence[int] | np.ndarray, *, batch_size: int, shuffle: bool, seed: int) -> None:
-        """`rows` is their number, or the row indices of a pass."""
+        """Take `rows`, the number of rows or the row indices of a pass."""
         self._rows = np.arange(rows) if isinstance(rows, int) else np.asarray(rows)
         self._batch_size = batch_size
         self._shuffle = shuffle
@@ -367,26 +367,26 @@ class Order:
 
     @property
     def rows_per_pass(self) -> int:
-        """Rows of one pass."""
+        """Return the number of rows of one pass."""
         return len(self._rows)
 
     @property
     def steps_per_pass(self) -> int:
-        """Steps of `batch_size` rows until every row was taken once."""
+        """Return the number of steps of `batch_size` rows until every row was taken once."""
         return -(-len(self._rows) // self._batch_size)
 
     def row_at(self, position: int) -> int:
-        """The row at a position, counted over all passes."""
+        """Return the row at a position, counted over all passes."""
         number, place = divmod(position, len(self._rows))
         return int(self._pass(number)[place])
 
     def first_pass(self, *, max_steps: int | None) -> Iterator[int]:
-        """Row indices of the first pass in order, as far as `max_steps` steps of `batch_size` rows reach."""
+        """Yield the row indices of the first pass in order, up to `max_steps` steps of `batch_size` rows."""
         end = None if max_steps is None else max_steps * self._batch_size
         return (int(index) for index in self._pass(0)[:end])
 
     def rows_of(self, step: int) -> list[int]:
-        """Row indices of a step of `batch_size` rows; it may reach into the next pass."""
+        """Return the row indices of a step of `batch_size` rows, which may reach into the next pass."""
         first = step * self._batch_size
         return [self.row_at(position) for position in range(first, first + self._batch_size)]
 
@@ -401,7 +401,7 @@ Encode = Callable[[int], TrainSample | None]
 
 
 def take_rows(order: Order, encode: Encode, position: int, *, count: int) -> tuple[list[TrainSample], int]:
-    """The samples of `count` rows from a position on, and the position behind them.
+    """Return the samples of `count` rows from a position on, and the position after them.
 
     Where none of the rows has a sample, the next `count` are taken, so that a step learns from something. At least one
     row of a pass has a sample.
@@ -418,7 +418,8 @@ def take_rows(order: Order, encode: Encode, position: int, *, count: int) -> tup
 def take_full(
     order: Order, encode: Encode, position: int, *, count: int, seq_len: int
 ) -> tuple[list[TrainSample], int]:
-    """As many samples from a position on as fit whole into `count` rows of `seq_len` tokens, and the position behind.
+    """Take as many samples from a position on as fit into `count` rows of `seq_len` tokens; return the next position
+    too.
 
     Each goes into the first row that has room; the first sample that fits into none begins the next step.
     """

@@ -84,7 +84,7 @@ class SFTStep:
     mfu: float | None = None
 
     def metrics(self) -> dict[str, float | int]:
-        """The step as a line of `metrics.jsonl`, under prime-rl's names."""
+        """Return the step as a line of `metrics.jsonl`, under prime-rl's names."""
         throughput = self.num_tokens / self.seconds if self.seconds > 0 else 0.0
         return {
             "step": self.step,
@@ -209,7 +209,7 @@ def _train(
 
 
 def _require_learning(config: SFTConfig, step: int, num_skipped: int) -> None:
-    """InvalidStateError if too many steps in a row changed nothing."""
+    """Raise InvalidStateError if too many steps in a row changed nothing."""
     if num_skipped < config.max_skipped_steps:
         return
     raise InvalidStateError(
@@ -241,7 +241,7 @@ class _Learner:
         )
 
     def step(self, step: int, samples: Sequence[TrainSample]) -> SFTStep:
-        """One optimizer step on the mean cross-entropy of the trained tokens."""
+        """Take one optimizer step on the mean cross-entropy of the trained tokens."""
         began = time.monotonic()
         micro_batches = self._micro_batches(samples)
         num_tokens, num_loss_tokens = self._counts(micro_batches)
@@ -275,19 +275,19 @@ class _Learner:
 
     @torch.no_grad()
     def loss(self, samples: Sequence[TrainSample]) -> float:
-        """The mean cross-entropy of the trained tokens."""
+        """Return the mean cross-entropy of the trained tokens."""
         micro_batches = self._micro_batches(samples)
         _, num_loss_tokens = self._counts(micro_batches)
         return self.gang.sum_of_data([sum(float(self._loss(each, num_loss_tokens)) for each in micro_batches)])[0]
 
     def _loss(self, micro_batch: MicroBatch, num_loss_tokens: int) -> torch.Tensor:
-        """A micro-batch's share of the mean over `num_loss_tokens`."""
+        """Return a micro-batch's share of the mean over `num_loss_tokens`."""
         logprobs_BT, _ = token_logprobs(self._model, micro_batch)
         losses = token_losses(micro_batch.loss_inputs(logprobs_BT), LossConfig())
         return total_loss(losses, rl_divisor=0, num_ce_tokens=num_loss_tokens)
 
     def _counts(self, micro_batches: Sequence[MicroBatch]) -> tuple[int, int]:
-        """Tokens, and trained tokens, over all ranks."""
+        """Return the numbers of tokens and of trained tokens over all ranks."""
         counts = [sum(each.num_tokens for each in micro_batches), sum(each.num_ce_tokens for each in micro_batches)]
         num_tokens, num_loss_tokens = self.gang.sum_of_data(counts)
         return int(num_tokens), int(num_loss_tokens)
@@ -311,7 +311,7 @@ class _Learner:
 
 
 def _validation(config: SFTConfig, data: FineTuningData, learner: _Learner) -> Callable[..., float | None]:
-    """What gives the validation loss of the weights before a step, or behind the last one, where it is due."""
+    """Make the function that computes the validation loss before a step, or after the last one, when due."""
     if config.val is None:
         return lambda step, is_last=False: None
     val, samples = config.val, data.validation_samples()
@@ -324,7 +324,7 @@ def _validation(config: SFTConfig, data: FineTuningData, learner: _Learner) -> C
 
 
 def _open_metrics(output: Path, start: int, *, gang: Gang) -> IO[str]:
-    """`metrics.jsonl`, continued behind step `start`; what ranks other than the leader write goes nowhere."""
+    """Open `metrics.jsonl` to continue at step `start`; output of ranks other than the leader is discarded."""
     if not gang.is_leader:
         return Path(os.devnull).open("w", encoding="utf-8")
     path = output / "metrics.jsonl"
@@ -342,18 +342,18 @@ def _tell_start(output: Path, step: int, *, saves: bool) -> None:
     steps = [step for step, metrics in map(_metrics_of, lines) if "loss/mean" in metrics]
     made = max(steps, default=-1) + 1
     if step:
-        begins = f"fine-tuning goes on behind step {step} (checkpoint {step})"
+        begins = f"fine-tuning continues after step {step} (checkpoint {step})"
     elif made:
         without = "the run had saved none yet" if saves else "the config has no [ckpt]"
         begins = f"fine-tuning begins at step 1 again, without a checkpoint ({without})"
     else:
         return
-    again = f": the run had ended behind step {made}, and steps {step + 1} to {made} are made again"
+    again = f": the run had ended after step {made}, and steps {step + 1} to {made} are made again"
     logger.info(begins + (again if made > step else ""), extra={"step": step, "made": made})
 
 
 def _is_before(line: str, start: int) -> bool:
-    """Whether a line of metrics is of what is kept: a step before `start`, or the validation behind the last one."""
+    """Return whether to keep a line of metrics: a step before `start`, or the validation after the last one."""
     step, metrics = _metrics_of(line)
     return bool(metrics) and (step < start or (step == start and "loss/mean" not in metrics))
 
@@ -370,6 +370,6 @@ def _metrics_of(line: str) -> tuple[int, dict[str, Any]]:
 
 
 def _write_line(file: IO[str], metrics: dict[str, float | int]) -> None:
-    """One line; a number that JSON does not have (NaN, an infinity) is null."""
+    """Write one line; NaN and infinities, which JSON lacks, become null."""
     file.write(json.dumps({name: value if math.isfinite(value) else None for name, value in metrics.items()}) + "\n")
     file.flush()

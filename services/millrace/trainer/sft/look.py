@@ -45,7 +45,7 @@ def first_rows(key: str, table: DataSourceConfig) -> FirstRows | None:
 def look_at_rows(config: SFTConfig, found: FirstRows, *, directory: Path) -> Iterator[str]:
     """Encode rows for the model in `directory`; notes on what is cut or left out.
 
-    InvalidSpecError as a run that starts, if these are all rows: of others a run may find enough that are good.
+    InvalidSpecError as a run that starts, if these are all rows: among more rows a run may find enough that are good.
     """
     tokenizer = require_tokenizer(directory, model=directory, needs_template=found.have_conversations)
     data = config.data if config.val is None or found.key == "data" else config.val.data

@@ -42,7 +42,7 @@ def run(path: Path, *, is_evaluated: bool = False) -> int:
         raise InvalidSpecError([problem], remedy=remedy)
     setup("trainer", level=config.log.level, json_lines=config.log.json_logging)
     logger.info("fine-tuning begins", extra={"config": str(path), FILE_ONLY: True})
-    disable_progress_bar()  # the bars of loading and saving a model would stand between the lines of the steps
+    disable_progress_bar()  # the bars of loading and saving a model would be between the lines of the steps
     gang = Gang.join()
     try:
         with shortage_named("fine-tune the model"), _progress() as show:
@@ -60,7 +60,7 @@ def run(path: Path, *, is_evaluated: bool = False) -> int:
 
 
 def load_config(path: Path) -> SFTConfig:
-    """The config of a JSON file; InvalidSpecError lists everything that is wrong."""
+    """Load the config of a JSON file; raise InvalidSpecError with everything that is wrong."""
     try:
         document = path.read_bytes()
     except OSError as error:
@@ -74,7 +74,7 @@ def load_config(path: Path) -> SFTConfig:
 
 @contextlib.contextmanager
 def _progress() -> Iterator[Callable[[SFTStep], None]]:
-    """A callback that shows steps."""
+    """Provide a callback that shows steps."""
     if not sys.stderr.isatty():
         yield _Lines().show
         return

@@ -53,7 +53,7 @@ _LONGEST_SIGN = max(map(len, _FOREIGN))
 
 
 class Place(NamedTuple):
-    """Where a row stands: the file with the words before the number, and the number."""
+    """Where a row is: the file with the words before the number, and the number."""
 
     file: str
     number: int
@@ -95,11 +95,11 @@ _MOST_NAMED = 12
 
 
 class WrongColumnsError(ValueError):
-    """A row without the columns that make a conversation; renaming some may mend it."""
+    """A row without the columns that make a conversation; renaming some may help."""
 
 
 def take_row(found: Any, columns: Mapping[str, str]) -> JsonRow:
-    """The columns of a row that are read, where `columns` gives the name that each of `COLUMNS` has in the data.
+    """Take the read columns of a row; `columns` maps each of `COLUMNS` to its name in the data.
 
     ValueError says what is wrong with the row.
     """
@@ -123,12 +123,12 @@ def take_row(found: Any, columns: Mapping[str, str]) -> JsonRow:
 
 
 def wanted() -> str:
-    """What a row needs, in words."""
+    """Describe the columns that a row needs."""
     return "needs `messages`, or `prompt` and `completion`, both text or both lists of messages"
 
 
 def require_columns(names: Sequence[str], columns: Mapping[str, str]) -> None:
-    """WrongColumnsError unless a table has the columns that make a conversation, each once."""
+    """Raise WrongColumnsError unless a table has the columns that make a conversation, each once."""
     if twice := sorted({name for name in names if names.count(name) > 1}):
         raise WrongColumnsError(f"has several columns called {named(twice)}")
     there = {name for name in COLUMNS if columns[name] in names}
@@ -137,7 +137,7 @@ def require_columns(names: Sequence[str], columns: Mapping[str, str]) -> None:
 
 
 def plain(value: Any, *, name: str) -> Any:
-    """A value of a table as JSON would have it, without keys that are null, which tables fill in; dates are text.
+    """Convert a table's value to JSON types, without the null keys that tables fill in, and dates as text.
 
     ValueError for what JSON has not: bytes, numbers that are not finite.
     """
@@ -157,14 +157,14 @@ def plain(value: Any, *, name: str) -> Any:
 
 
 def without_nulls(value: Any) -> Any:
-    """A value without the keys that have none, at every depth; an item of a list that is null stays."""
+    """Remove keys with null values at every depth; null items of lists stay."""
     if isinstance(value, Mapping):
         return {key: without_nulls(item) for key, item in value.items() if item is not None}
     return [without_nulls(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def named(names: Sequence[str]) -> str:
-    """Names of columns, in words."""
+    """Join names of columns for a message."""
     shown = ", ".join(f"`{name[:40]}`" for name in names[:_MOST_NAMED])
     return f"{shown} and {len(names) - _MOST_NAMED} others" if len(names) > _MOST_NAMED else shown or "no columns"
 
@@ -186,7 +186,7 @@ def _require_lists(row: Row) -> None:
 
 
 def _messages(value: Any, *, name: str) -> list[Mapping[str, Any]]:
-    """A list of messages; ValueError if it is none."""
+    """Check a list of messages; raise ValueError if it is none."""
     messages = _records(_parsed(value, name=name), key="role")
     if not isinstance(messages, list):
         raise ValueError(f"has `{name}` that are no list: it is {_kind(messages)}")
@@ -240,7 +240,7 @@ def _template_arguments(value: Any) -> Mapping[str, Any] | None:
 
 
 def _parsed(value: Any, *, name: str) -> Any:
-    """A value that may be JSON text; None for blank text."""
+    """Parse a value that may be JSON text; None for blank text."""
     if not isinstance(value, str):
         return value
     if not value.strip():
@@ -252,7 +252,7 @@ def _parsed(value: Any, *, name: str) -> Any:
 
 
 def _records(value: Any, *, key: str) -> Any:
-    """A list of objects for an object of equally long lists that has `key`; anything else as it is."""
+    """Turn an object of equally long lists that has `key` into a list of objects; leave other values as they are."""
     if not isinstance(value, dict) or not isinstance(value.get(key), list):
         return value
     columns = {name: column for name, column in value.items() if column is not None}
@@ -273,7 +273,9 @@ class RowReader:
         self._key = key
 
     def read(self, path: Path) -> Iterator[tuple[Place, Row]]:
-        """The rows of a file with their places; InvalidSpecError says what is wrong, where, and what mends it."""
+        """Yield the rows of a file with their places; raise InvalidSpecError with the fault, the place and the
+        remedy.
+        """
         try:
             with path.open("rb") as file:
                 begin = file.read(_LONGEST_SIGN)
@@ -289,7 +291,7 @@ class RowReader:
             self.refuse(f"cannot be read: {error.strerror or error}", source=str(path), remedy=_AGAIN)
 
     def take(self, found: Any, place: Place, *, is_json: bool = False) -> Row:
-        """The columns of a row that are read, checked; what is no JSON may hold what JSON has not."""
+        """Check and take the read columns of a row; rows of tables may hold values that JSON lacks."""
         if self._unseen and isinstance(found, Mapping):
             self._unseen = {name: column for name, column in self._unseen.items() if column not in found}
         try:
@@ -302,12 +304,12 @@ class RowReader:
             self.refuse(str(error), source=str(place), value=found)
 
     def require_seen(self, source: str) -> None:
-        """InvalidSpecError if the config gives a column a name that no row has had."""
+        """Raise InvalidSpecError if the config gives a column a name that no row has."""
         if self._unseen:
             self._refuse_names(self._unseen, "has rows", source=source)
 
     def missing(self, name: str, problem: str) -> NotFoundError:
-        """The error of data that is not there."""
+        """Return the error for missing data."""
         return NotFoundError(
             f"data {name!r} cannot be read: {problem}",
             reason="DATA_NOT_FOUND",
@@ -336,9 +338,9 @@ class RowReader:
         self.refuse(str(error), source=source, value=value, remedy=remedy)
 
     def _refuse_names(self, columns: Mapping[str, str], there: str, *, source: str, value: Any = None) -> NoReturn:
-        told = ", ".join(f"{self._key}.columns.{name} = {json.dumps(column)}" for name, column in columns.items())
+        named = ", ".join(f"{self._key}.columns.{name} = {json.dumps(column)}" for name, column in columns.items())
         remedy = "name columns that the data has, or leave these keys out"
-        self.refuse(f"{there}, and not what {told} names", source=source, value=value, remedy=remedy)
+        self.refuse(f"{there}, and not what {named} names", source=source, value=value, remedy=remedy)
 
     def _refuse_foreign(self, path: Path, begin: bytes) -> None:
         for sign, (message, remedy) in _FOREIGN.items():
@@ -396,7 +398,7 @@ class RowReader:
             yield (place := Place(f"{path}, row ", number)), self.take(found, place, is_json=True)
 
     def _parse(self, data: bytes, place: Place) -> Any:
-        """The value of a line, of an element, or of a document whose lines are counted from the place."""
+        """Parse the value of a line, an element, or a document whose lines are counted from the place."""
         try:
             return decode_json(data, what="it", reason=_REASON, max_bytes=_MOST_ARRAY_BYTES)
         except CorruptObjectError as error:
@@ -409,7 +411,7 @@ class RowReader:
             self.refuse(message.format(column=at - start + 1), source=str(place), value=shown, remedy=remedy)
 
     def _table_rows(self, path: Path, begin: bytes) -> Iterator[tuple[Place, Row]]:
-        """The rows of a Parquet or Arrow file, of which only columns that are read are loaded."""
+        """Yield the rows of a Parquet or Arrow file, loading only the read columns."""
         arrow = _import("pyarrow")
         number = 0
         try:
@@ -427,7 +429,9 @@ class RowReader:
 
 
 def _lines(pieces: Iterable[bytes]) -> Iterator[tuple[int, bytes]]:
-    """The lines of a file with their numbers, from 1; CorruptObjectError if one is too long to be a row."""
+    """Yield the lines of a file with their numbers, from 1; raise CorruptObjectError if a line is too long for a
+    row.
+    """
     number, held, size = 0, [], 0
     for piece in pieces:
         first, *others = piece.split(b"\n")
@@ -443,7 +447,7 @@ def _lines(pieces: Iterable[bytes]) -> Iterator[tuple[int, bytes]]:
 
 
 def _elements(document: bytes) -> Iterator[bytes]:
-    """The elements of a JSON array as they are written, sound or not; an empty one behind a last comma."""
+    """Yield the elements of a JSON array as written, valid or not; an empty one after a last comma."""
     depth, start = 0, 0
     for token in _TOKEN.finditer(document):
         if token[0] in (b"[", b"{"):
@@ -461,7 +465,7 @@ def _elements(document: bytes) -> Iterator[bytes]:
 
 
 def _what_is_wrong(error: CorruptObjectError, data: bytes) -> tuple[str, str, int]:
-    """In words, with a place for `column`; the remedy; and at which byte."""
+    """Describe the error with a place for `column`, the remedy, and the byte offset."""
     match error.__cause__:
         case UnicodeDecodeError(start=start):
             message = f"is no UTF-8 text: byte 0x{data[start]:02x} in column {{column}}"
@@ -481,7 +485,9 @@ def _braced(text: str) -> str:
 
 
 def _open_table(path: Path, begin: bytes) -> tuple[list[str], Callable[[list[str]], Iterator[Any]]]:
-    """The names of the columns of a Parquet or Arrow file, and what gives its record batches with some of them."""
+    """Open a Parquet or Arrow file; return its column names and a function that reads record batches of some
+    columns.
+    """
     if begin.startswith((_ARROW, _ARROW_STREAM)):
         ipc = _import("pyarrow.ipc")
         is_stream = begin.startswith(_ARROW_STREAM)
@@ -495,7 +501,7 @@ def _open_table(path: Path, begin: bytes) -> tuple[list[str], Callable[[list[str
 
 
 def _rows_of(batch: Any) -> Iterator[Mapping[str, Any]]:
-    """The rows of a record batch; what cannot be decoded is raised behind the rows before it."""
+    """Yield the rows of a record batch; raise a decoding error after the rows before it."""
     try:
         yield from batch.to_pylist(maps_as_pydicts="strict")
     except ValueError:

@@ -1,6 +1,6 @@
 """Conversations as the text that a chat template makes of them.
 
-A chat template renders whole conversations only. Where a message lies in one is found by rendering its beginnings.
+A chat template renders whole conversations only. Where a message is in one is found by rendering its beginnings.
 """
 
 import json
@@ -36,7 +36,7 @@ class Conversation:
 def render(
     tokenizer: Any, conversation: Conversation, count: int | None = None, *, opens_turn: bool = False, **options: Any
 ) -> Any:
-    """The text of the first `count` messages; `opens_turn` adds what begins the assistant's turn.
+    """Render the first `count` messages; `opens_turn` adds the beginning of the assistant's turn.
 
     `options` are those of `apply_chat_template`. Raises what a template raises (`TEMPLATE_ERRORS`).
     """
@@ -59,9 +59,9 @@ class Rendering:
         self.whole: str = render(tokenizer, conversation)
 
     def beginning(self, index: int, *, opens_turn: bool = False) -> str | None:
-        """The text up to message `index`; None if the template renders no conversation that ends there.
+        """Render up to message `index`; None if the template cannot render a conversation that ends there.
 
-        With `opens_turn` it is what an engine is given to sample the message behind it.
+        With `opens_turn` it is what an engine is given to sample the message after it.
         """
         try:
             return render(self._tokenizer, self._conversation, index + 1, opens_turn=opens_turn)
@@ -69,7 +69,9 @@ class Rendering:
             return None
 
     def what_changed(self, index: int) -> str:
-        """Which message up to `index` is rendered differently once others follow, how, and which one changes it."""
+        """Describe which message up to `index` is rendered differently when others follow, how, and because of
+        which.
+        """
         messages = self._conversation.messages
         texts = {at: text for at in range(index + 1) if (text := self._text_to(at)) is not None}
         for at, text in texts.items():
@@ -94,7 +96,7 @@ class Rendering:
         )
 
     def _text_to(self, index: int) -> str | None:
-        """The text of the messages up to `index`; None where nothing can be said about it.
+        """Return the text of the messages up to `index`; None if it cannot be determined.
 
         That is so if the template renders no such conversation, or if tools go on answering: their answers are one.
         """
@@ -103,13 +105,13 @@ class Rendering:
         return None if is_within else self.beginning(index)
 
     def _keeps(self, index: int, text: str) -> bool:
-        """Whether the messages up to `index` still begin with a text."""
+        """Return whether the rendering up to `index` still begins with a text."""
         longer = self._text_to(index)
         return longer is None or longer.startswith(text)
 
 
 def _difference(left: str, right: str) -> tuple[str, str]:
-    """Two texts from where they part, short, with a few characters before that."""
+    """Cut two texts to where they differ, with a few characters of context."""
     start = max(common_prefix(left, right) - _SHOWN // 3, 0)
     return _shown(left, start), _shown(right, start)
 
@@ -127,9 +129,9 @@ def _shown(text: str, start: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """Tokens of the text from character `start` on; `ends[i]` is the character behind token i, None without offsets.
+    """Tokens of the text from character `start` on; `ends[i]` is the character after token i, None without offsets.
 
-    They were tokenised behind `anchor`.
+    They were tokenised after `anchor`.
     """
 
     start: int
@@ -156,11 +158,11 @@ class TextTokens:
 
     @property
     def token_ids(self) -> list[int]:
-        """Of all of the text."""
+        """Return the token ids of the whole text."""
         return [token for piece in self._pieces for token in piece.token_ids]
 
     def before(self, end: int) -> int:
-        """How many tokens lie before a character; a token across it lies behind it."""
+        """Return the number of tokens that end at or before a character."""
         piece = next(piece for piece in reversed(self._pieces) if piece.start <= end)
         count = sum(len(each.token_ids) for each in self._pieces[: self._pieces.index(piece)])
         if piece.ends is not None:
@@ -169,27 +171,27 @@ class TextTokens:
         return count + (0 if part is None else common_prefix(part.token_ids, piece.token_ids))
 
     def behind_prompt(self, end: int) -> int:
-        """How many tokens the prompt has that is the text up to a character, tokenised as an engine does.
+        """Return the number of tokens of the text up to a character, tokenized alone as an engine tokenizes a prompt.
 
-        Where the whole's tokens do not begin with it, the text behind it is tokenised apart. BadRowError if no sequence
+        Where the whole's tokens do not begin with it, the text after it is tokenised apart. BadRowError if no sequence
         of tokens has this prompt, and those that were asked for before, as engines make them.
         """
         prompt = self._encoded(self._text[:end])
         if self.token_ids[: len(prompt)] != prompt:
             is_one = len(self._pieces) == 1 and all(prompt[: len(each)] == each for each in self._prompts)
-            behind = self._apart(prompt, end) if is_one else None
-            if behind is None:
+            following = self._apart(prompt, end) if is_one else None
+            if following is None:
                 raise BadRowError(self._melted(prompt, end))
             before = self._tokenized(self._text[:end], start=0)
             assert before is not None, "nothing stands before it"
-            self._pieces = [before, behind]
+            self._pieces = [before, following]
         self._prompts.append(prompt)
         return len(prompt)
 
     def _apart(self, prompt: Sequence[int], end: int) -> _Piece | None:
-        """The text behind a prompt by itself; None if it could not be sampled so.
+        """Tokenize the text after a prompt alone; None if it could not be sampled like that.
 
-        Some tokenizers put a space before a text: then it is tokenised behind something else, which is taken away.
+        Some tokenizers put a space before a text: then it is tokenised after something else, which is taken away.
         """
         whole = self._decoded(self._pieces[0].token_ids)
         for anchor in ("", self._tokenizer.eos_token or "", "\n", "a"):
@@ -199,7 +201,7 @@ class TextTokens:
         return None
 
     def _tokenized(self, text: str, *, start: int, anchor: str = "") -> _Piece | None:
-        """A text behind an anchor; None if the anchor is no beginning of the tokens."""
+        """Tokenize a text after an anchor; None if the anchor's tokens do not begin the result."""
         (token_ids, ends), lead = self._measured(anchor + text), self._encoded(anchor) if anchor else []
         if token_ids[: len(lead)] != lead:
             return None
@@ -208,7 +210,7 @@ class TextTokens:
         return _Piece(start, token_ids[len(lead) :], ends, anchor)
 
     def _measured(self, text: str) -> tuple[list[int], list[int] | None]:
-        """The tokens of a text, and the character behind each; None where the tokenizer does not know it."""
+        """Tokenize a text with each token's end offset; None if the tokenizer reports no offsets."""
         if not getattr(self._tokenizer, "is_fast", False):
             return self._encoded(text), None
         encoded = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
@@ -221,13 +223,13 @@ class TextTokens:
         return self._tokenizer.decode(token_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
     def _melted(self, prompt: Sequence[int], end: int) -> str:
-        """What a row is told whose prompts no sequence of tokens has."""
+        """Return the message for a row whose prompts are not token-wise prefixes of the text."""
         shown, at = self._text[max(end - 20, 0) : end], common_prefix(prompt, self.token_ids)
         if not self._prompts:
-            return f"an engine begins to sample behind {shown!r}, but the text there cannot be tokenised by itself"
+            return f"an engine begins to sample after {shown!r}, but the text there cannot be tokenised by itself"
         sampled, given = (self._words(each[max(at - 1, 0) : at + 2]) for each in (self.token_ids, prompt))
         return (
-            f"before a later turn (behind {shown!r}) an engine is given the tokens {given}, where it samples {sampled} "
+            f"before a later turn (after {shown!r}) an engine is given the tokens {given}, where it samples {sampled} "
             "in the turn itself: one row cannot have both"
         )
 
@@ -260,7 +262,7 @@ class MessagePart(NamedTuple):
 
 
 def with_calls(conversation: Conversation) -> Iterator[Conversation]:
-    """The conversation as it is given, and then as engines give it to templates.
+    """Yield the conversation as given, then as engines pass it to templates.
 
     Of each one with the arguments of its tool calls as objects, and then as JSON text, which some templates want.
     """
@@ -272,7 +274,7 @@ def with_calls(conversation: Conversation) -> Iterator[Conversation]:
 
 
 def _as_engines_give(message: Message) -> Message:
-    """A message with parts of text as one text, its thought under every name, and what it calls as functions."""
+    """Return the message as engines pass it: one text, the thought under every name, calls as functions."""
     given = dict(message)
     content = given.get("content")
     if isinstance(content, list) and content:
@@ -289,7 +291,7 @@ def _as_engines_give(message: Message) -> Message:
 
 
 def writes_calls_badly(conversation: Conversation, text: str) -> bool:
-    """Whether a rendering has arguments as no model is to write them: as Python's repr, or as JSON text in quotes."""
+    """Return whether a rendering writes arguments as Python's repr or as quoted JSON, which no model should learn."""
     for message in conversation.messages:
         for arguments in call_arguments(message):
             plain = json.dumps(arguments, ensure_ascii=False)
@@ -300,7 +302,7 @@ def writes_calls_badly(conversation: Conversation, text: str) -> bool:
 
 
 def call_arguments(message: Message) -> list[Any]:
-    """The arguments of a message's tool calls, of those that have any."""
+    """Return the arguments of a message's tool calls that have some."""
     found = [_function(call).get("arguments") for call in _calls(message)]
     return [arguments for arguments in found if arguments is not None]
 
@@ -308,7 +310,7 @@ def call_arguments(message: Message) -> list[Any]:
 def unwritten_parts(
     tokenizer: Any, conversation: Conversation, *, whole: str, thoughts: Collection[int]
 ) -> list[MessagePart]:
-    """The parts of messages that the template does not write.
+    """Return the parts of messages that the template leaves out.
 
     `whole` is the conversation as rendered. `thoughts` are the messages whose reasoning is looked for.
     """
@@ -324,7 +326,7 @@ def unwritten_parts(
 
 
 def writes_tools(tokenizer: Any, conversation: Conversation, whole: str) -> bool:
-    """Whether the template writes which tools there are."""
+    """Return whether the template writes the list of tools."""
     try:
         return not conversation.tools or render(tokenizer, replace(conversation, tools=None)) != whole
     except TEMPLATE_ERRORS:
@@ -332,7 +334,7 @@ def writes_tools(tokenizer: Any, conversation: Conversation, whole: str) -> bool
 
 
 def texts_of(message: Message) -> Iterator[str]:
-    """The texts of a message that the template may write, arguments of tool calls among them."""
+    """Yield the texts of a message that the template may write, tool call arguments included."""
     content = message.get("content")
     for part in [content] if isinstance(content, str) else content or []:
         if isinstance(text := part.get("text") if isinstance(part, Mapping) else part, str):
@@ -345,7 +347,7 @@ def texts_of(message: Message) -> Iterator[str]:
 
 
 def _parts(index: int, message: Message, *, has_thought: bool) -> Iterator[MessagePart]:
-    """The parts of a message that are to be written."""
+    """Yield the parts of a message that should be rendered."""
     content = message.get("content")
     for at, text in enumerate([content] if isinstance(content, str) else content or []):
         if _is_text(text):
@@ -359,7 +361,7 @@ def _parts(index: int, message: Message, *, has_thought: bool) -> Iterator[Messa
 
 
 def _thought(content: Any) -> str:
-    """The thought at the beginning of a text; some templates cut it out."""
+    """Return the thought at the beginning of a text, which some templates cut out."""
     before, end, _ = content.partition(_THOUGHT_END) if isinstance(content, str) else ("", "", "")
     return before.rpartition(_THOUGHT_BEGIN)[2] if end else ""
 
@@ -370,7 +372,7 @@ def _is_text(part: Any) -> bool:
 
 
 def _changes(tokenizer: Any, conversation: Conversation, part: MessagePart, word: str, whole: str) -> bool:
-    """Whether the rendering differs with a word in one part, or cannot be had."""
+    """Return whether a word in one part changes the rendering, or makes it fail."""
     for at_end in (True, False):
         text = _rendered(tokenizer, conversation, {part: word}, at_end=at_end)
         if text is None or text != whole:
@@ -381,7 +383,7 @@ def _changes(tokenizer: Any, conversation: Conversation, part: MessagePart, word
 def _rendered(
     tokenizer: Any, conversation: Conversation, words: Mapping[MessagePart, str], *, at_end: bool = True
 ) -> str | None:
-    """The rendering of the conversation with words in its parts; None if the template does not take it."""
+    """Render the conversation with words in its parts; None if the template refuses it."""
     messages = list(conversation.messages)
     for part, word in words.items():
         messages[part.message] = _with_word(messages[part.message], part, word, at_end=at_end)
@@ -417,7 +419,7 @@ def _with_word(message: Message, part: MessagePart, word: str, *, at_end: bool) 
 
 
 def _longer(function: Mapping[str, Any], word: str) -> Any:
-    """A function's arguments with another one."""
+    """Add one argument to a function's arguments."""
     arguments = function.get("arguments")
     decoded = decoded_arguments(arguments)
     if isinstance(decoded, Mapping):
@@ -430,7 +432,7 @@ def _longer(function: Mapping[str, Any], word: str) -> Any:
 
 
 def decoded_arguments(arguments: Any) -> Any:
-    """Arguments that are JSON text as what they say; what is no JSON stays as it is."""
+    """Decode arguments that are JSON text; leave other values as they are."""
     if not isinstance(arguments, str):
         return arguments
     try:
@@ -454,7 +456,7 @@ def _with_arguments(conversation: Conversation, *, as_text: bool) -> Conversatio
 def _with_functions(
     message: Message, change: Callable[[Mapping[str, Any]], Mapping[str, Any]], *, only: int | None = None
 ) -> Message:
-    """The message with changed tool calls: all of them, or one."""
+    """Return the message with changed tool calls: all of them, or one."""
     calls = list(_calls(message))
     for at, call in enumerate(calls):
         if only in (None, at):
@@ -468,7 +470,7 @@ def _calls(message: Message) -> list[Mapping[str, Any]]:
 
 
 def _function(call: Mapping[str, Any]) -> Mapping[str, Any]:
-    """What a call calls; some data sets have it without the layer `function`."""
+    """Return the function of a tool call; some data sets lack the level `function`."""
     function = call.get("function")
     return function if isinstance(function, Mapping) else call
 

@@ -1,7 +1,7 @@
 """The rows of a fine-tuning: where they come from, and which conversation each one is.
 
 A row has `messages`, or `prompt` and `completion`, both text or both lists of messages. `tools`
-(or `tool_defs`) and `chat_template_kwargs` may stand beside them, as they are or as JSON text.
+(or `tool_defs`) and `chat_template_kwargs` may be beside them, as they are or as JSON text.
 """
 
 import hashlib
@@ -31,12 +31,12 @@ class Source:
     places: list[Place]
 
     def place(self, index: int) -> str:
-        """Where a row stands, for people."""
+        """Describe the place of a row for people."""
         return str(self.places[index])
 
 
 def load_sources(config: DataSourceConfig, *, key: str = "data", most: int | None = None) -> list[Source]:
-    """The sources that are mixed: one for each subset or split, each with at least one row.
+    """Load the sources to mix: one for each subset or split, each with at least one row.
 
     Of each local file at most the first `most` rows are read. `key` is the table of `config`, for messages.
     NotFoundError (DATA_NOT_FOUND) and InvalidSpecError (DATA_INVALID) say what is not there, or wrong, and where.
@@ -68,7 +68,7 @@ def joined(sources: Sequence[Source]) -> Source:
 
 
 def digest_rows(rows: Sequence[Row]) -> str:
-    """SHA-256 (hex) of rows, in order."""
+    """Return the SHA-256 (hex) of rows, in order."""
     digest = hashlib.sha256()
     for row in rows:
         digest.update(json.dumps(row, sort_keys=True, default=repr).encode() + b"\n")
@@ -76,12 +76,12 @@ def digest_rows(rows: Sequence[Row]) -> str:
 
 
 def is_conversation(row: Row) -> bool:
-    """Whether a row has messages rather than texts; what is neither is refused when it is encoded."""
+    """Return whether a row has messages rather than texts; what is neither is refused when it is encoded."""
     return row.get("messages") is not None or any(isinstance(row.get(key), list) for key in ("prompt", "completion"))
 
 
 def conversation_of(row: Row) -> Conversation:
-    """The conversation of a row, whose texts are a user's and an assistant's message.
+    """Make the conversation of a row; its texts become a user's and an assistant's message.
 
     A null in a row that was not written as JSON is no value: tables have every key in every row, and fill them in.
     """
@@ -102,13 +102,13 @@ def _turn(content: Any, *, role: str) -> list[Message]:
 
 
 def _message(message: Message) -> Message:
-    """A message as engines give it to templates: with a content, and without keys that have no value."""
+    """Return a message as engines pass it to templates: with a content, without null keys."""
     given = {"content": ""} | _without_none(message)
     return given if given.get("tool_calls") != [] else {key: given[key] for key in given if key != "tool_calls"}
 
 
 def _without_none(table: Mapping[str, Any]) -> dict[str, Any]:
-    """The keys that have a value: to templates, a message's key without one is there."""
+    """Remove null keys, which templates would treat as present."""
     return {key: value for key, value in table.items() if value is not None}
 
 
@@ -119,7 +119,7 @@ def _decoded(value: Any) -> Any:
 def _load_source(
     config: DataSourceConfig, subset: str | None, split: str | None, *, reader: RowReader, most: int | None
 ) -> Source:
-    """One subset or split of a local path or a Hub data set; NotFoundError says what is not there."""
+    """Load one subset or split of a local path or Hub data set; raise NotFoundError naming what is missing."""
     if is_local(config.name):
         found = _read_local(config.name, reader, subset=subset, split=split, most=most)
     else:
@@ -141,7 +141,7 @@ def _called(subset: str | None, split: str | None) -> str:
 def _read_local(
     name: str, reader: RowReader, *, subset: str | None, split: str | None, most: int | None
 ) -> Iterator[tuple[Place, Row]]:
-    """The rows of local files, of each at most `most`."""
+    """Yield the rows of local files, at most `most` of each."""
     try:
         chosen = choose_files(name, subset=subset, split=split)
     except NoFilesError as error:
@@ -158,7 +158,7 @@ def _read_local(
 
 
 def _read_hub(name: str, reader: RowReader, *, subset: str | None, split: str) -> Iterator[tuple[Place, Row]]:
-    """The rows of a Hub data set's subset and split, read with `datasets` if that is installed."""
+    """Yield the rows of a Hub data set's subset and split, read with `datasets` if installed."""
     local = f"there is no file or directory {name} in {Path.cwd()}"
     try:
         from datasets import load_dataset
@@ -207,12 +207,12 @@ class LocalFiles:
 
 
 def is_local(name: str) -> bool:
-    """Whether the name of a data set means a path rather than an id of the Hub (`owner/name`, dots and all)."""
+    """Return whether the name of a data set means a path rather than an id of the Hub (`owner/name`, dots and all)."""
     return is_there(name) or name.startswith((".", "/", "~")) or name.lower().endswith(SUFFIXES) or name.count("/") > 1
 
 
 def is_there(name: str) -> bool:
-    """Whether there is such a path."""
+    """Return whether the path exists."""
     try:
         return Path(name).expanduser().exists()
     except (OSError, ValueError, RuntimeError):  # too long, a NUL, the home of nobody
@@ -220,7 +220,7 @@ def is_there(name: str) -> bool:
 
 
 def choose_files(name: str, *, subset: str | None, split: str | None) -> LocalFiles:
-    """The files of a subset and a split, or all of them; NoFilesError if there are none."""
+    """Choose the files of a subset and a split, or all files; raise NoFilesError if there are none."""
     try:
         path = Path(name).expanduser()
         if path.is_file() and not (subset or split):
@@ -246,7 +246,7 @@ def _require_directory(path: Path) -> None:
 
 
 def _all(directory: Path) -> LocalFiles:
-    """All files below a directory."""
+    """Return all files below a directory."""
     found = list(_below(directory))
     files = [file for file in found if _stem(file) is not None]
     others = [file.relative_to(directory).as_posix() for file in found if _stem(file) is None and not _is_about(file)]
@@ -268,7 +268,7 @@ def _notes(directory: Path, files: list[Path], others: list[str]) -> Iterator[st
 
 
 def _named(directory: Path, name: str) -> list[Path]:
-    """The files called `name`, or its shards, or else those below the directory of that name."""
+    """Return the files called `name`, its shards, or else those below the directory of that name."""
     found = [file for file in _below(directory, is_deep=False) if _stem(file) is not None]
     if (directory / "data").is_dir():
         found += [file for file in _below(directory / "data", is_deep=False) if _stem(file) is not None]
@@ -285,7 +285,7 @@ def _named(directory: Path, name: str) -> list[Path]:
 
 
 def _below(directory: Path, *, is_deep: bool = True) -> Iterator[Path]:
-    """The files of a directory, sorted by their paths; what begins with a dot or an underscore is left out."""
+    """Yield the files of a directory, sorted by their paths; what begins with a dot or an underscore is left out."""
     if (directory / "_delta_log").is_dir():
         raise NoFilesError(
             f"{directory.absolute()} is a table of Delta Lake, whose files hold rows that are deleted, too: export it"
@@ -304,19 +304,19 @@ def _below(directory: Path, *, is_deep: bool = True) -> Iterator[Path]:
 
 
 def _is_above(entry: Path) -> bool:
-    """Whether a directory is a link to one that it lies in."""
+    """Return whether a directory is a link to one that it is in."""
     return entry.is_symlink() and any(os.path.samefile(entry, parent) for parent in entry.absolute().parents)
 
 
 def _stem(file: Path) -> str | None:
-    """The name without the end that says that it holds rows; None if it has none."""
+    """Return the name without the suffix of a data file; None if it has no such suffix."""
     name = file.name
     end = max((suffix for suffix in SUFFIXES if name.lower().endswith(suffix)), key=len, default=None)
     return None if end is None or name in _ABOUT else name[: -len(end)]
 
 
 def _split(stem: str) -> str:
-    """A name without the number of its shard."""
+    """Return a name without its shard number."""
     return _SHARD.sub("", stem)
 
 

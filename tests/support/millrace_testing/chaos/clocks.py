@@ -16,7 +16,7 @@ EVERYBODY = (*SERVICES, "redis")
 
 
 def library() -> str | None:
-    """The path of libfaketime for processes with threads; None where it is not installed."""
+    """Return the path of libfaketime for processes with threads; None where it is not installed."""
     return next((found for pattern in _LIBRARIES for found in glob(pattern)), None)
 
 
@@ -24,7 +24,7 @@ class Clocks:
     """The offsets of a stack's clocks, one file each; give `environ` to every process of the stack."""
 
     def __init__(self, directory: Path) -> None:
-        """All clocks are right at first. FileNotFoundError without libfaketime."""
+        """Start with correct clocks; raise FileNotFoundError without libfaketime."""
         found = library()
         if found is None:
             raise FileNotFoundError("libfaketime: apt-get install faketime")
@@ -50,7 +50,7 @@ class Clocks:
             fresh.rename(self._directory / name)
 
     def seen(self, name: str) -> float:
-        """By how many seconds the clock of a service is ahead of the true time, by its own word."""
+        """Return by how many seconds the clock of a service is ahead of the true time, by its own word."""
         return float((self._directory / f"{name}.seen").read_text()) - time.time()
 
 

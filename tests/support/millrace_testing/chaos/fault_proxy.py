@@ -83,18 +83,18 @@ class Fault:
     over: threading.Event = field(default_factory=threading.Event)
 
     async def hang(self) -> None:
-        """Until the fault is removed."""
+        """Hang until the fault is removed."""
         self.hit.set()
         await self.pause(float("inf"))
 
     async def pause(self, seconds: float) -> None:
-        """For so long, or until the fault is removed."""
+        """Pause for that long, or until the fault is removed."""
         ends = time.monotonic() + seconds
         while not self.over.is_set() and time.monotonic() < ends:
             await asyncio.sleep(_POLL_S)
 
     def takes(self, request: "Request") -> bool:
-        """Whether this request suffers the fault, which is counted."""
+        """Return whether this request suffers the fault, which is counted."""
         if self.times is not None and self.struck >= self.times:
             return False
         if self.method not in ("*", request.method) or not fnmatch.fnmatchcase(request.key, self.key):
@@ -139,11 +139,11 @@ class FaultProxy:
 
     @property
     def endpoint(self) -> str:
-        """What a client is given instead of the backend."""
+        """Return what a client is given instead of the backend."""
         return f"http://127.0.0.1:{self._port}"
 
     def add(self, fault: Fault) -> Fault:
-        """Program a fault; it is returned so that `struck` can be looked at."""
+        """Return the program a fault; it is returned so that `struck` can be looked at."""
         with self._lock:
             self._faults.append(fault)
         return fault
@@ -160,7 +160,7 @@ class FaultProxy:
             self.remove(fault)
 
     def count(self, method: str = "*", key: str = "*") -> int:
-        """How many requests of a method and key glob came."""
+        """Return how many requests of a method and key glob came."""
         return sum(method in ("*", r.method) and fnmatch.fnmatchcase(r.key, key) for r in list(self.requests))
 
     def __enter__(self) -> Self:

@@ -50,7 +50,7 @@ class Torturer:
     """None without libfaketime: then no clock jumps."""
 
     def kinds(self) -> dict[str, Callable[[], Injury | None]]:
-        """Every kind that can be done here; one returns None when it found nothing to injure."""
+        """Return every kind that can be done here; one returns None when it found nothing to injure."""
         found: dict[str, Callable[[], Injury | None]] = {
             "kill": self.kill,
             "freeze": self.freeze,
@@ -64,7 +64,7 @@ class Torturer:
         return found
 
     def kill(self) -> Injury | None:
-        """SIGKILL to a service, to Redis or to the fork server, whatever it does at the moment."""
+        """Return the SIGKILL to a service, to Redis or to the fork server, whatever it does at the moment."""
         target = self.dice.choice([*SERVICES, "redis", "fork_server"])
         with contextlib.suppress(ProcessLookupError):
             os.kill(self._pid(target), signal.SIGKILL)
@@ -72,7 +72,7 @@ class Torturer:
         return None
 
     def freeze(self) -> Injury | None:
-        """SIGSTOP to a service or to Redis, for less than the supervisor's patience."""
+        """Return the SIGSTOP to a service or to Redis, for less than the supervisor's patience."""
         target, lasts_s = self.dice.choice([*SERVICES, "redis"]), self.dice.uniform(*FREEZE_S)
         with contextlib.suppress(ProcessLookupError):
             pid = self._pid(target)
@@ -81,13 +81,13 @@ class Torturer:
         return None
 
     def fill(self) -> Injury:
-        """The object store has no room for a while."""
+        """Return the object store has no room for a while."""
         full = self.proxy.add(Fault(effect=Effect.ANSWER, method="PUT", status=507, code="InsufficientStorage"))
         lasts_s = self.dice.uniform(*FULL_S)
         return Injury(kind="full store", target="store", lasts_s=lasts_s, undo=lambda: self.proxy.remove(full))
 
     def jump(self) -> Injury:
-        """The clocks of all services, or of Redis, jump by up to five hours to either side, and back."""
+        """Return the clocks of all services, or of Redis, jump by up to five hours to either side, and back."""
         assert self.clocks is not None
         clocks, names = self.clocks, self.dice.choice([SERVICES, ("redis",), EVERYBODY])
         offset_s, lasts_s = self.dice.randint(-5 * HOUR, 5 * HOUR), self.dice.uniform(*JUMPED_S)
@@ -96,16 +96,18 @@ class Torturer:
         return Injury(kind="clock", target=target, lasts_s=lasts_s, undo=lambda: clocks.set(names, 0))
 
     def flip_spool(self) -> Injury | None:
-        """One bit of a finished rollout in the env-server's spool."""
+        """Return one bit of a finished rollout in the env-server's spool."""
         return self._flip_file("flip in the spool", sorted((self.stack.directory / "spool").glob("*/*.rollouts")))
 
     def flip_scratch(self) -> Injury | None:
-        """One bit of a file on its way: a checkpoint that is being written or read, a copy of a policy."""
+        """Return one bit of a file on its way: a checkpoint that is being written or read, a copy of a policy."""
         files = sorted(path for path in (self.stack.directory / "scratch").glob("*/**/*") if path.name != "owner.lock")
         return self._flip_file("flip in scratch", files)
 
     def flip_redis(self) -> Injury | None:
-        """One bit of a value in Redis: a string, a field of a hash, or a damaged copy behind the end of a stream."""
+        """Return one bit of a value in Redis: a string, a field of a hash, or a damaged copy behind the end of a
+        stream.
+        """
         try:
             with contextlib.closing(self.stack.redis()) as client:
                 keys = sorted(client.scan_iter(f"{PREFIX}*", count=1000))
@@ -118,7 +120,7 @@ class Torturer:
         return Injury(kind="flip in Redis", target=f"{done} {key.decode()}") if done else None
 
     def _flip_key(self, client: redis.Redis, key: bytes) -> str:
-        """What was flipped; empty for nothing."""
+        """Return what was flipped; empty for nothing."""
         flip = self._flip
         match client.type(key):
             case b"string":
@@ -167,7 +169,7 @@ class Torturer:
         return data[:place] + bytes([data[place] ^ (1 << self.dice.randrange(8))]) + data[place + 1 :]
 
     def _pid(self, target: str) -> int:
-        """ProcessLookupError for one that is not there."""
+        """Raise ProcessLookupError for a process that does not exist."""
         found = self.stack.where.get("fork_server") if target == "fork_server" else self.stack.pid(target)
         if not found:
             raise ProcessLookupError(target)

@@ -13,7 +13,9 @@ _POLL_S = 0.2
 
 
 def said_in(log: Path, words: str, *, since: float) -> tuple[float, str] | None:
-    """When (as `time.time()`) these words were first written after `since`, and the line; None if they were not."""
+    """Return when (as `time.time()`) these words were first written after `since`, and the line; None if they
+    were not.
+    """
     for line in log.read_text(errors="replace").splitlines():
         if words in line and (found := _STAMP.match(line)):
             at = datetime.datetime.fromisoformat(found[1]).timestamp()
@@ -23,7 +25,7 @@ def said_in(log: Path, words: str, *, since: float) -> tuple[float, str] | None:
 
 
 def said_at(stack: ChaosStack, service: str, words: str, *, since: float) -> float | None:
-    """When a service of a stack first wrote these words after `since`; None if it did not."""
+    """Return when a service of a stack first wrote these words after `since`; None if it did not."""
     said = said_in(stack.directory / "logs" / f"{service}.log", words, since=since)
     return None if said is None else said[0]
 

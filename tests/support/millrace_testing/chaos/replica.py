@@ -68,11 +68,11 @@ class ExtraReplica:
             self._link.unlink()
 
     def hang_next_apply(self, seconds: float) -> Path:
-        """Its next update stands still in the middle for so long; returns the record of that."""
+        """Make the replica's next update hang in the middle for that long; return the record of it."""
         return faults.arm(self._faults, Fault(point=Point.INFERENCE_MID_APPLY, action=Action.SLEEP, seconds=seconds))
 
     def die_in_next_download(self) -> None:
-        """It kills itself as soon as it has read the first objects of its next version."""
+        """Make the replica kill itself once it has read the first objects of its next version."""
         faults.arm(self._faults, Fault(point=Point.INFERENCE_MID_DOWNLOAD))
 
     def said(self, words: str, *, timeout_s: float = WAITS_S) -> str:
@@ -93,7 +93,7 @@ class ExtraReplica:
         return False
 
     def status(self) -> pb.PolicyStatus:
-        """What it says that it serves; an empty status while it does not answer."""
+        """Return what it says that it serves; an empty status while it does not answer."""
 
         async def ask() -> pb.PolicyStatus:
             async with open_channel(self.address) as channel:
@@ -114,14 +114,14 @@ class ExtraReplica:
             time.sleep(_POLL_S)
 
     def terminate(self) -> int:
-        """SIGTERM; returns its exit code."""
+        """Return the SIGTERM; return its exit code."""
         self.process.send_signal(signal.SIGTERM)
         return self.process.wait(END_S)
 
 
 @contextmanager
 def extra_replica(chaos: ChaosStack, name: str) -> Iterator[ExtraReplica]:
-    """A second replica for the length of the block; whatever the test does, it has ended afterwards."""
+    """Run a second replica during the block; it has ended afterwards whatever the test does."""
     replica = ExtraReplica(chaos, chaos.directory / f"{name}-{os.urandom(3).hex()}")
     try:
         yield replica

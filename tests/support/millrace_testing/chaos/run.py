@@ -31,7 +31,7 @@ T = TypeVar("T")
 
 
 def longest_gap(times: Sequence[float], *, since: float, until: float = math.inf) -> float:
-    """Longest time without any of `times` (sorted) that begins at `since` or later, and before `until`."""
+    """Return the longest time without any of `times` (sorted) that begins at `since` or later, and before `until`."""
     marks = [since, *(at for at in times if at > since)]
     return max((later - earlier for earlier, later in itertools.pairwise(marks) if earlier < until), default=0.0)
 
@@ -60,31 +60,33 @@ class ChaosRun:
 
     @property
     def state(self) -> run_pb2.RunState:
-        """The state that the events have told of so far."""
+        """Return the state that the events have told of so far."""
         states = [e.state_changed.new_state for e in list(self.events) if e.HasField("state_changed")]
         return states[-1] if states else run_pb2.RUN_STATE_QUEUED
 
     @property
     def is_over(self) -> bool:
-        """Whether its last event came, or following it was given up."""
+        """Return whether its last event came, or following it was given up."""
         return self._over
 
     def of(self, kind: str) -> list[Event]:
-        """The events of one kind so far, such as `step_completed`."""
+        """Return the events of one kind so far, such as `step_completed`."""
         return [event for event in list(self.events) if event.WhichOneof("body") == kind]
 
     def steps(self) -> list[int]:
-        """The steps that were completed, in the order in which the trainer told of them."""
+        """Return the steps that were completed, in the order in which the trainer told of them."""
         return [event.step_completed.step for event in self.of("step_completed")]
 
     def warnings(self) -> list[tuple[str, str]]:
-        """(reason, message) of every warning."""
+        """Return (reason, message) of every warning."""
         return [(event.warning.reason, event.warning.message) for event in self.of("warning")]
 
     # What a test waits for.
 
     def wait_event(self, matches: Callable[[Event], bool], *, timeout_s: float = WAITS_S, what: str = "") -> Event:
-        """The first event (also of the past) that matches; AssertionError after `timeout_s`, or if the run ends."""
+        """Return the first event (also of the past) that matches; AssertionError after `timeout_s`, or if the run
+        ends.
+        """
         ends = time.monotonic() + timeout_s
         seen = 0
         with self._news:
@@ -106,7 +108,8 @@ class ChaosRun:
         )
 
     def wait_done(self, *, stalls_s: float = STALLS_S) -> None:
-        """The run ends as SUCCEEDED, by itself; AssertionError if it ends otherwise, or stands still for `stalls_s`.
+        """Wait until the run has SUCCEEDED by itself; raise AssertionError if it ends otherwise or stands still for
+        `stalls_s`.
 
         How long it takes in all is the machine's affair, and the test's own limit.
         """
@@ -119,7 +122,7 @@ class ChaosRun:
             raise AssertionError(f"{self.name} {ended}. {self.describe()}")
 
     def wait_state(self, state: run_pb2.RunState, *, timeout_s: float = WAITS_S, times: int = 1) -> Event:
-        """The event of the `times`-th change to this state."""
+        """Return the event of the `times`-th change to this state."""
         seen = 0
 
         def matches(event: Event) -> bool:
@@ -149,35 +152,41 @@ class ChaosRun:
     # Figures.
 
     def progress_times(self) -> list[float]:
-        """When each progress event was written, by the writers' clocks, as `time.time()` has it."""
+        """Return when each progress event was written, by the writers' clocks, as `time.time()` has it."""
         found = [event for event in list(self.events) if event.WhichOneof("body") in PROGRESS]
         return sorted(event.time.seconds + event.time.nanos / 1e9 for event in found)
 
     def heard_standstill_s(self, since: float) -> float:
-        """As `standstill_s`, by when the events came here instead of by the clocks of their writers."""
+        """Return the longest standstill like `standstill_s`, by when events arrived here instead of by their
+        writers' clocks.
+        """
         events = zip(list(self.events), list(self.heard), strict=False)
         times = [at for event, at in events if event.WhichOneof("body") in PROGRESS]
         return longest_gap(times, since=since)
 
     def recovery_s(self, killed_at: float) -> float:
-        """Seconds from a kill to the next progress event, of whichever service."""
+        """Return the seconds from a kill to the next progress event, of whichever service."""
         later = [at for at in self.progress_times() if at > killed_at]
         if not later:
             raise AssertionError(f"no progress after the kill. {self.describe()}")
         return later[0] - killed_at
 
     def require_recovery(self, broken_at: float) -> str:
-        """That the run stood still for no longer than promised from then on; how long it did, in words."""
+        """Assert that the run stood still for no longer than promised from then on; describe how long it did."""
         next_s, most_s = self.recovery_s(broken_at), self.standstill_s(broken_at)
         assert most_s <= patient(RECOVERS_WITHIN_S), f"{most_s:.1f} s without progress. {self.describe()}"
         return f"next progress after {next_s:.1f} s, {most_s:.1f} s standstill"
 
     def standstill_s(self, killed_at: float) -> float:
-        """Longest time without progress from a kill on: what is committed already may hide the loss for a while."""
+        """Return the longest time without progress from a kill on: what is committed already may hide the loss
+        for a while.
+        """
         return longest_gap(self.progress_times(), since=killed_at)
 
     def describe(self) -> str:
-        """The newest events in short, and what the services say that they wait for: for the message of a failure."""
+        """Return the newest events in short, and what the services say that they wait for: for the message of a
+        failure.
+        """
         lines = [str(event).replace("\n", " ")[:300] for event in self.events[-8:]]
         return "\n".join(["The newest events:", *lines, f"reconnects: {self.reconnects[-3:]}", self.error, self._why()])
 
@@ -191,7 +200,7 @@ class ChaosRun:
             return f"millrace run why: {error}"
 
     def ask(self, question: Callable[[Client], Coroutine[Any, Any, T]]) -> T:
-        """What the run's orchestrator answers."""
+        """Return what the run's orchestrator answers."""
 
         async def ask() -> T:
             async with Client(self.address) as client:

@@ -58,7 +58,7 @@ class Armed:
     fired: Path
 
     def has_fired(self) -> bool:
-        """Whether it struck."""
+        """Return whether it struck."""
         return self.fired.exists() and bool(self.fired.read_text())
 
     def wait(self, run: ChaosRun | None = None, *, timeout_s: float = WAITS_S) -> dict[str, Any]:
@@ -78,7 +78,7 @@ class ChaosStack:
     def __init__(
         self, workplace: Workplace, name: str, *, options: tuple[str, ...] = (), env: Mapping[str, str] | None = None
     ) -> None:
-        """`name` is the stack's directory under outputs/; `options` go to `millrace up`, `env` to every process."""
+        """Take `name`, the stack's directory under outputs/; `options` go to `millrace up`, `env` to every process."""
         self.workplace = workplace
         self.directory = workplace.path / "outputs" / name
         self.faults = self.directory / "faults"
@@ -119,7 +119,7 @@ class ChaosStack:
             time.sleep(_POLL_S)
 
     def stop(self) -> None:
-        """Ctrl-C, and nothing of it is left."""
+        """Stop the stack by Ctrl-C and assert that nothing of it is left."""
         process, self._process = self._process, None
         if process is None:
             return
@@ -132,7 +132,7 @@ class ChaosStack:
             raise AssertionError(f"the stack did not stop within {STOP_TIMEOUT_S} s:\n{self.said()}") from None
 
     def kill_all(self) -> None:
-        """SIGKILL to the supervisor, whose reaper then ends all processes; `start` starts it again."""
+        """Send SIGKILL to the supervisor, whose reaper then ends all processes; `start` starts it again."""
         assert self._process is not None
         self._process.kill()
         self._process.wait(STOP_TIMEOUT_S)
@@ -140,21 +140,21 @@ class ChaosStack:
         self.workplace.wait_empty(timeout_s=WAITS_S)
 
     def said(self, lines: int = 40) -> str:
-        """The end of what `millrace up` printed."""
+        """Return the end of what `millrace up` printed."""
         return "\n".join(tail(self.directory / "up.out", lines))
 
     def log_of(self, name: str, lines: int = 15) -> str:
-        """The end of a process's log."""
+        """Return the end of a process's log."""
         return "\n".join(tail(self.directory / "logs" / f"{name}.log", lines))
 
     @property
     def where(self) -> dict[str, Any]:
-        """Where it listens (`addresses`), and its `redis` and `store`."""
+        """Return where it listens (`addresses`), and its `redis` and `store`."""
         return self._place()
 
     @property
     def is_up(self) -> bool:
-        """Whether it was started, and not stopped or killed by its test since."""
+        """Return whether it was started, and not stopped or killed by its test since."""
         return self._process is not None
 
     # Its processes.
@@ -168,7 +168,7 @@ class ChaosStack:
         return self.pids()[name]
 
     def restarts(self, name: str) -> int:
-        """How often the supervisor has started it again."""
+        """Return how often the supervisor has started it again."""
         return self._place()["restarts"][name]
 
     def kill(self, name: str, number: signal.Signals = signal.SIGKILL) -> float:
@@ -178,18 +178,22 @@ class ChaosStack:
         return at
 
     def freeze(self, name: str) -> int:
-        """SIGSTOP; returns the pid for `thaw`. The stack kills it after 30 s unless started with `--no-liveness`."""
+        """Return the SIGSTOP; return the pid for `thaw`. The stack kills it after 30 s unless started with
+        `--no-liveness`.
+        """
         pid = self.pid(name)
         os.kill(pid, signal.SIGSTOP)
         return pid
 
     def thaw(self, pid: int) -> None:
-        """SIGCONT; a process that is gone meanwhile is fine."""
+        """Send SIGCONT; ignore a process that is gone meanwhile."""
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGCONT)
 
     def kill_running(self, name: str, *, timeout_s: float = WAITS_S) -> float:
-        """SIGKILL to the current life of a process, which may still be starting; returns when, as `time.time()`."""
+        """Return the SIGKILL to the current life of a process, which may still be starting; return when, as
+        `time.time()`.
+        """
         ends = time.monotonic() + timeout_s
         while True:
             try:
@@ -200,7 +204,7 @@ class ChaosStack:
                 time.sleep(_POLL_S)
 
     def notes(self) -> list[str]:
-        """What the supervisor has noted: deaths, restarts, silence."""
+        """Return what the supervisor has noted: deaths, restarts, silence."""
         return (self.directory / "logs" / "stack.log").read_text().splitlines()
 
     def wait_replaced(self, name: str, old_pid: int, *, timeout_s: float = WAITS_S) -> float:
@@ -234,7 +238,7 @@ class ChaosStack:
     def arm(
         self, point: Point, action: Action = Action.KILL, *, when: Mapping[str, int] | None = None, **more: Any
     ) -> Armed:
-        """Arm a fault; at the next time that a process reaches the point under `when`, it strikes, once."""
+        """Return the arm a fault; at the next time that a process reaches the point under `when`, it strikes, once."""
         fault = Fault(point=point, action=action, when=dict(when or {}), **more)
         (self.faults / f"{point.value}.fired").unlink(missing_ok=True)
         return Armed(fault, faults.arm(self.faults, fault))
@@ -261,7 +265,7 @@ class ChaosStack:
         return run
 
     def fork(self, parent: ChaosRun, name: str, *options: str) -> ChaosRun:
-        """`millrace run fork` as a user types it."""
+        """Return `millrace run fork` as a user types it."""
         command = ("run", "fork", parent.name, "--name", name, "--server", self.address, *options)
         assert f"millrace run watch {name}" in self.workplace.millrace(*command)
         with SyncClient(self.address) as client:
@@ -291,7 +295,7 @@ class ChaosStack:
                 time.sleep(_POLL_S)
 
     def finish(self, run: ChaosRun, *, stalls_s: float = STALLS_S) -> Any:
-        """The run ends as SUCCEEDED by itself and its audit is clean; returns the audit's report."""
+        """Return the run ends as SUCCEEDED by itself and its audit is clean; return the audit's report."""
         try:
             run.wait_done(stalls_s=stalls_s)
         except AssertionError as error:
@@ -302,7 +306,9 @@ class ChaosStack:
         return self.audit(run)
 
     def audit(self, run: ChaosRun, *, store_only: bool = False) -> Any:
-        """The audit's report, with `store_only` of the truth without its copy; AssertionError with every violation."""
+        """Return the audit's report, with `store_only` of the truth without its copy; raise AssertionError with
+        every violation.
+        """
 
         async def ask() -> Any:
             if store_only:
@@ -319,17 +325,17 @@ class ChaosStack:
         return report
 
     def store(self) -> ObjectStore:
-        """The stack's object store."""
+        """Return the stack's object store."""
         return open_store(self._place()["store"])
 
     @property
     def redis_url(self) -> str:
-        """The URL of the stack's Redis, with its password; `stack.json` only says where that stands."""
+        """Return the URL of the stack's Redis, with its password; `stack.json` only says where that stands."""
         given = self._env.get("MILLRACE_REDIS_URL")
         return given or Path(self._place()["redis_url_file"]).read_text().strip()
 
     def redis(self) -> redis.Redis:
-        """A client of the stack's Redis."""
+        """Return a client of the stack's Redis."""
         return redis.Redis.from_url(self.redis_url)
 
     def _serves(self, name: str) -> bool:
@@ -342,7 +348,7 @@ class ChaosStack:
         return False
 
     def _place(self) -> dict[str, Any]:
-        """`stack.json`; empty before the stack is ready."""
+        """Return `stack.json`; empty before the stack is ready."""
         try:
             return json.loads((self.directory / "stack.json").read_text())
         except FileNotFoundError:
@@ -350,7 +356,7 @@ class ChaosStack:
 
 
 def _is_ownerless(lock: Path) -> bool:
-    """Whether nobody holds a scratch directory's lock; False if it is gone."""
+    """Return whether nobody holds a scratch directory's lock; False if it is gone."""
     with contextlib.suppress(OSError), lock.open("r+") as file:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         return lock.exists()

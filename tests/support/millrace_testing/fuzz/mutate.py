@@ -56,7 +56,7 @@ VALUES += [[[]], {"": {}}, "../../x", "a" * 3000, "9" * 400, 1e308, [None] * 300
 
 
 def bytes_of(rng: random.Random, data: bytes) -> bytes:
-    """Flips, cuts, repeats, numbers and hostile pieces, a few of them."""
+    """Return the flips, cuts, repeats, numbers and hostile pieces, a few of them."""
     out = bytearray(data)
     for _ in range(rng.choice([1, 1, 1, 2, 4, 16])):
         at = rng.randrange(len(out) + 1)
@@ -84,7 +84,7 @@ def bytes_of(rng: random.Random, data: bytes) -> bytes:
 
 
 def json_of(rng: random.Random, data: bytes) -> bytes:
-    """A value replaced, dropped or repeated; now and then the text itself is damaged."""
+    """Return a value replaced, dropped or repeated; now and then the text itself is damaged."""
     if rng.random() < 0.25:
         return bytes_of(rng, data)
     try:
@@ -121,7 +121,7 @@ def _changed(rng: random.Random, tree: Any) -> Any:
 
 
 def message_of(message_type: type[Message]) -> Mutate:
-    """Fields set to values that no field should have; now and then the bytes are damaged."""
+    """Return the fields set to values that no field should have; now and then the bytes are damaged."""
 
     def mutate(rng: random.Random, data: bytes) -> bytes:
         message = message_type()
@@ -200,7 +200,9 @@ def _value(rng: random.Random, field: FieldDescriptor) -> Any:
 
 
 def wrapped(inner: Mutate, unwrap: Callable[[bytes], bytes], wrap: Callable[[bytes], bytes]) -> Mutate:
-    """Damages what lies in an envelope (compression, a checksum) and seals it again; at times the envelope itself."""
+    """Return the damages what lies in an envelope (compression, a checksum) and seals it again; at times the
+    envelope itself.
+    """
 
     def mutate(rng: random.Random, data: bytes) -> bytes:
         if rng.random() < 0.3:
@@ -214,7 +216,9 @@ def wrapped(inner: Mutate, unwrap: Callable[[bytes], bytes], wrap: Callable[[byt
 
 
 def stored_of(message_type: type[Message] | None) -> Mutate:
-    """Damage a stored object inside its envelope: compression, a mark and the sha256 of the rest, JSON's checksum."""
+    """Return the damage a stored object inside its envelope: compression, a mark and the sha256 of the rest,
+    JSON's checksum.
+    """
     inner = json_of if message_type is None else message_of(message_type)
 
     def mutate(rng: random.Random, data: bytes) -> bytes:
@@ -239,7 +243,7 @@ def _sealed(mark: bytes, body: bytes) -> bytes:
 
 
 def spliced(rng: random.Random, seeds: Sequence[bytes], mutate: Mutate) -> bytes:
-    """One input: a seed, or the beginning of one and the end of another, damaged."""
+    """Return one input: a seed, or the beginning of one and the end of another, damaged."""
     data = rng.choice(seeds)
     if len(seeds) > 1 and rng.random() < 0.1:
         other = rng.choice(seeds)

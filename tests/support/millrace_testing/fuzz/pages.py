@@ -39,7 +39,7 @@ _MAY_BE_BUSY = b'"TOO_MANY_CODES"'
 
 
 def requests() -> Iterator[bytes]:
-    """Valid requests, one for each route."""
+    """Yield the valid requests, one for each route."""
     for path in PATHS:
         yield _request("GET", path, OURS)
     yield _request("GET", "/api/runs", {"Host": "localhost", "Authorization": f"Bearer {TOKEN}"})
@@ -58,7 +58,7 @@ def _request(method: str, path: str, headers: dict[str, str], body: Any = None) 
 
 
 def damaged(rng: random.Random, data: bytes) -> bytes:
-    """One part of a request damaged so that it mostly still is a request; now and then its bytes."""
+    """Return one part of a request damaged so that it mostly still is a request; now and then its bytes."""
     head, end, body = data.partition(b"\r\n\r\n")
     first, *headers = head.split(b"\r\n")
     words = first.split(b" ")
@@ -128,7 +128,9 @@ class Dashboard(EventLoop):
         self._known |= {b"@COOKIE@": cookie.encode(), b"@CSRF@": json.loads(body)["csrf"].encode()}
 
     def call(self, data: bytes) -> Any:
-        """One request; InvalidSpecError for a status that blames it, AssertionError for one that does not."""
+        """Return one request; raise InvalidSpecError for a status that blames it, AssertionError for one that
+        does not.
+        """
         for name, value in self._known.items():
             data = data.replace(name, value)
         self._calls += 1
@@ -141,7 +143,7 @@ class Dashboard(EventLoop):
             raise InvalidSpecError([Violation(field="request", message=f"answered {answers!r}"[:200])])
 
     def _look(self) -> None:
-        """The reader is a process of its own, whose memory counts as well."""
+        """Look at the reader's memory as well, which is another process."""
         held = sum(_resident(int(pid)) for path in Path("/proc/self/task").iterdir() for pid in _children(path))
         self._held = self._held or held
         assert held - self._held < MAX_GROWTH, f"the reader grew by {(held - self._held) >> 20} MiB"
@@ -200,7 +202,7 @@ class _Answers:
         self._parser.feed_data(data)
 
     def count(self, is_head: bool) -> int:
-        """Answers that are whole; those to HEAD end with their headers."""
+        """Return the answers that are whole; those to HEAD end with their headers."""
         return len(self.found) if is_head else self._ended
 
     def on_headers_complete(self) -> None:

@@ -63,12 +63,12 @@ def check(target: Target, decode, encode, data: bytes) -> bool:
 
 
 def _is_nan(one: object, other: object) -> bool:
-    """NaN in a message is unequal to itself; its text is equal."""
+    """Return the NaN in a message is unequal to itself; its text is equal."""
     return str(one) == str(other)
 
 
 def fuzz(target: Target, seconds: float, seed: int) -> Report:
-    """Fuzz one target in this process."""
+    """Return the fuzz one target in this process."""
     report, findings = Report(target.name), {}
     decode, encode = target.load()
     damage, seeds = target.mutate(), target.seeds()
@@ -113,7 +113,7 @@ def _keep(name: str, data: bytes) -> str:
 
 
 def in_child(target: Target, seconds: float, seed: int) -> Report:
-    """Fuzz a target in a fork of this process, whose end is a finding, too."""
+    """Return the fuzz a target in a fork of this process, whose end is a finding, too."""
     read, write = os.pipe()
     child = os.fork()
     if not child:

@@ -155,7 +155,7 @@ def _status() -> bytes:
 
 
 def corpus() -> Iterator[tuple[str, bytes]]:
-    """Target and input."""
+    """Yield the target and input."""
     from google.protobuf.timestamp_pb2 import Timestamp
 
     from millrace.rollouts.token_log import encode_scores
@@ -215,7 +215,7 @@ def corpus() -> Iterator[tuple[str, bytes]]:
 
 
 def agents() -> Iterator[bytes]:
-    """Requests of agents in each API: its path, a line end, the body."""
+    """Yield the requests of agents in each API: its path, a line end, the body."""
     user, schema = {"role": "user", "content": [{"type": "text", "text": "a"}]}, {"type": "object", "properties": {}}
     call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
     function = {"name": "f", "description": "d", "parameters": schema, "strict": True}
@@ -240,7 +240,7 @@ def agents() -> Iterator[bytes]:
 
 
 def surface() -> Iterator[tuple[str, bytes]]:
-    """Calls of the gRPC and HTTP APIs: the name of what is called, a line end, the message or body."""
+    """Yield the calls of the gRPC and HTTP APIs: the name of what is called, a line end, the message or body."""
     from millrace_testing.fuzz.surface import HTTP_BODIES, methods
 
     for path, method in methods().items():

@@ -38,7 +38,9 @@ HTTP_BODIES: dict[str, list[dict[str, Any]]] = {
 
 @cache
 def methods() -> dict[str, Any]:
-    """The message type of every unary call of ours by its path. WatchRun is here as well: its first answer counts."""
+    """Return the message type of every unary call of ours by its path. WatchRun is here as well: its first answer
+    counts.
+    """
     from google.protobuf.message_factory import GetMessageClass
 
     from millrace.internal.v1 import env_service_pb2, policy_service_pb2, worker_service_pb2
@@ -153,7 +155,9 @@ class Grpc(EventLoop):
         return await asyncio.wait_for(started, 30)
 
     def call(self, data: bytes) -> Any:
-        """One call; `millrace.errors` for a status that blames the request, AssertionError for one that does not."""
+        """Return one call; `millrace.errors` for a status that blames the request, AssertionError for one that
+        does not.
+        """
         path, _, body = data.partition(b"\n")
         return self.run(self._call(path.decode(), body))
 
@@ -207,7 +211,9 @@ class Http(EventLoop):
         )
 
     def call(self, data: bytes) -> Any:
-        """One request; InvalidSpecError for a status that blames it, AssertionError for one that does not."""
+        """Return one request; raise InvalidSpecError for a status that blames it, AssertionError for one that
+        does not.
+        """
         path, _, body = data.partition(b"\n")
         return self.run(self._call(path.decode(), body))
 

@@ -47,12 +47,12 @@ class Target:
     """Shares of the time that it gets."""
 
     def seeds(self) -> list[bytes]:
-        """The inputs of the corpus."""
+        """Return the inputs of the corpus."""
         return [path.read_bytes() for path in sorted((CORPUS / self.name).iterdir())]
 
 
 def _of(module: str, name: str, *, encode: str = "", **more: Any) -> Callable[[], tuple[Any, Any]]:
-    """`load` for `module.name(data, **more)` and the method or function `encode` of what it returns."""
+    """Return `load` for `module.name(data, **more)` and the method or function `encode` of what it returns."""
 
     def load() -> tuple[Any, Any]:
         found: Any = importlib.import_module(f"millrace.{module}")

@@ -16,7 +16,7 @@ _OVERLAPS = "MILLRACE_TEST_OVERLAPS"
 
 
 def overlaps(directory: Path) -> Path:
-    """That file, of a distribution in `directory`."""
+    """Return the overlapping file of a distribution in `directory`."""
     return directory / "overlaps"
 
 

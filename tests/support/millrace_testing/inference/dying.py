@@ -14,13 +14,13 @@ THREAD = "millrace-engine"
 
 
 def threads() -> list[threading.Thread]:
-    """The threads of the engines of this process that live."""
+    """Return the threads of the engines of this process that live."""
     return [thread for thread in threading.enumerate() if thread.name == THREAD]
 
 
 @contextmanager
 def dying(error: BaseException, *, first: Callable[[], None] | None = None) -> Iterator[None]:
-    """Engines' threads die of `error` when they look at the clock, which they do behind a step and a command.
+    """Let engines' threads die of `error` when they look at the clock, after a step and after a command.
 
     They call `first` before that.
     """

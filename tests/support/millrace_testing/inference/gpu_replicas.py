@@ -36,7 +36,7 @@ def made(config: PretrainedConfig, seed: int) -> torch.nn.Module:
 
 
 def rounded(model: torch.nn.Module) -> torch.nn.Module:
-    """A copy in bfloat16, as it is published."""
+    """Return a copy in bfloat16, as it is published."""
     copy = type(model)(model.config)
     copy.load_state_dict(model.state_dict())
     return copy.bfloat16().eval().requires_grad_(False)
@@ -44,7 +44,7 @@ def rounded(model: torch.nn.Module) -> torch.nn.Module:
 
 @contextmanager
 def serving(python: str, directory: Path, model: torch.nn.Module, flags: dict[str, Any]) -> Iterator[Any]:
-    """A replica of a model, which has to end well."""
+    """Serve a replica of a model, which must end without an error."""
     directory.mkdir()
     published.files(model, directory / "model")
     model.save_pretrained(directory / "model")  # pyright: ignore[reportCallIssue]
@@ -57,7 +57,7 @@ def serving(python: str, directory: Path, model: torch.nn.Module, flags: dict[st
 
 
 async def generated(server: Any) -> list[tuple[list[int], list[float]]]:
-    """Tokens and log-probs that follow the prompts, always the most likely ones."""
+    """Return the tokens and log-probs that follow the prompts, always the most likely ones."""
     sampling = {"max_tokens": TOKENS, "temperature": 0.0, "ignore_eos": True, "logprobs": 1}
     found = []
     async with server.client() as client:

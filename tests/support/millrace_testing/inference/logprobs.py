@@ -6,7 +6,7 @@ import torch
 
 
 def prompt_logprobs(model: torch.nn.Module, token_ids: Sequence[int]) -> list[float]:
-    """Log-prob of each token of a prompt but the first, [T - 1], by one forward pass."""
+    """Return the log-prob of each token of a prompt but the first, [T - 1], by one forward pass."""
     prompt = torch.tensor([list(token_ids)])
     with torch.inference_mode():
         logits_TV = model(input_ids=prompt, use_cache=False).logits[0, :-1].float()

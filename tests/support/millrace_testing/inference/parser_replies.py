@@ -44,17 +44,17 @@ class Reply(NamedTuple):
 
     @property
     def expected(self) -> Any:
-        """What ours make of it."""
+        """Return what ours make of it."""
         return self.ours if self.why else self.vllm
 
 
 def replies() -> list[Reply]:
-    """The table."""
+    """Return the table."""
     return [Reply(**row) for row in json.loads(TABLE.read_text())]
 
 
 def said(reply: Reply, tokenizer: Any) -> Any:
-    """What vLLM makes of a reply, as the table has it."""
+    """Return what vLLM makes of a reply, as the table has it."""
     case = Case(reply.tool_calls, reply.reasoning, reply.text, (None, None, []), reply.template_kwargs)
     return json.loads(json.dumps(vllm_said(case, tokenizer)))
 

@@ -29,12 +29,12 @@ PROBE_TOKENS = tuple((79 * index + 13) % 256 for index in range(16))
 
 
 def model(seed: int, **changes: Any) -> torch.nn.Module:
-    """The tiny model; vLLM's attention on CPU begins at heads of 32."""
+    """Return the tiny model; vLLM's attention on CPU begins at heads of 32."""
     return tiny.tiny_model(seed, **{"head_dim": 32, **changes})
 
 
 def nudged(base: torch.nn.Module, seed: int, share: float = 0.03, scale: float = 0.5) -> torch.nn.Module:
-    """A copy with some weights of every tensor changed."""
+    """Return a copy with some weights of every tensor changed."""
     new = type(base)(base.config)
     new.load_state_dict(base.state_dict())
     generator = torch.Generator().manual_seed(seed)
@@ -46,14 +46,16 @@ def nudged(base: torch.nn.Module, seed: int, share: float = 0.03, scale: float =
 
 
 def logprobs(held: torch.nn.Module, prompt: Sequence[int], completion: Sequence[int]) -> np.ndarray:
-    """Log-probs [T] of a completion by one HF forward pass."""
+    """Return the log-probs [T] of a completion by one HF forward pass."""
     return tiny.reference_logprobs(held, list(prompt), list(completion))
 
 
 def kept_logprobs(
     old: torch.nn.Module, new: torch.nn.Module, prompt: Sequence[int], completion: Sequence[int], cut: int
 ) -> np.ndarray:
-    """Log-probs of a completion from token `cut` on, by `new`, on the KV cache that `old` left when it was replaced."""
+    """Return the log-probs of a completion from token `cut` on, by `new`, on the KV cache that `old` left when it
+    was replaced.
+    """
     tokens, seen = torch.tensor([[*prompt, *completion]]), len(prompt) + cut - 1
     with torch.inference_mode():
         past = old(input_ids=tokens[:, :seen], use_cache=True).past_key_values
@@ -62,13 +64,13 @@ def kept_logprobs(
 
 
 def probe(held: torch.nn.Module) -> Probe:
-    """The trainer's probe of a model."""
+    """Return the trainer's probe of a model."""
     found = logprobs(held, PROBE_TOKENS[:1], PROBE_TOKENS[1:])
     return Probe(token_ids=PROBE_TOKENS, logprobs=tuple(map(float, found)))
 
 
 def files(held: torch.nn.Module, directory: Path) -> Mapping[str, bytes]:
-    """config.json and the tokenizer."""
+    """Return config.json and the tokenizer."""
     directory.mkdir(parents=True, exist_ok=True)
     held.config.save_pretrained(directory)  # pyright: ignore[reportCallIssue, reportAttributeAccessIssue]
     tiny.tiny_tokenizer().save_pretrained(directory)
@@ -95,7 +97,7 @@ class Publisher:
     def full(
         self, held: torch.nn.Module, version: int, *, probed: Probe | None = None, like: torch.nn.Module | None = None
     ) -> PolicyEntry:
-        """The whole model, or its tensors with the config of another one."""
+        """Return the whole model, or its tensors with the config of another one."""
         self._tensors[version] = tensors = _copies(self._tensors_of(held))
         published = publish_policy(
             self.store,
@@ -110,7 +112,7 @@ class Publisher:
     def delta(
         self, held: torch.nn.Module, version: int, *, base: int, probed: Probe | None = None, spoil: str = ""
     ) -> PolicyEntry:
-        """What differs from `base`. `spoil` is "object" to lose the data, "codec" to name an unknown one."""
+        """Return what differs from `base`. `spoil` is "object" to lose the data, "codec" to name an unknown one."""
         self._tensors[version] = tensors = _copies(self._tensors_of(held))
         against = self._published[base].manifest
         frames = []

@@ -71,7 +71,9 @@ def tiny_model(seed: int, **changes: object) -> torch.nn.Module:
 
 
 def tensors_of(model: torch.nn.Module) -> dict[str, TensorBytes]:
-    """What a trainer publishes: each weight once, so a tied lm_head is absent, under the names of the saved model."""
+    """Return what a trainer publishes: each weight once, so a tied lm_head is absent, under the names of the
+    saved model.
+    """
     seen: dict[int, str] = {}
     state = model.state_dict()
     own = {name: tensor for name, tensor in state.items() if seen.setdefault(tensor.data_ptr(), name) == name}
@@ -86,7 +88,9 @@ def tensors_of(model: torch.nn.Module) -> dict[str, TensorBytes]:
 def staged_of(
     tensors: torch.nn.Module | Mapping[str, TensorBytes], probe: Any = None, adapter: Any = None, **fields: Any
 ) -> StagedPolicy:
-    """A staged policy; its manifest says the digest, the probe and the adapter, which is all that engines ask."""
+    """Return a staged policy; its manifest says the digest, the probe and the adapter, which is all that engines
+    ask.
+    """
     held = tensors_of(tensors) if isinstance(tensors, torch.nn.Module) else tensors
     digest = policy_digest({n: (t.dtype, t.shape, digest_hex(tensor_digest(t))) for n, t in held.items()})
     manifest: Any = SimpleNamespace(digest=digest, probe=probe, adapter=adapter)
@@ -94,7 +98,7 @@ def staged_of(
 
 
 def reference_logprobs(model: torch.nn.Module, prompt: list[int], completion: list[int], temperature: float = 1.0):
-    """Log-probs float32 [T] of the completion by one forward pass over prompt and completion."""
+    """Return the completion's log-probs, float32 [T], by one forward pass over prompt and completion."""
     with torch.inference_mode():
         logits = model(input_ids=torch.tensor([prompt + completion])).logits[0, len(prompt) - 1 : -1].float()
     logprobs = torch.log_softmax(logits / temperature, dim=-1)
@@ -103,7 +107,7 @@ def reference_logprobs(model: torch.nn.Module, prompt: list[int], completion: li
 
 @pytest.fixture(scope="session")
 def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Config and tokenizer, no weights."""
+    """Return the config and tokenizer, no weights."""
     path = tmp_path_factory.mktemp("tiny")
     tiny_config().save_pretrained(path)
     tiny_tokenizer().save_pretrained(path)

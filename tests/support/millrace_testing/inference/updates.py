@@ -11,7 +11,7 @@ _UNDER_WAY = (pb.POLICY_STATE_FETCHING, pb.POLICY_STATE_APPLYING)
 
 
 async def update(stub: Any, request: pb.UpdatePolicyRequest, *, timeout_s: float = LIMIT_S) -> pb.PolicyStatus:
-    """Where the replica is once it neither fetches nor applies."""
+    """Return where the replica is once it neither fetches nor applies."""
     async with asyncio.timeout(timeout_s):
         while True:
             status = (await call(stub.UpdatePolicy, request, timeout_s=30)).status

@@ -19,7 +19,7 @@ from vllm import LLM, SamplingParams  # pyright: ignore[reportMissingImports] # 
 
 
 def addresses(model: torch.nn.Module) -> dict[str, int]:
-    """By name, where each begins."""
+    """Return by name, where each begins."""
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     return {name: tensor.data_ptr() for name, tensor in tensors.items() if tensor.numel()}
 

@@ -149,7 +149,7 @@ async def engine(
 
 
 async def update(engine: VllmEngine, staged: Any = None) -> None:
-    """What the updater does."""
+    """Update as the updater does."""
     staged = staged or policy()
     await engine.pause("update")
     try:

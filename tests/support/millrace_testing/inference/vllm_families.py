@@ -84,7 +84,7 @@ class Job:
 
 
 def formats_of(name: str) -> tuple[torch.dtype, ...]:
-    """In which it is compared."""
+    """Return the number formats in which the family is compared."""
     return FORMATS.get(name, (torch.float32,))
 
 
@@ -134,7 +134,7 @@ def change(model: torch.nn.Module) -> None:
 
 @torch.no_grad()
 def said_in(directory: Path) -> torch.Tensor:
-    """Log-probs [T - 1] of the prompt's tokens by what transformers loads."""
+    """Return the log-probs [T - 1] of the prompt's tokens by what transformers loads."""
     from transformers import AutoModelForCausalLM
 
     tokens = torch.tensor([PROMPT])
@@ -144,7 +144,7 @@ def said_in(directory: Path) -> torch.Tensor:
 
 
 def on_vllm(jobs: Sequence[Job], directory: Path, *, python: str) -> list[dict[str, Any]]:
-    """What vLLM found for each, one after the other in one process."""
+    """Return what vLLM found for each, one after the other in one process."""
     path = directory / "jobs.json"
     path.write_text(json.dumps([job.asked for job in jobs]))
     ended = vllm_programs.run(python, "vllm_said.py", [str(path)])
@@ -154,7 +154,7 @@ def on_vllm(jobs: Sequence[Job], directory: Path, *, python: str) -> list[dict[s
 
 
 def problems_of(job: Job, found: Mapping[str, Any]) -> list[str]:
-    """What is wrong with what vLLM found, or why it found nothing."""
+    """Return what is wrong with what vLLM found, or why it found nothing."""
     if "error" in found:
         return [found["error"]]
     problems = [
@@ -171,14 +171,14 @@ def problems_of(job: Job, found: Mapping[str, Any]) -> list[str]:
 
 
 def gaps_of(job: Job, found: Mapping[str, Any]) -> list[float]:
-    """How far vLLM's log-probs are from transformers', by `WAYS`, as `GAPS` says it."""
+    """Return how far vLLM's log-probs are from transformers', by `WAYS`, as `GAPS` says it."""
     pairs = zip(found["said"], job.wanted, strict=True)
     gaps = [(torch.tensor(said) - wanted).abs() for said, wanted in pairs]
     return [float(gap.max() if job.dtype == torch.float32 else gap.mean()) for gap in gaps]
 
 
 def _outcome(job: Job, found: Mapping[str, Any]) -> str:
-    """In words: `yes`, or why not."""
+    """Return `yes`, or why not."""
     if "said" in found and not (own := gaps_of(job, found)[0]) <= GAPS[job.dtype]:
         return f"no: what vLLM itself loads of the directory is off by {own:.2g}"
     return "; ".join(problem.splitlines()[-1][-300:] for problem in problems_of(job, found)) or "yes"

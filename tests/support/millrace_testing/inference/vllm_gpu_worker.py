@@ -35,7 +35,9 @@ vllm_config_module.HAS_TRITON = True
 
 
 def assigned(classes: list[type]) -> set[str]:
-    """Names that the methods of these classes assign to `self`, so that no class has them before an object does."""
+    """Return the names that the methods of these classes assign to `self`, so that no class has them before an
+    object does.
+    """
     trees = [ast.parse(inspect.getsource(each)) for each in classes if each is not object]
     return {
         node.attr
@@ -47,7 +49,7 @@ def assigned(classes: list[type]) -> set[str]:
 
 
 def built(model: str, store: Path) -> Any:
-    """vLLM's worker for GPUs with a model runner and its model, on the CPU, as the executor builds it."""
+    """Return vLLM's worker for GPUs with a model runner and its model, on the CPU, as the executor builds it."""
     config = EngineArgs(
         model=model,
         skip_tokenizer_init=True,
@@ -71,7 +73,7 @@ def built(model: str, store: Path) -> Any:
 
 
 def call(worker: Any, method: str, *args: Any) -> Any:
-    """The result of a method of the extension."""
+    """Return the result of a method of the extension."""
     [_, result, error] = worker.millrace_call(0, method, args)
     if error:
         raise SystemExit(f"{method}: {error}")
@@ -79,14 +81,16 @@ def call(worker: Any, method: str, *args: Any) -> Any:
 
 
 def held(worker: Any) -> dict[str, str]:
-    """A SHA-256 of every tensor of the model, by its name."""
+    """Return a SHA-256 of every tensor of the model, by its name."""
     tensors = worker.model_runner.get_model().state_dict()
     raw = {name: tensor.contiguous().reshape(-1).view(torch.uint8) for name, tensor in tensors.items()}
     return {name: hashlib.sha256(each.numpy().tobytes()).hexdigest() for name, each in raw.items()}
 
 
 def updated(worker: Any, orders: list[dict[str, Any]], fresh: str) -> dict[str, Any]:
-    """What the model holds behind the first order, behind the others, and behind vLLM's own load of a directory."""
+    """Return what the model holds behind the first order, behind the others, and behind vLLM's own load of a
+    directory.
+    """
     call(worker, "millrace_fetch", orders[0])  # for other nodes than this one
     call(worker, "millrace_reload", orders[0])
     call(worker, "millrace_digests", list(worker.millrace_held.layout.regions))
@@ -106,7 +110,7 @@ def updated(worker: Any, orders: list[dict[str, Any]], fresh: str) -> dict[str, 
 
 
 def relations(kind: type, of_vllm: list[type], names_of_vllm: set[str], before: dict[str, int]) -> dict[str, list[str]]:
-    """Who hides whom in the class with the extension."""
+    """Return who hides whom in the class with the extension."""
     ours = [each for each in kind.__mro__ if each not in of_vllm]
     members = {(name, id(value)) for each in ours for name, value in vars(each).items() if not name.startswith("__")}
     now = {name: id(inspect.getattr_static(kind, name)) for name in dir(kind)}

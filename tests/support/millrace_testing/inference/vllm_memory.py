@@ -32,7 +32,9 @@ Digests = dict[str, str]
 
 
 def held(model: torch.nn.Module) -> Digests:
-    """Dtype, shape and SHA-256 of every tensor that the model reaches; what packed layers compute stands for these."""
+    """Return the dtype, shape and SHA-256 of every tensor that the model reaches; what packed layers compute
+    stands for these.
+    """
     found: Digests = {}
     for name, module in model.named_modules():
         parameters = dict(module.named_parameters(recurse=False, remove_duplicate=False))
@@ -57,7 +59,7 @@ def _note(found: Digests, path: str, tensor: Any) -> None:
 
 
 def _follow(found: Digests, path: str, value: Any, depth: int, seen: set[int]) -> None:
-    """Into containers, functions and objects, but not into modules, which are visited anyway, nor into configs."""
+    """Follow references into containers, functions and objects, but not into modules or configs."""
     if path.endswith(_ADDRESS):
         return
     _note(found, path, value)
@@ -90,7 +92,7 @@ def copy_halves() -> None:
 
 
 def caller(llm: Any) -> Callable[..., Any]:
-    """What calls a method of the only worker's extension."""
+    """Return what calls a method of the only worker's extension."""
 
     def call(method: str, *args: Any) -> Any:
         [(_, result, error)] = llm.collective_rpc("millrace_call", args=(0, method, args))

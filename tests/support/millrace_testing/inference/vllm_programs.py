@@ -19,13 +19,15 @@ START_S = 900.0  # 15 s on a quiet machine
 
 
 def orders(directory: Path, first: Any, second: Any) -> list[dict[str, Any]]:
-    """What a replica tells its workers of version 0, whole, and of version 1, a delta; each from its own copy."""
+    """Return what a replica tells its workers of version 0, whole, and of version 1, a delta; each from its own
+    copy.
+    """
     publisher = published.Publisher(LocalStore(directory / "store"), directory, "run1")
     return orders_of(directory, [publisher.full(first, 0), publisher.delta(second, 1, base=0)])
 
 
 def orders_of(directory: Path, entries: Sequence[PolicyEntry]) -> list[dict[str, Any]]:
-    """The same of the versions of `entries`, each of them a delta on the one before it but the first."""
+    """Return the orders of the versions of `entries`, each but the first a delta on the one before."""
     found: list[dict[str, Any]] = []
     for last in range(len(entries)):
         place = directory / f"orders-{last}"
@@ -38,7 +40,7 @@ def orders_of(directory: Path, entries: Sequence[PolicyEntry]) -> list[dict[str,
 
 
 def _vision() -> list[str]:
-    """Where torchvision is, if TORCHVISION_DIR says so, and what makes it usable."""
+    """Return where torchvision is, if TORCHVISION_DIR says so, and what makes it usable."""
     found = os.environ.get("TORCHVISION_DIR")
     return [str(PROGRAMS / "torchvision_on_cpus"), found] if found else []
 

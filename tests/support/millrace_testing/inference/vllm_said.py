@@ -24,7 +24,7 @@ from vllm_memory import EXTENSION, caller, take  # pyright: ignore[reportMissing
 
 
 def said(llm: Any, prompt: list[int]) -> list[float]:
-    """The log-probs of a prompt's tokens but the first, each given those before it."""
+    """Return the log-probs of a prompt's tokens but the first, each given those before it."""
     sampling = SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False, temperature=0)
     [answer] = llm.generate([{"prompt_token_ids": prompt}], sampling, use_tqdm=False)
     [_, *entries] = answer.prompt_logprobs
@@ -32,7 +32,7 @@ def said(llm: Any, prompt: list[int]) -> list[float]:
 
 
 def started(job: dict[str, Any], load_format: str, **options: Any) -> Any:
-    """A vLLM with the model of a job."""
+    """Return a vLLM with the model of a job."""
     return LLM(
         load_format=load_format,
         enforce_eager=True,
@@ -67,7 +67,7 @@ def work(job: dict[str, Any]) -> dict[str, Any]:
 
 
 def follow(llm: Any, job: dict[str, Any], **more: Any) -> tuple[list[list[float]], list[Any]]:
-    """The log-probs of the prompt behind each version, and what the worker then tells of what it holds."""
+    """Return the log-probs of the prompt behind each version, and what the worker then tells of what it holds."""
     call, logprobs, rows = caller(llm), [], []
     for version, order in enumerate(job["orders"]):
         if version:

@@ -54,7 +54,7 @@ class Server:
         start_s: float = START_S,
         **more: str,
     ) -> "Server":
-        """Starts it on a model directory, and waits until that serves.
+        """Return the starts it on a model directory, and waits until that serves.
 
         `beside` starts what the replica needs beside this process; `more` goes into its environment.
         """
@@ -90,25 +90,25 @@ class Server:
         return server
 
     def log(self) -> str:
-        """The end of what it wrote."""
+        """Return the end of what it wrote."""
         return (self.directory / "replica.log").read_text()[-6000:]
 
     def arm(self, fault: faults.Fault) -> Path:
-        """Makes its processes stumble; returns the record of that."""
+        """Return the makes its processes stumble; return the record of that."""
         return faults.arm(self.directory / "faults", fault)
 
     def tree(self) -> list[psutil.Process]:
-        """All of its processes."""
+        """Return all of its processes."""
         return processes.bearing(_MARK, str(self.directory))
 
     def stop(self) -> tuple[int, float]:
-        """SIGTERM; its exit code, and the seconds that it took."""
+        """Return the SIGTERM; its exit code, and the seconds that it took."""
         began = time.monotonic()
         self.process.send_signal(signal.SIGTERM)
         return self.process.wait(END_S), time.monotonic() - began
 
     def kill(self) -> None:
-        """Ends whatever is left."""
+        """Kill all that is left."""
         for process in self.tree():
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
@@ -125,7 +125,7 @@ class Server:
 
     @contextlib.asynccontextmanager
     async def client(self) -> AsyncIterator["Client"]:
-        """A client for one test, under which nothing is in flight at its beginning."""
+        """Provide a client for one test, with nothing in flight at the beginning."""
         timeout = aiohttp.ClientTimeout(total=CALL_S)
         # Tests compute what they expect on this loop, and servers end connections that are idle meanwhile: a request
         # on one of these would fail before the loop has seen its end.
@@ -145,7 +145,7 @@ class Completion:
     num_cached: int
 
     def version_of(self) -> list[int]:
-        """The version of each token, from spans that have to follow each other and to cover all."""
+        """Return the version of each token, from spans that have to follow each other and to cover all."""
         assert [start for _, start, _ in self.spans] == [0, *(end for _, _, end in self.spans[:-1])], self.spans
         assert self.spans[-1][2] == len(self.token_ids), self.spans
         return [version for version, start, end in self.spans for _ in range(start, end)]
@@ -161,12 +161,12 @@ class Client:
     uid: str = "run1"
 
     async def update(self, entry: PolicyEntry, mode: "pb.InflightMode" = pb.INFLIGHT_MODE_KEEP) -> pb.PolicyStatus:
-        """Asks for a version, and gives its state after 25 s at most."""
+        """Return the asks for a version, and gives its state after 25 s at most."""
         request = pb.UpdatePolicyRequest(run_uid=self.uid, policy=entry, epoch=1, inflight_mode=mode, wait_seconds=25)
         return (await call(self.stub.UpdatePolicy, request, timeout_s=CALL_S)).status
 
     async def serve(self, entry: PolicyEntry, mode: "pb.InflightMode" = pb.INFLIGHT_MODE_KEEP) -> pb.PolicyStatus:
-        """Updates to a good version: asks again while requests that fill the replica keep its probe out."""
+        """Return the updates to a good version: asks again while requests that fill the replica keep its probe out."""
         async with asyncio.timeout(CALL_S):
             while (status := await self.update(entry, mode)).state == pb.POLICY_STATE_APPLYING:
                 pass  # each question waits at the replica
@@ -175,46 +175,46 @@ class Client:
         return status
 
     async def status(self) -> pb.PolicyStatus:
-        """What it serves."""
+        """Return what it serves."""
         return (await call(self.stub.GetPolicyStatus, pb.GetPolicyStatusRequest(), timeout_s=CALL_S)).status
 
     async def sleep(self) -> pb.PolicyStatus:
-        """Has it give its memory back."""
+        """Return the has it give its memory back."""
         request = pb.PauseGenerationRequest(run_uid=self.uid, frees_memory=True, epoch=1)
         return (await call(self.stub.PauseGeneration, request, timeout_s=CALL_S)).status
 
     async def wake(self) -> pb.PolicyStatus:
-        """Has it take its memory again, and go on."""
+        """Return the has it take its memory again, and go on."""
         request = pb.ResumeGenerationRequest(run_uid=self.uid, takes_memory=True, epoch=1)
         return (await call(self.stub.ResumeGeneration, request, timeout_s=CALL_S)).status
 
     async def pause(self) -> None:
-        """Stops generation between two tokens."""
+        """Stop generation between two tokens."""
         await call(self.stub.PauseGeneration, pb.PauseGenerationRequest(), timeout_s=CALL_S)
 
     async def resume(self) -> None:
-        """Goes on with it."""
+        """Resume generation."""
         await call(self.stub.ResumeGeneration, pb.ResumeGenerationRequest(), timeout_s=CALL_S)
 
     async def open_requests(self, number: int) -> None:
-        """Returns when the replica has that many requests."""
+        """Wait until the replica has that many requests."""
         async with asyncio.timeout(CALL_S):
             while (await self.status()).num_requests != number:
                 await asyncio.sleep(0.02)  # PolicyService has no event for it
 
     async def metric(self, name: str) -> float:
-        """A number of vLLM's own metrics."""
+        """Return a number of vLLM's own metrics."""
         async with self.session.get("/metrics") as response:
             lines = (await response.text()).splitlines()
         return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith((f"{name} ", f"{name}{{")))
 
     async def post(self, path: str, body: dict[str, Any]) -> tuple[int, Any, dict[str, str]]:
-        """Status, JSON and headers of an answer."""
+        """Return the status, JSON and headers of an answer."""
         async with self.session.post(path, json=body) as response:
             return response.status, await response.json(), dict(response.headers)
 
     async def generate(self, prompt: Sequence[int], max_tokens: int = 16, *, seed: int = 1) -> Completion:
-        """A sampled completion of tokens."""
+        """Return a sampled completion of tokens."""
         sampling = {"max_tokens": max_tokens, "seed": seed, "temperature": 1.0, "ignore_eos": True}
         code, body, _ = await self.post(
             "/inference/v1/generate", {"token_ids": list(prompt), "sampling_params": sampling}
@@ -231,7 +231,7 @@ class Client:
         return found
 
     async def stream(self, path: str, body: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
-        """The events of a streamed answer."""
+        """Yield the events of a streamed answer."""
         async with self.session.post(path, json={**body, "stream": True}) as response:
             assert response.status == 200, await response.text()
             async for line in response.content:
@@ -243,7 +243,7 @@ class Client:
 def serving(
     python: str, model: Path, directory: Path, *, environ: Mapping[str, str] | None = None, **flags: Any
 ) -> Iterator[Server]:
-    """The body of a fixture: a server that has to end soon, well and whole when the module's tests are over."""
+    """Yield the body of a fixture: a server that has to end soon, well and whole when the module's tests are over."""
     server = Server.start(python, model, directory, flags, **(environ or {}))
     try:
         yield server

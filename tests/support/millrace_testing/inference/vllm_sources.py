@@ -26,7 +26,7 @@ class Sources:
 
     @property
     def release(self) -> str:
-        """Its version."""
+        """Return the installed version."""
         found = re.search(r"__version__ = version = '([^']+)'", (self.directory / "vllm/_version.py").read_text())
         assert found is not None
         return found[1]
@@ -38,7 +38,7 @@ class Sources:
 
     @functools.cache  # noqa: B019 - it lives as long as its tests
     def tree(self, module: str) -> ast.Module:
-        """The module, parsed."""
+        """Return the module, parsed."""
         path = self.path(module)
         assert path is not None, f"{self.release} has no module {module}"
         return ast.parse(path.read_text())
@@ -48,7 +48,7 @@ class Sources:
         return self.path(module) is not None and (not name or self._find(module, name) is not None)
 
     def problem(self, module: str, use: str) -> str:
-        """What is wrong with a use in this release, or ""."""
+        """Return what is wrong with a use in this release, or ""."""
         if self.path(module) is None:
             return f"vLLM {self.release} has no module {module}"
         parts = _USE.fullmatch(use)
@@ -87,7 +87,7 @@ class Sources:
         return self._member(where, node, rest) if isinstance(node, ast.ClassDef) else _within(node, rest)
 
     def _top(self, module: str, name: str, *, seen: set[tuple[str, str]]) -> tuple[str, ast.AST] | None:
-        """What a module has under a name, and the module that defines it; names that it imports are followed."""
+        """Return what a module has under a name, and the module that defines it; names that it imports are followed."""
         if (module, name) in seen or self.path(module) is None:
             return None
         seen.add((module, name))
@@ -108,7 +108,7 @@ class Sources:
         return found
 
     def _member(self, module: str, owner: ast.ClassDef, name: str) -> ast.AST | None:
-        """What a class or one of its bases has: a method, a field, or an attribute that a method sets."""
+        """Return what a class or one of its bases has: a method, a field, or an attribute that a method sets."""
         for node in owner.body:
             if isinstance(node, _Function) and node.name == name:
                 return node
@@ -127,7 +127,7 @@ class Sources:
 
 
 def own_imports() -> Iterator[tuple[str, list[list[tuple[str, str]]]]]:
-    """(file, alternatives) for what our code imports from vLLM: each alternative is a list of (module, name).
+    """Yield (file, alternatives) for what our code imports from vLLM: each alternative is a list of (module, name).
 
     Imports of a `try` and those of its handlers are alternatives.
     """
@@ -160,7 +160,7 @@ def _imported_here(node: ast.AST) -> list[tuple[str, str]]:
 
 
 def _statements(body: Sequence[ast.stmt]) -> Iterator[ast.stmt]:
-    """Those of a module that are run when it is imported, and those for type checkers."""
+    """Yield a module's statements that run at import, and those for type checkers."""
     for node in body:
         yield node
         if isinstance(node, ast.If | ast.Try | ast.With):
@@ -175,7 +175,7 @@ def _targets(node: ast.Assign | ast.AnnAssign) -> list[str]:
 
 
 def _within(owner: ast.AST, name: str) -> ast.AST | None:
-    """An attribute that something below sets or declares, or a function that is defined there."""
+    """Return an attribute that something below sets or declares, or a function that is defined there."""
     for node in ast.walk(owner):
         if isinstance(node, ast.Attribute) and node.attr == name and isinstance(node.ctx, ast.Store):
             return node
@@ -194,7 +194,7 @@ def _absolute(node: ast.ImportFrom, package: str) -> str:
 
 
 def _is_bound(function: _Function, name: str) -> bool:
-    """Whether a call through an object gives the first parameter."""
+    """Return whether a call through an object gives the first parameter."""
     static = any(ast.unparse(each) == "staticmethod" for each in function.decorator_list)
     return "." in name and not static and bool(function.args.args) and function.args.args[0].arg in ("self", "cls")
 

@@ -40,14 +40,16 @@ class Run:
         return self.publisher.delta(self.models[version], version, base=base, **options)
 
     def gaps(self, prompt: list[int], found: Any) -> dict[int, float]:
-        """The greatest difference to the log-probs of every version."""
+        """Return the greatest difference to the log-probs of every version."""
         return {
             version: float(np.abs(published.logprobs(model, prompt, found.token_ids) - found.logprobs).max())
             for version, model in self.models.items()
         }
 
     def assert_computed_by(self, version: int, prompt: list[int], found: Any) -> None:
-        """Each token came from this version's weights, on its own KV cache; no other version would give the same."""
+        """Assert that each token came from this version's weights and KV cache; no other version would give the
+        same.
+        """
         assert set(found.version_of()) == {version}
         gaps = self.gaps(prompt, found)
         assert gaps.pop(version) <= GAP
@@ -58,7 +60,7 @@ class Run:
 async def in_flight(
     client: Any, prompts: list[list[int]], ask: Callable[[list[int]], Coroutine[Any, Any, Any]]
 ) -> AsyncIterator[list[Any]]:
-    """In this block the engine is paused, half of the requests have tokens, and the other half are in it without."""
+    """Pause the engine in the block while half of the requests have tokens and the other half have none."""
     for _ in range(ATTEMPTS):
         tasks = await running(client, prompts[:SEQS], ask)
         if (await client.status()).num_requests == SEQS:
@@ -78,7 +80,7 @@ async def in_flight(
 async def running(
     client: Any, prompts: list[list[int]], ask: Callable[[list[int]], Coroutine[Any, Any, Any]]
 ) -> list[asyncio.Task[Any]]:
-    """Requests that have a token each when the engine is paused, or more."""
+    """Return the requests that have a token each when the engine is paused, or more."""
     first_tokens = "vllm:time_to_first_token_seconds_count"
     before = await client.metric(first_tokens)
     await client.pause()

@@ -22,7 +22,9 @@ def environment(directory: Path, **more: str) -> dict[str, str]:
 
 
 def leftovers(directory: Path) -> list[psutil.Process]:
-    """Processes of this test that are still there, found by their environment or, for Redis, by where they work."""
+    """Return the processes of this test that are still there, found by their environment or, for Redis, by where
+    they work.
+    """
     return processes.bearing("FAKE_TEST", str(directory), works_in=directory)
 
 

@@ -78,7 +78,7 @@ def main() -> int:
 
 
 def prepare(place: Path) -> None:
-    """The example, its model, and a run that has succeeded."""
+    """Prepare the example, its model, and a run that has succeeded."""
     place.mkdir(parents=True, exist_ok=True)
     shutil.copytree(ROOT / "examples", place / "examples", dirs_exist_ok=True)
     if not (place / MODEL / "config.json").is_file():
@@ -122,7 +122,7 @@ def _told(mistake: Mistake, place: Path) -> Told:
 
 
 def fault(mistake: Mistake, told: Told) -> str:
-    """What is wrong with how it was told; empty if nothing is."""
+    """Return what is wrong with how it was told; empty if nothing is."""
     if "Traceback" in told.output:
         return "a traceback"
     if not told.message:
@@ -147,7 +147,7 @@ def row(mistake: Mistake, told: Told, place: Path) -> str:
 
 
 def _plain(text: str, place: Path) -> str:
-    """Without this machine's paths, and without what ends a cell."""
+    """Return without this machine's paths, and without what ends a cell."""
     text = text.replace(str(place), "DIR").replace(sys.prefix, "VENV").replace(str(ROOT), "REPOSITORY")
     return text.replace("|", "\\|").replace("<", "&lt;")
 

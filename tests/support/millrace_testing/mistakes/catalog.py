@@ -50,7 +50,7 @@ def _write(name: str, text: str) -> Prepare:
 
 
 def _model(name: str, *left_out: str, change: Callable[[Path], object] = lambda model: None) -> Prepare:
-    """A copy of the trained model without some of its files."""
+    """Return a copy of the trained model without some of its files."""
 
     def make(place: Path) -> None:
         copy = place / name
@@ -82,7 +82,7 @@ def _cut(model: Path) -> None:
 
 @contextmanager
 def taken_port() -> Iterator[int]:
-    """A port of this machine that somebody listens on."""
+    """Listen on a port of this machine and yield its number."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         yield server.getsockname()[1]
 
@@ -115,7 +115,7 @@ def _environment(name: str, *, body: str = "    pass", argument: str = "answer",
 
 
 def env(name: str, **args: object) -> str:
-    """The option that names one environment."""
+    """Return the option that names one environment."""
     return f" --orchestrator.env '{json.dumps([{'id': name, 'args': args}])}'"
 
 
@@ -320,12 +320,12 @@ class Mounted:
             raise CannotBeMade(done.stderr.strip())
 
     def close(self) -> None:
-        """Unmount it."""
+        """Unmount the file system."""
         subprocess.run(["umount", str(self._directory)], check=True)
 
 
 def clean_environ(more: Mapping[str, str]) -> dict[str, str]:
-    """The environment without settings of Millrace's and S3's, and with `more`."""
+    """Return the environment without settings of Millrace's and S3's, and with `more`."""
     left = {name: value for name, value in os.environ.items() if not name.startswith(("MILLRACE_", "AWS_"))}
     return {**left, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", **more}
 
@@ -339,13 +339,13 @@ def _up(place: Path, name: str, port: int, http_port: int, env: Mapping[str, str
 
 
 def _checking_store(place: Path) -> Running:
-    """An S3 server that asks who somebody is from the first request on."""
+    """Return an S3 server that asks who somebody is from the first request on."""
     argv = [str(Path(sys.executable).with_name("moto_server")), "--host=127.0.0.1", f"--port={S3}"]
     return Running(argv, place, until="Running on", env={"INITIAL_NO_AUTH_ACTION_COUNT": "0"})
 
 
 def _guarded(place: Path) -> Running:
-    """A stack that asks for a token, and a token that it does not know."""
+    """Return a stack that asks for a token, and a token that it does not know."""
     (place / "tokens").write_text(token_line(new_token(), "somebody") + "\n")
     (place / "wrong.token").write_text(new_token() + "\n")
     (place / "wrong.token").chmod(0o600)
@@ -357,7 +357,7 @@ def _two_stacks(place: Path) -> Several:
 
 
 def _cancelled(place: Path) -> Running:
-    """A stack with a run that somebody has asked to end."""
+    """Return a stack with a run that somebody has asked to end."""
     stack = _up(place, "shared", SHARED, SHARED_HTTP)
     server = clean_environ({"MILLRACE_SERVER": f"127.0.0.1:{SHARED}"})
     submit = ["run", "submit", "@", "examples/reverse_text/rl.toml", "--name", "twice", "--max-steps", "500"]

@@ -73,6 +73,6 @@ def book_with(*ordinals: int, group_size: int = 2, scored_whole: bool = False) -
 
 
 def archived(book: Book) -> list[Rollout]:
-    """What the next header archives."""
+    """Return what the next header archives."""
     with book.committing() as rollouts:
         return rollouts

@@ -141,7 +141,7 @@ class FakeEnvServer(env_service_pb2_grpc.EnvServiceServicer):
         self.assignments = list(reply.assignments)
 
     def plays_of(self, ordinal: int) -> list:
-        """Requests to play a training group, in order."""
+        """Return the requests to play a training group, in order."""
         train = rollout_pb2.PURPOSE_TRAIN
         return [request for request in self.requests if request.purpose == train and request.ordinal == ordinal]
 
@@ -196,7 +196,7 @@ def make_rollout(
     *,
     env_server: str = "env-server-fake",
 ) -> Rollout:
-    """A rollout of three sampled tokens: the first of one version, the others of another if two are given."""
+    """Return a rollout of three sampled tokens: the first of one version, the others of another if two are given."""
     ok = status == RolloutStatus.OK
     first, last = version if isinstance(version, tuple) else (version, version)
     spans = (PolicySpan(lineage=0, version=first, start=2, end=3), PolicySpan(lineage=0, version=last, start=3, end=5))
@@ -270,7 +270,7 @@ class FakeTrainer:
 
     @property
     def steps(self) -> list[batch_pb2.BatchHeader]:
-        """Each header once, in order of step, however often it was read."""
+        """Return each header once, in order of step, however often it was read."""
         return [header for _, header in sorted({header.step: header for header in self.headers}.items())]
 
     async def _train(self, uid: str) -> None:
@@ -327,7 +327,7 @@ async def worker(
     slot: str = "",
     image: str = "",
 ) -> AsyncIterator[str]:
-    """A worker with its own gRPC server, registered if the orchestrator answers soon; yields its address."""
+    """Run a worker with its own gRPC server, registered if the orchestrator answers soon; yield its address."""
     server = grpc.aio.server()
     if servicer is not None:
         adder(servicer, server)

@@ -60,7 +60,7 @@ def states(events) -> list[str]:
 
 
 def resolutions(headers) -> dict[int, tuple[int, str, int]]:
-    """Outcome, reason and attempts of every ordinal; fails if one is resolved twice, or one is left out."""
+    """Return the outcome, reason and attempts of every ordinal; fails if one is resolved twice, or one is left out."""
     found = {}
     for header in headers:
         for item in header.resolutions:
@@ -71,7 +71,7 @@ def resolutions(headers) -> dict[int, tuple[int, str, int]]:
 
 
 def numbers(events) -> dict[str, list[int]]:
-    """The numbers of the events of each writer, in the order in which they came."""
+    """Return the numbers of the events of each writer, in the order in which they came."""
     found: dict[str, list[int]] = {}
     for event in events:
         found.setdefault(event.writer, []).append(event.writer_sequence)

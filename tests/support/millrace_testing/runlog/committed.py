@@ -6,12 +6,12 @@ from millrace.runlog.recover import load_history
 
 
 async def load_committed(log: RunLog) -> tuple[batch_pb2.BatchHeader | None, bytes]:
-    """The last committed header and the chain hash behind it; (None, the origin's) if nothing is committed."""
+    """Return the last committed header and the chain hash behind it; (None, the origin's) if nothing is committed."""
     committed = await load_history(log)
     return committed.last, committed.chain
 
 
 async def load_headers(log: RunLog) -> tuple[list[batch_pb2.BatchHeader], bytes]:
-    """Every committed header in the order of the chain, and the chain hash behind the last."""
+    """Return every committed header in the order of the chain, and the chain hash behind the last."""
     committed = await load_history(log)
     return committed.headers, committed.chain

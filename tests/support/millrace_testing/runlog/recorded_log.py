@@ -71,7 +71,7 @@ class Recorded:
 
 
 def rollout(uid: str, *, ordinal: int, member: int, attempt: int = 0, **fields) -> Rollout:
-    """An OK rollout of five tokens."""
+    """Return an OK rollout of five tokens."""
     status = fields.pop("status", RolloutStatus.OK)
     is_ok = status is RolloutStatus.OK
     sample = Sample(
@@ -129,14 +129,14 @@ async def append_rollout(run: Recorded, played: Rollout) -> str:
 
 
 def publish(run: Recorded, version: int, *, lineage: int = 0) -> policy_pb2.PolicyEntry:
-    """A policy's objects and manifest, as trainers publish them."""
+    """Return a policy's objects and manifest, as trainers publish them."""
     if lineage not in run.publishers:
         run.publishers[lineage] = Publisher(store=run.store, names=run.names, lineage=lineage, seed=run.seed)
     return run.publishers[lineage].publish(version)
 
 
 def publish_anew(run: Recorded, version: int) -> str:
-    """What a trainer does about a damaged version: new objects, and a successor; returns the successor's key."""
+    """Return what a trainer does about a damaged version: new objects, and a successor; return the successor's key."""
     key = run.names.policy_manifest(0, version)
     manifest, successor = json.loads(run.store.get(key)), revision_key(key, 1)
     for item in [item for encoding in manifest["encodings"] for item in encoding["objects"]]:
@@ -148,7 +148,7 @@ def publish_anew(run: Recorded, version: int) -> str:
 
 
 def seal_anew(run: Recorded) -> None:
-    """As if what was written since the seal had been written before it."""
+    """Write the seal anew, as if later objects had been written before it."""
     key = run.names.seal(0)
     if run.store.head(key) is not None:
         run.store.delete(key)
@@ -157,7 +157,7 @@ def seal_anew(run: Recorded) -> None:
 
 
 def checkpoint(run: Recorded, step: int) -> event_pb2.Event:
-    """A checkpoint of the weights of its step, as the trainer's CheckpointStore names it; returns its event.
+    """Return a checkpoint of the weights of its step, as the trainer's CheckpointStore names it; return its event.
 
     One tensor is in float32, as master weights are, and the other one's pieces are in the files of two ranks.
     """
@@ -204,7 +204,7 @@ def checkpoint(run: Recorded, step: int) -> event_pb2.Event:
 
 
 def token_log(run: Recorded, step: int) -> event_pb2.Event:
-    """The trainer's log-probs of a step; returns their event."""
+    """Return the trainer's log-probs of a step; return their event."""
     logged = LoggedSample(
         sample=0, ordinal=3 * step, member=0, attempt=0, minibatch=0, mask=np.array([0, 0, 1, 1, 1], np.uint8),
         logprobs=np.array([-1, -2, -run.seed], np.float32), entropies=np.zeros(3, np.float16),
@@ -231,7 +231,7 @@ async def record(
     name: str = "demo",
     ends: str = "SUCCEEDED",
 ) -> Recorded:
-    """Two groups of two members a step (ordinals 3 n and 3 n + 1), and one that is dropped (3 n + 2).
+    """Return two groups of two members a step (ordinals 3 n and 3 n + 1), and one that is dropped (3 n + 2).
 
     `seed` changes weights and rewards; `scored`: a teacher has scored the rollouts, log-probs of the trainer are
     stored, and each step has tokens of its own. `ends` is the state in which it ends, if it `closes`.
@@ -384,7 +384,7 @@ def restate(run) -> None:
 
 
 def reseal(run) -> None:
-    """Redo what the seal says."""
+    """Recompute the seal's contents."""
     key = run.names.seal(0)
     if run.store.head(key) is None:
         return

@@ -76,7 +76,7 @@ class Publisher:
         )
 
     def parts(self, version: int) -> list[TensorPart]:
-        """Weights of which some differ from version to version."""
+        """Return the weights of which some differ from version to version."""
         parts = []
         for name, shape in _SHAPES.items():
             bits = np.random.default_rng([self.seed, len(name)]).integers(0, 1 << 16, shape, np.uint16).reshape(-1)
@@ -88,10 +88,10 @@ class Publisher:
 
 
 def manifest_sha256(entry: policy_pb2.PolicyEntry) -> str:
-    """As an event names it."""
+    """Return the manifest's sha256 as events name it."""
     return entry.manifest_sha256.hex()
 
 
 def sha256(data: bytes) -> str:
-    """Hex."""
+    """Return the hex."""
     return hashlib.sha256(data).hexdigest()

@@ -51,7 +51,7 @@ def evaluation(
     newest: int = 0,
     skipped: Sequence[int] = (),
 ) -> event_pb2.Event:
-    """`step` is the version if left out, and so is the `newest` version that answered."""
+    """Return `step` is the version if left out, and so is the `newest` version that answered."""
     done = event_pb2.EvalCompleted(
         env=env,
         policy_version=version,

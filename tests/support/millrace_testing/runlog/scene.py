@@ -129,7 +129,7 @@ async def record_run(store: LocalStore, redis_url: str, name: str, uid: str, *, 
 
 
 def record_scene(directory: Path, redis_url: str) -> Scene:
-    """The run of most tamperings, and the other one, sealed and attested; `directory` gets the store."""
+    """Return the run of most tamperings, and the other one, sealed and attested; `directory` gets the store."""
     store = LocalStore(directory / "store")
     names = asyncio.run(record_run(store, redis_url, "demo", new_uid()))
     other = asyncio.run(record_run(store, redis_url, "other", new_uid(), seed=1))
@@ -171,7 +171,7 @@ def read_header(store: LocalStore, names: Names, step: int) -> batch_pb2.BatchHe
 
 
 def rehash(scene: Scene) -> None:
-    """Redo every hash in manifests, headers and checkpoints; events, seal and attestation stay."""
+    """Recompute every hash in manifests, headers and checkpoints; events, seal and attestation stay."""
     store, names = scene.store, scene.names
 
     def hashes(key: str) -> None:
@@ -206,7 +206,7 @@ def rehash(scene: Scene) -> None:
 
 
 def canonical(manifest: dict) -> bytes:
-    """With its checksum redone, where it has one."""
+    """Return with its checksum redone, where it has one."""
     if "checksum" in manifest:
         return with_checksum(manifest)
     return json.dumps(manifest, sort_keys=True, separators=(",", ":")).encode()

@@ -21,7 +21,7 @@ _PARTS_BYTES = 65 << 20
 
 
 def created_once(store: S3Store, _: Path) -> None:
-    """A create-only PUT of a name that is taken is refused."""
+    """Require that a create-only PUT of a taken name is refused."""
     if not store.create("create", b"first"):
         raise AssertionError("refused though the name was free")
     if store.create("create", b"second"):
@@ -29,7 +29,7 @@ def created_once(store: S3Store, _: Path) -> None:
 
 
 def swapped(store: S3Store, _: Path) -> None:
-    """A PUT with If-Match replaces the version that it names, and no other. Runs ask for none."""
+    """Require that a PUT with If-Match replaces the named version only. Runs use none."""
     bucket, name = store.uri("swap").removeprefix("s3://").split("/", 1)
     request: dict[str, Any] = {"Bucket": bucket, "Key": name}
     first = store.client.put_object(**request, Body=b"1")["ETag"]
@@ -44,14 +44,14 @@ def swapped(store: S3Store, _: Path) -> None:
 
 
 def ranged(store: S3Store, _: Path) -> None:
-    """A part of an object can be read."""
+    """Require that a part of an object can be read."""
     store.put("range", b"0123456789")
     if store.get_range("range", 2, 3) != b"234" or store.get_range("range", 8, 2) != b"89":
         raise AssertionError("other bytes than were asked for")
 
 
 def paged(store: S3Store, _: Path) -> None:
-    """A listing comes in pages, in order, from where it is told to start."""
+    """Require that a listing comes in pages, in order, from the given start."""
 
     def small(params: dict[str, Any], **_: Any) -> dict[str, Any]:
         return {**params, "MaxKeys": PAGE_KEYS}
@@ -73,7 +73,7 @@ def paged(store: S3Store, _: Path) -> None:
 
 
 def uploaded_in_parts(store: S3Store, directory: Path) -> None:
-    """A file of 65 MiB goes up in parts, and comes back as it was."""
+    """Require that a file of 65 MiB goes up in parts, and comes back unchanged."""
     path, back = directory / "parts", directory / "parts-back"
     path.write_bytes(hashlib.shake_256(b"parts").digest(1 << 20) * (_PARTS_BYTES >> 20))
     try:

@@ -55,7 +55,7 @@ class Trial:
     """One template with its tokenizer, its peers, and what each makes of a conversation."""
 
     def __init__(self, family: Family, *, is_training: bool = False) -> None:
-        """`is_training` takes TRL's training template as the model's own."""
+        """Take `is_training`: whether TRL's training template counts as the model's own."""
         self.family = family
         path = family.training_path if is_training else family.path
         assert path is not None
@@ -71,7 +71,7 @@ class Trial:
         self._training = None if family.training_path is None else family.training_path.read_text()
 
     def millrace(self, row: Any) -> Sample:
-        """What `millrace sft` trains."""
+        """Return what `millrace sft` trains."""
         encoder = ConversationEncoder(self.tokenizer, LossMaskConfig())
         try:
             token_ids, mask = encoder.encode(conversation_of(row))
@@ -80,14 +80,16 @@ class Trial:
         return Sample(token_ids, mask, is_marked=bool(encoder.num_marked))
 
     def peers(self, row: Any) -> Iterator[tuple[str, Sample]]:
-        """What each peer trains that knows the family."""
+        """Yield what each peer trains that knows the family."""
         if self._training is not None:
             yield "TRL", self._of_trl(row)
         if self._renderer is not None:
             yield "renderers", self._of_renderers(row)
 
     def _of_trl(self, row: Any) -> Sample:
-        """The assistant mask that `assistant_only_loss` takes: of its training template, by the markers in it."""
+        """Return the assistant mask that `assistant_only_loss` takes: of its training template, by the markers in
+        it.
+        """
         try:
             encoded = self.tokenizer.apply_chat_template(
                 row["messages"],
@@ -113,7 +115,7 @@ class Trial:
         return Sample(made.token_ids, made.loss_mask)
 
     def row(self, name: str) -> Row:
-        """What became of a conversation."""
+        """Return what became of a conversation."""
         row = {**CONVERSATIONS[name], "chat_template_kwargs": self.family.arguments}
         own = self.millrace(row)
         judge = Judge(self.tokenizer, self.stops.token_ids, conversation_of(row), own)
@@ -127,7 +129,7 @@ class Trial:
         )
 
     def ends(self) -> Ends:
-        """What ends a turn."""
+        """Return what ends a turn."""
         word = self.tokenizer.convert_ids_to_tokens
         answer, call = self.stops.answer, self.stops.call
         own = self.millrace(CONVERSATIONS["one turn"])
@@ -144,12 +146,12 @@ class Trial:
 
 @functools.cache
 def _named_by_renderers() -> set[str]:
-    """The special tokens that the programs of `renderers` name."""
+    """Return the special tokens that the programs of `renderers` name."""
     return find_special("".join(path.read_text() for path in sorted((HOME / "renderers").glob("*.py"))))
 
 
 def compare(names: Sequence[str] = ()) -> dict[str, Any]:
-    """All rows and ends, as JSON has them; of the families called `names` only, if any are given."""
+    """Return all rows and ends, as JSON has them; of the families called `names` only, if any are given."""
     logging.disable(logging.WARNING)
     rows: list[Row] = []
     ends: list[Ends] = []

@@ -42,12 +42,12 @@ class Family:
 
     @property
     def path(self) -> Path:
-        """The file with the template."""
+        """Return the file with the template."""
         return SOURCES[self.source] / f"{self.file}.jinja"
 
     @property
     def training_path(self) -> Path | None:
-        """The file with TRL's training template."""
+        """Return the file with TRL's training template."""
         return SOURCES["trl"] / f"{self.training}.jinja" if self.training else None
 
 
@@ -66,7 +66,9 @@ def _family(
     peer: str = "",
     **arguments: Any,
 ) -> Family:
-    """A family of `SOURCE:FILE`; turns end with `eos` unless another token is given. `arguments` are the template's."""
+    """Return a family of `SOURCE:FILE`; turns end with `eos` unless another token is given. `arguments` are the
+    template's.
+    """
     source, _, stem = file.partition(":")
     training = f"{stem}_training" if source == "trl" and (SOURCES["trl"] / f"{stem}_training.jinja").is_file() else None
     end = answer or eos

@@ -52,11 +52,11 @@ class Judge:
     """Finds why a peer's sample of a conversation is another one than Millrace's."""
 
     def __init__(self, tokenizer: Any, stops: Set[int], conversation: Conversation, own: Sample) -> None:
-        """`tokenizer` has the template, `stops` are the tokens that end a turn under it."""
+        """Take `tokenizer`, which has the template, and `stops`, the tokens that end a turn under it."""
         self._tokenizer, self._stops, self._conversation, self._own = tokenizer, stops, conversation, own
 
     def causes(self, theirs: Sample) -> list[str]:
-        """The causes of the difference, `EQUAL` alone, or `UNEXPLAINED` among them."""
+        """Return the causes of the difference, `EQUAL` alone, or `UNEXPLAINED` among them."""
         own = self._own
         if own.refusal is not None:
             return [self._of_refusal(own.refusal, theirs)]
@@ -82,7 +82,7 @@ class Judge:
         return ["other text"]
 
     def _of_refusal(self, refusal: str, theirs: Sample) -> str:
-        """The kind of a refusal, if the template does what it says."""
+        """Return the kind of a refusal, if the template does what it says."""
         if theirs.refusal is not None or not any(theirs.mask):
             return "both refuse"
         outcome = outcome_of(self._own)
@@ -98,7 +98,7 @@ class Judge:
         return _rendered(self._tokenizer, self._conversation, count, opens_turn=opens_turn)
 
     def _raises(self) -> bool:
-        """Whether the template raises for the conversation, with arguments of calls as objects or as text."""
+        """Return whether the template raises for the conversation, with arguments of calls as objects or as text."""
         for given in with_calls(self._conversation):
             try:
                 render(self._tokenizer, given)
@@ -107,7 +107,7 @@ class Judge:
         return False
 
     def _is_lost(self) -> bool:
-        """Whether the template leaves out words of a message, or the numbers of a call."""
+        """Return whether the template leaves out words of a message, or the numbers of a call."""
         text = self._text() or ""
         words = {
             word
@@ -120,7 +120,9 @@ class Judge:
         return not words <= set(re.findall(r"\w+", text)) or shown < numbers
 
     def _is_rewritten(self) -> bool:
-        """Whether the whole begins otherwise than a prompt within it, or than a turn when it was the last one."""
+        """Return whether the whole begins otherwise than a prompt within it, or than a turn when it was the last
+        one.
+        """
         whole = self._text() or ""
         turns = [index for index, message in enumerate(self._conversation.messages) if message["role"] == "assistant"]
         closed = [text and text.rstrip() for text in map(self._text, (index + 1 for index in turns))]
@@ -128,7 +130,7 @@ class Judge:
         return not all(text is not None and whole.startswith(text) for text in beginnings)
 
     def _melts(self) -> bool:
-        """Whether a prompt within the whole has other tokens than the whole, where the text is the same."""
+        """Return whether a prompt within the whole has other tokens than the whole, where the text is the same."""
         whole, tokenizer = self._text() or "", self._tokenizer
         token_ids = list(tokenizer(whole, add_special_tokens=False)["input_ids"])
         return any(
@@ -137,7 +139,7 @@ class Judge:
         )
 
     def _has_same_turns(self, theirs: Sample) -> bool:
-        """Whether a peer trains each of our stretches, at least."""
+        """Return whether a peer trains each of our stretches, at least."""
         own, other = ([self._words(sample, run) for run in runs(sample.mask)] for sample in (self._own, theirs))
         return len(own) == len(other) and all(left in right for left, right in zip(own, other, strict=True))
 
@@ -145,11 +147,11 @@ class Judge:
         return self._tokenizer.decode(sample.token_ids[slice(*run)]).strip()
 
     def _is_template(self, theirs: Sample) -> bool:
-        """Whether a peer's tokens are the template's text: then ours are not, and something is wrong."""
+        """Return whether a peer's tokens are the template's text: then ours are not, and something is wrong."""
         return self._tokenizer.decode(theirs.token_ids) == self._text()
 
     def of_masks(self, theirs: Sample) -> set[str]:
-        """Causes of tokens that just one of the two trains, where the tokens are the same."""
+        """Return the causes of tokens that just one of the two trains, where the tokens are the same."""
         ids, own, other = self._own.token_ids, self._own.mask, theirs.mask
         found: set[str] = set()
         for start, end in runs([b and not a for a, b in zip(own, other, strict=True)]):
@@ -159,7 +161,7 @@ class Judge:
         return found
 
     def _of_theirs(self, ids: Sequence[int], own: Sequence[bool], start: int, end: int) -> str:
-        """Why a peer trains tokens that Millrace does not."""
+        """Return why a peer trains tokens that Millrace does not."""
         if start and own[start - 1] and ids[start - 1] in self._stops:
             return "behind the stop"
         if any(
@@ -173,7 +175,7 @@ class Judge:
         return UNEXPLAINED
 
     def _of_ours(self, ids: Sequence[int], own: Sequence[bool], start: int, end: int) -> str:
-        """Why Millrace trains tokens that a peer does not."""
+        """Return why Millrace trains tokens that a peer does not."""
         if end - start == 1 and ids[start] in self._stops and not any(own[end : end + 1]):
             return "no stop"
         is_first = any(list(ids[:start]) == prompt for _, prompt in self._prompts)
@@ -181,13 +183,13 @@ class Judge:
         return "no beginning" if is_first and is_blank else UNEXPLAINED
 
     def _opens_role(self, token: int) -> bool:
-        """Whether a token is a special one at which no engine stops."""
+        """Return whether a token is a special one at which no engine stops."""
         added = self._tokenizer.added_tokens_decoder
         return token in added and added[token].special and token not in self._stops
 
     @functools.cached_property
     def _prompts(self) -> list[tuple[int, list[int]]]:
-        """The tokens that an engine is given to sample each turn, with the place where its header begins."""
+        """Return the tokens that an engine is given to sample each turn, with the place where its header begins."""
         found = []
         for index, message in enumerate(self._conversation.messages):
             closed, opened = self._text(index), self._text(index, opens_turn=True)
@@ -203,7 +205,7 @@ class Judge:
 def _rendered(
     tokenizer: Any, conversation: Conversation, count: int | None = None, *, opens_turn: bool = False
 ) -> str | None:
-    """What the template makes of the first messages; None if it takes no such conversation."""
+    """Return what the template makes of the first messages; None if it takes no such conversation."""
     for given in with_calls(conversation):
         with contextlib.suppress(*TEMPLATE_ERRORS):
             return render(tokenizer, given, count, opens_turn=opens_turn)
@@ -211,7 +213,7 @@ def _rendered(
 
 
 def runs(flags: Sequence[bool]) -> Iterator[tuple[int, int]]:
-    """Where flags are set: the first position of each stretch, and the one behind it."""
+    """Yield the stretches of set flags: first position and the position after the last."""
     start = None
     for at, flag in enumerate([*flags, False]):
         if flag and start is None:
@@ -225,7 +227,7 @@ _NUMBER = "770177"
 
 
 def _numbered(message: Any) -> Any:
-    """A message whose calls have a number that stands nowhere else."""
+    """Return a message whose calls have a number that stands nowhere else."""
     calls = [
         {**call, "function": {**call["function"], "arguments": {"a": int(_NUMBER)}}}
         for call in message.get("tool_calls", ())
@@ -242,7 +244,7 @@ _REFUSALS = {
 
 
 def outcome_of(sample: Sample) -> str:
-    """What became of a row, in a word."""
+    """Return what became of a row, in a word."""
     if sample.refusal is None:
         return "marked" if sample.is_marked else "trained"
     return next((name for name, words in _REFUSALS.items() if words.search(sample.refusal)), "refused")

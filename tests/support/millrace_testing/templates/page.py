@@ -57,7 +57,7 @@ _DIFFERENCES = """
 
 
 def page(found: Mapping[str, Any]) -> str:
-    """The page for a comparison."""
+    """Return the page for a comparison."""
     return "".join(_parts(found["rows"], found["ends"]))
 
 

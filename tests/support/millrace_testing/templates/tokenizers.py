@@ -19,12 +19,12 @@ _MERGES = [("Ċ", "Ċ"), ("Ġ", "t"), ("t", "h"), ("i", "n"), ("e", "r")]
 
 
 def find_special(text: str) -> set[str]:
-    """The special tokens that a template or a program names."""
+    """Return the special tokens that a template or a program names."""
     return set(_SPECIAL.findall(text))
 
 
 def make_tokenizer(template: str, *, bos: str | None, eos: str, more: Iterable[str] = ()) -> Any:
-    """A tokenizer with a template; `more` are special tokens that the template has in parts only."""
+    """Return a tokenizer with a template; `more` are special tokens that the template has in parts only."""
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 

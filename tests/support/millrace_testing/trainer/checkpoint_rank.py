@@ -27,13 +27,13 @@ class CountedStore(LocalStore):
     read: list[str]
 
     def get_file(self, key: str, path: Path) -> Any:
-        """As the store does it."""
+        """Get the file as the store does."""
         self.read.append(path.name)
         return super().get_file(key, path)
 
 
 def _save_whole(layers: nn.Module, target: Path, *, gang: Gang) -> None:
-    """As SFT does at its end."""
+    """Save the whole model as SFT does at its end."""
     write_directory(
         target,
         {"config.json": b"{}"},
@@ -45,7 +45,7 @@ def _save_whole(layers: nn.Module, target: Path, *, gang: Gang) -> None:
 
 
 def main(directory: Path) -> None:
-    """Writes what this rank saw as JSON."""
+    """Write what this rank saw as JSON."""
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     gang = Gang.join()
     store = CountedStore(directory / "store")

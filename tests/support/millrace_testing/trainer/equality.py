@@ -77,14 +77,14 @@ class Row:
     repeats: bool
 
     def is_within(self, times: float = 1.0) -> bool:
-        """Whether no difference is larger than its limit, taken so many times."""
+        """Return whether no difference is larger than its limit, taken so many times."""
         differences = (self.loss, self.grad_norm, self.policy, self.resumed, self.back)
         are_small = all(each <= times * LIMITS[self.kind] for each in differences)  # which nan is not
         return are_small and self.logprobs <= times * LOGPROB_LIMITS[self.kind]
 
 
 def fits(model: str, kind: str, layout: str) -> bool:
-    """Whether a layout is one for a model: only that with experts shares these, and three heads only rows."""
+    """Return whether a layout is one for a model: only that with experts shares these, and three heads only rows."""
     if layout not in _NOT_IN_ALL.get(kind, LAYOUTS):
         return False
     return not (model == "odd" and "TP" in layout) and (model == "moe" or "EP" not in layout)
@@ -121,7 +121,7 @@ def make_model(name: str, directory: Path) -> Path:
 def job_of(
     directory: Path, layout: Mapping[str, int], /, *, first: int = 0, run: str = "u", **changes: Any
 ) -> dict[str, Any]:
-    """What `layout_rank` makes of a model: steps from `first` on, from the checkpoint of `run` there."""
+    """Return what `layout_rank` makes of a model: steps from `first` on, from the checkpoint of `run` there."""
     # On a GPU the format would be bfloat16, whose rounding is far above the limits.
     changes["model"] = {"seq_len": 32, "dtype": "float32", **layout, **changes.get("model", {})}
     trainer = {"optim": _OPTIM, "pack": {"mode": "always"}}
@@ -155,7 +155,7 @@ def run_jobs(directory: Path, jobs: Mapping[str, dict[str, Any]], *, world_size:
 
 
 def compare(directory: Path, models: Mapping[str, Path], *, layouts: Mapping[str, Any] = LAYOUTS) -> Iterator[Row]:
-    """The rows of the table, by model and kind; `directory` takes what is computed."""
+    """Yield the rows of the table, by model and kind; `directory` takes what is computed."""
     cells = {
         (name, kind, layout): (size, keys)
         for name in models
@@ -216,25 +216,25 @@ def _relative(found: list[float], wanted: list[float]) -> float:
 
 
 def facts_of(output: Path) -> dict[str, Any]:
-    """What rank 0 measured."""
+    """Return what rank 0 measured."""
     return json.loads((output.parent / f"{output.name}.facts").read_text())
 
 
 def tokens_of(output: Path) -> dict[str, np.ndarray]:
-    """Log-probs by sample, behind the last step."""
+    """Return the log-probs by sample, behind the last step."""
     paths = list(output.parent.glob(f"{output.name}.*.tokens"))
     return {key: tensor.numpy() for path in paths for key, tensor in load_file(path).items()}
 
 
 def difference(output: Path, expected: Path) -> float:
-    """The largest difference of two policies, in parts of each tensor's largest value."""
+    """Return the largest difference of two policies, in parts of each tensor's largest value."""
     ours, theirs = policy_of(output), policy_of(expected)
     assert ours.keys() == theirs.keys()
     return float(np.max([np.abs(ours[name] - values).max() / np.abs(values).max() for name, values in theirs.items()]))
 
 
 def policy_of(output: Path) -> dict[str, np.ndarray]:
-    """The tensors that the ranks published parts of; every element by one rank."""
+    """Return the tensors that the ranks published parts of; every element by one rank."""
     facts = facts_of(output)
     parts: dict[str, list[tuple[int, np.ndarray]]] = {}
     for path in sorted(output.parent.glob(f"{output.name}.*.safetensors")):
@@ -252,7 +252,7 @@ def policy_of(output: Path) -> dict[str, np.ndarray]:
 
 
 def table(rows: list[Row]) -> str:
-    """The rows as a table of Markdown."""
+    """Return the rows as a table of Markdown."""
     heads = [
         "model",
         "trained with",

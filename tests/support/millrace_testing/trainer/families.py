@@ -116,7 +116,7 @@ OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def keys_of(name: str) -> set[str]:
-    """What the config of one of `FAMILIES` or `OTHERS` says, or that of its text part."""
+    """Return what the config of one of `FAMILIES` or `OTHERS` says, or that of its text part."""
     said = FAMILIES[name] if name in FAMILIES else OTHERS[name][1]
     return set(said.get("text_config", {**_SIZES, **said}))
 

@@ -42,7 +42,7 @@ def main(module: str, count: int, paths: list[Path]) -> int:
 
 
 def _fork(work: Callable[..., None], paths: list[Path], variables: dict[str, str]) -> int:
-    """The process id of a rank."""
+    """Return the process id of a rank."""
     if pid := os.fork():
         return pid
     code = 1

@@ -28,7 +28,7 @@ VOCABULARY = 32
 
 
 def main(config_file: Path, directory: Path) -> None:
-    """Writes what this rank saw as JSON."""
+    """Write what this rank saw as JSON."""
     gang = Gang.join()
     config = RLConfig.model_validate_json(config_file.read_bytes())
     checkpoints = CheckpointStore(LocalStore(directory / "store"), Names("p", "u"), gang=gang)
@@ -68,7 +68,9 @@ def _learner(config: RLConfig, gang: Gang) -> Learner:
 
 
 def _steps(learner: Learner, steps: range) -> list[str]:
-    """The digest of the policy behind each, and what the publisher does before a checkpoint is saved: a probe."""
+    """Return the digest of the policy behind each, and what the publisher does before a checkpoint is saved: a
+    probe.
+    """
     layout, digests = BatchLayout.of(learner.config, learner.packing), list[str]()
     for step in steps:
         data = FakeDataConfig(type="variable", batch_size=4, seq_len=16)

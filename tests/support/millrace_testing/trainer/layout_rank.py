@@ -103,7 +103,7 @@ def _minibatch(step: int, learner: Learner, gang: Gang) -> Minibatch:
 
 @torch.no_grad()
 def _logprobs(minibatch: Minibatch, learner: Learner, gang: Gang) -> dict[str, torch.Tensor]:
-    """Log-probs by sample, of those that this rank speaks for."""
+    """Return the log-probs by sample, of those that this rank speaks for."""
     found: dict[str, torch.Tensor] = {}
     for micro_batch, samples in zip(minibatch.micro_batches, minibatch.samples, strict=True):
         logprobs_BT, _ = learner.logprobs(micro_batch)

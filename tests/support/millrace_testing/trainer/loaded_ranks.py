@@ -24,7 +24,9 @@ _CPU = torch.device("cpu")
 
 
 def loaded(directory: Path, layout: RankLayout, rank: int) -> dict[str, Any]:
-    """The digests of what a rank publishes, in hex by tensor, the bytes that it holds, and those that it took more."""
+    """Return the digests of what a rank publishes, in hex by tensor, the bytes that it holds, and those that it
+    took more.
+    """
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=layout.data_size)
     gang = Gang(rank=rank, world_size=layout.data_size)
     gang.lay_out(layout)

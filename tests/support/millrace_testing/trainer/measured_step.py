@@ -22,7 +22,9 @@ STEPS = 2
 
 
 def measure(config: RLConfig, directory: Path) -> int:
-    """Bytes at the peak of two steps of two full micro-batches each, of a process that holds model and optimizer."""
+    """Return the bytes at the peak of two steps of two full micro-batches each, of a process that holds model and
+    optimizer.
+    """
     gang = Gang.join()
     learner = Learner.of_start_model(
         config, gang=gang, directory=directory, start_directory=directory, code=CustomCode()
@@ -50,14 +52,14 @@ def _step(learner: Learner, micro_batch: MicroBatch, step: int) -> None:
 
 
 def _tensors(learner: Learner) -> list[torch.Tensor]:
-    """What lives before the first step."""
+    """Return what lives before the first step."""
     parts = [part for each in learner.optimizer.state_tensors().values() for part in each.values()]
     tensors = [*learner.model.parameters(), *learner.model.buffers(), *parts]
     return [tensor.to_local() if hasattr(tensor, "to_local") else tensor for tensor in tensors]
 
 
 def _highest(recorded: profile) -> int:
-    """The most that was allocated in the profile's time and not yet released."""
+    """Return the most that was allocated in the profile's time and not yet released."""
     assert recorded.profiler is not None and recorded.profiler.kineto_results is not None
     events = [each for each in recorded.profiler.kineto_results.events() if each.name() == "[memory]"]
     held = highest = 0

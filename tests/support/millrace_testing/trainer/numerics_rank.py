@@ -29,7 +29,9 @@ def main(configs: Path, facts: Path) -> None:
 
 
 def compute(config: RLConfig, gang: Gang) -> dict[str, torch.Tensor]:
-    """Log-probs and entropies by sample, of this rank's; gradients and the state after a step, whole, and the loss."""
+    """Return the log-probs and entropies by sample, of this rank's; gradients and the state after a step, whole,
+    and the loss.
+    """
     directory = Path(config.trainer.model.name)
     learner = Learner.of_start_model(
         config, gang=gang, directory=directory, start_directory=directory, code=CustomCode()

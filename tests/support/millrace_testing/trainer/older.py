@@ -101,7 +101,7 @@ def _write(name: str, directory: Path) -> Path:
 
 
 def _outcome(found: Any, *wanted: Any) -> str:
-    """What differs between readings, in words."""
+    """Return what differs between readings, in words."""
     if (error := found.get("error")) is not None:
         return NOT_THERE if "does not recognize this architecture" in error else str(error)
     problems = [each for other in wanted for each in _differences(found, other)]

@@ -82,14 +82,14 @@ def round_trip(name: str, directory: Path) -> RoundTrip:
 
 
 def saved_again(source: Path, target: Path, *, dtype: torch.dtype = torch.float32) -> tuple[Any, Path]:
-    """The model that Millrace loads from a directory, and the directory that it saves it to."""
+    """Return the model that Millrace loads from a directory, and the directory that it saves it to."""
     model = load_model(source)
     files = policy_files(model, source, dtype=dtype)
     return model, save_model(model, files=files, target=target, dtype=dtype, gang=Gang())
 
 
 def exported_again(model: Any, source: Path, target: Path, *, dtype: torch.dtype) -> Path:
-    """A published version of it, as `millrace run export-policy` writes it."""
+    """Return a published version of it, as `millrace run export-policy` writes it."""
     store = LocalStore(target.with_name(f"{target.name}-store"))
     contents = PolicyContents(
         tensors=list(policy_tensors(model, dtype=dtype)), files=policy_files(model, source, dtype=dtype)
@@ -99,12 +99,12 @@ def exported_again(model: Any, source: Path, target: Path, *, dtype: torch.dtype
 
 
 def names_in(directory: Path) -> set[str]:
-    """The names of the tensors in a directory's files."""
+    """Return the names of the tensors in a directory's files."""
     return set(formats_in(directory))
 
 
 def formats_in(directory: Path) -> dict[str, str]:
-    """The number formats of the tensors in a directory's files, as safetensors calls them."""
+    """Return the number formats of the tensors in a directory's files, as safetensors calls them."""
     found: dict[str, str] = {}
     for path in directory.glob("*.safetensors"):
         with safe_open(path, framework="pt") as file:
@@ -113,7 +113,9 @@ def formats_in(directory: Path) -> dict[str, str]:
 
 
 def loading_problems(directory: Path, wanted: Mapping[str, Any]) -> dict[str, str]:
-    """By the way of loading: what is wrong with what transformers loads, whose `logits` are wanted up to a `gap`."""
+    """Return by the way of loading: what is wrong with what transformers loads, whose `logits` are wanted up to a
+    `gap`.
+    """
     import transformers
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -131,7 +133,7 @@ def loading_problems(directory: Path, wanted: Mapping[str, Any]) -> dict[str, st
 
 
 def tokenizer_problems(directory: Path, wanted: Any) -> list[str]:
-    """What differs between the tokenizer in a directory and another one."""
+    """Return what differs between the tokenizer in a directory and another one."""
     from transformers import AutoTokenizer
 
     found = AutoTokenizer.from_pretrained(directory)
@@ -147,7 +149,7 @@ def tokenizer_problems(directory: Path, wanted: Any) -> list[str]:
 
 @torch.no_grad()
 def logits_of(model: nn.Module) -> torch.Tensor:
-    """Logits [T, V] of a short row."""
+    """Return the logits [T, V] of a short row."""
     vocabulary = model.config.get_text_config().vocab_size  # pyright: ignore[reportCallIssue, reportAttributeAccessIssue]
     token_ids = torch.tensor([[(7 * index + 3) % min(vocabulary, 60) for index in range(_LENGTH)]])
     return model.eval()(input_ids=token_ids, use_cache=False).logits[0].float()

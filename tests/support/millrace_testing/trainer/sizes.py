@@ -17,13 +17,13 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 
 def config_of(size: str) -> Qwen3Config:
-    """The config of a size."""
+    """Return the config of a size."""
     shared = {"vocab_size": 151_936, "num_key_value_heads": 8, "head_dim": 128}
     return Qwen3Config(**shared, **SHAPES[size], tie_word_embeddings=size != "8B")
 
 
 def write_model(size: str, directory: Path) -> Path:
-    """A directory with random weights in bfloat16 and a tokenizer of few tokens; once."""
+    """Return a directory with random weights in bfloat16 and a tokenizer of few tokens; once."""
     if not (directory / "config.json").exists():
         torch.manual_seed(0)
         AutoModelForCausalLM.from_config(config_of(size), dtype=torch.bfloat16).save_pretrained(directory)

@@ -17,7 +17,7 @@ _TEXT = "<|im_start|>user\nnaïve 12<|im_end|>"
 
 
 def ask(packages: Path, questions: Sequence[Mapping[str, Any]]) -> list[Any]:
-    """What transformers 4, which is in `packages`, answers: `make` writes models, `read` loads directories."""
+    """Return what transformers 4, which is in `packages`, answers: `make` writes models, `read` loads directories."""
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-m", "millrace_testing.trainer.transformers_4"],
         input=json.dumps(questions),
@@ -32,7 +32,9 @@ def ask(packages: Path, questions: Sequence[Mapping[str, Any]]) -> list[Any]:
 
 
 def reading(directory: Path, *, dtype: str = "auto", **how: Any) -> dict[str, Any]:
-    """What this process's transformers reads: the class, what is left and logits by way of loading; the tokenizer."""
+    """Return what this process's transformers reads: the class, what is left and logits by way of loading; the
+    tokenizer.
+    """
     import transformers
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
@@ -57,7 +59,7 @@ def reading(directory: Path, *, dtype: str = "auto", **how: Any) -> dict[str, An
 
 
 def _named(tokenizer: Any) -> Iterable[tuple[str, str]]:
-    """The special tokens, which have other places in transformers 4 and 5."""
+    """Yield the special tokens, which have other places in transformers 4 and 5."""
     yield from {"eos": tokenizer.eos_token, "pad": tokenizer.pad_token}.items()
     more = getattr(tokenizer, "extra_special_tokens", None)
     for token in more if isinstance(more, list) else tokenizer.additional_special_tokens:
@@ -66,7 +68,7 @@ def _named(tokenizer: Any) -> Iterable[tuple[str, str]]:
 
 @torch.no_grad()
 def logits_of(model: Any) -> torch.Tensor:
-    """Logits [T, V] of a short row."""
+    """Return the logits [T, V] of a short row."""
     vocabulary = model.config.get_text_config().vocab_size
     token_ids = torch.tensor([[(7 * index + 3) % min(vocabulary, 60) for index in range(_LENGTH)]])
     return model.eval()(input_ids=token_ids, use_cache=False).logits[0].float()

@@ -70,7 +70,7 @@ class JudgeGate:
         return self._free.setdefault(loop, asyncio.Semaphore(self._max_concurrent))
 
     def install(self) -> None:
-        """Have the clients of this process pass it while a rollout is scored."""
+        """Let the clients of this process pass the gate while a rollout is scored."""
         for owner, name in _CALLS:
             setattr(owner, name, self._gated(getattr(owner, name)))
 
@@ -95,7 +95,7 @@ _FAILURES = (openai.APIError, aiohttp.ClientError, *(library.HTTPError for libra
 
 @contextlib.contextmanager
 def scoring() -> Iterator[None]:
-    """What is asked inside the block, in this task and those that it starts, is asked for a reward."""
+    """Mark requests inside the block, also of tasks started there, as made for a reward."""
     token = _is_scoring.set(True)
     try:
         yield
@@ -104,18 +104,20 @@ def scoring() -> Iterator[None]:
 
 
 def is_scoring() -> bool:
-    """Whether what is asked now is asked for a reward."""
+    """Return whether a request made now is made for a reward."""
     return _is_scoring.get()
 
 
 def is_being_cancelled(error: BaseException) -> bool:
-    """Whether an error cancels the rollout whose reward is computed, and not something that the reward awaits."""
+    """Return whether an error cancels the rollout whose reward is computed, and not something that the reward
+    awaits.
+    """
     task = asyncio.current_task()
     return isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling() > 0
 
 
 def failure_type(error: BaseException) -> str:
-    """Type of the failed rollout if what a reward function raised began at an endpoint; else ""."""
+    """Return the failure type if a reward function's error was caused by an endpoint, else ""."""
     seen: set[int] = set()
     cause: BaseException | None = error
     while cause is not None and id(cause) not in seen:
@@ -129,5 +131,5 @@ def failure_type(error: BaseException) -> str:
 
 
 def with_remedy(kind: str, message: str) -> str:
-    """The message, and what to do about an endpoint's error; a call that took too long says so itself."""
+    """Return the message with the remedy for an endpoint's error, unless the call timed out."""
     return f"{message}; {_REMEDY}" if kind == ERROR_TYPE else message

@@ -63,7 +63,7 @@ class Scored:
     def metrics_with(self, known: Mapping[str, Any]) -> dict[str, Any]:
         """Return the library's metrics with those that functions returned as mappings, each under its own key.
 
-        A key that is taken, such as by a reward function, is written behind the name of the function that returned it.
+        A key that is taken, such as by a reward function, is written after the name of the function that returned it.
         """
         found = {name: value for name, value in known.items() if name not in self.metrics}
         if self.num_warnings:
@@ -82,7 +82,7 @@ class ScoredLog:
         self._play: contextvars.ContextVar[Scored | None] = contextvars.ContextVar("millrace_scored", default=None)
 
     def of(self, state: Any) -> Scored:
-        """Where what is said of a rollout is noted."""
+        """Return the notes of a rollout, made if there are none."""
         key = state.get("trajectory_id") if isinstance(state, Mapping) else None
         if not key:
             return self._play.get() or Scored()
@@ -92,7 +92,7 @@ class ScoredLog:
         return found
 
     def take(self, trajectory_id: str) -> Scored:
-        """The notes of one rollout; they are forgotten here."""
+        """Return and forget the notes of one rollout."""
         return self._notes.pop(trajectory_id, Scored())
 
     @contextlib.contextmanager
@@ -120,7 +120,9 @@ class _Call:
     """Whether its result has weight 0."""
 
     def accepted(self, name: str, result: Any) -> Any:
-        """The result as the library adds it up: a number, or of a group one for each member. Raises TypeError."""
+        """Return the result as the library adds it up: a number, or one per member of a group; raise TypeError
+        otherwise.
+        """
         if not self.is_of_group:
             return self._number(name, result, self.scored[0])
         if not isinstance(result, Iterable) or isinstance(result, Mapping | AbstractSet):  # these have no order
@@ -152,12 +154,12 @@ class _Turns:
         self.look()
 
     def look(self) -> None:
-        """Find them, after code of the environment has run."""
+        """Find the steps without a reward after the environment's code has run."""
         steps = [step for state in self._states for step in state.get("trajectory") or ()]
         self._silent = [step for step in steps if isinstance(step, MutableMapping) and step.get("reward") is None]
 
     def restore(self) -> None:
-        """Take out what the library wrote there since."""
+        """Remove the rewards that the library has written into those steps since."""
         for step in self._silent:
             step["reward"] = None
 
@@ -213,7 +215,7 @@ def _watching(stock: Callable[..., Any], *, is_of_group: bool) -> Callable[..., 
 
 
 def _is_metric(rubric: Any, func: Any) -> bool:
-    """Whether a rubric multiplies a function's result with 0, wherever it has it; not if it is none of its own."""
+    """Return whether a rubric weighs a function's result with 0 everywhere; False if the rubric lacks the function."""
     weights = [weight for each, weight in zip(rubric.funcs, rubric.weights, strict=False) if each is func]
     return bool(weights) and not any(weights)
 
@@ -275,7 +277,7 @@ class _WarningCounter(logging.Handler):
     """Counts what rubrics warn of while they score: some catch what goes wrong, and score 0."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Count it for the rollouts that are being scored."""
+        """Count the warning for the rollouts that are being scored."""
         if (call := _call.get()) is not None:
             for each in call.scored:
                 each.num_warnings += 1
@@ -292,7 +294,9 @@ _LIBRARY = "verifiers"
 
 
 def refuse_unknown_arguments(env: vf.Environment, row: Mapping[str, Any], *, client: Any) -> None:
-    """InvalidSpecError if a reward function could never be called; `row` is a task of the environment's data set."""
+    """Raise InvalidSpecError if a reward function could never be called; `row` is a task of the environment's
+    data set.
+    """
     for member in members_of(env):
         if any(_own_methods(type(env))) or any(_own_methods(type(member))):
             continue  # their code may give the rubric more when a rollout begins
@@ -326,7 +330,7 @@ def _check(
 
 
 def _missing(func: Callable[..., Any], offered: Mapping[str, Any]) -> list[str]:
-    """Names of the arguments without which a function cannot be called, of those that the library would not pass."""
+    """Return the names of required arguments that the library would not pass to a function."""
     shown = inspect.signature(func).parameters.values()
     takes_all = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in shown)
     passed = {name for name in offered if takes_all or any(each.name == name for each in shown)}
@@ -340,7 +344,7 @@ def _missing(func: Callable[..., Any], offered: Mapping[str, Any]) -> list[str]:
 def _offered(
     env: vf.Environment, rubric: vf.Rubric, row: Mapping[str, Any], client: Any, *, is_of_group: bool
 ) -> Mapping[str, Any] | None:
-    """Return what a rubric passes to a function that takes everything; None if it cannot be told without a rollout."""
+    """Return what a rubric passes to a function that takes everything; None if that is unknown without a rollout."""
     seen: dict[str, Any] = {}
 
     async def ask(**values: Any) -> Any:
@@ -362,7 +366,9 @@ def _offered(
 
 
 def _run(coroutine: Coroutine[Any, Any, Any]) -> Any:
-    """The result of a coroutine that waits for nothing. RuntimeError if it does: environments load without a loop."""
+    """Run a coroutine that awaits nothing and return its result; raise RuntimeError if it awaits, as there is no
+    loop.
+    """
     try:
         coroutine.send(None)
     except StopIteration as ended:
@@ -384,7 +390,7 @@ def _rubrics_of(rubric: vf.Rubric) -> Iterator[vf.Rubric]:
 
 
 def _own_methods(kind: type) -> Iterator[str]:
-    """Names of what a class, or one that it is derived from, does beside what the library's do; not constructors."""
+    """Yield the names of methods that a class or its bases add to the library's, without constructors."""
     for each in kind.__mro__:
         if each.__module__.split(".")[0] not in (_LIBRARY, "builtins", "abc", "typing"):
             yield from (name for name, value in vars(each).items() if _is_code(value) and not name.startswith("__"))
@@ -395,6 +401,6 @@ def _is_code(value: Any) -> bool:
 
 
 def _place(func: Callable[..., Any]) -> str:
-    """` (at rewards.py:12)`, or nothing for what is no function of a file."""
+    """Return ` (at rewards.py:12)`, or an empty text for a function without a file."""
     code = getattr(inspect.unwrap(func), "__code__", None)
     return f" (at {code.co_filename}:{code.co_firstlineno} in {code.co_name})" if code is not None else ""

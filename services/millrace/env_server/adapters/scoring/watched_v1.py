@@ -21,11 +21,11 @@ from millrace.errors import InvalidSpecError, Violation
 
 _NotTextError = not_text_error(vf.TaskError)
 _JUDGE_ERRORS = {kind: type(kind, (vf.TaskError,), {}) for kind in judges.TYPES}
-"""What the library is told of a judge that failed: it keeps an error's type and text alone."""
+"""The error that the library gets for a failed judge: it keeps an error's type and text alone."""
 
 
 def keep_whole_traces() -> None:
-    """Have recorded errors tell what began them.
+    """Let recorded errors name their first cause.
 
     The library wraps what a task's code raises in an error that it does not raise, or whose cause it overwrites.
     """
@@ -44,7 +44,7 @@ def keep_whole_traces() -> None:
 
 
 def take_numbers() -> None:
-    """Have traces take numbers for rewards: the library makes one of a text that looks like one."""
+    """Make traces accept only numbers as rewards, where the library converts texts that look like numbers."""
     stock = vf.Trace.record_reward
 
     def record_reward(self: Any, name: str, value: Any, weight: float = 1.0) -> None:
@@ -106,7 +106,7 @@ _BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_O
 
 
 def refuse_unknown_arguments(tasks: Iterable[Any]) -> None:
-    """InvalidSpecError if a reward or metric function of a task could never be called; one task of each class."""
+    """Raise InvalidSpecError if a reward or metric function of a task could never be called; one task of each class."""
     for task in {type(each): each for each in tasks}.values():
         if type(task).score.__module__.split(".")[0] != _LIBRARY:
             continue
@@ -126,7 +126,7 @@ def _required(function: Callable[..., Any]) -> set[str]:
 
 
 def _passed(task: Any) -> dict[str, set[str]] | None:
-    """Which arguments `score` passes to each function, and under "" which there are; None if it cannot be asked."""
+    """Return the arguments that `score` passes to each function, and under "" all of them; None if they are unknown."""
     seen: dict[str, set[str]] = {}
     asked = copy.copy(task)
     candidates = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in _CANDIDATES]
@@ -163,7 +163,7 @@ class _Trace:
         self.rewards: dict[str, Any] = {}
 
     def record_metric(self, *values: Any) -> None:
-        """Drop it."""
+        """Ignore the call."""
 
     record_metrics = record_reward = record_metric
 

@@ -26,7 +26,7 @@ def _sleep(seconds: float) -> None:
 
 
 def _tell(path: Path) -> None:
-    """Writes all the time what this process takes for the time, for the test to see."""
+    """Write continuously what this process takes for the time, for the test to see."""
     while True:
         fresh = path.with_suffix(f".{os.getpid()}")
         fresh.write_text(f"{time.time()}")
