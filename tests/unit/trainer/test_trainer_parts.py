@@ -18,7 +18,7 @@ from millrace.models.files import MODEL_FILES, TOKENIZER_FILES, small_files
 from millrace.trainer import job
 from millrace.trainer.checkpoint.files import load_shards, needed_files, save_shards
 from millrace.trainer.checkpoint.index import ShardPiece, ShardTensor, decode_index
-from millrace.trainer.gang.agreement import hear, tell
+from millrace.trainer.gang.agreement import decode_result, encode_result
 from millrace.trainer.gang.distributed import Gang
 from millrace.trainer.learning import learner
 from millrace.trainer.learning.batch import BatchLayout
@@ -113,7 +113,7 @@ def test_a_model_that_another_machine_lacks_is_told_before_anything_loads(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "config.json").write_text("{}")
-    told, _ = tell(lambda: resolve_model_directory(str(tmp_path / "none")), rank=1)
+    told, _ = encode_result(lambda: resolve_model_directory(str(tmp_path / "none")), rank=1)
 
     class Leader(Gang):
         """Rank 0 of two."""
@@ -135,7 +135,7 @@ class FirstOfTwo(Gang):
 
     def __init__(self, work: Callable[[], object]) -> None:
         super().__init__(rank=0, world_size=2)
-        self._told, _ = tell(work, rank=1)
+        self._told, _ = encode_result(work, rank=1)
 
     def broadcast(self, data: bytes | None) -> bytes:
         return data or b""
@@ -152,7 +152,7 @@ def test_a_rank_that_may_not_load_the_loss_tells_the_others(tmp_path: Path) -> N
 
         def gather(self, data: bytes) -> list[bytes]:
             told.append(data)
-            return [tell(lambda: None, rank=0)[0], data]
+            return [encode_result(lambda: None, rank=0)[0], data]
 
     loss = {"type": "custom", "import_path": "my_losses:fn"}
     config: Any = SimpleNamespace(trainer=TrainerConfig.model_validate({"loss": loss}), seed=0)
@@ -160,7 +160,7 @@ def test_a_rank_that_may_not_load_the_loss_tells_the_others(tmp_path: Path) -> N
     with pytest.raises(InvalidSpecError, match="MILLRACE_CUSTOM_CODE"):
         Learner.of_start_model(config, gang=gang, directory=tmp_path, start_directory=tmp_path, code=CustomCode())
     with pytest.raises(InvalidSpecError, match="MILLRACE_CUSTOM_CODE"):
-        hear(told[0])
+        decode_result(told[0])
 
 
 def test_a_chunk_that_another_rank_finds_damaged_is_told_before_the_batch_is_trained_on() -> None:

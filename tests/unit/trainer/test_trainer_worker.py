@@ -16,7 +16,7 @@ from millrace.rpc.health import PROCESS, HealthBoard
 from millrace.telemetry import waits
 from millrace.trainer import meters
 from millrace.trainer import worker as worker_module
-from millrace.trainer.gang.agreement import Failure, tell
+from millrace.trainer.gang.agreement import Failure, encode_result
 from millrace.trainer.gang.distributed import Gang
 from millrace.trainer.log.background import StopRequested
 from millrace.trainer.publish.plan import PublishPlan, plan_publishing
@@ -290,7 +290,7 @@ class PeerGang(Gang):
         self.shown: tuple[str, str] | None = None
 
     def broadcast(self, data: bytes | None) -> bytes:
-        return tell(lambda: "work run-a", rank=0)[0]
+        return encode_result(lambda: "work run-a", rank=0)[0]
 
     def show_failure(self, *, reason: str, message: str) -> None:
         self.shown = reason, message
