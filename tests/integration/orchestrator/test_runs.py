@@ -316,5 +316,5 @@ async def test_environments_are_loaded_at_submission_on_request(stack) -> None:
     env.fail_open = "no such column 'answer' (at rows.py:3 in load)"
     with pytest.raises(InvalidStateError, match="no such column 'answer'") as caught:
         await call(stack.runs.CreateRun, request(validate_only=False))
-    assert caught.value.reason == "ENV_LOAD_FAILED" and "mend that, then submit" in (caught.value.remedy or "")
+    assert caught.value.reason == "ENV_LOAD_FAILED" and "fix that, then submit" in (caught.value.remedy or "")
     assert not (await call(stack.runs.ListRuns, run_service_pb2.ListRunsRequest())).runs
