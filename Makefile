@@ -6,7 +6,10 @@ ENGINE ?= embedded
 PROCESSORS := $(shell env -u OMP_NUM_THREADS nproc) # which takes the variable for their number if it can
 # Tests mostly wait: twice as many at a time as there are processors.
 TEST_JOBS ?= $(shell n=$$((2 * $(PROCESSORS))); echo $$((n < 24 ? n : 24)))
-PYTEST_JOBS = --durations=40 --durations-min=5 -p millrace_testing.cpu_by_file -p millrace_testing.scheduling -n $(TEST_JOBS) --dist loadfile --no-loadscope-reorder
+# How many tests may fail once, if they pass when run again alone; .ci/run allows some, because one race of thousands decides.
+SECOND_TRIES ?= 0
+TRIES = -p millrace_testing.second_tries --second-tries $(SECOND_TRIES)
+PYTEST_JOBS = --durations=40 --durations-min=5 -p millrace_testing.cpu_by_file $(TRIES) -p millrace_testing.scheduling -n $(TEST_JOBS) --dist loadfile --no-loadscope-reorder
 BY_DEFAULT = not long and not presets and not slow and not gpu and not vllm and not vllm_wheels and not environments and not templates and not models and not stores and not compose and not browser
 # Collecting all other files costs every worker 20 s.
 LONG_FILES = $(shell grep -rl --include='test_*.py' 'mark\.long\|by_default' tests)
@@ -55,10 +58,10 @@ fuzz: setup-dev ## Damage the inputs of every decoder and of the HTTP and gRPC A
 
 test-browser: setup-dev ## Run the tests of the dashboard in the distribution's Chromium, which is installed if it can be.
 	@scripts/install_chromium.sh
-	$(PY) -m pytest tests/browser -m browser
+	$(PY) -m pytest $(TRIES) tests/browser -m browser
 
 test-vllm: setup-dev setup-vllm ## Run the tests of real vLLM; `make setup-vllm` installs it (2.5 GB, minutes).
-	$(PY) -m pytest -m "vllm and not slow" -rs
+	$(PY) -m pytest $(TRIES) -m "vllm and not slow" -rs
 
 test-compose: setup-dev ## Build the images and test the compose stacks; gets a Docker engine on Debian as root.
 	@tests/compose/run.sh $(PY)
