@@ -4,7 +4,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from millrace.inference.vllm.server.plugin import use_our_parsers
+from millrace.inference.vllm.server.parsers import use_our_parsers
 from millrace_testing.inference.parser_cases import TOOLS
 
 CALL = '<tool_call>{"name": "find", "arguments": {"text": "x"}}</tool_call>'

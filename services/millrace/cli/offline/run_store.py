@@ -3,7 +3,6 @@
 import contextlib
 import os
 import re
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -12,16 +11,13 @@ from typing import TYPE_CHECKING, Any
 from millrace.cli.connection import running_stacks
 from millrace.cli.errors import CliError
 from millrace.cli.options import DEFAULT_DIRECTORY
-from millrace.errors import InvalidSpecError, NotFoundError, UnavailableError
-from millrace.readers.dashboard.answers import INDEX_GROWING
-from millrace.readers.dashboard.reader import Reader
+from millrace.errors import InvalidSpecError, NotFoundError
 from millrace.runlog.names import Names
-from millrace.runlog.records.run_record import RunRecord
 from millrace.storage import ObjectStore
-from millrace.storage.scratch import scratch_parent
 from millrace.telemetry.settings import Settings
 
 if TYPE_CHECKING:
+    from millrace.cli.offline.log_here import LogHere
     from millrace.client import Client
 
 _UID = re.compile(r"[a-z0-9]{20,60}")
@@ -165,47 +161,8 @@ def directory_of(name: str) -> Path | None:
 
 
 def _exists(store: "ObjectStore", prefix: str, uid: str) -> bool:
-    from millrace.runlog.names import Names
 
     return next(iter(store.list(Names(prefix, uid).root)), None) is not None
-
-
-# What the dashboard's reader says of a run, asked by this process: of an object store, without a server.
-
-GIVE_UP_S = 1800.0
-"""How long an index may take; one of a million rollouts takes minutes, the first time."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LogHere:
-    """The log of one run."""
-
-    record: RunRecord
-    reader: Reader
-    note: Callable[[str], None]
-
-    def ask(self, question: str, params: Mapping[str, str]) -> dict[str, Any]:
-        """The answer, once everything that is in the store is read; `note` is told how far that is."""
-        begun = time.monotonic()
-        while True:
-            try:
-                return self.reader.ask(question, self.record.uid, params)
-            except UnavailableError as error:
-                if error.reason != INDEX_GROWING or time.monotonic() - begun > GIVE_UP_S:
-                    raise
-                self.note(error.message)  # and the next question waits, too
-
-
-@contextlib.contextmanager
-def open_log(store: ObjectStore, prefix: str, uid: str, *, note: Callable[[str], None]) -> Iterator[LogHere]:
-    """The log of a run, with an index of its own in the scratch directory."""
-    names = Names(prefix, uid)
-    record = RunRecord.parse(store.get(names.run_json), where=store.uri(names.run_json), needs=["uid", "name"])
-    reader = Reader(store, prefix, scratch_parent() / "dashboard" / "commands")
-    try:
-        yield LogHere(record=record, reader=reader, note=note)
-    finally:
-        reader.close()
 
 
 # A run as commands look at it: its state, config and metrics, from a server or from a directory of results.
@@ -249,6 +206,8 @@ def looks_here(names: Sequence[str], *, store: str | None, prefix: str | None, n
 
         objects, meant = store_of(name, store)
         deployment = store_prefix(prefix)
+        from millrace.cli.offline.log_here import open_log
+
         with open_log(objects, deployment, find_uid(objects, deployment, meant), note=note) as log:
             found[name] = _look(log)
     return found

@@ -62,7 +62,7 @@ def said(reply: Reply, tokenizer: Any) -> Any:
 def _main() -> None:
     from transformers import AutoTokenizer
 
-    from millrace.inference.vllm.server.plugin import install
+    from millrace.inference.vllm.server.parsers import install
 
     tokenizer = AutoTokenizer.from_pretrained(sys.argv[1])
     stock = [said(reply, tokenizer) for reply in replies()]

@@ -133,7 +133,8 @@ def _lineage_note(text: str) -> None:
 def _here(
     name: str, sample: str | None, version: int | None, store: str | None, prefix: str | None
 ) -> "rs.GetLineageResponse":
-    from millrace.cli.offline.run_store import open_log, open_run
+    from millrace.cli.offline.log_here import open_log
+    from millrace.cli.offline.run_store import open_run
     from millrace.readers.dashboard import answers
 
     objects, deployment, uid = open_run(name, store, prefix)

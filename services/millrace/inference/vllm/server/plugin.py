@@ -9,7 +9,7 @@ import logging
 import os
 import signal
 from argparse import Namespace
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,19 +17,13 @@ from prometheus_client import REGISTRY
 
 from millrace.errors import MillraceError
 from millrace.inference import updater
-from millrace.inference.http.parsers import (
-    DEFAULT_TOOL_CALL_PARSER,
-    REASONING_PARSERS,
-    TOOL_CALL_PARSERS,
-    ChatParsers,
-    Said,
-)
 from millrace.inference.model_files import ModelSlot
 from millrace.inference.service import ReplicaParts
 from millrace.inference.settings import InferenceSettings, http_address
 from millrace.inference.vllm.engine import VllmEngine
 from millrace.inference.vllm.gate import GatedClient, GenerationGate
 from millrace.inference.vllm.handover import OWNED_DIRECTORY_VARIABLE, WORKER_ID_VARIABLE, take_over
+from millrace.inference.vllm.server import parsers
 from millrace.inference.vllm.server.routes import VllmReplica, attach
 from millrace.storage.clean_up import TemporaryDirectory
 from millrace.storage.scratch import scratch_parent
@@ -54,7 +48,7 @@ class MillracePlugin:
 
     async def init_state(self, engine_client: Any, state: Any, args: Namespace) -> None:
         """Start the replica; an error here ends the server."""
-        install()  # before vLLM makes the objects that serve, which ask for their parsers once
+        parsers.install()  # before vLLM makes the objects that serve, which ask for their parsers once
         settings = Settings.from_env(os.environ, required=["listen"])
         own = InferenceSettings.from_env(os.environ)
         setup("inference", level=settings.log_level, json_lines=settings.log_json)
@@ -125,70 +119,3 @@ def _put_before(state: Any, client: Any, gated: GatedClient) -> None:
     for item in vars(state)["_state"].values():
         if getattr(item, "engine_client", None) is client:
             item.engine_client = gated
-
-
-# Has vLLM's chat completions taken apart by our parsers where they have the names that its server was started with.
-#
-# A reply means the same to an environment whichever engine wrote it: vLLM 0.32 itself makes calls that are only
-# thought of, and drops what is only mentioned. Streams keep vLLM's own parsers, which read as they write, and so do
-# requests that name a function or require one, whose output is constrained.
-
-
-def install() -> None:
-    """Use our parsers in this process, which has vLLM."""
-    from vllm.entrypoints.generate.base.protocol import FunctionCall  # pyright: ignore[reportMissingImports]
-    from vllm.parser import ParserManager  # pyright: ignore[reportMissingImports]
-
-    use_our_parsers(ParserManager, call_type=FunctionCall)
-
-
-def use_our_parsers(manager: Any, *, call_type: Any) -> None:
-    """Replace what vLLM's `ParserManager` composes of names that are ours, too; `call_type` is its `FunctionCall`."""
-    compose = manager.get_parser
-
-    def get_parser(
-        tool_parser_name: str | None = None,
-        reasoning_parser_name: str | None = None,
-        enable_auto_tools: bool = False,
-        *args: Any,
-        **options: Any,
-    ) -> Any:
-        made = compose(tool_parser_name, reasoning_parser_name, enable_auto_tools, *args, **options)
-        tools = tool_parser_name if enable_auto_tools else None
-        are_ours = (not tools or tools in TOOL_CALL_PARSERS) and (
-            not reasoning_parser_name or reasoning_parser_name in REASONING_PARSERS
-        )
-        if made is None or not are_ours or options.get("is_harmony"):
-            return made
-        return _with_ours(made, tools or None, reasoning_parser_name or None, call_type)
-
-    manager.get_parser = staticmethod(get_parser)
-
-
-def _with_ours(composed: Any, tool_calls: str | None, reasoning: str | None, call_type: Any) -> Any:
-    """Derive a parser from one that vLLM has composed, which reads whole chat completions as ours do."""
-    ours = ChatParsers(reasoning=reasoning, tool_calls=tool_calls or DEFAULT_TOOL_CALL_PARSER)
-
-    class OurParser(composed):
-        def parse(
-            self,
-            model_output: str,
-            request: Any,
-            enable_auto_tools: bool = False,
-            model_output_token_ids: Sequence[int] = (),
-        ) -> tuple[str | None, str | None, list[Any] | None]:
-            choice = getattr(request, "tool_choice", None)
-            if not hasattr(request, "messages") or choice not in (None, "auto", "none"):
-                return super().parse(model_output, request, enable_auto_tools, model_output_token_ids)
-            is_auto = tool_calls is not None and enable_auto_tools and choice != "none"
-            tools = [tool.model_dump(exclude_none=True) for tool in request.tools or ()] if is_auto else []
-            said = ours.take_apart(model_output, tools=tools, template_kwargs=request.chat_template_kwargs or {})
-            said = said or Said(content=model_output or None)
-            self._initialize_history_tool_call_cnt(request)  # ids of calls may count those of the conversation
-            calls = [
-                call_type(id=self._make_tool_call_id(call.name), name=call.name, arguments=call.arguments)
-                for call in said.calls
-            ]
-            return said.reasoning, said.content, calls
-
-    return OurParser

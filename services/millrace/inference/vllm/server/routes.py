@@ -14,8 +14,7 @@ What vLLM has no field for would be ignored: if an answer depends on it, it is r
 import asyncio
 import json
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Collection, Mapping
-from contextlib import aclosing
+from collections.abc import Awaitable, Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -35,6 +34,7 @@ from millrace.inference.model_files import ModelSlot
 from millrace.inference.updater import PolicyUpdater
 from millrace.inference.vllm.engine import VllmEngine
 from millrace.inference.vllm.gate import CALLS, Calls, GenerationGate
+from millrace.inference.vllm.server.spans import add_last_spans, add_spans, name_tokens, rewritten
 from millrace.rollouts import parameters
 from millrace.rollouts import parameters as choices_wire
 from millrace.rollouts.parameters import Fate, Parameter, check_parameters, check_tools
@@ -335,64 +335,3 @@ def _error(error: Exception) -> Response:
     wait_s = getattr(error, "retry_after_s", None)
     headers = {"Retry-After": str(int(wait_s or 1))} if status in (429, 503) else {}
     return JSONResponse(body, status_code=status, headers=headers)
-
-
-# Which policy made which token of an answer: vLLM's spans, put into the bodies and streams of its own handlers.
-#
-# A streamed choice has its spans in its last chunk, the one that says how it ended; token ids and log-probs come with
-# the chunks, as vLLM sends them, and joined are those of the answer in one piece: the spans' indexes count over them.
-
-_DATA = "data: "
-
-
-def add_spans(body: dict[str, Any], calls: Calls) -> None:
-    """`policy_spans` of every choice of a whole answer; the choices are those of the calls, in order."""
-    outputs = [found[index] for found in calls.outputs for index in sorted(found)]
-    if len(outputs) != len(body["choices"]):
-        raise UnavailableError("a choice has no end", reason="GENERATION_ABORTED", remedy="retry")
-    for choice, output in zip(body["choices"], outputs, strict=True):
-        choice["policy_spans"] = spans_of(output)
-        if choice.get("token_ids") is not None and len(choice["token_ids"]) != len(output.token_ids):
-            raise UnavailableError("a choice is not that of its spans", reason="GENERATION_ABORTED", remedy="retry")
-
-
-def add_last_spans(chunk: dict[str, Any], calls: Calls, *, per_call: int) -> None:
-    """`policy_spans` of every choice that ends with this chunk of a stream; each call makes `per_call` choices."""
-    for choice in chunk.get("choices") or []:
-        if choice.get("finish_reason") is not None:
-            number, index = divmod(choice["index"], per_call)
-            choice["policy_spans"] = spans_of(calls.outputs[number][index])
-
-
-def name_tokens(body: dict[str, Any]) -> None:
-    """Name the log-probs of `/inference/v1/generate` as its clients want them: `token_id:N`.
-
-    Those of an answer that is asked for as text have the texts of their tokens, and keep them.
-    """
-    for choice in body.get("choices") or []:
-        for entry in (choice.get("logprobs") or {}).get("content") or []:
-            if "token_id" in entry:
-                entry["token"] = f"token_id:{entry['token_id']}"
-
-
-async def rewritten(events: AsyncGenerator[str, None], change: Callable[[dict[str, Any]], None]) -> AsyncIterator[str]:
-    """vLLM's server-sent events with every JSON object changed; an error's object and [DONE] have no choices."""
-    async with aclosing(events):
-        async for event in events:
-            text = event.strip().removeprefix(_DATA)
-            if not event.startswith(_DATA) or not text.startswith("{"):
-                yield event
-                continue
-            chunk = json.loads(text)
-            change(chunk)
-            yield f"{_DATA}{json.dumps(chunk, separators=(',', ':'), ensure_ascii=False)}\n\n"
-
-
-def spans_of(output: Any) -> list[dict[str, int]]:
-    """The spans of a finished choice [start, end) over its tokens, in order; empty if vLLM reports none."""
-    return [_span(span) for span in output.weight_versions or ()]
-
-
-def _span(span: Any) -> dict[str, int]:
-    lineage, _, version = str(span.version).partition("-")
-    return {"lineage": int(lineage), "version": int(version), "start": span.start, "end": span.end}

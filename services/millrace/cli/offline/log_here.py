@@ -1,0 +1,50 @@
+"""What the dashboard's reader says of a run, asked by this process: of an object store, without a server."""
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from millrace.errors import UnavailableError
+from millrace.readers.dashboard.answers import INDEX_GROWING
+from millrace.readers.dashboard.reader import Reader
+from millrace.runlog.names import Names
+from millrace.runlog.records.run_record import RunRecord
+from millrace.storage import ObjectStore
+from millrace.storage.scratch import scratch_parent
+
+GIVE_UP_S = 1800.0
+"""How long an index may take; one of a million rollouts takes minutes, the first time."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogHere:
+    """The log of one run."""
+
+    record: RunRecord
+    reader: Reader
+    note: Callable[[str], None]
+
+    def ask(self, question: str, params: Mapping[str, str]) -> dict[str, Any]:
+        """The answer, once everything that is in the store is read; `note` is told how far that is."""
+        begun = time.monotonic()
+        while True:
+            try:
+                return self.reader.ask(question, self.record.uid, params)
+            except UnavailableError as error:
+                if error.reason != INDEX_GROWING or time.monotonic() - begun > GIVE_UP_S:
+                    raise
+                self.note(error.message)  # and the next question waits, too
+
+
+@contextlib.contextmanager
+def open_log(store: ObjectStore, prefix: str, uid: str, *, note: Callable[[str], None]) -> Iterator[LogHere]:
+    """The log of a run, with an index of its own in the scratch directory."""
+    names = Names(prefix, uid)
+    record = RunRecord.parse(store.get(names.run_json), where=store.uri(names.run_json), needs=["uid", "name"])
+    reader = Reader(store, prefix, scratch_parent() / "dashboard" / "commands")
+    try:
+        yield LogHere(record=record, reader=reader, note=note)
+    finally:
+        reader.close()
