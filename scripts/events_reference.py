@@ -286,6 +286,14 @@ FAILURES: Texts = {
         "restore it from a replica of the bucket, or fork again",
     ),
     "ENV_ARGS_INVALID": ("`args` of an environment are no JSON object", "correct `orchestrator.env.args`"),
+    "ENV_DATA_MISSING": (
+        "tasks of `harbor` are not on the env-server's machine, and their hub does not answer",
+        "bring them to the directory of the message, or give workers a network",
+    ),
+    "ENV_PACKAGE_MISSING": (
+        "a taskset of `verifiers` plays with an extra of it that is not installed",
+        "run the command of the message, which makes an interpreter with it",
+    ),
     "ENV_IMAGE_MISSING": (
         "no env-server announces the image of `orchestrator.env.image`, or none is without one",
         "start one with `MILLRACE_ENV_IMAGE` (chart: `envServer.pools`), or correct the key",
