@@ -479,9 +479,9 @@ def _shown(raw: bytes) -> str:
 
 def _tokens(response: Mapping[str, Any], choice: Mapping[str, Any]) -> ResponseTokens | None:
     prompt_ids, completion_ids = response.get("prompt_token_ids"), choice.get("token_ids")
-    logprobs = choice.get("logprobs") or {}
-    logprobs: Any = logprobs.get(parameters.LOGPROBS)
-    content = logprobs.get("content")
+    reported = choice.get("logprobs") or {}
+    logprobs: Any = reported.get(parameters.LOGPROBS)
+    content = reported.get("content")
     if logprobs is None and isinstance(content, list):
         logprobs = [entry.get("logprob") for entry in content if isinstance(entry, Mapping)]
     if not (isinstance(prompt_ids, list) and isinstance(completion_ids, list) and isinstance(logprobs, list)):
