@@ -275,6 +275,10 @@ FAILURES: Texts = {
         "strict determinism, and device, threads, releases or packing differ from the checkpoint's",
         'resume under the same conditions, or fork with `trainer.determinism = "best_effort"`',
     ),
+    "CHECKPOINT_DATASET_DIFFERS": (
+        "the rows of `trainer.dataset`, or the chat template, changed since the checkpoint",
+        "restore them and resume, or fork the run",
+    ),
     "CHECKPOINT_INDEX_INVALID": ("the index of a checkpoint's tensors cannot be read", "as for CHECKPOINTS_DAMAGED"),
     "CHECKPOINT_MANIFEST_INVALID": ("a checkpoint's manifest cannot be read", "as for CHECKPOINTS_DAMAGED"),
     "CHECKPOINT_MISMATCH": (

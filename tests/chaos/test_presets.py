@@ -3,6 +3,7 @@
 The undisturbed run is one training over the same log, in this process, from its first batch to its last.
 """
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,16 @@ def test_echo_learns_what_the_environment_said_alike_through_kills(chaos: ChaosS
     flags = ("--orchestrator.env", '[{"id": "code-lookup"}]', "--seq-len", "256", "--orchestrator.algo", algo)
     steps = _prove(chaos, None, *flags, "--orchestrator.sampling.max-tokens", "16")
     assert all(step.metrics["nll/mean"] > 0 for step in steps.values()), steps[0].metrics
+
+
+@pytest.mark.presets
+def test_rows_of_a_dataset_are_learned_beside_rollouts_alike_through_kills(chaos: ChaosStack, tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    words = ("abc", "bcd", "cde", "def", "efg", "fgh", "ghi")
+    path.write_text("".join(json.dumps({"prompt": word, "completion": word[::-1]}) + "\n" for word in words))
+    dataset = json.dumps({"name": str(path), "rows_per_step": 3, "weight": 0.5})
+    steps = _prove(chaos, "gspo", *SAMPLING, "--trainer.dataset", dataset)
+    assert all(step.metrics["dataset_nll/mean"] > 0 for step in steps.values()), steps[0].metrics
 
 
 def _prove(chaos: ChaosStack, preset: str | None, *flags: str) -> dict[int, Any]:

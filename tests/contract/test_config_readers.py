@@ -14,6 +14,7 @@ from millrace_testing import syntax
 
 SERVICES = Path(__file__).parents[2] / "services" / "millrace"
 COLUMNS = ("prompt", "completion", "tool_defs", "chat_template_kwargs")
+TABLES = ("data", "val.data", "trainer.dataset")
 UNREAD = {
     "wandb.project": "readers/exports/wandb_run.py reads the stored document, also of runs of another release",
     "wandb.entity": "as wandb.project",
@@ -27,7 +28,9 @@ UNREAD = {
     "data.loss_mask.tool": "as data.loss_mask.system",
     "val.data.loss_mask.system": "as data.loss_mask.system",
     "val.data.loss_mask.tool": "as data.loss_mask.system",
-    **{f"{key}.columns.{name}": "read by the name of the column" for key in ("data", "val.data") for name in COLUMNS},
+    "trainer.dataset.loss_mask.system": "as data.loss_mask.system",
+    "trainer.dataset.loss_mask.tool": "as data.loss_mask.system",
+    **{f"{key}.columns.{name}": "read by the name of the column" for key in TABLES for name in COLUMNS},
     "seq_len": "only fills the services' keys",
     "algo.preset": "only fills the keys of both sides",
 }

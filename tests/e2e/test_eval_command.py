@@ -19,7 +19,7 @@ from aiohttp import web
 from reverse_text import load_environment
 from transformers import AutoTokenizer
 
-from millrace.config.sections.sft import LossMaskConfig
+from millrace.config.sections.data import LossMaskConfig
 from millrace.local.directory import free_ports
 from millrace.local.redis import die_with_parent
 from millrace.readers.audit import audit_run

@@ -225,6 +225,7 @@ class _Copy:
             item["key"] = self._later(item["key"], sha256=item["sha256"], size_bytes=item["size_bytes"])
         manifest |= {"run_uid": self.target.uid, "run_hash": self.run_hash}
         manifest["chain_hash"] = self.origin.chain_hash.hex()  # of the same history, as the fork's own chain has it
+        manifest.pop("dataset_digest", None)  # a fork may learn other rows: its own checkpoints prove its own
         return with_checksum(manifest)
 
     def _later(self, key: str, *, sha256: str, size_bytes: int | None = None) -> str:

@@ -52,6 +52,7 @@ from millrace.trainer.publish.plan import (
 )
 from millrace.trainer.publish.publisher import AdapterBase, Publisher
 from millrace.trainer.reporter import Reporter
+from millrace.trainer.sft.data import open_dataset
 from millrace.trainer.training import Desk, DeviceTurn, Position, Training
 from millrace.trainer.worker import SilenceTeller
 from millrace.v1 import event_pb2
@@ -153,8 +154,9 @@ def prepare(context: JobContext, names: Names, client: LogClient, record: bytes)
             name = config.trainer.tokenizer.name
             source = directory if name is None else resolve_model_directory(name)
             check_tokenizer(source, model=directory, needs_template=plays_conversations(config))
+    dataset = open_dataset(config.trainer, directory, gang=gang)
     learner = Learner.of_start_model(
-        config, gang=gang, directory=directory, start_directory=directory, code=context.custom_code
+        config, gang=gang, directory=directory, start_directory=directory, code=context.custom_code, dataset=dataset
     )
     hold_run(context, client)
     checkpoints = CheckpointStore(context.store, names, gang=gang)
@@ -185,6 +187,7 @@ def prepare(context: JobContext, names: Names, client: LogClient, record: bytes)
         expert_load=learner.expert_load,
         adapter=learner.adapter,
         base_digest=learner.base_digest,
+        dataset=learner.dataset,
         batches=make_batches(context, names, client, learner, republisher=republisher, chain_hash=position.chain_hash),
         publisher=publisher,
         checkpointer=make_checkpointer(checkpoints, client, learner, reporter),
@@ -263,6 +266,7 @@ def make_batches(
         previous_chain_hash=chain_hash,
         layout=BatchLayout.of(learner.config, learner.packing),
         republisher=republisher,
+        dataset=learner.dataset,
     )
 
 
@@ -274,6 +278,7 @@ def make_author(client: LogClient, learner: Learner) -> Author:
         determinism="strict" if learner.is_strict else "best_effort",
         base_digest=learner.base_digest,
         rows=how_rows_are_made(learner.packing),
+        dataset_digest="" if learner.dataset is None else learner.dataset.digest,
     )
 
 

@@ -163,7 +163,7 @@ def forward_backward(
         for micro_batch, samples in run.micro_batches(minibatch):
             inputs, logprobs_BT, entropy_BT = run.loss_inputs(micro_batch)
             if groups is not None:
-                counts = [groups[ordinal] for ordinal in micro_batch.ordinal_B] or [1]
+                counts = [groups.get(ordinal, 1) for ordinal in micro_batch.ordinal_B] or [1]
                 inputs = replace(inputs, group_tokens=torch.tensor(counts, device=logprobs_BT.device)[:, None])
             losses = (loss_of or run.loss_of)(inputs, run.config.loss)
             loss = total_loss(losses, rl_divisor=rl_divisor, num_ce_tokens=num_ce_tokens)

@@ -115,6 +115,23 @@ def test_a_dry_run_encodes_the_first_rows_for_a_local_model(tmp_path, capsys, mo
     assert main([*flags, "--val.data.name", str(other)]) == 2 and f"{other}:1" in capsys.readouterr().err
 
 
+def test_a_dry_run_of_rl_encodes_the_first_rows_of_its_dataset(tmp_path, capsys, model):
+    data = tmp_path / "rows.jsonl"
+    flags = ["rl", "--orchestrator.env", '[{"id": "a"}]', "--model.name", str(model), "--dry-run", "--seq-len", "16"]
+    flags += ["--orchestrator.sampling.max-tokens", "8", "--group-size", "2", "--trainer.dataset.name", str(data)]
+    assert main(flags) == 0
+    assert f"note: trainer.dataset: there is no {data} on this machine" in capsys.readouterr().err
+    data.write_text(messages("t2 t3") * 19 + messages("t2 " * 20))
+    assert main(flags) == 0
+    said = capsys.readouterr()
+    assert "of the first 20 rows 1 are cut at trainer.model.seq_len = 16; the longest has 23 tokens" in said.err
+    assert json.loads(said.out)["trainer"]["dataset"]["rows_per_step"] == 16
+    data.write_text(messages("t2") + messages("t2 t47 t3"))
+    assert main(flags) == 2
+    said = capsys.readouterr()
+    assert not said.out and "trainer.dataset.name: " in said.err and f"{data}:2" in said.err
+
+
 def test_output_and_exit_code_are_the_trainers(tmp_path):
     process = start(tmp_path, "--model.name", "gpt2", "--max-steps", "3", "--run.name", "warm")
     out, err = process.communicate(timeout=60)

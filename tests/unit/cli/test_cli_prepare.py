@@ -82,6 +82,15 @@ def test_relative_model_is_absolute_for_a_stack_of_this_machine(rl, tmp_path):
     assert prepare(["@", str(rl), "--server", "10.0.0.1:2"], environ={}).config.model.name == "outputs/warm"
 
 
+def test_relative_rows_are_absolute_for_a_stack_of_this_machine(rl, tmp_path):
+    (tmp_path / "rows.jsonl").write_text("{}")
+    flags = ["@", str(rl), "--trainer.dataset.name", "rows.jsonl", "--server"]
+    here = prepare([*flags, "127.0.0.1:2"], environ={}).config
+    assert here.trainer.dataset is not None and here.trainer.dataset.name == str(tmp_path / "rows.jsonl")
+    away = prepare([*flags, "10.0.0.1:2"], environ={}).config
+    assert away.trainer.dataset is not None and away.trainer.dataset.name == "rows.jsonl"
+
+
 @pytest.fixture
 def split(rl, tmp_path) -> list[str]:
     """The arguments of a run with one file per service."""

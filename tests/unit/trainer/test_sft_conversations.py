@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from millrace.config.sections.sft import LossMaskConfig
+from millrace.config.sections.data import LossMaskConfig
 from millrace.errors import InvalidSpecError
 from millrace.models.vocabulary import load_tokenizer
 from millrace.trainer.sft.conversation import BadRowError, ConversationEncoder

@@ -16,7 +16,7 @@ import zstandard
 from pyarrow import ipc
 from pyarrow import parquet as pq
 
-from millrace.config.sections.sft import DataSourceConfig
+from millrace.config.sections.data import DataSourceConfig
 from millrace.errors import InvalidSpecError, InvalidStateError, MillraceError, NotFoundError
 from millrace.trainer.sft import readers
 from millrace.trainer.sft.rows import conversation_of, digest_rows, load_rows, load_sources

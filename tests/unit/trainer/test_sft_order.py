@@ -6,7 +6,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from millrace.config.sections.sft import DataSourceConfig, SFTConfig
+from millrace.config.sections.data import DataSourceConfig
+from millrace.config.sections.sft import SFTConfig
 from millrace.errors import InvalidSpecError, NotFoundError
 from millrace.rollouts.types import TrainSample
 from millrace.trainer.sft.data import Order, mix, take_full, take_rows

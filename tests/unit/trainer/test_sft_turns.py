@@ -9,7 +9,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from millrace.config.sections.sft import LossMaskConfig
+from millrace.config.sections.data import LossMaskConfig
 from millrace.trainer.sft.conversation import ConversationEncoder
 from millrace.trainer.sft.data import RowEncoder
 from millrace.trainer.sft.rendering import BadRowError

@@ -252,7 +252,7 @@ def _with_checked_model(loaded: Loaded[RLConfig], server: str | None) -> Loaded[
     elif parse_address(server)[0] in LOOPBACK:
         # It may live in a container with files of its own: what is not here is left to its trainer, whose answer
         # names the directory that it looked in.
-        return _with_absolute_model(loaded)
+        return _with_absolute_rows(_with_absolute_model(loaded))
     return loaded
 
 
@@ -266,6 +266,17 @@ def _with_absolute_model(loaded: Loaded[RLConfig]) -> Loaded[RLConfig]:
         return loaded
     absolute = str(Path(name).expanduser().resolve())
     return replace(loaded, config=loaded.config.with_model(absolute))
+
+
+def _with_absolute_rows(loaded: Loaded[RLConfig]) -> Loaded[RLConfig]:
+    """Name the files of `[trainer.dataset]` by their absolute path if they are here, as those of the model."""
+    trainer = loaded.config.trainer
+    if trainer.dataset is None or not Path(trainer.dataset.name).expanduser().exists():
+        return loaded
+    absolute = str(Path(trainer.dataset.name).expanduser().resolve())
+    dataset = trainer.dataset.model_copy(update={"name": absolute})
+    trainer = trainer.model_copy(update={"dataset": dataset})
+    return replace(loaded, config=loaded.config.model_copy(update={"trainer": trainer}))
 
 
 # Names for runs that are to be made.
@@ -346,14 +357,18 @@ def look_at_model(key: str, name: str, *, tokenizer: str | None, needs_template:
 
 
 def look_at_models(config: RLConfig) -> None:
-    """Look at the model of an RL run, with the tokenizer that it is published with."""
-    look_at_model(
+    """Look at the model of an RL run, with the tokenizer that it is published with, and at the rows that it learns."""
+    is_here = look_at_model(
         "trainer.model.name",
         config.trainer.model.name,
         tokenizer=config.trainer.tokenizer.name,
         needs_template=plays_conversations(config),
         output_dir=config.output_dir,
     )
+    if is_here and config.trainer.dataset is not None:
+        look = importlib.import_module("millrace.trainer.sft.look")
+        for note in look.look_at_dataset(config, directory=Path(config.trainer.model.name).expanduser()):
+            click.echo(f"note: trainer.dataset: {note}", err=True)
 
 
 # Whether a model's name is a path, and whether the path holds a model: asked before anything starts.

@@ -120,7 +120,7 @@ SAMPLED_BY_OTHERS = (
 )
 ROWS_ALONE = (
     "training on the rows of a dataset, without rollouts, is a run of its own: give the rows to `millrace sft` "
-    "(docs/guides/sft.md)"
+    "(docs/guides/sft.md); `[trainer.dataset]` learns them beside the rollouts of a run"
 )
 UNBUILT_ALGORITHMS = ("dataset_sft", "debug", "sft")
 """Names of algorithms that prime-rl has and no run bears yet."""

@@ -55,6 +55,7 @@ class RLConfig(SharedKeys):
             *broken_compile_rules(self.trainer),
             *broken_format_rules(self.trainer.model, prefix="trainer."),
             *self.trainer.loss.broken_rules("trainer.loss"),
+            *(self.trainer.dataset.broken_rules("trainer.dataset") if self.trainer.dataset else ()),
             *self.inference.broken_rules(),
             *self._constrained_calls(),
             *self._too_many_minibatches(),
@@ -137,7 +138,9 @@ class TrainerPart(SharedKeys):
     def broken_rules(self) -> list[BrokenRule]:
         """Rules over several keys that do not hold."""
         schedule = self.trainer.scheduler.broken_rules(self.trainer.optim, self.trainer.max_steps, prefix="trainer.")
-        return [*schedule, *self.trainer.loss.broken_rules("trainer.loss"), *super().broken_rules()]
+        dataset = self.trainer.dataset
+        sources = () if dataset is None else dataset.broken_rules("trainer.dataset")
+        return [*schedule, *self.trainer.loss.broken_rules("trainer.loss"), *sources, *super().broken_rules()]
 
 
 class OrchestratorPart(SharedKeys):

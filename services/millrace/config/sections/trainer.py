@@ -7,6 +7,7 @@ from typing import Any, Literal
 from pydantic import field_validator
 
 from millrace.config.section import BrokenRule, ConfigSection, broken, option, table
+from millrace.config.sections.data import DatasetConfig
 from millrace.config.sections.loss import LossConfig
 from millrace.config.sections.shared import DEFAULT_MODEL, SHARED_MODEL, CheckpointConfig
 from millrace.config.tree import Facts, Limit, OnlyFor
@@ -420,6 +421,7 @@ class TrainerConfig(ConfigSection):
     optim: OptimConfig = table(OptimConfig, "The optimizer.")
     scheduler: SchedulerConfig = table(SchedulerConfig, "Learning rate over the steps.")
     loss: LossConfig = table(LossConfig, "The loss.")
+    dataset: DatasetConfig | None = option(None, "Rows of a dataset that every step learns, too; none if left out.")
     policy: PolicyConfig = table(PolicyConfig, "Published versions of the policy.")
     ckpt: CheckpointConfig | None = option(None, "Checkpoints; off if left out.", facts=Facts(shared="ckpt"))
     max_steps: int | None = option(

@@ -28,7 +28,7 @@ from millrace.runlog import Names
 from millrace.runlog.records.run_record import RunOrigin, RunRecord, list_policies, parse_origin
 from millrace.storage.base import ObjectStore
 from millrace.storage.scratch import owned_directory
-from millrace.trainer.checkpoint.manifest import CheckpointManifest, conditions
+from millrace.trainer.checkpoint.manifest import CheckpointManifest, conditions, require_same_dataset
 from millrace.trainer.checkpoint.resume import describe, first_whole, restore
 from millrace.trainer.checkpoint.store import CheckpointStore
 from millrace.trainer.gang.devices import RandomState
@@ -46,6 +46,7 @@ from millrace.trainer.losses.corrections import regularized
 from millrace.trainer.losses.custom import load_custom_loss
 from millrace.trainer.model.pretrained import resolve_model_directory
 from millrace.trainer.model.published import policy_tensors
+from millrace.trainer.sft.data import open_dataset
 
 OnStep = Callable[[int, int], None]
 """Hears (steps done, steps to do)."""
@@ -101,6 +102,7 @@ class Replayer:
                 run_hash=record.run_hash,
                 previous_chain_hash=start.chain_hash,
                 layout=BatchLayout.of(config.trainer, learner.packing),
+                dataset=learner.dataset,
             )
             yield cls(
                 learner,
@@ -245,10 +247,12 @@ def _new_learner(
     # What is compared with the start model begins there: the checkpoint says which one it needs.
     is_start = checkpoint is None or config.trainer.loss.kl is not None
     with _model_directory(store, names, config, 0 if is_start else version, is_start=is_start) as directory:
+        dataset = open_dataset(config.trainer, directory, gang=gang)
         learner = Learner.of_start_model(
-            config, gang=gang, directory=directory, start_directory=directory, code=EVERYTHING
+            config, gang=gang, directory=directory, start_directory=directory, code=EVERYTHING, dataset=dataset
         )
     if conditions_of is not None:
+        require_same_dataset(conditions_of, dataset_digest="" if learner.dataset is None else learner.dataset.digest)
         torch.set_num_threads(int(conditions_of.conditions.get("num_threads", torch.get_num_threads())))
     return learner
 

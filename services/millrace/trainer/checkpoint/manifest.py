@@ -40,6 +40,7 @@ class Author:
     """Who writes checkpoints: the run's config, the fencing epoch, and what its manifests say of the trainer.
 
     `rows` is how its rows are made (`plan.how_rows_are_made`); empty where they may change from start to start.
+    `dataset_digest` is that of the dataset whose rows it learns beside rollouts, if there is one.
     """
 
     run_hash: str
@@ -47,6 +48,7 @@ class Author:
     determinism: str
     base_digest: str = ""
     rows: str = ""
+    dataset_digest: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,6 +57,7 @@ class CheckpointManifest:
 
     `base_digest` is that of the start model where the state is that of adapters on it, or the loss compares with it.
     `num_skipped` are the steps in a row, up to this one, that changed nothing because they were not finite.
+    `dataset_digest` is that of `Author`.
     """
 
     format: int
@@ -71,6 +74,7 @@ class CheckpointManifest:
     created: str
     base_digest: str = ""
     num_skipped: int = 0
+    dataset_digest: str = ""
 
     @property
     def size_bytes(self) -> int:
@@ -114,6 +118,7 @@ def _manifest(fields: Fields) -> CheckpointManifest:
         created=fields.text("created"),
         base_digest=fields.text("base_digest"),
         num_skipped=fields.integer("num_skipped") if fields.has("num_skipped") else 0,
+        dataset_digest=fields.text("dataset_digest", most=64) if fields.has("dataset_digest") else "",
     )
 
 
@@ -182,3 +187,19 @@ def require_same_base(manifest: CheckpointManifest, *, base_digest: str) -> None
         reason="CHECKPOINT_BASE_DIFFERS",
         remedy="give the trainer the model that the run began with, under trainer.model.name and in the same formats",
     )
+
+
+def require_same_dataset(manifest: CheckpointManifest, *, dataset_digest: str) -> None:
+    """Raise InvalidStateError if the rows of `[trainer.dataset]`, or the chat template, changed since the checkpoint.
+
+    The checkpoint that a fork begins with says nothing of them.
+    """
+    if manifest.dataset_digest and manifest.dataset_digest != dataset_digest:
+        raise InvalidStateError(
+            f"checkpoint {manifest.step} of run {manifest.run_uid} was trained on other rows of trainer.dataset, or "
+            f"under another chat template, than are there now (digest {manifest.dataset_digest or 'none'}, now "
+            f"{dataset_digest or 'none'}): the next steps would take some rows twice, and some never",
+            reason="CHECKPOINT_DATASET_DIFFERS",
+            remedy="restore the files of trainer.dataset.name and the chat template, then `millrace run resume` the "
+            "run; to go on with other rows fork it (`millrace run fork`)",
+        )

@@ -25,7 +25,13 @@ from millrace.storage.base import ObjectStore
 from millrace.telemetry import faults
 from millrace.telemetry.faults import Point
 from millrace.trainer.background import BackgroundWork, BackgroundWriter
-from millrace.trainer.checkpoint.manifest import Author, CheckpointManifest, require_same_base, require_same_conditions
+from millrace.trainer.checkpoint.manifest import (
+    Author,
+    CheckpointManifest,
+    require_same_base,
+    require_same_conditions,
+    require_same_dataset,
+)
 from millrace.trainer.checkpoint.store import CheckpointStore, WrittenCheckpoint
 from millrace.trainer.gang.agreement import agreed
 from millrace.trainer.gang.distributed import Gang
@@ -182,6 +188,7 @@ def resume(
 
     def restore_one(manifest: CheckpointManifest) -> None:
         with agreed(gang):
+            require_same_dataset(manifest, dataset_digest=author.dataset_digest)
             if author.determinism == "strict":
                 require_same_conditions(manifest, run_hash=author.run_hash, device=gang.device, rows=author.rows)
         restore(checkpoints, manifest, model, optimizer, gang=gang, base_digest=author.base_digest, more=more)

@@ -145,6 +145,7 @@ class CheckpointStore:
             created=datetime.now(UTC).isoformat(timespec="milliseconds"),
             base_digest=author.base_digest,
             num_skipped=num_skipped,
+            dataset_digest=author.dataset_digest,
         )
         with contextlib.ExitStack() as owned:
             with agreed(self._gang):

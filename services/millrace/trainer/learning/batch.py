@@ -8,7 +8,7 @@ Shape suffixes: B samples, T longest sample, R rows of the model, L longest row,
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Self
+from typing import Protocol, Self
 
 import numpy as np
 import torch
@@ -186,13 +186,27 @@ class MicroBatch:
         counts = dict[int, int]()
         rows = (self.loss_mask_BT & (self.rl_weights_BT != 0)).sum(dim=-1).tolist()
         for ordinal, count in zip(self.ordinal_B, rows, strict=False):  # the row of padding has no ordinal
-            counts[ordinal] = counts.get(ordinal, 0) + count
+            if count:  # rows of a dataset are of no group
+                counts[ordinal] = counts.get(ordinal, 0) + count
         return counts
 
     @property
     def num_ce_tokens(self) -> int:
         """Return the number of tokens of the cross-entropy component."""
         return int((self.ce_weights_BT != 0).sum())
+
+
+class StepRows(Protocol):
+    """Rows of a dataset that steps learn beside rollouts; `trainer.sft.data.DatasetRows` are some."""
+
+    @property
+    def digest(self) -> str:
+        """Return what says which rows they are."""
+        ...
+
+    def samples(self, step: int) -> list[TrainSample]:
+        """Return those of a step, with cross-entropy weights."""
+        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

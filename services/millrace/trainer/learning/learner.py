@@ -25,7 +25,7 @@ from millrace.policies.tensors import TensorBytes
 from millrace.trainer.gang.agreement import agreed
 from millrace.trainer.gang.devices import resolve_determinism, seed_rank, set_determinism
 from millrace.trainer.gang.distributed import Gang
-from millrace.trainer.learning.batch import MicroBatch, Minibatch
+from millrace.trainer.learning.batch import MicroBatch, Minibatch, StepRows
 from millrace.trainer.learning.forward import token_logprobs
 from millrace.trainer.learning.metrics import ExpertLoad
 from millrace.trainer.learning.optimizer import PolicyOptimizer
@@ -242,12 +242,22 @@ class Learner:
     expert_load: ExpertLoad | None = None
     adapter: AdapterSpec | None = None
     base_digest: str = ""
+    dataset: StepRows | None = None
 
     @classmethod
     def of_start_model(
-        cls, config: LearnerConfig, *, gang: Gang, directory: Path, start_directory: Path, code: CustomCode
+        cls,
+        config: LearnerConfig,
+        *,
+        gang: Gang,
+        directory: Path,
+        start_directory: Path,
+        code: CustomCode,
+        dataset: StepRows | None = None,
     ) -> Self:
         """Make the learner of a run with the model in `directory`; the start model is in `start_directory`.
+
+        `dataset` has the rows that its steps learn beside rollouts.
 
         InvalidSpecError if the loss is the user's own and cannot be used, before anything is loaded. Collective in a
         gang.
@@ -295,6 +305,7 @@ class Learner:
             expert_load=ExpertLoad.of(model),
             adapter=built.adapter,
             base_digest=built.base_digest,
+            dataset=dataset,
         )
 
     @property

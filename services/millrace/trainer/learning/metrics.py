@@ -18,6 +18,7 @@ from millrace.trainer.losses.base import TokenLosses, k3, outside_support
 from millrace.trainer.model.expert_parallel import experts_of
 
 ON_POLICY_KL = "on_policy_mismatch_kl"
+DATASET_NLL = "dataset_nll"
 _MEANS = (
     "loss",
     "mismatch_kl",
@@ -32,6 +33,7 @@ _MEANS = (
     "is_outside_support",
     "entropy",
     "nll",
+    DATASET_NLL,
     "ratio",
     "ratio_squared",
     "reference_kl",
@@ -157,6 +159,8 @@ class StepMetrics:
             self._add("is_outside_support", is_outside, micro_batch.loss_mask_BT)
         own_entropy = self._add_by_env("entropy", entropy_BT, sampled, micro_batch)
         self._add("nll", -trainer_logprobs_BT, losses.ce_members)
+        is_dataset_B1 = ~micro_batch.loss_mask_BT.any(dim=-1, keepdim=True)  # nothing in the row was sampled
+        self._add(DATASET_NLL, -trainer_logprobs_BT, losses.ce_members & is_dataset_B1)
         return math.isfinite(own_loss) and math.isfinite(own_entropy)
 
     @torch.no_grad()
@@ -390,7 +394,12 @@ def find_not_finite(
 
 def describe_not_finite(header: batch_pb2.BatchHeader, found: Sequence[NotFinite]) -> str:
     """Describe which samples of a batch are not finite, and at which token first."""
-    first = min(found)
+    first, num_samples = min(found), len(header.samples)
+    if first.sample >= num_samples:
+        return (
+            f"the {first.what} of step {header.step + 1} is not finite in row {first.sample - num_samples} of those "
+            f"that it took of trainer.dataset, at its token {first.token} ({first.numbers})"
+        )
     sample = header.samples[first.sample]
     which = ", ".join(str(each.sample) for each in sorted(found)[:8]) + (", …" if len(found) > 8 else "")
     return (

@@ -22,7 +22,7 @@ from millrace.runlog.records.run_record import list_checkpoints
 from millrace.storage.base import ObjectStore
 from millrace.trainer.gang.agreement import agreed
 from millrace.trainer.gang.distributed import Gang
-from millrace.trainer.learning.batch import BatchLayout, MicroBatch, Minibatch, build_micro_batch
+from millrace.trainer.learning.batch import BatchLayout, MicroBatch, Minibatch, StepRows, build_micro_batch
 from millrace.trainer.learning.plan import Rows, in_order, plan_micro_batches, plan_minibatches
 from millrace.trainer.log.background import StopRequested
 
@@ -107,6 +107,7 @@ class Batches:
         previous_chain_hash: bytes,
         layout: BatchLayout,
         republisher: PolicyRepublisher | None = None,
+        dataset: StepRows | None = None,
     ) -> None:
         self._log = batch_log
         self._gang = gang
@@ -115,6 +116,7 @@ class Batches:
         self._chain_hash = previous_chain_hash
         self._layout = layout
         self._republisher = republisher
+        self._dataset = dataset
 
     def follow(self, start_step: int) -> Iterator[Batch]:
         """Yield every batch from `start_step` on, the closing header last; raise StopRequested between batches."""
@@ -176,15 +178,22 @@ class Batches:
                     raise InternalError(f"rank 0 sent {order[:4]!r} while batch {step} was awaited")
 
     def _minibatches(self, header: batch_pb2.BatchHeader) -> list[Minibatch]:
-        """Read, verify and pad this rank's samples."""
+        """Read, verify and pad this rank's samples.
+
+        The indices of the dataset's rows follow those of the sample table; each minibatch has its share of the rows.
+        """
         layout, is_closing = self._layout, closes_run(header)
-        count = 1 if is_closing else layout.minibatches
-        plans = [
-            self._plan(header, part) for part in plan_minibatches([entry.ordinal for entry in header.samples], count)
-        ]
-        indices = [index for plan in plans for rows in plan for row in rows for index in row]
+        parts = plan_minibatches([entry.ordinal for entry in header.samples], 1 if is_closing else layout.minibatches)
+        rows = [] if self._dataset is None or is_closing else self._dataset.samples(header.step)
+        end = len(header.samples)
+        lengths = [*(entry.length for entry in header.samples), *(row.num_tokens for row in rows)]
+        dealt = [[*part, *range(end + at, len(lengths), len(parts))] for at, part in enumerate(parts)]
+        plans = [self._plan(lengths, part) for part in dealt]
+        places = {index for plan in plans for rows_of_plan in plan for row in rows_of_plan for index in row}
+        indices = sorted(index for index in places if index < end)
         chunks = self._log.read_chunks(header.step, chunks_for(header, indices))
         samples: dict[int, TrainSample] = dict(zip(indices, unpack_batch(header, chunks, only=indices), strict=True))
+        samples |= {end + at: row for at, row in enumerate(rows)}
         return [self._minibatch(plan, samples) for plan in plans]
 
     def _minibatch(self, plan: Sequence[Rows], samples: Mapping[int, TrainSample]) -> Minibatch:
@@ -203,10 +212,10 @@ class Batches:
             places.append(flat)
         return Minibatch(micro_batches=micro_batches, samples=places)
 
-    def _plan(self, header: batch_pb2.BatchHeader, part: Sequence[int]) -> list[Rows]:
-        """Plan this rank's micro-batches of some samples, as indices into the sample table."""
+    def _plan(self, lengths: Sequence[int], part: Sequence[int]) -> list[Rows]:
+        """Plan this rank's micro-batches of some samples, as their places in `lengths`."""
         plan = plan_micro_batches(
-            [min(header.samples[index].length, self._layout.seq_len) for index in part],
+            [min(lengths[index], self._layout.seq_len) for index in part],
             max_tokens=self._layout.micro_batch_tokens,
             world_size=self._gang.layout.data_size,
             packing=self._layout.packing,

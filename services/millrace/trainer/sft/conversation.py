@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any, NamedTuple
 
-from millrace.config.sections.sft import LossMaskConfig
+from millrace.config.sections.data import LossMaskConfig
 from millrace.models.vocabulary import TEMPLATE_ERRORS
 from millrace.policies.stops import TurnStops, common_prefix, special_tokens, turn_stops
 from millrace.trainer.sft.rendering import (

@@ -4,15 +4,23 @@ import hashlib
 import json
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from functools import lru_cache, partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from millrace.config.sections.sft import LossMaskConfig, SFTConfig, SFTDataConfig, SFTValDataConfig
+from millrace.config.sections.data import DatasetConfig, LossMaskConfig
+from millrace.config.sections.sft import SFTConfig, SFTDataConfig, SFTValDataConfig
+from millrace.config.sections.trainer import TrainerConfig
 from millrace.errors import InvalidSpecError, Violation
+from millrace.models.vocabulary import require_tokenizer
 from millrace.policies.stops import TurnStops, turn_stops
 from millrace.rollouts.types import TrainSample
+from millrace.trainer.gang.agreement import agreed
+from millrace.trainer.gang.distributed import Gang
+from millrace.trainer.model.pretrained import resolve_model_directory
 from millrace.trainer.sft.conversation import ConversationEncoder
 from millrace.trainer.sft.rendering import BadRowError, TextTokens
 from millrace.trainer.sft.rows import Row, Source, conversation_of, digest_rows, joined, load_sources
@@ -22,6 +30,8 @@ from millrace.trainer.sft.rows import Row, Source, conversation_of, digest_rows,
 # Without a chat template, rows are text: prompt and completion are joined and end with the end-of-sequence token.
 
 logger = logging.getLogger(__name__)
+
+KEY = "trainer.dataset"
 
 _LOOKED_AT = 256  # rows that are looked at before the first step
 _MOST_BAD = 0.1  # share of the rows seen that may be left out because they cannot be encoded
@@ -47,12 +57,14 @@ class RowEncoder:
         loss_mask: LossMaskConfig | None = None,
         stops: TurnStops | None = None,
         key: str = "data",
+        length_key: str | None = None,
     ) -> None:
         """Encode with a tokenizer and its chat template; `stops` are known to the tokenizer if left out.
 
-        `key` is the table of the config that names the rows, for messages.
+        For messages, `key` is the table of the config that names the rows, `length_key` the key of `seq_len`.
         """
         self._key = key
+        self._length_key = length_key or f"{key}.seq_len"
         self._tokenizer = tokenizer
         self._stops = stops or turn_stops(tokenizer)
         self._seq_len = seq_len
@@ -120,12 +132,12 @@ class RowEncoder:
             raise InvalidSpecError([self._first_bad], remedy=_BAD_REMEDY)
         if self.longest > self._seq_len:
             problem = Violation(
-                field=f"{self._key}.seq_len",
+                field=self._length_key,
                 value=str(self._seq_len),
                 message=f"leaves no completion token in any of {self.num_rows} rows, so there is nothing to train on; "
                 f"the longest row has {self.longest} tokens",
             )
-            raise InvalidSpecError([problem], remedy=f"set {self._key}.seq_len to {self.longest} to cut no row")
+            raise InvalidSpecError([problem], remedy=f"set {self._length_key} to {self.longest} to cut no row")
         problem = Violation(field=f"{self._key}.name", message=f"none of {self.num_rows} rows has a completion token")
         raise InvalidSpecError(
             [problem], remedy=f"give the rows completions, or train on other roles ({self._key}.loss_mask)"
@@ -135,7 +147,7 @@ class RowEncoder:
         """Log how many rows were cut, dropped, left out, shown no tools or marked by the template so far, if any."""
         if self.num_cut or self.num_dropped:
             logger.warning(
-                f"rows were cut at {self._key}.seq_len, or dropped because no completion token was left",
+                f"rows were cut at {self._length_key}, or dropped because no completion token was left",
                 extra={
                     "rows": self.num_rows,
                     "cut": self.num_cut,
@@ -305,7 +317,86 @@ class FineTuningData:
         return self._encoder.encode(self.train.rows[index], place=self.train.place(index))
 
 
-def _mixed(sources: Sequence[Source], data: SFTDataConfig | SFTValDataConfig) -> np.ndarray:
+class DatasetRows:
+    """The rows of a dataset that the steps of an RL run learn beside its rollouts (`[trainer.dataset]`).
+
+    Which rows a step has is a pure function of the step, the config and the rows.
+    """
+
+    def __init__(self, config: DatasetConfig, tokenizer: object, *, seq_len: int, stops: TurnStops) -> None:
+        """Raise InvalidSpecError (DATA_INVALID) or NotFoundError (DATA_NOT_FOUND) if the rows cannot be learned."""
+        sources = load_sources(config, key=KEY)
+        self._rows = joined(sources)
+        self._order = Order(
+            _mixed(sources, config), batch_size=config.rows_per_step, shuffle=config.shuffle, seed=config.seed
+        )
+        self._encoder = RowEncoder(
+            tokenizer,
+            seq_len=seq_len,
+            loss_mask=config.loss_mask,
+            stops=stops,
+            key=KEY,
+            length_key="trainer.model.seq_len",
+        )
+        self._weight = np.float32(config.weight)
+        self._is_told = False
+        taken = self._order.first_pass(max_steps=None)
+        self._encoder.require_completion((self._rows.rows[index], self._rows.place(index)) for index in taken)
+        parts = [digest_rows(self._rows.rows), getattr(tokenizer, "chat_template", None)]
+        self.digest = hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+        """SHA-256 (hex) of the rows, in order, and of the chat template."""
+
+    def samples(self, step: int) -> list[TrainSample]:
+        """Return the samples of a step's rows, without those that have no trained token.
+
+        InvalidSpecError (DATA_INVALID) once more than a tenth of the rows seen cannot be encoded.
+        """
+        rows = self._order.rows_of(step)
+        found = [self._encoder.encode(self._rows.rows[row], place=self._rows.place(row)) for row in rows]
+        if not self._is_told or step % max(self._order.steps_per_pass, 1) == 0:
+            self._is_told = True
+            self._encoder.warn_of_losses()
+        return [
+            replace(each, ce_weights=each.ce_weights * self._weight)
+            for each in found
+            if each is not None and each.ce_weights is not None
+        ]
+
+
+def open_dataset(config: TrainerConfig, directory: Path, *, gang: Gang) -> DatasetRows | None:
+    """Open the rows of `[trainer.dataset]`, if there are any, for the model in `directory`. Collective in a gang.
+
+    Raises what `DatasetRows` raises, and InvalidSpecError where ranks hold other rows.
+    """
+    if config.dataset is None:
+        return None
+    with agreed(gang):
+        name = config.tokenizer.name
+        source = directory if name is None else resolve_model_directory(name)
+        tokenizer = require_tokenizer(source, model=directory, needs_template=False)  # rows of text need none
+        stops = turn_stops(tokenizer, directory)
+        dataset = DatasetRows(config.dataset, tokenizer, seq_len=config.model.seq_len, stops=stops)
+    require_one_dataset(dataset, gang=gang)
+    return dataset
+
+
+def require_one_dataset(dataset: DatasetRows, *, gang: Gang) -> None:
+    """Raise InvalidSpecError at every rank unless all have the same rows. Collective in a gang.
+
+    Ranks that plan with other rows would wait for each other for ever.
+    """
+    digests = gang.agree(lambda: dataset.digest)
+    others = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
+    if others:
+        message = f"holds other rows, or the tokenizer another chat template, at the ranks {others} than at rank 0"
+        raise InvalidSpecError(
+            [Violation(field="trainer.dataset.name", message=message)],
+            reason="DATA_INVALID",
+            remedy="give every machine of the trainer the same files",
+        )
+
+
+def _mixed(sources: Sequence[Source], data: SFTDataConfig | SFTValDataConfig | DatasetConfig) -> np.ndarray:
     """Return the rows of one pass over sources, as indices into all rows."""
     return mix(
         [len(source.rows) for source in sources],

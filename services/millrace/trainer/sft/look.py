@@ -4,11 +4,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from millrace.config.sections.sft import DataSourceConfig, SFTConfig
+from millrace.config.sections.data import DataSourceConfig
+from millrace.config.sections.rl import RLConfig
+from millrace.config.sections.sft import SFTConfig
 from millrace.errors import InvalidSpecError
 from millrace.models.vocabulary import require_tokenizer
 from millrace.policies.stops import turn_stops
-from millrace.trainer.sft.data import RowEncoder
+from millrace.trainer.sft.data import KEY, RowEncoder
 from millrace.trainer.sft.rows import Source, is_conversation, is_local, is_there, load_rows
 
 _MOST = 256
@@ -45,7 +47,7 @@ def first_rows(key: str, table: DataSourceConfig) -> FirstRows | None:
 def look_at_rows(config: SFTConfig, found: FirstRows, *, directory: Path) -> Iterator[str]:
     """Encode rows for the model in `directory`; notes on what is cut or left out.
 
-    InvalidSpecError as a run that starts, if these are all rows: among more rows a run may find enough that are good.
+    Raises as `look`.
     """
     tokenizer = require_tokenizer(directory, model=directory, needs_template=found.have_conversations)
     data = config.data if config.val is None or found.key == "data" else config.val.data
@@ -56,6 +58,39 @@ def look_at_rows(config: SFTConfig, found: FirstRows, *, directory: Path) -> Ite
         stops=turn_stops(tokenizer, directory),
         key=found.key,
     )
+    yield from look(found, encoder, cut=f"{found.key}.seq_len = {data.seq_len}")
+
+
+def look_at_dataset(config: RLConfig, *, directory: Path) -> Iterator[str]:
+    """Encode the first rows of `[trainer.dataset]` for the model in `directory`, if they are here; notes on them.
+
+    Raises as `look`.
+    """
+    dataset, trainer = config.trainer.dataset, config.trainer
+    if dataset is None:
+        return
+    if (found := first_rows(KEY, dataset)) is None:
+        if is_local(dataset.name):
+            yield f"there is no {dataset.name} on this machine, so no row was looked at"
+        return
+    source = directory if trainer.tokenizer.name is None else Path(trainer.tokenizer.name).expanduser()
+    tokenizer = require_tokenizer(source, model=directory, needs_template=found.have_conversations)
+    encoder = RowEncoder(
+        tokenizer,
+        seq_len=trainer.model.seq_len,
+        loss_mask=dataset.loss_mask,
+        stops=turn_stops(tokenizer, directory),
+        key=KEY,
+        length_key="trainer.model.seq_len",
+    )
+    yield from look(found, encoder, cut=f"trainer.model.seq_len = {trainer.model.seq_len}")
+
+
+def look(found: FirstRows, encoder: RowEncoder, *, cut: str) -> Iterator[str]:
+    """Encode rows; notes on what is cut at the length that `cut` names, or left out.
+
+    InvalidSpecError as a run that starts, if these are all rows: among more rows a run may find enough that are good.
+    """
     places = [found.source.place(index) for index in range(len(found.source.rows))]
     rows = list(zip(found.source.rows, places, strict=True))
     try:
@@ -68,7 +103,7 @@ def look_at_rows(config: SFTConfig, found: FirstRows, *, directory: Path) -> Ite
         yield f"of the first {len(rows)} rows: {error}"
         return
     counts = {
-        f"cut at {found.key}.seq_len = {data.seq_len}": encoder.num_cut,
+        f"cut at {cut}": encoder.num_cut,
         "dropped, because no token that is trained on is left": encoder.num_dropped,
         "left out, because they cannot be encoded": encoder.num_bad,
     }

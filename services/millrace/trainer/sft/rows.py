@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from millrace.config.sections.sft import DataSourceConfig
+from millrace.config.sections.data import DataSourceConfig
 from millrace.trainer.sft.readers import TOOLS, JsonRow, Place, Row, RowReader, without_nulls
 from millrace.trainer.sft.rendering import Conversation, Message
 

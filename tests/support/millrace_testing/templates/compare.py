@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from millrace.config.sections.sft import LossMaskConfig
+from millrace.config.sections.data import LossMaskConfig
 from millrace.policies.stops import TurnStops, turn_stops
 from millrace.trainer.sft.conversation import ConversationEncoder
 from millrace.trainer.sft.rendering import BadRowError

@@ -1,0 +1,127 @@
+"""Rows of a dataset: where they come from, and which of their messages are trained on."""
+
+from collections.abc import Iterator
+from typing import Literal
+
+from pydantic import field_validator
+
+from millrace.config.section import BrokenRule, ConfigSection, broken, option, required, table
+from millrace.config.tree import Facts
+
+Stopping = Literal["all_exhausted", "first_exhausted"]
+"""When a pass over several subsets or splits ends."""
+
+
+class ColumnsConfig(ConfigSection):
+    """Names of the columns in the data; others are ignored."""
+
+    messages: str = option("messages", "The conversation, such as `conversation`.", min_length=1)
+    prompt: str = option("prompt", "What is answered, such as `instruction`.", min_length=1)
+    completion: str = option("completion", "The answer, such as `response`.", min_length=1)
+    tools: str = option("tools", "Definitions of tools.", min_length=1)
+    tool_defs: str = option("tool_defs", "Definitions of tools, where `tools` has none.", min_length=1)
+    chat_template_kwargs: str = option("chat_template_kwargs", "Arguments of the chat template.", min_length=1)
+
+
+class DataSourceConfig(ConfigSection):
+    """Where rows come from.
+
+    A row has `messages`, or `prompt` and `completion`, both text or both lists of messages; beside them it may have
+    `tools` (or `tool_defs`) and `chat_template_kwargs`, each as it is or as JSON text.
+    """
+
+    name: str = option(
+        "PrimeIntellect/Reverse-Text-SFT",
+        "A file of JSON lines or one JSON array (plain, `.gz`, `.zst`), Parquet or Arrow; a directory of such files; "
+        "or a dataset id of the Hugging Face Hub.",
+        min_length=1,
+    )
+    split: str = option(
+        "train", "Split of a Hub dataset if `splits` is left out; a directory is then read whole.", min_length=1
+    )
+    subsets: list[str] | None = option(
+        None,
+        "Subsets to mix: configurations of a Hub dataset, or `<subset>.jsonl` or directories `<subset>` of a local "
+        "one. The whole data set if left out.",
+    )
+    splits: list[str] | None = option(
+        None,
+        "Splits to mix: of a Hub dataset, or `<split>.jsonl` of a local directory. With `subsets`, as many: the n-th "
+        "split belongs to the n-th subset.",
+    )
+    columns: ColumnsConfig = table(ColumnsConfig, "What the columns are called in the data.")
+    probabilities: list[float] | None = option(
+        None,
+        "How often each subset or split is drawn: one number above 0 each, scaled to sum 1. They take turns if left "
+        "out.",
+    )
+
+    @field_validator("subsets", "splits")
+    @classmethod
+    def _some_names(cls, names: list[str] | None) -> list[str] | None:
+        """Refuse a list without names, or with an empty one."""
+        if names is not None and not (names and all(names)):
+            raise ValueError("must name at least one, and no name may be empty; leave it out for the whole data set")
+        return names
+
+    @field_validator("probabilities")
+    @classmethod
+    def _above_zero(cls, values: list[float] | None) -> list[float] | None:
+        """Refuse a share of nothing, whose rows a pass could never exhaust."""
+        if values is not None and not (values and all(value > 0 for value in values)):
+            raise ValueError("must be numbers above 0; leave a subset out that is not wanted")
+        return values
+
+    @property
+    def num_sources(self) -> int:
+        """How many subsets or splits are mixed."""
+        return len(self.subsets or self.splits or [""])
+
+    def broken_source_rules(self, prefix: str) -> Iterator[BrokenRule]:
+        """Subsets, splits and probabilities that do not pair up; `prefix` is the table of this section."""
+        if self.subsets and self.splits and len(self.subsets) != len(self.splits):
+            message = f"has {len(self.splits)} names, `{prefix}.subsets` has {len(self.subsets)}; give one per subset"
+            yield broken(message, f"{prefix}.splits", f"{prefix}.subsets")
+        if self.probabilities and len(self.probabilities) != self.num_sources:
+            given = len(self.probabilities)
+            message = f"has {given} numbers for {self.num_sources} subsets or splits; give one for each"
+            yield broken(message, f"{prefix}.probabilities", f"{prefix}.subsets", f"{prefix}.splits")
+
+
+class LossMaskConfig(ConfigSection):
+    """Roles whose messages are trained on."""
+
+    system: bool = option(False, "Train on system messages.")
+    user: bool = option(False, "Train on user messages, and on the prompt of a text row.")
+    assistant: bool = option(True, "Train on assistant messages with their stop token, without their header.")
+    tool: bool = option(False, "Train on what tools answered.")
+
+
+class DatasetConfig(DataSourceConfig):
+    """Rows of a dataset that every step of an RL run learns by cross-entropy, beside its rollouts."""
+
+    name: str = required(
+        "As `data.name` of fine-tuning: a file, a directory, or a dataset id of the Hugging Face Hub. Every machine of "
+        "the trainer reads it.",
+        min_length=1,
+    )
+    stopping_strategy: Stopping = option(
+        "all_exhausted",
+        "A pass over several subsets or splits ends when the rows of all were taken (small ones repeat), or when those "
+        "of one were.",
+    )
+    loss_mask: LossMaskConfig = table(LossMaskConfig, "Messages of which roles are trained on.")
+    rows_per_step: int = option(
+        16,
+        "Rows of each step; rows longer than `trainer.model.seq_len` are cut, those without a trained token left out.",
+        ge=1,
+    )
+    weight: float = option(1.0, "Factor of their mean cross-entropy, which is added to the loss.", gt=0)
+    shuffle: bool = option(True, "Draw rows in a random order, anew in every pass.")
+    seed: int = option(0, "Seed of the order.", facts=Facts(follows="seed", default_text="`seed`"), ge=0)
+
+    def broken_rules(self, where: str) -> Iterator[BrokenRule]:
+        """Rules over several keys that do not hold; `where` is the table of this section."""
+        yield from self.broken_source_rules(where)
+        if not any(self.loss_mask.model_dump().values()):
+            yield broken("trains on no role; set one of its keys to true", f"{where}.loss_mask")
