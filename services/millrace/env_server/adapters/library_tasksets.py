@@ -56,8 +56,9 @@ def require_data(taskset: Any) -> None:
     from harbor.auth.constants import SUPABASE_URL  # type: ignore[import-not-found]
 
     hub = urlsplit(SUPABASE_URL)
+    port = 443 if hub.port is None else hub.port
     try:
-        socket.create_connection((hub.hostname or "", hub.port or 443), timeout=_CONNECT_S).close()
+        socket.create_connection((hub.hostname or "", port), timeout=_CONNECT_S).close()
     except OSError as error:
         message = (
             f"its tasks are not in {place}, and the hub {hub.hostname}, which has them, does not answer "
