@@ -98,9 +98,9 @@ test-vllm-next: setup-dev ## Look for what Millrace takes of vLLM in the wheels 
 test-torch: ## Run what depends on torch and transformers with TORCH (2.15.0) and TRANSFORMERS (5.24.0), in an environment of its own (6.5 GB).
 	@TEST_JOBS=$(TEST_JOBS) scripts/test_torch.sh $(TORCH) $(TRANSFORMERS)
 
-test-environments: setup-dev ## Train on public task packages (reasoning-gym, textarena, nemo-gym), on public agents, and play with other releases of verifiers; installs them into .venv-environments, .venv-agents, .venv-nemo-gym (Python 3.12) and .venv-verifiers-*.
+test-environments: setup-dev ## Train on public task packages (reasoning-gym, textarena, openenv, nemo-gym), on public agents, and play with other releases of verifiers; installs them into .venv-environments, .venv-agents, .venv-openenv, .venv-nemo-gym (Python 3.12) and .venv-verifiers-*.
 	@scripts/setup_environments.sh
-	$(PY) -m pytest -m environments -rs tests/e2e/test_public_environments.py tests/e2e/test_public_tools.py tests/e2e/test_public_agents.py tests/integration/env_server/test_env_other_pins.py
+	$(PY) -m pytest -m environments -rs tests/e2e/test_public_environments.py tests/e2e/test_public_servers.py tests/e2e/test_public_tools.py tests/e2e/test_public_agents.py tests/integration/env_server/test_env_other_pins.py
 
 test-templates: setup-dev ## Compare the loss masks of real chat templates with those of TRL and renderers; installs them into .venv-templates.
 	@scripts/setup_templates.sh

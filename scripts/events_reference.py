@@ -17,7 +17,7 @@ PROTO = ROOT / "proto" / "millrace" / "v1" / "event.proto"
 _ROOMS = (
     "algorithms",
     "env_server/adapters",
-    "env_server/adapters/tasks",
+    "env_server/adapters/scoring",
     "env_server/interpreters",
     "env_server/teacher",
     "orchestrator/drive",
@@ -289,10 +289,23 @@ FAILURES: Texts = {
         "a fork has lost the checkpoint that it begins with",
         "restore it from a replica of the bucket, or fork again",
     ),
-    "ENV_ARGS_INVALID": ("`args` of an environment are no JSON object", "correct `orchestrator.env.args`"),
+    "ENV_ARGS_INVALID": (
+        "`args` of an environment are no JSON object, or have what its config does not take: an unknown key, a value of "
+        "another type, none where one is needed",
+        "correct the keys of the message",
+    ),
+    "ENV_DATA_INVALID": (
+        "a file of tasks of a taskset of `verifiers` cannot be read: no JSON, or a field is missing",
+        "correct the file of the message",
+    ),
     "ENV_DATA_MISSING": (
-        "tasks of `harbor` are not on the env-server's machine, and their hub does not answer",
-        "bring them to the directory of the message, or give workers a network",
+        "a file that `args` name is not on the env-server's machine; or tasks of `harbor` are not, and their hub does "
+        "not answer",
+        "bring them to the place of the message, or give workers a network",
+    ),
+    "ENV_REWARD_ARGUMENTS": (
+        "a reward function wants an argument that its rubric or task does not pass",
+        "rename it to one of those in the message, or give it a default",
     ),
     "ENV_PACKAGE_MISSING": (
         "a taskset of `verifiers` plays with an extra of it that is not installed",

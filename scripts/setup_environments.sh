@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Makes what the tests of environments need beside .venv: public task packages in .venv-environments, a directory for
 # PYTHONPATH, virtual environments with public agents, .venv-agents, and other releases of verifiers, .venv-verifiers-*,
-# and .venv-nemo-gym, if there is a Python 3.12. Idempotent and quick when nothing changed; 2 GB and four minutes the first time. pycosat needs a C compiler.
+# .venv-openenv, and .venv-nemo-gym, if there is a Python 3.12. Idempotent and quick when nothing changed; 2 GB and four minutes the first time. pycosat needs a C compiler.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 python=${MILLRACE_VENV:-.venv}/bin/python
@@ -41,14 +41,19 @@ for release in 0.1 0.4; do
     setup "$target" "requirements/verifiers-$release.txt" --python "$target/bin/python"
   fi
 done
+if ! is_done .venv-openenv requirements/openenv.txt; then
+  rm -rf .venv-openenv
+  "$python" -m uv venv --quiet --python "$python" .venv-openenv
+  setup .venv-openenv requirements/openenv.txt --python .venv-openenv/bin/python
+fi
 # 0.3.1 as a user's new environment has it: with the newest of everything else, and what the refusal of a run prints.
 needed='from millrace.env_server.interpreters.examine import needed_with; print(*(n + b for n, b in needed_with("0.3.1").items()))'
 if [ ! -f .venv-verifiers-0.3/.millrace-setup ] || [ -n "$(find .venv-verifiers-0.3/.millrace-setup -mtime +0)" ]; then
-  echo "Setting up .venv-verifiers-0.3: verifiers 0.3.1 with the newest of everything else"
+  echo "Setting up .venv-verifiers-0.3: verifiers 0.3.1 and openenv with the newest of everything else"
   rm -rf .venv-verifiers-0.3
   "$python" -m uv venv --quiet --python "$python" .venv-verifiers-0.3
   # shellcheck disable=SC2046 # one word for each package
-  "$python" -m uv pip install --quiet --python .venv-verifiers-0.3/bin/python 'verifiers==0.3.1' $("$python" -c "$needed")
+  "$python" -m uv pip install --quiet --python .venv-verifiers-0.3/bin/python 'verifiers[openenv]==0.3.1' $("$python" -c "$needed")
   touch .venv-verifiers-0.3/.millrace-setup
 fi
 if ! newer=$(scripts/find_python.sh 3.12); then

@@ -32,7 +32,9 @@ _AGENTS = _REPOSITORY / ".venv-agents"
 _TEMPLATE_PACKAGES = _REPOSITORY / ".venv-templates"
 _TRANSFORMERS_4 = _REPOSITORY / ".venv-transformers-4"
 _VENV_NEMO_GYM = _REPOSITORY / ".venv-nemo-gym"
+_VENV_OPENENV = _REPOSITORY / ".venv-openenv"
 _VLLM_WHEELS = _REPOSITORY / ".venv-vllm-wheels"
+_OF_ENVIRONMENTS = {"public_environments", "pinned_pythons", "nemo_gym_python", "openenv_python", "agents_python"}
 _WAITS_END_S = 5.0  # threads that were told to stop are given that long
 
 # Shared machines are slow at times; that is no finding. No example database: a test run leaves nothing in the tree.
@@ -163,7 +165,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.vllm)
         if "vllm_wheels" in names:
             item.add_marker(pytest.mark.vllm_wheels)
-        if not {"public_environments", "pinned_pythons", "nemo_gym_python", "agents_python"}.isdisjoint(names):
+        if not {
+            "public_environments",
+            "pinned_pythons",
+            "nemo_gym_python",
+            "openenv_python",
+            "agents_python",
+        }.isdisjoint(names):
             item.add_marker(pytest.mark.environments)
         if "template_packages" in names:
             item.add_marker(pytest.mark.templates)
@@ -218,6 +226,14 @@ def nemo_gym_python() -> str:
     if not (_VENV_NEMO_GYM / ".millrace-setup").exists():
         pytest.skip("no nemo-gym: run scripts/setup_environments.sh where there is a Python 3.12")
     return str(_VENV_NEMO_GYM / "bin" / "python")
+
+
+@pytest.fixture(scope="session")
+def openenv_python() -> str:
+    """An interpreter with verifiers 0.4 and `openenv`, which wants other pins than the other public tasks."""
+    if not (_VENV_OPENENV / ".millrace-setup").exists():
+        pytest.skip("no openenv: run scripts/setup_environments.sh")
+    return str(_VENV_OPENENV / "bin" / "python")
 
 
 @pytest.fixture(scope="session")

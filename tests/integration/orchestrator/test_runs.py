@@ -317,4 +317,8 @@ async def test_environments_are_loaded_at_submission_on_request(stack) -> None:
     with pytest.raises(InvalidStateError, match="no such column 'answer'") as caught:
         await call(stack.runs.CreateRun, request(validate_only=False))
     assert caught.value.reason == "ENV_LOAD_FAILED" and "fix that, then submit" in (caught.value.remedy or "")
+    env.fail_type = "ENV_DATA_MISSING"
+    with pytest.raises(InvalidStateError, match="ENV_DATA_MISSING: no such column 'answer'") as caught:
+        await call(stack.runs.CreateRun, request(validate_only=False))
+    assert caught.value.reason == "ENV_DATA_MISSING", "the worker's own reason is the run's"
     assert not (await call(stack.runs.ListRuns, run_service_pb2.ListRunsRequest())).runs

@@ -97,7 +97,7 @@ def test_an_argument_that_nobody_passes_is_refused_with_those_that_may_be_asked_
     with pytest.raises(InvalidSpecError, match=text) as caught:
         load(rubric())
     kind, message, remedy = describe_error(caught.value)
-    assert kind == "InvalidSpecError" and re.search(r" \(at .*test_arguments_v0\.py:\d+ in \w+\)$", message)
+    assert kind == "ENV_REWARD_ARGUMENTS" and re.search(r" \(at .*test_arguments_v0\.py:\d+ in \w+\)$", message)
     assert remedy.startswith("let it ask for one of those, or give 'difficult")
 
 

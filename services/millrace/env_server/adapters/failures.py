@@ -123,11 +123,14 @@ def _key(path: str) -> str:
 
 
 def describe_error(error: BaseException) -> tuple[str, str, str]:
-    """Return (class, message, remedy) of an error in the environment's code; the message has the place."""
+    """Return (class, message, remedy) of an error in the environment's code; the message has the place.
+
+    A refusal of ours with a reason of its own, such as ENV_DATA_MISSING, has that instead of the class.
+    """
     if isinstance(error, NotFoundError):
         return "EnvironmentNotFound", error.message, error.remedy or ""
     if isinstance(error, InvalidSpecError) and error.reason.startswith("ENV_"):
-        return type(error).__name__, error.message, error.remedy or ""  # it says itself where
+        return error.reason, error.message, error.remedy or ""  # it says itself where
     text = _message(error)
     if isinstance(error, MemoryError):
         problem = f"it asked for more memory than a worker may have ({MEMORY_VARIABLE} of the env-server)"

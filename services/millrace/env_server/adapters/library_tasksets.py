@@ -1,20 +1,24 @@
-"""What tasksets of the library play with and nothing installs with it: packages of its extras, tasks of a hub.
+"""What tasksets of the library need: options, packages of its extras, files and hubs with tasks.
 
-The library imports such a package when it loads or plays a task: without it `openenv` would load, and every rollout
-fail. A hub that does not answer is asked again and again, for minutes.
+The library imports a package of an extra when it loads or plays a task: without it `openenv` would load, and every
+rollout fail. A hub that does not answer is asked again and again, for minutes. What is wrong with an option or a file
+it says in the words of pydantic, or of whatever it stumbled over.
 """
 
 import ast
+import contextlib
 import re
 import socket
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from importlib.metadata import PackageNotFoundError, distribution
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 from urllib.request import getproxies
+
+from pydantic import ValidationError
 
 from millrace.custom_code import environment_module
 from millrace.env_server.interpreters.allowed import default_place
@@ -27,6 +31,101 @@ _EXTRA = re.compile(r"extra\s*==\s*['\"](?P<name>[^'\"]+)['\"]")
 _OF_PYTHON = re.compile(r"python(?:_full)?_version\s*>=\s*['\"](?P<major>\d+)\.(?P<minor>\d+)")
 _CONNECT_S = 10.0
 _NAME = re.compile(r"[A-Za-z0-9_.-]+")
+_SHOWN = (bool, int, float, str)
+_IN_DATA = (AttributeError, LookupError, TypeError, ValueError)
+"""What reading a broken file raises: also errors of JSON, TOML, Unicode and pydantic are ValueErrors."""
+
+
+@contextlib.contextmanager
+def options_checked(*, roles: str) -> Iterator[None]:
+    """Refuse options that an environment's config does not take, each by its key. Raises InvalidSpecError.
+
+    `roles` is the place of the config beside the taskset's, such as `args.env`.
+    """
+    try:
+        yield
+    except (ValidationError, KeyError) as error:
+        # The library fails as KeyError where pydantic cannot make an error of that type again ("path_type").
+        wrong = error if isinstance(error, ValidationError) else error.__context__
+        if not isinstance(wrong, ValidationError):
+            raise
+        is_whole = wrong is error  # else the taskset's own, whose keys have no prefix yet
+        found = [_wrong_option(each, roles=roles, is_whole=is_whole) for each in wrong.errors(include_url=False)]
+        remedy = "correct them; `millrace env check ID --args …` tries them without a run"
+        raise InvalidSpecError(found, reason="ENV_ARGS_INVALID", remedy=remedy) from error
+
+
+def _wrong_option(found: Mapping[str, Any], *, roles: str, is_whole: bool) -> Violation:
+    path, value = [str(part) for part in found["loc"]], found["input"]
+    if not is_whole or path[:1] == ["taskset"]:
+        field = ".".join(["args", *(path[1:] if is_whole else path)])
+    else:
+        field = ".".join([roles, *path])
+    message = f"{found['msg'][:1].lower()}{found['msg'][1:]}"
+    is_shown = isinstance(value, _SHOWN) and found["type"] != "extra_forbidden"  # that may be a misspelt secret
+    return Violation(field=field, value=f"{value!r:.100}" if is_shown else None, message=message)
+
+
+@contextlib.contextmanager
+def tasks_checked(env_id: str, taskset: Iterable[Any], args: Mapping[str, Any]) -> Iterator[None]:
+    """Refuse files of tasks that cannot be read. Raises InvalidSpecError (ENV_DATA_MISSING, ENV_DATA_INVALID).
+
+    A file that `args` name counts for every taskset; what else goes wrong while tasks are loaded is said for those of
+    the library alone, because others have code of their own to look at.
+    """
+    try:
+        yield
+    except OSError as error:
+        key = next((key for key, value in _leaves(args, "args") if _is_file(value, error.filename)), "")
+        is_file = error.filename or isinstance(error, FileNotFoundError)
+        if not key and not (is_file and _is_of_library(env_id)):
+            raise
+        message = f"{error.strerror} where workers run" if key else f"where workers run: {error}"
+        wrong = Violation(field=key or "args", value=str(error.filename) if key else None, message=message)
+        remedy = "bring the file to the machine of the env-server, readable by its workers' user, or name another"
+        raise InvalidSpecError([wrong], reason="ENV_DATA_MISSING", remedy=remedy) from error
+    except _IN_DATA as error:
+        if not _is_of_library(env_id):
+            raise
+        named = [key for key, value in _leaves(args, "args") if isinstance(value, str) and Path(value).exists()]
+        message = f"a task cannot be read{_behind(taskset)} ({_in_words(error)})"
+        wrong = Violation(field=named[0] if named else "args", message=message)
+        remedy = f"correct the tasks: each has what the taskset {env_id!r} of verifiers {installed()} asks for"
+        raise InvalidSpecError([wrong], reason="ENV_DATA_INVALID", remedy=remedy) from error
+
+
+def _in_words(error: Exception) -> str:
+    if isinstance(error, ValidationError):
+        found = error.errors(include_url=False)
+        return "; ".join(f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in found)
+    return f"lacks the key {error}" if isinstance(error, KeyError) else f"{type(error).__name__}: {error}"
+
+
+def _behind(taskset: Iterable[Any]) -> str:
+    """Return how many tasks are whole before the one that is not, as in ", after 3 that can"; "" of the first."""
+    count = 0
+    with contextlib.suppress(*_IN_DATA):
+        for _ in taskset:
+            count += 1
+    return f", after {count} that can" if count else ""
+
+
+def _leaves(value: Any, key: str) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, Mapping):
+        for name, each in value.items():
+            yield from _leaves(each, f"{key}.{name}")
+    else:
+        yield key, value
+
+
+def _is_file(value: Any, filename: Any) -> bool:
+    if not isinstance(value, str) or not isinstance(filename, str):
+        return False
+    return Path(value).expanduser().resolve() == Path(filename).resolve()
+
+
+def _is_of_library(env_id: str) -> bool:
+    return f"{_TASKSETS}.{environment_module(env_id)}" in sys.modules
 
 
 def require_packages(env_id: str) -> None:

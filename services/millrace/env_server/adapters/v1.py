@@ -33,7 +33,12 @@ from millrace.env_server.adapters.env_args import (
     table_of,
 )
 from millrace.env_server.adapters.failures import frames_of, our_spelling, remember_roles
-from millrace.env_server.adapters.library_tasksets import require_data, require_packages
+from millrace.env_server.adapters.library_tasksets import (
+    options_checked,
+    require_data,
+    require_packages,
+    tasks_checked,
+)
 from millrace.env_server.adapters.outcome import Outcome, checked, failed, failed_like, require_demonstrations
 from millrace.env_server.adapters.renderer import (
     DEFAULT,
@@ -130,8 +135,10 @@ class V1Adapter:
         held_out = None
         if eval_args is not None:
             taskset = vf.load_taskset(_config(spec.id, {**own, **eval_args}, extra, where=where).taskset)
-            held_out = tasks_of(taskset, num_tasks)
-        train = tasks_of(env.taskset, num_tasks)
+            with tasks_checked(spec.id, taskset, {**own, **eval_args}):
+                held_out = tasks_of(taskset, num_tasks)
+        with tasks_checked(spec.id, env.taskset, own):
+            train = tasks_of(env.taskset, num_tasks)
         tables = selected_tables(spec.select_json, train=train, held_out=held_out, is_mixed=False)
         loaded = cls(env, tables=tables, renderer=renderer, traces=traces)
         loaded.loaded = replace(loaded.loaded, declared=declared_sampling(env, trained, where=where))
@@ -218,7 +225,8 @@ class V1Adapter:
 def _config(env_id: str, taskset_args: Mapping[str, Any], extra: Mapping[str, Any], *, where: str) -> Any:
     """Make the environment's config; `where` says which args `extra` came from."""
     base = {**extra, "taskset": {"id": env_id, **taskset_args}}
-    return vf.resolve_env_config(with_roles(base, harness=harness_v1.register(), where=where))
+    with options_checked(roles=where):
+        return vf.resolve_env_config(with_roles(base, harness=harness_v1.register(), where=where))
 
 
 def _outcome(episode: Any, expected: ExpectedTraces, asked: AskedSampling | None) -> Outcome:

@@ -400,9 +400,10 @@ def _failure(spec: EnvSpec, worker_id: str, answer: env_service_pb2.OpenEnvRespo
     is_killing = answer.error_type == KILLS_WORKERS
     named = "" if spec.name == spec.id else f" (id {spec.id!r})"
     what = "is given up" if is_killing else "could not be loaded"
+    reason = answer.error_type if answer.error_type.startswith("ENV_") else "ENV_LOAD_FAILED"
     return InvalidStateError(
         f"environment {spec.name!r}{named} {what} on {worker_id}: {answer.error_type}: {answer.error_message}",
-        reason=KILLS_WORKERS if is_killing else "ENV_LOAD_FAILED",
+        reason=reason,
         remedy=answer.error_remedy or "fix that, then submit the run again",
         metadata=metadata,
     )

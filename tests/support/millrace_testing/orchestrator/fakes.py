@@ -78,6 +78,7 @@ class FakeEnvServer(env_service_pb2_grpc.EnvServiceServicer):
     address: str = ""
     num_tasks: int = 20
     fail_open: str = ""
+    fail_type: str = "ValueError"
     delay_s: float = 0.0
     broken: dict[tuple, RolloutStatus] = field(default_factory=dict)
     """Key: (ordinal, member, attempt), with \"eval\" in front for evaluations."""
@@ -105,7 +106,7 @@ class FakeEnvServer(env_service_pb2_grpc.EnvServiceServicer):
     async def OpenEnv(self, request, context):
         if self.fail_open:
             return env_service_pb2.OpenEnvResponse(
-                state=env_service_pb2.ENV_STATE_FAILED, error_type="ValueError", error_message=self.fail_open
+                state=env_service_pb2.ENV_STATE_FAILED, error_type=self.fail_type, error_message=self.fail_open
             )
         task_set = env_service_pb2.TaskSet(num_tasks=self.num_tasks, digest="d" * 64)
         return env_service_pb2.OpenEnvResponse(
