@@ -290,8 +290,8 @@ FAILURES: Texts = {
         "restore it from a replica of the bucket, or fork again",
     ),
     "ENV_ARGS_INVALID": (
-        "`args` of an environment are no JSON object, or have what its config does not take: an unknown key, a value of "
-        "another type, none where one is needed",
+        "`args` of an environment are no JSON object, or have what its config does not take: an unknown key, a value "
+        "of another type, none where one is needed",
         "correct the keys of the message",
     ),
     "ENV_DATA_INVALID": (
