@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import create_model
 
 from millrace.env_server.adapters import runtimes_v1
 from millrace.internal.v1 import env_service_pb2, rollout_pb2
@@ -127,7 +128,9 @@ async def test_a_program_for_containers_is_asked_whether_it_works(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, kind: str
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setattr(runtimes_v1, "_kinds", lambda: {"subprocess": True, kind: True})  # as 0.4 has it
+    machine = create_model("Machine", type=(str, kind))  # as 0.4 has it
+    monkeypatch.setattr(runtimes_v1, "AgentConfig", create_model("Role", runtime=(machine, ...)))
+    monkeypatch.setattr(runtimes_v1, "runtime_is_local", lambda config: True)
     assert f"needs the command `{kind}` where the env-server runs" in runtimes_v1.problem_of(kind)
     program = tmp_path / kind
     program.write_text("#!/bin/sh\necho first >&2\necho 'no user namespaces' >&2\nexit 125\n")

@@ -70,8 +70,8 @@ def _wrong_option(found: Mapping[str, Any], *, roles: str, is_whole: bool) -> Vi
 def tasks_checked(env_id: str, taskset: Iterable[Any], args: Mapping[str, Any]) -> Iterator[None]:
     """Refuse files of tasks that cannot be read. Raises InvalidSpecError (ENV_DATA_MISSING, ENV_DATA_INVALID).
 
-    A file that `args` name counts for every taskset; what else goes wrong while tasks are loaded is said for those of
-    the library alone, because others have code of their own to look at.
+    A missing file that `args` name is refused for every taskset. Other errors are refused for tasksets of the library
+    alone: an author of other code looks for the line that raised.
     """
     try:
         yield
